@@ -1,0 +1,36 @@
+# The front door: `make demo`, `make test`. Everything lives in .venv at the repository root.
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/.installed
+
+.PHONY: demo test test-slow lint bench clean
+.DEFAULT_GOAL := demo
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (about 6 GB, a few minutes the first time)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@.venv/bin/uno demo
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# Lint, types, the default lane, and the Ray lane with one case per fault family.
+test: lint
+	$(PY) -m pytest --durations=5
+	$(PY) -m pytest -m 'ray and not slow'
+
+# The full matrices.
+test-slow: $(STAMP)
+	$(PY) -m pytest -m 'slow'
+
+bench: $(STAMP)
+	$(PY) -m benchmarks
+
+clean:
+	rm -rf .venv runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

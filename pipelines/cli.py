@@ -1,0 +1,146 @@
+"""The console script ``uno``: finds the command, runs it, and turns every end into one line and an exit code.
+
+Commands are entry points of the group ``uno.commands``: callables that take the arguments after the command's
+name and return an exit code. Nothing heavy is imported before one is chosen. Exit codes: 0 done, 2 bad
+configuration or data (nothing started), 3 numerics, 4 storage, 75 interrupted and resumable, 130 interrupted
+before anything was saved, 1 a defect of this program.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import select
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import NoReturn
+
+from uno.errors import Interrupted, StorageError, UnoError
+
+Command = Callable[[Sequence[str]], int]
+
+SENTENCES = {
+    "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
+    "data": "Check a data set before a run: `uno data check --data SOURCE`.",
+    "pretrain": "Train the encoder and the known head on the labeled images.",
+    "discover": "Find the novel classes among the unlabeled images; pretrains first where needed.",
+    "evaluate": "Compute the metrics of a finished run.",
+    "predict": "Write a class for every image of a source.",
+    "report": "Write the HTML report of a run.",
+    "estimate-classes": "Estimate how many novel classes the unlabeled images hold.",
+    "tune": "Search hyper-parameters with Ray Tune.",
+    "export": "Write the model in a format that other tools load.",
+    "doctor": "Check this machine: versions, devices, Ray.",
+}
+"""What each of our commands does; a command from elsewhere is listed by its name alone."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``uno ARGV...`` and return its exit code."""
+    return guard(_dispatch, sys.argv[1:] if argv is None else argv)
+
+
+def run(command: Command) -> NoReturn:
+    """Run one command as a script: ``if __name__ == "__main__": cli.run(main)``."""
+    sys.exit(guard(command, sys.argv[1:]))
+
+
+def guard(command: Command, argv: Sequence[str]) -> int:
+    """The exit code of ``command(argv)``; an error becomes one line on stderr, never a traceback."""
+    try:
+        try:
+            code = command(argv)
+        except SystemExit as end:  # --help of tyro and argparse
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        sys.stdout.flush()
+        return code
+    except Interrupted as error:
+        hint = "" if "resume" in str(error) else "; resume with the same command"
+        return _end(f"{error}{hint}", error.exit_code)
+    except UnoError as error:
+        return _end(f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        return _end("interrupted; the same command resumes from the last checkpoint, if there is one", 130)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "uno", "pipelines", "tune"):
+            return _internal(error)
+        extra = "'uno-discovery[ray]'" if missing == "ray" else missing
+        return _end(f"error: this needs the package {missing!r}: pip install {extra}", 2)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return 141  # as if SIGPIPE had ended us: `uno ... | head`
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return _end(f"error: {error}", StorageError.exit_code)
+        return _internal(error)
+    except Exception as error:
+        return _internal(error)
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    commands = {entry.name: entry for entry in entry_points(group="uno.commands")}
+    name, *rest = argv or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help(commands))
+        return 0 if argv else 2
+    if name == "--version":
+        print(f"uno {version('uno-discovery')}")
+        return 0
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "see uno --help"
+        return _end(f"error: unknown command {name!r}; {hint}", 2)
+    return commands[name].load()(rest)
+
+
+def _help(commands: dict[str, EntryPoint]) -> str:
+    ours = [name for name in SENTENCES if name in commands]
+    names = [*ours, *sorted(commands.keys() - SENTENCES.keys())]
+    width = max(map(len, names), default=0)
+    lines = [
+        "usage: uno COMMAND [OPTIONS]",
+        "",
+        "Novel class discovery: finds the classes among images that nobody has labeled yet.",
+        "",
+        *(f"  {name:{width}}  {SENTENCES.get(name, '')}".rstrip() for name in names),
+        "",
+        "uno COMMAND --help lists a command's options; uno --version prints the version.",
+    ]
+    return "\n".join(lines)
+
+
+def _end(line: str, code: int) -> int:
+    """Print one line, whatever line breaks the message had, and hand the code on."""
+    print("uno:", " ".join(line.split()), file=sys.stderr)
+    return code
+
+
+def _internal(error: Exception) -> int:
+    """A defect: its traceback goes to a file, one line names both."""
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="uno-error-", suffix=".txt", delete=False) as file:
+            file.write(f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}")
+        where = f"traceback in {file.name}"
+    except OSError as problem:
+        where = f"no traceback: {problem}"
+    return _end(f"error: internal: {type(error).__name__}: {error} ({where})", 1)
+
+
+def _reader_is_gone() -> bool:
+    """Whether the broken pipe is our own output's; if so, what is left in the buffers goes nowhere."""
+    gone = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            descriptor = stream.fileno()
+        except OSError:  # not a file
+            continue
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if poll.poll(0):  # POLLERR: nobody holds the other end
+            gone = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return gone

@@ -1,0 +1,139 @@
+"""Ray Data: decode every image once on the cluster, then hand the decoded set to the training workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from uno.data.decode import decode_many
+from uno.data.resident import EvalSet, TrainSet
+from uno.data.splits import Task
+
+ROWS_PER_BLOCK = 512
+ROWS_PER_BATCH = 4096
+
+
+def decode_task(ray: Any, task: Task, size: int) -> Any:
+    """A materialized dataset with one row per image of ``task``: index, label, is_train, image, reason.
+
+    ``image`` is 3 * size * size raw bytes, null where ``reason`` says why it cannot be read. ``label`` is the
+    known class or -1: hidden labels are not in here.
+    """
+    blocks = [_encoded(task, start) for start in range(0, len(task.rows), ROWS_PER_BLOCK)]
+    dataset = ray.data.from_arrow(blocks).map_batches(
+        partial(_decode, size=size), batch_format="pyarrow", batch_size=ROWS_PER_BLOCK, zero_copy_batch=True
+    )
+    return dataset.materialize()
+
+
+def truth_of(ray: Any, task: Task) -> Any:
+    """A dataset with the true class of every row, for evaluation only: index, truth, is_train."""
+    rows = np.flatnonzero(task.eval_labels >= 0)
+    table = {"index": rows, "truth": task.eval_labels[rows], "is_train": task.is_train[rows]}
+    return ray.data.from_arrow(pa.table(table))
+
+
+def bad_samples(dataset: Any, task: Task) -> list[dict[str, str]]:
+    """The unreadable images as {"id", "reason"}, in row order."""
+    found: dict[int, str] = {}
+    columns = dataset.select_columns(["index", "reason"])
+    for batch in columns.iter_batches(batch_size=ROWS_PER_BATCH, batch_format="pyarrow"):
+        bad = batch.filter(pa.compute.is_valid(batch["reason"]))
+        found |= dict(zip(bad["index"].to_pylist(), bad["reason"].to_pylist(), strict=True))
+    return [{"id": task.rows.ids[i], "reason": found[i]} for i in sorted(found)]
+
+
+def train_set(shard: Any, size: int, num_known: int, num_novel: int) -> tuple[TrainSet, Tensor]:
+    """Drain a worker's (unsplit) shard of :func:`decode_task`: the training rows, and all images (N,3,S,S) by
+    index.
+
+    The order is that of the row numbers, whatever order the blocks arrive in.
+    """
+    parts = list(_drain(shard, ("label", "is_train"), size))
+    index = np.concatenate([part["index"] for part in parts])
+    images = torch.zeros(int(index.max()) + 1, 3, size, size, dtype=torch.uint8)
+    labels = np.full(len(images), -1, dtype=np.int64)
+    usable = np.zeros(len(images), dtype=bool)
+    for part in parts:
+        rows = part["index"][part["ok"]]
+        images[torch.from_numpy(rows)] = torch.from_numpy(part["image"])
+        labels[rows] = part["label"][part["ok"]]
+        usable[rows] = part["is_train"][part["ok"]]
+    labeled = torch.from_numpy(np.flatnonzero(usable & (labels >= 0)))
+    unlabeled = torch.from_numpy(np.flatnonzero(usable & (labels < 0)))
+    chosen = TrainSet(
+        images[labeled], torch.from_numpy(labels)[labeled], images[unlabeled], num_known, num_novel
+    )
+    return chosen, images
+
+
+def eval_sets(shard: Any, images: Tensor, readable: Tensor) -> dict[str, EvalSet]:
+    """Drain a shard of :func:`truth_of`: {"train", "test"} -> readable rows with truth, in row order."""
+    table = pa.concat_tables(shard.iter_batches(batch_size=None, batch_format="pyarrow")).sort_by("index")
+    index, truth = (torch.from_numpy(table[name].to_numpy().copy()) for name in ("index", "truth"))
+    is_train = torch.from_numpy(table["is_train"].to_numpy(zero_copy_only=False).copy())
+    sets = {}
+    for split, member in (("train", is_train), ("test", ~is_train)):
+        rows = member & readable[index]
+        sets[split] = EvalSet(images[index[rows]], truth[rows], index[rows])
+    return sets
+
+
+def _encoded(task: Task, start: int) -> pa.Table:
+    rows = range(start, min(start + ROWS_PER_BLOCK, len(task.rows)))
+    images = [task.rows.images[i] for i in rows]
+    pixels = [image if isinstance(image, np.ndarray) else None for image in images]
+    return pa.table(
+        {
+            "index": pa.array(rows, pa.int64()),
+            "label": pa.array(task.labels[start : rows.stop]),
+            "is_train": pa.array(task.is_train[start : rows.stop]),
+            "path": pa.array([image if isinstance(image, str) else None for image in images], pa.string()),
+            "data": pa.array([_bytes(image) for image in images], pa.large_binary()),
+            "shape": pa.array([None if p is None else list(p.shape) for p in pixels], pa.list_(pa.int32())),
+        }
+    )
+
+
+def _bytes(image: Any) -> bytes | None:
+    if isinstance(image, np.ndarray):
+        return image.tobytes()
+    return image if isinstance(image, bytes) else None
+
+
+def _decode(batch: pa.Table, size: int) -> pa.Table:
+    images = list(_images(batch))
+    ids = [str(i) for i in range(len(images))]
+    pixels, ok, bad = decode_many(images, ids, size, threads=1)
+    reasons = {int(entry["id"]): entry["reason"] for entry in bad}
+    raw = pixels.flatten(1).numpy()
+    kept = batch.select(["index", "label", "is_train"])
+    kept = kept.append_column(
+        "image", pa.array([r.tobytes() if o else None for r, o in zip(raw, ok, strict=True)])
+    )
+    return kept.append_column("reason", pa.array([reasons.get(i) for i in range(len(images))], pa.string()))
+
+
+def _images(batch: pa.Table) -> Iterator[bytes | str | np.ndarray]:
+    for path, data, shape in zip(
+        *(batch[name].to_pylist() for name in ("path", "data", "shape")), strict=True
+    ):
+        if shape is not None:
+            yield np.frombuffer(data, np.uint8).reshape(shape)
+        else:
+            yield path if path is not None else data
+
+
+def _drain(shard: Any, columns: Iterable[str], size: int) -> Iterator[dict[str, np.ndarray]]:
+    for batch in shard.iter_batches(batch_size=ROWS_PER_BATCH, batch_format="pyarrow"):
+        part = {name: batch[name].to_numpy(zero_copy_only=False) for name in ("index", *columns)}
+        part["ok"] = batch["reason"].is_null().to_numpy(zero_copy_only=False)
+        joined = b"".join(batch["image"].drop_null().to_pylist())
+        part["image"] = np.frombuffer(bytearray(joined), np.uint8).reshape(-1, 3, size, size)
+        yield part

@@ -1,0 +1,258 @@
+"""What pretrain, discover, demo and evaluate share: from options to a finished run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pipelines import ray_env
+from pipelines.console import Progress, say
+from pipelines.options import Options, overrides
+from uno import run
+from uno.config import Config, dump_yaml, override
+from uno.data.check import check, format_report
+from uno.data.decode import check_bad, decode_many
+from uno.data.resident import assemble, eval_sets
+from uno.data.sources import read_rows
+from uno.data.splits import Task, make_task
+from uno.errors import ConfigError
+from uno.evaluate import format_table
+from uno.journal import read_journal
+from uno.storage import Storage
+from uno.train import LocalWorker
+
+RESULTS = "metrics.json"
+BAD_SAMPLES = "bad_samples.jsonl"
+
+
+def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
+    """Check everything, train the phases that are not finished, evaluate, print the table. Returns 0.
+
+    Raises:
+        UnoError: with its exit code; a :class:`ConfigError` before any worker starts.
+    """
+    config = options.config
+    if options.print_config:
+        print(dump_yaml(config), end="")
+        return 0
+    task = prepare(config)
+    if options.dry_run:
+        return _dry_run(config, task, phases)
+    assert config.output is not None
+    storage = Storage(config.output)
+    if options.fresh:
+        _clear(storage)
+    run.open_run(config, storage, task.rows.fingerprint)
+    storage.delete("STOP")
+    if evaluate and storage.exists(RESULTS):
+        say(f"{storage.uri} is finished; nothing is trained again (--fresh starts over).")
+        _show(storage, json.loads(storage.read(RESULTS)))
+        return 0
+    if config.model.weights is not None:
+        phases = tuple(phase for phase in phases if phase != run.PRETRAIN)
+    values = _execute(config, task, phases, evaluate, storage)
+    if evaluate:
+        facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
+        run.save_model(config, storage, task.known, task.num_novel, facts)
+        storage.write(RESULTS, json.dumps(values, indent=1, sort_keys=True).encode())
+        _show(storage, values)
+    else:
+        say(f"finished: {storage.uri}")
+    return 0
+
+
+def evaluate_job(target: str, argv: Sequence[str]) -> int:
+    """Evaluate the run in directory ``target`` again; ``argv`` may change where that happens, not what is
+    evaluated.
+
+    Raises:
+        ConfigError: no run there, options that would change it, or other data than it was trained on.
+    """
+    storage = Storage(target)
+    stored = run.read_config_tree(storage)
+    config = override(override(Config(), stored), {**overrides(argv, "evaluate"), "output": storage.uri})
+    task = prepare(config)
+    run.open_run(config, storage, task.rows.fingerprint)
+    values = _execute(config, task, (), True, storage)
+    storage.write(RESULTS, json.dumps(values, indent=1, sort_keys=True).encode())
+    _show(storage, values)
+    return 0
+
+
+def prepare(config: Config) -> Task:
+    """Read the rows' table and run the preflight checks; warnings are printed.
+
+    Raises:
+        ConfigError: the first error found.
+    """
+    task = make_task(read_rows(config.data), config.data)
+    problems = check(task, config)
+    for problem in problems:
+        if problem.level == "error":
+            raise ConfigError(problem.message)
+        say(f"warning: {problem.message}")
+    labeled = int((task.is_train & (task.labels >= 0)).sum())
+    unlabeled = int((task.is_train & (task.labels < 0)).sum())
+    run.plans(config, labeled, unlabeled, config.compute.workers)
+    say(
+        f"{task.rows.source}: {labeled:,} labeled rows of {len(task.known)} known classes, "
+        f"{unlabeled:,} unlabeled rows, {task.num_novel} classes to discover"
+    )
+    return task
+
+
+def _execute(
+    config: Config, task: Task, phases: tuple[str, ...], evaluate: bool, storage: Storage
+) -> dict[str, float]:
+    with Progress() as progress:
+        show = _interval_only(progress, config.train.log_every)
+        if config.compute.workers == 0:
+            return _run_here(config, task, phases, evaluate, storage, show)
+        return _run_on_ray(config, task, phases, evaluate, storage, show)
+
+
+def _interval_only(progress: Progress, log_every: int) -> Callable[[dict[str, Any]], None]:
+    """A live bar takes every report; plain lines come at most once per interval and at a phase's end."""
+
+    def show(metrics: dict[str, Any]) -> None:
+        step = metrics["step"]
+        if progress.live or step % log_every == 0 or step == metrics["total_steps"]:
+            progress(metrics)
+
+    return show
+
+
+def _run_here(
+    config: Config,
+    task: Task,
+    phases: tuple[str, ...],
+    evaluate: bool,
+    storage: Storage,
+    show: Callable[[dict[str, Any]], None],
+) -> dict[str, float]:
+    """Everything in this process, without Ray."""
+    device = local_device(config)
+    torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
+    images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
+    _account_for(bad, config, task, storage)
+    train = assemble(task, images, ok)
+    worker = LocalWorker(device, show)
+    on_device = train.to(device)
+    with _stop_signals(lambda: setattr(worker, "stop_requested", True)):
+        for phase in phases:
+            (run.pretrain if phase == run.PRETRAIN else run.discover)(config, on_device, worker, storage)
+    if not evaluate:
+        return {}
+    sets = eval_sets(task, images, ok)
+    return run.evaluate_run(config, storage, train, sets, len(task.known) + len(task.novel), worker)
+
+
+def local_device(config: Config) -> torch.device:
+    """The device of a run without Ray.
+
+    Raises:
+        ConfigError: CUDA was asked for and is not there.
+    """
+    wanted = config.compute.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("compute.device is cuda but PyTorch sees no CUDA device; use --device cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _run_on_ray(
+    config: Config,
+    task: Task,
+    phases: tuple[str, ...],
+    evaluate: bool,
+    storage: Storage,
+    show: Callable[[dict[str, Any]], None],
+) -> dict[str, float]:
+    """Ray Data decodes, Ray Train trains; this process watches ``metrics.jsonl``."""
+    with ray_env.connect() as ray:
+        from pipelines import datasets, worker
+
+        worker.worker_resources(config, ray.cluster_resources())
+        images = datasets.decode_task(ray, task, config.data.store_size)
+        bad = datasets.bad_samples(images, task)
+        _account_for(bad, config, task, storage)
+        row_of = {name: i for i, name in enumerate(task.rows.ids)}
+        bad_rows = [row_of[entry["id"]] for entry in bad]
+        seen = len(read_journal(storage))
+
+        def poll() -> None:
+            nonlocal seen
+            entries = read_journal(storage)
+            for metrics in entries[seen:]:
+                show(metrics)
+            seen = max(seen, len(entries))
+
+        with _stop_signals(lambda: storage.write(worker.STOP_FILE, b"")):
+            return worker.run_workers(
+                ray, config, task, images, bad_rows, phases, evaluate, storage, on_poll=poll
+            )
+
+
+def _account_for(bad: list[dict[str, str]], config: Config, task: Task, storage: Storage) -> None:
+    """List unreadable images in ``bad_samples.jsonl``, and stop if there are too many."""
+    check_bad(bad, len(task.rows), config.data.max_bad_fraction)
+    if bad:
+        storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
+        say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
+
+
+@contextmanager
+def _stop_signals(request: Callable[[], None]) -> Iterator[None]:
+    """First SIGTERM or SIGINT: save and leave with code 75. A second SIGINT interrupts at once."""
+
+    def handle(number: int, frame: Any) -> None:
+        say("stopping: saving a checkpoint first")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        request()
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _clear(storage: Storage) -> None:
+    """Empty a run directory; anything else is refused."""
+    if storage.list() and not storage.exists("config.yaml"):
+        raise ConfigError(f"{storage.uri} holds no run (no config.yaml); --fresh deletes nothing there")
+    for name in storage.list():
+        storage.delete(name)
+
+
+def _show(storage: Storage, values: dict[str, float]) -> None:
+    say("")
+    say(format_table(values))
+    say("")
+    say(f"results in {storage.uri}")
+
+
+def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
+    """The data report, one step of each phase in a scratch directory, and the plan."""
+    say(format_report(task, check(task, config)))
+    labeled = int((task.is_train & (task.labels >= 0)).sum())
+    unlabeled = int((task.is_train & (task.labels < 0)).sum())
+    for name, plan in run.plans(config, labeled, unlabeled, config.compute.workers).items():
+        if name in phases:
+            epochs = (config.pretrain if name == run.PRETRAIN else config.discover).epochs
+            say(
+                f"{name}: {epochs} epochs of {plan.steps_per_epoch} steps of {plan.labeled_size} labeled + "
+                f"{plan.unlabeled_size} unlabeled rows"
+            )
+    with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
+        once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
+        _run_here(once, task, phases, False, Storage(folder), lambda metrics: None)
+    say("one step of each phase ran; nothing was kept")
+    return 0

@@ -1,0 +1,248 @@
+"""The Ray side of training: a worker that speaks ``uno.train.Worker``, and the driver that starts a group of
+them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipelines import datasets
+from uno import collectives, run
+from uno.config import Config, to_dict
+from uno.data.splits import Task
+from uno.errors import ConfigError, Interrupted, UnoError
+from uno.storage import Storage
+
+STOP_FILE = "STOP"
+STOP_CHECK_STEPS = 10
+MAX_ATTEMPTS = 3
+POLL_S = 0.5
+
+
+class RayWorker:
+    """One rank of a Ray Train worker group."""
+
+    def __init__(self, storage: Storage) -> None:
+        import ray.train
+        import ray.train.torch
+
+        context = ray.train.get_context()
+        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        self.device = ray.train.torch.get_device()
+        self._storage = storage
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """DDP for several workers, with SyncBatchNorm on GPUs (gloo has none); one worker trains the bare
+        model.
+        """
+        if self.world_size == 1:
+            return model
+        if self.device.type == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        devices = [self.device] if self.device.type == "cuda" else None
+        # Running statistics are rank 0's (or equal, with SyncBatchNorm): no need to send them in every
+        # forward.
+        ddp = nn.parallel.DistributedDataParallel
+        renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters  # in torch 2.15
+        options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Tell Ray Train once per epoch."""
+        if metrics["event"] == "epoch":
+            import ray.train
+
+            ray.train.report(metrics)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether the driver left a STOP file; looked up by rank 0 every few steps, agreed on by all."""
+        if step % STOP_CHECK_STEPS:
+            return False
+        found = self.rank == 0 and self._storage.exists(STOP_FILE)
+        return bool(collectives.sum_(torch.tensor([float(found)], device=self.device)))
+
+
+def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
+    """What every worker runs: ``train_loop_per_worker``. Only plain dicts come in and go out."""
+    import ray.train
+
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    _quiet_report_lines()
+    torch.set_num_threads(loop["threads"])
+    config = Config.model_validate(loop["config"])
+    storage = Storage(loop["output"])
+    worker = RayWorker(storage)
+    size, num_known, num_novel = config.data.store_size, loop["num_known"], loop["num_novel"]
+    train, images = datasets.train_set(ray.train.get_dataset_shard("images"), size, num_known, num_novel)
+    train = train.to(worker.device)
+    try:
+        for phase in loop["phases"]:
+            (run.pretrain if phase == run.PRETRAIN else run.discover)(config, train, worker, storage)
+    except Interrupted as stop:
+        return {"interrupted": str(stop)}
+    if not loop["evaluate"]:
+        return {"metrics": {}}
+    readable = torch.ones(len(images), dtype=torch.bool)
+    readable[torch.tensor(loop["bad_rows"], dtype=torch.int64)] = False
+    sets = datasets.eval_sets(ray.train.get_dataset_shard("truth"), images, readable)
+    return {"metrics": run.evaluate_run(config, storage, train, sets, loop["num_true"], worker)}
+
+
+def _quiet_report_lines() -> None:
+    """Ray 2.60 logs every report through a logger named after a file, which LoggingConfig does not reach."""
+    import ray.train.v2._internal.execution.context as context
+
+    context.logger.setLevel(logging.WARNING)
+
+
+def run_workers(
+    ray: Any,
+    config: Config,
+    task: Task,
+    images: Any,
+    bad_rows: list[int],
+    phases: tuple[str, ...],
+    evaluate: bool,
+    storage: Storage,
+    on_poll: Callable[[], None],
+) -> dict[str, float]:
+    """Train on ``config.compute.workers`` Ray workers and return the metrics of rank 0.
+
+    A worker group that dies is started again, up to three times, and resumes from the newest checkpoint;
+    errors the user must act on are raised at once. ``on_poll`` is called about twice a second, in the calling
+    thread.
+
+    Raises:
+        ConfigError: the cluster has too few CPUs or GPUs.
+        Interrupted: a STOP file was seen; the state is saved.
+        UnoError: whatever a worker raised.
+    """
+    resources = worker_resources(config, ray.cluster_resources())
+    loop = {
+        "config": to_dict(config),
+        "output": storage.uri,
+        "phases": list(phases),
+        "evaluate": evaluate,
+        "num_known": len(task.known),
+        "num_novel": task.num_novel,
+        "num_true": len(task.known) + len(task.novel),
+        "bad_rows": bad_rows,
+        "threads": config.compute.threads or max(1, (os.cpu_count() or 1) // config.compute.workers),
+    }
+    sources = {"images": images, "truth": datasets.truth_of(ray, task)}
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            outcome = _fit_in_thread(loop, sources, resources, config, storage, on_poll)
+            break
+        except Exception as error:
+            failure = _cause(error)
+            if isinstance(failure, UnoError) or attempt == MAX_ATTEMPTS:
+                raise failure from None
+            logging.getLogger(__name__).warning(
+                "workers died (%s); attempt %d of %d resumes from the newest checkpoint",
+                f"{type(failure).__name__}: {failure}".splitlines()[0][:200], attempt + 1, MAX_ATTEMPTS,
+            )  # fmt: skip
+    if "interrupted" in outcome:
+        raise Interrupted(outcome["interrupted"])
+    return outcome["metrics"]
+
+
+def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
+    """Resources of each worker, leaving one CPU for Ray Data.
+
+    Raises:
+        ConfigError: the cluster cannot hold the workers and Ray Data's CPU.
+    """
+    workers, total = config.compute.workers, cluster.get("CPU", 0)
+    cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
+    if cpus <= 0 or workers * cpus + 1 > total + 1e-6:
+        raise ConfigError(
+            f"{workers} workers of {max(cpus, 0):g} CPUs and one CPU for Ray Data need more than the "
+            f"cluster's {total:g}; use fewer workers or a smaller --compute.cpus-per-worker"
+        )
+    resources = {"CPU": cpus}
+    if use_gpu(config, cluster):
+        gpus = workers * config.compute.gpus_per_worker
+        if gpus > cluster.get("GPU", 0):
+            raise ConfigError(
+                f"{workers} workers need {gpus:g} GPUs, the cluster has {cluster.get('GPU', 0):g}"
+            )
+        resources["GPU"] = config.compute.gpus_per_worker
+    return resources
+
+
+def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
+    """Whether workers run on GPUs: as told, or for ``auto`` where the cluster has any."""
+    if config.compute.device == "auto":
+        return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0
+    return config.compute.device == "cuda"
+
+
+def _fit_in_thread(
+    loop: dict[str, Any],
+    sources: dict[str, Any],
+    resources: dict[str, float],
+    config: Config,
+    storage: Storage,
+    on_poll: Callable[[], None],
+) -> dict[str, Any]:
+    """``TorchTrainer.fit()`` off the main thread: Ray then leaves signal handlers alone, and we can watch the
+    run.
+    """
+    import ray.train
+    import ray.train.torch
+
+    trainer = ray.train.torch.TorchTrainer(
+        train_loop,
+        train_loop_config=loop,
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.compute.workers, use_gpu="GPU" in resources, resources_per_worker=resources
+        ),
+        torch_config=ray.train.torch.TorchConfig(timeout_s=600),
+        datasets=sources,
+        dataset_config=ray.train.DataConfig(datasets_to_split=[]),
+        run_config=ray.train.RunConfig(
+            name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+            storage_path=f"{storage.uri}/ray",
+            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=3),
+            logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
+        ),
+    )
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            results.append(trainer.fit())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_S)
+        on_poll()
+    if errors:
+        raise errors[0]
+    return results[0].return_value
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The exception that explains a failed fit: the user's error first, a lost peer last."""
+    failures = list(getattr(error, "worker_failures", {}).values())
+    for failure in failures:
+        if isinstance(failure, UnoError):
+            return failure
+    for failure in failures:
+        if "connection" not in str(failure).lower():
+            return failure
+    return getattr(error, "controller_failure", None) or error

@@ -1,0 +1,231 @@
+"""``uno``: finding commands cheaply, and one line with the right exit code for every end."""
+
+import errno
+import io
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from pipelines import cli, console
+from uno.config import ConfigError
+from uno.errors import Interrupted, NumericsError, StorageError
+
+
+def ok(argv):
+    print("ran with", *argv)
+    return 0
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Stand-ins for the registered commands: ours, one from elsewhere, one that cannot be imported."""
+    entries = [
+        EntryPoint("discover", f"{__name__}:ok", "uno.commands"),
+        EntryPoint("evaluate", f"{__name__}:ok", "uno.commands"),
+        EntryPoint("theirs", "no_such_package.module:main", "uno.commands"),
+    ]
+    monkeypatch.setattr(cli, "entry_points", lambda group: entries)
+
+
+def test_dispatch(commands, capsys):
+    assert cli.main(["discover", "--seed", "1"]) == 0
+    assert capsys.readouterr().out == "ran with --seed 1\n"
+
+
+def test_help_lists_commands_with_a_sentence(commands, capsys):
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  discover  {cli.SENTENCES['discover']}" in lines
+    assert "  theirs" in lines
+    assert not any(line.startswith("  tune") for line in lines)  # not registered here
+
+
+def test_no_command_prints_the_help_but_is_no_success(commands, capsys):
+    assert cli.main([]) == 2
+    assert "usage: uno COMMAND" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("uno 0.")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("discovr", "uno: error: unknown command 'discovr'; did you mean 'discover'?\n"),
+        ("zzz", "uno: error: unknown command 'zzz'; see uno --help\n"),
+        ("--seed", "uno: error: unknown command '--seed'; see uno --help\n"),
+        ("theirs", "uno: error: this needs the package 'no_such_package': pip install no_such_package\n"),
+    ],
+)
+def test_a_wrong_command_is_one_line(commands, capsys, name, line):
+    assert cli.main([name]) == 2
+    assert capsys.readouterr() == ("", line)
+
+
+def test_every_sentence_is_one():
+    assert all(text.endswith(".") and "\n" not in text and len(text) < 100 for text in cli.SENTENCES.values())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("seed: bad"), 2, "error: seed: bad"),
+        (ConfigError("two\n  lines"), 2, "error: two lines"),
+        (NumericsError("non-finite loss at step 7"), 3, "error: non-finite loss at step 7"),
+        (StorageError("cannot write /x"), 4, "error: cannot write /x"),
+        (OSError(errno.ENOSPC, "No space left", "/x"), 4, "error: [Errno 28] No space left: '/x'"),
+        (Interrupted("stopped at step 7"), 75, "stopped at step 7; resume with the same command"),
+        (Interrupted("stopped; resume with the same command"), 75, "stopped; resume with the same command"),
+        (KeyboardInterrupt(), 130,
+         "interrupted; the same command resumes from the last checkpoint, if there is one"),
+        (ModuleNotFoundError("x", name="ray.data"), 2,
+         "error: this needs the package 'ray': pip install 'uno-discovery[ray]'"),
+    ],
+)  # fmt: skip
+def test_every_end_is_one_line_and_its_exit_code(capsys, error, code, line):
+    def command(argv):
+        raise error
+
+    assert cli.guard(command, []) == code
+    assert capsys.readouterr() == ("", f"uno: {line}\n")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("odd\nthing"), OSError(errno.ENOENT, "gone"), BrokenPipeError("a socket of Ray"),
+     ModuleNotFoundError("No module named 'uno.nope'", name="uno.nope")],
+)  # fmt: skip
+def test_a_defect_is_one_line_and_a_file(capsys, tmp_path, monkeypatch, error):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def command(argv):
+        raise error
+
+    assert cli.guard(command, []) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    (file,) = tmp_path.glob("uno-error-*.txt")
+    assert (
+        err.startswith(f"uno: error: internal: {type(error).__name__}: ") and f"(traceback in {file})" in err
+    )
+    assert "Traceback (most recent call last)" in file.read_text() and "raise error" in file.read_text()
+
+
+def test_a_defect_on_a_full_disk_is_still_one_line(capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", full)
+    assert cli.guard(lambda argv: 1 // 0, []) == 1
+    assert capsys.readouterr().err.startswith("uno: error: internal: ZeroDivisionError: ")
+
+
+@pytest.mark.parametrize(("end", "code"), [(SystemExit(), 0), (SystemExit(0), 0), (SystemExit(2), 2)])
+def test_help_of_a_parser_ends_normally(end, code):
+    def command(argv):
+        raise end
+
+    assert cli.guard(command, []) == code
+
+
+def test_run_is_the_script_form(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipelines/discover.py", "--seed", "1"])
+    with pytest.raises(SystemExit) as end:
+        cli.run(ok)
+    assert end.value.code == 0 and capsys.readouterr().out == "ran with --seed 1\n"
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    root = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
+
+
+def test_nothing_heavy_is_imported_before_a_command_is_chosen():
+    """Kills: an import of a pipeline or torch at the top of cli.py, which makes ``uno --help`` slow."""
+    done = python(
+        "import sys; from pipelines import cli; [cli.main([a]) for a in ('--help', '--version', 'nope')]\n"
+        "heavy = set('torch ray numpy tune pydantic tyro'.split()) & {m.split('.')[0] for m in sys.modules}\n"
+        "assert not heavy, heavy"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_parsing_options_imports_neither_torch_nor_ray():
+    done = python(
+        "import sys; from pipelines.options import parse; parse([], 'discover')\n"
+        "heavy = {'torch', 'ray', 'numpy', 'tune'} & {m.split('.')[0] for m in sys.modules}\n"
+        "assert not heavy, heavy"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_left_ends_quietly(stream):
+    """``uno ... | head -1``: no traceback and no 'Exception ignored' at shutdown."""
+    code = (
+        "import os, sys; from pipelines import cli\n"
+        f"stream = sys.{stream}\n"
+        "read, write = os.pipe(); os.dup2(write, stream.fileno()); os.close(read); os.close(write)\n"
+        "sys.exit(cli.guard(lambda argv: print('x' * 100_000, file=stream), []))"
+    )
+    done = python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
+
+
+# the console
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def metrics(step: int, **more) -> dict:
+    base = {"phase": "discover", "epoch": 12, "epochs": 60, "total_steps": 660, "loss": 1.2341, "lr": 0.0953}
+    return base | {"step": step, "images_per_s": 5120.4} | more
+
+
+def test_plain_lines_away_from_a_terminal():
+    out, now = io.StringIO(), [0.0]
+    with console.Progress(out, clock=lambda: now[0]) as progress:
+        progress(metrics(66))  # resumed here: no speed known yet
+        now[0] = 10.0
+        progress(metrics(132))
+        progress(metrics(660, phase="pretrain", images_per_s=None))
+    assert out.getvalue().splitlines() == [
+        "discover  epoch 12/60  step 66/660  loss 1.234  lr 0.0953  5,120 images/s",
+        "discover  epoch 12/60  step 132/660  loss 1.234  lr 0.0953  5,120 images/s  ETA 1:20",
+        "pretrain  epoch 12/60  step 660/660  loss 1.234  lr 0.0953",
+    ]
+
+
+def test_one_live_bar_on_a_terminal():
+    out, now = Terminal(), [0.0]
+    with console.Progress(out, clock=lambda: now[0]) as progress:
+        progress(metrics(66))
+        now[0] = 10.0
+        progress(metrics(132))
+    shown = out.getvalue()
+    assert "\r" in shown and shown.count("\n") == 1 and shown.isascii()
+    assert "ETA 1:20" in shown and " 20% |" in shown
+
+
+def test_durations():
+    assert [console._clock_time(s) for s in (0, 41, 725, 3723)] == ["0:00", "0:41", "12:05", "1:02:03"]
+
+
+def test_say_escapes_what_would_steer_a_terminal_or_cannot_be_encoded():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    console.say("class \x1b[31mred\u202e Žluť\ttab\nnext", stream)
+    assert raw.getvalue() == b"class \\x1b[31mred\\u202e \\u017dlu\\u0165\ttab\nnext\n"
+
+
+def test_say_goes_to_stdout(capsys):
+    console.Progress(io.StringIO()).say("novel accuracy 0.93")
+    assert capsys.readouterr() == ("novel accuracy 0.93\n", "")

@@ -1,0 +1,319 @@
+"""The command line: what wins over what, which preset applies, and one line for every mistake."""
+
+import os
+import re
+
+import pytest
+import yaml
+
+from pipelines import options
+from pipelines.options import parse, schema_flags
+from uno.config import Config, ConfigError, config_hash, dump_yaml, field_names, flatten, to_dict
+from uno.presets import preset
+
+
+def config(*argv: str, command: str = "discover") -> Config:
+    return parse(argv, command).config
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str, name: str = "c.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+# what wins
+
+
+def test_no_arguments_are_the_digits():
+    got = parse([], "discover")
+    assert config_hash(got.config) == config_hash(preset("digits"))
+    assert (got.print_config, got.dry_run, got.fresh, got.config_files) == (False, False, False, ())
+
+
+def test_each_layer_overrides_the_one_before(file):
+    """defaults < preset < YAML < later YAML < command line; kills any swapped pair of layers."""
+    first = file(
+        "preset: cifar10\nobjective:\n  epsilon: 0.2\n  num_iters: 7\ndiscover.epochs: 5\n", "first.yaml"
+    )
+    second = file("objective.num_iters: 8\ndiscover:\n  epochs: 6\n", "second.yaml")
+    got = config("--config", first, "--config", second, "--discover.epochs", "9", "--recipe", "v2")
+    assert got.objective.temperature == 0.1  # default
+    assert got.discover.base_lr == 0.4  # preset, whose recipe comes from the command line
+    assert got.objective.epsilon == 0.2  # first file
+    assert got.objective.num_iters == 8  # second file
+    assert got.discover.epochs == 9  # command line
+    assert parse(["--config", first, f"--config={second}"], "discover").config_files == (first, second)
+
+
+def test_a_preset_on_the_command_line_beats_the_files(file):
+    path = file("preset: cifar10\nrecipe: v2\n")
+    assert config("--config", path).discover.base_lr == 0.4
+    assert config("--config", path, "--preset", "imagenet").data.store_size == 256
+    assert config("--config", path, "--recipe=paper").discover.base_lr == 0.1
+
+
+def test_the_last_of_two_equal_flags_wins():
+    assert config("--seed", "1", "--data.num-novel", "3", "--seed=2", "--num-novel", "4").seed == 2
+    assert config("--data.num-novel", "3", "--num-novel", "4").data.num_novel == 4
+
+
+# which preset
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "known"),
+    [
+        ("", "digits", "first:5"),
+        ("--data digits", "digits", "first:5"),
+        ("--data folder:d --num-novel 7", "custom", None),
+        ("--data photos", "custom", None),
+        ("--data s3://bucket/photos", "custom", None),
+        ("--labeled a --unlabeled b", "custom", None),
+        ("--data folder:d --known-classes first:3", "custom", "first:3"),
+        ("--preset cifar10", "cifar10", "first:5"),
+        ("--preset cifar10 --data cifar10:/d", "cifar10", "first:5"),
+        ("--preset cifar100_20 --data cifar100:/d", "cifar100_20", "first:80"),
+        ("--preset cifar10 --data cifar100:/d", "cifar10", None),
+        ("--preset cifar10 --data parquet:/d", "cifar10", None),
+        ("--preset cifar10 --data parquet:/d --known-classes first:5", "cifar10", "first:5"),
+        ("--preset cifar10 --labeled a --unlabeled b", "cifar10", None),
+        ("--preset digits --labeled a --unlabeled b --known-classes first:2", "digits", "first:2"),
+        ("--preset custom --data digits --known-classes first:5", "custom", "first:5"),
+        ("--known-classes none", "digits", None),
+    ],
+)
+def test_preset_and_known_classes_follow_the_data(argv, name, known):
+    """Kills: 8-pixel unmirrored settings for photographs, CIFAR's first:5 hiding labels of other data."""
+    got = config(*argv.split())
+    assert (got.preset, got.data.known_classes) == (name, known)
+    assert got.augment.large.size == preset(name).augment.large.size
+
+
+def test_the_rule_holds_for_files_too(file):
+    got = config("--config", file("data:\n  source: folder:d\n"))
+    assert (got.preset, got.data.known_classes, got.data.store_size) == ("custom", None, 32)
+    kept = config("--config", file("preset: cifar10\ndata:\n  source: folder:d\n  known_classes: first:2\n"))
+    assert kept.data.known_classes == "first:2"
+
+
+def test_a_source_on_the_command_line_replaces_the_two_folders_of_a_file(file):
+    path = file("data: {labeled: a, unlabeled: b}\n")
+    assert config("--config", path).data.labeled == "a"
+    got = config("--config", path, "--data", "folder:d").data
+    assert (got.source, got.labeled, got.unlabeled) == ("folder:d", None, None)
+
+
+# flags
+
+
+def test_every_field_is_a_flag_and_every_alias_sets_its_field():
+    flags = schema_flags()
+    assert sorted(set(flags.values())) == sorted(field_names())
+    short = {
+        name: key for name, key in flags.items() if name[2:].replace("-", "_") != key and ".no-" not in name
+    }
+    assert short.items() >= {
+        "--data": "data.source", "--labeled": "data.labeled", "--unlabeled": "data.unlabeled",
+        "--known-classes": "data.known_classes", "--num-novel": "data.num_novel", "--limit": "data.limit",
+        "--batch-size": "train.batch_size", "--max-steps": "train.max_steps", "--device": "compute.device",
+        "--workers": "compute.workers", "--gpus-per-worker": "compute.gpus_per_worker",
+    }.items()  # fmt: skip
+    got = flatten(to_dict(config("--batch-size", "32", "--max-steps=3", "--device", "cpu", "--workers=0")))
+    expected = {"train.batch_size": 32, "train.max_steps": 3, "compute.device": "cpu", "compute.workers": 0}
+    assert {key: got[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        ("--objective.num-iters 5", "objective.num_iters", 5),
+        ("--objective.num_iters 5", "objective.num_iters", 5),
+        ("--objective.epsilon=1e-3", "objective.epsilon", 1e-3),
+        ("--data.std 0.1 0.2 0.3", "data.std", [0.1, 0.2, 0.3]),
+        ("--objective.no-concat", "objective.concat", False),
+        ("--objective.concat false", "objective.concat", False),
+        ("--data.download", "data.download", True),
+        ("--data.download=true", "data.download", True),
+        ("--limit 7 --limit None", "data.limit", None),
+        ("--compute.cpus-per-worker 0.5", "compute.cpus_per_worker", 0.5),
+        ("--known-classes 5", "data.known_classes", "5"),
+        ("--known-classes cat,dog", "data.known_classes", "cat,dog"),
+        ("--data 1e5", "data.source", "1e5"),
+        ("--output 007", "output", "007"),
+    ],
+)
+def test_values_are_read_as_their_fields_say(argv, key, value):
+    assert flatten(to_dict(config(*argv.split())))[key] == value
+
+
+def test_switches():
+    got = parse(["--dry-run", "--print-config", "--fresh", "--seed", "3"], "demo")
+    assert (got.dry_run, got.print_config, got.fresh, got.config.seed) == (True, True, True, 3)
+    with pytest.raises(ConfigError, match="unknown option --fresh"):
+        parse(["--fresh"], "data")
+
+
+MISTAKES = [
+    ("--objective.epsilon -1", "objective.epsilon: Input should be greater than or equal to 0.0001 (got -1)"),
+    ("--objective.epsilon=-1e-5", "objective.epsilon: Input should be greater than or equal to 0.0001"),
+    ("--objective.epsilon nan", "objective.epsilon: Input should be a finite number (got nan)"),
+    ("--objective.temperature inf", "objective.temperature: Input should be a finite number (got inf)"),
+    ("--discover.base-lr -inf", "discover.base_lr: Input should be a finite number (got -inf)"),
+    ("--data.std 1 1 nan", "data.std.2: Input should be a finite number (got nan)"),
+    ("--data.std 1 1", "--data.std takes 3 values, got '1' '1'"),
+    ("--data.std=1,1,1", "--data.std takes 3 values, got '1,1,1'"),
+    ("--seed", "--seed needs one value"),
+    ("--seed 1 2", "--seed takes one value, got '1' '2'"),
+    ("--seed 1.5", "seed: Input should be a valid integer, got a number with a fractional part (got 1.5)"),
+    ("--seed -1", "seed: Input should be greater than or equal to 0 (got -1)"),
+    ("--seed none", "seed: Input should be a valid integer, unable to parse string"),
+    ("--limit abc", "data.limit: Input should be a valid integer, unable to parse string"),
+    ("--seed " + "9" * 5000, "seed: Input should be a finite number (got inf)"),
+    ("--device tpu", "compute.device: Input should be 'auto', 'cpu' or 'cuda' (got 'tpu')"),
+    ("--objective.concat maybe", "objective.concat: Input should be a valid boolean"),
+    ("--objective.no-concat true", "--objective.no-concat takes no value, got 'true'"),
+    ("--fresh=1", "--fresh takes no value, got '1'"),
+    ("--output=", "--output needs one value"),
+    ("--recipe v3", "unknown recipe 'v3'; choose paper or v2"),
+    ("--preset cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
+    ("--preset=digit", "unknown preset 'digit'; did you mean 'digits'?"),
+    ("--preset custom", "the preset 'custom' needs --data SOURCE, or --labeled DIR and --unlabeled DIR"),
+    ("--labeled a", "data: labeled and unlabeled must be given together"),
+    ("--labeled a --unlabeled b --data c", "give either --data or --labeled and --unlabeled, not both"),
+    ("--augment.large.num-views 1", "augment: large.num_views must be at least 2: swapped prediction"),
+    ("--objective.epsilonn 1", "unknown option --objective.epsilonn; did you mean --objective.epsilon?"),
+    ("--objectiv.num_iters 1", "unknown option --objectiv.num-iters; did you mean --objective.num-iters?"),
+    ("--epsilon 1", "unknown option --epsilon; did you mean --objective.epsilon?"),
+    ("--base-lr 1", "unknown option --base-lr; did you mean --pretrain.base-lr or --discover.base-lr?"),
+    ("--dryrun", "unknown option --dryrun; did you mean --dry-run?"),
+    ("--zzzzz", "unknown option --zzzzz; see --help"),
+    ("--", "unknown option --; see --help"),
+    ("-o x", "unexpected argument '-o'; options start with --"),
+    ("digits", "unexpected argument 'digits'; options start with --"),
+    ("--config /nope.yaml", "cannot read config file /nope.yaml: No such file or directory"),
+    ("--config", "--config needs one value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[argv[:40] for argv, _ in MISTAKES])
+def test_a_mistake_is_one_line(argv, message):
+    with pytest.raises(ConfigError) as caught:
+        config(*argv.split())
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("objective: {epsilonn: 1}", "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?"),
+        (
+            "objective: {epsilon: -1}",
+            "objective.epsilon: Input should be greater than or equal to 0.0001 (got -1)",
+        ),
+        ("objective: {epsilon: .inf}", "objective.epsilon: Input should be a finite number (got inf)"),
+        ("preset: cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
+        ("preset: [digits]", "unknown preset \"['digits']\""),
+        ("recipe: v3", "unknown recipe 'v3'; choose paper or v2"),
+        ("data: digits", "'data' is a section of keys such as 'data.source' (got 'digits')"),
+        ("data: {source: 5}", "data.source: Input should be a valid string (got 5)"),
+        ("data: {labeled: a}", "data: labeled and unlabeled must be given together"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line(text, message, file):
+    with pytest.raises(ConfigError) as caught:
+        config("--config", file(text))
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+# the run directory
+
+
+def test_default_output():
+    assert config().output == "runs/digits-seed0"
+    assert config("--preset", "cifar100_50", "--seed", "3").output == "runs/cifar100_50-seed3"
+    assert config(command="demo").output == "runs/demo"
+    assert config(command="tune").output != config().output  # a sweep is not a run
+    assert config(command="data").output is None
+    assert config("--output", "here").output == "here"
+    assert config("--output", "~/run").output == os.path.expanduser("~/run")
+
+
+def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
+    monkeypatch.setenv(options.RAY_JOB, "{}")
+    for argv in ([], ["--output", "runs/x"], ["--output", "./x"]):
+        for command in ("discover", "demo"):
+            with pytest.raises(
+                ConfigError, match="inside a Ray job --output must be an absolute path or a URI"
+            ):
+                config(*argv, command=command)
+    for output in ("/data/run", "s3://bucket/run"):
+        assert config("--output", output).output == output
+    assert config(command="data").output is None
+
+
+def test_the_variable_is_the_one_that_ray_sets():
+    """Read from Ray's source: importing Ray costs seconds."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("ray")
+    if spec is None:
+        pytest.skip("Ray is not installed")
+    supervisor = os.path.join(os.path.dirname(spec.origin), "dashboard/modules/job/job_supervisor.py")
+    constants = os.path.join(os.path.dirname(spec.origin), "_private/runtime_env/constants.py")
+    with open(supervisor) as source, open(constants) as names:
+        assert "RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps(" in source.read()
+        assert f'RAY_JOB_CONFIG_JSON_ENV_VAR = "{options.RAY_JOB}"' in names.read()
+
+
+# help and --print-config
+
+
+@pytest.fixture
+def help_text(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*argv: str, command: str = "discover") -> str:
+        with pytest.raises(SystemExit) as end:
+            parse([*argv, "--help"], command)
+        assert end.value.code == 0
+        return re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+
+    return run
+
+
+def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):
+    text = help_text("--preset", "cifar10", "--recipe", "v2", "--discover.epochs", "77")
+    for name in (*schema_flags(), *options.SWITCHES, "--config"):
+        assert f"{name} " in text or f"{name}," in text, name
+
+    def sentences(model):
+        for info in model.model_fields.values():
+            yield from (
+                sentences(info.annotation) if hasattr(info.annotation, "model_fields") else [info.description]
+            )
+
+    for sentence in sentences(Config):
+        assert sentence in text
+    assert "Length of the phase in epochs. (default: 77)" in text
+    assert "Learning rate after warm-up. (default: 0.4)" in text
+    assert "\x1b" not in text
+
+
+def test_help_survives_a_mistake_elsewhere_and_knows_its_command(help_text):
+    assert "usage: uno pretrain" in help_text("--nonsense", command="pretrain")
+    assert "--fresh" not in help_text(command="data")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["", "--preset imagenet --recipe v2", "--data folder:d --num-novel 7", "--labeled a --unlabeled b",
+     "--preset cifar10 --data parquet:d --objective.epsilon 1e-4 --seed 5 --output /x"],
+)  # fmt: skip
+def test_a_printed_config_loads_to_the_same_config(argv, file):
+    printed = config(*argv.split())
+    assert config("--config", file(dump_yaml(printed))) == printed
+    assert yaml.safe_load(dump_yaml(printed))["output"] == printed.output

@@ -1,0 +1,68 @@
+"""Real files on disk for the tests: images, CIFAR pickles, Parquet with Hugging Face metadata."""
+
+import io
+import json
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from uno.data.cifar import Layout
+
+SHARED = Path(__file__).parents[4] / "shared" / "data"
+
+
+def pixels(seed: int, height: int = 8, width: int = 8) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def encoded(array: np.ndarray, format: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def write_images(folder: Path, names: Iterable[str], first_seed: int = 0) -> None:
+    for seed, name in enumerate(names, start=first_seed):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(pixels(seed), "JPEG" if path.suffix == ".jpg" else "PNG"))
+
+
+def write_cifar(
+    root: Path, layout: Layout, rows: int = 20, protocol: int = 2, fortran: bool = False
+) -> np.ndarray:
+    """Files with ``rows`` rows each, labels counting round; returns the first file's pixels (rows, 3072)."""
+    folder = root / layout.folder
+    folder.mkdir(parents=True)
+    names = [f"class {i}" for i in range(layout.num_classes)]
+    (folder / layout.meta).write_bytes(pickle.dumps({layout.names_key: names}, protocol))
+    first = None
+    for seed, file in enumerate((*layout.train, *layout.test)):
+        data = np.random.default_rng(seed).integers(0, 256, (rows, 3072), dtype=np.uint8)
+        first = data if first is None else first
+        labels = [i % layout.num_classes for i in range(rows)]
+        stored = np.asfortranarray(data) if fortran else data
+        (folder / file).write_bytes(pickle.dumps({"data": stored, layout.label_key: labels}, protocol))
+    return first
+
+
+def hf_table(images: list[Any], labels: list[int | None], names: list[str], column: str = "img") -> pa.Table:
+    struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({column: pa.array(images, struct), "label": pa.array(labels, pa.int64())})
+    features = {column: {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    return table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+
+
+def write_hf(root: Path, names: list[str], train: int = 12, test: int = 4) -> None:
+    """train-*.parquet and test-*.parquet with PNG bytes, labels counting round."""
+    root.mkdir(parents=True, exist_ok=True)
+    for split, num, seed in (("train", train, 0), ("test", test, 1000)):
+        images = [{"bytes": encoded(pixels(seed + i)), "path": None} for i in range(num)]
+        table = hf_table(images, [i % len(names) for i in range(num)], names)
+        pq.write_table(table, root / f"{split}-00000-of-00001.parquet")

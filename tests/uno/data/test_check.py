@@ -1,0 +1,125 @@
+"""The preflight report."""
+
+import numpy as np
+import pytest
+
+from uno.config import Config, override
+from uno.data.check import check, format_report
+from uno.data.rows import Rows
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+
+from .builders import write_images
+
+
+def task_of(labels, config, images=None, split=None):
+    num = len(labels)
+    images = np.random.default_rng(0).integers(0, 256, (num, 4, 4, 3), np.uint8) if images is None else images
+    rows = Rows([f"r{i}" for i in range(num)], images, labels, np.array(split or ["train"] * num), "rows")
+    return make_task(rows, config.data)
+
+
+def config_of(**overrides):
+    return override(
+        Config(), {"train.batch_size": 16, **{k.replace("__", "."): v for k, v in overrides.items()}}
+    )
+
+
+def messages(task, config, level):
+    return [p.message for p in check(task, config) if p.level == level]
+
+
+LABELS = ["a", "b", "c", "d"] * 10
+
+
+def test_good_data_has_no_problems():
+    config = config_of(data__known_classes="first:2", model__overcluster_factor=3)
+    assert check(task_of(LABELS, config), config) == []
+
+
+def test_the_digits_have_no_errors():
+    config = override(Config(), {"data.known_classes": "first:5"})
+    task = make_task(read_rows(config.data), config.data)
+    problems = check(task, config)
+    assert problems == []
+    report = format_report(task, problems)
+    assert task.rows.fingerprint in report and "8 x 8" in report and "0 errors, 0 warnings" in report
+    assert report.count("novel  ") == 5
+
+
+@pytest.mark.parametrize(
+    ("labels", "overrides", "level", "text"),
+    [
+        (["a"] * 8 + ["b"] * 8, {"data__known_classes": "a"}, "warning", "only one known class"),
+        (["a"] * 8 + ["b"] * 8, {"data__known_classes": "a"}, "warning", "num_novel is 1"),
+        (["a"] * 9 + ["A "] * 9 + ["c"] * 9, {"data__known_classes": "a"}, "warning", "differ only in case"),
+        (
+            ["a"] * 9 + ["b"] + ["c"] * 9,
+            {"data__known_classes": "a,b"},
+            "warning",
+            "1 known classes have a single",
+        ),
+        (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "3 unlabeled rows are fewer than the 4"),
+        (["a"] * 9 + [None] * 7, {"data__num_novel": 4}, "warning", "fewer than the 12 clusters"),
+        (LABELS, {"data__known_classes": "a,b", "train__batch_size": 64}, "error", "works: 40"),
+        (LABELS, {"data__known_classes": "a,b", "compute__workers": 3}, "error", "3 workers"),
+        (LABELS, {"data__known_classes": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
+        (LABELS, {"data__known_classes": "a,b", "data__num_novel": 1}, "warning", "under-estimating"),
+    ],
+)
+def test_problems_of_classes_and_batches(labels, overrides, level, text):
+    config = config_of(**overrides)
+    found = messages(task_of(labels, config), config, level)
+    assert any(text in message for message in found), found
+    assert all("\n" not in message for message in found)
+
+
+def test_a_known_class_without_training_rows():
+    config = config_of(data__known_classes="a,b")
+    task = task_of([*LABELS, "aa"], config, split=["train"] * 40 + ["test"])
+    assert any("1 novel classes have no training image: aa" in m for m in messages(task, config, "warning"))
+    config = config_of(data__known_classes="a,aa")
+    task = task_of([*LABELS, "aa"], config, split=["train"] * 40 + ["test"])
+    assert any("1 known classes have no training image: aa" in m for m in messages(task, config, "error"))
+
+
+def test_duplicates():
+    """Kills: copies looked for in one split only, or found by name."""
+    config = config_of(data__known_classes="a,b")
+    images = np.random.default_rng(0).integers(0, 256, (41, 4, 4, 3), np.uint8)
+    images[40] = images[3]  # test = train
+    images[6] = images[0]  # c (unlabeled) = a (labeled)
+    images[1] = images[4]  # b = a
+    images[5] = images[9]  # b = b: no problem
+    task = task_of([*LABELS, "a"], config, images, ["train"] * 40 + ["test"])
+    found = messages(task, config, "warning")
+    for text in ("1 images are in train and in test, e.g. r3 = r40", "1 images are labeled and unlabeled",
+                 "1 images have two different known labels"):  # fmt: skip
+        assert any(text in message for message in found), found
+    assert len(found) == 3
+
+
+def test_duplicate_files_are_found_by_size_and_content(tmp_path):
+    write_images(tmp_path, [f"train/{c}/{i}.png" for c in "abc" for i in range(4)])
+    (tmp_path / "test" / "a").mkdir(parents=True)
+    copy = tmp_path / "test" / "a" / "copy.png"
+    copy.write_bytes((tmp_path / "train" / "a" / "2.png").read_bytes())
+    config = config_of(data__source=str(tmp_path), data__known_classes="first:2")
+    task = make_task(read_rows(config.data), config.data)
+    found = messages(task, config, "warning")
+    assert any("e.g. test/a/copy.png = train/a/2.png" in message for message in found), found
+    copy.write_bytes(b"broken")
+    task = make_task(read_rows(config.data), config.data)
+    found = messages(task, config, "warning")
+    assert any(
+        "1 of a sample of 13 images are unreadable, e.g. test/a/copy.png" in message for message in found
+    )
+    report = format_report(task, check(task, config))
+    assert "12 PNG; sample of 12" in report and "unreadable" in report
+
+
+def test_the_report_prints_no_control_characters():
+    config = config_of(data__known_classes="first:2")
+    task = task_of(["a", "b\x1b[31m", "c\n", "d"] * 10, config)
+    report = format_report(task, check(task, config))
+    assert "\x1b" not in report and "b?[31m" in report

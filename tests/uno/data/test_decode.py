@@ -1,0 +1,234 @@
+"""Images of many kinds, good and bad."""
+
+import io
+import struct
+import threading
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from uno.config import ConfigError
+from uno.data import decode as decode_module
+from uno.data.decode import BadImage, check_bad, decode, decode_many, read_header
+
+from .builders import SHARED, encoded, pixels
+
+
+def saved(picture, format, **options):
+    buffer = io.BytesIO()
+    picture.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def smooth(height, width):
+    """A picture whose red grows to the right and whose green grows downwards."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([x * 255 // max(width - 1, 1), y * 255 // max(height - 1, 1), 0 * x + 90], -1).astype(
+        np.uint8
+    )
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "WEBP"])
+def test_lossless_formats_are_exact_at_their_own_size(format):
+    image = pixels(0, 16, 16)
+    options = {"lossless": True} if format == "WEBP" else {}
+    np.testing.assert_array_equal(decode(encoded(image, format, **options), 16), image.transpose(2, 0, 1))
+    np.testing.assert_array_equal(decode(image, 16), image.transpose(2, 0, 1))
+
+
+def test_resize_shorter_side_and_centre_crop():
+    """Kills: squeezing to a square, a corner crop, the longer side resized, height and width swapped."""
+    out = decode(encoded(smooth(20, 60)), 10).astype(int)
+    assert out.shape == (3, 10, 10)
+    assert abs(out[0].mean() - 127) < 3 and out[0].min() > 80 and out[0].max() < 175  # the middle third
+    assert out[1, 0].mean() < 20 and out[1, -1].mean() > 235
+    tall = decode(encoded(smooth(60, 20)), 10).astype(int)
+    assert tall[1].min() > 80 and tall[0].max() > 235
+    assert decode(encoded(smooth(3, 2)), 8).shape == (3, 8, 8)
+    np.testing.assert_array_equal(decode(smooth(20, 60), 10), decode(encoded(smooth(20, 60)), 10))
+
+
+def test_resize_is_antialiased():
+    """Kills: nearest or plain bilinear sampling, which turn a fine chequerboard into 0 or 255."""
+    board = np.indices((64, 64)).sum(0) % 2 * 255
+    assert (
+        abs(decode(encoded(np.repeat(board[..., None], 3, 2).astype(np.uint8)), 8).astype(int) - 127).max()
+        < 4
+    )
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation(orientation):
+    """Kills: EXIF ignored, turned the wrong way, turned after a crop that is not centred."""
+    picture = Image.fromarray(smooth(24, 48))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(picture, "JPEG", exif=exif, quality=95)
+    turn = Image.Transpose
+    undo = [None, None, turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE,
+            turn.ROTATE_270, turn.TRANSVERSE, turn.ROTATE_90][orientation]  # fmt: skip
+    upright = picture if undo is None else picture.transpose(undo)
+    expected = decode(np.asarray(upright), 12).astype(int)
+    assert np.abs(decode(data, 12).astype(int) - expected).mean() < 6
+
+
+def test_modes_become_rgb():
+    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    for mode in ("L", "1", "P", "LA", "RGBA"):
+        out = decode(saved(Image.fromarray(grey).convert(mode), "PNG"), 16)
+        assert out.shape == (3, 16, 16) and np.ptp(out) > 200
+    cmyk = decode(saved(Image.fromarray(smooth(16, 16)).convert("CMYK"), "JPEG", quality=95), 16)
+    assert np.abs(cmyk.astype(int) - smooth(16, 16).transpose(2, 0, 1)).mean() < 12
+    deep = Image.fromarray(grey.astype(np.uint16) * 257)
+    for format in ("PNG", "TIFF"):
+        np.testing.assert_array_equal(
+            decode(saved(deep, format), 16)[0], grey
+        )  # kills: clipping 16 bits at 255
+
+
+def test_transparent_pixels_become_white():
+    rgba = np.zeros((8, 8, 4), np.uint8)
+    rgba[:4, :, 3] = 255
+    out = decode(saved(Image.fromarray(rgba), "PNG"), 8)
+    assert (out[:, :4] == 0).all() and (out[:, 4:] == 255).all()
+    palette = Image.fromarray(rgba).convert("P")
+    decode(saved(palette, "GIF", transparency=0), 8)
+    decode(saved(palette, "PNG", transparency=bytes([0, 128, 255])), 8)  # Pillow warns; nothing leaks
+
+
+def test_first_frame_of_an_animation():
+    frames = [Image.fromarray(np.full((8, 8, 3), v, np.uint8)) for v in (0, 255)]
+    for format in ("GIF", "PNG", "WEBP", "TIFF"):
+        data = saved(frames[0], format, save_all=True, append_images=frames[1:])
+        assert decode(data, 8).max() < 10
+
+
+def huge_png(width, height):
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + header
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+
+
+def bad_files():
+    jpeg, png = encoded(pixels(0, 40, 40), "JPEG"), encoded(pixels(0, 40, 40))
+    exif = jpeg[:2] + b"\xff\xe1\x00\x20Exif\x00\x00" + b"\xff" * 24 + jpeg[2:]
+    return {
+        "empty": b"",
+        "text": b"hello",
+        "truncated jpeg": jpeg[: len(jpeg) // 2],
+        "truncated png": png[: len(png) // 2],
+        "signature only": b"\x89PNG\r\n\x1a\n",
+        "bomb": huge_png(60_000, 60_000),
+        "large": huge_png(12_000, 9_000),
+        "zero": huge_png(0, 10),
+        "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
+        "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
+        "ppm": b"P6 2 2 255 " + bytes(12),
+        "ico": saved(Image.fromarray(pixels(0, 16, 16)), "ICO"),
+        "float tiff": saved(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF"),
+        "int tiff": saved(Image.fromarray(np.full((8, 8), 1 << 20, np.int32)), "TIFF"),
+        "missing file": "/nowhere/at/all.png",
+        "folder": "/tmp",
+        "null byte": "/tmp/\0.png",
+        "unknown uri": "nosuch://host/x.png",
+        "float array": np.zeros((4, 4, 3)),
+        "flat array": np.zeros((4, 4), np.uint8),
+        "no pixels": np.zeros((0, 4, 3), np.uint8),
+        "none": None,
+        "broken exif is fine": exif,
+    }
+
+
+@pytest.mark.parametrize("name", bad_files())
+def test_bad_images_have_one_reason(name):
+    image = bad_files()[name]
+    if name.endswith("is fine"):
+        assert decode(image, 8).shape == (3, 8, 8)
+        return
+    with pytest.raises(BadImage) as caught:
+        decode(image, 8)
+    assert str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_caps(monkeypatch, tmp_path):
+    """A file over the byte cap is refused before parsing, a picture over the pixel cap before decoding."""
+    (tmp_path / "a.png").write_bytes(encoded(pixels(0)))
+    monkeypatch.setattr(decode_module, "MAX_PIXELS", 63)
+    with pytest.raises(BadImage, match="8 x 8 pixels, more than 63"):
+        decode(str(tmp_path / "a.png"), 8)
+    monkeypatch.setattr(decode_module, "MAX_BYTES", 50)
+    with pytest.raises(BadImage, match="larger than 50 bytes"):
+        decode(str(tmp_path / "a.png"), 8)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.sampled_from(["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF"]), st.data())
+def test_no_damage_leads_to_another_exception(format, data):
+    """One to four flipped bytes and a cut anywhere: pixels of the right shape, or BadImage."""
+    content = bytearray(encoded(pixels(1, 12, 9), format))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    end = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
+    try:
+        assert decode(bytes(content[:end]), 8).shape == (3, 8, 8)
+    except BadImage as error:
+        assert "\n" not in str(error)
+
+
+def test_decode_many_counts_every_row(tmp_path):
+    """ok + bad = all, in order, whatever the number of threads."""
+    good = [encoded(pixels(i), "PNG") for i in range(150)]
+    images = [b"bad" if i % 10 == 3 else image for i, image in enumerate(good)]
+    ids = [f"row {i}" for i in range(150)]
+    before = threading.active_count()
+    for threads in (1, 3, None):
+        out, ok, bad = decode_many(images, ids, 8, threads)
+        assert out.shape == (150, 3, 8, 8) and (~ok).sum() == len(bad) == 15
+        assert [entry["id"] for entry in bad] == [f"row {i}" for i in range(3, 150, 10)]
+        assert set(bad[0]) == {"id", "reason"}
+        for i in (0, 64, 149):
+            np.testing.assert_array_equal(out[i], pixels(i).transpose(2, 0, 1))
+        assert (out[3] == 0).all()
+    assert threading.active_count() == before
+    out, ok, bad = decode_many([], [], 8)
+    assert out.shape == (0, 3, 8, 8) and len(ok) == 0 and bad == []
+
+
+def test_budget_of_bad_images():
+    bad = [{"id": "x", "reason": "no image data"}, {"id": "y", "reason": "other"}]
+    check_bad(bad, 200, 0.01)
+    check_bad([], 0, 0.0)
+    with pytest.raises(ConfigError, match=r"2 of 199 images are unreadable.*x: no image data"):
+        check_bad(bad, 199, 0.01)
+
+
+def test_headers():
+    assert vars(read_header(encoded(pixels(0, 5, 9), "JPEG"))) == {"format": "JPEG", "width": 9, "height": 5}
+    assert vars(read_header(pixels(0, 5, 9))) == {"format": "pixels", "width": 9, "height": 5}
+    with pytest.raises(BadImage):
+        read_header(b"x")
+
+
+def test_large_jpegs_are_drafted_and_stay_close(monkeypatch):
+    """Kills: a draft below the final size (blur), a draft that moves the crop."""
+    noise = Image.fromarray(pixels(3, 40, 56)).resize((1120, 800), Image.Resampling.BICUBIC)
+    data = saved(noise, "JPEG", quality=95)
+    fast = decode(data, 40).astype(int)
+    monkeypatch.setattr(decode_module, "DRAFT", 10_000)
+    full = decode(data, 40).astype(int)
+    assert 0 < np.abs(fast - full).mean() < 1.5
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data")
+def test_a_draft_of_real_photographs_is_close(monkeypatch):
+    """The number in decode.py: .65 of 255 on average at 32 px."""
+    paths = [str(p) for p in sorted((SHARED / "imagenet-fullsize").rglob("*.JPEG"))[:12]]
+    fast, ok, _ = decode_many(paths, paths, 32)
+    assert ok.all()
+    monkeypatch.setattr(decode_module, "DRAFT", 10_000)
+    full, _, _ = decode_many(paths, paths, 32)
+    assert (fast.float() - full.float()).abs().mean() < 1.0

@@ -1,0 +1,85 @@
+"""What training may see, and what only evaluation reads."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from uno.config import ConfigError, DataConfig
+from uno.data.resident import assemble, eval_sets, load_resident
+from uno.data.sources import read_digits
+from uno.data.splits import make_task
+
+from .builders import write_images
+
+DIGITS = DataConfig(known_classes="first:5", store_size=8)
+
+
+def test_sets_of_the_digits():
+    task, images, ok, bad = load_resident(DIGITS, threads=2)
+    assert images.shape == (1797, 3, 8, 8) and images.dtype == torch.uint8 and ok.all() and not bad
+    train, sets = assemble(task, images, ok), eval_sets(task, images, ok)
+    assert (train.num_known, train.num_novel) == (5, 5)
+    rows = np.flatnonzero(task.is_train & (task.labels >= 0))
+    assert torch.equal(train.labeled_images, images[rows])
+    assert train.labels.tolist() == [int(task.rows.labels[i]) for i in rows]
+    assert len(train.labels) + len(train.unlabeled_images) == task.is_train.sum() == len(sets["train"].truth)
+    for split in ("train", "test"):
+        found = sets[split]
+        assert torch.equal(found.images, images[found.index])
+        assert found.truth.tolist() == [int(task.rows.labels[i]) for i in found.index]
+    assert set(sets["test"].index.tolist()) == set(np.flatnonzero(~task.is_train))
+    assert train.to("cpu").labels.device.type == "cpu"
+
+
+def test_hidden_labels_never_reach_training():
+    """Permuting the true labels of novel rows changes no tensor of the training set.
+
+    Kills: hidden labels in ``labels``, unlabeled rows sorted or filtered by class, novel labels shifted to 0.
+    """
+    rows = read_digits()
+    novel = np.flatnonzero([label in "56789" for label in rows.labels])
+    permuted = list(rows.labels)
+    for i, j in zip(novel, np.random.default_rng(0).permutation(novel), strict=True):
+        permuted[i] = rows.labels[j]
+    sets = []
+    for labels in (rows.labels, permuted):
+        task = make_task(replace(rows, labels=labels), DIGITS)
+        images = torch.from_numpy(rows.images.transpose(0, 3, 1, 2).copy())
+        ok = np.ones(len(rows), dtype=bool)
+        sets.append((assemble(task, images, ok), eval_sets(task, images, ok)["train"].truth))
+    (a, truth_a), (b, truth_b) = sets
+    assert not torch.equal(truth_a, truth_b)
+    for name, value in vars(a).items():
+        other = getattr(b, name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+    tensors = [value for value in vars(a).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 3 and set(a.labels.tolist()) == set(range(5))
+
+
+def test_bad_images_are_left_out_of_every_set(tmp_path):
+    write_images(tmp_path, [f"train/{c}/{i}.png" for c in "abc" for i in range(4)])
+    write_images(tmp_path, [f"test/{c}/0.png" for c in "abc"])
+    (tmp_path / "train" / "a" / "1.png").write_bytes(b"broken")
+    (tmp_path / "train" / "c" / "2.png").write_bytes(b"")
+    config = DataConfig(source=str(tmp_path), known_classes="first:2", store_size=8, max_bad_fraction=0.2)
+    task, images, ok, bad = load_resident(config)
+    assert [entry["id"] for entry in bad] == ["train/a/1.png", "train/c/2.png"]
+    train, sets = assemble(task, images, ok), eval_sets(task, images, ok)
+    assert train.labels.tolist() == [0, 0, 0, 1, 1, 1, 1] and len(train.unlabeled_images) == 3
+    assert len(sets["train"].truth) == 10 and len(sets["test"].truth) == 3
+    assert (train.labeled_images.flatten(1).sum(1) > 0).all()
+    with pytest.raises(ConfigError, match=r"2 of 15 images are unreadable.*train/a/1.png"):
+        load_resident(config.model_copy(update={"max_bad_fraction": 0.1}))
+
+
+def test_rows_without_truth_are_not_evaluated(tmp_path):
+    write_images(tmp_path, ["known/a/1.png", "known/b/2.png", "new/3.png", "new/4.png"])
+    config = DataConfig(
+        labeled=str(tmp_path / "known"), unlabeled=str(tmp_path / "new"), num_novel=2, store_size=8
+    )
+    task, images, ok, _ = load_resident(config)
+    sets = eval_sets(task, images, ok)
+    assert sets["train"].index.tolist() == [0, 1] and len(sets["test"].truth) == 0
+    assert assemble(task, images, ok).unlabeled_images.shape == (2, 3, 8, 8)

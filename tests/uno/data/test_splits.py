@@ -1,0 +1,148 @@
+"""Known classes, novel classes and limits."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from uno.config import ConfigError, DataConfig
+from uno.data.rows import Rows
+from uno.data.sources import read_digits
+from uno.data.splits import make_task, order_classes, parse_known_classes
+
+
+def rows_of(labels, split=None, **options):
+    num = len(labels)
+    split = np.array(split or ["train"] * num)
+    images = np.arange(num * 12, dtype=np.uint8).reshape(num, 2, 2, 3)
+    return Rows([f"r{i}" for i in range(num)], images, list(labels), split, "rows", **options)
+
+
+def failure(rows, **config):
+    with pytest.raises(ConfigError) as caught:
+        make_task(rows, DataConfig(**config))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_benchmark_hides_the_other_labels():
+    task = make_task(read_digits(), DataConfig(known_classes="first:5"))
+    assert (task.known, task.novel, task.num_novel) == (list("01234"), list("56789"), 5)
+    truth = np.array([int(v) for v in task.rows.labels])
+    np.testing.assert_array_equal(task.eval_labels, truth)
+    np.testing.assert_array_equal(task.labels, np.where(task.is_train & (truth < 5), truth, -1))
+    assert task.labels.dtype == task.eval_labels.dtype == np.int64
+
+
+def test_num_novel_may_differ_from_the_truth():
+    for num in (3, 8):
+        task = make_task(read_digits(), DataConfig(known_classes="first:5", num_novel=num))
+        assert task.num_novel == num and len(task.novel) == 5
+
+
+def test_rows_without_a_label_are_unlabeled():
+    rows = rows_of(["b", None, "a", None, "a", "c", None], ["train"] * 4 + ["test"] * 3)
+    task = make_task(rows, DataConfig(num_novel=2))
+    assert (task.known, task.novel, task.num_novel) == (["a", "b"], [], 2)
+    assert task.labels.tolist() == [1, -1, 0, -1, -1, -1, -1]
+    assert task.eval_labels.tolist() == [1, -1, 0, -1, 0, -1, -1]
+    assert task.notes == ("1 test rows have a label that no training row has; they are not evaluated",)
+
+
+def test_benchmark_with_unlabeled_rows_and_new_test_classes():
+    task = make_task(rows_of(["a", "b", None, "c"], ["train"] * 3 + ["test"]), DataConfig(known_classes="a"))
+    assert (task.known, task.novel, task.num_novel) == (["a"], ["b", "c"], 2)
+    assert task.eval_labels.tolist() == [0, 1, -1, 2] and task.labels.tolist() == [0, -1, -1, -1]
+
+
+def test_a_source_may_declare_its_known_classes():
+    rows = rows_of(["x", "y", "z"], known=("z",))
+    assert make_task(rows, DataConfig()).known == ["z"]
+    assert make_task(rows, DataConfig(known_classes="first:1")).known == ["x"]
+
+
+def test_order_of_classes():
+    """Kills: sorting numbers as text (10 before 2), ignoring the source's own order."""
+    assert order_classes({"10", "9", "2", "1"}) == ["1", "2", "9", "10"]
+    assert order_classes({"b10", "b9", "a"}) == ["a", "b9", "b10"]
+    assert order_classes({"01", "1", "001"}) == ["001", "01", "1"]
+    assert order_classes({"cat", "ant", "zebra"}, ["zebra", "ant", "cat"]) == ["zebra", "ant", "cat"]
+    assert order_classes({"9" * 5000, "1" + "0" * 5000})[0] == "9" * 5000
+    task = make_task(
+        rows_of(["ant", "zebra"], class_names=("zebra", "ant")), DataConfig(known_classes="first:1")
+    )
+    assert task.known == ["zebra"]
+
+
+@given(st.lists(st.text(max_size=6), unique=True, max_size=8))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_order_is_total_for_any_names(names):
+    assert order_classes(names) == order_classes(reversed(names))
+
+
+def test_known_classes_as_names_and_file(tmp_path, monkeypatch):
+    classes = ["cat", "dog", "a,b", "x"]
+    assert parse_known_classes(" dog , cat ", classes) == {"cat", "dog"}
+    (tmp_path / "names.txt").write_text("a,b\n\n x \n")
+    assert parse_known_classes(str(tmp_path / "names.txt"), classes) == {"a,b", "x"}
+    monkeypatch.chdir(tmp_path)
+    assert parse_known_classes("names.txt", classes) == {"a,b", "x"}
+    (tmp_path / "dog").write_text("cat")
+    assert parse_known_classes("dog", classes) == {"dog"}
+    task = make_task(rows_of(["cat", "dog", "x"]), DataConfig(known_classes="x,cat"))
+    assert task.known == ["cat", "x"]  # index order does not depend on how they were listed
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("first:0", "from 1 to 3"),
+        ("first:4", "from 1 to 3"),
+        ("first:x", "from 1 to 3"),
+        ("first:3", "none is left to discover"),
+        ("ct", "did you mean 'cat'?"),
+        ("qqqq", "classes are cat, cow, dog"),
+        ("cat,cat", "given twice"),
+        ("", "no class name given"),
+        ("/nowhere/names.txt", "cannot read known_classes file"),
+    ],
+)
+def test_known_class_errors(value, text):
+    assert text in failure(rows_of(["cat", "dog", "cow"]), known_classes=value)
+
+
+def test_what_cannot_be_a_task():
+    assert "no row has a label" in failure(rows_of([None, None]), num_novel=2)
+    assert "no training row has a label" in failure(rows_of([None, "a"], ["train", "test"]), num_novel=2)
+    assert "--known-classes first:N" in failure(rows_of(["a", "b"]), num_novel=2)
+    assert "--num-novel" in failure(rows_of(["a", None]))
+    assert "--num-novel" in failure(rows_of(["a", None]), known_classes="first:1")
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "c", None]), min_size=8, max_size=80),
+    st.integers(4, 90),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_limit_is_even_and_keeps_every_class(labels, limit):
+    """At most ``limit`` rows, no class lost, no class more than one row ahead of one that has rows left.
+
+    Kills: the first rows only, shares by class size, the limit applied to the sum of splits.
+    """
+    labels = ["a", None, *labels]
+    rows = rows_of(labels + labels, ["train"] * len(labels) + ["test"] * len(labels))
+    task = make_task(rows, DataConfig(num_novel=2, limit=limit))
+    for train in (True, False):
+        kept = [label for label, t in zip(task.rows.labels, task.is_train, strict=True) if t == train]
+        assert len(kept) == min(limit, len(labels)) and set(kept) == set(labels)
+        unfilled = [kept.count(c) for c in set(labels) if kept.count(c) < labels.count(c)]
+        assert all(kept.count(c) <= min(unfilled) + 1 for c in set(labels) if unfilled)
+    assert task.rows.images[0].shape == (2, 2, 3)
+    assert [int(name[1:]) for name in task.rows.ids] == sorted(int(name[1:]) for name in task.rows.ids)
+
+
+def test_limit_below_the_class_count():
+    assert "below the 10 classes" in failure(read_digits(), known_classes="first:5", limit=9)
+    task = make_task(read_digits(), DataConfig(known_classes="first:5", limit=100))
+    assert np.bincount(task.eval_labels[task.is_train]).tolist() == [10] * 10
+    assert len(task.rows) == 200

@@ -1,0 +1,170 @@
+"""The schema: its fields are frozen, files load safely, a mistake is one line that names the field."""
+
+import difflib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from uno.config import (
+    MAX_CONFIG_BYTES,
+    Config,
+    ConfigError,
+    config_hash,
+    differing_keys,
+    dump_yaml,
+    field_names,
+    flatten,
+    load_yaml,
+    override,
+    to_dict,
+)
+from uno.errors import Interrupted, NumericsError, StorageError, UnoError
+from uno.presets import preset
+
+GOLDEN = Path(__file__).parent / "golden" / "fields.txt"
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def test_the_field_list_is_frozen():
+    """Users write fields in files: a renamed one breaks them, a new one costs every reader a line."""
+    stored, now = GOLDEN.read_text().split(), field_names()
+    diff = "\n".join(difflib.unified_diff(stored, now, "golden", "schema", lineterm="", n=0))
+    assert stored == now, (
+        f"the schema's fields changed:\n{diff}\nIf that is meant, say so in CHANGELOG.md and run:\n"
+        "python -c \"from uno.config import field_names; print(*field_names(), sep='\\n')\" > " + str(GOLDEN)
+    )
+
+
+def test_every_field_has_a_sentence():
+    def check(model, prefix=""):
+        for name, info in model.model_fields.items():
+            if hasattr(info.annotation, "model_fields"):
+                check(info.annotation, f"{prefix}{name}.")
+            else:
+                text = info.description or ""
+                assert len(text) > 10 and text.endswith("."), f"{prefix}{name}: {text!r}"
+
+    check(Config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"objective.epsilon": -1}, "objective.epsilon: Input should be greater than or equal to 0.0001"),
+        ({"objective.epsilon": float("nan")}, "objective.epsilon: Input should be a finite number (got nan)"),
+        ({"objective.temperature": float("inf")}, "objective.temperature: Input should be a finite number"),
+        ({"data.std": [1, 1, float("nan")]}, "data.std.2: Input should be a finite number (got nan)"),
+        ({"data.std": [1, 1, 0]}, "data: std must be positive"),
+        ({"data.labeled": "a"}, "data: labeled and unlabeled must be given together"),
+        ({"augment.large.num_views": 1}, "augment: large.num_views must be at least 2: swapped prediction"),
+        ({"augment.large.crop_scale": [0.9, 0.1]}, "augment.large: crop_scale must satisfy 0 < low <= high"),
+        ({"recipe": "v3"}, "recipe: Input should be 'paper' or 'v2' (got 'v3')"),
+        ({"seed": 2**31}, "seed: Input should be less than 2147483648 (got 2147483648)"),
+        ({"data.num_novel": "seven"}, "data.num_novel: Input should be a valid integer, unable to parse"),
+        ({"objective.epsilonn": 1}, "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?"),
+        ({"num_novel": 1}, "unknown key 'num_novel'; did you mean 'data.num_novel'?"),
+        ({"data": "cifar10:x"}, "'data' is a section of keys such as 'data.source' (got 'cifar10:x')"),
+        ({"seed": "x" * 10_000}, "seed: Input should be a valid integer, unable to parse string"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_short_line_that_names_the_field(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        override(Config(), overrides)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_configs_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().seed = 1
+
+
+def test_nested_and_dotted_keys_mean_the_same(yaml_file):
+    nested = load_yaml(yaml_file("objective:\n  epsilon: 0.1\n  num_iters: 5\n"))
+    dotted = load_yaml(yaml_file("objective.epsilon: 0.1\nobjective.num_iters: 5\n"))
+    assert nested == dotted == {"objective.epsilon": 0.1, "objective.num_iters": 5}
+
+
+def test_a_number_that_yaml_reads_as_text_still_counts(yaml_file):
+    """YAML 1.1 reads 1e-4 as a string."""
+    values = load_yaml(yaml_file("discover:\n  weight_decay: 1e-4\n"))
+    assert override(Config(), values).discover.weight_decay == 1e-4
+
+
+def test_a_section_that_is_all_comments_changes_nothing(yaml_file):
+    assert override(Config(), load_yaml(yaml_file("objective:\n  # epsilon: 0.1\nseed: 3\n"))) == override(
+        Config(), {"seed": 3}
+    )
+    assert load_yaml(yaml_file("# nothing\n")) == {}
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar100_20", "imagenet", "custom"])
+def test_a_dumped_config_loads_to_the_same_one(name, yaml_file):
+    config = preset(name, "v2")
+    assert override(Config(), load_yaml(yaml_file(dump_yaml(config)))) == config
+    assert Config.model_validate(yaml.safe_load(dump_yaml(config))) == config
+
+
+BOMB = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n} {{p: *b{n - 1}, q: *b{n - 1}}}\n" for n in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("seed: 1\n" + "#" * MAX_CONFIG_BYTES, f" is larger than {MAX_CONFIG_BYTES} bytes"),
+        ("- 1\n- 2\n", " must hold a mapping of keys, not a list"),
+        ("just words", " must hold a mapping of keys, not a str"),
+        ("a: [1,\nb: 2", ": while parsing"),
+        (b"\xff\xfe\x00", ": 'utf-8' codec"),
+        ("seed: !!python/object/apply:os.getcwd []", ": could not determine a constructor"),
+        ("data:\n  limit: 2024-13-45\n", ": month must be in 1..12"),
+        ("seed: " + "9" * 5000, ": Exceeds the limit"),
+        ("[" * 900_000, ": nested deeper than 20 levels"),
+        (BOMB, ": YAML aliases"),
+        ("a: &a\n  b: *a\n", ": YAML aliases"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_one_line(content, message, yaml_file):
+    path = yaml_file(content)
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(path)
+    assert str(caught.value).startswith(f"config file {path}{message}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("/nope.yaml", "No such file"), ("/", "Is a directory"), ("a\0b", "embedded null byte")],
+)
+def test_an_unreadable_file_is_one_line(path, reason):
+    with pytest.raises(ConfigError, match=f"^cannot read config file .*: {reason}"):
+        load_yaml(path)
+
+
+def test_where_a_run_executes_does_not_change_what_it_is():
+    config = Config()
+    moved = override(config, {"compute.workers": 8, "output": "elsewhere", "train.log_every": 1})
+    other = override(config, {"objective.epsilon": 0.1})
+    assert differing_keys(to_dict(config), moved) == []
+    assert config_hash(moved) == config_hash(config) != config_hash(other)
+    assert differing_keys(to_dict(config), other) == ["objective.epsilon"]
+
+
+def test_flatten_keeps_the_order_of_the_schema():
+    assert list(flatten(to_dict(Config())))[:4] == ["preset", "recipe", "seed", "output"]
+
+
+def test_exit_codes_are_those_of_the_design():
+    codes = {kind: kind.exit_code for kind in (ConfigError, NumericsError, StorageError, Interrupted)}
+    assert list(codes.values()) == [2, 3, 4, 75]
+    assert all(issubclass(kind, UnoError) for kind in codes)
+    assert issubclass(ConfigError, ValueError)

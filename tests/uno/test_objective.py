@@ -1,0 +1,175 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.uno.reference import loss_of, targets_of
+from uno.objective import discovery_loss, pretraining_loss, pseudo_labels
+
+AGGREGATIONS = ["swap", "average_pseudo_labels", "average_logits"]
+
+
+def problem(num_views, num_labeled, num_unlabeled, num_known, num_clusters, num_heads, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = num_labeled + num_unlabeled
+    known = torch.rand(num_views, rows, num_known, generator=generator, dtype=torch.float64) * 2 - 1
+    novel = (
+        torch.rand(num_views, num_heads, rows, num_clusters, generator=generator, dtype=torch.float64) * 2 - 1
+    )
+    labels = torch.randint(0, num_known, (num_labeled,), generator=generator)
+    return known, novel, labels
+
+
+def compare(shape, num_large, aggregation, hard, concat, seed=0, epsilon=0.05, temperature=0.1):
+    """Loss and gradients of the fast code (float32 and float64) against the naive loop."""
+    known, novel, labels = problem(**shape, seed=seed)
+    options = {"epsilon": epsilon, "num_iters": 3, "aggregation": aggregation, "hard": hard}
+    expected = [
+        loss_of(
+            known.numpy(),
+            novel[:, h].numpy(),
+            labels.numpy(),
+            targets_of(novel[:, h].numpy(), len(labels), num_large, options),
+            temperature,
+            concat,
+        )
+        for h in range(novel.shape[1])
+    ]
+    for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 2e-4)):
+        own_known, own_novel = known.to(dtype), novel.to(dtype)
+        targets = pseudo_labels(own_novel[:num_large, :, len(labels) :], epsilon, 3, aggregation, hard)
+        losses = discovery_loss(own_known, own_novel, labels, targets, temperature, concat)
+        np.testing.assert_allclose(losses.double().numpy(), expected, atol=tolerance, rtol=tolerance)
+
+
+SHAPES = {
+    "two views": ({"num_views": 2}, 2),
+    "three views": ({"num_views": 3}, 3),
+    "two large and two small": ({"num_views": 4}, 2),
+}
+
+
+@pytest.mark.parametrize("views", SHAPES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("concat", [True, False])
+def test_equals_naive_loop(views, aggregation, hard, concat):
+    """Kills: unswapped views, blocks exchanged, mean over the wrong rows, targets from small crops, softmax
+    over the batch axis, temperature missing, aggregation variants mixed up.
+    """
+    extra, num_large = SHAPES[views]
+    shape = {"num_labeled": 4, "num_unlabeled": 5, "num_known": 3, "num_clusters": 4, "num_heads": 2} | extra
+    compare(shape, num_large, aggregation, hard, concat)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    num_labeled=st.integers(0, 5),
+    num_unlabeled=st.integers(0, 5),
+    num_known=st.integers(1, 4),
+    num_clusters=st.integers(1, 5),
+    num_heads=st.integers(1, 3),
+    temperature=st.floats(0.05, 2),
+    seed=st.integers(0, 99),
+)
+def test_equals_naive_loop_for_any_shape(
+    num_labeled, num_unlabeled, num_known, num_clusters, num_heads, temperature, seed
+):
+    """Kills: failures for B_l = 0, B_u = 0 or 1, K = 1, C_l = 1."""
+    if num_labeled + num_unlabeled == 0:
+        return
+    shape = dict(
+        num_views=2,
+        num_labeled=num_labeled,
+        num_unlabeled=num_unlabeled,
+        num_known=num_known,
+        num_clusters=num_clusters,
+        num_heads=num_heads,
+    )
+    compare(shape, 2, "swap", False, True, seed, temperature=temperature)
+
+
+@pytest.mark.parametrize("views", SHAPES)
+@pytest.mark.parametrize("concat", [True, False])
+def test_gradients_equal_autograd_through_the_padded_form(views, concat):
+    """The same loss written with concatenated logits, padded targets and a log-softmax, differentiated by
+    autograd.
+
+    Kills: detached nothing (gradients through targets), detached too much, wrong weights between labeled and
+    unlabeled rows.
+    """
+    extra, num_large = SHAPES[views]
+    shape = {"num_labeled": 4, "num_unlabeled": 6, "num_known": 3, "num_clusters": 4, "num_heads": 2} | extra
+    known, novel, labels = problem(**shape)
+    known.requires_grad_()
+    novel.requires_grad_()
+    targets = pseudo_labels(novel[:num_large, :, 4:], 0.05, 3)
+    assert not targets.requires_grad
+    discovery_loss(known, novel, labels, targets, 0.1, concat).sum().backward()
+    fast = known.grad.clone(), novel.grad.clone()
+    known.grad = novel.grad = None
+
+    total = 0
+    pairs = [(v, w) for v, w in itertools.product(range(num_large), range(len(known))) if v != w]
+    for h in range(2):
+        for v, w in pairs:
+            one_hot = F.one_hot(labels, 3).double()
+            if concat:
+                log_probs = F.log_softmax(torch.cat([known[w], novel[w, h]], dim=1) / 0.1, dim=1)
+                padded = torch.cat([F.pad(one_hot, (0, 4)), F.pad(targets[v, h], (3, 0))])
+                total = total - (padded * log_probs).sum() / (10 * len(pairs))
+            else:
+                supervised = -(one_hot * F.log_softmax(known[w, :4] / 0.1, dim=1)).sum()
+                swapped = -(targets[v, h] * F.log_softmax(novel[w, h, 4:] / 0.1, dim=1)).sum()
+                total = total + (supervised + swapped) / (10 * len(pairs))
+    total.backward()
+    torch.testing.assert_close(fast[0], known.grad, atol=1e-9, rtol=1e-6)
+    torch.testing.assert_close(fast[1], novel.grad, atol=1e-9, rtol=1e-6)
+
+
+def test_a_view_never_teaches_itself():
+    """Kills: the diagonal kept, v and w exchanged."""
+    known, novel, labels = problem(2, 0, 4, 2, 3, 1)
+    targets = pseudo_labels(novel, 0.05, 3).clone()
+    targets[1] = 0  # view 1 teaches nothing, so view 0 learns nothing
+    novel.requires_grad_()
+    discovery_loss(known, novel, labels, targets, 0.1).sum().backward()
+    assert (novel.grad[0] >= 0).all()  # view 0: the gradient of the log-partition alone
+    assert (novel.grad[1] < 0).any()  # view 1: pulled towards view 0's target
+
+
+def test_permuted_clusters_leave_the_loss_alone():
+    """Metamorphic. Kills: outputs treated by position."""
+    known, novel, labels = problem(2, 4, 6, 3, 5, 2)
+    order = torch.tensor([3, 0, 4, 1, 2])
+
+    def losses(own):
+        return discovery_loss(known, own, labels, pseudo_labels(own[:, :, 4:], 0.05, 3), 0.1)
+
+    torch.testing.assert_close(losses(novel), losses(novel[..., order]))
+
+
+def test_no_unlabeled_rows_give_plain_cross_entropy():
+    """B_u = 0 is an explicit zero of the unlabeled part. Kills: mean over an empty set (NaN)."""
+    known, novel, labels = problem(2, 4, 0, 3, 5, 1)
+    loss = discovery_loss(known, novel, labels, pseudo_labels(novel[:, :, 4:], 0.05, 3), 0.1)
+    logits = torch.cat([known, novel[:, 0]], dim=2).flatten(0, 1) / 0.1
+    torch.testing.assert_close(
+        loss[0].double(), F.cross_entropy(logits, labels.repeat(2)), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_pretraining_loss_is_cross_entropy_of_cosines():
+    """Kills: temperature missing, labels not repeated per view."""
+    known, _, labels = problem(2, 6, 0, 4, 2, 1)
+    naive = np.mean(
+        [
+            -float(F.log_softmax(known[v, b] / 0.1, dim=0)[labels[b]])
+            for v, b in itertools.product(range(2), range(6))
+        ]
+    )
+    np.testing.assert_allclose(float(pretraining_loss(known, labels, 0.1)), naive, rtol=1e-5)

@@ -1,0 +1,136 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.uno.reference import scale_matrix
+from uno.sinkhorn import sinkhorn
+
+
+def cosines(
+    num_rows: int, num_clusters: int, seed: int = 0, low: float = -1, high: float = 1
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(num_rows, num_clusters, generator=generator, dtype=torch.float64) * (high - low) + low
+    return values.float()
+
+
+def check_against_reference(logits: torch.Tensor, epsilon: float, num_iters: int = 3) -> None:
+    expected = scale_matrix(logits.double().numpy(), epsilon, num_iters)
+    single = sinkhorn(logits, epsilon, num_iters).double().numpy()
+    double = sinkhorn(logits.double(), epsilon, num_iters).numpy()
+    np.testing.assert_allclose(double, expected, atol=1e-5)
+    np.testing.assert_allclose(single, expected, atol=1e-5 if epsilon >= 0.01 else 1e-3)
+    if logits.numel():
+        np.testing.assert_allclose(single.sum(axis=1), 1, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    num_rows=st.integers(0, 24),
+    num_clusters=st.integers(1, 12),
+    log_epsilon=st.floats(-4, 1),
+    num_iters=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
+def test_equals_matrix_scaling(num_rows, num_clusters, log_epsilon, num_iters, seed):
+    """Kills: softmax for Sinkhorn, rows normalised before clusters, one iteration more or less, epsilon
+    inverted.
+    """
+    check_against_reference(cosines(num_rows, num_clusters, seed), 10**log_epsilon, num_iters)
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 1000])
+@pytest.mark.parametrize("rows", ["0", "1", "2", "K-1", "K", "10K"])
+def test_shapes(num_clusters, rows):
+    """Kills: failures for B in {0, 1, 2, K-1, K, 10K} and K in {1, 2, 1000}. (10K at K = 1000: 1000 rows.)"""
+    num_rows = {"0": 0, "1": 1, "2": 2, "K-1": num_clusters - 1, "K": num_clusters, "10K": 10 * num_clusters}[
+        rows
+    ]
+    if num_clusters == 1000:
+        num_rows = min(num_rows, 40)  # the reference is a Python loop
+        logits = cosines(num_rows, num_clusters)
+        assert torch.isfinite(sinkhorn(cosines(10_000, 1000), 0.05, 3)).all()
+    else:
+        logits = cosines(num_rows, num_clusters)
+    check_against_reference(logits, 0.05)
+
+
+@pytest.mark.parametrize("epsilon", [1e-4, 1e-3, 0.01, 0.05, 1.0, 10.0])
+@pytest.mark.parametrize("case", ["constant", "saturated", "starved", "one_hot", "negative"])
+def test_degenerate_logits(case, epsilon):
+    """Kills: exp before subtracting (overflow), division by a starved cluster's sum (NaN at epsilon <= .01).
+    """
+    logits = cosines(20, 5)
+    if case == "constant":
+        logits = torch.full((20, 5), 0.7)
+    elif case == "saturated":
+        logits = torch.ones(20, 5)
+    elif case == "starved":
+        logits[:, 3] = -1.0
+    elif case == "one_hot":
+        logits = torch.eye(5).repeat(4, 1) * 2 - 1
+    elif case == "negative":
+        logits = -logits.abs()
+    check_against_reference(logits, epsilon)
+
+
+def test_half_precision_is_raised_to_float32():
+    """Kills: exp(logits / eps) in half precision, which overflows as soon as a cosine passes .554."""
+    logits = cosines(32, 5).half()
+    result = sinkhorn(logits, 0.05, 3)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, sinkhorn(logits.float(), 0.05, 3))
+    assert torch.equal(sinkhorn(logits.bfloat16(), 0.05, 3), sinkhorn(logits.bfloat16().float(), 0.05, 3))
+
+
+def test_global_shift_is_exact_but_a_shift_per_sample_is_not():
+    """Kills: subtracting a per-sample maximum instead of the global one."""
+    logits = cosines(30, 6)
+    shifted = sinkhorn(logits - logits.max(), 0.05, 3)
+    torch.testing.assert_close(shifted, sinkhorn(logits, 0.05, 3), atol=1e-5, rtol=0)
+    per_sample = sinkhorn(logits - logits.max(dim=1, keepdim=True).values, 0.05, 3)
+    assert (per_sample - sinkhorn(logits, 0.05, 3)).abs().max() > 0.01
+
+
+def test_batched_equals_loop():
+    """Kills: views or heads mixed by normalising over the wrong dimension."""
+    logits = torch.stack([torch.stack([cosines(16, 5, 10 * v + h) for h in range(3)]) for v in range(2)])
+    batched = sinkhorn(logits, 0.05, 3)
+    for v, h in itertools.product(range(2), range(3)):
+        torch.testing.assert_close(batched[v, h], sinkhorn(logits[v, h], 0.05, 3), atol=1e-6, rtol=0)
+
+
+def test_three_iterations_keep_small_batches_right():
+    """The reason for 3 iterations (20 classes, 102 rows, good features): converging moves mass off the true
+    class.
+
+    Kills: iterating to convergence.
+    """
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randint(0, 20, (102,), generator=generator)
+    logits = 0.1 * torch.randn(102, 20, generator=generator)
+    logits[torch.arange(102), truth] += 0.7
+
+    def right(num_iters: int) -> float:
+        return float(sinkhorn(logits, 0.05, num_iters)[torch.arange(102), truth].mean())
+
+    assert right(3) > 0.97
+    assert right(50) < right(3) - 0.05
+
+
+def test_clusters_are_used_equally_where_softmax_collapses():
+    """Kills: softmax for Sinkhorn: rows that all prefer one cluster are still spread over all of them."""
+    logits = cosines(64, 4, low=0, high=0.1)
+    logits[:, 0] += 0.8
+    usage = sinkhorn(logits, 0.05, 3).mean(dim=0)
+    assert usage.max() < 0.3
+    assert torch.softmax(logits / 0.05, dim=-1).mean(dim=0)[0] > 0.99
+
+
+def test_no_gradient():
+    """Kills: gradients flowing through the pseudo-labels."""
+    assert not sinkhorn(cosines(8, 3).requires_grad_(), 0.05, 3).requires_grad

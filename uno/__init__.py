@@ -1,0 +1,16 @@
+"""UNO: novel class discovery with a unified objective (Fini et al., ICCV 2021), in plain PyTorch.
+
+Dimensions used in every docstring:
+
+    V views    H heads    B rows of a batch (B_l labeled, then B_u unlabeled)
+    K clusters of a head    C all outputs (C_l known, C_u novel)    D features    S image side    N rows of a
+    set
+
+The paper is the outline:
+
+    Sec. 3.1  Unified objective              uno.objective, uno.model
+    Sec. 3.2  Multi-view and pseudo-labeling uno.augment, uno.sinkhorn
+    Sec. 3.3  Multi-head, overclustering     uno.heads
+    Sec. 4.1  Experimental setup             uno.presets, uno.schedule, uno.steps, uno.train
+    Sec. 4.1  Metrics and protocol           uno.metrics, uno.evaluate
+"""

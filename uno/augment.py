@@ -1,0 +1,324 @@
+"""Random views of a batch of images: tensor operations with a parameter set per row (paper Sec. 3.2, 4.1).
+
+``uno.presets`` says which operations a recipe uses; their order is always
+
+    crop + flip -> affine -> jitter -> grey -> solarize -> equalize -> blur -> normalise
+
+:func:`draw` takes every random number from a generator on the host; :func:`apply` is deterministic. So
+parameters do not depend on the device, the number of rows an operation works on is known without asking the
+device, and a distributed worker draws for the whole batch and keeps its rows: its views are those that one
+worker would have made, bit for bit on the CPU, up to the rounding of batched products on CUDA.
+
+Definitions and parameter ranges are torchvision's, without its rounding to 8 bits after every operation. On
+one CPU core this is ten times as fast as torchvision on PIL images (``python -m benchmarks.augment``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from uno import augment_color as color
+from uno.config import AugmentConfig, ViewConfig
+
+CROP_ATTEMPTS = 10  # torchvision.transforms.RandomResizedCrop.get_params
+CROP_RATIO = (3 / 4, 4 / 3)
+OTHER_NUMBERS = 22  # of a row, besides two for each attempt at a crop
+BLUR_RADIUS_SIGMAS = 4  # the kernel covers +- this many of the largest standard deviation
+COLOR_OFF = dict(jitter=0.0, grey=0.0, solarize=0.0, equalize=0.0, blur=0.0)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The parameters of N views, on the host; booleans say whether an operation applies to the row."""
+
+    box: Tensor  # (N,4) float32: top, left, height, width in whole stored pixels; may reach outside the image
+    flip: Tensor  # (N,) bool
+    affine: Tensor  # (N,) bool
+    pose: Tensor  # (N,5) float32: angle and shear in degrees, shift in x and y as a share of the side, zoom
+    jitter: Tensor  # (N,) bool
+    factors: Tensor  # (N,4) float32: brightness, contrast, saturation, hue shift
+    order: Tensor  # (N,) int64: index into color.JITTER_ORDERS
+    grey: Tensor  # (N,) bool
+    solarize: Tensor  # (N,) bool
+    threshold: Tensor  # (N,) float32, 0-1
+    equalize: Tensor  # (N,) bool
+    blur: Tensor  # (N,) bool
+    sigma: Tensor  # (N,) float32, pixels
+
+    def select(self, rows: Tensor) -> Draws:
+        """The parameters of ``rows`` (M,) int64."""
+        return Draws(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
+def augment(
+    images: Tensor,
+    config: AugmentConfig,
+    generator: torch.Generator,
+    mean: Sequence[float],
+    std: Sequence[float],
+    rows: slice | Tensor | None = None,
+    num_rows: int | None = None,
+) -> list[Tensor]:
+    """All views of a batch, normalised: the large ones, then the small ones.
+
+    Args:
+        images: (B,3,S,S) uint8, on any device.
+        config: the recipe; with ``weak`` the colour operations are off and geometry is drawn as without.
+        generator: on the CPU; advanced by the same amount whatever ``rows`` is.
+        mean: of the channels, on the 0-1 scale.
+        std: likewise.
+        rows: which rows of the whole batch ``images`` are: a slice or (B,) int64 on the host. Default: all.
+        num_rows: rows of the whole batch. Default: B.
+
+    Returns:
+        V tensors (B,3,size,size) float32, contiguous, on the device of ``images``.
+
+    Raises:
+        ValueError: images are not uint8 (B,3,S,S) or none, ``rows`` does not name B rows, or a crop is larger
+            than the padded image.
+    """
+    total = len(images) if num_rows is None else num_rows
+    chosen = torch.arange(total) if rows is None else torch.arange(total)[rows]
+    if len(chosen) != len(images):
+        raise ValueError(f"rows selects {len(chosen)} of {total} rows but there are {len(images)} images")
+    views: list[Tensor] = []
+    for kind in (config.large, config.small):
+        if kind.num_views == 0:
+            continue
+        kind = kind.model_copy(update=COLOR_OFF) if config.weak else kind
+        # The views of an image lie together.
+        draws = draw(kind, total * kind.num_views, images.shape[-1], generator)
+        if rows is not None:
+            draws = draws.select((chosen[:, None] * kind.num_views + torch.arange(kind.num_views)).flatten())
+        batch = apply(images, draws, kind).unflatten(0, (len(images), kind.num_views))
+        views += [normalize(one, mean, std) for one in batch.unbind(1)]
+    return views
+
+
+def view(images: Tensor, config: ViewConfig, generator: torch.Generator) -> Tensor:
+    """One view (B,3,size,size) float32 in 0-1 of each image (B,3,S,S) uint8; errors as in :func:`augment`."""
+    return apply(images, draw(config, len(images), images.shape[-1], generator), config)
+
+
+def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """``(images - mean) / std`` by channel: (...,3,H,W) in 0-1 -> float32 of the same shape."""
+    stats = torch.tensor([list(mean), list(std)], dtype=torch.float32).to(images.device, non_blocking=True)
+    return images.sub(stats[0].view(3, 1, 1)).div_(stats[1].view(3, 1, 1))
+
+
+def eval_view(images: Tensor, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """The centre of the images, normalised: uint8 (B,3,S,S) -> float32 (B,3,size,size); all where size = S.
+
+    Raises:
+        ValueError: size exceeds S.
+    """
+    side = images.shape[-1]
+    if size > side:
+        raise ValueError(f"the centre crop of {size} pixels exceeds the stored side of {side}")
+    start = round((side - size) / 2)
+    return normalize(images[..., start : start + size, start : start + size] / 255, mean, std)
+
+
+def draw(config: ViewConfig, num_rows: int, side: int, generator: torch.Generator) -> Draws:
+    """Parameters of ``num_rows`` views of images of ``side`` x ``side`` pixels.
+
+    A row takes the same numbers from the generator whatever the config: equal geometry draws equal crops.
+
+    Raises:
+        ValueError: a padded crop is larger than the padded image.
+    """
+    tries = 2 * CROP_ATTEMPTS
+    numbers = torch.rand(num_rows, tries + OTHER_NUMBERS, generator=generator, dtype=torch.float64)
+    column = iter(numbers[:, tries:].unbind(1))
+
+    def coin(probability: float) -> Tensor:
+        return next(column) < probability
+
+    def uniform(low: float, high: float) -> Tensor:
+        return (low + (high - low) * next(column)).float()
+
+    c = config
+    box = _draw_box(c, side, numbers[:, :tries], next(column), next(column), next(column))
+    turn, shear, shift = c.affine_degrees, c.affine_shear, c.affine_translate
+    return Draws(
+        box=box,
+        flip=coin(c.flip),
+        affine=coin(c.affine),
+        pose=torch.stack(
+            [uniform(-turn, turn), uniform(-shear, shear), uniform(-shift, shift), uniform(-shift, shift),
+             uniform(*c.affine_scale)], dim=1),
+        jitter=coin(c.jitter),
+        factors=torch.stack(
+            [uniform(1 - c.brightness, 1 + c.brightness), uniform(1 - c.contrast, 1 + c.contrast),
+             uniform(1 - c.saturation, 1 + c.saturation), uniform(-c.hue, c.hue)], dim=1),
+        order=(next(column) * len(color.JITTER_ORDERS)).long(),
+        grey=coin(c.grey),
+        solarize=coin(c.solarize),
+        threshold=uniform(0, 1),
+        equalize=coin(c.equalize),
+        blur=coin(c.blur),
+        sigma=uniform(*c.blur_sigma),
+    )  # fmt: skip
+
+
+def _draw_box(c: ViewConfig, side: int, tries: Tensor, choice: Tensor, top: Tensor, left: Tensor) -> Tensor:
+    """Crop boxes (N,4) from numbers uniform in 0-1, (N,2 * CROP_ATTEMPTS) and three times (N,)."""
+    whole = torch.full_like(choice, side)
+    if c.crop == "none":
+        return torch.stack([0 * whole, 0 * whole, whole, whole], dim=1).float()
+    if c.crop != "resized" and c.size > side + 2 * c.crop_padding:
+        raise ValueError(
+            f"crop {c.crop} of {c.size} pixels exceeds the stored side {side} with padding {c.crop_padding}"
+        )
+    area, ratio = tries.split(CROP_ATTEMPTS, dim=1)
+    low, high = c.crop_scale
+    area = side * side * (low + (high - low) * area)
+    low, high = (math.log(r) for r in CROP_RATIO)
+    ratio = torch.exp(low + (high - low) * ratio)
+    height, width = torch.sqrt(area / ratio).round(), torch.sqrt(area * ratio).round()
+    fits = (height >= 1) & (height <= side) & (width >= 1) & (width <= side)
+    first = fits.int().argmax(dim=1, keepdim=True)
+    height = torch.where(fits.any(1), height.gather(1, first)[:, 0], whole)  # none fits: the whole image
+    width = torch.where(fits.any(1), width.gather(1, first)[:, 0], whole)
+    resized = torch.stack(
+        [(top * (side - height + 1)).floor(), (left * (side - width + 1)).floor(), height, width], dim=1
+    )
+    places = side + 2 * c.crop_padding - c.size + 1
+    square = torch.full_like(choice, c.size)
+    top, left = (top * places).floor() - c.crop_padding, (left * places).floor() - c.crop_padding
+    padded = torch.stack([top, left, square, square], dim=1)
+    use_padded = {"pad": choice >= 0, "resized": choice < 0, "pad_or_resized": choice < 0.5}[c.crop]
+    return torch.where(use_padded[:, None], padded, resized).float()
+
+
+def apply(images: Tensor, draws: Draws, config: ViewConfig) -> Tensor:
+    """The views that ``draws`` describes: uint8 (B,3,S,S) -> float32 (N,3,size,size) in 0-1.
+
+    N is a multiple of B; the views of image b are the N/B rows from b*N/B.
+
+    Raises:
+        ValueError: images are not uint8 (B,3,S,S), or none.
+    """
+    side = images.shape[-1]
+    if images.dtype != torch.uint8 or images.shape[1:] != (3, side, side) or len(images) == 0:
+        raise ValueError(f"images must be uint8 (B,3,S,S), B > 0; got {images.dtype} {tuple(images.shape)}")
+    with torch.autocast(images.device.type, enabled=False):  # interpolation weights in bfloat16 would show
+        out = _crop(images, draws, config)
+        _on_rows(out, draws.affine, affine, draws.pose)
+        if len(rows := draws.jitter.nonzero()[:, 0]):
+            color.jitter_(out, rows, draws.factors[rows], draws.order[rows])
+        _on_rows(out, draws.grey, color.grey)
+        _on_rows(out, draws.solarize, color.solarize, draws.threshold)
+        _on_rows(out, draws.equalize, color.equalize)
+        radius = min(math.ceil(BLUR_RADIUS_SIGMAS * config.blur_sigma[1]), config.size - 1)
+        _on_rows(out, draws.blur, lambda some, sigma: blur(some, sigma, radius), draws.sigma)
+    return out
+
+
+def _on_rows(images: Tensor, chosen: Tensor, operation: Callable[..., Tensor], *parameters: Tensor) -> None:
+    """Replace the rows where the host mask ``chosen`` (N,) is true; no work and no kernel for the others."""
+    rows = chosen.nonzero()[:, 0]
+    if len(rows) == 0:
+        return
+    here = rows.to(images.device, non_blocking=True)
+    arguments = [p[rows].to(images.device, non_blocking=True) for p in parameters]
+    images.index_copy_(0, here, operation(images.index_select(0, here), *arguments))
+
+
+def _crop(images: Tensor, draws: Draws, config: ViewConfig) -> Tensor:
+    """Crop, resize and flip as two batched products, (B,3,S,S) uint8 -> (N,3,size,size) float32 in 0-1."""
+    side, num_views = images.shape[-1], len(draws.flip) // len(images)
+    if config.crop == "none" and config.size == side and not draws.flip.any():
+        return (images / 255).repeat_interleave(num_views, dim=0)
+    box = draws.box.T.contiguous().to(images.device, non_blocking=True)
+    flip = torch.stack([torch.zeros_like(draws.flip), draws.flip]).to(images.device, non_blocking=True)
+    down, across = crop_weights(box[:2], box[2:], flip, config.size, side)
+    return resample(images, down.mul_(1 / 255), across)
+
+
+def crop_weights(start: Tensor, length: Tensor, reverse: Tensor, size: int, side: int) -> Tensor:
+    """Interpolation weights (...,size,side) of crops along one axis.
+
+    Bilinear with antialiasing, as Pillow and torchvision (antialias=True) define it: a triangle around the
+    centre of each target pixel with a half width of one source pixel when enlarging, one target pixel when
+    reducing; cut off at the box and normalised. So enlarging is plain bilinear interpolation and size =
+    length an exact copy, with zeros where the box reaches outside the image.
+
+    Args:
+        start: (...) float, first pixel of the box; negative with padding.
+        length: (...) float, pixels of the box.
+        reverse: (...) bool, true for a mirrored crop.
+        size: pixels of the result.
+        side: pixels of the image.
+    """
+    start, length = start.unsqueeze(-1), length.unsqueeze(-1)
+    scale = length / size
+    target = torch.arange(size, device=start.device, dtype=start.dtype) + 0.5
+    target = torch.where(reverse.unsqueeze(-1), size - target, target)
+    source = torch.arange(side, device=start.device, dtype=start.dtype) + 0.5
+    distance = source - (start + target * scale).unsqueeze(-1)
+    distance.abs_().div_(scale.clamp(min=1).unsqueeze(-1))
+    inside = (source > start) & (source < start + length)
+    weights = distance.sub_(1).neg_().clamp_(min=0).mul_(inside.unsqueeze(-2).to(distance.dtype))
+    return weights.mul_(weights.sum(dim=-1, keepdim=True).clamp_(min=1e-12).reciprocal_())
+
+
+def resample(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
+    """Separable linear map of the pixels: ``down[n] @ image @ across[n].T`` by channel, float32 (N,3,T,T).
+
+    If the caller allows TF32 on CUDA, its three roundings by 2**-11 move a value by less than half of a
+    level.
+
+    Args:
+        images: (B,3,S,S), any dtype.
+        down: (N,T,S) float32; rows b*N/B and on belong to image b, so that one product makes all its views.
+        across: (N,T,S) float32.
+    """
+    num_images, _, side, _ = images.shape
+    num_rows, size, _ = down.shape
+    lines = images.permute(0, 2, 1, 3).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    lines = torch.bmm(down.reshape(num_images, -1, side), lines.view(num_images, side, 3 * side))
+    out = torch.bmm(lines.view(num_rows, size * 3, side), across.transpose(1, 2))
+    return out.view(num_rows, size, 3, size).permute(0, 2, 1, 3).contiguous()
+
+
+def affine(images: Tensor, pose: Tensor) -> Tensor:
+    """Shear along x, turn and zoom about the centre, then shift; bilinear with zeros outside (torchvision).
+
+    Args:
+        images: (B,3,S,S) float32.
+        pose: (B,5): clockwise angle and shear in degrees, shift in x and y as a share of the side, zoom.
+    """
+    angle, shear, shift_x, shift_y, zoom = pose.unbind(1)
+    angle, shear = torch.deg2rad(angle), torch.deg2rad(shear)
+    cos, sin, tan = torch.cos(angle), torch.sin(angle), torch.tan(shear)
+    # The inverse map, from target to source; grid coordinates run over -1..1, so a side is 2.
+    xx, xy, yx, yy = (cos - sin * tan) / zoom, (sin + cos * tan) / zoom, -sin / zoom, cos / zoom
+    back_x, back_y = -2 * (xx * shift_x + xy * shift_y), -2 * (yx * shift_x + yy * shift_y)
+    theta = torch.stack([xx, xy, back_x, yx, yy, back_y], dim=1).view(-1, 2, 3)
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def blur(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
+    """Gaussian blur: sigma (B,) in pixels, 2 * radius + 1 taps (radius < S), torchvision's reflected border.
+
+    Views use ``radius = ceil(4 * largest sigma)``, 17 taps for the recipes' 0.1-2.0: 6e-5 of the weight lie
+    beyond, and in a dense matrix (S,S) more taps cost nothing. Images (B,3,S,S) float32.
+    """
+    side = images.shape[-1]
+    target = torch.arange(side, device=images.device).unsqueeze(1)
+    source = torch.arange(side, device=images.device)
+    # The places (S,S) at which a reflected line shows a source pixel; the border itself is not repeated.
+    offset = torch.stack([source - target, -source - target, 2 * (side - 1) - source - target]).float()
+    exists = torch.stack([source >= 0, source > 0, source < side - 1]).unsqueeze(1)
+    squares = torch.where(exists & (offset.abs() <= radius), offset.square(), torch.inf)
+    weights = torch.exp(-squares / (2 * sigma.square()).view(-1, 1, 1, 1)).sum(dim=1)
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    return resample(images, weights, weights)

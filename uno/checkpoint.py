@@ -1,0 +1,131 @@
+"""Checkpoints: the only place that knows their file names.
+
+``checkpoints/<phase>/step_00000110/`` holds ``tensors.safetensors``, ``state.json``, ``config.yaml`` and
+``manifest.json`` (size and SHA-256 of each), which is written last. A directory whose manifest does not
+verify is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from uno.errors import StorageError
+from uno.storage import Storage
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was stored: tensors by name and a JSON-able state."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def save_checkpoint(
+    storage: Storage, phase: str, checkpoint: Checkpoint, config_yaml: str, keep: int = 2
+) -> None:
+    """Write a checkpoint, then delete all but the newest ``keep``.
+
+    Raises:
+        StorageError: the disk is full or read-only; older checkpoints are left as they were.
+    """
+    directory = _directory(phase, checkpoint.step)
+    state = {"format_version": FORMAT_VERSION, "step": checkpoint.step, **checkpoint.state}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
+    files = {
+        "tensors.safetensors": safetensors.torch.save(tensors),
+        "state.json": json.dumps(state, indent=1).encode(),
+        "config.yaml": config_yaml.encode(),
+    }
+    storage.delete(directory)
+    try:
+        for name, data in files.items():
+            storage.write(f"{directory}/{name}", data)
+        manifest = {
+            name: {"size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for name, d in files.items()
+        }
+        storage.write(f"{directory}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
+    except StorageError:
+        storage.delete(directory)
+        raise
+    for step in checkpoint_steps(storage, phase)[:-keep]:
+        storage.delete(_directory(phase, step))
+
+
+def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
+    """Steps that have a checkpoint directory, valid or not, ascending."""
+    names = storage.list(f"checkpoints/{phase}")
+    return sorted(int(n.removeprefix("step_")) for n in names if n.removeprefix("step_").isdigit())
+
+
+def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
+    """The newest checkpoint that verifies; None where the phase has none.
+
+    Warns about every newer one it skipped.
+
+    Raises:
+        StorageError: checkpoints exist but none verifies; starting over must be the user's decision.
+    """
+    steps = checkpoint_steps(storage, phase)
+    for step in reversed(steps):
+        try:
+            return load_checkpoint(storage, phase, step)
+        except StorageError as error:
+            log.warning("skipping checkpoint %s: %s", _directory(phase, step), error)
+    if steps:
+        raise StorageError(
+            f"none of the {len(steps)} checkpoints in {storage.path('checkpoints/' + phase)} verifies; "
+            "use --fresh to start over"
+        )
+    return None
+
+
+def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
+    """One checkpoint, verified against its manifest.
+
+    Raises:
+        StorageError: a file is missing, truncated or altered, or the format is unknown.
+    """
+    directory = _directory(phase, step)
+    files = _verified_files(storage, directory)
+    state = json.loads(files["state.json"])
+    if state.get("format_version") != FORMAT_VERSION:
+        raise StorageError(f"format version {state.get('format_version')} instead of {FORMAT_VERSION}")
+    return Checkpoint(step, safetensors.torch.load(files["tensors.safetensors"]), state)
+
+
+def _verified_files(storage: Storage, directory: str) -> Mapping[str, bytes]:
+    if not storage.exists(f"{directory}/{MANIFEST}"):
+        raise StorageError("no manifest: it was never finished")
+    try:
+        manifest = json.loads(storage.read(f"{directory}/{MANIFEST}"))
+        expected = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise StorageError("manifest is damaged") from None
+    files = {}
+    for name in ("tensors.safetensors", "state.json", "config.yaml"):
+        if name not in expected or not storage.exists(f"{directory}/{name}"):
+            raise StorageError(f"{name} is missing")
+        data = storage.read(f"{directory}/{name}")
+        if (len(data), hashlib.sha256(data).hexdigest()) != expected[name]:
+            raise StorageError(f"{name} is damaged")
+        files[name] = data
+    return files
+
+
+def _directory(phase: str, step: int) -> str:
+    return f"checkpoints/{phase}/step_{step:08d}"

@@ -1,0 +1,11 @@
+"""From what is on disk to batches; ``check`` looks first.
+
+Modules in the order a row meets them::
+
+    sources.read_rows     files, tables and archives -> Rows: one id, image, label and split per row
+    splits.make_task      Rows -> Task: which classes are known, which rows training may see as labeled
+    decode.decode_many    encoded images -> uint8 (N,3,S,S), bad ones counted and named
+    resident.assemble     Task + images -> TrainSet, which holds no hidden label
+    batches.make_plan     which rows make batch number ``step``, as a pure function of the seed
+    check.check           what would go wrong, before anything starts
+"""

@@ -1,0 +1,214 @@
+"""CIFAR10 and CIFAR100 in torchvision's directory layout, unpickling nothing but lists and bytes."""
+
+from __future__ import annotations
+
+import codecs
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from uno.config import ConfigError
+from uno.data import filesystem
+from uno.data.rows import Rows
+
+MAX_FILE_BYTES = 512 * 2**20
+PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where one of the two data sets keeps what."""
+
+    prefix: str
+    folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    meta: str
+    label_key: str
+    names_key: str
+    num_classes: int
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All file names, the class names first."""
+        return (self.meta, *self.train, *self.test)
+
+
+CIFAR10 = Layout(
+    "cifar10", "cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",),
+    "batches.meta", "labels", "label_names", 10,
+)  # fmt: skip
+CIFAR100 = Layout(
+    "cifar100", "cifar-100-python", ("train",), ("test",), "meta", "fine_labels", "fine_label_names", 100
+)
+
+
+def read_cifar(layout: Layout, path: str, download: bool) -> Rows:
+    """Rows of CIFAR10 or CIFAR100 below ``path`` (or in it): uint8 (N,32,32,3), classes in order of id.
+
+    Raises:
+        ConfigError: missing or damaged files (with the way to get them), or a pickle of more than arrays.
+    """
+    root = _find(layout, path, download)
+    names = _names(layout, filesystem.join(root, layout.meta))
+    images, labels, splits, ids = [], [], [], []
+    for split, files in (("train", layout.train), ("test", layout.test)):
+        for file in files:
+            pixels, numbers = _batch(layout, filesystem.join(root, file))
+            images.append(pixels)
+            labels += [names[n] for n in numbers]
+            splits += [split] * len(numbers)
+            ids += [f"{file}#{i}" for i in range(len(numbers))]
+    source = f"{layout.prefix}:{path}"
+    return Rows(ids, np.concatenate(images), [*labels], np.array(splits), source, class_names=tuple(names))
+
+
+def _find(layout: Layout, path: str, download: bool) -> str:
+    """The folder that holds the files."""
+    if filesystem.kind(filesystem.join(path, layout.meta)) == "file":
+        return path
+    root = filesystem.join(path, layout.folder)
+    if filesystem.kind(root) == "missing" and download:
+        _download(layout, path)
+    if filesystem.kind(root) == "missing":
+        raise ConfigError(
+            f"{layout.prefix}:{path}: no folder {layout.folder} there; unpack the archive, or allow the "
+            "download with --data.download"
+        )
+    return root
+
+
+def _download(layout: Layout, path: str) -> None:
+    from torchvision import datasets  # imported here: the only use, and slow
+    from torchvision.datasets.utils import download_and_extract_archive
+
+    if filesystem.is_uri(path):
+        raise ConfigError(f"{layout.prefix}:{path}: the download needs a local folder")
+    source = datasets.CIFAR10 if layout is CIFAR10 else datasets.CIFAR100
+    try:  # verifies the archive's checksum; torchvision's own class would also unpickle it
+        download_and_extract_archive(source.url, path, filename=source.filename, md5=source.tgz_md5)
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"cannot download {source.url} to {path}: {reason}") from None
+
+
+def _names(layout: Layout, path: str) -> list[str]:
+    names = [_text(name) for name in _field(_load(path), layout.names_key, list, path)]
+    if len(names) != layout.num_classes or len(set(names)) != len(names):
+        raise ConfigError(
+            f"{path}: expected {layout.num_classes} different class names, not {len(set(names))}"
+        )
+    return names
+
+
+def _batch(layout: Layout, path: str) -> tuple[np.ndarray, list[int]]:
+    """Pixels uint8 (N,32,32,3) and class ids of one file."""
+    content = _load(path)
+    array = _field(content, "data", _PickledArray, path)
+    labels = _field(content, layout.label_key, list, path)
+    num = len(labels)
+    if any(type(n) is not int or not 0 <= n < layout.num_classes for n in labels):
+        raise ConfigError(f"{path}: {layout.label_key} must be numbers from 0 to {layout.num_classes - 1}")
+    raw = array.content
+    if array.type_code not in ("u1", "uint8", "|u1", "B") or tuple(array.shape) != (num, PIXELS):
+        raise ConfigError(
+            f"{path}: data must be uint8 ({num}, {PIXELS}), not {array.type_code} {array.shape}"
+        )
+    if not isinstance(raw, bytes) or len(raw) != num * PIXELS:
+        raise ConfigError(f"{path}: {num} rows need {num * PIXELS} bytes of pixels, the file is damaged")
+    flat = np.frombuffer(raw, np.uint8)
+    matrix = flat.reshape(PIXELS, num).T if array.fortran else flat.reshape(num, PIXELS)
+    planes = matrix.reshape(num, 3, 32, 32)
+    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
+
+
+def _field(content: Any, key: str, kind: type, path: str) -> Any:
+    value = content.get(key, content.get(key.encode())) if isinstance(content, dict) else None
+    if not isinstance(value, kind):
+        raise ConfigError(f"{path}: no field {key!r} as CIFAR files have it")
+    return value
+
+
+def _text(name: Any) -> str:
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+
+
+def _load(path: str) -> Any:
+    try:
+        data = filesystem.read_bytes(path, MAX_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes, which no CIFAR file is")
+    try:
+        return _Unpickler(BytesIO(data), encoding="latin1").load()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except Exception as error:  # a broken pickle may raise anything; it constructs nothing but stand-ins
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(f"{path} is not an intact CIFAR file ({what})") from None
+
+
+class _PickledArray:
+    """Stands in for a numpy array: records shape, type and bytes; numpy's own unpickling never runs."""
+
+    shape: Any = ()
+    type_code: Any = None
+    fortran: Any = False
+    content: Any = None
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, self.shape, dtype, self.fortran, content = state
+        self.type_code = getattr(dtype, "code", None)
+        self.content = content.encode("latin1") if isinstance(content, str) else content
+
+
+class _PickledType:
+    """Stands in for a numpy dtype: keeps its code, ignores its state."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        self.code = _text(code)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _reconstruct(*_: Any) -> _PickledArray:
+    return _PickledArray()
+
+
+def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any) -> _PickledArray:
+    array = _PickledArray()
+    array.__setstate__((1, shape, dtype, order == "F", bytes(content)))
+    return array
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise ConfigError(f"pickled text in encoding {encoding!r} is refused")
+    return codecs.latin_1_encode(text)[0]
+
+
+def _no_array(*_: Any) -> None:
+    raise ConfigError("numpy.ndarray is refused outside an array's own record")
+
+
+_STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy", "dtype"): _PickledType,
+    ("numpy", "ndarray"): _no_array,  # only ever named, as an argument of _reconstruct
+    ("_codecs", "encode"): _encode,
+    **{(f"{m}.multiarray", "_reconstruct"): _reconstruct for m in ("numpy.core", "numpy._core")},
+    **{(f"{m}.numeric", "_frombuffer"): _frombuffer for m in ("numpy.core", "numpy._core")},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _STAND_INS[module, name]
+        except KeyError:
+            raise ConfigError(f"refused: the pickle asks for {module}.{name}, no CIFAR file does") from None

@@ -1,0 +1,33 @@
+"""What a command may end with, besides success: each error is one line for the user and one exit code."""
+
+from __future__ import annotations
+
+
+class UnoError(Exception):
+    """An end that is foreseen; ``exit_code`` is what the process returns."""
+
+    exit_code = 1
+
+
+class ConfigError(UnoError, ValueError):
+    """A configuration or data problem the user can fix; nothing was started."""
+
+    exit_code = 2
+
+
+class NumericsError(UnoError):
+    """The loss stayed non-finite after a roll-back; the message names the step."""
+
+    exit_code = 3
+
+
+class StorageError(UnoError):
+    """A run directory, checkpoint or table could not be written or read back."""
+
+    exit_code = 4
+
+
+class Interrupted(UnoError):
+    """Stopped from outside after saving; the same command resumes."""
+
+    exit_code = 75

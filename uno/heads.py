@@ -1,0 +1,63 @@
+"""Known head, projection heads and prototypes (paper Sec. 3.1, 3.3).
+
+The n cluster heads and n overclustering heads are separate networks in the paper. Here they are stacked: one
+wide Linear + BatchNorm1d and one batched matmul serve all heads, with parameters and results equal to H
+separate MLPs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Prototypes(nn.Module):
+    """Bias-free linear layer whose rows are unit vectors: outputs are cosines.
+
+    Args:
+        shape: (K, D) for one head, (H, K, D) for H stacked heads.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(F.normalize(torch.randn(*shape), dim=-1))
+
+    @torch.no_grad()
+    def normalize_(self) -> None:
+        """Scale every prototype to length one, in place; before each training forward, evaluation and saving.
+        """
+        self.weight.copy_(F.normalize(self.weight, dim=-1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Cosines in float32: bf16 cosines would flip 0.8 % of the pseudo-labels.
+
+        Args:
+            features: (..., B, D), any length; normalised here.
+
+        Returns:
+            (..., B, K) float32.
+        """
+        with torch.autocast(features.device.type, enabled=False):
+            return F.normalize(features.float(), dim=-1) @ self.weight.mT.float()
+
+
+class StackedProjector(nn.Module):
+    """H projection heads D -> hidden (BatchNorm, ReLU) -> projection_dim, evaluated together."""
+
+    def __init__(self, num_heads: int, num_features: int, hidden_dim: int, projection_dim: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.hidden = nn.Linear(num_features, num_heads * hidden_dim)
+        self.bn = nn.BatchNorm1d(num_heads * hidden_dim)
+        bound = 1 / math.sqrt(hidden_dim)  # nn.Linear's default initialisation, per head
+        self.weight = nn.Parameter(torch.empty(num_heads, hidden_dim, projection_dim).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(num_heads, 1, projection_dim).uniform_(-bound, bound))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, D) features -> (H, B, projection_dim) projections, not normalised."""
+        hidden = F.relu(self.bn(self.hidden(features)))  # (B, H * hidden)
+        hidden = hidden.unflatten(1, (self.num_heads, -1)).transpose(0, 1)  # (H, B, hidden)
+        return torch.baddbmm(self.bias, hidden, self.weight)

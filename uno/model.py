@@ -1,0 +1,92 @@
+"""One network for known and novel classes (paper Sec. 3.1, Fig. 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from uno.config import ModelConfig
+from uno.encoder import build_encoder
+from uno.heads import Prototypes, StackedProjector
+
+
+class Logits(NamedTuple):
+    """Cosines in float32 of V views; ``novel`` and ``over`` are None where the model has no such heads."""
+
+    known: Tensor  # (V, B, C_l)
+    novel: Tensor | None  # (V, H, B, C_u)
+    over: Tensor | None  # (V, H, B, m C_u)
+
+
+class UnoModel(nn.Module):
+    """Shared encoder E, known head h, cluster heads g_i and overclustering heads o_i.
+
+    Args:
+        config: architecture.
+        num_known: C_l.
+        num_novel: C_u; 0 builds the encoder and the known head only (pretraining).
+    """
+
+    def __init__(self, config: ModelConfig, num_known: int, num_novel: int) -> None:
+        super().__init__()
+        self.encoder = build_encoder(config)
+        features, projection = int(self.encoder.num_features), config.projection_dim  # type: ignore[arg-type]
+        self.known = Prototypes(num_known, features)
+        self.num_known, self.num_novel, self.num_heads = num_known, num_novel, config.num_heads
+        self.normalize_input = config.mlp_input == "normalized"
+        self.projector = self.novel = self.over = None
+        if num_novel:
+            families = 2 if config.overcluster_factor else 1
+            self.projector = StackedProjector(
+                families * config.num_heads, features, config.hidden_dim, projection
+            )
+            self.novel = Prototypes(config.num_heads, num_novel, projection)
+            if config.overcluster_factor:
+                self.over = Prototypes(config.num_heads, config.overcluster_factor * num_novel, projection)
+
+    def normalize_prototypes_(self) -> None:
+        """Scale all prototypes to length one, in place."""
+        for head in (self.known, self.novel, self.over):
+            if head is not None:
+                head.normalize_()
+
+    def features(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) normalised images -> (B, D) pooled features z."""
+        return self.encoder(images)
+
+    def forward(self, views: Sequence[Tensor]) -> Logits:
+        """V views, each (B, 3, S_v, S_v) -> :class:`Logits`; views of one size share a pass through the
+        encoder.
+        """
+        batches = [torch.cat(list(group)) for _, group in groupby(views, key=lambda view: view.shape[-1])]
+        features = torch.cat([self.encoder(batch) for batch in batches])  # (V * B, D)
+        return self.heads(features, len(views))
+
+    def heads(self, features: Tensor, num_views: int = 1) -> Logits:
+        """(V * B, D) features -> :class:`Logits`."""
+        known = self.known(features).unflatten(0, (num_views, -1))
+        if self.projector is None or self.novel is None:
+            return Logits(known, None, None)
+        inputs = F.normalize(features.float(), dim=-1) if self.normalize_input else features
+        projections = self.projector(inputs)  # (H or 2H, V * B, P)
+        novel = _views_first(self.novel(projections[: self.num_heads]), num_views)
+        if self.over is None:
+            return Logits(known, novel, None)
+        return Logits(known, novel, _views_first(self.over(projections[self.num_heads :]), num_views))
+
+
+def _views_first(logits: Tensor, num_views: int) -> Tensor:
+    """(H, V * B, K) -> (V, H, B, K)."""
+    return logits.unflatten(1, (num_views, -1)).transpose(0, 1)
+
+
+def build_model(config: ModelConfig, num_known: int, num_novel: int, seed: int) -> UnoModel:
+    """A freshly initialised model; equal seeds give equal weights, the global random state is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return UnoModel(config, num_known, num_novel)

@@ -1,0 +1,316 @@
+"""A run from resident data to results: pretrain, discover, evaluate, save. The same on every kind of worker.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+import yaml
+from torch import Tensor
+
+from uno import collectives
+from uno.augment import eval_view
+from uno.batches import ResidentBatches
+from uno.checkpoint import FORMAT_VERSION, load_newest
+from uno.config import Config, ConfigError, differing_keys, dump_yaml
+from uno.data.batches import Plan, make_plan, make_pretrain_plan
+from uno.data.resident import EvalSet, TrainSet
+from uno.errors import StorageError
+from uno.evaluate import Confusions, evaluate, protocol_metrics
+from uno.kmeans import kmeans_baseline
+from uno.model import Logits, UnoModel, build_model
+from uno.state import TrainState, new_state
+from uno.steps import discovery_step, pretrain_step
+from uno.storage import Storage
+from uno.train import Phase, Worker, fit
+
+PRETRAIN, DISCOVER = "pretrain", "discover"
+MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
+
+
+def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
+    """Batch plans of both phases.
+
+    Raises:
+        ConfigError: batch sizes the workers do not divide, or sets too small for a batch.
+    """
+    size, workers = config.train.batch_size, max(1, num_workers)
+    return {
+        PRETRAIN: make_pretrain_plan(config.seed, size, num_labeled, workers),
+        DISCOVER: make_plan(config.seed, config.data.composition, size, num_labeled, num_unlabeled, workers),
+    }
+
+
+def pretrain(config: Config, train: TrainSet, worker: Worker, storage: Storage) -> TrainState:
+    """Supervised pretraining of encoder and known head (paper Sec. 4.1); resumes or returns at once if
+    finished.
+    """
+    model = build_model(config.model, train.num_known, 0, config.seed)
+    return _fit(config, PRETRAIN, model, train, worker, storage)
+
+
+def discover(config: Config, train: TrainSet, worker: Worker, storage: Storage) -> TrainState:
+    """The discovery phase, from the encoder and known prototypes of :func:`pretrain` (or
+    ``config.model.weights``).
+    """
+    model = build_model(config.model, train.num_known, train.num_novel, config.seed + 1)
+    load_weights_(model, config, storage)
+    return _fit(config, DISCOVER, model, train, worker, storage)
+
+
+def _fit(
+    config: Config, name: str, model: UnoModel, train: TrainSet, worker: Worker, storage: Storage
+) -> TrainState:
+    plan = plans(config, len(train.labels), len(train.unlabeled_images), worker.world_size)[name]
+    settings = config.pretrain if name == PRETRAIN else config.discover
+    step = pretrain_step if name == PRETRAIN else discovery_step
+    phase = Phase(
+        name,
+        settings,
+        plan.steps_per_epoch,
+        plan.labeled_size + plan.unlabeled_size,
+        config.train.max_steps,
+        step,
+    )
+    cuda = worker.device.type == "cuda"
+    model = model.to(worker.device)
+    if cuda:
+        model = model.to(memory_format=torch.channels_last)
+    autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
+    state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
+    batches = ResidentBatches(config, train, plan, worker.rank, worker.world_size)
+    fit(config, phase, state, batches, worker, storage)
+    return state
+
+
+def load_weights_(model: UnoModel, config: Config, storage: Storage) -> None:
+    """Carry encoder (and known prototypes) over: from ``config.model.weights`` or this run's pretraining.
+
+    Raises:
+        ConfigError: the weights do not fit this encoder.
+        StorageError: there are no weights, or they cannot be read.
+    """
+    source = config.model.weights
+    if source is not None and source.endswith(".safetensors"):
+        folder, _, name = source.rpartition("/")
+        tensors = safetensors.torch.load(Storage(folder or ".").read(name))
+        encoder = {k: v for k, v in tensors.items() if not k.startswith("fc.")}
+        _load_encoder_(model, encoder, source)
+        return
+    place = storage if source is None else Storage(source)
+    checkpoint = load_newest(place, PRETRAIN)
+    if checkpoint is None:
+        raise StorageError(f"no pretraining checkpoint in {place.uri}")
+    weights = _strip(checkpoint.tensors, "model/")
+    _load_encoder_(model, _strip(weights, "encoder."), place.uri)
+    if weights["known.weight"].shape == model.known.weight.shape:
+        model.known.load_state_dict({"weight": weights["known.weight"]})
+    elif source is None:
+        raise ConfigError("the pretrained known head has another number of classes than the data")
+
+
+def _load_encoder_(model: UnoModel, tensors: dict[str, Tensor], source: str) -> None:
+    try:
+        model.encoder.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ConfigError(f"model.weights: {source} does not fit the encoder: {reason}") from None
+
+
+def _strip(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def load_trained(config: Config, storage: Storage, num_known: int, num_novel: int) -> tuple[UnoModel, int]:
+    """The discovered model of a run, ready to predict, and the index of its best head.
+
+    Raises:
+        StorageError: the run has no valid discovery checkpoint.
+    """
+    checkpoint = load_newest(storage, DISCOVER)
+    if checkpoint is None:
+        raise StorageError(f"no discovery checkpoint in {storage.uri}: run uno discover first")
+    model = build_model(config.model, num_known, num_novel, 0)
+    model.load_state_dict(_strip(checkpoint.tensors, "model/"))
+    model.normalize_prototypes_()
+    return model.eval(), int(checkpoint.tensors["head_losses"].argmin())
+
+
+def evaluate_run(
+    config: Config,
+    storage: Storage,
+    train: TrainSet,
+    sets: Mapping[str, EvalSet],
+    num_true: int,
+    worker: Worker,
+) -> dict[str, float]:
+    """All protocols on both splits and the k-means baselines, as flat metrics, the same on every worker.
+
+    Args:
+        config: of the run.
+        storage: of the run.
+        train: for the numbers of classes.
+        sets: "train" and "test" rows with truth.
+        num_true: true classes, known and novel, that ``truth`` indexes.
+        worker: rows are shared among all workers.
+    """
+    model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
+    model = model.to(worker.device)
+
+    def predict(images: Tensor) -> Logits:
+        return model([_eval_images(images, config)])
+
+    values: dict[str, float] = {}
+    for split, rows in sets.items():
+        counts = Confusions.new(
+            model.num_heads, train.num_known, num_true - train.num_known, train.num_novel, worker.device
+        )
+        evaluate(predict, rows, config.train.eval_batch_size, counts, worker.rank, worker.world_size)
+        values |= protocol_metrics(counts.all_reduce(collectives.sum_), best_head, split)
+    if worker.rank == 0:
+        values |= _baselines(config, storage, train, sets["train"], worker.device)
+    return values
+
+
+def _baselines(
+    config: Config, storage: Storage, train: TrainSet, rows: EvalSet, device: torch.device
+) -> dict[str, float]:
+    """k-means on the frozen pretrained features of the novel training rows and, for tiny images, on their
+    pixels.
+    """
+    novel = rows.truth >= train.num_known
+    images, truth = rows.images[novel], (rows.truth[novel] - train.num_known).numpy()
+    if len(truth) < train.num_novel:
+        return {}
+    model = build_model(config.model, train.num_known, train.num_novel, 0)
+    load_weights_(model, config, storage)
+    model = model.to(device).eval()
+    with torch.inference_mode():
+        features = torch.cat(
+            [
+                model.features(_eval_images(part.to(device), config)).float().cpu()
+                for part in images.split(config.train.eval_batch_size)
+            ]
+        )
+    points = {"kmeans": features.numpy()}
+    if images.shape[-1] <= MAX_PIXEL_SIDE:
+        points["kmeans_pixels"] = images.flatten(1).float().cpu().numpy()
+    return {
+        f"baseline/{name}/novel/{metric}": value
+        for name, data in points.items()
+        for metric, value in kmeans_baseline(data, truth, train.num_novel, config.seed).items()
+    }
+
+
+def _eval_images(images: Tensor, config: Config) -> Tensor:
+    size = config.augment.large.size
+    return eval_view(images, min(size, images.shape[-1]), config.data.mean, config.data.std)
+
+
+def save_model(
+    config: Config, storage: Storage, known: list[str], num_novel: int, facts: Mapping[str, Any]
+) -> None:
+    """Write ``model/``: encoder under torchvision's keys, heads, classes and a model card."""
+    model, best_head = load_trained(config, storage, len(known), num_novel)
+    weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
+    classes = [{"index": i, "name": name, "kind": "known"} for i, name in enumerate(known)]
+    classes += [
+        {"index": len(known) + i, "name": f"novel-{i + 1}", "kind": "novel"} for i in range(num_novel)
+    ]
+    meta = {"best_head": str(best_head)}
+    storage.write("model/encoder.safetensors", safetensors.torch.save(_strip(weights, "encoder.")))
+    storage.write("model/heads.safetensors", safetensors.torch.save(heads, meta))
+    storage.write(
+        "model/classes.json", json.dumps({"best_head": best_head, "classes": classes}, indent=1).encode()
+    )
+    storage.write("model/config.yaml", dump_yaml(config).encode())
+    storage.write("model/README.md", _model_card(config, len(known), num_novel, best_head, facts).encode())
+
+
+def _model_card(
+    config: Config, num_known: int, num_novel: int, best_head: int, facts: Mapping[str, Any]
+) -> str:
+    lines = [
+        "# UNO model",
+        "",
+        f"- Encoder: {config.model.encoder}, {config.data.store_size} px; torchvision's keys, no `fc`.",
+        f"- Classes: {num_known} known, {num_novel} discovered (`classes.json`); best head: {best_head}.",
+        f"- Preset {config.preset}, recipe {config.recipe}, seed {config.seed}; settings: `config.yaml`.",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+        "Discovered classes are clusters: their number was given, their names are placeholders, and nothing "
+        "guarantees that a cluster is one class. See the run's `metrics.json` for what was measured.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
+    """Claim a run directory: write ``config.yaml`` and ``environment.json``, or check that they match.
+
+    Raises:
+        ConfigError: the directory holds a run of another configuration, data set or format (with the
+            differing keys).
+    """
+    if not storage.exists("config.yaml"):
+        if storage.list():
+            raise ConfigError(f"{storage.uri} is not empty and holds no run; choose another --output")
+        storage.write("environment.json", json.dumps(environment(fingerprint), indent=1).encode())
+        storage.write("config.yaml", dump_yaml(config).encode())
+        return
+    stored = read_config_tree(storage)
+    keys = differing_keys(stored, config)
+    if keys:
+        raise ConfigError(
+            f"{storage.uri} holds a run with other settings: {', '.join(keys[:6])}"
+            f"{' ...' if len(keys) > 6 else ''}; use those, --fresh, or another --output"
+        )
+    known = json.loads(storage.read("environment.json"))
+    if known.get("format_version") != FORMAT_VERSION:
+        raise ConfigError(
+            f"{storage.uri} has format version {known.get('format_version')}, not {FORMAT_VERSION}"
+        )
+    if known.get("data_fingerprint") != fingerprint:
+        raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --fresh")
+
+
+def read_config_tree(storage: Storage) -> dict[str, Any]:
+    """The stored ``config.yaml`` of a run as a nested dict.
+
+    Raises:
+        ConfigError: there is none or it is damaged.
+    """
+    if not storage.exists("config.yaml"):
+        raise ConfigError(f"{storage.uri} is not a run directory: it has no config.yaml")
+    try:
+        tree = yaml.safe_load(storage.read("config.yaml"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{storage.path('config.yaml')} is damaged")
+    return tree
+
+
+def environment(fingerprint: str) -> dict[str, Any]:
+    """Versions, hardware and the data's fingerprint, for ``environment.json``."""
+    versions = {}
+    for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "format_version": FORMAT_VERSION,
+        "data_fingerprint": fingerprint,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "gpus": gpus,
+    }

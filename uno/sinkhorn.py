@@ -1,0 +1,30 @@
+"""Pseudo-labels by entropic optimal transport (paper Sec. 3.2, Eq. 4-5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sinkhorn(logits: Tensor, epsilon: float, num_iters: int) -> Tensor:
+    """Soft assignment of rows to equally used clusters: Sinkhorn-Knopp on ``exp(logits / epsilon)``.
+
+    Each iteration first gives every cluster the same mass, then every row mass one, so rows of the result sum
+    to one while the cluster marginals hold only approximately: at 3 iterations that is wanted, converging
+    hurts small batches. Works in the log domain, where ``exp(1 / 0.05)`` cannot overflow and a starved
+    cluster cannot divide by zero; half precision is raised to float32.
+
+    Args:
+        logits: (..., B, K) cosines of B unlabeled rows to K prototypes; leading dimensions (views, heads) are
+            batched.
+        epsilon: weight of the entropy H(Y) in Eq. 4.
+        num_iters: iterations (3 in the paper, from SwAV).
+
+    Returns:
+        (..., B, K) non-negative, rows summing to one, without gradient.
+    """
+    scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)) / epsilon
+    for _ in range(num_iters):
+        scores = scores - scores.logsumexp(dim=-2, keepdim=True)
+        scores = scores.log_softmax(dim=-1)
+    return scores.exp()

@@ -1,0 +1,92 @@
+"""The one mutable object of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from uno.config import PhaseConfig
+from uno.model import UnoModel
+
+
+@dataclass
+class TrainState:
+    """Model, optimizer and the running head losses after ``step`` optimizer steps.
+
+    ``epoch_losses`` (H,) sums the cluster loss of each head over the current epoch on this worker;
+    ``head_losses`` (H,) is the mean over the last finished epoch and all workers: the best head is its
+    minimum.
+    """
+
+    model: UnoModel
+    forward: nn.Module  # the model, or its DDP wrapper
+    optimizer: torch.optim.Optimizer
+    epoch_losses: Tensor
+    head_losses: Tensor
+    autocast: bool = False
+    step: int = 0
+    skipped: Tensor = field(default_factory=lambda: torch.zeros(()))  # steps skipped for non-finite gradients
+
+    @property
+    def best_head(self) -> int:
+        """Index of the head with the lowest training cluster loss over the last finished epoch."""
+        return int(self.head_losses.argmin())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.epoch_losses.device
+
+
+def new_state(
+    model: UnoModel, forward: nn.Module, phase: PhaseConfig, device: torch.device, autocast: bool
+) -> TrainState:
+    """State at step 0, with SGD as in the paper; the fused kernel skips steps flagged non-finite without a
+    sync.
+    """
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=phase.base_lr,
+        momentum=phase.momentum,
+        weight_decay=phase.weight_decay,
+        fused=True,
+    )
+    for parameter in model.parameters():
+        # The fused kernel leaves a buffer it creates itself uninitialised when the very first step is
+        # skipped.
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    num_heads = model.num_heads if model.num_novel else 1
+    return TrainState(
+        model,
+        forward,
+        optimizer,
+        epoch_losses=torch.zeros(num_heads, device=device),
+        head_losses=torch.full((num_heads,), float("inf"), device=device),
+        autocast=autocast,
+        skipped=torch.zeros((), device=device),
+    )
+
+
+def state_tensors(state: TrainState) -> dict[str, Tensor]:
+    """All tensors needed to continue bit for bit, by name."""
+    tensors = {f"model/{name}": tensor for name, tensor in state.model.state_dict().items()}
+    for name, parameter in state.model.named_parameters():
+        tensors[f"optimizer/{name}"] = state.optimizer.state[parameter]["momentum_buffer"]
+    return tensors | {
+        "epoch_losses": state.epoch_losses,
+        "head_losses": state.head_losses,
+        "skipped": state.skipped,
+    }
+
+
+def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
+    """Put stored tensors back, in place; the inverse of :func:`state_tensors`."""
+    model = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
+    state.model.load_state_dict(model)
+    for name, parameter in state.model.named_parameters():
+        state.optimizer.state[parameter]["momentum_buffer"].copy_(tensors[f"optimizer/{name}"])
+    for name in ("epoch_losses", "head_losses", "skipped"):
+        getattr(state, name).copy_(tensors[name])
+    state.step = step

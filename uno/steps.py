@@ -1,0 +1,111 @@
+"""One optimizer step of each phase: image views -> loss -> update (paper Sec. 3, Sec. 4.1)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from uno import collectives
+from uno.config import ObjectiveConfig
+from uno.model import Logits
+from uno.objective import discovery_loss, pretraining_loss, pseudo_labels
+from uno.state import TrainState
+
+
+class Batch(NamedTuple):
+    """V views of B rows on the training device; the first ``len(labels)`` rows are labeled."""
+
+    views: list[Tensor]  # V tensors (B, 3, S_v, S_v), large views first
+    labels: Tensor  # (B_l,) known-class indices
+    num_large: int
+
+
+def pretrain_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+    """Supervised step on labeled rows. Returns the loss as (1,), without synchronising the device."""
+    logits = _forward(state, batch)
+    loss = pretraining_loss(logits.known, batch.labels, objective.temperature)
+    _update_(state, loss, loss.detach().unsqueeze(0), lr)
+    return loss.detach().unsqueeze(0)
+
+
+def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+    """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3).
+
+    Returns:
+        (1,) loss of this worker's rows: mean of the two families' mean over heads; no device synchronisation.
+    """
+    logits = _forward(state, batch)
+    assert logits.novel is not None
+    families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
+    targets = global_targets(families, batch.num_large, len(batch.labels), objective)
+    losses = torch.stack(
+        [
+            discovery_loss(logits.known, own, batch.labels, target, objective.temperature, objective.concat)
+            for own, target in zip(families, targets, strict=True)
+        ]
+    )  # (families, H)
+    loss = losses.mean()
+    _update_(state, loss, losses[0].detach(), lr)
+    return loss.detach().unsqueeze(0)
+
+
+def global_targets(
+    families: list[Tensor], num_large: int, num_labeled: int, objective: ObjectiveConfig
+) -> list[Tensor]:
+    """Pseudo-labels of this worker's unlabeled rows, computed over the GLOBAL unlabeled batch.
+
+    One collective serves all views, heads and families: their logits travel side by side.
+
+    Args:
+        families: (V, H, B, K) logits of the cluster heads and, if any, (V, H, B, mK) of the overclustering
+            heads.
+        num_large: views that give targets, the first ones.
+        num_labeled: B_l, rows before the unlabeled ones.
+        objective: epsilon, iterations, aggregation, soft or hard.
+
+    Returns:
+        Per family (V_large, H, B_u, K).
+    """
+    widths = [family.shape[-1] for family in families]
+    unlabeled = [family.detach()[:num_large, :, num_labeled:] for family in families]
+    gathered = collectives.gather_rows(
+        torch.cat(unlabeled, dim=-1) if len(families) > 1 else unlabeled[0], dim=2
+    )
+    return [
+        collectives.own_rows(
+            pseudo_labels(
+                logits,
+                objective.epsilon,
+                objective.num_iters,
+                objective.aggregation,
+                objective.pseudo_labels == "hard",
+            ),
+            dim=2,
+        )
+        for logits in gathered.split(widths, dim=-1)
+    ]
+
+
+def _forward(state: TrainState, batch: Batch) -> Logits:
+    state.model.normalize_prototypes_()
+    with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
+        return state.forward(batch.views)
+
+
+def _update_(state: TrainState, loss: Tensor, head_losses: Tensor, lr: float) -> None:
+    """Backward and SGD. Gradients are averaged over workers, so a NaN on one rank is seen, and skipped, by
+    all.
+    """
+    state.optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    grads = [p.grad for p in state.model.parameters() if p.grad is not None]
+    broken = (~torch.isfinite(torch.nn.utils.get_total_norm(grads))).float()
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    state.optimizer.found_inf = broken  # type: ignore[attr-defined]  # read by the fused kernel: 1 skips the step
+    state.optimizer.step()
+    state.skipped += broken
+    state.epoch_losses += torch.where(broken > 0, 0.0, head_losses)
+    state.step += 1
