@@ -55,6 +55,15 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors on a busy machine: a second thread waits more than it works."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def photos(num: int, side: int = 32, seed: int = 0) -> torch.Tensor:
     """Smooth colourful images with black, white and grey patches, uint8."""
     noise = torch.randn(num, 3, 8, 8, generator=seeded(seed))
@@ -102,7 +111,7 @@ BOXES = [
 
 @pytest.mark.parametrize("size", [8, 24, 64, 90])
 def test_resized_crop_equals_torchvision(size):
-    """Kills: no antialiasing, weights not normalised, taps from outside the box, half a pixel off, axes swapped."""
+    """Kills: no antialiasing, not normalised, taps outside the box, half a pixel off, axes swapped."""
     images = photos(len(BOXES), 64)
     box = torch.tensor(BOXES, dtype=torch.float32)
     never = torch.zeros(2, len(BOXES), dtype=torch.bool)
@@ -152,7 +161,7 @@ def test_flip(crop):
 
 
 def test_affine_equals_torchvision():
-    """Kills: forward for inverse map, sign of angle, shear or shift, shift zoomed, corners aligned, border kept."""
+    """Kills: forward map, sign of angle, shear or shift, shift zoomed, corners aligned, border kept."""
     images = photos(40, 16)
     pose = torch.stack(
         [
@@ -371,7 +380,7 @@ def recipe_draws(name, recipe, kind):
 
 @pytest.mark.parametrize(("name", "recipe", "kind"), RECIPES)
 def test_parameters_follow_the_recipe(name, recipe, kind):
-    """Kills: wrong range or centre of a factor, ranges swapped, a parameter shared by rows or tied to another."""
+    """Kills: wrong range or centre, ranges swapped, a parameter shared by rows or tied to another."""
     config, _, draws = recipe_draws(name, recipe, kind)
     c = config
     ranges = [
@@ -484,7 +493,7 @@ BATCHES = {
     "cifar-paper": (preset("cifar10").augment, 32),
     "cifar-v2": (preset("cifar100_20", "v2").augment, 32),
     "digits": (preset("digits").augment, 8),
-    "imagenet-v2": (small(preset("imagenet", "v2").augment, 50), 57),
+    "imagenet-v2": (small(preset("imagenet", "v2").augment, 38), 43),
     "everything": (
         AugmentConfig(large=EVERYTHING, small=EVERYTHING.model_copy(update=dict(size=11, num_views=3))),
         32,
@@ -492,9 +501,11 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("name", list(BATCHES))
-def test_a_workers_rows_equal_the_whole_batch(name):
+def test_a_workers_rows_equal_the_whole_batch(name, num_threads):
     """Kills: drawing for the worker's rows only, statistics over the batch, views of an image drawn apart."""
+    torch.set_num_threads(num_threads)
     config, side = BATCHES[name]
     images = photos(48, side)
     whole = augment(images, config, seeded(9), MEAN, STD)

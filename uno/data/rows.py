@@ -83,7 +83,8 @@ class Rows:
 
     ``split`` is an array (N,) of 'train' and 'test'. ``class_names`` is the order of classes where the source
     declares one (numeric ids), else empty. ``known`` are the known classes where the source itself says so
-    (ImageNet splits), else empty. ``notes`` are lines for the user.
+    (ImageNet splits), else empty. ``notes`` are lines for the user. ``eval_labels`` holds true classes that only
+    evaluation may read, where the source has them; otherwise the labels serve there too.
 
     Raises:
         ConfigError: two rows with one id.
@@ -97,6 +98,7 @@ class Rows:
     class_names: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    eval_labels: list[str | None] | None = None
 
     def __post_init__(self) -> None:
         """Check lengths and ids."""
@@ -117,7 +119,18 @@ class Rows:
             images=Chosen(self.images, index),
             labels=[self.labels[i] for i in index],
             split=self.split[index],
+            eval_labels=None if self.eval_labels is None else [self.eval_labels[i] for i in index],
         )
+
+    @property
+    def truth(self) -> list[str | None]:
+        """What evaluation takes for the true class of each row: ``eval_labels`` where given, else the label."""
+        if self.eval_labels is None:
+            return self.labels
+        return [
+            label if given is None else given
+            for label, given in zip(self.labels, self.eval_labels, strict=True)
+        ]
 
     @cached_property
     def fingerprint(self) -> str:

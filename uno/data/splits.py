@@ -56,22 +56,27 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     if not classes:
         raise ConfigError(f"{rows.source}: no row has a label; known classes need labeled rows")
     is_train = rows.split == "train"
-    notes = list(rows.notes)
     if config.known_classes is not None or rows.known:
         known, novel = _benchmark_classes(rows, config, classes)
         num_novel = config.num_novel or len(novel)
         if num_novel == 0:
             raise ConfigError(f"{rows.source}: every class is known; give --num-novel for the unlabeled rows")
     else:
-        known, num_novel = _open_classes(rows, config, classes, is_train, notes)
-        novel = []
-    index = {name: i for i, name in enumerate([*known, *novel])}
-    eval_labels = np.array([-1 if v is None else index.get(v, -1) for v in rows.labels], dtype=np.int64)
+        known, num_novel = _open_classes(rows, config, classes, is_train)
+        true_names = order_classes({name for name in rows.truth if name is not None}, rows.class_names)
+        novel = [name for name in true_names if name not in known]
     if config.limit is not None:
         kept = _limit(rows, config.limit)
-        rows, is_train, eval_labels = rows.take(kept), is_train[kept], eval_labels[kept]
-    labels = np.where(is_train & (eval_labels < len(known)), eval_labels, -1)
-    return Task(rows, known, novel, num_novel, labels, eval_labels, is_train, tuple(notes))
+        rows, is_train = rows.take(kept), is_train[kept]
+    labels = np.where(is_train, _indices(rows.labels, known), -1)
+    eval_labels = _indices(rows.truth, [*known, *novel])
+    return Task(rows, known, novel, num_novel, labels, eval_labels, is_train, rows.notes)
+
+
+def _indices(names: list[str | None], classes: list[str]) -> np.ndarray:
+    """int64 (N,): position of each name in ``classes``, -1 where there is none."""
+    index = {name: i for i, name in enumerate(classes)}
+    return np.array([-1 if name is None else index.get(name, -1) for name in names], dtype=np.int64)
 
 
 def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[str]:
@@ -101,7 +106,7 @@ def _benchmark_classes(rows: Rows, config: DataConfig, classes: list[str]) -> tu
 
 
 def _open_classes(
-    rows: Rows, config: DataConfig, classes: list[str], is_train: np.ndarray, notes: list[str]
+    rows: Rows, config: DataConfig, classes: list[str], is_train: np.ndarray
 ) -> tuple[list[str], int]:
     train_labels = {rows.labels[i] for i in np.flatnonzero(is_train)}
     present = train_labels - {None}
@@ -114,9 +119,6 @@ def _open_classes(
         )
     if config.num_novel is None:
         raise ConfigError(f"{rows.source}: give --num-novel, the number of classes among the unlabeled rows")
-    others = sum(label is not None and label not in present for label in rows.labels)
-    if others:
-        notes.append(f"{others} test rows have a label that no training row has; they are not evaluated")
     return [c for c in classes if c in present], config.num_novel
 
 

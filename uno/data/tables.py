@@ -1,4 +1,7 @@
-"""Tables: Parquet (Hugging Face's layout, or columns id, image, label, split), CSV and JSONL."""
+"""Tables: Parquet (Hugging Face's layout, or columns id, image, label, split), CSV and JSONL.
+
+A column ``eval_label`` may hold true classes for evaluation; training never reads it.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +63,14 @@ def read_parquet(path: str) -> Rows:
         split=_splits(source, table["split"].to_pylist()),
         source=source,
         class_names=tuple(names),
+        eval_labels=_labels(source, table["eval_label"], names)
+        if "eval_label" in table.column_names
+        else None,
     )
 
 
 def read_table(path: str) -> Rows:
-    """A .csv or .jsonl file with columns path (or image), and where present id, label and split.
+    """A .csv or .jsonl file with columns path (or image), and where present id, label, split and eval_label.
 
     Paths are relative to the file and stay in its folder. An empty label is none.
 
@@ -82,13 +88,14 @@ def read_table(path: str) -> Rows:
         raise ConfigError(f"{source}: no rows")
     missing = [None] * num
     ids = columns.get("id", missing)
-    labels = columns.get("label", missing)
+    labels, truth = ([_name(source, v) for v in columns.get(c, missing)] for c in ("label", "eval_label"))
     return Rows(
         ids=[f"row-{i}" if given in (None, "") else str(given) for i, given in enumerate(ids)],
         images=_files(source, root, columns[image]),
-        labels=[None if label in (None, "") else _name(source, label) for label in labels],
+        labels=labels,
         split=_splits(source, columns.get("split", missing)),
         source=source,
+        eval_labels=truth if "eval_label" in columns else None,
     )
 
 
@@ -102,7 +109,9 @@ def _read_file(name: str, path: str) -> tuple[pa.Table, list[str]]:
             if image is None:
                 present = ", ".join(schema.names)[:300]
                 raise ConfigError(f"{path}: needs a column {' or '.join(IMAGE_COLUMNS)}; it has {present}")
-            table = parquet.read([c for c in (image, label, "id", "split") if c in schema.names])
+            table = parquet.read(
+                [c for c in (image, label, "id", "split", "eval_label") if c in schema.names]
+            )
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"cannot read Parquet file {path}: {_one_line(error)}") from None
     num = len(table)
@@ -113,6 +122,7 @@ def _read_file(name: str, path: str) -> tuple[pa.Table, list[str]]:
         "split": pa.array([_split_of(name)] * num, pa.string()),
     }
     given = {c: table[c].cast(pa.string()) for c in ("id", "split") if c in table.column_names}
+    given |= {c: table[c] for c in ("eval_label",) if c in table.column_names}
     return pa.table(data | given), _class_names(path, schema, label)
 
 
@@ -239,7 +249,9 @@ def _text(path: str) -> str:
         raise ConfigError(f"cannot read {path}: {_one_line(error)}") from None
 
 
-def _name(source: str, label: Any) -> str:
+def _name(source: str, label: Any) -> str | None:
+    if label in (None, ""):
+        return None
     if isinstance(label, bool) or not isinstance(label, str | int):
         raise ConfigError(f"{source}: label {label!r} is neither a name nor a whole number")
     return str(label)

@@ -95,9 +95,14 @@ def test_transparent_pixels_become_white():
     rgba[:4, :, 3] = 255
     out = decode(saved(Image.fromarray(rgba), "PNG"), 8)
     assert (out[:, :4] == 0).all() and (out[:, 4:] == 255).all()
-    palette = Image.fromarray(rgba).convert("P")
-    decode(saved(palette, "GIF", transparency=0), 8)
-    decode(saved(palette, "PNG", transparency=bytes([0, 128, 255])), 8)  # Pillow warns; nothing leaks
+    palette = Image.new("P", (8, 8), 0)
+    palette.putpalette([255, 0, 0, 0, 255, 0])
+    for format, transparency in (
+        ("GIF", 0),
+        ("PNG", 0),
+        ("PNG", bytes([0, 128])),
+    ):  # Pillow warns of the last
+        assert (decode(saved(palette, format, transparency=transparency), 8) == 255).all()
 
 
 def test_first_frame_of_an_animation():

@@ -84,6 +84,9 @@ def test_cifar_python_2_pickles(tmp_path):
     assert rows.labels[-2:] == ["class 1", "class 0"]
 
 
+PWNED = f"/tmp/uno-pwned-{os.getpid()}"
+
+
 class Evil:
     def __init__(self, function, *args):
         self.call = (function, args)
@@ -95,7 +98,7 @@ class Evil:
 @pytest.mark.parametrize(
     "evil",
     [
-        Evil(os.system, "touch /tmp/uno-pwned"),
+        Evil(os.system, f"touch {PWNED}"),
         Evil(eval, "1"),
         Evil(subprocess.Popen, ["true"]),
         Evil(
@@ -115,7 +118,7 @@ def test_malicious_pickle_is_refused(tmp_path, evil, place):
     file = tmp_path / CIFAR10.folder / "data_batch_2"
     file.write_bytes(pickle.dumps(evil if place == "whole" else content))
     assert str(file) in failure(f"cifar10:{tmp_path}")
-    assert not os.path.exists("/tmp/uno-pwned")
+    assert not os.path.exists(PWNED)
 
 
 def test_damaged_cifar_files_are_one_line(tmp_path):

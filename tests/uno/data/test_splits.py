@@ -43,10 +43,22 @@ def test_num_novel_may_differ_from_the_truth():
 def test_rows_without_a_label_are_unlabeled():
     rows = rows_of(["b", None, "a", None, "a", "c", None], ["train"] * 4 + ["test"] * 3)
     task = make_task(rows, DataConfig(num_novel=2))
-    assert (task.known, task.novel, task.num_novel) == (["a", "b"], [], 2)
+    assert (task.known, task.novel, task.num_novel) == (["a", "b"], ["c"], 2)
     assert task.labels.tolist() == [1, -1, 0, -1, -1, -1, -1]
-    assert task.eval_labels.tolist() == [1, -1, 0, -1, 0, -1, -1]
-    assert task.notes == ("1 test rows have a label that no training row has; they are not evaluated",)
+    assert task.eval_labels.tolist() == [1, -1, 0, -1, 0, 2, -1]
+
+
+def test_eval_labels_are_never_labels():
+    """Kills: labels made from the truth, so that an unlabeled row of a known class would be labeled."""
+    truth = [None, "c", "a", "b", "d"]
+    rows = rows_of(["a", None, None, None, None], ["train"] * 4 + ["test"], eval_labels=truth)
+    task = make_task(rows, DataConfig(num_novel=2))
+    assert (task.known, task.novel) == (["a"], ["b", "c", "d"])
+    assert task.labels.tolist() == [0, -1, -1, -1, -1]
+    assert task.eval_labels.tolist() == [0, 2, 0, 1, 3]
+    changed = rows_of(["a", None, None, None, None], ["train"] * 4 + ["test"], eval_labels=truth[::-1])
+    assert make_task(changed, DataConfig(num_novel=2)).labels.tolist() == task.labels.tolist()
+    assert rows.fingerprint == changed.fingerprint
 
 
 def test_benchmark_with_unlabeled_rows_and_new_test_classes():
@@ -139,6 +151,12 @@ def test_limit_is_even_and_keeps_every_class(labels, limit):
         assert all(kept.count(c) <= min(unfilled) + 1 for c in set(labels) if unfilled)
     assert task.rows.images[0].shape == (2, 2, 3)
     assert [int(name[1:]) for name in task.rows.ids] == sorted(int(name[1:]) for name in task.rows.ids)
+
+
+def test_limit_takes_rows_from_all_over_a_class():
+    """Kills: the first rows of each class, which in a sorted folder may all show the same thing."""
+    task = make_task(rows_of(["a"] * 10 + [None] * 4), DataConfig(num_novel=2, limit=7))
+    assert task.rows.ids == ["r0", "r2", "r5", "r7", "r10", "r11", "r12"]
 
 
 def test_limit_below_the_class_count():

@@ -154,6 +154,17 @@ def test_csv_and_jsonl_agree(tmp_path):
     assert rows.labels == ["7"] and rows.ids == ["3"]
 
 
+def test_truth_for_evaluation_only(tmp_path):
+    """Kills: eval_label ignored, or taken for the label."""
+    write_images(tmp_path, ["a.png", "b.png"])
+    truth = [None, "y"]
+    table = {"path": ["a.png", "b.png"], "label": ["x", None], "eval_label": truth}
+    pq.write_table(pa.table(table), tmp_path / "t.parquet")
+    (tmp_path / "t.csv").write_text("path,label,eval_label\na.png,x,\nb.png,,y\n")
+    for rows in (read_parquet(str(tmp_path / "t.parquet")), read_table(str(tmp_path / "t.csv"))):
+        assert rows.labels == ["x", None] and rows.eval_labels == truth and rows.truth == ["x", "y"]
+
+
 def test_table_paths_are_confined(tmp_path):
     """Kills: prefix comparison without a separator (data-evil next to data), links not resolved."""
     write_images(tmp_path, ["data/a.png", "data-evil/b.png"])

@@ -1,0 +1,68 @@
+"""What the benchmarks share: methods that take turns, medians, and a row that says where it was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torchvision
+
+
+def take_turns(
+    methods: Mapping[str, Callable[[], Any]], repeats: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Wall seconds of every method, ``repeats`` times, one after the other (A B A B) after one warm-up turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for turn in range(repeats + 1):
+        for name, method in methods.items():
+            _wait(device)
+            start = time.perf_counter()
+            method()
+            _wait(device)
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """Median seconds per method."""
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def spread(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """Half the range between the quartiles, relative to the median."""
+    result = {}
+    for name, values in seconds.items():
+        low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+        result[name] = round((high - low) / 2 / middle, 3)
+    return result
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Hardware and versions."""
+    cuda = device.startswith("cuda")
+    return {
+        "hardware": torch.cuda.get_device_name() if cuda else f"{_processor()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.machine()
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
