@@ -2,9 +2,9 @@
 
     python -m benchmarks.digits --seeds 5 --output runs/bench-digits
 
-runs ``uno discover --preset digits --workers 0 --seed S`` once per seed (finished runs are read, not repeated) and
-prints one JSON row: every accuracy with mean, standard deviation and raw values; last epoch, best head by training
-loss, k-means beside it.
+runs ``uno discover --preset digits --workers 0 --seed S`` once per seed (finished runs are read, not
+repeated) and prints one JSON row: every accuracy with mean, standard deviation and raw values; last epoch,
+best head by training loss, k-means beside it.
 """
 
 from __future__ import annotations

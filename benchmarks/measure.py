@@ -16,7 +16,7 @@ import torchvision
 def take_turns(
     methods: Mapping[str, Callable[[], Any]], repeats: int, device: str = "cpu"
 ) -> dict[str, list[float]]:
-    """Wall seconds of every method, ``repeats`` times, one after the other (A B A B) after one warm-up turn."""
+    """Wall seconds of every method, ``repeats`` times, taking turns (A B A B) after one warm-up turn."""
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for turn in range(repeats + 1):
         for name, method in methods.items():

@@ -2,9 +2,9 @@
 
     python -m benchmarks.step --preset cifar10 --batch 64 --repeats 7
 
-prints one JSON row. The limit is the encoder alone on random tensors of the same sizes, in the same run, taking
-turns with the whole step (augmentation, heads, Sinkhorn, loss, backward, optimizer). The parts are timed alone, each
-with its own backward pass, so they need not add up exactly.
+prints one JSON row. The limit is the encoder alone on random tensors of the same sizes, in the same run,
+taking turns with the whole step (augmentation, heads, Sinkhorn, loss, backward, optimizer). The parts are
+timed alone, each with its own backward pass, so they need not add up exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.measure import environment, medians, spread, take_turns
 from uno.augment import augment
 from uno.batches import ResidentBatches
-from uno.config import override
+from uno.config import Config, override
 from uno.data.batches import make_plan
 from uno.data.resident import TrainSet, assemble, load_resident
 from uno.model import build_model
@@ -45,7 +45,9 @@ def main() -> None:
 
     config = override(preset(options.preset, options.recipe), {"train.batch_size": options.batch})
     train = train_set(options.data, config).to(device)
-    plan = make_plan(0, config.data.composition, options.batch, len(train.labels), len(train.unlabeled_images))
+    plan = make_plan(
+        0, config.data.composition, options.batch, len(train.labels), len(train.unlabeled_images)
+    )
     batches = ResidentBatches(config, train, plan, 0, 1)
     model = build_model(config.model, train.num_known, train.num_novel, 0).to(device)
     if device.type == "cuda":
@@ -74,11 +76,15 @@ def main() -> None:
         sum(part.sum() for part in outputs if part is not None).backward()
 
     def loss() -> None:
-        families = [part.detach().requires_grad_() for part in (logits.novel, logits.over) if part is not None]
+        families = [
+            part.detach().requires_grad_() for part in (logits.novel, logits.over) if part is not None
+        ]
         known = logits.known.detach().requires_grad_()
         targets = global_targets(families, batch.num_large, len(batch.labels), config.objective)
         pairs = zip(families, targets, strict=True)
-        losses = [discovery_loss(known, own, batch.labels, t, config.objective.temperature) for own, t in pairs]
+        losses = [
+            discovery_loss(known, own, batch.labels, t, config.objective.temperature) for own, t in pairs
+        ]
         sum(value.sum() for value in losses).backward()
 
     steps = iter(range(1, 1_000_000))
@@ -103,7 +109,8 @@ def main() -> None:
         "encoder_only_over_step": round(middle["encoder_only"] / middle["step"], 3),
         "share_outside_encoder": round(1 - middle["encoder_only"] / middle["step"], 3),
         "share_of_step": {
-            name: round(middle[name] / middle["step"], 4) for name in ("augment", "heads", "sinkhorn_and_loss")
+            name: round(middle[name] / middle["step"], 4)
+            for name in ("augment", "heads", "sinkhorn_and_loss")
         },
         "spread": spread(seconds),
         "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
@@ -112,7 +119,7 @@ def main() -> None:
     print(json.dumps(row))
 
 
-def train_set(source: str | None, config) -> TrainSet:  # noqa: ANN001
+def train_set(source: str | None, config: Config) -> TrainSet:
     if source is not None:
         limits = {"data.source": source, "data.limit": 4 * config.train.batch_size}
         task, images, ok, _ = load_resident(override(config, limits).data)

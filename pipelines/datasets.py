@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from uno.data.decode import decode_many
+from uno.data.filesystem import is_uri
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task
 
-ROWS_PER_BLOCK = 512
+ROWS_PER_TASK = 2048  # a task is a process at first, which takes seconds to import torch
+ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
 ROWS_PER_BATCH = 4096
 
 
@@ -25,9 +28,9 @@ def decode_task(ray: Any, task: Task, size: int) -> Any:
     ``image`` is 3 * size * size raw bytes, null where ``reason`` says why it cannot be read. ``label`` is the
     known class or -1: hidden labels are not in here.
     """
-    blocks = [_encoded(task, start) for start in range(0, len(task.rows), ROWS_PER_BLOCK)]
+    blocks = [_encoded(task, start) for start in range(0, len(task.rows), ROWS_PER_TASK)]
     dataset = ray.data.from_arrow(blocks).map_batches(
-        partial(_decode, size=size), batch_format="pyarrow", batch_size=ROWS_PER_BLOCK, zero_copy_batch=True
+        partial(_decode, size=size), batch_format="pyarrow", batch_size=ROWS_PER_DECODE, zero_copy_batch=True
     )
     return dataset.materialize()
 
@@ -86,19 +89,25 @@ def eval_sets(shard: Any, images: Tensor, readable: Tensor) -> dict[str, EvalSet
 
 
 def _encoded(task: Task, start: int) -> pa.Table:
-    rows = range(start, min(start + ROWS_PER_BLOCK, len(task.rows)))
+    rows = range(start, min(start + ROWS_PER_TASK, len(task.rows)))
     images = [task.rows.images[i] for i in rows]
+    paths = [_full_path(image) if isinstance(image, str) else None for image in images]
     pixels = [image if isinstance(image, np.ndarray) else None for image in images]
     return pa.table(
         {
             "index": pa.array(rows, pa.int64()),
             "label": pa.array(task.labels[start : rows.stop]),
             "is_train": pa.array(task.is_train[start : rows.stop]),
-            "path": pa.array([image if isinstance(image, str) else None for image in images], pa.string()),
+            "path": pa.array(paths, pa.string()),
             "data": pa.array([_bytes(image) for image in images], pa.large_binary()),
             "shape": pa.array([None if p is None else list(p.shape) for p in pixels], pa.list_(pa.int32())),
         }
     )
+
+
+def _full_path(path: str) -> str:
+    """A local path as every process finds it, whatever directory it runs in."""
+    return path if is_uri(path) else os.path.abspath(path)
 
 
 def _bytes(image: Any) -> bytes | None:

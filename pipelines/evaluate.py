@@ -1,5 +1,4 @@
-"""``uno evaluate RUN``: all protocols again, from a run's checkpoints; also ``python -m pipelines.evaluate``.
-"""
+"""``uno evaluate RUN``: all protocols again, from its checkpoints; also ``python -m pipelines.evaluate``."""
 
 from __future__ import annotations
 

@@ -15,21 +15,24 @@ import torch
 from pipelines import ray_env
 from pipelines.console import Progress, say
 from pipelines.options import Options, overrides
-from uno import run
+from uno import lock, run
+from uno.checkpoint import checkpoint_steps
 from uno.config import Config, dump_yaml, override
 from uno.data.check import check, format_report
 from uno.data.decode import check_bad, decode_many
 from uno.data.resident import assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.errors import ConfigError
+from uno.errors import ConfigError, Interrupted
 from uno.evaluate import format_table
 from uno.journal import read_journal
+from uno.lock import Claim
 from uno.storage import Storage
 from uno.train import LocalWorker
 
 RESULTS = "metrics.json"
 BAD_SAMPLES = "bad_samples.jsonl"
+STOP_FILE = "STOP"
 
 
 def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
@@ -42,26 +45,31 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
     if options.print_config:
         print(dump_yaml(config), end="")
         return 0
+    config = _with_full_paths(config)
     task = prepare(config)
     if options.dry_run:
         return _dry_run(config, task, phases)
     assert config.output is not None
     storage = Storage(config.output)
-    if options.fresh:
-        _clear(storage)
-    run.open_run(config, storage, task.rows.fingerprint)
-    storage.delete("STOP")
-    if evaluate and storage.exists(RESULTS):
-        say(f"{storage.uri} is finished; nothing is trained again (--fresh starts over).")
-        _show(storage, json.loads(storage.read(RESULTS)))
-        return 0
+    _refuse_foreign(storage)
+    if storage.exists("config.yaml") and not options.fresh:
+        run.open_run(config, storage, task.rows.fingerprint)
+        if evaluate and storage.exists(RESULTS):
+            say(f"{storage.uri} is finished; nothing is trained again (--fresh starts over)")
+            _show(storage, json.loads(storage.read(RESULTS)))
+            return 0
     if config.model.weights is not None:
         phases = tuple(phase for phase in phases if phase != run.PRETRAIN)
-    values = _execute(config, task, phases, evaluate, storage)
+    with lock.claim(storage, on_wait=say) as claim:
+        if options.fresh:
+            _clear(claim.storage)
+        run.open_run(config, claim.storage, task.rows.fingerprint)
+        values = _execute(config, task, phases, evaluate, claim)
+        if evaluate:
+            facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
+            run.save_model(config, claim.storage, task.known, task.num_novel, facts)
+            _write_results(claim.storage, values)
     if evaluate:
-        facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
-        run.save_model(config, storage, task.known, task.num_novel, facts)
-        storage.write(RESULTS, json.dumps(values, indent=1, sort_keys=True).encode())
         _show(storage, values)
     else:
         say(f"finished: {storage.uri}")
@@ -78,12 +86,34 @@ def evaluate_job(target: str, argv: Sequence[str]) -> int:
     storage = Storage(target)
     stored = run.read_config_tree(storage)
     config = override(override(Config(), stored), {**overrides(argv, "evaluate"), "output": storage.uri})
+    config = _with_full_paths(config)
     task = prepare(config)
     run.open_run(config, storage, task.rows.fingerprint)
-    values = _execute(config, task, (), True, storage)
-    storage.write(RESULTS, json.dumps(values, indent=1, sort_keys=True).encode())
+    with lock.claim(storage, on_wait=say) as claim:
+        values = _execute(config, task, (), True, claim)
+        _write_results(claim.storage, values)
     _show(storage, values)
     return 0
+
+
+def _with_full_paths(config: Config) -> Config:
+    """``config.model.weights`` as workers can open it: they run in another directory.
+
+    Raises:
+        ConfigError: there are no weights to start from.
+    """
+    source = config.model.weights
+    if source is None:
+        return config
+    if "://" not in source:
+        source = os.path.abspath(os.path.expanduser(source))
+    folder, _, name = source.rpartition("/")
+    if source.endswith(".safetensors"):
+        if not Storage(folder or "/").exists(name):
+            raise ConfigError(f"model.weights: no such file {source}")
+    elif not checkpoint_steps(Storage(source), run.PRETRAIN):
+        raise ConfigError(f"model.weights: {source} is no .safetensors file and no run that has pretrained")
+    return override(config, {"model.weights": source})
 
 
 def prepare(config: Config) -> Task:
@@ -101,6 +131,8 @@ def prepare(config: Config) -> Task:
     labeled = int((task.is_train & (task.labels >= 0)).sum())
     unlabeled = int((task.is_train & (task.labels < 0)).sum())
     run.plans(config, labeled, unlabeled, config.compute.workers)
+    if config.compute.workers == 0:
+        local_device(config)
     say(
         f"{task.rows.source}: {labeled:,} labeled rows of {len(task.known)} known classes, "
         f"{unlabeled:,} unlabeled rows, {task.num_novel} classes to discover"
@@ -109,13 +141,12 @@ def prepare(config: Config) -> Task:
 
 
 def _execute(
-    config: Config, task: Task, phases: tuple[str, ...], evaluate: bool, storage: Storage
+    config: Config, task: Task, phases: tuple[str, ...], evaluate: bool, claim: Claim
 ) -> dict[str, float]:
     with Progress() as progress:
         show = _interval_only(progress, config.train.log_every)
-        if config.compute.workers == 0:
-            return _run_here(config, task, phases, evaluate, storage, show)
-        return _run_on_ray(config, task, phases, evaluate, storage, show)
+        job = _run_here if config.compute.workers == 0 else _run_on_ray
+        return job(config, task, phases, evaluate, claim, show)
 
 
 def _interval_only(progress: Progress, log_every: int) -> Callable[[dict[str, Any]], None]:
@@ -134,18 +165,18 @@ def _run_here(
     task: Task,
     phases: tuple[str, ...],
     evaluate: bool,
-    storage: Storage,
+    claim: Claim,
     show: Callable[[dict[str, Any]], None],
 ) -> dict[str, float]:
     """Everything in this process, without Ray."""
-    device = local_device(config)
+    device, storage = local_device(config), claim.storage
     torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
-    images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
-    _account_for(bad, config, task, storage)
-    train = assemble(task, images, ok)
     worker = LocalWorker(device, show)
-    on_device = train.to(device)
     with _stop_signals(lambda: setattr(worker, "stop_requested", True)):
+        images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
+        _account_for(bad, config, task, storage)
+        train = assemble(task, images, ok)
+        on_device = train.to(device)
         for phase in phases:
             (run.pretrain if phase == run.PRETRAIN else run.discover)(config, on_device, worker, storage)
     if not evaluate:
@@ -171,40 +202,56 @@ def _run_on_ray(
     task: Task,
     phases: tuple[str, ...],
     evaluate: bool,
-    storage: Storage,
+    claim: Claim,
     show: Callable[[dict[str, Any]], None],
 ) -> dict[str, float]:
     """Ray Data decodes, Ray Train trains; this process watches ``metrics.jsonl``."""
-    with ray_env.connect() as ray:
-        from pipelines import datasets, worker
+    storage = claim.storage
+    storage.delete(STOP_FILE)
+    stopping = False
 
-        worker.worker_resources(config, ray.cluster_resources())
-        images = datasets.decode_task(ray, task, config.data.store_size)
-        bad = datasets.bad_samples(images, task)
-        _account_for(bad, config, task, storage)
-        row_of = {name: i for i, name in enumerate(task.rows.ids)}
-        bad_rows = [row_of[entry["id"]] for entry in bad]
-        seen = len(read_journal(storage))
+    def stop() -> None:
+        nonlocal stopping
+        stopping = True
+        storage.write(STOP_FILE, b"")
 
-        def poll() -> None:
-            nonlocal seen
-            entries = read_journal(storage)
-            for metrics in entries[seen:]:
-                show(metrics)
-            seen = max(seen, len(entries))
+    with _stop_signals(stop):
+        say(ray_env.starting_line(config.compute.workers))
+        with ray_env.connect() as ray, _stop_signals(stop):  # again: Ray installs a handler of its own
+            from pipelines import datasets, worker
 
-        with _stop_signals(lambda: storage.write(worker.STOP_FILE, b"")):
+            worker.worker_resources(config, ray.cluster_resources())
+            images = datasets.decode_task(ray, task, config.data.store_size)
+            bad = datasets.bad_samples(images, task)
+            _account_for(bad, config, task, storage)
+            row_of = {name: i for i, name in enumerate(task.rows.ids)}
+            bad_rows = [row_of[entry["id"]] for entry in bad]
+            if stopping:
+                raise Interrupted("stopped before training began")
+            seen = len(read_journal(storage))
+
+            def poll() -> None:
+                nonlocal seen
+                entries = read_journal(storage)
+                for metrics in entries[seen:]:
+                    show(metrics)
+                seen = max(seen, len(entries))
+
             return worker.run_workers(
-                ray, config, task, images, bad_rows, phases, evaluate, storage, on_poll=poll
+                ray, config, task, images, bad_rows, phases, evaluate, claim, STOP_FILE, poll
             )
 
 
 def _account_for(bad: list[dict[str, str]], config: Config, task: Task, storage: Storage) -> None:
     """List unreadable images in ``bad_samples.jsonl``, and stop if there are too many."""
-    check_bad(bad, len(task.rows), config.data.max_bad_fraction)
-    if bad:
-        storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
-        say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
+    if not bad:
+        return
+    storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
+    try:
+        check_bad(bad, len(task.rows), config.data.max_bad_fraction)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; all are in {storage.path(BAD_SAMPLES)}") from None
+    say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
 
 
 @contextmanager
@@ -224,12 +271,26 @@ def _stop_signals(request: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _refuse_foreign(storage: Storage) -> None:
+    """Raise ConfigError for a directory with something in it that is no run."""
+    if storage.exists("config.yaml"):
+        return
+    if any(not lock.ours(name) and name != "environment.json" for name in storage.list()):
+        raise ConfigError(
+            f"{storage.uri} is not empty and holds no run (no config.yaml); nothing there is touched, "
+            "choose another --output"
+        )
+
+
 def _clear(storage: Storage) -> None:
-    """Empty a run directory; anything else is refused."""
-    if storage.list() and not storage.exists("config.yaml"):
-        raise ConfigError(f"{storage.uri} holds no run (no config.yaml); --fresh deletes nothing there")
-    for name in storage.list():
-        storage.delete(name)
+    """Empty a run directory except for its lock; ``config.yaml`` goes last, so that a rest is still a run."""
+    for name in sorted(storage.list(), key=lambda name: name == "config.yaml"):
+        if not lock.ours(name):
+            storage.delete(name)
+
+
+def _write_results(storage: Storage, values: dict[str, float]) -> None:
+    storage.write(RESULTS, json.dumps(values, indent=1, sort_keys=True).encode())
 
 
 def _show(storage: Storage, values: dict[str, float]) -> None:
@@ -253,6 +314,7 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
             )
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
-        _run_here(once, task, phases, False, Storage(folder), lambda metrics: None)
+        with lock.claim(Storage(folder), on_wait=say) as claim:
+            _run_here(once, task, phases, False, claim, lambda metrics: None)
     say("one step of each phase ran; nothing was kept")
     return 0

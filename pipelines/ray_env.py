@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from uno.errors import ConfigError
+from uno.errors import ConfigError, Interrupted
 
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # at the default of 2 s every report blocks up to 1.7 s
@@ -31,6 +33,13 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def starting_line(workers: int) -> str:
+    """What to tell the user before :func:`connect`, which takes a while."""
+    address = os.environ.get("RAY_ADDRESS")
+    what = f"asking the Ray cluster at {address} for" if address else "starting Ray with"
+    return f"{what} {workers} worker{'s' if workers > 1 else ''}; the first step takes about half a minute"
+
+
 @contextmanager
 def connect() -> Iterator[Any]:
     """The ``ray`` module, connected: to the cluster of ``RAY_ADDRESS`` (set in Ray jobs), else to one started
@@ -40,6 +49,7 @@ def connect() -> Iterator[Any]:
 
     Raises:
         ConfigError: Ray is not installed, or the cluster of ``RAY_ADDRESS`` cannot be reached.
+        Interrupted: SIGTERM while Ray was starting.
     """
     set_environment()
     try:
@@ -54,13 +64,33 @@ def connect() -> Iterator[Any]:
     address = os.environ.get("RAY_ADDRESS")
     variables = {name: os.environ[name] for name in ENVIRONMENT if name != "RAY_AUTH_MODE"}
     try:
-        if address:
-            ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables})
-        else:
-            ray.init(address="local", include_dashboard=True, logging_level=logging.WARNING)
+        with _children_ignore_ctrl_c():
+            if address:
+                ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables})
+            else:
+                ray.init(address="local", include_dashboard=True, logging_level=logging.WARNING)
+    except SystemExit:  # Ray's own handler of SIGTERM
+        ray.shutdown()
+        raise Interrupted("stopped while Ray was starting") from None
     except ConnectionError as error:
         raise ConfigError(f"cannot reach the Ray cluster at {address}: {error}") from None
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _children_ignore_ctrl_c() -> Iterator[None]:
+    """A terminal sends Ctrl-C to Ray's processes too, and the dashboard dies of it; ignoring is inherited.
+
+    So Ctrl-C does nothing while Ray starts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -17,28 +17,32 @@ from torch import nn
 
 from pipelines import datasets
 from uno import collectives, run
+from uno.checkpoint import checkpoint_steps
 from uno.config import Config, to_dict
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, UnoError
+from uno.lock import Claim, ClaimedStorage
 from uno.storage import Storage
 
-STOP_FILE = "STOP"
+RAY_FOLDER = "ray"  # Ray Train's own bookkeeping, of no use afterwards
 STOP_CHECK_STEPS = 10
-MAX_ATTEMPTS = 3
+MAX_DEATHS = 3
 POLL_S = 0.5
+
+log = logging.getLogger(__name__)
 
 
 class RayWorker:
     """One rank of a Ray Train worker group."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, stop_file: str) -> None:
         import ray.train
         import ray.train.torch
 
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device = ray.train.torch.get_device()
-        self._storage = storage
+        self._storage, self._stop_file = storage, stop_file
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """DDP for several workers, with SyncBatchNorm on GPUs (gloo has none); one worker trains the bare
@@ -67,7 +71,7 @@ class RayWorker:
         """Whether the driver left a STOP file; looked up by rank 0 every few steps, agreed on by all."""
         if step % STOP_CHECK_STEPS:
             return False
-        found = self.rank == 0 and self._storage.exists(STOP_FILE)
+        found = self.rank == 0 and self._storage.exists(self._stop_file)
         return bool(collectives.sum_(torch.tensor([float(found)], device=self.device)))
 
 
@@ -77,10 +81,12 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
 
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     _quiet_report_lines()
-    torch.set_num_threads(loop["threads"])
     config = Config.model_validate(loop["config"])
-    storage = Storage(loop["output"])
-    worker = RayWorker(storage)
+    share = (os.cpu_count() or 1) // ray.train.get_context().get_local_world_size()
+    torch.set_num_threads(config.compute.threads or max(1, share))
+    storage = ClaimedStorage(loop["output"], loop["token"])
+    storage.check()  # every rank: the run directory must be one that all nodes see
+    worker = RayWorker(storage, loop["stop_file"])
     size, num_known, num_novel = config.data.store_size, loop["num_known"], loop["num_novel"]
     train, images = datasets.train_set(ray.train.get_dataset_shard("images"), size, num_known, num_novel)
     train = train.to(worker.device)
@@ -112,48 +118,58 @@ def run_workers(
     bad_rows: list[int],
     phases: tuple[str, ...],
     evaluate: bool,
-    storage: Storage,
+    claim: Claim,
+    stop_file: str,
     on_poll: Callable[[], None],
 ) -> dict[str, float]:
     """Train on ``config.compute.workers`` Ray workers and return the metrics of rank 0.
 
-    A worker group that dies is started again, up to three times, and resumes from the newest checkpoint;
-    errors the user must act on are raised at once. ``on_poll`` is called about twice a second, in the calling
-    thread.
+    A worker group that dies is started again and resumes from the newest checkpoint, unless three in a row
+    die without a new one; errors the user must act on are raised at once. ``on_poll`` is called about twice a
+    second, in the calling thread.
 
     Raises:
         ConfigError: the cluster has too few CPUs or GPUs.
-        Interrupted: a STOP file was seen; the state is saved.
+        Interrupted: a file ``stop_file`` was seen in the run directory; the state is saved.
         UnoError: whatever a worker raised.
     """
+    storage = claim.storage
     resources = worker_resources(config, ray.cluster_resources())
     loop = {
         "config": to_dict(config),
         "output": storage.uri,
+        "stop_file": stop_file,
         "phases": list(phases),
         "evaluate": evaluate,
         "num_known": len(task.known),
         "num_novel": task.num_novel,
         "num_true": len(task.known) + len(task.novel),
         "bad_rows": bad_rows,
-        "threads": config.compute.threads or max(1, (os.cpu_count() or 1) // config.compute.workers),
     }
     sources = {"images": images, "truth": datasets.truth_of(ray, task)}
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    saved, deaths = _saved_steps(storage), 0
+    while True:
+        loop["token"] = claim.replace_token()  # a worker of the last group that still runs writes no more
         try:
             outcome = _fit_in_thread(loop, sources, resources, config, storage, on_poll)
             break
         except Exception as error:
             failure = _cause(error)
-            if isinstance(failure, UnoError) or attempt == MAX_ATTEMPTS:
+            before, saved = saved, _saved_steps(storage)
+            deaths = 1 if saved > before else deaths + 1
+            if isinstance(failure, UnoError) or deaths == MAX_DEATHS:
                 raise failure from None
-            logging.getLogger(__name__).warning(
-                "workers died (%s); attempt %d of %d resumes from the newest checkpoint",
-                f"{type(failure).__name__}: {failure}".splitlines()[0][:200], attempt + 1, MAX_ATTEMPTS,
-            )  # fmt: skip
+            reason = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+            log.warning("workers died (%s); new ones resume from the newest checkpoint", reason)
+    storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
         raise Interrupted(outcome["interrupted"])
     return outcome["metrics"]
+
+
+def _saved_steps(storage: Storage) -> int:
+    """Grows with every checkpoint."""
+    return sum(max(checkpoint_steps(storage, phase), default=0) for phase in (run.PRETRAIN, run.DISCOVER))
 
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
@@ -212,7 +228,7 @@ def _fit_in_thread(
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
         run_config=ray.train.RunConfig(
             name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
-            storage_path=f"{storage.uri}/ray",
+            storage_path=f"{storage.uri}/{RAY_FOLDER}",
             failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=3),
             logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
         ),
@@ -243,6 +259,6 @@ def _cause(error: BaseException) -> BaseException:
         if isinstance(failure, UnoError):
             return failure
     for failure in failures:
-        if "connection" not in str(failure).lower():
+        if not (isinstance(failure, RuntimeError) and "connection" in str(failure).lower()):
             return failure
     return getattr(error, "controller_failure", None) or error

@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from uno.errors import StorageError
@@ -38,12 +41,18 @@ class Checkpoint:
 def save_checkpoint(
     storage: Storage, phase: str, checkpoint: Checkpoint, config_yaml: str, keep: int = 2
 ) -> None:
-    """Write a checkpoint, then delete all but the newest ``keep``.
+    """Write a checkpoint, then delete all but the newest ``keep``, and what stands at later steps.
+
+    Nothing is written where this step has a valid checkpoint already. Later steps are checkpoints that did
+    not verify when this run resumed: counting them as the newest would delete the valid ones instead.
 
     Raises:
         StorageError: the disk is full or read-only; older checkpoints are left as they were.
     """
     directory = _directory(phase, checkpoint.step)
+    with suppress(StorageError):
+        _verified_files(storage, directory)
+        return
     state = {"format_version": FORMAT_VERSION, "step": checkpoint.step, **checkpoint.state}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
     files = {
@@ -60,16 +69,21 @@ def save_checkpoint(
         }
         storage.write(f"{directory}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
     except StorageError:
-        storage.delete(directory)
+        with suppress(StorageError):
+            storage.delete(directory)
         raise
-    for step in checkpoint_steps(storage, phase)[:-keep]:
+    steps = checkpoint_steps(storage, phase)
+    finished = [
+        s for s in steps if s <= checkpoint.step and storage.exists(f"{_directory(phase, s)}/{MANIFEST}")
+    ]
+    for step in sorted({*steps} - {*finished[-keep:]}):
         storage.delete(_directory(phase, step))
 
 
 def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
     """Steps that have a checkpoint directory, valid or not, ascending."""
     names = storage.list(f"checkpoints/{phase}")
-    return sorted(int(n.removeprefix("step_")) for n in names if n.removeprefix("step_").isdigit())
+    return sorted(int(name.removeprefix("step_")) for name in names if re.fullmatch("step_[0-9]{8,18}", name))
 
 
 def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
@@ -102,10 +116,13 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
     """
     directory = _directory(phase, step)
     files = _verified_files(storage, directory)
-    state = json.loads(files["state.json"])
-    if state.get("format_version") != FORMAT_VERSION:
-        raise StorageError(f"format version {state.get('format_version')} instead of {FORMAT_VERSION}")
-    return Checkpoint(step, safetensors.torch.load(files["tensors.safetensors"]), state)
+    try:
+        state = dict(json.loads(files["state.json"]))
+        if state.get("format_version") != FORMAT_VERSION:
+            raise StorageError(f"format version {state.get('format_version')} instead of {FORMAT_VERSION}")
+        return Checkpoint(step, safetensors.torch.load(files["tensors.safetensors"]), state)
+    except (ValueError, TypeError, RecursionError, SafetensorError) as error:
+        raise StorageError(f"content is damaged: {error}") from None
 
 
 def _verified_files(storage: Storage, directory: str) -> Mapping[str, bytes]:
@@ -114,7 +131,7 @@ def _verified_files(storage: Storage, directory: str) -> Mapping[str, bytes]:
     try:
         manifest = json.loads(storage.read(f"{directory}/{MANIFEST}"))
         expected = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest.items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise StorageError("manifest is damaged") from None
     files = {}
     for name in ("tensors.safetensors", "state.json", "config.yaml"):

@@ -35,3 +35,9 @@ def sum_(tensor: Tensor) -> Tensor:
     if world()[1] > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def barrier(device: torch.device) -> None:
+    """Wait for all workers."""
+    if world()[1] > 1:
+        float(sum_(torch.zeros(1, device=device)))

@@ -27,21 +27,21 @@ class Prototypes(nn.Module):
 
     @torch.no_grad()
     def normalize_(self) -> None:
-        """Scale every prototype to length one, in place; before each training forward, evaluation and saving.
-        """
+        """Scale prototypes to length one, in place; before each training forward, evaluation and saving."""
         self.weight.copy_(F.normalize(self.weight, dim=-1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Cosines in float32: bf16 cosines would flip 0.8 % of the pseudo-labels.
+        """Cosines in float32 at least: bf16 cosines would flip 0.8 % of the pseudo-labels.
 
         Args:
             features: (..., B, D), any length; normalised here.
 
         Returns:
-            (..., B, K) float32.
+            (..., B, K) float32, or float64 for a model in float64.
         """
+        dtype = torch.promote_types(features.dtype, torch.float32)
         with torch.autocast(features.device.type, enabled=False):
-            return F.normalize(features.float(), dim=-1) @ self.weight.mT.float()
+            return F.normalize(features.to(dtype), dim=-1) @ self.weight.mT.to(dtype)
 
 
 class StackedProjector(nn.Module):

@@ -18,30 +18,39 @@ class Journal:
 
     Args:
         storage: the run directory.
-        phase: name under which numbers appear in TensorBoard.
-        step: last step already trained; later lines of this phase, written by a run that died, are dropped.
+        phase: name of the TensorBoard run under which its numbers appear.
+        step: last step already trained; later lines of this phase, written by a run that died or that was
+            rolled back, are dropped.
     """
 
     def __init__(self, storage: Storage, phase: str, step: int) -> None:
-        self._storage, self._phase = storage, phase
-        _drop_lines_after(storage, phase, step)
-        self._events = (
-            SummaryWriter(storage.path("tensorboard"), purge_step=step) if storage.is_local else None
-        )
+        self._storage, self._phase, self._events = storage, phase, None
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        """Drop what was written after ``step``."""
+        self.close()
+        _drop_lines_after(self._storage, self._phase, step)
+        if self._storage.is_local:
+            # One directory per phase: purging hides every later step of the directory, whatever its name.
+            folder = self._storage.path(f"tensorboard/{self._phase}")
+            # Without the suffix, two files of one second would have one name.
+            self._events = SummaryWriter(folder, purge_step=step + 1, filename_suffix=f".{step}")
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line."""
-        self._storage.append(METRICS, (json.dumps(metrics) + "\n").encode())
+        self._storage.append(METRICS, (json.dumps(metrics, allow_nan=False) + "\n").encode())
         if self._events is not None:
             for name in CHARTED:
-                self._events.add_scalar(f"{self._phase}/{name}", metrics[name], metrics["step"])
+                self._events.add_scalar(name, metrics[name], metrics["step"])
             for head, loss in enumerate(metrics.get("head_losses", ())):
-                self._events.add_scalar(f"{self._phase}/head_loss/{head}", loss, metrics["step"])
+                self._events.add_scalar(f"head_loss/{head}", loss, metrics["step"])
 
     def close(self) -> None:
         """Flush TensorBoard."""
         if self._events is not None:
             self._events.close()
+            self._events = None
 
 
 def read_journal(storage: Storage) -> list[dict[str, Any]]:
@@ -51,9 +60,11 @@ def read_journal(storage: Storage) -> list[dict[str, Any]]:
     entries = []
     for line in storage.read(METRICS).splitlines():
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
+        if isinstance(entry, dict):
+            entries.append(entry)
     return entries
 
 

@@ -72,7 +72,9 @@ class UnoModel(nn.Module):
         known = self.known(features).unflatten(0, (num_views, -1))
         if self.projector is None or self.novel is None:
             return Logits(known, None, None)
-        inputs = F.normalize(features.float(), dim=-1) if self.normalize_input else features
+        inputs = features
+        if self.normalize_input:
+            inputs = F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
         projections = self.projector(inputs)  # (H or 2H, V * B, P)
         novel = _views_first(self.novel(projections[: self.num_heads]), num_views)
         if self.over is None:
@@ -88,5 +90,5 @@ def _views_first(logits: Tensor, num_views: int) -> Tensor:
 def build_model(config: ModelConfig, num_known: int, num_novel: int, seed: int) -> UnoModel:
     """A freshly initialised model; equal seeds give equal weights, the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA's too
         return UnoModel(config, num_known, num_novel)

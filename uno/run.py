@@ -1,5 +1,4 @@
-"""A run from resident data to results: pretrain, discover, evaluate, save. The same on every kind of worker.
-"""
+"""A run from resident data to results: pretrain, discover, evaluate, save; the same on every worker."""
 
 from __future__ import annotations
 
@@ -12,9 +11,10 @@ from typing import Any
 import safetensors.torch
 import torch
 import yaml
+from safetensors import SafetensorError
 from torch import Tensor
 
-from uno import collectives
+from uno import collectives, lock
 from uno.augment import eval_view
 from uno.batches import ResidentBatches
 from uno.checkpoint import FORMAT_VERSION, load_newest
@@ -99,7 +99,11 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> None:
     source = config.model.weights
     if source is not None and source.endswith(".safetensors"):
         folder, _, name = source.rpartition("/")
-        tensors = safetensors.torch.load(Storage(folder or ".").read(name))
+        data = Storage(folder or ".").read(name)
+        try:
+            tensors = safetensors.torch.load(data)
+        except (SafetensorError, ValueError) as error:
+            raise StorageError(f"model.weights: {source} is not a safetensors file: {error}") from None
         encoder = {k: v for k, v in tensors.items() if not k.startswith("fc.")}
         _load_encoder_(model, encoder, source)
         return
@@ -150,7 +154,7 @@ def evaluate_run(
     num_true: int,
     worker: Worker,
 ) -> dict[str, float]:
-    """All protocols on both splits and the k-means baselines, as flat metrics, the same on every worker.
+    """All protocols on both splits, the same on every worker, and on rank 0 the k-means baselines, flat.
 
     Args:
         config: of the run.
@@ -259,7 +263,8 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
             differing keys).
     """
     if not storage.exists("config.yaml"):
-        if storage.list():
+        others = {name for name in storage.list() if not lock.ours(name)}
+        if others - {"environment.json"}:  # alone, it is what a kill between two writes leaves
             raise ConfigError(f"{storage.uri} is not empty and holds no run; choose another --output")
         storage.write("environment.json", json.dumps(environment(fingerprint), indent=1).encode())
         storage.write("config.yaml", dump_yaml(config).encode())
@@ -271,13 +276,20 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
             f"{storage.uri} holds a run with other settings: {', '.join(keys[:6])}"
             f"{' ...' if len(keys) > 6 else ''}; use those, --fresh, or another --output"
         )
-    known = json.loads(storage.read("environment.json"))
+    known = _read_environment(storage)
     if known.get("format_version") != FORMAT_VERSION:
         raise ConfigError(
             f"{storage.uri} has format version {known.get('format_version')}, not {FORMAT_VERSION}"
         )
     if known.get("data_fingerprint") != fingerprint:
         raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --fresh")
+
+
+def _read_environment(storage: Storage) -> dict[str, Any]:
+    try:
+        return dict(json.loads(storage.read("environment.json")))
+    except (ValueError, TypeError):
+        raise ConfigError(f"{storage.path('environment.json')} is damaged") from None
 
 
 def read_config_tree(storage: Storage) -> dict[str, Any]:
@@ -290,7 +302,7 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
         raise ConfigError(f"{storage.uri} is not a run directory: it has no config.yaml")
     try:
         tree = yaml.safe_load(storage.read("config.yaml"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
         raise ConfigError(f"{storage.path('config.yaml')} is damaged")

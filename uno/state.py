@@ -15,9 +15,10 @@ from uno.model import UnoModel
 class TrainState:
     """Model, optimizer and the running head losses after ``step`` optimizer steps.
 
-    ``epoch_losses`` (H,) sums the cluster loss of each head over the current epoch on this worker;
-    ``head_losses`` (H,) is the mean over the last finished epoch and all workers: the best head is its
-    minimum.
+    ``epoch_losses`` (H + 1,) sums the cluster loss of each head over the current epoch on this worker, and
+    counts its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers: the best
+    head is its minimum. ``line_loss`` (2,) is the sum and count of the total loss since the last line of
+    metrics. Steps skipped for non-finite gradients enter none of them.
     """
 
     model: UnoModel
@@ -25,6 +26,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     epoch_losses: Tensor
     head_losses: Tensor
+    line_loss: Tensor
     autocast: bool = False
     step: int = 0
     skipped: Tensor = field(default_factory=lambda: torch.zeros(()))  # steps skipped for non-finite gradients
@@ -54,19 +56,22 @@ def new_state(
         fused=True,
     )
     for parameter in model.parameters():
-        # The fused kernel leaves a buffer it creates itself uninitialised when the very first step is
-        # skipped.
+        # Where the very first step is skipped, the fused kernel leaves buffers it makes itself uninitialised.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     num_heads = model.num_heads if model.num_novel else 1
     return TrainState(
         model,
         forward,
         optimizer,
-        epoch_losses=torch.zeros(num_heads, device=device),
+        epoch_losses=torch.zeros(num_heads + 1, device=device),
         head_losses=torch.full((num_heads,), float("inf"), device=device),
+        line_loss=torch.zeros(2, device=device),
         autocast=autocast,
         skipped=torch.zeros((), device=device),
     )
+
+
+COUNTERS = ("epoch_losses", "head_losses", "line_loss", "skipped")
 
 
 def state_tensors(state: TrainState) -> dict[str, Tensor]:
@@ -74,11 +79,7 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
     tensors = {f"model/{name}": tensor for name, tensor in state.model.state_dict().items()}
     for name, parameter in state.model.named_parameters():
         tensors[f"optimizer/{name}"] = state.optimizer.state[parameter]["momentum_buffer"]
-    return tensors | {
-        "epoch_losses": state.epoch_losses,
-        "head_losses": state.head_losses,
-        "skipped": state.skipped,
-    }
+    return tensors | {name: getattr(state, name) for name in COUNTERS}
 
 
 def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
@@ -87,6 +88,6 @@ def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> Non
     state.model.load_state_dict(model)
     for name, parameter in state.model.named_parameters():
         state.optimizer.state[parameter]["momentum_buffer"].copy_(tensors[f"optimizer/{name}"])
-    for name in ("epoch_losses", "head_losses", "skipped"):
+    for name in COUNTERS:
         getattr(state, name).copy_(tensors[name])
     state.step = step

@@ -26,7 +26,7 @@ def pretrain_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, l
     """Supervised step on labeled rows. Returns the loss as (1,), without synchronising the device."""
     logits = _forward(state, batch)
     loss = pretraining_loss(logits.known, batch.labels, objective.temperature)
-    _update_(state, loss, loss.detach().unsqueeze(0), lr)
+    _update_(state, loss, loss.unsqueeze(0), lr)
     return loss.detach().unsqueeze(0)
 
 
@@ -47,7 +47,7 @@ def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, 
         ]
     )  # (families, H)
     loss = losses.mean()
-    _update_(state, loss, losses[0].detach(), lr)
+    _update_(state, loss, losses[0], lr)
     return loss.detach().unsqueeze(0)
 
 
@@ -95,9 +95,7 @@ def _forward(state: TrainState, batch: Batch) -> Logits:
 
 
 def _update_(state: TrainState, loss: Tensor, head_losses: Tensor, lr: float) -> None:
-    """Backward and SGD. Gradients are averaged over workers, so a NaN on one rank is seen, and skipped, by
-    all.
-    """
+    """Backward and SGD. Gradients are averaged over workers, so all see, and skip, a NaN on one rank."""
     state.optimizer.zero_grad(set_to_none=True)
     loss.backward()
     grads = [p.grad for p in state.model.parameters() if p.grad is not None]
@@ -107,5 +105,7 @@ def _update_(state: TrainState, loss: Tensor, head_losses: Tensor, lr: float) ->
     state.optimizer.found_inf = broken  # type: ignore[attr-defined]  # read by the fused kernel: 1 skips the step
     state.optimizer.step()
     state.skipped += broken
-    state.epoch_losses += torch.where(broken > 0, 0.0, head_losses)
+    one, skip = loss.new_ones(1), broken > 0
+    state.epoch_losses += torch.where(skip, 0.0, torch.cat([head_losses.detach(), one]))
+    state.line_loss += torch.where(skip, 0.0, torch.cat([loss.detach().unsqueeze(0), one]))
     state.step += 1

@@ -7,9 +7,12 @@ import shutil
 import uuid
 from pathlib import Path
 
+import pyarrow
 from pyarrow import fs
 
 from uno.errors import StorageError
+
+FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
 
 
 class Storage:
@@ -17,21 +20,21 @@ class Storage:
     nature.
 
     Args:
-        root: local path (made absolute) or URI.
+        root: local path (made absolute) or URI; ``file://`` is a local path.
 
     Raises:
         StorageError: from every method, one line naming the path, when the file system refuses.
     """
 
     def __init__(self, root: str) -> None:
-        self.is_local = "://" not in root
         try:
-            if self.is_local:
-                self.root, self._fs = str(Path(root).absolute()), fs.LocalFileSystem()
-            else:
+            if "://" in root:
                 self._fs, self.root = fs.FileSystem.from_uri(root)
-        except (OSError, ValueError) as error:
+            else:
+                self._fs, self.root = fs.LocalFileSystem(), str(Path(root).absolute())
+        except (OSError, pyarrow.ArrowException) as error:
             raise StorageError(f"cannot open {root}: {error}") from None
+        self.is_local = isinstance(self._fs, fs.LocalFileSystem)
         self.uri = self.root if self.is_local else root.rstrip("/")
 
     def path(self, name: str) -> str:
@@ -67,6 +70,8 @@ class Storage:
             if self.is_local:
                 _write_local(Path(self.path(name)), data)
             else:
+                if not self._fs.type_name.startswith(FLAT):
+                    self._fs.create_dir(self.path(name).rpartition("/")[0], recursive=True)
                 with self._fs.open_output_stream(self.path(name)) as file:
                     file.write(data)
         except OSError as error:

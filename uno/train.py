@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 from uno import collectives
 from uno.checkpoint import Checkpoint, load_newest, save_checkpoint
 from uno.config import Config, ObjectiveConfig, PhaseConfig, dump_yaml
-from uno.errors import Interrupted, NumericsError
+from uno.errors import Interrupted, NumericsError, StorageError
 from uno.journal import Journal
 from uno.schedule import warmup_cosine
 from uno.state import TrainState, load_state_, state_tensors
 from uno.steps import Batch
 from uno.storage import Storage
 
-MAX_SKIPPED_STEPS = 3  # non-finite steps tolerated between two looks at the counter before rolling back
+MAX_SKIPPED_STEPS = 3  # non-finite steps tolerated before rolling back
 
 log = logging.getLogger(__name__)
 
@@ -114,106 +115,145 @@ def fit(
     one.
 
     Raises:
-        Interrupted: a stop was requested; the state is saved.
+        Interrupted: a stop was requested; the state is saved, unless it is non-finite.
         NumericsError: non-finite steps persisted after rolling back to the last checkpoint once.
         StorageError: a checkpoint could not be written or none of those present verifies.
     """
-    save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
-    resume_(state, storage, phase.name)
+    if not resume_(state, storage, phase.name) and phase.last_step == 0:
+        _save(config, phase, state, worker, storage)  # a phase without steps ends as it began
     journal = Journal(storage, phase.name, state.step) if worker.rank == 0 else None
-    clock = _Clock(state.step)
-    rolled_back = False
-    skipped = int(state.skipped)
-    loss_sum = torch.zeros(1, device=state.device)
+    try:
+        _train(config, phase, state, batches, worker, storage, journal)
+    finally:
+        if journal is not None:
+            journal.close()
+
+
+def _train(
+    config: Config,
+    phase: Phase,
+    state: TrainState,
+    batches: Callable[[int], Batch],
+    worker: Worker,
+    storage: Storage,
+    journal: Journal | None,
+) -> None:
+    save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
+    clock, patience, rolled_back = _Clock(state.step), _Patience(state), False
     state.model.train()
     while state.step < phase.last_step:
         if worker.should_stop(state.step):
-            _save(config, phase, state, worker, storage)
-            raise Interrupted(
-                f"stopped at {phase.name} step {state.step} of {phase.last_step}; "
-                "resume with the same command"
-            )
+            if _finite(state):
+                _save(config, phase, state, worker, storage)
+            at = f"{phase.name} step {state.step} of {phase.last_step}"
+            raise Interrupted(f"stopped at {at}; resume with the same command")
         lr = phase.lr(state.step)
-        loss_sum += phase.step(state, batches(state.step), config.objective, lr)
+        phase.step(state, batches(state.step), config.objective, lr)
 
-        at_epoch_end = state.step % phase.steps_per_epoch == 0
         at_end = state.step == phase.last_step
+        at_epoch_end = at_end or state.step % phase.steps_per_epoch == 0
+        to_log = at_epoch_end or state.step % config.train.log_every == 0
         to_save = at_end or state.step % save_every == 0
-        if not (at_epoch_end or to_save or state.step % config.train.log_every == 0):
+        if not (to_log or to_save):
             continue
-        if at_epoch_end or at_end:
-            _finish_epoch_(state, phase)
-        if not _healthy(state, skipped):
+        if not (_finite(state) and patience.lasts(state)):
             at = f"{phase.name} step {state.step}"
             if rolled_back or not resume_(state, storage, phase.name):
                 raise NumericsError(
                     f"non-finite loss at {at}; lower {phase.name}.base_lr or check the data's values"
                 )
             log.warning("non-finite loss at %s; rolled back to step %d", at, state.step)
-            rolled_back, skipped = True, int(state.skipped)
-            clock = _Clock(state.step)
-            loss_sum.zero_()
-            continue
-        if at_epoch_end or at_end or state.step % config.train.log_every == 0:
-            steps, seconds = clock.lap(state.step)
-            mean_loss = float(collectives.sum_(loss_sum)) / (steps * worker.world_size)
-            loss_sum.zero_()
-            metrics: dict[str, Any] = {
-                "phase": phase.name,
-                "event": "epoch" if at_epoch_end else "step",
-                "step": state.step,
-                "total_steps": phase.last_step,
-                "epoch": -(-state.step // phase.steps_per_epoch),
-                "epochs": -(-phase.last_step // phase.steps_per_epoch),
-                "loss": mean_loss,
-                "lr": lr,
-                "images_per_s": steps * phase.images_per_step / seconds,
-                "skipped_steps": int(state.skipped),
-            }
-            if at_epoch_end or at_end:
-                metrics["head_losses"] = state.head_losses.tolist()
+            clock, patience, rolled_back = _Clock(state.step), _Patience(state), True
             if journal is not None:
+                journal.rewind(state.step)
+            continue
+        if at_epoch_end:
+            _finish_epoch_(state)
+        if to_log:
+            metrics = _line(phase, state, lr, clock)
+            if at_epoch_end:
+                metrics["head_losses"] = state.head_losses.tolist()
+            if journal is not None and math.isfinite(metrics["loss"]):
                 journal.write(metrics)
             worker.report(metrics)
         if to_save:
             _save(config, phase, state, worker, storage)
-    if journal is not None:
-        journal.close()
+
+
+def _line(phase: Phase, state: TrainState, lr: float, clock: _Clock) -> dict[str, Any]:
+    """A line of metrics; ``loss`` is the mean since the last line, NaN where every step was skipped."""
+    steps, seconds = clock.lap(state.step)
+    total, count = collectives.sum_(state.line_loss.clone()).tolist()
+    state.line_loss.zero_()
+    return {
+        "phase": phase.name,
+        "event": "epoch" if state.step % phase.steps_per_epoch == 0 else "step",
+        "step": state.step,
+        "total_steps": phase.last_step,
+        "epoch": -(-state.step // phase.steps_per_epoch),
+        "epochs": -(-phase.last_step // phase.steps_per_epoch),
+        "loss": total / count if count else math.nan,
+        "lr": lr,
+        "images_per_s": steps * phase.images_per_step / seconds,
+        "skipped_steps": int(state.skipped),
+    }
 
 
 def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
     """Load the newest valid checkpoint of a phase, in place; False where there is none."""
     checkpoint = load_newest(storage, phase)
     if checkpoint is not None:
-        load_state_(state, checkpoint.tensors, checkpoint.step)
+        try:
+            load_state_(state, checkpoint.tensors, checkpoint.step)
+        except (KeyError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise StorageError(f"the {phase} checkpoint does not fit this model: {reason}") from None
     return checkpoint is not None
 
 
-def _finish_epoch_(state: TrainState, phase: Phase) -> None:
-    """Move the epoch's head losses, reduced over workers, to ``head_losses`` and start counting anew."""
-    steps = state.step - (state.step - 1) // phase.steps_per_epoch * phase.steps_per_epoch
-    _, workers = collectives.world()
-    state.head_losses.copy_(collectives.sum_(state.epoch_losses) / (steps * workers))
+def _finish_epoch_(state: TrainState) -> None:
+    """Move the epoch's mean head losses over all workers to ``head_losses`` and start counting anew."""
+    *_, count = sums = collectives.sum_(state.epoch_losses)
+    state.head_losses.copy_(torch.where(count > 0, sums[:-1] / count, state.head_losses))
     state.epoch_losses.zero_()
 
 
-def _healthy(state: TrainState, skipped_before: int) -> bool:
-    """Few skipped steps and finite buffers; the same answer on all ranks, because gradients are averaged."""
-    skipped = int(state.skipped)
-    if skipped > skipped_before:
-        log.warning("skipped %d non-finite steps before step %d", skipped - skipped_before, state.step)
-    finite = torch.stack([b.isfinite().all() for b in state.model.buffers() if b.is_floating_point()]).all()
-    broken = collectives.sum_((~finite).float().reshape(1))
-    return skipped - skipped_before <= MAX_SKIPPED_STEPS and not bool(broken)
+def _finite(state: TrainState) -> bool:
+    """Whether weights and running statistics are finite, on all ranks alike."""
+    tensors = [t for t in state.model.state_dict().values() if t.is_floating_point()]
+    finite = torch.stack([t.isfinite().all() for t in tensors]).all()
+    return not bool(collectives.sum_((~finite).float().reshape(1)))
+
+
+class _Patience:
+    """Lasts for :data:`MAX_SKIPPED_STEPS` steps; a look that finds no new skipped step restores it.
+
+    All ranks see the same, because gradients are averaged.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._start = self._seen = int(state.skipped)
+
+    def lasts(self, state: TrainState) -> bool:
+        skipped = int(state.skipped)
+        if skipped == self._seen:
+            self._start = skipped
+        else:
+            new = skipped - self._seen
+            log.warning("skipped %d non-finite steps before step %d", new, state.step)
+        self._seen = skipped
+        return skipped - self._start <= MAX_SKIPPED_STEPS
 
 
 def _save(config: Config, phase: Phase, state: TrainState, worker: Worker, storage: Storage) -> None:
     """Store the state as it is: nothing in it changes, so an extra checkpoint never changes the run."""
     tensors = state_tensors(state)
-    tensors["epoch_losses"] = collectives.sum_(state.epoch_losses.clone()) / worker.world_size
+    for name in ("epoch_losses", "line_loss"):
+        tensors[name] = collectives.sum_(tensors[name].clone()) / worker.world_size
     if worker.rank == 0:
         checkpoint = Checkpoint(state.step, tensors, {"phase": phase.name})
         save_checkpoint(storage, phase.name, checkpoint, dump_yaml(config), config.train.keep_checkpoints)
+    collectives.barrier(state.device)  # nobody looks for a checkpoint that rank 0 is still writing
 
 
 class _Clock:

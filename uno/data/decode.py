@@ -130,8 +130,8 @@ def _decode(image: Image, size: int) -> np.ndarray:
     with _open(image) as picture:
         if picture.format in ("JPEG", "MPO"):
             picture.draft(picture.mode, (DRAFT * size, DRAFT * size))
-        orientation = _orientation(picture)
-        square = _square(_to_rgb(picture), size)
+        square = _square(to_rgb(picture), size)
+        orientation = _orientation(picture)  # later: of a PNG it reads the pixels, and forgives errors
         if orientation in UPRIGHT:  # a centred square commutes with turns and flips, so turn the small one
             square = square.transpose(UPRIGHT[orientation])
         return np.asarray(square).transpose(2, 0, 1)
@@ -147,7 +147,12 @@ def _square(picture: Pillow.Image, size: int) -> Pillow.Image:
     return picture.resize((size, size), Pillow.Resampling.BILINEAR, box=box)
 
 
-def _to_rgb(picture: Pillow.Image) -> Pillow.Image:
+def to_rgb(picture: Pillow.Image) -> Pillow.Image:
+    """Any mode -> RGB; transparent pixels become white, 16-bit grey is scaled to 8 bits.
+
+    Raises:
+        BadImage: pixels without a known range.
+    """
     if picture.mode.startswith("I;16") or picture.mode == "I":
         values = np.asarray(picture).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:

@@ -32,6 +32,20 @@ def read_folder(root: str) -> Rows:
     return _read(root, f"folder:{root}", splits)
 
 
+def read_images(root: str) -> Rows:
+    """Every image below ``root``, unlabeled; names of folders mean nothing.
+
+    Raises:
+        ConfigError: no images.
+    """
+    found = _images(root)
+    if not found:
+        raise _no_images(root)
+    files = Files([f.path for f in found], np.array([f.size for f in found], dtype=np.int64))
+    ids = [_safe(f.relative) for f in found]
+    return Rows(ids, files, [None] * len(ids), np.full(len(ids), "train"), f"folder:{root}")
+
+
 def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     """``labeled`` as :func:`read_folder` without loose images; ``unlabeled``: any images below it.
 

@@ -83,7 +83,7 @@ class Rows:
 
     ``split`` is an array (N,) of 'train' and 'test'. ``class_names`` is the order of classes where the source
     declares one (numeric ids), else empty. ``known`` are the known classes where the source itself says so
-    (ImageNet splits), else empty. ``notes`` are lines for the user. ``eval_labels`` holds true classes that only
+    (ImageNet splits), else empty. ``notes`` are lines for the user. ``eval_labels`` are true classes that only
     evaluation may read, where the source has them; otherwise the labels serve there too.
 
     Raises:
@@ -124,7 +124,7 @@ class Rows:
 
     @property
     def truth(self) -> list[str | None]:
-        """What evaluation takes for the true class of each row: ``eval_labels`` where given, else the label."""
+        """What evaluation takes for each row's true class: ``eval_labels`` where given, else the label."""
         if self.eval_labels is None:
             return self.labels
         return [

@@ -12,7 +12,7 @@ import numpy as np
 from uno.config import ConfigError, DataConfig
 from uno.data import filesystem
 from uno.data.cifar import CIFAR10, CIFAR100, read_cifar
-from uno.data.folders import is_wnid, read_folder, read_imagenet, read_two_folders
+from uno.data.folders import is_wnid, read_folder, read_imagenet, read_images, read_two_folders
 from uno.data.rows import Rows
 from uno.data.tables import read_parquet, read_table
 
@@ -26,6 +26,13 @@ READERS: dict[str, Reader] = {
     "parquet": lambda path, config: read_parquet(path),
     "table": lambda path, config: read_table(path),
 }
+INPUT_READERS: dict[str, Reader] = READERS | {
+    "imagenet": lambda path, config: read_images(path),
+    "folder": lambda path, config: read_images(path),
+    "parquet": lambda path, config: read_parquet(path, images_only=True),
+    "table": lambda path, config: read_table(path, images_only=True),
+}
+"""How to read what is only to be predicted: labels, class folders and splits mean nothing there."""
 
 
 def read_rows(config: DataConfig) -> Rows:
@@ -34,6 +41,19 @@ def read_rows(config: DataConfig) -> Rows:
     Raises:
         ConfigError: anything wrong with the source, in one line that names the path or field.
     """
+    return _read(config, READERS)
+
+
+def read_inputs(config: DataConfig) -> Rows:
+    """The rows of a source to predict: every image of a folder, every row of a table, labeled or not.
+
+    Raises:
+        ConfigError: the source is missing or cannot be read.
+    """
+    return _read(config, INPUT_READERS)
+
+
+def _read(config: DataConfig, readers: dict[str, Reader]) -> Rows:
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(filesystem.normal(config.labeled), filesystem.normal(config.unlabeled))
     source = config.source.strip()
@@ -43,7 +63,7 @@ def read_rows(config: DataConfig) -> Rows:
     path = filesystem.normal(path)
     if filesystem.kind(path) == "missing" and not (config.download and prefix in ("cifar10", "cifar100")):
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{_hint(source)}")
-    return READERS[prefix or recognise(path)](path, config)
+    return readers[prefix or recognise(path)](path, config)
 
 
 def recognise(path: str) -> str:

@@ -24,13 +24,15 @@ from uno.data.rows import Encoded, Files, Images, Rows
 IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}
+TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
 MAX_TABLE_BYTES = 2**30
 
 
-def read_parquet(path: str) -> Rows:
+def read_parquet(path: str, images_only: bool = False) -> Rows:
     """All *.parquet files of a folder, or one file; images stay in the Arrow column.
 
     The split is column ``split``, else the file name (train-*, test-*, validation-*) or folder, else train.
+    With ``images_only`` nothing but images and ids is read: rows to predict need no label and no split.
 
     Raises:
         ConfigError: no or unreadable files, missing columns, or values of the wrong type.
@@ -47,7 +49,7 @@ def read_parquet(path: str) -> Rows:
     tables: list[pa.Table] = []
     names: list[str] = []
     for name, file in files:
-        table, names = _read_file(name, file)
+        table, names = _read_file(name, file, images_only)
         tables.append(table)
     try:
         table = pa.concat_tables(tables, promote_options="default")
@@ -58,7 +60,7 @@ def read_parquet(path: str) -> Rows:
     labels = _labels(source, table["label"], names)
     return Rows(
         ids=[str(value) for value in table["id"].to_pylist()],
-        images=_images(source, root, table),
+        images=_images(source, root, table, images_only),
         labels=labels,
         split=_splits(source, table["split"].to_pylist()),
         source=source,
@@ -69,10 +71,11 @@ def read_parquet(path: str) -> Rows:
     )
 
 
-def read_table(path: str) -> Rows:
+def read_table(path: str, images_only: bool = False) -> Rows:
     """A .csv or .jsonl file with columns path (or image), and where present id, label, split and eval_label.
 
-    Paths are relative to the file and stay in its folder. An empty label is none.
+    Paths are relative to the file and stay in its folder. An empty label is none. With ``images_only`` as in
+    :func:`read_parquet`; a row without a path is then an unreadable image.
 
     Raises:
         ConfigError: unreadable, missing columns, or a path that leaves the folder.
@@ -80,6 +83,8 @@ def read_table(path: str) -> Rows:
     root, name = filesystem.split(path)
     columns = _read_jsonl(path) if name.lower().endswith(".jsonl") else _read_csv(path)
     source = f"table:{path}"
+    if images_only:
+        columns = {name: column for name, column in columns.items() if name not in TRAINING_COLUMNS}
     image = next((name for name in ("path", "image") if name in columns), None)
     if image is None:
         raise ConfigError(f"{source}: needs a column path or image; it has {', '.join(columns) or 'none'}")
@@ -91,7 +96,7 @@ def read_table(path: str) -> Rows:
     labels, truth = ([_name(source, v) for v in columns.get(c, missing)] for c in ("label", "eval_label"))
     return Rows(
         ids=[f"row-{i}" if given in (None, "") else str(given) for i, given in enumerate(ids)],
-        images=_files(source, root, columns[image]),
+        images=_files(source, root, columns[image], images_only),
         labels=labels,
         split=_splits(source, columns.get("split", missing)),
         source=source,
@@ -99,19 +104,18 @@ def read_table(path: str) -> Rows:
     )
 
 
-def _read_file(name: str, path: str) -> tuple[pa.Table, list[str]]:
+def _read_file(name: str, path: str, images_only: bool) -> tuple[pa.Table, list[str]]:
     """One Parquet file as columns id, image, label, split; and the class names of its metadata ([]: none)."""
     try:
         with filesystem.open_input(path) as file, pa.parquet.ParquetFile(file) as parquet:
             schema = parquet.schema_arrow
             image = next((c for c in IMAGE_COLUMNS if c in schema.names), None)
-            label = next((c for c in LABEL_COLUMNS if c in schema.names), None)
+            label = None if images_only else next((c for c in LABEL_COLUMNS if c in schema.names), None)
             if image is None:
                 present = ", ".join(schema.names)[:300]
                 raise ConfigError(f"{path}: needs a column {' or '.join(IMAGE_COLUMNS)}; it has {present}")
-            table = parquet.read(
-                [c for c in (image, label, "id", "split", "eval_label") if c in schema.names]
-            )
+            wanted = (image, "id") if images_only else (image, label, "id", "split", "eval_label")
+            table = parquet.read([c for c in wanted if c in schema.names])
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"cannot read Parquet file {path}: {_one_line(error)}") from None
     num = len(table)
@@ -173,11 +177,11 @@ def _splits(source: str, values: Sequence[Any]) -> np.ndarray:
     return np.array(splits)
 
 
-def _images(source: str, root: str, table: pa.Table) -> Images:
+def _images(source: str, root: str, table: pa.Table, images_only: bool) -> Images:
     """The image column: bytes where there are bytes, else files below ``root``."""
     column = table["image"]
     if _is_text(column.type):
-        return _files(source, root, column.to_pylist())
+        return _files(source, root, column.to_pylist(), images_only)
     if _is_binary(column.type):
         return Encoded(column, {})
     fields = {f.name for f in column.type} if pa.types.is_struct(column.type) else set()
@@ -189,13 +193,16 @@ def _images(source: str, root: str, table: pa.Table) -> Images:
         return Encoded(content, {})
     paths = pa.compute.struct_field(column, "path").take(pa.array(empty)).to_pylist()
     named = [(int(i), path) for i, path in zip(empty, paths, strict=True) if path]
-    files = _files(source, root, [path for _, path in named])
+    files = _files(source, root, [path for _, path in named], images_only)
     return Encoded(content, {i: files[j] for j, (i, _) in enumerate(named)})
 
 
-def _files(source: str, root: str, relatives: Sequence[Any]) -> Files:
+def _files(source: str, root: str, relatives: Sequence[Any], may_lack: bool) -> Files:
     paths = []
     for i, relative in enumerate(relatives):
+        if may_lack and not relative:
+            paths.append("")  # no file has this name
+            continue
         if not isinstance(relative, str) or not relative:
             raise ConfigError(f"{source}: row {i} has no image path")
         path = filesystem.inside(root, relative)

@@ -1,0 +1,57 @@
+"""The one Ray cluster of the test lane ``ray``; everything else runs without Ray."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+NUM_CPUS = 4  # logical; the machine may have two
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ray's own deprecation and resource warnings are not ours to turn into errors."""
+    for item in items:
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """The ``ray`` module, connected to a private cluster: no token of the user's, no other cluster's
+    address.
+    """
+    from pipelines import ray_env
+
+    folder = tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")  # short: socket paths hold 107 characters
+    changed = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": None, **ray_env.ENVIRONMENT}
+    before = {name: os.environ.get(name) for name in changed}
+    _set(changed)
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=NUM_CPUS,
+        include_dashboard=True,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
+        _temp_dir=folder,
+    )
+    yield ray
+    ray.shutdown()
+    _set(before)
+    time.sleep(0.5)  # the last processes still write their logs
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _set(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,367 @@
+"""The commands in this process, without Ray: what they write, what they refuse, how they resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+
+from pipelines import cli, jobs, ray_env
+from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
+from uno import lock
+from uno.checkpoint import checkpoint_steps
+from uno.model import build_model
+from uno.storage import Storage
+
+
+@pytest.fixture(autouse=True)
+def restored_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    """Training or connecting to Ray fails the test."""
+
+    def start(*_args, **_kwargs):
+        raise AssertionError("this should have been refused earlier")
+
+    monkeypatch.setattr(ray_env, "connect", start)
+    monkeypatch.setattr(jobs.run, "pretrain", start)
+    monkeypatch.setattr(jobs.run, "discover", start)
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line on stderr of a command that ends with code 2."""
+    assert cli.main(list(argv)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("uno: error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert "internal" not in err and "Traceback" not in err
+    return err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A finished small run."""
+    threads = torch.get_num_threads()
+    output = tmp_path_factory.mktemp("finished") / "run"
+    assert cli.main(["discover", *SMALL, "--output", str(output)]) == 0
+    torch.set_num_threads(threads)
+    return output
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--objective.epsilonn", "1"], "did you mean --objective.epsilon?"),
+        (["--objective.epsilon", "nan"], "objective.epsilon: "),
+        (["--train.batch-size", "1"], "train.batch_size: "),
+        (["--preset", "digts"], "unknown preset 'digts'; did you mean 'digits'?"),
+        (["--data", "folder:/no/such/place"], "/no/such/place"),
+        (["--known-classes", "0,1,eleven"], "eleven"),
+        (["--known-classes", "first:10"], "none is left to discover"),
+        (["--num-novel", "1000"], "fewer than the 1000 classes to discover"),
+        (["--batch-size", "34"], "divide by 2 workers"),
+        (["--weights", "/no/such/run"], "model.weights: /no/such/run"),
+        (["--weights", "/no/such/encoder.safetensors"], "no such file"),
+        (["--workers", "0", "--device", "cuda"], "CUDA"),
+    ],
+)
+def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says):
+    if "cuda" in argv and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    output = tmp_path / "run"
+    line = refused(capsys, "discover", *SMALL, "--workers", "2", "--output", str(output), *argv)
+    assert says in line
+    assert not output.exists()
+
+
+def test_unknown_key_of_a_file(tmp_path, capsys, nothing_starts):
+    file = tmp_path / "mine.yaml"
+    file.write_text("objective:\n  epsilom: 0.1\n")
+    assert "unknown key 'objective.epsilom'; did you mean" in refused(
+        capsys, "discover", "--config", str(file), "--output", str(tmp_path / "run")
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "argv", "says"),
+    [
+        ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
+        ({"cat": 40}, ["--known-classes", "first:1"], "none is left to discover"),
+        ({"cat": 40}, [], "nothing to discover"),
+        ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "fewer than the 9"),
+    ],
+)
+def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
+    folder = write_images(tmp_path / "images", counts)
+    line = refused(
+        capsys, "discover", "--data", f"folder:{folder}", "--batch-size", "8", "--workers", "2",
+        "--output", str(tmp_path / "run"), *argv,
+    )  # fmt: skip
+    assert says in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_label_outside_the_list_of_names(tmp_path, capsys, nothing_starts):
+    info = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
+    images = [b"\x00"] * 3
+    table = pa.table({"img": pa.array(images, pa.binary()), "label": pa.array([0, 1, 7], pa.int64())})
+    table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
+    pq.write_table(table, tmp_path / "train.parquet")
+    line = refused(capsys, "discover", "--data", str(tmp_path / "train.parquet"), "--known-classes", "cat")
+    assert "7" in line
+
+
+FOLDER = (
+    "--known-classes", "cat,dog", "--batch-size", "16", "--data.store-size", "8", "--augment.large.size", "8",
+    "--augment.large.crop", "none", "--model.encoder", "resnet_small", "--model.width", "4",
+    "--model.hidden-dim", "16", "--max-steps", "1", "--pretrain.epochs", "1", "--discover.epochs", "1",
+)  # fmt: skip
+
+
+def test_unreadable_images_within_the_budget_are_left_out_and_listed(tmp_path, capsys):
+    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
+    (folder / "emu" / "7.png").write_text("not an image")
+    output = tmp_path / "run"
+    argv = ("discover", "--data", f"folder:{folder}", "--output", str(output), *FOLDER)
+    assert cli.main([*argv, "--data.max-bad-fraction", "0.02"]) == 0
+    (bad,) = map(json.loads, (output / "bad_samples.jsonl").read_text().splitlines())
+    assert bad["id"].endswith("emu/7.png") and "not a readable" in bad["reason"]
+    assert f"1 unreadable images are left out; see {output}/bad_samples.jsonl" in capsys.readouterr().out
+
+
+def test_too_many_unreadable_images_stop_the_run(tmp_path, capsys, nothing_starts):
+    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
+    (folder / "emu" / "7.png").write_text("not an image")
+    output = tmp_path / "run"
+    line = refused(capsys, "discover", "--data", f"folder:{folder}", "--output", str(output), *FOLDER)
+    assert "1 of 60 images are unreadable" in line and f"{output}/bad_samples.jsonl" in line
+    assert (output / "bad_samples.jsonl").read_text().count("\n") == 1
+
+
+# what a run leaves, and what the same command does again
+
+
+def test_the_run_directory(finished):
+    assert {path.name for path in finished.iterdir()} >= {
+        "config.yaml", "environment.json", "metrics.jsonl", "metrics.json", "checkpoints", "model",
+        "tensorboard",
+    }  # fmt: skip
+    assert not (finished / "lock.json").exists()
+    results = json.loads((finished / "metrics.json").read_text())
+    assert all(isinstance(value, float) and 0 <= value <= 1 for value in results.values())
+    assert {"train/novel/task_aware/acc/best", "test/novel/task_agnostic_strict/acc/avg",
+            "baseline/kmeans/novel/acc"} <= results.keys()  # fmt: skip
+    assert {line["phase"] for line in lines_of(finished)} == {"pretrain", "discover"}
+    classes = json.loads((finished / "model" / "classes.json").read_text())["classes"]
+    assert [c["kind"] for c in classes] == ["known"] * 5 + ["novel"] * 5
+
+
+def test_the_saved_encoder_loads(finished):
+    from uno.config import load_yaml, override
+    from uno.presets import preset
+
+    config = override(preset("digits"), load_yaml(finished / "config.yaml"))
+    encoder = build_model(config.model, 5, 5, seed=1).encoder
+    weights = safetensors.torch.load_file(finished / "model" / "encoder.safetensors")
+    encoder.load_state_dict(weights, strict=True)
+
+
+def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
+    before = (finished / "metrics.json").read_bytes()
+    assert cli.main(["discover", *SMALL, "--output", str(finished)]) == 0
+    shown = capsys.readouterr().out
+    assert "is finished; nothing is trained again" in shown and "task_aware" in shown
+    assert (finished / "metrics.json").read_bytes() == before
+
+
+def test_other_settings_are_refused_with_their_names(finished, capsys, nothing_starts):
+    line = refused(
+        capsys, "discover", *SMALL, "--output", str(finished), "--objective.epsilon", "0.1", "--seed", "3"
+    )
+    assert "objective.epsilon, seed" in line
+
+
+def test_evaluate_reproduces_the_results(finished, capsys):
+    before = (finished / "metrics.json").read_bytes()
+    shown_before = capsys.readouterr()
+    (finished / "metrics.json").unlink()
+    assert cli.main(["evaluate", str(finished)]) == 0
+    assert (finished / "metrics.json").read_bytes() == before
+    assert "task_aware" in capsys.readouterr().out and shown_before is not None
+
+
+def test_evaluate_refuses_what_is_no_run(tmp_path, capsys):
+    assert "is not a run directory" in refused(capsys, "evaluate", str(tmp_path))
+    assert "the run directory comes first" in refused(capsys, "evaluate", "--workers", "0")
+
+
+def test_pretrain_then_discover_equals_discover(finished, tmp_path, capsys):
+    output = str(tmp_path / "run")
+    assert cli.main(["pretrain", *SMALL, "--output", output]) == 0
+    pretrained = lines_of(tmp_path / "run")
+    assert {line["phase"] for line in pretrained} == {"pretrain"}
+    assert cli.main(["discover", *SMALL, "--output", output]) == 0
+    assert lines_of(tmp_path / "run") == lines_of(finished)  # nothing was pretrained twice
+    assert_same_weights(tmp_path / "run", finished)
+
+
+@pytest.mark.parametrize("weights", ["", "model/encoder.safetensors"])
+def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
+    """Kills: weights looked up from another directory than the user's."""
+    monkeypatch.chdir(finished.parent)
+    output = tmp_path / "run"
+    source = os.path.join("run", weights)
+    assert (
+        cli.main(["discover", *SMALL, "--output", str(output), "--weights", source, "--max-steps", "2"]) == 0
+    )
+    assert {line["phase"] for line in lines_of(output)} == {"discover"}
+
+
+def test_fresh_starts_over(finished, tmp_path):
+    output = tmp_path / "run"
+    argv = ["discover", *SMALL, "--output", str(output)]
+    assert cli.main([*argv, "--max-steps", "2"]) == 0
+    (output / "old-report.html").write_text("")
+    assert cli.main([*argv, "--fresh"]) == 0
+    assert not (output / "old-report.html").exists()
+    assert_same_weights(output, finished)
+
+
+@pytest.mark.parametrize("switch", [[], ["--fresh"]])
+def test_a_directory_that_is_no_run_is_not_touched(tmp_path, capsys, nothing_starts, switch):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    line = refused(capsys, "discover", *SMALL, "--output", str(tmp_path), *switch)
+    assert "holds no run" in line and [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_print_config_and_data_check_and_dry_run_leave_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["discover", *SMALL, "--print-config"]) == 0
+    assert "batch_size: 32" in capsys.readouterr().out
+    assert cli.main(["data", "check", *SMALL]) == 0
+    assert "5 known, 5 to discover" in capsys.readouterr().out
+    assert cli.main(["discover", *SMALL, "--workers", "2", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "pretrain: 3 epochs of 3 steps of 32 labeled + 0 unlabeled rows" in shown
+    assert "discover: 3 epochs of 6 steps of 16 labeled + 16 unlabeled rows" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_check_says_when_a_run_could_not_succeed(capsys):
+    assert cli.main(["data", "check", *SMALL, "--num-novel", "1000"]) == 2
+    assert "error: 100 unlabeled rows are fewer than the 1000" in capsys.readouterr().out
+
+
+# stopped and killed
+
+
+def test_a_signal_saves_and_the_same_command_resumes(finished, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "run"
+    argv = ["discover", *SMALL, "--output", str(output)]
+    report = jobs.LocalWorker.report
+
+    def interrupt(self, metrics):
+        if (metrics["phase"], metrics["step"]) == ("discover", 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+        report(self, metrics)
+
+    monkeypatch.setattr(jobs.LocalWorker, "report", interrupt)
+    assert cli.main(argv) == 75
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == (
+        "uno: stopped at discover step 4 of 18; resume with the same command"
+    )
+    assert "stopping: saving a checkpoint first" in captured.out
+    assert checkpoint_steps(Storage(str(output)), "discover") == [4]
+    assert not (output / "lock.json").exists()
+    monkeypatch.undo()
+    assert cli.main(argv) == 0
+    assert lines_of(output) == lines_of(finished)
+    assert_same_weights(output, finished)
+
+
+KILLED = """
+import os, signal, sys
+from pipelines import cli, jobs
+
+report = jobs.LocalWorker.report
+def die(self, metrics):
+    report(self, metrics)
+    if (metrics["phase"], metrics["step"]) == ("discover", 8):
+        os.kill(os.getpid(), signal.SIGKILL)
+jobs.LocalWorker.report = die
+cli.main(sys.argv[1:])
+"""
+
+
+def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatch):
+    """The process dies in the middle of an epoch; its lock file stays, and is found to be dead."""
+    monkeypatch.setattr(lock, "RENEW_S", 0.2)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.5)
+    output = tmp_path / "run"
+    argv = ["discover", *SMALL, "--output", str(output)]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *argv], cwd=Path(__file__).parents[2], capture_output=True, timeout=120
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert checkpoint_steps(Storage(str(output)), "discover") == [6]
+    assert cli.main(argv) == 0
+    assert "watching 0.5 s whether it still runs" in capsys.readouterr().out
+    assert lines_of(output) == lines_of(finished)
+    assert_same_weights(output, finished)
+
+
+def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeypatch):
+    """The second is refused while the first runs; not even --fresh touches the directory."""
+    monkeypatch.setattr(lock, "RENEW_S", 0.2)
+    output = tmp_path / "run"
+    with lock.claim(Storage(str(output)), on_wait=print):
+        line = refused(capsys, "discover", *SMALL, "--output", str(output), "--fresh")
+    assert f"{output} is in use by process {os.getpid()} on" in line
+    assert list(output.iterdir()) == []
+
+
+def test_numbers_out_of_range_stop_with_code_3(tmp_path, capsys, monkeypatch):
+    """A loss that is never finite: code 3, one line, and the step."""
+    real = jobs.run.ResidentBatches.__call__
+
+    def poisoned(self, step):
+        batch = real(self, step)
+        for views in batch.views:
+            views.mul_(np.nan)
+        return batch
+
+    monkeypatch.setattr(jobs.run.ResidentBatches, "__call__", poisoned)
+    assert cli.main(["discover", *SMALL, "--output", str(tmp_path / "run")]) == 3
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("uno: error: non-finite loss at pretrain step")
+
+
+def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
+    output = tmp_path / "run"
+    output.mkdir()
+    assert cli.main(["pretrain", *SMALL, "--max-steps", "1", "--output", str(output)]) == 0
+    for path in sorted((output / "checkpoints").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    (output / "checkpoints").rmdir()
+    (output / "checkpoints").write_text("in the way")
+    capsys.readouterr()
+    assert cli.main(["pretrain", *SMALL, "--max-steps", "1", "--output", str(output)]) == 4
+    assert capsys.readouterr().err.splitlines()[-1].startswith("uno: error: cannot write ")

@@ -1,0 +1,169 @@
+"""The driver's decisions about a group of workers, with the group replaced by a function."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines import datasets, worker
+from uno import run
+from uno.batches import ResidentBatches
+from uno.checkpoint import Checkpoint, save_checkpoint
+from uno.config import Config, override
+from uno.data.decode import decode_many
+from uno.data.resident import assemble
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
+from uno.lock import claim
+from uno.presets import preset
+from uno.storage import Storage
+
+RAY = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0})
+
+
+@pytest.fixture
+def group(tmp_path, monkeypatch):
+    """``group(*outcomes)`` runs workers that end in these ways, and counts them; an exception is raised."""
+    monkeypatch.setattr(datasets, "truth_of", lambda ray, task: None)
+    started = []
+
+    def run_group(*outcomes):
+        pending = list(outcomes)
+
+        def fit(loop, *_):
+            started.append(loop["token"])
+            outcome = pending.pop(0)
+            if callable(outcome):
+                outcome = outcome(Storage(loop["output"]))
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(worker, "_fit_in_thread", fit)
+        task = SimpleNamespace(known=["a", "b"], novel=["c"], num_novel=1)
+        config = override(Config(), {"compute.workers": 2})
+        with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
+            return worker.run_workers(RAY, config, task, None, [], (), True, mine, "STOP", lambda: None)
+
+    run_group.started = started
+    return run_group
+
+
+DEATH = RuntimeError("the actor died unexpectedly")
+
+
+def test_a_dead_group_is_replaced_with_a_new_token(group):
+    assert group(DEATH, DEATH, {"metrics": {"acc": 1.0}}) == {"acc": 1.0}
+    assert len(set(group.started)) == 3
+
+
+def test_three_deaths_in_a_row_are_the_end(group):
+    with pytest.raises(RuntimeError, match="died unexpectedly"):
+        group(DEATH, DEATH, DEATH, {"metrics": {}})
+    assert len(group.started) == 3
+
+
+def test_a_new_checkpoint_starts_the_count_anew(group):
+    """Spot nodes may go away any number of times in a long run."""
+
+    def death_after(step):
+        def end(storage):
+            save_checkpoint(storage, run.DISCOVER, Checkpoint(step, {"w": torch.zeros(1)}, {}), "")
+            return DEATH
+
+        return end
+
+    outcomes = [end for step in range(1, 5) for end in (death_after(step), DEATH)]
+    assert group(*outcomes, {"metrics": {}}) == {}
+    assert len(group.started) == 9
+
+
+@pytest.mark.parametrize("error", [ConfigError("x"), NumericsError("x"), StorageError("x")])
+def test_what_the_user_must_act_on_is_not_tried_again(group, error):
+    wrapped = RuntimeError("worker group failed")
+    wrapped.worker_failures = {0: RuntimeError("Connection closed by peer"), 1: error}
+    with pytest.raises(type(error)):
+        group(wrapped)
+    assert len(group.started) == 1
+
+
+def test_a_stop_is_handed_on(group):
+    with pytest.raises(Interrupted, match="at step 4"):
+        group({"interrupted": "stopped at step 4"})
+
+
+def test_the_cause_is_not_the_lost_peer():
+    group = RuntimeError("group")
+    group.worker_failures = {0: RuntimeError("Connection closed by peer"), 1: KeyError("real")}
+    assert isinstance(worker._cause(group), KeyError)
+    group.worker_failures = {0: RuntimeError("Connection closed by peer")}
+    assert worker._cause(group) is group
+    group.controller_failure = TimeoutError("no nodes")
+    group.worker_failures = {}
+    assert isinstance(worker._cause(group), TimeoutError)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cluster", "expected"),
+    [
+        ({"compute.workers": 2}, {"CPU": 2}, {"CPU": 0.5}),
+        ({"compute.workers": 2}, {"CPU": 64}, {"CPU": 1.0}),
+        ({"compute.workers": 3, "compute.cpus_per_worker": 1}, {"CPU": 4}, {"CPU": 1}),
+        ({"compute.workers": 2}, {"CPU": 8, "GPU": 4}, {"CPU": 1.0, "GPU": 1.0}),
+        ({"compute.workers": 2, "compute.device": "cpu"}, {"CPU": 8, "GPU": 4}, {"CPU": 1.0}),
+        ({"compute.workers": 8, "compute.gpus_per_worker": 0.5}, {"CPU": 9, "GPU": 4}, {"CPU": 1, "GPU": .5}),
+    ],
+)  # fmt: skip
+def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
+    found = worker.worker_resources(override(Config(), overrides), cluster)
+    assert found == expected
+    assert found["CPU"] * overrides["compute.workers"] + 1 <= cluster["CPU"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cluster", "says"),
+    [
+        ({"compute.workers": 4, "compute.cpus_per_worker": 1}, {"CPU": 4}, "4 workers of 1 CPUs and one CPU"),
+        ({"compute.workers": 2}, {"CPU": 1}, "need more than the cluster's 1"),
+        ({"compute.workers": 1}, {}, "need more than the cluster's 0"),
+        ({"compute.workers": 4}, {"CPU": 8, "GPU": 2}, "4 workers need 4 GPUs, the cluster has 2"),
+        ({"compute.workers": 1, "compute.device": "cuda"}, {"CPU": 8}, "need 1 GPUs, the cluster has 0"),
+    ],
+)
+def test_too_many_workers_are_one_line(overrides, cluster, says):
+    with pytest.raises(ConfigError, match=says):
+        worker.worker_resources(override(Config(), overrides), cluster)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_rows_and_views_do_not_depend_on_the_number_of_workers(workers):
+    """All workers' shares of a step are the rows of one worker's step, each row once in an epoch."""
+    config = override(preset("digits"), {"data.limit": 400, "train.batch_size": 64})
+    task = make_task(read_rows(config.data), config.data)
+    images, ok, _ = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
+    train = assemble(task, images, ok)
+    plan = run.plans(config, len(train.labels), len(train.unlabeled_images), workers)[run.DISCOVER]
+    whole = ResidentBatches(config, train, plan, 0, 1)
+    shares = [ResidentBatches(config, train, plan, rank, workers) for rank in range(workers)]
+    half = plan.labeled_size // workers
+    seen = []
+    for step in range(plan.steps_per_epoch):
+        expected, parts = whole(step), [share(step) for share in shares]
+        assert torch.equal(torch.cat([part.labels for part in parts]), expected.labels)
+        for v, view in enumerate(expected.views):
+            labeled = torch.cat([part.views[v][:half] for part in parts])
+            unlabeled = torch.cat([part.views[v][half:] for part in parts])
+            assert torch.equal(torch.cat([labeled, unlabeled]), view)
+        seen.append(run_rows(plan, step))
+    rows = np.concatenate(seen)
+    assert len(np.unique(rows)) == len(rows)
+
+
+def run_rows(plan, step):
+    from uno.data.batches import batch_indices
+
+    return batch_indices(plan, step)[1]

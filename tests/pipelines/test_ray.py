@@ -1,0 +1,229 @@
+"""The commands through Ray Data and Ray Train on one shared cluster: equal to the local path, and hard to
+kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines import cli, jobs
+from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
+from uno import lock
+from uno.checkpoint import checkpoint_steps
+from uno.journal import read_journal
+from uno.storage import Storage
+
+pytestmark = pytest.mark.ray
+
+LONG = [*SMALL, "--discover.epochs", "40"]  # 240 steps of discovery: time enough to be killed
+
+
+@pytest.fixture(autouse=True)
+def cluster(ray_cluster):
+    threads = torch.get_num_threads()
+    yield ray_cluster
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def two(ray_cluster, tmp_path_factory):
+    """A finished demo: two workers."""
+    output = tmp_path_factory.mktemp("two") / "run"
+    assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
+    return output
+
+
+def once_at(output: Path, step: int, act) -> threading.Thread:
+    """Call ``act`` when discovery has logged ``step``."""
+
+    def watch():
+        while not any(
+            e["phase"] == "discover" and e["step"] >= step for e in read_journal(Storage(str(output)))
+        ):
+            time.sleep(0.05)
+        act()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def kill_a_worker() -> None:
+    """kill -9 of one training worker of this cluster (other clusters may be on the machine)."""
+    from ray.util.state import list_actors
+
+    actors = list_actors(filters=[("state", "=", "ALIVE")], detail=True)
+    pids = [actor.pid for actor in actors if actor.class_name == "RayTrainWorker"]
+    assert len(pids) == 2, actors
+    os.kill(pids[1], signal.SIGKILL)
+
+
+def test_one_worker_equals_no_ray(tmp_path, capsys):
+    """Losses, weights and results, bit for bit, at one thread."""
+    for workers in ("0", "1"):
+        output = str(tmp_path / workers)
+        assert cli.main(["discover", *SMALL, "--output", output, "--workers", workers]) == 0
+    capsys.readouterr()
+    assert lines_of(tmp_path / "1") == lines_of(tmp_path / "0")
+    assert_same_weights(tmp_path / "1", tmp_path / "0")
+    results = [json.loads((tmp_path / workers / "metrics.json").read_text()) for workers in ("0", "1")]
+    assert results[0] == results[1]
+
+
+def test_the_demo_leaves_a_complete_run(two):
+    assert {path.name for path in two.iterdir()} >= {
+        "config.yaml", "environment.json", "metrics.jsonl", "metrics.json", "checkpoints", "model",
+        "tensorboard",
+    }  # fmt: skip
+    assert not {"lock.json", "ray", "STOP"} & {path.name for path in two.iterdir()}
+    results = json.loads((two / "metrics.json").read_text())
+    assert results["train/known/task_aware/acc/best"] > 0.9
+    assert "test/novel/task_agnostic_strict/acc/avg" in results and "baseline/kmeans/novel/acc" in results
+
+
+def test_two_workers_learn_what_one_process_learns(two, tmp_path):
+    """BatchNorm sees half a batch on each worker, so the losses are close, not equal."""
+    assert cli.main(["discover", *LONG, "--output", str(tmp_path / "here")]) == 0
+    here, there = lines_of(tmp_path / "here"), lines_of(two)
+    assert [(e["phase"], e["step"], e["lr"]) for e in here] == [
+        (e["phase"], e["step"], e["lr"]) for e in there
+    ]
+    assert here[0]["loss"] == pytest.approx(there[0]["loss"], rel=0.1)
+    assert here[-1]["loss"] == pytest.approx(there[-1]["loss"], rel=0.3)
+
+
+def test_the_same_demo_again_trains_nothing(two, capsys, monkeypatch):
+    monkeypatch.setattr(jobs.ray_env, "connect", pytest.fail)
+    before = (two / "metrics.json").read_bytes()
+    assert cli.main(["demo", *LONG, "--output", str(two)]) == 0
+    assert "is finished; nothing is trained again" in capsys.readouterr().out
+    assert (two / "metrics.json").read_bytes() == before
+
+
+def test_stopped_then_a_worker_killed_then_equal(two, tmp_path, capsys):
+    """SIGTERM saves and leaves with 75; the same command goes on; a killed worker is replaced; the weights
+    are those of the undisturbed run.
+    """
+    output = tmp_path / "run"
+    argv = ["demo", *LONG, "--output", str(output)]
+    once_at(output, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(argv) == 75
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].endswith("of 240; resume with the same command")
+    stopped_at = checkpoint_steps(Storage(str(output)), "discover")[-1]
+    assert 8 <= stopped_at < 240 and not (output / "lock.json").exists()
+
+    killer = once_at(output, stopped_at + 8, kill_a_worker)
+    assert cli.main(argv) == 0
+    killer.join(timeout=1)
+    assert not killer.is_alive()
+    assert_same_weights(output, two)
+    assert lines_of(output) == lines_of(two)
+
+
+@pytest.mark.slow
+def test_the_real_demo(tmp_path):
+    """Every setting as a newcomer gets it, but for Ray, which runs already."""
+    assert cli.main(["demo", "--output", str(tmp_path / "run")]) == 0
+    results = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert results["train/novel/task_aware/acc/best"] > 0.96
+    assert results["train/known/task_aware/acc/best"] > 0.99
+
+
+DRIVER = "import sys; from pipelines import cli; sys.exit(cli.main(sys.argv[1:]))"
+
+
+def test_a_killed_driver(two, tmp_path, cluster, capsys, monkeypatch):
+    """Its workers may go on for a while on a cluster that outlives it; the same command takes over."""
+    monkeypatch.setattr(lock, "PATIENCE_S", 4)
+    output = tmp_path / "run"
+    argv = ["demo", *LONG, "--output", str(output)]
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, *argv], cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, env={**os.environ, "RAY_ADDRESS": cluster.get_runtime_context().gcs_address},
+    )  # fmt: skip
+    watcher = once_at(output, 8, driver.kill)
+    _, errors = driver.communicate(timeout=120)
+    watcher.join(timeout=1)
+    assert driver.returncode == -signal.SIGKILL, errors.decode()
+    assert cli.main(argv) == 0
+    assert f"is claimed by process {driver.pid} on" in capsys.readouterr().out
+    assert_same_weights(output, two)
+
+
+def test_numerics_error_in_a_worker_is_code_3(tmp_path, capfd):
+    """Pixels divided by 1e-38 overflow: the loss is never finite."""
+    tiny = ("--data.std", "1e-38", "1e-38", "1e-38")
+    assert cli.main(["pretrain", *SMALL, *tiny, "--workers", "1", "--output", str(tmp_path / "run")]) == 3
+    err = capfd.readouterr().err.splitlines()
+    assert err[-1].startswith("uno: error: non-finite loss at pretrain step")
+    assert not any("Traceback" in line for line in err)
+
+
+@pytest.mark.slow
+def test_storage_error_in_a_worker_is_code_4(tmp_path, capfd):
+    output = tmp_path / "run"
+    assert cli.main(["pretrain", *SMALL, "--workers", "0", "--output", str(output), "--max-steps", "3"]) == 0
+    for path in sorted((output / "checkpoints").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    (output / "checkpoints").rmdir()
+    (output / "checkpoints").write_text("in the way")
+    assert cli.main(["pretrain", *SMALL, "--workers", "2", "--output", str(output), "--max-steps", "3"]) == 4
+    err = capfd.readouterr().err.splitlines()
+    assert err[-1].startswith("uno: error: cannot write ") and not any("Traceback" in line for line in err)
+
+
+def test_more_workers_than_cpus(tmp_path, capsys):
+    argv = ["discover", *SMALL, "--output", str(tmp_path / "run"), "--workers", "4"]
+    assert cli.main([*argv, "--compute.cpus-per-worker", "1"]) == 2
+    assert (
+        "4 workers of 1 CPUs and one CPU for Ray Data need more than the cluster's 4"
+        in capsys.readouterr().err
+    )
+
+
+def test_unreadable_images_beyond_the_budget_stop_before_any_worker(tmp_path, capsys, monkeypatch):
+    from pipelines import worker
+
+    monkeypatch.setattr(worker, "run_workers", pytest.fail)
+    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
+    (folder / "emu" / "7.png").write_text("not an image")
+    output = tmp_path / "run"
+    argv = ["discover", "--data", f"folder:{folder}", "--known-classes", "cat,dog", "--batch-size", "12"]
+    assert cli.main([*argv, "--workers", "2", "--output", str(output)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("uno: error: 1 of 60 images are unreadable") and err.count("\n") == 1
+    assert json.loads((output / "bad_samples.jsonl").read_text())["id"].endswith("emu/7.png")
+
+
+def test_the_cluster_file_fits_rays_schema():
+    """As ``ray up`` would read it, without a cloud; Ray's own check does not compare the worker counts."""
+    import yaml
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())
+    validate_config(config)
+    prepared = prepare_config(config)
+    validate_config(prepared)
+    types = prepared["available_node_types"]
+    head = types[prepared["head_node_type"]]
+    assert head["resources"] == {"CPU": 0} and head.get("max_workers", 0) == 0
+    assert all(kind["min_workers"] <= kind["max_workers"] for kind in types.values())
+    assert sum(kind["max_workers"] for kind in types.values()) >= prepared["max_workers"] > 0
+    assert any(
+        kind["node_config"].get("InstanceMarketOptions", {}).get("MarketType") == "spot"
+        for kind in types.values()
+    )
+    commands = [*prepared["setup_commands"], *prepared["head_start_ray_commands"]]
+    assert not any("nightly" in command or "dev0" in command for command in commands)
+    assert any("--dashboard-host=127.0.0.1" in command for command in commands)

@@ -1,0 +1,136 @@
+"""One process of test_collectives: ``python -m tests.uno.gloo_worker RANK WORLD_SIZE FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.uno.small_run import CPU, copied_tensors, small_config, small_sets
+from uno import collectives, run, steps
+from uno.checkpoint import load_newest
+from uno.errors import Interrupted
+from uno.model import build_model
+from uno.state import TrainState, new_state
+from uno.steps import Batch, discovery_step
+from uno.storage import Storage
+from uno.train import LocalWorker, Phase, fit
+
+CONFIG = small_config(train__batch_size=24)
+
+
+class GlooWorker(LocalWorker):
+    """A LocalWorker among others; stops before one step if asked to."""
+
+    def __init__(self, rank: int, world_size: int, stop: int | None = None) -> None:
+        super().__init__(CPU)
+        self.rank, self.world_size, self.stop = rank, world_size, stop
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model) if self.world_size > 1 else model
+
+    def should_stop(self, step: int) -> bool:
+        return step == self.stop
+
+
+def make_state(worker: GlooWorker) -> TrainState:
+    model = build_model(CONFIG.model, 5, 5, 0)
+    return new_state(model, worker.wrap(model), CONFIG.discover, CPU, False)
+
+
+def batches(worker: GlooWorker) -> run.ResidentBatches:
+    train = small_sets()[0]
+    plan = run.plans(CONFIG, len(train.labels), len(train.unlabeled_images), worker.world_size)[run.DISCOVER]
+    return run.ResidentBatches(CONFIG, train, plan, worker.rank, worker.world_size)
+
+
+def one_step(worker: GlooWorker) -> dict[str, Tensor]:
+    """A discovery step with BatchNorm in eval mode, so that rows do not see each other but in Sinkhorn."""
+    state, batch = make_state(worker), batches(worker)(0)
+    state.model.eval()
+    seen: dict[str, Tensor] = {}
+    calls = {"all_gather": 0}
+    if worker.world_size > 1:
+        gather = dist.all_gather
+
+        def counted(*args, **kwargs):
+            calls["all_gather"] += 1
+            return gather(*args, **kwargs)
+
+        dist.all_gather = counted
+    targets_of = steps.global_targets
+
+    def recorded(*args):
+        targets = targets_of(*args)
+        seen["novel_targets"], seen["over_targets"] = (target.contiguous() for target in targets)
+        return targets
+
+    steps.global_targets = recorded
+    seen["loss"] = discovery_step(state, batch, CONFIG.objective, 0.1)
+    steps.global_targets = targets_of
+    if worker.world_size > 1:
+        dist.all_gather = gather
+    seen["head_losses"] = state.epoch_losses.clone()
+    seen["calls"] = torch.tensor(calls["all_gather"])
+    for name, parameter in state.model.named_parameters():
+        seen[f"grad/{name}"] = parameter.grad.clone()
+    seen |= {
+        f"state/{k}": v for k, v in copied_tensors(state).items() if "epoch" not in k and "line" not in k
+    }
+    return seen
+
+
+def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
+    """Rank 1's rows are not numbers: both ranks skip the step."""
+    state, batch = make_state(worker), batches(worker)(0)
+    before = [p.detach().clone() for p in state.model.encoder.parameters()]
+    if worker.rank == worker.world_size - 1:
+        batch = Batch([view.fill_(float("nan")) for view in batch.views], batch.labels, batch.num_large)
+    discovery_step(state, batch, CONFIG.objective, 0.1)
+    kept = all(torch.equal(a, b) for a, b in zip(before, state.model.encoder.parameters(), strict=True))
+    return {"skipped": state.skipped.clone(), "kept": torch.tensor(kept)}
+
+
+def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
+    """Two epochs, stopped in the middle of the second and resumed, against the same without a stop."""
+    found = {}
+    for name, stops in (("clean", (None,)), ("resumed", (11, None))):
+        for stop in stops:
+            worker.stop = stop
+            state = make_state(worker)
+            phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, discovery_step)
+            with suppress(Interrupted):
+                fit(CONFIG, phase, state, batches(worker), worker, Storage(str(folder / name)))
+        found |= {f"{name}/{key}": value for key, value in copied_tensors(state).items()}
+        # what rank 0 stored is there for everyone as soon as fit returns
+        found[f"{name}/stored"] = torch.tensor(load_newest(Storage(str(folder / name)), run.DISCOVER).step)
+    return found
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    """Run everything and store the tensors."""
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
+    assert collectives.world() == (rank, world_size)
+    worker = GlooWorker(rank, world_size)
+    tensors = {f"step/{k}": v for k, v in one_step(worker).items()}
+    if world_size > 1:
+        tensors |= {f"nan/{k}": v for k, v in nan_on_one_rank(worker).items()}
+        tensors |= {f"phase/{k}": v for k, v in whole_phase(worker, folder).items()}
+    safetensors.torch.save_file(
+        {k: v.contiguous().clone() for k, v in tensors.items()}, folder / f"{rank}.st"
+    )
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

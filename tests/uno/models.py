@@ -1,0 +1,163 @@
+"""Trained-model directories without training, and files that are damaged in every way we know."""
+
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from PIL import Image
+
+from uno.augment import normalize
+from uno.config import Config, dump_yaml, override
+from uno.data.sources import read_digits
+from uno.model import UnoModel, build_model
+from uno.predict import Classifier, load_classifier
+from uno.presets import preset
+from uno.storage import Storage
+
+TINY = {
+    "model.width": 4, "model.num_heads": 3, "model.overcluster_factor": 2, "model.hidden_dim": 16,
+    "model.projection_dim": 8, "compute.threads": 1,
+}  # fmt: skip
+NUM_DAMAGED = 40
+
+
+def write_model(run: Path, aligned: bool = True, num_novel: int = 5, **overrides: Any) -> Config:
+    """A run directory as discover leaves it, with random weights and batch norms that have seen something."""
+    config = override(preset("digits"), TINY | {k.replace("__", "."): v for k, v in overrides.items()})
+    model = build_model(config.model, 5, num_novel, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_var"):
+            buffer.uniform_(0.5, 2, generator=generator)
+    _spread_prototypes_(model.eval(), config)
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
+    heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
+    classes = [{"index": i, "name": str(i), "kind": "known"} for i in range(5)]
+    classes += [{"index": 5 + i, "name": f"novel-{i + 1}", "kind": "novel"} for i in range(num_novel)]
+    facts: dict[str, Any] = {"best_head": 1, "classes": classes}
+    if aligned:
+        facts["alignment"] = [list(range(num_novel))] * config.model.num_heads
+    (run / "model").mkdir(parents=True)
+    (run / "config.yaml").write_text(dump_yaml(config))
+    (run / "model" / "config.yaml").write_text(dump_yaml(config))
+    (run / "model" / "classes.json").write_text(json.dumps(facts))
+    (run / "model" / "encoder.safetensors").write_bytes(safetensors.torch.save(encoder))
+    (run / "model" / "heads.safetensors").write_bytes(safetensors.torch.save(heads))
+    return config
+
+
+@torch.no_grad()
+def _spread_prototypes_(model: UnoModel, config: Config) -> None:
+    """Point prototypes from the mean to single images, so that every class is predicted for some digits."""
+    digits = torch.from_numpy(read_digits().images[:40]).permute(0, 3, 1, 2) / 255
+    size = config.data.store_size
+    images = torch.nn.functional.interpolate(digits, size=(size, size), mode="bilinear")
+    features = model.features(normalize(images, config.data.mean, config.data.std))
+    inputs = torch.nn.functional.normalize(features, dim=-1) if model.normalize_input else features
+    for head, points in ((model.known, features), (model.novel, model.projector(inputs))):
+        points = torch.nn.functional.normalize(points, dim=-1)
+        mean = torch.nn.functional.normalize(points.mean(dim=-2, keepdim=True), dim=-1)
+        points = points[..., : head.weight.shape[-2], :]
+        points = points - (points * mean).sum(dim=-1, keepdim=True) * mean
+        head.weight.copy_(torch.nn.functional.normalize(points[: len(head.weight)], dim=-1))
+
+
+def tiny_model(run: Path, **overrides: Any) -> Classifier:
+    """:func:`write_model`, loaded."""
+    write_model(run, **overrides)
+    return load_classifier(Storage(str(run)))
+
+
+def write_digits(folder: Path, images: np.ndarray) -> None:
+    """Images (N, H, W, 3) as PNG files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(folder / f"digit-{i:04d}.png", compress_level=1)
+
+
+def write_damaged(folder: Path) -> dict[str, bool]:
+    """Forty files of different kinds; the result says which of them can be read all the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise)
+    jpeg, png = _encoded(picture, "JPEG"), _encoded(picture, "PNG")
+    gif, bmp = _encoded(picture, "GIF"), _encoded(picture, "BMP")
+    tiff, webp = _encoded(picture, "TIFF"), _encoded(picture, "WEBP")
+    grey16 = Image.fromarray((np.arange(1200).reshape(40, 30) * 50).astype(np.uint16))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    flipped = bytearray(png)
+    flipped[png.index(b"IDAT") + 4] ^= 0xFF  # the first byte of the compressed stream
+    broken_exif = jpeg[:2] + b"\xff\xe1\x00\x10Exif\x00\x00garbage!" + jpeg[2:]
+    rgba = picture.convert("RGBA")
+    rgba.putalpha(100)
+    files: dict[str, tuple[bytes, bool]] = {
+        "empty.jpg": (b"", False),
+        "empty.png": (b"", False),
+        "one-byte.jpg": (b"\xff", False),
+        "zeros.jpg": (bytes(5000), False),
+        "text.jpg": (b"this is not an image\n" * 20, False),
+        "html.png": (b"<html><script>alert(1)</script></html>", False),
+        "eps.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n", False),
+        "pdf.jpg": (b"%PDF-1.4\n1 0 obj\n", False),
+        "svg.png": (b"<svg xmlns='http://www.w3.org/2000/svg' width='10' height='10'/>", False),
+        "script.jpg": (b"#!/bin/sh\nrm -rf /\n", False),
+        "pickle.jpg": (b"\x80\x04\x95\x10\x00\x00\x00\x00", False),
+        "zip.jpg": (b"PK\x03\x04" + bytes(100), False),
+        "bomb.png": (_png_header(60_000, 60_000), False),
+        "wide.png": (_png_header(2_000_000_000, 1), False),
+        "flat.png": (_png_header(0, 10), False),
+        "bomb.bmp": (_bmp_header(50_000, 50_000), False),
+        "bomb.gif": (b"GIF89a\xff\xff\xff\xff\x00\x00\x00", False),
+        "truncated-half.jpg": (jpeg[: len(jpeg) // 2], False),
+        "truncated-header.jpg": (jpeg[:20], False),
+        "truncated-half.png": (png[: len(png) // 2], False),
+        "truncated-header.png": (png[:30], False),
+        "truncated.gif": (gif[:40], False),
+        "truncated.bmp": (bmp[:100], False),
+        "truncated.tiff": (tiff[:60], False),
+        "truncated.webp": (webp[: len(webp) // 2], False),
+        "flipped.png": (bytes(flipped), False),
+        "float.tiff": (_encoded(Image.fromarray(noise[..., 0].astype(np.float32)), "TIFF"), False),
+        "png-named.jpg": (png, True),
+        "jpeg-named.png": (jpeg, True),
+        "sixteen-bit.png": (_encoded(grey16, "PNG"), True),
+        "palette.png": (_encoded(picture.convert("P"), "PNG"), True),
+        "palette.gif": (gif, True),
+        "one-bit.png": (_encoded(picture.convert("1"), "PNG"), True),
+        "grey.jpg": (_encoded(picture.convert("L"), "JPEG"), True),
+        "cmyk.jpg": (_encoded(picture.convert("CMYK"), "JPEG"), True),
+        "alpha.png": (_encoded(rgba, "PNG"), True),
+        "rotated.jpg": (_encoded(picture, "JPEG", exif=exif), True),
+        "broken-exif.jpg": (broken_exif, True),
+        "trailing.jpg": (jpeg + b"garbage" * 100, True),
+        "single-pixel.png": (_encoded(picture.crop((0, 0, 1, 1)), "PNG"), True),
+    }  # fmt: skip
+    assert len(files) == NUM_DAMAGED
+    for name, (data, _) in files.items():
+        (folder / name).write_bytes(data)
+    return {name: readable for name, (_, readable) in files.items()}
+
+
+def _encoded(picture: Image.Image, format: str, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    picture.save(stream, format, **options)
+    return stream.getvalue()
+
+
+def _png_header(width: int, height: int) -> bytes:
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 4) + b"IDAT" + bytes(8)
+
+
+def _bmp_header(width: int, height: int) -> bytes:
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
+    return b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + header

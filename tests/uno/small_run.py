@@ -1,0 +1,82 @@
+"""A run that takes a second: real digits, a network of width 4, two heads, six steps an epoch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from uno import run
+from uno.config import Config, override
+from uno.data.decode import decode_many
+from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.journal import read_journal
+from uno.model import build_model
+from uno.presets import preset
+from uno.run import plans
+from uno.state import TrainState, new_state, state_tensors
+from uno.storage import Storage
+from uno.train import LocalWorker
+
+CPU = torch.device("cpu")
+SMALL = {
+    "model.width": 4, "model.num_heads": 2, "model.overcluster_factor": 2, "model.hidden_dim": 16,
+    "model.projection_dim": 8, "data.limit": 200, "train.batch_size": 32, "train.log_every": 4,
+    "train.checkpoint_every_epochs": 1, "pretrain.epochs": 3, "discover.epochs": 3,
+    "pretrain.warmup_epochs": 1, "discover.warmup_epochs": 1,
+}  # fmt: skip
+
+
+def small_config(**overrides: Any) -> Config:
+    """The digits preset, cut down; keys with ``__`` for dots."""
+    return override(preset("digits"), SMALL | {k.replace("__", "."): v for k, v in overrides.items()})
+
+
+@cache
+def small_sets() -> tuple[TrainSet, dict[str, EvalSet]]:
+    """100 labeled and 100 unlabeled training rows of the digits, and the rows with truth."""
+    config = small_config().data
+    task = make_task(read_rows(config), config)
+    images, ok, _ = decode_many(task.rows.images, task.rows.ids, config.store_size, 1)
+    return assemble(task, images, ok), eval_sets(task, images, ok)
+
+
+def fresh_state(config: Config, num_novel: int = 5, dtype: torch.dtype = torch.float32) -> TrainState:
+    """A state at step 0 for the discovery phase (pretraining: num_novel 0)."""
+    model = build_model(config.model, 5, num_novel, config.seed).to(dtype)
+    model.train()
+    return new_state(model, model, config.discover if num_novel else config.pretrain, CPU, False)
+
+
+def batches_of(config: Config, phase: str = run.DISCOVER, train: TrainSet | None = None):
+    """``batches(step)`` of a phase on the small set."""
+    train = train or small_sets()[0]
+    plan = plans(config, len(train.labels), len(train.unlabeled_images), 1)[phase]
+    return run.ResidentBatches(config, train, plan, 0, 1)
+
+
+def train_both(config: Config, storage: Storage, worker: LocalWorker | None = None) -> TrainState:
+    """Pretraining, then discovery; returns the final state."""
+    worker = worker or LocalWorker(CPU)
+    run.pretrain(config, small_sets()[0], worker, storage)
+    return run.discover(config, small_sets()[0], worker, storage)
+
+
+def copied_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the state would hold, as it is now."""
+    return {name: tensor.detach().clone() for name, tensor in state_tensors(state).items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different, different
+
+
+def lines(storage: Storage) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without the clock."""
+    return [{k: v for k, v in line.items() if k != "images_per_s"} for line in read_journal(storage)]

@@ -1,0 +1,177 @@
+"""Stacked heads against the H separate networks of the paper."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from uno.config import ModelConfig
+from uno.heads import Prototypes, StackedProjector
+from uno.model import UnoModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+B, D, HIDDEN, P, C_L, C_U, H = 12, 7, 6, 5, 4, 3, 3
+
+
+def small_model(mlp_input: str = "normalized", overcluster_factor: int = 2) -> UnoModel:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        encoder="resnet_small", width=4, num_heads=H, overcluster_factor=overcluster_factor,
+        hidden_dim=HIDDEN, projection_dim=P, mlp_input=mlp_input,
+    )  # fmt: skip
+    return UnoModel(config, C_L, C_U)
+
+
+def separate_heads(model: UnoModel) -> list[nn.Sequential]:
+    """The stacked projector as 2H networks of their own, cluster heads first."""
+    stacked, networks = model.projector, []
+    for i in range(stacked.num_heads):
+        own = slice(i * HIDDEN, (i + 1) * HIDDEN)
+        mlp = nn.Sequential(
+            nn.Linear(16, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, P)
+        )
+        with torch.no_grad():
+            mlp[0].weight.copy_(stacked.hidden.weight[own])
+            mlp[0].bias.copy_(stacked.hidden.bias[own])
+            mlp[1].weight.copy_(stacked.bn.weight[own])
+            mlp[1].bias.copy_(stacked.bn.bias[own])
+            mlp[3].weight.copy_(stacked.weight[i].T)
+            mlp[3].bias.copy_(stacked.bias[i, 0])
+        networks.append(mlp.train())
+    return networks
+
+
+@pytest.mark.parametrize("num_views", [1, 2])
+@pytest.mark.parametrize("mlp_input", ["normalized", "raw"])
+def test_stacked_heads_equal_separate_heads_in_train_mode(mlp_input, num_views):
+    """Outputs, gradients and running statistics. Kills: BatchNorm statistics shared by heads, heads mixed by
+    the reshape, overclustering heads on the cluster heads' projections, views and rows exchanged, the other
+    MLP input, projections not normalised, a missing bias.
+    """
+    model = small_model(mlp_input).train()
+    with torch.no_grad():  # BatchNorm's affine starts at 1 and 0: make heads differ
+        model.projector.bn.weight.uniform_(0.5, 1.5)
+        model.projector.bn.bias.uniform_(-0.5, 0.5)
+    mlps = separate_heads(model)
+    prototypes = [p.detach().clone().requires_grad_() for p in (*model.novel.weight, *model.over.weight)]
+    features = torch.randn(num_views * B, 16) * 3
+    own = features.clone().requires_grad_()
+    logits = model.heads(own, num_views)
+
+    naive = features.clone().requires_grad_()
+    z = F.normalize(naive, dim=1) if mlp_input == "normalized" else naive
+    outputs = [
+        F.normalize(mlp(z), dim=1) @ prototype.T for mlp, prototype in zip(mlps, prototypes, strict=True)
+    ]
+    expected_known = F.normalize(naive, dim=1) @ F.normalize(model.known.weight, dim=1).T
+    torch.testing.assert_close(logits.known, expected_known.reshape(num_views, B, C_L))
+    for h in range(H):
+        for family, clusters, output in (
+            (logits.novel, C_U, outputs[h]),
+            (logits.over, 2 * C_U, outputs[H + h]),
+        ):
+            torch.testing.assert_close(family[:, h], output.reshape(num_views, B, clusters))
+
+    weights = [torch.randn_like(output) for output in outputs]  # gradients of a random projection
+    sum((w * o).sum() for w, o in zip(weights, outputs, strict=True)).backward()
+    stacked = [*logits.novel.unbind(1), *logits.over.unbind(1)]
+    sum((w.view_as(o) * o).sum() for w, o in zip(weights, stacked, strict=True)).backward()
+    torch.testing.assert_close(own.grad, naive.grad, atol=1e-5, rtol=1e-4)
+    projector = model.projector
+    for i, mlp in enumerate(mlps):
+        part = slice(i * HIDDEN, (i + 1) * HIDDEN)
+        for found, expected in (
+            (projector.hidden.weight.grad[part], mlp[0].weight.grad),
+            (projector.bn.weight.grad[part], mlp[1].weight.grad),
+            (projector.bn.bias.grad[part], mlp[1].bias.grad),
+            (projector.weight.grad[i].T, mlp[3].weight.grad),
+            (projector.bias.grad[i, 0], mlp[3].bias.grad),
+            (projector.bn.running_mean[part], mlp[1].running_mean),
+            (projector.bn.running_var[part], mlp[1].running_var),
+        ):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+            assert found.abs().max() > 1e-3  # not zero against zero
+    for found, prototype in zip((*model.novel.weight.grad, *model.over.weight.grad), prototypes, strict=True):
+        torch.testing.assert_close(found, prototype.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_mlp_inputs_differ_in_the_length_of_the_feature_only():
+    """Kills: both variants reading the same input, the known head reading the raw feature."""
+    features = torch.randn(B, 16)
+    for mlp_input, same in (("normalized", True), ("raw", False)):
+        model = small_model(mlp_input).eval()
+        short, long = model.heads(features), model.heads(7 * features)
+        torch.testing.assert_close(short.known, long.known)
+        assert torch.allclose(short.novel, long.novel, atol=1e-5) == same
+
+
+def test_layers_start_as_separate_linear_layers_would():
+    """Kills: fan-in of the stacked layer (H times too many inputs), zero or unscaled initialisation."""
+    torch.manual_seed(0)
+    projector = StackedProjector(8, 64, 256, 128)
+    for weight, fan_in in (
+        (projector.hidden.weight, 64),
+        (projector.weight, 256),
+        (projector.bias, 256),
+        (projector.hidden.bias, 64),
+    ):
+        bound = fan_in**-0.5
+        assert weight.abs().max() <= bound
+        assert float(weight.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+
+
+def test_prototypes_are_unit_vectors_after_normalisation():
+    """Kills: normalising over clusters or heads, a gradient through it, a new parameter."""
+    for shape in ((4, 6), (3, 4, 6)):
+        head = Prototypes(*shape)
+        torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(shape[:-1]))
+        with torch.no_grad():
+            head.weight.mul_(torch.rand(*shape[:-1], 1) + 0.5)
+        before, parameter = head.weight.clone(), head.weight
+        head.normalize_()
+        assert head.weight is parameter and head.weight.requires_grad
+        torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(shape[:-1]))
+        torch.testing.assert_close(F.cosine_similarity(before, head.weight, dim=-1), torch.ones(shape[:-1]))
+
+
+def test_all_prototypes_of_a_model_are_normalised():
+    """Kills: a family left out."""
+    model = small_model()
+    heads = (model.known, model.novel, model.over)
+    with torch.no_grad():
+        for head in heads:
+            head.weight.mul_(2)
+    model.normalize_prototypes_()
+    for head in heads:
+        torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(head.weight.shape[:-1]))
+
+
+def test_cosines_are_float32_under_autocast():
+    """bf16 cosines have 3 digits: they flip pseudo-labels. Kills: the cosine layer under autocast."""
+    head = Prototypes(5, 64)
+    features = torch.randn(32, 64)
+    exact = head(features)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = head(features)
+        assert (features @ head.weight.T).dtype == torch.bfloat16  # autocast is on
+    assert found.dtype == torch.float32
+    assert torch.equal(found, exact)
+    assert head(features.bfloat16()).dtype == torch.float32
+    assert exact.abs().max() <= 1 + 1e-6
+    model = small_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model([torch.randn(4, 3, 8, 8)])
+    assert all(part.dtype == torch.float32 for part in logits)
+
+
+def test_parameters_are_as_many_as_in_the_paper():
+    """8 projectors of the paper's sizes hold 12.6 M parameters. Kills: shared layers, one head per family."""
+    projector = StackedProjector(8, 512, 2048, 256)
+    one = nn.Sequential(nn.Linear(512, 2048), nn.BatchNorm1d(2048), nn.ReLU(), nn.Linear(2048, 256))
+    count = sum(p.numel() for p in projector.parameters())
+    assert count == 8 * sum(p.numel() for p in one.parameters())
+    assert count == pytest.approx(12.6e6, rel=0.01)
+    assert copy.deepcopy(projector).num_heads == 8

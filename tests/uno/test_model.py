@@ -1,0 +1,106 @@
+"""The layout of logits over views, rows and heads."""
+
+import pytest
+import torch
+
+from tests.uno.test_heads import small_model
+from uno.config import ModelConfig
+from uno.model import UnoModel, build_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = ModelConfig(encoder="resnet_small", width=4, num_heads=3, hidden_dim=8, projection_dim=6)
+
+
+def randomised(model: UnoModel) -> UnoModel:
+    """Eval mode with running statistics that are not those of a fresh model."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.uniform_(-0.3, 0.3)
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+@torch.inference_mode()
+def test_views_come_first_and_do_not_depend_on_each_other():
+    """Two large and two small views. Kills: rows and views exchanged by the reshape, views of one size taken
+    out of order, a view's logits from another view's features.
+    """
+    model = randomised(small_model())
+    views = [torch.randn(5, 3, size, size) for size in (8, 8, 6, 6)]
+    logits = model(views)
+    assert logits.known.shape == (4, 5, 4)
+    assert logits.novel.shape == (4, 3, 5, 3)
+    assert logits.over.shape == (4, 3, 5, 6)
+    for v, view in enumerate(views):
+        for b in range(5):
+            alone = model([view[b : b + 1]])
+            torch.testing.assert_close(logits.known[v, b], alone.known[0, 0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(logits.novel[v, :, b], alone.novel[0, :, 0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(logits.over[v, :, b], alone.over[0, :, 0], atol=1e-5, rtol=1e-4)
+    rows = logits.known.flatten(0, 1)
+    assert torch.cdist(rows, rows).fill_diagonal_(1).min() > 1e-4  # all rows differ: an exchange would show
+
+
+@torch.inference_mode()
+def test_views_in_any_order():
+    """Sizes that alternate cannot share a pass, and still come out in order. Kills: sorting views by size."""
+    model = randomised(small_model())
+    views = [torch.randn(4, 3, size, size) for size in (8, 6, 8)]
+    found, expected = model(views).novel, model([views[2], views[1], views[0]]).novel.flip(0)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_views_of_one_size_share_a_pass():
+    """Kills: a pass through the encoder per view (its BatchNorm sees one view only, and costs more)."""
+    model = small_model()
+    passes = []
+    model.encoder.register_forward_pre_hook(lambda module, inputs: passes.append(len(inputs[0])))
+    model([torch.randn(5, 3, size, size) for size in (8, 8, 6, 6)])
+    assert passes == [10, 10]
+
+
+def test_families_that_are_off_are_none():
+    """Kills: an overclustering head of zero clusters, heads in the pretraining network."""
+    without = UnoModel(SMALL.model_copy(update={"overcluster_factor": 0}), 4, 3)
+    logits = without([torch.randn(2, 3, 8, 8)])
+    assert logits.over is None and without.over is None
+    assert logits.novel.shape == (1, 3, 2, 3)
+    assert without.projector.num_heads == 3
+    pretraining = UnoModel(SMALL, 4, 0)
+    logits = pretraining([torch.randn(2, 3, 8, 8)] * 2)
+    assert logits.known.shape == (2, 2, 4)
+    assert logits.novel is None and logits.over is None
+    assert not [name for name in pretraining.state_dict() if name.startswith(("projector", "novel", "over"))]
+
+
+def test_all_logits_are_cosines():
+    """Kills: a feature, projection or prototype that is not normalised."""
+    for mlp_input in ("normalized", "raw"):
+        logits = small_model(mlp_input)([10 * torch.randn(64, 3, 8, 8)])
+        for part in logits:
+            assert part.abs().max() <= 1 + 1e-6
+
+
+def test_a_seed_fixes_the_weights_and_leaves_the_global_state_alone():
+    """Kills: weights from the global generator, a seed that is ignored, a reseeded caller."""
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first = build_model(SMALL, 4, 3, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(3)
+    again, other = build_model(SMALL, 4, 3, seed=1), build_model(SMALL, 4, 3, seed=2)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+    for name in ("encoder.conv1.weight", "known.weight", "projector.weight", "over.weight"):
+        assert not torch.equal(first.state_dict()[name], other.state_dict()[name])
+
+
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_heads_start_apart(num_heads):
+    """Kills: one draw broadcast to all heads, which would stay equal for ever."""
+    model = build_model(SMALL.model_copy(update={"num_heads": num_heads}), 4, 3, seed=0)
+    weights = model.projector.weight.flatten(1)
+    assert len(weights) == 2 * num_heads
+    assert torch.cdist(weights, weights).fill_diagonal_(1).min() > 0.1

@@ -1,0 +1,373 @@
+"""The loop: resume to the bit, best head, non-finite steps, checkpoints."""
+
+import json
+import logging
+import random
+
+import pytest
+import torch
+
+from tests.uno.small_run import (
+    CPU,
+    assert_same,
+    batches_of,
+    copied_tensors,
+    fresh_state,
+    lines,
+    small_config,
+    train_both,
+)  # fmt: skip
+from tests.uno.test_steps import poison
+from uno import run
+from uno.checkpoint import checkpoint_steps, load_checkpoint, load_newest
+from uno.errors import Interrupted, NumericsError, StorageError
+from uno.steps import discovery_step
+from uno.storage import Storage
+from uno.train import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
+
+CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class StopAt(LocalWorker):
+    """Asks to stop before a step of a phase that has ``total`` steps, once."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(CPU)
+        self.step = step
+
+    def should_stop(self, step: int) -> bool:
+        return step == self.step
+
+
+def phase_of(config=CONFIG, step=discovery_step, steps_per_epoch: int = 6, max_steps=None) -> Phase:
+    return Phase(run.DISCOVER, config.discover, steps_per_epoch, 32, max_steps, step)
+
+
+def discover(storage: Storage, config=CONFIG, step=discovery_step, batches=None, worker=None, **options):
+    """The discovery phase from random weights; returns its final tensors."""
+    state = fresh_state(config)
+    fit(
+        config, phase_of(config, step, **options), state, batches or batches_of(config),
+        worker or LocalWorker(CPU), storage,
+    )  # fmt: skip
+    return copied_tensors(state)
+
+
+@pytest.fixture
+def storage(tmp_path) -> Storage:
+    return Storage(str(tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    """(tensors, lines) of the uninterrupted run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    storage = Storage(str(tmp_path_factory.mktemp("clean")))
+    tensors = discover(storage)
+    torch.set_num_threads(before)
+    return tensors, lines(storage)
+
+
+# ------------------------------------------------------------ resume
+@pytest.mark.parametrize("stop", [1, *random.Random(0).sample(range(2, 17), 3), 6, 12, 17])
+def test_a_stopped_run_resumes_to_the_bit(storage, clean, stop):
+    """Weights, momentum, head losses, counters and metrics. Kills: momentum not stored, the mean of a line or
+    an epoch started anew, randomness that depends on the process, lines written twice, a step repeated.
+    """
+    with pytest.raises(Interrupted, match=f"stopped at discover step {stop} of 18; resume") as caught:
+        discover(storage, worker=StopAt(stop))
+    assert caught.value.exit_code == 75
+    assert load_newest(storage, run.DISCOVER).step == stop
+    assert_same(discover(storage), clean[0])
+    assert lines(storage) == clean[1]
+
+
+@pytest.mark.parametrize("crash", [3, *random.Random(1).sample(range(7, 18), 2)])
+def test_a_crashed_run_resumes_to_the_bit(storage, clean, crash):
+    """Kills: lines after the last checkpoint kept and written again, a checkpoint of a later state."""
+    batches = batches_of(CONFIG)
+
+    def failing(step):
+        if step == crash:
+            raise RuntimeError("power cut")
+        return batches(step)
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        discover(storage, batches=failing)
+    assert checkpoint_steps(storage, run.DISCOVER) == [step for step in (6, 12) if step <= crash]
+    assert_same(discover(storage), clean[0])
+    assert lines(storage) == clean[1]
+    steps = [line["step"] for line in lines(storage)]
+    assert len(steps) == len(set(steps))
+
+
+def test_a_run_whose_disk_fills_resumes_to_the_bit(storage, clean, monkeypatch):
+    """Kills: an older checkpoint lost by the write that failed."""
+    write = Storage.write
+
+    def full(self, name, data):
+        if "step_00000012/manifest" in name:
+            raise StorageError("cannot write: No space left on device")
+        write(self, name, data)
+
+    monkeypatch.setattr(Storage, "write", full)
+    with pytest.raises(StorageError, match="No space left"):
+        discover(storage)
+    monkeypatch.undo()
+    assert checkpoint_steps(storage, run.DISCOVER) == [6]
+    assert_same(discover(storage), clean[0])
+    assert lines(storage) == clean[1]
+
+
+def test_a_damaged_newest_checkpoint_costs_one_interval(storage, clean, caplog):
+    """Kills: a run that starts over, or from damaged weights."""
+    with pytest.raises(Interrupted):
+        discover(storage, worker=StopAt(14))
+    name = "checkpoints/discover/step_00000014/tensors.safetensors"
+    storage.write(name, storage.read(name)[:-100])
+    assert_same(discover(storage), clean[0])
+    assert lines(storage) == clean[1]
+    assert "skipping checkpoint checkpoints/discover/step_00000014" in caplog.text
+
+
+def test_both_phases_resume_to_the_bit(tmp_path):
+    """Kills: discovery from weights other than the pretrained ones after a resume."""
+    expected = train_both(CONFIG, Storage(str(tmp_path / "a")))
+    storage = Storage(str(tmp_path / "b"))
+    for stop in (4, 5, 11):
+        with pytest.raises(Interrupted):
+            train_both(CONFIG, storage, StopAt(stop))
+    found = train_both(CONFIG, storage)
+    assert_same(copied_tensors(found), copied_tensors(expected))
+    assert lines(storage) == lines(Storage(str(tmp_path / "a")))
+
+
+def test_a_finished_phase_is_not_trained_again(storage, clean):
+    """Kills: a step after the end, a journal that grows."""
+    discover(storage)
+    before = storage.read("metrics.jsonl")
+
+    def never(*args):
+        raise AssertionError("trained a finished phase")
+
+    assert_same(discover(storage, step=never), clean[0])
+    assert storage.read("metrics.jsonl") == before
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"train__checkpoint_every_epochs": 2}, {"train__log_every": 1}, {"train__keep_checkpoints": 1}],
+)
+def test_saving_and_logging_do_not_change_the_run(storage, clean, overrides):
+    """Kills: prototypes normalised for saving, counters cleared by a look, random numbers for a line."""
+    found = discover(storage, small_config(**overrides))
+    found.pop("line_loss"), (expected := dict(clean[0])).pop("line_loss")
+    assert_same(found, expected)
+
+
+def test_max_steps_ends_a_phase_and_keeps_its_schedule(storage, clean):
+    """Kills: max_steps that shortens the cosine, no checkpoint or head losses at an early end."""
+    found = discover(storage, max_steps=8)
+    last = lines(storage)[-1]
+    assert last["step"] == last["total_steps"] == 8 and len(last["head_losses"]) == 2
+    assert last["lr"] == next(line["lr"] for line in clean[1] if line["step"] == 8)
+    assert load_newest(storage, run.DISCOVER).step == 8
+    assert torch.isfinite(found["head_losses"]).all()
+
+
+def test_a_phase_without_steps_ends_as_it_began(storage):
+    """``--pretrain.epochs 0``. Kills: a phase that leaves no checkpoint for the next one to start from."""
+    found = discover(storage, small_config(discover__epochs=0))
+    assert_same(found, copied_tensors(fresh_state(CONFIG)))
+    assert load_newest(storage, run.DISCOVER).step == 0
+
+
+def test_lines_are_what_was_trained(storage):
+    """``loss`` is the mean over the steps since the last line. Kills: the last step's loss, a mean over other
+    steps, epochs counted from 0, a line missing.
+    """
+    losses = []
+
+    def recorded(*args):
+        losses.append(float(discovery_step(*args)))
+
+    reported = []
+    discover(storage, step=recorded, worker=LocalWorker(CPU, reported.append))
+    found = lines(storage)
+    assert [line["step"] for line in found] == [4, 6, 8, 12, 16, 18]
+    assert [line["event"] for line in found] == ["step", "epoch", "step", "epoch", "step", "epoch"]
+    assert [line["epoch"] for line in found] == [1, 1, 2, 2, 3, 3]
+    start = 0
+    for line in found:
+        part = losses[start : line["step"]]
+        assert line["loss"] == pytest.approx(sum(part) / len(part), rel=1e-6)
+        start = line["step"]
+    assert [{k: v for k, v in r.items() if k != "images_per_s"} for r in reported] == found
+    assert all(line["images_per_s"] > 0 for line in reported)
+    json.loads(storage.read("metrics.jsonl").splitlines()[0])
+
+
+# ------------------------------------------------------------ best head
+def scripted(per_step: list[list[float]]):
+    """A step that only counts given head losses."""
+
+    def step(state, batch, objective, lr):
+        state.epoch_losses += torch.tensor([*per_step[state.step], 1.0])
+        state.line_loss += torch.tensor([1.0, 1.0])
+        state.step += 1
+
+    return step
+
+
+def test_best_head_has_the_lowest_loss_over_the_last_epoch(storage):
+    """Head 0 leads for two epochs and in the sum of all; head 1 in the last epoch, though not in its last
+    step. Kills: a tracker never reset, one read after it was cleared, the last step's loss, the highest.
+    """
+    per_step = [[1.0, 5.0]] * 12 + [[4.0, 2.0]] * 5 + [[1.0, 2.5]]
+    found = discover(storage, step=scripted(per_step))
+    assert found["head_losses"].tolist() == pytest.approx([3.5, 12.5 / 6])
+    assert found["epoch_losses"].tolist() == [0, 0, 0]
+    stored = load_newest(storage, run.DISCOVER).tensors["head_losses"]
+    assert torch.equal(stored, found["head_losses"])
+    per_epoch = [line["head_losses"] for line in lines(storage) if "head_losses" in line]
+    assert per_epoch == [[1.0, 5.0], [1.0, 5.0], [pytest.approx(3.5), pytest.approx(12.5 / 6)]]
+    model, best_head = run.load_trained(CONFIG, storage, 5, 5)
+    assert best_head == 1 and not model.training
+
+
+def test_an_interrupted_epoch_keeps_the_last_finished_one(storage):
+    """Kills: head losses of a few steps taken for an epoch's, or lost when the run is stopped."""
+    per_step = [[1.0, 5.0]] * 6 + [[9.0, 2.0]] * 12
+    with pytest.raises(Interrupted):
+        discover(storage, step=scripted(per_step), worker=StopAt(8))
+    stored = load_newest(storage, run.DISCOVER).tensors
+    assert stored["head_losses"].tolist() == [1, 5]
+    assert stored["epoch_losses"].tolist() == [18, 4, 2]
+    assert discover(storage, step=scripted(per_step))["head_losses"].tolist() == [9, 2]
+
+
+# ------------------------------------------------------------ non-finite
+def failing_at(steps, kind: str = "gradient", times: int = 1):
+    """discovery_step whose gradient, or one running statistic, is NaN at ``steps``, each ``times`` times."""
+    left = dict.fromkeys(steps, times)
+
+    def step(state, batch, objective, lr):
+        bad = left.get(state.step, 0) > 0
+        if bad:
+            left[state.step] -= 1
+        remove = poison(state.model, float("nan")) if bad and kind == "gradient" else lambda: None
+        loss = discovery_step(state, batch, objective, lr)
+        remove()
+        if bad and kind == "statistics":
+            state.model.encoder.bn1.running_var[0] = float("nan")
+        if bad and kind == "weights":
+            state.model.encoder.bn1.weight.data[0] = float("inf")
+        return loss
+
+    return step
+
+
+def all_checkpoints_are_finite(storage: Storage) -> bool:
+    stored = [load_checkpoint(storage, run.DISCOVER, s) for s in checkpoint_steps(storage, run.DISCOVER)]
+    return all(tensor.isfinite().all() for one in stored for tensor in one.tensors.values())
+
+
+def test_one_bad_step_is_skipped_and_counted(storage, caplog):
+    """Kills: a NaN in the loss line or the head losses, a roll-back for a single step, silence."""
+    with caplog.at_level(logging.WARNING):
+        found = discover(storage, small_config(train__log_every=1), step=failing_at([0, 9]))
+    assert found["skipped"] == 2
+    assert all(tensor.isfinite().all() for tensor in found.values())
+    written = lines(storage)
+    assert written[-1]["skipped_steps"] == 2
+    assert 10 not in [line["step"] for line in written]  # no step without a loss has a line
+    assert all(line["loss"] < 10 for line in written)
+    assert "skipped 1 non-finite steps before step 10" in caplog.text and "rolled back" not in caplog.text
+
+
+def test_skipped_steps_do_not_dilute_head_losses(storage):
+    """Kills: an epoch's mean over steps that were skipped."""
+    seen = []
+
+    def step(state, *rest):
+        before = state.epoch_losses.clone()
+        failing(state, *rest)
+        seen.append((state.epoch_losses - before).tolist())
+
+    failing = failing_at([14, 15])
+    found = discover(storage, step=step)
+    last = [losses for losses in seen[12:] if losses[-1]]
+    assert len(last) == 4
+    expected = [sum(column) / 4 for column in zip(*last, strict=True)][:2]
+    assert found["head_losses"].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "statistics", "weights"])
+@pytest.mark.parametrize("log_every", [1, 50])
+def test_a_passing_fault_is_rolled_back(storage, clean, caplog, kind, log_every):
+    """After the roll-back the run is the clean one, bit for bit. Kills: NaN statistics saved, weights kept,
+    counters or lines of the abandoned steps kept, MAX_SKIPPED_STEPS never reached when every step is logged.
+    """
+    config = small_config(train__log_every=log_every)
+    with caplog.at_level(logging.WARNING):
+        found = discover(storage, config, step=failing_at(range(7, 11) if kind == "gradient" else [7], kind))
+    assert "rolled back to step 6" in caplog.text
+    found.pop("line_loss"), (expected := dict(clean[0])).pop("line_loss")
+    assert_same(found, expected)
+    steps = [line["step"] for line in lines(storage)]
+    assert steps == (list(range(1, 19)) if log_every == 1 else [6, 12, 18])
+    assert all_checkpoints_are_finite(storage)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "statistics", "weights"])
+def test_a_lasting_fault_stops_the_run(storage, kind):
+    """Kills: roll-backs without end, an error without the step, a NaN checkpoint."""
+    with pytest.raises(NumericsError, match=r"non-finite loss at discover step (8|12); lower") as caught:
+        discover(storage, step=failing_at(range(7, 18), kind, times=99))
+    assert caught.value.exit_code == 3
+    assert checkpoint_steps(storage, run.DISCOVER) == [6]
+    assert all_checkpoints_are_finite(storage)
+
+
+def test_a_lasting_fault_before_any_checkpoint_stops_the_run(storage):
+    """Kills: a roll-back to nothing taken for success."""
+    with pytest.raises(NumericsError, match="non-finite loss at discover step 4"):
+        discover(storage, step=failing_at(range(0, 18), times=99))
+    assert checkpoint_steps(storage, run.DISCOVER) == []
+
+
+def test_rare_bad_steps_do_not_add_up(storage, caplog):
+    """Kills: a counter over the whole run compared with MAX_SKIPPED_STEPS."""
+    config = small_config(discover__epochs=6, train__log_every=2, train__checkpoint_every_epochs=9)
+    bad = range(2, 36, 6)
+    assert len(bad) > MAX_SKIPPED_STEPS
+    found = discover(storage, config, step=failing_at(bad))
+    assert found["skipped"] == len(bad)
+    assert "rolled back" not in caplog.text
+
+
+def test_a_stop_never_saves_what_is_not_finite(storage, clean):
+    """Kills: SIGTERM between two looks storing NaN as the newest checkpoint."""
+    with pytest.raises(Interrupted):
+        discover(
+            storage, small_config(train__log_every=50), step=failing_at([8], "statistics"), worker=StopAt(10)
+        )
+    assert checkpoint_steps(storage, run.DISCOVER) == [6]
+    assert_same(discover(storage), clean[0])
+
+
+def test_an_image_that_is_not_a_number_is_named_by_its_step(storage):
+    """The real path: NaN in a view, so in the loss, the statistics and again after the roll-back."""
+    batches = batches_of(CONFIG)
+
+    def poisoned(step):
+        batch = batches(step)
+        if step == 8:
+            batch.views[0][0] = float("nan")
+        return batch
+
+    with pytest.raises(NumericsError, match="discover step 12"):
+        discover(storage, small_config(train__log_every=50), batches=poisoned)
+    assert all_checkpoints_are_finite(storage)
