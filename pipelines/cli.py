@@ -30,6 +30,7 @@ SENTENCES = {
     "discover": "Find the novel classes among the unlabeled images; pretrains first where needed.",
     "evaluate": "Compute the metrics of a finished run.",
     "predict": "Write a class for every image of a source.",
+    "classes": "Name, merge or drop the discovered classes of a run.",
     "report": "Write the HTML report of a run.",
     "estimate-classes": "Estimate how many novel classes the unlabeled images hold.",
     "tune": "Search hyper-parameters with Ray Tune.",

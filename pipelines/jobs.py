@@ -25,8 +25,10 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted
 from uno.evaluate import format_table
+from uno.export import model_card
 from uno.journal import read_journal
 from uno.lock import Claim
+from uno.report import REPORT, write_report
 from uno.storage import Storage
 from uno.train import LocalWorker
 
@@ -45,6 +47,8 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
     if options.print_config:
         print(dump_yaml(config), end="")
         return 0
+    from pipelines.inference import predict_run
+
     config = _with_full_paths(config)
     task = prepare(config)
     if options.dry_run:
@@ -67,8 +71,13 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
         values = _execute(config, task, phases, evaluate, claim)
         if evaluate:
             facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
-            run.save_model(config, claim.storage, task.known, task.num_novel, facts)
-            _write_results(claim.storage, values)
+            best_head = run.save_model(config, claim.storage, task.known, task.num_novel)
+            card = model_card(config, len(task.known), task.num_novel, best_head, facts, values)
+            claim.storage.write("model/README.md", card.encode())
+            say("predicting every row and writing the report")
+            predict_run(config, claim.storage, task)
+            _write_results(claim.storage, values)  # the mark of a finished run
+            write_report(config, claim.storage, task, device=_driver_device(config))
     if evaluate:
         _show(storage, values)
     else:
@@ -197,6 +206,11 @@ def local_device(config: Config) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def _driver_device(config: Config) -> torch.device:
+    """Where this process predicts: CUDA may be on the workers' nodes only."""
+    return torch.device("cpu") if not torch.cuda.is_available() else local_device(config)
+
+
 def _run_on_ray(
     config: Config,
     task: Task,
@@ -298,6 +312,8 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
     say(format_table(values))
     say("")
     say(f"results in {storage.uri}")
+    if storage.exists(REPORT):
+        say(f"report:    {storage.path(REPORT)}")
 
 
 def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:

@@ -13,4 +13,21 @@ The paper is the outline:
     Sec. 3.3  Multi-head, overclustering     uno.heads
     Sec. 4.1  Experimental setup             uno.presets, uno.schedule, uno.steps, uno.train
     Sec. 4.1  Metrics and protocol           uno.metrics, uno.evaluate
+
+A trained model: ``uno.load("runs/demo").predict(images)`` (uno.api).
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Model", "Prediction", "Predictions", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """``uno.load`` and its types, imported when first asked for: ``import uno`` stays cheap."""
+    if name in __all__:
+        from uno import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -353,7 +353,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         text = data.decode()
-        _refuse_bombs(text)
+        refuse_yaml_bombs(text)
         tree = yaml.safe_load(text) or {}
     except (
         yaml.YAMLError,
@@ -365,7 +365,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return flatten(tree)
 
 
-def _refuse_bombs(text: str) -> None:
+def refuse_yaml_bombs(text: str) -> None:
     """Raise ValueError for what takes YAML without bound: aliases grow 2^n-fold, 20 kB of ``[`` take 35 s."""
     depth = 0
     for event in yaml.parse(text):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
+import shlex
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -217,10 +220,8 @@ def _eval_images(images: Tensor, config: Config) -> Tensor:
     return eval_view(images, min(size, images.shape[-1]), config.data.mean, config.data.std)
 
 
-def save_model(
-    config: Config, storage: Storage, known: list[str], num_novel: int, facts: Mapping[str, Any]
-) -> None:
-    """Write ``model/``: encoder under torchvision's keys, heads, classes and a model card."""
+def save_model(config: Config, storage: Storage, known: list[str], num_novel: int) -> int:
+    """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns the best head."""
     model, best_head = load_trained(config, storage, len(known), num_novel)
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
@@ -235,24 +236,7 @@ def save_model(
         "model/classes.json", json.dumps({"best_head": best_head, "classes": classes}, indent=1).encode()
     )
     storage.write("model/config.yaml", dump_yaml(config).encode())
-    storage.write("model/README.md", _model_card(config, len(known), num_novel, best_head, facts).encode())
-
-
-def _model_card(
-    config: Config, num_known: int, num_novel: int, best_head: int, facts: Mapping[str, Any]
-) -> str:
-    lines = [
-        "# UNO model",
-        "",
-        f"- Encoder: {config.model.encoder}, {config.data.store_size} px; torchvision's keys, no `fc`.",
-        f"- Classes: {num_known} known, {num_novel} discovered (`classes.json`); best head: {best_head}.",
-        f"- Preset {config.preset}, recipe {config.recipe}, seed {config.seed}; settings: `config.yaml`.",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-        "Discovered classes are clusters: their number was given, their names are placeholders, and nothing "
-        "guarantees that a cluster is one class. See the run's `metrics.json` for what was measured.",
-    ]
-    return "\n".join(lines) + "\n"
+    return best_head
 
 
 def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
@@ -310,7 +294,7 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
 
 
 def environment(fingerprint: str) -> dict[str, Any]:
-    """Versions, hardware and the data's fingerprint, for ``environment.json``."""
+    """Command, versions, hardware and the data's fingerprint, for ``environment.json``."""
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
         try:
@@ -320,6 +304,7 @@ def environment(fingerprint: str) -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "format_version": FORMAT_VERSION,
+        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
         "data_fingerprint": fingerprint,
         "python": platform.python_version(),
         "platform": platform.platform(),

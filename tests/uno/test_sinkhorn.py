@@ -62,7 +62,7 @@ def test_shapes(num_clusters, rows):
 @pytest.mark.parametrize("epsilon", [1e-4, 1e-3, 0.01, 0.05, 1.0, 10.0])
 @pytest.mark.parametrize("case", ["constant", "saturated", "starved", "one_hot", "negative"])
 def test_degenerate_logits(case, epsilon):
-    """Kills: exp before subtracting (overflow), division by a starved cluster's sum (NaN at epsilon <= .01)."""
+    """Kills: exp before subtracting (overflow), dividing by a starved cluster (NaN at epsilon <= .01)."""
     logits = cosines(20, 5)
     if case == "constant":
         logits = torch.full((20, 5), 0.7)

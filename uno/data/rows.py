@@ -83,8 +83,8 @@ class Rows:
 
     ``split`` is an array (N,) of 'train' and 'test'. ``class_names`` is the order of classes where the source
     declares one (numeric ids), else empty. ``known`` are the known classes where the source itself says so
-    (ImageNet splits), else empty. ``notes`` are lines for the user. ``eval_labels`` are true classes that only
-    evaluation may read, where the source has them; otherwise the labels serve there too.
+    (ImageNet splits), else empty. ``notes`` are lines for the user. ``eval_labels`` are true classes for
+    evaluation only, where the source has them; otherwise the labels serve there too.
 
     Raises:
         ConfigError: two rows with one id.

@@ -1,0 +1,195 @@
+"""``uno estimate-classes``: the number of novel classes, as an interval; ``python -m pipelines.estimate``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pipelines import cli
+from uno.config import Config, ConfigError, dump_yaml
+
+USAGE = """\
+usage: uno estimate-classes [--data SOURCE --known-classes ...] [OPTIONS]
+
+Estimate how many classes the unlabeled images hold, from at least 4 known classes: some are hidden in turn,
+and the number of clusters that finds them again is the estimate (an interval). Writes DIR/estimate.json.
+
+  --data SOURCE        digits, cifar10:DIR, folder:DIR, parquet:DIR, ... or a path.
+  --known-classes ...  first:N, names with commas, or a file: hides the other labels.
+  --output DIR         Where results and the encoders go; default: the run directory + "-estimate".
+  --workers N          Tasks that run at once on Ray; 0 (default): this process, without Ray. The result is
+                       the same.
+  --max-novel N        Largest number tried; default: the number of known classes, at least 10.
+  --num-splits N       Splits of the known classes (default 3); each pretrains an encoder.
+  --preset, --recipe, --seed, --config, --pretrain.*, --model.*, --device, ...: as for uno pretrain."""
+
+TOLERANCE = (
+    "UNO tolerates up to twice too many classes; too few it does not. When in doubt give the larger number."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Estimate, write ``estimate.json``, print the table."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    from pipelines.arguments import Arguments
+    from pipelines.console import say
+    from pipelines.options import overrides, parse
+
+    parser = Arguments("uno estimate-classes", "Estimate the number of novel classes.")
+    parser.add_argument("--max-novel", type=int, default=None)
+    parser.add_argument("--num-splits", type=int, default=3)
+    own, rest = parser.parse_known_args(list(argv))
+    if own.num_splits < 1 or (own.max_novel is not None and own.max_novel < 1):
+        raise ConfigError("--num-splits and --max-novel must be at least 1")
+    options = parse(rest, "estimate-classes")
+    config = options.config
+    if "output" not in overrides(rest, "estimate-classes"):
+        config = config.model_copy(update={"output": f"{config.output}-estimate"})
+    if options.print_config:
+        print(dump_yaml(config), end="")
+        return 0
+    from uno.probes import Settings
+
+    settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
+    estimate_job(config, settings, options.dry_run, say)
+    return 0
+
+
+def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[str], None]) -> Any:
+    """Read the data of ``config``, estimate into ``config.output`` and show the result.
+
+    Returns:
+        :class:`uno.estimate.Estimate`, or None after a dry run.
+
+    Raises:
+        UnoError: with its exit code.
+    """
+    from pipelines.jobs import local_device
+    from uno import lock
+    from uno.data.sources import read_rows
+    from uno.data.splits import make_task
+    from uno.storage import Storage
+
+    if config.compute.workers == 0:
+        local_device(config)
+    # The number is what we are after: 1 stands in for it and is never read.
+    task = make_task(read_rows(config.data), config.data.model_copy(update={"num_novel": 1}))
+    labeled = int((task.is_train & (task.labels >= 0)).sum())
+    unlabeled = int((task.is_train & (task.labels < 0)).sum())
+    say(
+        f"{task.rows.source}: {labeled:,} labeled rows of {len(task.known)} known classes, "
+        f"{unlabeled:,} unlabeled rows"
+    )
+    if dry_run:
+        say(f"would pretrain {settings.num_splits} encoders, each on some known classes; nothing was done")
+        return None
+    assert config.output is not None
+    start = time.perf_counter()
+    with lock.claim(Storage(config.output), on_wait=say):
+        found = estimate_num_novel(config, task, Storage(config.output), settings, say)
+    say(format_estimate(found))
+    say(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")
+    return found
+
+
+def estimate_num_novel(
+    config: Config, task: Any, storage: Any, settings: Any = None, say: Callable[[str], None] = print
+) -> Any:
+    """:func:`uno.estimate.estimate_num_novel` of a :class:`uno.data.splits.Task`, on ``config.compute``.
+
+    Raises:
+        UnoError: as there, or too many unreadable images, or a cluster without what was asked for.
+    """
+    import torch
+
+    from pipelines import ray_env
+    from pipelines.jobs import local_device
+    from uno import estimate
+    from uno.data.decode import check_bad, decode_many
+    from uno.data.resident import assemble
+
+    images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
+    check_bad(bad, len(task.rows), config.data.max_bad_fraction)
+    train = assemble(task, images, ok)
+    if config.compute.workers == 0:
+        device: torch.device | str = local_device(config)
+        return estimate.estimate_num_novel(config, train, task.known, storage, device, settings, report=say)
+    say(ray_env.starting_line(config.compute.workers))
+    with ray_env.connect() as ray:
+        from pipelines.worker import use_gpu
+
+        resources = ray.cluster_resources()
+        gpu = use_gpu(config, resources)
+        if gpu and resources.get("GPU", 0) < config.compute.gpus_per_worker:
+            raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
+        request = {"num_cpus": 1, "num_gpus": config.compute.gpus_per_worker if gpu else 0}
+        tasks = RayTasks(ray, config.compute.workers, request)
+        device = "cuda" if gpu else "cpu"
+        return estimate.estimate_num_novel(
+            config, train, task.known, storage, device, settings, tasks, report=say
+        )
+
+
+class RayTasks:
+    """:class:`uno.estimate.Tasks` on Ray: at most ``workers`` at once, shared arguments are sent once.
+
+    Args:
+        ray: the connected module.
+        workers: tasks under way at any time.
+        request: ``num_cpus`` and ``num_gpus`` of each.
+    """
+
+    def __init__(self, ray: Any, workers: int, request: dict[str, float]) -> None:
+        self._ray, self._workers, self._request = ray, workers, request
+
+    def __call__(
+        self, function: Callable[[Any, Any], Any], shared: Sequence[Any], items: Sequence[tuple[int, Any]]
+    ) -> Iterator[tuple[int, Any]]:
+        """Results in order of completion. An error of a task is raised as it was raised there."""
+        ray = self._ray
+        stored = [ray.put(value) for value in shared]
+        remote = ray.remote(**self._request)(function)
+        waiting = list(enumerate(items))[::-1]
+        pending: dict[Any, int] = {}
+        while waiting or pending:
+            while waiting and len(pending) < self._workers:
+                position, (which, item) = waiting.pop()
+                pending[remote.remote(stored[which], item)] = position
+            done, _ = ray.wait(list(pending), num_returns=1)
+            try:
+                value = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            yield pending.pop(done[0]), value
+
+
+def format_estimate(found: Any) -> str:
+    """The curves as a plain table, the answer, and what to make of it."""
+    lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
+    for i, k in enumerate(found.ks):
+        mark = "  in the interval" if found.low <= k <= found.high else ""
+        mark = "  <- estimate" if k == found.num_novel else mark
+        f1, acc, cvi = (found.curves[name][i] for name in ("f1", "acc", "cvi"))
+        lines.append(f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{mark}")
+    ratios = zip(found.sizes["ratios"], found.sizes["clusters"], strict=True)
+    lines += [
+        "",
+        "clusters of unlabeled rows larger than r x the largest: "
+        + ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio),
+        "",
+        f"novel classes: {found.num_novel}, between {found.low} and {found.high}",
+        f"warning: {TOLERANCE} Suggested: --num-novel {found.suggested}",
+    ]
+    if found.at_limit:
+        more = 2 * found.ks[-1]
+        lines.append(
+            f"warning: the interval reaches the largest number tried; repeat with --max-novel {more}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,321 @@
+"""Running a trained model over a source, here or on Ray: what ``uno predict`` and the end of a run share.
+
+On Ray: blocks of paths (or of encoded bytes) -> decoding tasks on any node -> an actor pool that holds the
+model -> this process, which writes the shards. The same batches as without Ray, so the same results.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipelines import ray_env
+from pipelines.console import Progress, say
+from pipelines.options import RAY_JOB, SWITCHES, overrides
+from pipelines.worker import worker_resources
+from uno.config import Config, override
+from uno.data.decode import decode_many
+from uno.data.rows import Rows
+from uno.data.sources import read_inputs, read_rows
+from uno.data.splits import Task, make_task
+from uno.errors import ConfigError, Interrupted, UnoError
+from uno.predict import (
+    Classifier,
+    build_classifier,
+    load_classifier,
+    predict_rows,
+    read_model_files,
+    with_alignment,
+)
+from uno.predictions import PredictionWriter, Summary, result_table
+from uno.storage import Storage
+
+OPTIONS = (
+    "data.source", "data.labeled", "data.unlabeled", "data.limit", "data.download", "output",
+    "compute.workers", "compute.device", "compute.gpus_per_worker", "compute.cpus_per_worker",
+    "compute.threads",
+)  # fmt: skip
+RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
+INTERVAL_S = 5.0  # between two lines of progress
+
+
+def predict_job(target: str, argv: Sequence[str], embedding: bool) -> int:
+    """``uno predict``: classify a source with the model of run ``target``. Returns 0.
+
+    Raises:
+        ConfigError: options or data that make no sense; a directory with other predictions.
+        Interrupted: stopped by a signal; finished shards are kept.
+    """
+    given = _options(argv)
+    storage = Storage(target)
+    model = load_classifier(storage)
+    compute = {key: value for key, value in given.items() if key.startswith("compute.")}
+    config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
+    data = {key: value for key, value in given.items() if key.startswith("data.")}
+    if data and "output" not in given:
+        raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
+    limit = data.pop("data.limit", None)
+    rows = read_inputs(override(Config(), data).data) if data else own_task(config).rows
+    rows = _limited(rows, limit)
+    output = Storage(os.path.expanduser(str(given.get("output", storage.uri))))
+    model = _aligned(model, storage, config)
+    with _stop_signals():
+        summary = _predict(config, model, storage, rows, output, embedding, replace="output" not in given)
+    say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
+    return 0
+
+
+def predict_run(config: Config, storage: Storage, task: Task) -> Summary:
+    """The last step of a run: ``predictions.parquet`` in its directory, for every row of its own data.
+
+    On Ray where the run was and there are many rows. Predictions of an earlier model are replaced.
+
+    Args:
+        config: of the run.
+        storage: of the run, with ``model/`` in it.
+        task: its rows.
+
+    Raises:
+        UnoError: as ``uno predict``.
+    """
+    if len(task.rows) < RAY_PAYS_ROWS:
+        config = override(config, {"compute.workers": 0})
+    model = load_classifier(storage)
+    model = with_alignment(model, storage, unlabeled_rows(task), config.compute.threads)
+    return _predict(config, model, storage, task.rows, storage, embedding=False, replace=True)
+
+
+def own_task(config: Config) -> Task:
+    """The rows a run was trained on.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    return make_task(read_rows(config.data), config.data)
+
+
+def unlabeled_rows(task: Task) -> Rows:
+    """The training rows whose classes were discovered."""
+    return task.rows.take(np.flatnonzero(task.is_train & (task.labels < 0)))
+
+
+def _predict(
+    config: Config,
+    model: Classifier,
+    storage: Storage,
+    rows: Rows,
+    output: Storage,
+    embedding: bool,
+    replace: bool,
+) -> Summary:
+    """Here or on Ray, as ``config.compute`` says."""
+    writer = PredictionWriter(output, rows, model, embedding, replace)
+    if writer.num_done and not writer.complete:
+        say(f"{writer.num_done:,} of {len(rows):,} rows are there already; continuing")
+    with _progress(writer.num_done) as show:
+        if writer.complete:
+            return writer.finish()
+        if config.compute.workers:
+            files = read_model_files(storage)
+            say(ray_env.starting_line(config.compute.workers))
+            with ray_env.connect() as ray:
+                return predict_on_ray(ray, config, files, rows, writer, show)
+        from pipelines.jobs import local_device
+
+        device = local_device(config)
+        torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
+        return predict_rows(model.to(device), rows, writer, config.compute.threads, show)
+
+
+def predict_on_ray(
+    ray: Any,
+    config: Config,
+    files: Mapping[str, bytes],
+    rows: Rows,
+    writer: PredictionWriter,
+    on_progress: Callable[[int, int], None],
+) -> Summary:
+    """Classify what ``writer`` lacks on ``config.compute.workers`` actors, and finish the table.
+
+    Files are read where they are decoded: their paths must lead to them from every node.
+
+    Args:
+        ray: the connected module.
+        config: says how many actors and on what.
+        files: the model, see :func:`uno.predict.read_model_files`.
+        rows: N rows.
+        writer: of the same rows.
+        on_progress: called with (rows done, N).
+
+    Raises:
+        ConfigError: the cluster has too few CPUs or GPUs.
+    """
+    resources = worker_resources(config, ray.cluster_resources())
+    model = build_classifier(files)
+    num_workers = config.compute.workers
+    blocks = [_block(rows, index) for index in writer.batches(model.batch_rows)]
+    scorer = {
+        "files": ray.put(dict(files)),
+        "embedding": writer.embedding,
+        "device": "cuda" if "GPU" in resources else "cpu",
+        "threads": config.compute.threads or max(1, (os.cpu_count() or 1) // num_workers),
+    }
+    results = (
+        ray.data.from_arrow(blocks)
+        .map_batches(partial(_decode, size=model.size), batch_format="pyarrow", batch_size=None)
+        .map_batches(
+            Scorer,
+            fn_constructor_kwargs=scorer,
+            compute=ray.data.ActorPoolStrategy(size=num_workers),
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            batch_format="pyarrow",
+            batch_size=None,
+        )
+    )
+    for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
+        writer.add(batch)
+        on_progress(writer.num_done, len(rows))
+    return writer.finish()
+
+
+class Scorer:
+    """An actor of the pool: loads the model once, then classifies block after block."""
+
+    def __init__(self, files: Any, embedding: bool, device: str, threads: int) -> None:
+        import ray
+
+        torch.set_num_threads(threads)
+        self._model = build_classifier(ray.get(files), device)
+        self._embedding = embedding
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        """A decoded block -> its :func:`uno.predictions.result_table`."""
+        size = self._model.size
+        ok = block["reason"].is_null().to_numpy(zero_copy_only=False)
+        pixels = np.frombuffer(bytearray(b"".join(block["image"].drop_null().to_pylist())), np.uint8)
+        images = torch.from_numpy(pixels).view(-1, 3, size, size)
+        scores = self._model.score(images) if len(images) else None
+        reasons = {i: text for i, text in enumerate(block["reason"].to_pylist()) if text is not None}
+        return result_table(block["row"].to_numpy(), ok, reasons, scores, self._embedding)
+
+
+# ---------------------------------------------------------------------------------------- blocks on their way
+def _block(rows: Rows, index: np.ndarray) -> pa.Table:
+    """Rows as they are: paths as bytes (a path need not be text), encoded images, or pixels with a shape."""
+    images = [rows.images[int(row)] for row in index]
+    pixels = [image if isinstance(image, np.ndarray) else None for image in images]
+    paths = [os.fsencode(image) if isinstance(image, str) else None for image in images]
+    data = [image.tobytes() if isinstance(image, np.ndarray) else image for image in images]
+    return pa.table(
+        {
+            "row": pa.array(index, pa.int64()),
+            "path": pa.array(paths, pa.binary()),
+            "data": pa.array([d if isinstance(d, bytes) else None for d in data], pa.large_binary()),
+            "shape": pa.array([None if p is None else list(p.shape) for p in pixels], pa.list_(pa.int32())),
+        }
+    )
+
+
+def _decode(block: pa.Table, size: int) -> pa.Table:
+    """The same rows with pixels, 3 * size * size bytes each, or the reason why there are none."""
+    images: list[Any] = []
+    columns = (block[name].to_pylist() for name in ("path", "data", "shape"))
+    for path, data, shape in zip(*columns, strict=True):
+        if shape is not None:
+            images.append(np.frombuffer(data, np.uint8).reshape(shape))
+        else:
+            images.append(data if path is None else os.fsdecode(path))
+    pixels, ok, bad = decode_many(images, [str(i) for i in range(len(images))], size, threads=1)
+    reasons = {int(entry["id"]): entry["reason"] for entry in bad}
+    raw = [row.tobytes() if fine else None for row, fine in zip(pixels.numpy(), ok, strict=True)]
+    return pa.table(
+        {
+            "row": block["row"],
+            "image": pa.array(raw, pa.large_binary()),
+            "reason": pa.array([reasons.get(i) for i in range(len(images))], pa.string()),
+        }
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the command
+def _options(argv: Sequence[str]) -> dict[str, Any]:
+    """Dotted options, checked.
+
+    Raises:
+        ConfigError: an option of training, or a relative output inside a Ray job.
+    """
+    switch = next((word for word in argv if word in SWITCHES), None)
+    if switch:
+        raise ConfigError(f"uno predict has no {switch}; see uno predict --help")
+    given = overrides(argv, "predict")
+    wrong = next((key for key in given if key not in OPTIONS), None)
+    if wrong:
+        raise ConfigError(f"{wrong} is fixed by the trained model; see uno predict --help for what is not")
+    if "data.source" in given and "data.labeled" in given:
+        raise ConfigError("give either --data or --labeled and --unlabeled, not both")
+    output = str(given.get("output", "/"))
+    if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
+        raise ConfigError(f"inside a Ray job --output must be an absolute path or a URI, not {output!r}")
+    return given
+
+
+def _limited(rows: Rows, limit: Any) -> Rows:
+    override(Config(), {"data.limit": limit})  # checks it
+    if limit is None or limit >= len(rows):
+        return rows
+    return rows.take(np.arange(limit) * len(rows) // limit)
+
+
+def _aligned(model: Classifier, storage: Storage, config: Config) -> Classifier:
+    """``model`` with aligned heads where the run's data can be read; else head_agreement stays empty."""
+    if model.alignment is not None:
+        return model
+    try:
+        task = own_task(config)
+        return with_alignment(model, storage, unlabeled_rows(task), config.compute.threads)
+    except UnoError as error:
+        say(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
+        return model
+
+
+@contextmanager
+def _progress(done_before: int) -> Iterator[Callable[[int, int], None]]:
+    """A live bar on a terminal; elsewhere a line every few seconds and one at the end."""
+    start = shown = time.monotonic()
+    with Progress() as progress:
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if progress.live or done == total or now - shown >= INTERVAL_S:
+                shown = now
+                speed = (done - done_before) / max(now - start, 1e-9)
+                metrics = {"phase": "predict", "step": done, "total_steps": total, "images_per_s": speed}
+                progress(metrics)
+
+        yield show
+
+
+@contextmanager
+def _stop_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT end the work with code 75: whatever shard was finished is there."""
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise Interrupted("stopped; finished shards are kept")
+
+    old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

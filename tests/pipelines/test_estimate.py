@@ -1,0 +1,111 @@
+"""``uno estimate-classes`` on a few digits: no hidden label matters, nor where the tasks run."""
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipelines import cli, estimate
+from uno.config import override
+from uno.data.sources import read_digits
+from uno.data.splits import make_task
+from uno.presets import preset
+from uno.probes import Settings
+from uno.storage import Storage
+
+SETTINGS = Settings(num_splits=2, max_novel=3, num_restarts=2, num_roles=2)
+FAST = {
+    "train.max_steps": 2,
+    "data.known_classes": "first:6",
+    "data.num_novel": 1,
+    "compute.device": "cpu",
+    "model.width": 4,
+}
+FLAGS = ["--known-classes", "first:6", "--max-steps", "2", "--model.width", "4", "--device", "cpu"]
+FLAGS += ["--num-splits", "2", "--max-novel", "3"]
+
+
+def run(folder, rows=None, workers=0, **settings):
+    config = override(preset("digits"), {**FAST, "compute.workers": workers})
+    task = make_task(rows or read_digits(), config.data)
+    return estimate.estimate_num_novel(
+        config, task, Storage(str(folder)), replace(SETTINGS, **settings), lambda line: None
+    )
+
+
+def test_hidden_labels_do_not_matter(tmp_path):
+    """The estimate is identical, key and curves, whatever the unlabeled rows really are.
+
+    Kills: features, sampling, seeds or cache keys that depend on the truth; unlabeled rows ordered by class.
+    """
+    rows = read_digits()
+    hidden = np.flatnonzero([label in "6789" for label in rows.labels])
+    permuted = list(rows.labels)
+    for i, j in zip(hidden, np.random.default_rng(0).permutation(hidden), strict=True):
+        permuted[i] = rows.labels[j]
+    assert permuted != rows.labels
+    first = run(tmp_path / "a", rows)
+    assert run(tmp_path / "b", replace(rows, labels=permuted)) == first
+    assert 1 <= first.low <= first.num_novel <= first.high <= 3
+    assert all(np.isfinite(first.curves[name]).all() for name in first.curves)
+
+
+def test_pretraining_is_kept_and_shared(tmp_path, monkeypatch):
+    """Other settings of the clustering, and a restart, train nothing again. Kills: keys with too much."""
+    first = run(tmp_path)
+    monkeypatch.setattr("uno.run.pretrain", lambda *_: pytest.fail("pretrained again"))
+    (tmp_path / "estimate.json").unlink()
+    assert run(tmp_path) == first
+    other = run(tmp_path, max_novel=2)
+    assert other.curves["f1"] == first.curves["f1"][:3] and other.key != first.key
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    """Table, warning, JSON; the default output stands beside the run directory."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.guard(estimate.main, FLAGS) == 0
+    shown = capsys.readouterr().out
+    found = json.loads((tmp_path / "runs/digits-seed0-estimate/estimate.json").read_text())
+    assert f"novel classes: {found['num_novel']}, between {found['low']} and {found['high']}" in shown
+    assert "up to twice too many classes" in shown and f"--num-novel {found['suggested']}" in shown
+    assert "  <- estimate" in shown and " F1 " in shown
+    assert cli.guard(estimate.main, [*FLAGS, "--print-config"]) == 0
+    assert "known_classes: first:6" in capsys.readouterr().out
+    assert cli.guard(estimate.main, [*FLAGS, "--dry-run", "--output", "other"]) == 0
+    assert not (tmp_path / "other").exists()
+    assert cli.guard(estimate.main, ["--help"]) == 0 and "--max-novel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--known-classes", "first:3"], "at least 4 known classes"),
+        (["--max-novel", "0"], "must be at least 1"),
+        (["--num-splits", "two"], "invalid int value"),
+        (["--nonsense", "1"], "unknown option --nonsense"),
+    ],
+)
+def test_refusals_are_one_line(tmp_path, capsys, argv, message):
+    code = cli.guard(estimate.main, [*argv, "--output", str(tmp_path / "x"), "--device", "cpu"])
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2 and len(lines) == 1 and message in lines[0]
+
+
+def _double(shared, item):
+    if item == "fail":
+        raise estimate.ConfigError("as raised there")
+    time.sleep(0.05)
+    return shared + 2 * item
+
+
+@pytest.mark.ray
+def test_ray_gives_the_same_estimate(tmp_path, ray_cluster):
+    """Kills: results in order of completion, other threads or seeds in workers, errors wrapped by Ray."""
+    assert run(tmp_path / "here") == run(tmp_path / "ray", workers=2)
+    tasks = estimate.RayTasks(ray_cluster, 2, {"num_cpus": 1})
+    items = [(i % 2, i) for i in range(7)]
+    assert dict(tasks(_double, [100, 200], items)) == {i: 100 * (1 + i % 2) + 2 * i for i in range(7)}
+    with pytest.raises(estimate.ConfigError, match=r"^as raised there$"):
+        list(tasks(_double, [0], [(0, "fail")]))

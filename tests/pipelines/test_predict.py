@@ -1,0 +1,250 @@
+"""``uno predict``, ``uno classes`` and ``uno export`` as a person runs them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+import yaml
+
+from pipelines import cli, inference
+from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
+from uno.data.sources import read_digits
+from uno.predict import load_classifier
+from uno.predictions import FILE
+from uno.storage import Storage
+
+
+@pytest.fixture(autouse=True)
+def restored_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A trained model of the digits, random weights, heads not aligned yet."""
+    write_model(tmp_path / "run", aligned=False)
+    return tmp_path / "run"
+
+
+def uno(*argv) -> None:
+    assert cli.main([str(word) for word in argv]) == 0
+
+
+def refused(capsys, code: int, *argv) -> str:
+    """The one line on stderr of a command that fails."""
+    capsys.readouterr()
+    assert cli.main([str(word) for word in argv]) == code
+    err = capsys.readouterr().err
+    assert err.startswith("uno: error: ") and err.count("\n") == 1 and "internal" not in err, err
+    return err
+
+
+def table_of(folder: Path) -> pa.Table:
+    assert [path.name for path in folder.rglob("*.parquet")] == [FILE]
+    return pq.read_table(folder / FILE)
+
+
+def test_predict_all_digits_and_again(run, tmp_path, capsys):
+    command = ["predict", run, "--data", "digits", "--output", tmp_path / "out", "--embedding"]
+    uno(*command)
+    assert "1,797 rows, 1,797 ok, 0 bad" in capsys.readouterr().out
+    table = table_of(tmp_path / "out")
+    assert len(table) == 1797 and table["head_agreement"].null_count == 0
+    assert pa.compute.min(table["head_agreement"]).as_py() >= 1 / 3 - 1e-6
+    written = (tmp_path / "out" / FILE).stat().st_mtime_ns
+    uno(*command)
+    assert (tmp_path / "out" / FILE).stat().st_mtime_ns == written
+
+
+def test_damaged_files_have_rows(run, tmp_path, capsys):
+    readable = write_damaged(tmp_path / "in")
+    uno("predict", run, "--data", tmp_path / "in", "--output", tmp_path / "out")
+    bad = NUM_DAMAGED - sum(readable.values())
+    assert f"{NUM_DAMAGED} rows, {NUM_DAMAGED - bad} ok, {bad} bad" in capsys.readouterr().out
+    assert len(table_of(tmp_path / "out")) == NUM_DAMAGED
+
+
+def test_own_data_goes_into_the_run(run, capsys):
+    uno("predict", run)
+    assert len(table_of(run)) == 1797
+    refused(capsys, 2, "predict", run, "--limit", 10)
+
+
+def test_limit_and_signal_handlers(run, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    uno("predict", run, "--data", "digits", "--limit", 10, "--output", tmp_path / "out")
+    assert table_of(tmp_path / "out")["id"].to_pylist()[:2] == ["digits-0000", "digits-0179"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    for code, words, argv in (
+        (2, "comes first", ["--data", "digits"]),
+        (4, "no trained model", [tmp_path / "nothing", "--data", "digits", "--output", out]),
+        (2, "need --output", [run, "--data", "digits"]),
+        (2, "no such file or folder", [run, "--data", "/no/such", "--output", out]),
+        (2, "is fixed by the trained model", [run, "--data", "digits", "--output", out, "--seed", "1"]),
+        (2, "has no --dry-run", [run, "--data", "digits", "--output", out, "--dry-run"]),
+        (2, "unknown option --embeding", [run, "--data", "digits", "--output", out, "--embeding"]),
+        (2, "not both", [run, "--data", "x", "--labeled", "a", "--unlabeled", "b", "--output", out]),
+        (2, "greater than or equal to 1", [run, "--data", "digits", "--limit", 0, "--output", out]),
+    ):
+        assert words in refused(capsys, code, "predict", *argv)
+    monkeypatch.setenv(inference.RAY_JOB, "{}")
+    assert "absolute path or a URI" in refused(
+        capsys, 2, "predict", run, "--data", "digits", "--output", "out"
+    )
+    assert not out.exists()
+    assert cli.main(["predict"]) == 2 and cli.main(["predict", "--help"]) == 0
+
+
+def test_a_run_whose_data_is_gone_still_predicts(tmp_path, capsys):
+    write_model(tmp_path / "run", aligned=False, data__source="folder:/gone")
+    uno("predict", tmp_path / "run", "--data", "digits", "--output", tmp_path / "out")
+    assert "head_agreement is left empty" in capsys.readouterr().out
+    assert table_of(tmp_path / "out")["head_agreement"].null_count == 1797
+    uno("classes", tmp_path / "run")
+    assert "no suggestions" in capsys.readouterr().out and (tmp_path / "run" / "classes.yaml").exists()
+
+
+def edit(run: Path, **changes) -> None:
+    """Change entries of classes.yaml: ``c5={"name": ...}``."""
+    path = run / "classes.yaml"
+    tree = yaml.safe_load(path.read_text())
+    for entry in tree["classes"]:
+        entry |= changes.get(f"c{entry['index']}", {})
+    path.write_text(yaml.safe_dump(tree))
+
+
+def test_classes_from_first_look_to_predictions(run, capsys):
+    uno("predict", run)
+    before = table_of(run).to_pandas()
+    uno("classes", run)
+    assert "nearest known" in (run / "classes.yaml").read_text()
+    uno("classes", run, "--apply")  # nothing was edited
+    assert table_of(run).to_pandas().equals(before)
+
+    edit(run, c5={"name": "sevens"})
+    uno("classes", run)
+    assert "is valid" in capsys.readouterr().out
+    assert table_of(run).to_pandas().equals(before)  # only checked
+    uno("classes", run, "--apply")
+    after = table_of(run).to_pandas()
+    assert after["class_name"].equals(before["class_name"].replace("novel-1", "sevens"))
+    assert after.drop(columns="class_name").equals(before.drop(columns="class_name"))
+
+    edit(run, c6={"action": "merge into sevens"}, c7={"action": "drop"}, c8={"action": "merge into 3"})
+    uno("classes", run, "--apply")
+    assert "1,797 rows predicted again" in capsys.readouterr().out
+    merged = table_of(run).to_pandas()
+    assert not set(merged["class_index"]) & {6, 7, 8}
+    assert (merged["known_mass"] >= before["known_mass"] - 1e-5).all()
+    same = merged["class_index"] == before["class_index"]
+    assert (merged["probability"][same] >= before["probability"][same] - 1e-5).all()
+    uno("predict", run)  # complete: the names in the table are those of the model
+    assert [c.into for c in load_classifier(Storage(str(run))).classes[5:]] == [5, 5, None, 3, 9]
+
+
+def test_a_wrong_edit_changes_nothing(run, capsys):
+    uno("classes", run)
+    edit(run, c5={"name": "4"})
+    before = (run / "model" / "classes.json").read_bytes()
+    assert "use action: merge into 4" in refused(capsys, 2, "classes", run, "--apply")
+    assert (run / "model" / "classes.json").read_bytes() == before
+    assert "unrecognized arguments" in refused(capsys, 2, "classes", run, "--aply")
+    assert "no trained model" in refused(capsys, 4, "classes", run / "nothing")
+
+
+def test_export_writes_and_says_what(run, tmp_path, capsys):
+    uno("export", run, "--format", "pt2")
+    assert "checked against the model; images uint8 (B, 3, 8, 8)" in capsys.readouterr().out
+    assert (run / "model" / "model.pt2").exists()
+    uno("export", run, "--format", "encoder", "--output", tmp_path / "sub" / "e.safetensors")
+    assert "conv1.weight" in safetensors.torch.load((tmp_path / "sub" / "e.safetensors").read_bytes())
+    assert "invalid choice: 'tflite'" in refused(capsys, 2, "export", run, "--format", "tflite")
+    assert "required: --format" in refused(capsys, 2, "export", run)
+
+
+def test_predict_run_replaces_what_an_earlier_model_said(run):
+    model = load_classifier(Storage(str(run)))
+    task = inference.own_task(model.config)
+    first = inference.predict_run(model.config, Storage(str(run)), task)
+    assert (first.rows, first.ok, first.bad) == (1797, 1797, 0)
+    heads = run / "model" / "heads.safetensors"
+    weights = safetensors.torch.load(heads.read_bytes())
+    heads.write_bytes(safetensors.torch.save({**weights, "known.weight": -weights["known.weight"]}))
+    inference.predict_run(model.config, Storage(str(run)), task)
+    assert (
+        set(table_of(run)["model_hash"].to_pylist())
+        == {load_classifier(Storage(str(run))).model_hash}
+        != {model.model_hash}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_process_is_continued(run, tmp_path, number):
+    """A real process, killed while it predicts: no row is lost and none is there twice."""
+    for part in range(4):
+        write_digits(tmp_path / "in" / str(part), read_digits().images)
+    command = ["predict", str(run), "--data", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "pipelines.predict", *command[1:]], env=environment)
+    shards = tmp_path / "out" / "_shards"
+    deadline = time.monotonic() + 120
+    while len(list(shards.glob("*.parquet"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(number)
+    assert process.wait(60) == (75 if number == signal.SIGTERM else -number)
+    done = len(list(shards.glob("*.parquet")))
+    assert 3 <= done < 15 and not (tmp_path / "out" / FILE).exists()
+    uno(*command)
+    uno(*command[:-1], tmp_path / "whole")
+    table = table_of(tmp_path / "out")
+    assert len(set(table["id"].to_pylist())) == len(table) == 4 * 1797
+    assert table.equals(table_of(tmp_path / "whole"))
+
+
+@pytest.mark.ray
+def test_ray_gives_the_same_table(run, tmp_path, ray_cluster, capsys):
+    """Paths, damaged files and pixels go through decoding tasks and two actors; Kills: lost, repeated or
+    reordered rows, a path that is no text.
+    """
+    write_digits(tmp_path / "in", read_digits().images[:900])
+    write_damaged(tmp_path / "in")
+    (tmp_path / "in" / "digit-0000.png").rename(os.fsdecode(bytes(tmp_path / "in") + b"/caf\xe9.png"))
+    for source, name in ((tmp_path / "in", "files"), ("digits", "pixels")):
+        shared = ["predict", run, "--data", source, "--embedding", "--compute.threads", "1"]
+        uno(*shared, "--output", tmp_path / name / "here")
+        uno(*shared, "--output", tmp_path / name / "ray", "--workers", "2")
+        here, there = table_of(tmp_path / name / "here"), table_of(tmp_path / name / "ray")
+        floats = [field.name for field in here.schema if pa.types.is_floating(field.type)]
+        exact = [c for c in here.column_names if c not in (*floats, "embedding")]
+        assert there.select(exact).equals(here.select(exact))
+        for column in floats:
+            a, b = here[column].to_numpy(), there[column].to_numpy()
+            assert abs(a - b)[~pa.compute.is_null(here[column]).to_numpy()].max() < 1e-5
+
+
+def test_no_command_needs_ray_to_explain_itself():
+    code = (
+        "import io, sys, contextlib\n"
+        "from pipelines import cli\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    for name in ('predict', 'classes', 'export'): assert cli.main([name, '--help']) == 0\n"
+        "assert not {'ray', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,60 @@
+"""``uno report RUN`` as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelines import cli, report
+from tests.uno.report.runs import small_config, write_run
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.storage import Storage
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    config = small_config(**{"data.limit": 60})
+    task = make_task(read_rows(config.data), config.data)
+    return write_run(tmp_path_factory.mktemp("run"), config, task)
+
+
+def test_report_writes_the_page(run: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([run.uri, "--device", "cpu"]) == 0
+    assert f"report in {run.path('report.html')}" in capsys.readouterr().out
+    assert b"Cluster-head logits" in run.read("report.html")
+
+
+def test_report_without_its_data_still_writes_a_page(
+    run: Storage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main([run.uri, "--data", "folder:/nowhere"]) == 0
+    assert "cannot be read" in capsys.readouterr().out
+    assert b"cannot be read" in run.read("report.html")
+
+
+def test_report_without_checkpoint(run: Storage, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(run.read("config.yaml"))
+    assert report.main([str(tmp_path)]) == 0
+    assert "No predictions" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "argv, reason",
+    [
+        (["--device", "cpu"], "the run directory comes first"),
+        (["{run}", "--objective.epsilon", "0.1"], "is a setting of the run"),
+        (["/nowhere"], "is not a run directory"),
+    ],
+)
+def test_report_refuses(
+    run: Storage, argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.guard(report.main, [word.format(run=run.uri) for word in argv]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--help"]) == 0 and report.main([]) == 2
+    assert "usage: uno report RUN" in capsys.readouterr().out

@@ -1,0 +1,72 @@
+"""The README's commands, paths and numbers: what it says must run, exist and be recorded."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pipelines import cli
+from pipelines.options import parse
+from uno.config import ConfigError
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def commands(block_mark: str = "") -> list[list[str]]:
+    """The ``uno ...`` lines of all code blocks, comments cut off, continued lines joined."""
+    blocks = re.findall(r"```[a-z]*\n(.*?)```", README, re.S)
+    lines = "\n".join(block for block in blocks if block_mark in block).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("uno ")]
+
+
+def test_every_command_line_parses(tmp_path, monkeypatch):
+    """Kills: a flag or preset in the README that does not exist."""
+    found = commands()
+    assert len(found) >= 8
+    for _, command, *words in found:
+        assert command in cli.SENTENCES
+        if command in ("discover", "pretrain", "estimate-classes"):
+            assert parse(words, command).config.preset
+    with pytest.raises(ConfigError):
+        parse(["--no-such-flag", "1"], "discover")
+
+
+def test_links_and_paths_exist():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_numbers_have_records():
+    """Every measured cell of the first table links to a record whose result holds that number."""
+    rows = [line for line in README.splitlines() if "benchmarks/records/" in line and line.startswith("|")]
+    assert rows
+    for row in rows:
+        record = ROOT / re.search(r"\((benchmarks/records/[^)]+)\)", row)[1]
+        result = json.loads((record / "result.json").read_text())
+        assert result["command"]
+        percent = re.search(r"\*\*([0-9.]+) ± ([0-9.]+)\*\*", row)
+        novel = result["results"]["novel, task-aware, train"]
+        assert float(percent[1]) == round(100 * novel["mean"], 1)
+        assert float(percent[2]) == round(100 * novel["sd"], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_day_after_training(tmp_path, monkeypatch, ray_cluster):
+    """The README's commands on a finished demo, in order, as they stand there."""
+    (tmp_path / "dir").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo"]) == 0
+    for _, *words in commands("uno predict runs/demo"):
+        words = ["digits" if word == "folder:DIR" else word for word in words]
+        assert cli.main(words) == 0, words
+    assert (tmp_path / "predictions" / "predictions.parquet").exists()
+    assert (tmp_path / "runs" / "demo" / "report.html").exists()
+    assert list((tmp_path / "runs" / "demo").rglob("*.pt2"))
+    python = re.search(r"```python\n(.*?)```", README, re.S)[1]
+    images = __import__("numpy").zeros((2, 8, 8, 3), "uint8")
+    python = python.replace('["a.jpg", "b.png"]', "images")
+    exec(compile(python, "README.md", "exec"), {"images": images})

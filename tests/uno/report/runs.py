@@ -1,0 +1,80 @@
+"""Small run directories without training: an untrained model in a real checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from uno.checkpoint import Checkpoint, save_checkpoint
+from uno.config import Config, dump_yaml, override
+from uno.data.rows import Rows
+from uno.data.splits import Task, make_task
+from uno.model import build_model
+from uno.presets import preset
+from uno.run import environment
+from uno.storage import Storage
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "\"><img src=x onerror='alert(1)'>",
+    "line\nbreak\u2028and\u2029more",
+    "\u202eright to left \u05d0\u05d1",
+    "x" * 300,
+    "{{ 7 * 7 }}{% raw %}",
+    "lone \udce9 surrogate",
+    "<!-- --> ]]> &amp; \x00\x1b[31m",
+    "javascript:alert(1)",
+    "http://example.com/a.js",
+]
+
+
+def small_config(**values: object) -> Config:
+    """A tiny digits configuration."""
+    return override(preset("digits"), {"model.hidden_dim": 32, "model.projection_dim": 16, **values})
+
+
+def hostile_task(config: Config, rows_per_class: int = 8, test: bool = True, truth: bool = True) -> Task:
+    """Noise of ten classes whose names, and the rows' ids, mean harm; the first five are known."""
+    generator = np.random.default_rng(0)
+    num = rows_per_class * len(HOSTILE)
+    labels: list[str | None] = [HOSTILE[i % 10] for i in range(num)]
+    split = np.array(["test" if test and i // 10 % 4 == 0 else "train" for i in range(num)])
+    if not truth:
+        labels = [None if i % 10 >= 5 else label for i, label in enumerate(labels)]
+    rows = Rows(
+        ids=[f"{i} {HOSTILE[(i * 7) % 10]}" for i in range(num)],
+        images=generator.integers(0, 255, (num, 8, 8, 3), dtype=np.uint8),
+        labels=labels,
+        split=split,
+        source=HOSTILE[0],
+        class_names=tuple(HOSTILE),
+        known=tuple(HOSTILE[:5]) if truth else (),
+    )
+    return make_task(rows, override(config, {"data.known_classes": None, "data.num_novel": 5}).data)
+
+
+def write_run(folder: Path, config: Config, task: Task, metrics: dict[str, float] | None = None) -> Storage:
+    """``config.yaml``, a discovery checkpoint, a journal, and the rest of a run directory."""
+    storage = Storage(str(folder))
+    model = build_model(config.model, task.num_known, task.num_novel, 0)
+    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors["head_losses"] = torch.tensor([0.4, 0.3, 0.2, 0.5])
+    save_checkpoint(storage, "discover", Checkpoint(10, tensors, {}), dump_yaml(config))
+    storage.write("config.yaml", dump_yaml(config).encode())
+    storage.write("environment.json", json.dumps(environment(task.rows.fingerprint)).encode())
+    for phase in ("pretrain", "discover"):
+        for step in (5, 10):
+            line = {
+                "phase": phase, "step": step, "total_steps": 10, "epoch": step // 5, "epochs": 2,
+                "loss": 3.0 / step, "lr": 0.1 / step, "images_per_s": 100.0, "skipped_steps": 0,
+                "head_losses": [1.0 / step + h for h in range(4)],
+            }  # fmt: skip
+            storage.append("metrics.jsonl", (json.dumps(line) + "\n").encode())
+    if metrics is not None:
+        storage.write("metrics.json", json.dumps(metrics).encode())
+    bad = {"id": HOSTILE[1], "reason": HOSTILE[0]}
+    storage.write("bad_samples.jsonl", (json.dumps(bad) + "\n").encode())
+    return storage

@@ -1,0 +1,223 @@
+"""The page as a whole: inert, complete without scripts, honest about what is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.uno.report.reading import Page, requests
+from tests.uno.report.runs import HOSTILE, hostile_task, small_config, write_run
+from uno.data.rows import Rows
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.evaluate import PROTOCOLS
+from uno.report import maps, open_task, write_report
+from uno.report.predictions import Predictions
+from uno.report.text import percent, visible
+from uno.storage import Storage
+
+CONFIG = small_config()
+METRICS = {
+    f"{split}/{group}/{protocol}/acc/{which}": 0.1 + 0.8 * i / 48
+    for i, (split, group, protocol, which) in enumerate(
+        (s, g, p, w)
+        for s in ("train", "test")
+        for g in ("known", "novel", "all")
+        for p in PROTOCOLS
+        for w in ("avg", "best")
+    )
+} | {"train/novel/task_aware/chance/acc": 0.2345, "baseline/kmeans/novel/acc": 0.9512}
+
+
+def read(storage: Storage) -> Page:
+    return Page(storage.read("report.html").decode())
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    task = hostile_task(CONFIG)
+    storage = write_run(tmp_path_factory.mktemp("run"), CONFIG, task, METRICS)
+    path = write_report(CONFIG, storage, task)
+    assert path == storage.path("report.html")
+    return storage
+
+
+def test_hostile_names_are_inert(hostile: Storage) -> None:
+    """Kills: a template without autoescape, `|safe`, JSON with a raw `<`, names pasted into SVG or titles."""
+    page = read(hostile)
+    assert page.unclosed == [] and page.comments == []
+    assert len(page.scripts) == 2  # data and our own; nobody else's
+    assert "alert(1)" not in page.scripts[1]
+    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
+    assert [tag for tag, attrs in page.tags if tag == "img" and not attrs["src"].startswith("data:")] == []
+    assert "{{ 7 * 7 }}" in page.text
+    for name in HOSTILE:
+        assert visible(name) in page.text, name
+    html = hostile.read("report.html").decode()
+    assert not any(char in html for char in "\u202e\u2028\u2029\x00\x1b")
+
+
+def test_names_reach_the_script_as_data(hostile: Storage) -> None:
+    maps = read(hostile).data()["maps"]
+    assert "</script>" in maps["true_names"][0]
+    assert len(maps["ids"]) == len(maps["truth"]) == len(maps["xy"][0]) // 2
+
+
+def test_page_asks_for_nothing(hostile: Storage) -> None:
+    page = read(hostile)
+    assert requests(page) == []
+    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; img-src data:;") and "'unsafe-eval'" not in policy
+    html = hostile.read("report.html").decode()
+    assert "@import" not in html and "url(" not in html.split("<script")[0]
+
+
+def test_numbers_equal_metrics(hostile: Storage) -> None:
+    """Kills: columns in another order than their heads, a best shown as an average."""
+    page = read(hostile)
+    assert page.exact == {key: f"{value:.4f}" for key, value in METRICS.items()}
+    assert all(text == percent(METRICS[key]) for _, key, text in page.shown)
+    cells = [key for tag, key, _ in page.shown if tag == "td"]
+    assert sorted(cells) == sorted(METRICS)
+    groups = [f"{split}/{group}" for split in ("train", "test") for group in ("known", "novel", "all")]
+    assert cells[:12] == [f"{group}/task_aware/acc/{which}" for group in groups for which in ("avg", "best")]
+    tiles = [key for tag, key, _ in page.shown if tag == "span"]
+    assert tiles[0] == "train/novel/task_aware/acc/avg"
+
+
+def test_page_is_complete_without_scripts(hostile: Storage) -> None:
+    """Everything that answers a question is markup: sections, galleries, heat maps, maps, curves, tables."""
+    page = read(hostile)
+    sections = {"summary", "classes", "results", "confusion", "maps", "training", "known", "bad", "run"}
+    assert sections <= page.ids()
+    classes = [attrs.get("class", "") for _, attrs in page.tags]
+    assert classes.count("matrix") == 4 and classes.count("map") == 3
+    assert sum("tiles-of" in c for c in classes) >= 6
+    assert sum(c.startswith("line ") for c in classes) >= 8
+    for word in ("No better than k-means", "Task-agnostic, strict", "Chance", "config.yaml", "uno discover"):
+        assert word in page.text
+    anchors = {a["href"][1:] for tag, a in page.tags if tag == "a" and a["href"].startswith("#")}
+    assert anchors <= page.ids()
+
+
+def test_page_without_truth(tmp_path: Path) -> None:
+    task = hostile_task(CONFIG, truth=False)
+    storage = write_run(tmp_path, CONFIG, task)
+    write_report(CONFIG, storage, task)
+    page = read(storage)
+    assert "Nobody has named the novel classes" in page.text
+    assert {"by-predicted"} <= page.ids() and "by-true" not in page.ids()
+    assert "results-title" in page.ids() and "There is no metrics.json" in page.text.replace("\n", " ")
+
+
+def test_page_without_test_split(tmp_path: Path) -> None:
+    task = hostile_task(CONFIG, test=False)
+    metrics = {key: value for key, value in METRICS.items() if not key.startswith("test/")}
+    storage = write_run(tmp_path, CONFIG, task, metrics)
+    write_report(CONFIG, storage, task)
+    page = read(storage)
+    figures = {attrs["data-matrix"] for _, attrs in page.tags if "data-matrix" in attrs}
+    assert figures == {"train-joint", "train-novel"} and "Test images" not in page.text
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_page_without_the_run_s_files(tmp_path: Path, damage: str) -> None:
+    task = hostile_task(CONFIG)
+    storage = write_run(tmp_path, CONFIG, task, METRICS)
+    for name in ("metrics.json", "metrics.jsonl", "environment.json", "bad_samples.jsonl"):
+        if damage == "missing":
+            storage.delete(name)
+        else:
+            storage.write(name, b'[{"phase": 3}, \xff\x00')
+    storage.delete("checkpoints")
+    write_report(CONFIG, storage, task)
+    page = read(storage)
+    assert "No predictions: no discovery checkpoint" in page.text and "no learning curves" in page.text
+    assert ("environment.json could not be read" in page.text) == (damage == "damaged")
+    assert requests(page) == []
+
+
+def test_estimate_of_the_number_of_classes(tmp_path: Path) -> None:
+    storage = write_run(tmp_path, CONFIG, hostile_task(CONFIG))
+    curve = {"f1": [0.2, 0.9, 0.5], "acc": [0.3, 0.8, 0.4], "cvi": [0.1, 0.2, 0.3]}
+    estimate = {"ks": [2, 5, 9], "curves": curve, "num_novel": 5, "low": 4, "high": 6, "suggested": 6}
+    storage.write("estimate.json", json.dumps(estimate).encode())
+    write_report(CONFIG, storage, None)
+    page = read(storage)
+    assert "estimate" in page.ids() and "Estimated: 5, between 4 and 6" in page.text
+    storage.write("estimate.json", b'{"ks": [1], "curves": {"f1": ["<b>"]}}')
+    write_report(CONFIG, storage, None)
+    assert "estimate" not in read(storage).ids()
+
+
+def test_page_without_data(tmp_path: Path) -> None:
+    task = hostile_task(CONFIG)
+    storage = write_run(tmp_path, CONFIG, task, METRICS)
+    found, note = open_task(CONFIG, storage)  # the digits: other data than the fingerprint's
+    assert found is None and "fingerprint differs" in note
+    write_report(CONFIG, storage, None, note=note)
+    page = read(storage)
+    assert "fingerprint differs" in page.text and "maps" not in page.ids() and "run" in page.ids()
+
+
+def test_report_on_a_sample_says_so(tmp_path: Path) -> None:
+    config = small_config(**{"data.limit": 100})
+    task = make_task(read_rows(config.data), config.data)
+    storage = write_run(tmp_path, config, task)
+    write_report(config, storage, task, max_rows=60)
+    page = read(storage)
+    assert "in a random sample of 60" in " ".join(page.text.split())
+    assert len(page.data()["maps"]["ids"]) == 60
+
+
+def test_fifty_and_fifty_classes_stay_below_five_megabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise compresses worst, and here every class has a full gallery."""
+    monkeypatch.setattr(Predictions, "outputs", lambda self, head: self.index % 100)
+    monkeypatch.setattr(maps, "_project", lambda data, seed: ("at random", _scattered(len(data))))
+    config = small_config(**{"data.store_size": 32, "augment.large.size": 8})
+    generator = np.random.default_rng(0)
+    names = [f"class {i}" for i in range(100)]
+    num = 3000
+    rows = Rows(
+        ids=[f"some/folder/with a long name/photo {i:06d}.png" for i in range(num)],
+        images=generator.integers(0, 255, (num, 32, 32, 3), dtype=np.uint8),
+        labels=[names[i % 100] for i in range(num)],
+        split=np.where(np.arange(num) % 500 < 100, "test", "train"),
+        source="noise",
+        known=tuple(names[:50]),
+    )
+    task = make_task(rows, small_config(**{"data.known_classes": "first:50"}).data)
+    storage = write_run(tmp_path, config, task)
+    write_report(config, storage, task)
+    page = read(storage)
+    assert sum("tiles-of" in attrs.get("class", "") for _, attrs in page.tags) == 300
+    assert 2_000_000 < len(storage.read("report.html")) < 5_000_000
+
+
+def _scattered(num: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 1000, (num, 2))
+
+
+def test_chromium_opens_it_without_a_word(hostile: Storage, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium on this machine")
+    picture = tmp_path / "page.png"
+    flags = (
+        "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --enable-logging=stderr --v=0 --window-size=1000,2000"
+    )
+    where = [f"--user-data-dir={tmp_path}/profile", f"--screenshot={picture}"]
+    page = f"file://{hostile.path('report.html')}"
+    done = subprocess.run(
+        [chromium, *flags.split(), *where, page], capture_output=True, text=True, timeout=120
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert picture.stat().st_size > 20_000

@@ -1,0 +1,107 @@
+"""``uno.load(run).predict(images)``: cheap to import, any kind of image, the numbers of ``uno predict``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import uno
+from tests.uno.models import tiny_model, write_damaged, write_model
+from uno.data.sources import read_digits
+from uno.errors import StorageError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write_model(folder)
+    return folder
+
+
+def test_importing_uno_is_cheap():
+    code = "import sys, uno; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = uno.nonsense
+
+
+def test_every_kind_of_image_gives_the_same(run, tmp_path):
+    pixels = read_digits().images[:20]
+    paths = [tmp_path / f"{i}.png" for i in range(20)]
+    for path, image in zip(paths, pixels, strict=True):
+        Image.fromarray(image).save(path)
+    model = uno.load(run)
+    assert model.size == 8 and [c.name for c in model.classes][4:6] == ["4", "novel-1"]
+    expected = model.predict(pixels)
+    opened = [Image.open(path) for path in paths]
+    for images in (
+        paths,
+        [str(path) for path in paths],
+        [path.read_bytes() for path in paths],
+        list(pixels),
+        [image[..., 0] for image in pixels],
+        opened,
+        torch.from_numpy(pixels).permute(0, 3, 1, 2),
+    ):
+        found = model.predict(images)
+        np.testing.assert_array_equal(found.class_index, expected.class_index)
+        np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-6)
+    for picture in opened:
+        picture.close()
+
+
+def test_the_numbers_are_those_of_the_model(run, tmp_path):
+    images = read_digits().images[:600]  # more than two batches
+    found = uno.load(str(run / "model")).predict(images)
+    scores = tiny_model(tmp_path / "same").score(torch.from_numpy(images[:9].transpose(0, 3, 1, 2).copy()))
+    np.testing.assert_allclose(found.margin[:9], scores.margin, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found.embedding[:9], scores.features, rtol=1e-4, atol=1e-6)
+    assert len(found) == 600 and found.probabilities.shape == (600, 10)
+    np.testing.assert_allclose(found.probabilities.sum(axis=1), 1, atol=1e-5)
+    first = found[0]
+    assert first.class_name == found.class_name[0] and first.kind in ("known", "novel")
+    assert first.probability == pytest.approx(float(found.probabilities[0].max()))
+    assert len(list(found)) == 600
+
+
+def test_unreadable_images_are_rows_with_a_reason(run, tmp_path):
+    readable = write_damaged(tmp_path)
+    model = uno.load(run)
+    found = model.predict([tmp_path / name for name in readable])
+    assert [reason is None for reason in found.reason] == list(readable.values())
+    truncated = Image.open(tmp_path / "truncated-half.jpg")
+    found = model.predict([truncated, np.zeros((9, 5, 3), np.uint8), Image.new("F", (4, 4)), "/no/such/file"])
+    truncated.close()
+    assert found.class_index.tolist()[::2] == [-1, -1] and found.class_index[1] >= 0
+    assert found[2].class_name is None and "floating-point" in found[2].reason
+    assert np.isnan(found[0].probability) and found[3].reason == "No such file or directory"
+
+
+def test_a_rotated_picture_is_turned_upright(run, tmp_path):
+    write_damaged(tmp_path)
+    model = uno.load(run)
+    with Image.open(tmp_path / "rotated.jpg") as picture:
+        found = model.predict([picture, tmp_path / "rotated.jpg"])
+    np.testing.assert_allclose(found.probabilities[0], found.probabilities[1], atol=0.05)
+
+
+def test_nothing_and_nonsense(run, tmp_path):
+    model = uno.load(run)
+    empty = model.predict([])
+    assert len(empty) == 0 and empty.probabilities.shape == (0, 10)
+    for images, words in (
+        ("image.png", "in a list"),
+        (np.zeros((8, 8, 3), np.uint8), "in a list"),
+        (torch.zeros(2, 3, 8, 8), "must be uint8"),
+        ([np.zeros((8, 8, 3))], "image 0 is float64"),
+        ([None], "image 0 is NoneType"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.predict(images)
+    with pytest.raises(StorageError, match="no trained model"):
+        uno.load(tmp_path)

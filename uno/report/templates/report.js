@@ -1,0 +1,131 @@
+"use strict";
+// The page is complete without this file: it adds reading by pointer and keyboard, and nothing else.
+(() => {
+  document.documentElement.classList.add("scripted");
+  const data = JSON.parse(document.getElementById("data").textContent);
+
+  // -------------------------------------------------------------------------------------------- heat maps
+  for (const svg of document.querySelectorAll("svg.matrix")) {
+    const figure = data.matrices[svg.dataset.matrix];
+    const cell = +svg.dataset.cell, left = +svg.dataset.left, top = +svg.dataset.top;
+    const readout = svg.closest("details").querySelector(".readout");
+    const cursor = svg.querySelector(".cursor");
+    const counts = new Map(figure.cells.map(([r, c, n]) => [r * figure.columns.length + c, n]));
+    const sums = figure.rows.map(() => 0);
+    for (const [r, , n] of figure.cells) sums[r] += n;
+    let row = 0, column = 0;
+
+    const show = () => {
+      const count = counts.get(row * figure.columns.length + column) || 0;
+      const share = sums[row] ? (100 * count / sums[row]).toFixed(1) : "0.0";
+      // U+2068 and U+2069 keep a right-to-left name from reordering the sentence.
+      readout.textContent = `True \u2068${figure.rows[row]}\u2069 → \u2068${figure.columns[column]}\u2069: ` +
+        `${count.toLocaleString("en")} of ${sums[row].toLocaleString("en")} images, ${share} %`;
+      cursor.setAttribute("x", left + column * cell);
+      cursor.setAttribute("y", top + row * cell);
+      cursor.setAttribute("visibility", "visible");
+    };
+    svg.tabIndex = 0;
+    svg.addEventListener("pointermove", (event) => {
+      const box = svg.getBoundingClientRect(), scale = svg.width.baseVal.value / box.width;
+      const c = Math.floor(((event.clientX - box.left) * scale - left) / cell);
+      const r = Math.floor(((event.clientY - box.top) * scale - top) / cell);
+      if (r < 0 || c < 0 || r >= figure.rows.length || c >= figure.columns.length) return;
+      row = r; column = c;
+      show();
+    });
+    svg.addEventListener("focus", show);
+    svg.addEventListener("keydown", (event) => {
+      const [dr, dc] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] || [0, 0];
+      if (!dr && !dc) return;
+      event.preventDefault();
+      row = Math.min(figure.rows.length - 1, Math.max(0, row + dr));
+      column = Math.min(figure.columns.length - 1, Math.max(0, column + dc));
+      show();
+    });
+  }
+
+  // ------------------------------------------------------------------------------------------------- maps
+  const maps = data.maps;
+  const box = document.querySelector(".mapbox");
+  if (maps && box) {
+    const hover = box.querySelector(".hover");
+    const thumb = hover.querySelector(".thumb"), words = hover.querySelector(".words");
+    const lines = Math.ceil(maps.ids.length / maps.columns);
+    const novelOnly = document.getElementById("novel-only");
+    document.body.append(hover);
+    thumb.style.backgroundImage = `url(${maps.sheet})`;
+    thumb.style.backgroundSize = `${56 * maps.columns}px ${56 * lines}px`;
+    if (maps.side <= 16) thumb.style.imageRendering = "pixelated";
+
+    const describe = (i) => {
+      const truth = maps.truth[i] >= 0 ? `true ${maps.true_names[maps.truth[i]]}\n` : "";
+      return `${maps.ids[i]}\n${truth}predicted ${maps.names[maps.output[i]]}, ${(100 * maps.confidence[i]).toFixed(1)} %`;
+    };
+    const nearest = (xy, x, y) => {
+      let best = -1, distance = 30 * 30;
+      for (let i = 0; i < maps.ids.length; i++) {
+        if (novelOnly.checked && maps.known[i]) continue;
+        const d = (xy[2 * i] - x) ** 2 + (xy[2 * i + 1] - y) ** 2;
+        if (d < distance) { distance = d; best = i; }
+      }
+      return best;
+    };
+    const pins = [...box.querySelectorAll(".pin")];
+    const hide = () => {
+      hover.hidden = true;
+      for (const pin of pins) pin.setAttribute("visibility", "hidden");
+    };
+    for (const svg of box.querySelectorAll("svg.map")) {
+      svg.addEventListener("pointermove", (event) => {
+        const area = svg.getBoundingClientRect(), scale = maps.extent / area.width;
+        const i = nearest(maps.xy[+svg.dataset.map], (event.clientX - area.left) * scale, (event.clientY - area.top) * scale);
+        if (i < 0) return hide();
+        pins.forEach((pin, m) => { // the same image in every map
+          pin.setAttribute("cx", maps.xy[m][2 * i]);
+          pin.setAttribute("cy", maps.xy[m][2 * i + 1]);
+          pin.setAttribute("visibility", "visible");
+        });
+        thumb.style.backgroundPosition = `${-56 * (i % maps.columns)}px ${-56 * Math.floor(i / maps.columns)}px`;
+        words.textContent = describe(i);
+        hover.hidden = false;
+        const x = Math.min(event.pageX + 14, scrollX + document.documentElement.clientWidth - hover.offsetWidth - 8);
+        hover.style.left = `${Math.max(8, x)}px`;
+        hover.style.top = `${event.pageY + 14}px`;
+      });
+      svg.addEventListener("pointerleave", hide);
+    }
+
+    for (const legend of box.querySelectorAll(".legend")) {
+      const layer = legend.dataset.layer;
+      for (const item of legend.children) {
+        item.tabIndex = 0;
+        item.setAttribute("role", "button");
+        item.setAttribute("aria-pressed", "false");
+        const toggle = () => {
+          item.setAttribute("aria-pressed", item.getAttribute("aria-pressed") === "true" ? "false" : "true");
+          const chosen = new Set([...legend.querySelectorAll("[aria-pressed=true]")].map((li) => li.dataset.class));
+          for (const group of box.querySelectorAll(`.layer.${layer}`)) {
+            group.classList.toggle("lit", chosen.size > 0);
+            for (const dots of group.querySelectorAll(".dots")) dots.classList.toggle("on", chosen.has(dots.dataset.class));
+          }
+        };
+        item.addEventListener("click", toggle);
+        item.addEventListener("keydown", (event) => {
+          if (event.key !== "Enter" && event.key !== " ") return;
+          event.preventDefault();
+          toggle();
+        });
+      }
+    }
+  }
+
+  // A link into a closed gallery opens it; printing opens everything.
+  const reveal = () => {
+    const target = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
+    for (let node = target; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
+  };
+  addEventListener("hashchange", reveal);
+  reveal();
+  addEventListener("beforeprint", () => { for (const node of document.querySelectorAll("details")) node.open = true; });
+})();
