@@ -33,6 +33,7 @@ from uno.storage import Storage
 from uno.train import LocalWorker
 
 RESULTS = "metrics.json"
+ESTIMATE = "estimate.json"
 BAD_SAMPLES = "bad_samples.jsonl"
 STOP_FILE = "STOP"
 
@@ -50,6 +51,11 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
     from pipelines.inference import predict_run
 
     config = _with_full_paths(config)
+    estimate = None
+    if config.data.num_novel == "auto":
+        if options.dry_run:
+            raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
+        config, estimate = _with_estimated_classes(config)
     task = prepare(config)
     if options.dry_run:
         return _dry_run(config, task, phases)
@@ -68,6 +74,8 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
         if options.fresh:
             _clear(claim.storage)
         run.open_run(config, claim.storage, task.rows.fingerprint)
+        if estimate is not None:
+            claim.storage.write(ESTIMATE, estimate)
         values = _execute(config, task, phases, evaluate, claim)
         if evaluate:
             facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
@@ -123,6 +131,19 @@ def _with_full_paths(config: Config) -> Config:
     elif not checkpoint_steps(Storage(source), run.PRETRAIN):
         raise ConfigError(f"model.weights: {source} is no .safetensors file and no run that has pretrained")
     return override(config, {"model.weights": source})
+
+
+def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
+    """``config`` with the number of classes that ``uno estimate-classes`` suggests, and its estimate.json.
+
+    The estimate is kept beside the run directory: the same command again finds it there.
+    """
+    from pipelines.estimate import estimate_job
+    from uno.probes import Settings
+
+    folder = f"{config.output}-estimate"
+    found = estimate_job(override(config, {"output": folder}), Settings(), False, say)
+    return override(config, {"data.num_novel": found.suggested}), Storage(folder).read(ESTIMATE)
 
 
 def prepare(config: Config) -> Task:

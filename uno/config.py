@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 from tyro.conf import arg
 
 from uno.errors import ConfigError as ConfigError
@@ -51,10 +51,8 @@ class DataConfig(_Frozen):
         None,
         description="Benchmark mode on labeled data: first:N, names with commas, or a text file of names.",
     )
-    num_novel: Annotated[int | None, arg(aliases=["--num-novel"])] = Field(
-        None,
-        ge=1,
-        description="Number of classes to discover; default: the number hidden by --known-classes.",
+    num_novel: Annotated[PositiveInt | Literal["auto"] | None, arg(aliases=["--num-novel"])] = Field(
+        None, description="Classes to discover; auto estimates; default: as many as --known-classes hides."
     )
     imagenet_split: Literal["A", "B", "C"] = Field(
         "A",

@@ -52,6 +52,8 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     Raises:
         ConfigError: no known class, no class to discover, an unknown class, or a limit below the class count.
     """
+    if config.num_novel == "auto":
+        raise ConfigError("num_novel auto must be estimated first: uno estimate-classes")
     classes = order_classes({label for label in rows.labels if label is not None}, rows.class_names)
     if not classes:
         raise ConfigError(f"{rows.source}: no row has a label; known classes need labeled rows")
@@ -117,7 +119,7 @@ def _open_classes(
             f"{rows.source}: every training row is labeled, so there is nothing to discover; give "
             "--known-classes first:N to hide the other labels (benchmark), or add rows without a label"
         )
-    if config.num_novel is None:
+    if not isinstance(config.num_novel, int):
         raise ConfigError(f"{rows.source}: give --num-novel, the number of classes among the unlabeled rows")
     return [c for c in classes if c in present], config.num_novel
 
