@@ -22,7 +22,7 @@ lint: $(STAMP)
 
 # Lint, types, the default lane, and the Ray lane with one case per fault family.
 test: lint
-	$(PY) -m pytest --durations=5
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --durations=5
 	$(PY) -m pytest -m 'ray and not slow'
 
 # The full matrices.

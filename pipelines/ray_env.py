@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ def set_environment() -> None:
 def starting_line(workers: int) -> str:
     """What to tell the user before :func:`connect`, which takes a while."""
     address = os.environ.get("RAY_ADDRESS")
+    check_address(address or "")
     what = f"asking the Ray cluster at {address} for" if address else "starting Ray with"
     return f"{what} {workers} worker{'s' if workers > 1 else ''}; the first step takes about half a minute"
 
@@ -78,6 +80,23 @@ def connect() -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Refuse the address of a cluster that is gone: Ray itself would try for minutes, without a word.
+
+    Raises:
+        ConfigError: nobody listens at ``address`` (``host:port``; other forms are left to Ray).
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); unset it to start one here"
+        ) from None
 
 
 @contextmanager

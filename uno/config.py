@@ -330,7 +330,7 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
 def describe(error: ValidationError) -> str:
     """One line for the first problem pydantic found: ``objective.epsilon: ... (got -1)``."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
     message = first["msg"].removeprefix("Value error, ")
     got = "" if isinstance(first["input"], Mapping | BaseModel) else f" (got {reprlib.repr(first['input'])})"
     return f"{where}: {message}{got}" if where else message

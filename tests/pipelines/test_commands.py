@@ -31,6 +31,21 @@ def restored_threads():
     torch.set_num_threads(before)
 
 
+class FirstTwo:
+    """Stands in for t-SNE, which takes seconds and is tested with the report."""
+
+    def __init__(self, **_options):
+        pass
+
+    def fit_transform(self, points):
+        return points[:, :2]
+
+
+@pytest.fixture(autouse=True)
+def quick_maps(monkeypatch):
+    monkeypatch.setattr("uno.report.maps.TSNE", FirstTwo)
+
+
 @pytest.fixture
 def nothing_starts(monkeypatch):
     """Training or connecting to Ray fails the test."""
@@ -272,6 +287,7 @@ def test_data_check_says_when_a_run_could_not_succeed(capsys):
 # stopped and killed
 
 
+@pytest.mark.ray  # several processes
 def test_a_signal_saves_and_the_same_command_resumes(finished, tmp_path, capsys, monkeypatch):
     output = tmp_path / "run"
     argv = ["discover", *SMALL, "--output", str(output)]
@@ -311,6 +327,7 @@ cli.main(sys.argv[1:])
 """
 
 
+@pytest.mark.ray  # several processes
 def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatch):
     """The process dies in the middle of an epoch; its lock file stays, and is found to be dead."""
     monkeypatch.setattr(lock, "RENEW_S", 0.2)

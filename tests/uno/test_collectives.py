@@ -48,7 +48,9 @@ def results(world_size: int, folder: Path) -> list[dict[str, torch.Tensor]]:
     return [safetensors.torch.load_file(folder / f"{rank}.st") for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.ray), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_workers_equal_one_worker(tmp_path, one_thread, world_size):
     """Pseudo-labels, loss, gradients and the step of the same global batch, with BatchNorm in eval mode.
 

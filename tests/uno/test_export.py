@@ -76,6 +76,7 @@ assert not {"uno", "pipelines"} & set(sys.modules) and len(names) == 10
 """
 
 
+@pytest.mark.ray  # several processes
 def test_pt2_computes_the_same_without_this_project(tmp_path):
     """Kills: another head, no centre crop, no normalisation, no temperature, a fixed batch, merges lost."""
     model = tiny_model(tmp_path / "run", augment__large__size=6, data__mean=(0.1, 0.2, 0.3))

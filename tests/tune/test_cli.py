@@ -1,0 +1,121 @@
+"""``uno tune``'s options and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelines import ray_env
+from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
+from tune import objective, sweep
+from tune.cli import main, parse
+from uno.config import ConfigError
+
+
+def test_options_are_its_own_and_those_of_a_run():
+    words = "--space full --trials 5 --objective.epsilon 0.2 --score loss --output /x"
+    options, _ = parse([*TINY, *words.split()])
+    assert (options.trials, options.score, options.space_name) == (5, "loss", "full")
+    assert options.config.objective.epsilon == 0.2
+    assert options.given["objective.epsilon"] == 0.2
+    assert options.given["preset"] == "digits"
+    assert not any(key.startswith(("output", "compute")) for key in options.given)
+    assert options.asha == {"grace_epochs": 1, "reduction": 3}
+    assert parse([*TINY, "--no-stopping"])[0].asha is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trial", "3"], ["--trials", "x"], ["--space", "huge"], ["--search", "grid"], ["--score", "truth"],
+        ["--grace-epochs", "0"], ["--reduction", "1"], ["--dry-run"], ["--objective.epsilonn", "1"], ["3"],
+    ],
+)  # fmt: skip
+def test_bad_options_are_config_errors(words):
+    with pytest.raises(ConfigError):
+        parse([*TINY, *words])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trials", "0"], ["--folds", "0"], ["--seeds", "0"], ["--concurrent", "0"], ["--folds", "9"],
+        ["--hide", "1"], ["--hide", "5"], ["--weights", "/some/run"], ["--discover.epochs", "0"],
+        ["--train.batch-size", "5000"], ["--data.known-classes", "first:2"],
+        ["--score", "agreement", "--model.num-heads", "1"],
+    ],
+)  # fmt: skip
+def test_what_a_trial_would_stumble_over_is_refused_before_ray_starts(tmp_path, monkeypatch, words):
+    monkeypatch.setattr(sweep, "_run_missing", lambda *args: pytest.fail("started"))
+    with pytest.raises(ConfigError) as error:
+        main([*TINY, "--output", str(tmp_path / "s"), *words])
+    assert "\n" not in str(error.value)
+
+
+def test_help_and_print_config(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    assert "--space" in capsys.readouterr().out
+    assert main([*TINY, "--print-config"]) == 0
+    assert "epsilon: 0.05" in capsys.readouterr().out
+
+
+def test_a_foreign_directory_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds no sweep"):
+        main([*TINY, "--output", str(tmp_path)])
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_other_settings_are_refused_with_their_names(tmp_path):
+    fake_sweep(tmp_path, tiny_options(tmp_path), [])
+    for words, name in ((["--folds", "1"], "folds"), (["--objective.epsilon", "0.3"], "objective.epsilon")):
+        with pytest.raises(ConfigError, match=name):
+            sweep.open_sweep(tiny_options(tmp_path, *words), sweep.Storage(str(tmp_path)), "0" * 64, 3)
+    same = tiny_options(tmp_path, "--trials", "99", "--concurrent", "1", "--compute.workers", "0")
+    sweep.open_sweep(same, sweep.Storage(str(tmp_path)), "0" * 64, 3)
+
+
+def test_epochs_that_have_steps_to_take(tmp_path):
+    for words, epochs in (([], 2), (["--max-steps", "2"], 1), (["--max-steps", "1000"], 2)):
+        options = tiny_options(tmp_path, *words)
+        problems = objective.problems(tiny_data(options.config), "folds", 2, 0)
+        assert sweep.check_plans(options, problems) == epochs
+
+
+@pytest.mark.parametrize(
+    ("words", "cluster", "number"),
+    [
+        ([], {"CPU": 2.0}, 2),
+        ([], {"CPU": 64.0}, 16),
+        (["--concurrent", "3"], {"CPU": 64.0}, 3),
+        (["--compute.cpus-per-worker", "4"], {"CPU": 10.0}, 2),
+        ([], {"CPU": 0.5}, 1),
+        (["--device", "cuda"], {"CPU": 16.0, "GPU": 2.0}, 2),
+        (["--device", "cuda", "--gpus-per-worker", "0.5"], {"CPU": 16.0, "GPU": 2.0}, 4),
+        (["--workers", "2", "--compute.cpus-per-worker", "1"], {"CPU": 5.0}, 2),
+    ],
+)
+def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, number):
+    assert sweep.concurrency(tiny_options(tmp_path, *words), cluster)[0] == number
+
+
+def test_a_cluster_too_small_for_one_trial_is_one_line(tmp_path):
+    for words in (["--compute.cpus-per-worker", "4"], ["--device", "cuda"], ["--workers", "2"]):
+        with pytest.raises(ConfigError):
+            sweep.concurrency(tiny_options(tmp_path, *words), {"CPU": 1.0})
+
+
+def test_a_stale_cluster_address_is_one_line():
+    with pytest.raises(ConfigError, match="unset it"):
+        ray_env.check_address("127.0.0.1:1")
+    for other in ("", "auto", "local", "ray://host:10001"):
+        ray_env.check_address(other)
+
+
+def test_inside_a_ray_job_the_output_must_be_absolute(monkeypatch):
+    """The job's working directory is deleted with the job, and the sweep in it."""
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(ConfigError, match="absolute"):
+        parse([*TINY, "--output", "runs/sweep"])
+    assert parse([*TINY, "--output", "/runs/sweep"])[0].config.output == "/runs/sweep"

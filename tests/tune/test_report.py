@@ -1,0 +1,168 @@
+"""Tables, best.yaml and the page, from sweeps that never ran."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.options import parse
+from tests.tune.tiny import TINY, fake_sweep, tiny_options
+from tune import page, records, report
+from tune.spaces import UNO, current
+from uno.config import differing_keys, override, to_dict
+
+VALUES = {
+    "objective.epsilon": 0.03, "objective.temperature": 0.07,
+    "model.num_heads": 6, "model.overcluster_factor": 5,
+}  # fmt: skip
+NASTY = "</td><script>alert(1)</script>\u202e&\"'"
+
+
+def trials(options):
+    first = current(UNO, options.config)
+    return [
+        {"overrides": first, "scores": [0.3, 0.5, 0.6], "status": "finished"},
+        {"overrides": VALUES, "scores": [0.4, 0.6, 0.8], "status": "finished"},
+        {"overrides": VALUES | {"objective.epsilon": 0.2}, "scores": [0.99], "status": "stopped"},
+        {"overrides": VALUES, "scores": [0.9, 0.95], "status": "failed", "reason": NASTY},
+        {"overrides": VALUES, "status": "failed", "reason": "non-finite loss at pretrain step 4"},
+        {"overrides": VALUES | {"model.num_heads": 2}, "scores": [0.2, 0.3, 0.4], "status": "finished"},
+        {"overrides": VALUES, "scores": [0.5]},
+    ]
+
+
+@pytest.fixture
+def options(tmp_path):
+    return tiny_options(tmp_path / "sweep")
+
+
+@pytest.fixture
+def storage(tmp_path, options):
+    return fake_sweep(tmp_path / "sweep", options, trials(options))
+
+
+def test_only_a_finished_trial_wins(storage):
+    """A stopped and a failed trial have the higher scores; neither wins."""
+    summary = report.read(storage)
+    assert records.best_trial(summary.trials).index == 1
+    assert [t.index for t in records.ranking(summary.trials)] == [1, 0, 5, 2]
+
+
+def test_equal_scores_go_to_the_configuration_as_given(tmp_path, options):
+    both = [{"overrides": VALUES, "scores": [0.5, 0.6, 0.7], "status": "finished"}] * 2
+    assert records.best_trial(report.read(fake_sweep(tmp_path / "s", options, both)).trials).index == 0
+
+
+def test_best_yaml_is_taken_by_uno_discover_as_it_is(tmp_path, storage, options):
+    report.write(storage)
+    path = storage.path("best.yaml")
+    config = parse(["--config", path], "discover").config
+    wanted = override(options.config, VALUES)
+    assert differing_keys(to_dict(wanted), config) == []
+    text = storage.read("best.yaml").decode()
+    assert all(key in text for key in VALUES)  # also where the winner has the default
+    assert "compute" not in text
+    assert "output" not in text
+
+
+def test_the_winner_may_be_overridden_and_lists_all_keys_even_of_the_default(tmp_path, options):
+    only = [{"overrides": current(UNO, options.config), "scores": [0.1] * 3, "status": "finished"}]
+    storage = fake_sweep(tmp_path / "s", options, only)
+    report.write(storage)
+    config = parse(["--config", storage.path("best.yaml"), "--objective.epsilon", "0.5"], "discover").config
+    assert config.objective.epsilon == 0.5
+    text = storage.read("best.yaml").decode()
+    assert all(domain.key in text for domain in UNO)
+
+
+def test_the_table_holds_every_trial_and_epoch(storage):
+    report.write(storage)
+    table = pq.read_table(io.BytesIO(storage.read("sweep.parquet")))
+    rows = table.to_pylist()
+    assert len(rows) == 3 + 3 + 1 + 2 + 1 + 3 + 1
+    assert {row["trial"] for row in rows} == set(range(7))
+    assert rows[0] | {"trial": 0, "epoch": 1, "score": 0.3, "objective.epsilon": 0.05} == rows[0]
+    assert [r["status"] for r in rows if r["trial"] == 6] == ["unfinished"]
+    assert [r["epoch"] for r in rows if r["trial"] == 4] == [None]
+    assert {row["objective"] for row in rows} == {"folds"}
+
+
+def test_cost_and_what_stopping_saved(storage):
+    cost = report.read(storage).cost
+    assert cost.epochs == 13
+    assert cost.saved == pytest.approx(1 - 10 / 12)  # trials 0, 1, 2, 5 of 3 epochs each
+    assert cost.seconds == 2 * 13
+    assert cost.pretrainings == 0
+
+
+def test_the_page_is_self_contained_and_inert(storage):
+    report.write(storage)
+    text = storage.read("sweep.html").decode()
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert not re.search(r"(src|href)\s*=|url\(|https?://|@import", text)
+    assert "default-src 'none'" in text
+    assert "prefers-color-scheme: dark" in text
+    assert "ORACLE" not in text
+    assert text.count("<svg") == text.count("</svg>") >= 7
+    assert "nan" not in re.sub(r"<[^>]*>", "", text).lower()
+    assert not re.search(r'(cx|cy|d|x|y)="[^"]*(nan|inf)', text)
+
+
+def test_the_oracle_brands_every_file_and_table(tmp_path):
+    options = tiny_options(tmp_path / "o", "--score", "oracle")
+    storage = fake_sweep(tmp_path / "o", options, trials(options))
+    summary = report.write(storage)
+    names = set(storage.list())
+    assert {"oracle-sweep.parquet", "oracle-best.yaml", "oracle-sweep.html"} <= names
+    assert not {"sweep.parquet", "best.yaml", "sweep.html"} & names
+    assert "ORACLE" in storage.read("oracle-sweep.html").decode()
+    assert storage.read("oracle-best.yaml").decode().startswith("# ORACLE")
+    assert report.format_table(summary).startswith("ORACLE")
+    table = pq.read_table(io.BytesIO(storage.read("oracle-sweep.parquet")))
+    assert set(table["objective"].to_pylist()) == {"oracle"}
+    assert table.schema.metadata[b"oracle"] == b"true"
+
+
+@pytest.mark.parametrize("keep", [slice(0, 0), slice(0, 1), slice(4, 5), slice(3, 7)])
+def test_any_number_of_trials_has_a_page(tmp_path, options, keep):
+    storage = fake_sweep(tmp_path / "s", options, trials(options)[keep])
+    report.write(storage)
+    assert storage.exists("sweep.html")
+
+
+def test_no_finished_trial_no_best_yaml(tmp_path, options):
+    storage = fake_sweep(tmp_path / "s", options, trials(options)[2:5])
+    report.write(storage)
+    assert not storage.exists("best.yaml")
+
+
+def test_importance_finds_the_key_that_matters(tmp_path, options):
+    ranked = [
+        {"overrides": VALUES | {"objective.epsilon": 0.01 + 0.02 * i, "model.num_heads": 2 + i * 3 % 5},
+         "scores": [0.1, 0.2, 0.3 + 0.05 * i], "status": "finished"}
+        for i in range(10)
+    ]  # fmt: skip
+    summary = report.read(fake_sweep(tmp_path / "s", options, ranked))
+    assert summary.importance[0] == ("objective.epsilon", pytest.approx(1.0))
+    assert {key for key, _ in summary.importance} == {"objective.epsilon", "model.num_heads"}
+
+
+def test_the_console_table(storage):
+    text = report.format_table(report.read(storage))
+    assert text.splitlines()[1].startswith("1 ")
+    assert "0 (as given)" in text
+    assert "4 trials, 2 failed" in text
+
+
+def test_values_outside_a_domain_are_drawn_at_its_edge():
+    assert page.position(UNO[0], 5.0) == 1
+    assert page.position(UNO[1], 0.12) == pytest.approx(0.625)  # between .1 and .14
+    assert page.position(UNO[2], 1) == 0
+
+
+def test_tiny_is_what_it_says():
+    assert "--data.limit" in TINY

@@ -1,0 +1,140 @@
+"""Spaces: every key and bound is checked against the schema, and draws are functions of (seed, index)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tune import spaces
+from tune.page import position
+from tune.spaces import FULL, SPACES, UNO, Domain
+from uno.config import ConfigError, flatten, override, to_dict
+from uno.presets import PRESETS, preset
+
+DIGITS = preset("digits")
+
+
+@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("base", PRESETS)
+def test_named_spaces_fit_every_preset(name, base):
+    config = preset(base)
+    space = spaces.load_space(name, config)
+    for index in range(20):
+        drawn = spaces.draw(space, 0, index)
+        flat = flatten(to_dict(override(config, drawn)))
+        assert {key: flat[key] for key in drawn} == {
+            key: list(value) if isinstance(value, tuple) else value for key, value in drawn.items()
+        }
+
+
+def test_uno_is_the_four_the_user_asked_for():
+    assert {d.key for d in UNO} == {
+        "objective.epsilon", "objective.temperature", "model.num_heads", "model.overcluster_factor",
+    }  # fmt: skip
+    assert all(domain.reason for domain in FULL)
+
+
+def test_keys_without_effect_are_left_out():
+    """The digits take no resized crops: searching their scale would only waste trials."""
+    assert "augment.large.crop_scale" not in {d.key for d in spaces.load_space("full", DIGITS)}
+    assert "augment.large.crop_scale" in {d.key for d in spaces.load_space("full", preset("cifar10"))}
+
+
+@pytest.mark.parametrize(
+    ("domain", "words"),
+    [
+        (Domain("objective.epsilonn", 0.1, 0.2), "objective.epsilon"),
+        (Domain("objective", 0.1, 0.2), "section"),
+        (Domain("objective.epsilon", 0.0, 0.2), "objective.epsilon"),
+        (Domain("objective.epsilon", 0.1, 20.0), "objective.epsilon"),
+        (Domain("objective.epsilon", 0.2, 0.1), "not below"),
+        (Domain("objective.epsilon", 0.1, 0.1), "not below"),
+        (Domain("objective.epsilon", 0.1, None), "high"),
+        (Domain("objective.epsilon", 0.1, math.inf), "high"),
+        (Domain("objective.epsilon", 0.1, 0.2, choices=(0.1,)), "either"),
+        (Domain("discover.min_lr", 0.0, 0.1, "log"), "log scale"),
+        (Domain("model.num_heads", 2, 4.5, "int"), "whole"),
+        (Domain("model.num_heads", 2, 64, "int"), "model.num_heads"),
+        (Domain("model.num_heads", choices=(2, "many")), "model.num_heads"),
+        (Domain("data.source", choices=("digits",)), "cannot be searched"),
+        (Domain("seed", 0, 5, "int"), "cannot be searched"),
+        (Domain("discover.epochs", 1, 5, "int"), "cannot be searched"),
+        (Domain("compute.workers", 0, 2, "int"), "cannot be searched"),
+        (Domain("model.weights", choices=("a", "b")), "cannot be searched"),
+    ],
+)
+def test_a_bad_domain_is_one_line_naming_it(domain, words):
+    with pytest.raises(ConfigError) as error:
+        spaces.check_space((domain,), DIGITS)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_user_space_from_yaml(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "objective.epsilon: {scale: log, low: 0.02, high: 0.2, reason: why not}\n"
+        "model:\n  num_heads: {choices: [2, 4]}\n"
+        "augment.large.crop_scale: {choices: [[0.2, 1.0], [0.5, 1.0]]}\n"
+    )
+    space = spaces.load_space(str(path), DIGITS)
+    assert space == (
+        Domain("objective.epsilon", 0.02, 0.2, "log", reason="why not"),
+        Domain("model.num_heads", choices=(2, 4)),
+        Domain("augment.large.crop_scale", choices=((0.2, 1.0), (0.5, 1.0))),
+    )
+    assert spaces.from_tree(spaces.to_tree(space)) == space
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "objective.epsilon: 0.1\n", "objective.epsilon: {low: 0.1, high: 0.2, scale: cubic}\n",
+        "objective.epsilon: {choices: []}\n", "objective.epsilon: {choices: 0.1}\n", "- 1\n",
+        "a: &a [1]\nb: *a\n",
+        "objective.epsilon: {low: a, high: b}\n", "objective.epsilon: {lo: 0.1, high: 0.2}\n",
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_a_config_error(tmp_path: Path, text):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        spaces.load_space(str(path), DIGITS)
+
+
+def test_an_unknown_space_names_the_known_ones():
+    with pytest.raises(ConfigError, match="uno, full"):
+        spaces.load_space("huge", DIGITS)
+
+
+def test_draws_depend_on_seed_and_index_alone():
+    assert spaces.draw(UNO, 3, 7) == spaces.draw(UNO, 3, 7)
+    many = [spaces.draw(UNO, 0, index) for index in range(300)]
+    assert len({tuple(d.values()) for d in many}) > 250
+    for domain in UNO:
+        values = [d[domain.key] for d in many]
+        if domain.choices:
+            assert set(values) == set(domain.choices)
+        else:
+            assert min(values) >= domain.low
+            assert max(values) <= domain.high
+        assert spaces.draw(UNO, 1, 0) != spaces.draw(UNO, 0, 0)
+    assert {d["model.num_heads"] for d in many} == set(range(2, 9))
+
+
+@pytest.mark.parametrize("domain", FULL, ids=lambda d: d.key)
+def test_position_is_the_inverse_of_at(domain):
+    for share in (0.0, 0.3, 0.5, 0.9, 1 - 1e-9):
+        value = domain.at(share)
+        assert domain.at(min(position(domain, value), 1 - 1e-9)) == pytest.approx(value, rel=0.35)
+    assert position(domain, domain.ends[0]) == 0
+    assert position(domain, domain.ends[-1]) == 1
+
+
+def test_trial_0_has_the_values_of_the_configuration():
+    assert spaces.current(UNO, DIGITS) == {
+        "objective.epsilon": 0.05, "objective.temperature": 0.1, "model.num_heads": 4,
+        "model.overcluster_factor": 3,
+    }  # fmt: skip

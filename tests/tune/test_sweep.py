@@ -1,0 +1,196 @@
+"""Sweeps through Ray Tune: shared pretraining, failures, a killed driver, workers, more trials than fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
+from tune import objective, records
+from tune.process import trial_configs
+from tune.sweep import run_sweep
+from tune.trial import pretrain_key
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.storage import Storage
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+SPACE = """\
+objective.temperature: {choices: [0.1, 0.2, 1.0e-40]}
+model.num_heads: {low: 2, high: 4, scale: int}
+train.batch_size: {choices: [32, 5000]}
+"""
+
+
+def values(temperature: float = 0.1, heads: int = 2, batch_size: int = 32) -> dict[str, float]:
+    return {
+        "objective.temperature": temperature, "model.num_heads": heads, "train.batch_size": batch_size,
+    }  # fmt: skip
+
+
+def planned(folder: Path, trials: list[dict[str, float]], *words: str):
+    """Options of a sweep whose trials are already drawn, and its directory."""
+    space = folder / "space.yaml"
+    space.write_text(SPACE)
+    options = tiny_options(folder / "s", "--space", str(space), "--trials", str(len(trials)), *words)
+    data = options.config.data
+    fingerprint = make_task(read_rows(data), data).rows.fingerprint
+    storage = fake_sweep(
+        folder / "s", options, [{"overrides": t} for t in trials], options.config.discover.epochs, fingerprint
+    )
+    return options, storage
+
+
+def results(storage: Storage) -> list[dict]:
+    count = len(storage.list("trials"))
+    return [records.read_json(storage, f"{records.trial_name(i)}/result.json") for i in range(count)]
+
+
+def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
+    """Five trials at once: one raises, one goes NaN, three share two pretrainings of each fold."""
+    trials = [values(), values(0.2, 3), values(0.1, 4), values(1e-40), values(batch_size=5000)]
+    options, storage = planned(tmp_path, trials, "--no-stopping")
+    assert run_sweep(options) == 0
+    found = results(storage)
+    assert [r["status"] for r in found] == ["finished"] * 3 + ["failed"] * 2
+    assert "finite" in found[3]["reason"]
+    assert "batch_size 5000" in found[4]["reason"]
+    assert records.best_trial(records.read_trials(storage)).index in (0, 1, 2)
+
+    problems = objective.problems(tiny_data(options.config), "folds", 2, 0)
+    configs = [trial_configs(options.config, t, 1)[0] for t in trials]
+    expected = {pretrain_key(config, problem) for config in configs[:4] for problem in problems}
+    assert len(expected) == 6  # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
+    done = {key for key in storage.list("pretrain") if storage.exists(f"pretrain/{key}/done.json")}
+    assert done == expected
+    for key in expected:
+        assert len(storage.read(f"pretrain/{key}/starts.log").splitlines()) == 1
+    assert not storage.exists("ray")
+    assert all(name.endswith((".json", ".jsonl")) for name in storage.list("trials/0000"))
+    assert {"best.yaml", "sweep.html", "sweep.parquet"} <= set(storage.list())
+
+
+def test_more_trials_than_fit_and_stopping(ray_cluster, tmp_path):
+    """Kills: a deadlock of trials that hold all CPUs, ASHA that stops nobody."""
+    trials = [values(heads=2 + i % 3) for i in range(6)]
+    options, storage = planned(tmp_path, trials, "--compute.cpus-per-worker", "2", "--discover.epochs", "3")
+    assert run_sweep(options) == 0
+    assert {r["status"] for r in results(storage)} <= {"finished", "stopped"}
+    before = [storage.read(f"{records.trial_name(i)}/result.json") for i in range(6)]
+    assert run_sweep(options) == 0  # again: nothing is run
+    assert [storage.read(f"{records.trial_name(i)}/result.json") for i in range(6)] == before
+
+
+def test_trials_through_ray_train(ray_cluster, tmp_path):
+    options, storage = planned(
+        tmp_path, [values(), values(1e-40)], "--workers", "1", "--folds", "1", "--concurrent", "1"
+    )
+    assert run_sweep(options) == 0
+    found = results(storage)
+    assert [r["status"] for r in found] == ["finished", "failed"]
+    assert "finite" in found[1]["reason"]
+
+
+def test_the_same_command_finishes_a_killed_sweep(tmp_path):
+    """SIGKILL to the driver once a third of the trials is done: nothing finished is run again."""
+    command = [
+        sys.executable, "-m", "tune.sweep", *TINY, "--trials", "3", "--folds", "1", "--no-stopping",
+        "--concurrent", "1", "--output", str(tmp_path / "s"),
+    ]  # fmt: skip
+    storage = Storage(str(tmp_path / "s"))
+    driver = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    wait_for(lambda: storage.exists("trials/0000/result.json"), driver)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    done = [i for i, result in enumerate(results(storage)) if result]
+    assert 1 <= len(done) < 3
+    before = {i: storage.read(f"{records.trial_name(i)}/epochs.jsonl") for i in done}
+    pretrained = {key: storage.read(f"pretrain/{key}/done.json") for key in storage.list("pretrain")
+                  if storage.exists(f"pretrain/{key}/done.json")}  # fmt: skip
+
+    again = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert again.returncode == 0, again.stderr
+    assert f"{len(done)} trials have a result already" in again.stdout
+    assert [r["status"] for r in results(storage)] == ["finished"] * 3
+    assert {i: storage.read(f"{records.trial_name(i)}/epochs.jsonl") for i in done} == before
+    assert {key: storage.read(f"pretrain/{key}/done.json") for key in pretrained} == pretrained
+    assert "Traceback" not in again.stderr
+
+
+def test_sigterm_ends_a_sweep_that_can_be_continued(tmp_path):
+    command = [
+        sys.executable, "-m", "tune.sweep", *TINY, "--discover.epochs", "500", "--trials", "2",
+        "--folds", "1", "--concurrent", "1", "--output", str(tmp_path / "s"),
+    ]  # fmt: skip
+    storage = Storage(str(tmp_path / "s"))
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: storage.exists("trials/0000/epochs.jsonl"), driver)
+    driver.send_signal(signal.SIGTERM)
+    _, errors = driver.communicate(timeout=120)
+    assert driver.returncode == 75, errors
+    assert "same command" in errors
+    assert not storage.exists("trials/0000/result.json")
+    assert json.loads(storage.read("trials/0000/trial.json"))["overrides"]
+
+
+def wait_for(condition, driver, seconds: float = 400) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert driver.poll() is None, "the driver ended"
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_ten_sweeps_in_a_row(ray_cluster, tmp_path, workers):
+    """No placement group is lost, nothing hangs, and no resource stays taken."""
+    for turn in range(10):
+        words = ("--folds", "1", "--workers", workers, "--discover.epochs", "1", "--seed", str(turn))
+        options, storage = planned(tmp_path_of(tmp_path, turn), [values(), values(heads=3)], *words)
+        assert run_sweep(options) == 0
+        assert [r["status"] for r in results(storage)] == ["finished"] * 2
+    wait_until_free(ray_cluster)
+
+
+def tmp_path_of(folder: Path, turn: int) -> Path:
+    path = folder / str(turn)
+    path.mkdir()
+    return path
+
+
+def wait_until_free(ray, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < end, ray.available_resources()
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tmp_path):
+    """A sweep in a process of its own starts its own cluster beside the test lane's."""
+    command = [
+        sys.executable, "-m", "tune.sweep", *TINY, "--trials", "1", "--folds", "1",
+        "--output", str(tmp_path / "s"),
+    ]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ray_cluster.nodes()) == 1
+    stale = subprocess.run(
+        [*command[:-1], str(tmp_path / "t")], capture_output=True, text=True, timeout=500,
+        env=environment | {"RAY_ADDRESS": "127.0.0.1:1"},
+    )  # fmt: skip
+    assert stale.returncode == 2
+    assert len(stale.stderr.strip().splitlines()) == 1

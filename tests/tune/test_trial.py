@@ -1,0 +1,181 @@
+"""A trial without Ray: epochs in step, shared pretraining, and going on where a killed one was."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from tests.tune.tiny import CPU, claimed, run_tiny, tiny_data, tiny_options
+from tune import objective, records, trial
+from tune.process import note_failure, trial_configs
+from tune.records import PartStorage
+from tune.trial import PRETRAIN_IGNORES, Gate, pretrain_key, shared_pretraining
+from uno import run
+from uno.checkpoint import load_newest
+from uno.config import field_names, override
+from uno.errors import NumericsError, StorageError
+from uno.storage import Storage
+from uno.train import LocalWorker
+
+
+@pytest.fixture
+def options(tmp_path):
+    return tiny_options(tmp_path, "--folds", "1")
+
+
+@pytest.fixture
+def problem(options):
+    return objective.problems(tiny_data(options.config), "folds", 1, 0)[0]
+
+
+def newest(storage, phase):
+    return load_newest(storage, phase).tensors
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    assert [k for k in a if not torch.equal(a[k], b[k])] == []
+
+
+# -------------------------------------------------------------------------------------------------- training
+def test_epochs_one_by_one_are_the_training_of_uno_discover(options, problem, tmp_path):
+    """Kills: a schedule that restarts with every epoch, a state that is not resumed."""
+    with claimed(tmp_path / "a") as storage:
+        run_tiny(options, tiny_data(options.config), storage)
+        chunks = newest(PartStorage(storage, "trials/0000/fold0-seed0"), run.DISCOVER)
+    whole = Storage(str(tmp_path / "b"))
+    worker = LocalWorker(CPU)
+    run.pretrain(options.config, problem.train, worker, whole)
+    run.discover(options.config, problem.train, worker, whole)
+    assert_equal(chunks, newest(whole, run.DISCOVER))
+
+
+def test_a_killed_trial_goes_on_with_the_same_numbers(options, tmp_path):
+    data = tiny_data(options.config)
+    with claimed(tmp_path / "a") as storage:
+        whole = run_tiny(options, data, storage)
+
+    def die(line):
+        raise KeyboardInterrupt
+
+    seen = []
+    with claimed(tmp_path / "b") as storage:
+        with pytest.raises(KeyboardInterrupt):
+            run_tiny(options, data, storage, report=die)
+        assert len(records.read_epochs(storage, 0)) == 1
+        storage.append("trials/0000/epochs.jsonl", b'{"epoch": 2, "sc')  # a line cut short
+        again = run_tiny(options, data, storage, report=seen.append)
+    assert [line["epoch"] for line in seen] == [1, 2]  # early stopping sees the earlier epoch too
+    assert seen[0]["score"] == whole[0]["score"]
+    assert seen[1]["score"] == whole[1]["score"]
+    assert again == whole[: len(again)]
+
+
+def test_a_score_that_is_not_finite_is_a_numerics_error(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(objective, "measure", lambda *args: {"score": float("nan"), "loss": 1.0})
+    with claimed(tmp_path / "a") as storage, pytest.raises(NumericsError, match="epoch 1"):
+        run_tiny(options, tiny_data(options.config), storage)
+
+
+def test_a_divergent_configuration_is_a_numerics_error(options, tmp_path):
+    with claimed(tmp_path / "a") as storage, pytest.raises(NumericsError):
+        run_tiny(options, tiny_data(options.config), storage, overrides={"objective.temperature": 1e-40})
+
+
+def test_a_trial_of_a_sweep_that_was_taken_over_writes_nothing(options, tmp_path):
+    with claimed(tmp_path / "a") as storage:
+        Storage(storage.uri).write("lock.json", json.dumps({"token": "another"}).encode())
+        with pytest.raises(StorageError, match="taken over"):
+            run_tiny(options, tiny_data(options.config), storage)
+        note_failure(storage, 0, ValueError("x"))
+        assert not storage.exists("trials")
+
+
+def test_seeds_of_a_trial(options):
+    configs = trial_configs(options.config, {"objective.epsilon": 0.1}, 3)
+    assert [c.seed for c in configs] == [0, 1, 2]
+    assert all(c.objective.epsilon == 0.1 for c in configs)
+
+
+# ----------------------------------------------------------------------------------------------- pretraining
+CHANGES = {
+    "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
+    "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2, "objective.num_iters": 5,
+    "objective.aggregation": "average_logits", "objective.concat": False, "objective.pseudo_labels": "hard",
+    "data.composition": "paired",
+}  # fmt: skip
+
+
+def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, problem, tmp_path):
+    """Kills: a key that changes pretraining and is left out: a trial would start from another's weights."""
+    other = override(options.config, CHANGES)
+    covered = {
+        key for key in field_names() if any(key == p or key.startswith(f"{p}.") for p in PRETRAIN_IGNORES)
+    }
+    assert {k for k in covered if not k.startswith("discover.")} == {*CHANGES, "model.weights"} - {
+        "discover.base_lr"
+    }
+    found = []
+    for name, config in (("a", options.config), ("b", other)):
+        storage = Storage(str(tmp_path / name))
+        run.pretrain(config, problem.train, LocalWorker(CPU), storage)
+        found.append(newest(storage, run.PRETRAIN))
+    assert_equal(*found)
+    assert pretrain_key(options.config, problem) == pretrain_key(other, problem)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("objective.temperature", 0.2), ("seed", 1), ("pretrain.base_lr", 0.2), ("augment.large.jitter", 0.1),
+     ("train.batch_size", 16), ("model.width", 8)],
+)  # fmt: skip
+def test_everything_else_makes_another_pretraining(options, problem, key, value):
+    assert pretrain_key(options.config, problem) != pretrain_key(
+        override(options.config, {key: value}), problem
+    )
+
+
+def test_each_fold_has_its_own_pretraining(options):
+    problems = objective.problems(tiny_data(options.config), "folds", 2, 0)
+    assert len({pretrain_key(options.config, p) for p in problems}) == 2
+
+
+def test_pretraining_is_trained_once(options, problem, tmp_path):
+    with claimed(tmp_path / "a") as storage:
+        places = {
+            shared_pretraining(
+                override(options.config, {"model.num_heads": n}), problem, LocalWorker(CPU), storage, Gate()
+            )
+            for n in (2, 3)
+        }
+        assert len(places) == 1
+        assert len(Storage(places.pop()).read("starts.log").splitlines()) == 1
+
+
+def test_the_gate_admits_one_living_owner(monkeypatch):
+    gate = Gate()
+    assert gate.acquire("key", "a")
+    assert not gate.acquire("key", "b")
+    assert gate.acquire("other", "b")
+    assert gate.acquire("key", "a")  # renews
+    gate.release("key", "b")  # not the owner
+    assert not gate.acquire("key", "b")
+    gate.release("key", "a")
+    assert gate.acquire("key", "b")
+    now = time.monotonic()
+    monkeypatch.setattr(trial.time, "monotonic", lambda: now + 2 * trial.LEASE_S)
+    assert gate.acquire("key", "a")  # b died
+
+
+def test_a_failed_pretraining_frees_the_gate(options, problem, tmp_path, monkeypatch):
+    def fail(*args):
+        raise NumericsError("no")
+
+    monkeypatch.setattr(run, "pretrain", fail)
+    gate = Gate()
+    with claimed(tmp_path / "a") as storage, pytest.raises(NumericsError):
+        shared_pretraining(options.config, problem, LocalWorker(CPU), storage, gate)
+    assert gate.acquire(pretrain_key(options.config, problem), "another")

@@ -1,0 +1,103 @@
+"""A sweep that takes seconds: 200 digits, a network of width 4, two epochs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tune import objective, process, records
+from tune.cli import parse
+from tune.sweep import SweepOptions
+from tune.trial import Gate, run_trial
+from uno.config import Config
+from uno.data.resident import load_resident
+from uno.lock import ClaimedStorage, claim
+from uno.storage import Storage
+from uno.train import LocalWorker
+
+TINY = (
+    "--data", "digits", "--data.limit", "200", "--model.width", "4", "--model.hidden-dim", "16",
+    "--model.projection-dim", "8", "--train.batch-size", "32", "--pretrain.epochs", "1",
+    "--discover.epochs", "2", "--pretrain.warmup-epochs", "0", "--discover.warmup-epochs", "0",
+    "--compute.threads", "1", "--device", "cpu",
+)  # fmt: skip
+CPU = torch.device("cpu")
+NO_DATA = "0" * 64
+
+
+def tiny_options(output: Path | str, *more: str) -> SweepOptions:
+    """Options of ``uno tune`` on the tiny set."""
+    return parse([*TINY, "--output", str(output), *more])[0]
+
+
+def tiny_data(config: Config, score: str = objective.FOLDS, relabel: Any = None) -> objective.SweepData:
+    """What trials see; ``relabel`` changes the true labels (N,) that only evaluation may read."""
+    task, images, ok, _ = load_resident(config.data, threads=1)
+    if relabel is not None:
+        object.__setattr__(task, "eval_labels", relabel(task.eval_labels.copy()))
+    return objective.sweep_data(task, images, ok, score)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[ClaimedStorage]:
+    """A directory under a claim."""
+    with claim(Storage(str(folder)), on_wait=print) as mine:
+        yield mine.storage
+
+
+def run_tiny(
+    options: SweepOptions,
+    data: objective.SweepData,
+    storage: ClaimedStorage,
+    index: int = 0,
+    overrides: dict[str, Any] | None = None,
+    report: Any = None,
+    num_epochs: int = 2,
+) -> list[dict[str, Any]]:
+    """One trial in this process, without Ray; its epochs without the clock."""
+    problems = objective.problems(data, options.score, options.folds, options.config.seed, options.hide)
+    configs = process.trial_configs(options.config, overrides or {}, options.seeds)
+    sink = report or (lambda line: None)
+    run_trial(index, configs, problems, options.score, num_epochs, LocalWorker(CPU), storage, Gate(), sink)
+    return timeless(records.read_epochs(storage, index))
+
+
+def timeless(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines without seconds."""
+    return [{k: v for k, v in line.items() if not k.endswith("seconds")} for line in lines]
+
+
+def fake_sweep(
+    folder: Path,
+    options: SweepOptions,
+    trials: Sequence[dict[str, Any]],
+    num_epochs: int = 3,
+    fingerprint: str = NO_DATA,
+) -> Storage:
+    """The directory of a sweep that never ran: ``trials`` hold overrides, scores, status, reason."""
+    from tune.sweep import open_sweep
+
+    storage = Storage(str(folder))
+    open_sweep(options, storage, fingerprint, num_epochs)
+    for index, trial in enumerate(trials):
+        name = records.trial_name(index)
+        storage.write(f"{name}/trial.json", json.dumps({"overrides": trial["overrides"]}).encode())
+        for epoch, score in enumerate(trial.get("scores", ()), start=1):
+            line = {
+                "epoch": epoch,
+                "score": score,
+                "loss": 1.0,
+                "seconds": 2.0,
+                "cpu_seconds": 1.0,
+                **trial.get("line", {}),
+            }
+            storage.append(f"{name}/epochs.jsonl", (json.dumps(line) + "\n").encode())
+        if trial.get("status"):
+            result = {"status": trial["status"], "reason": trial.get("reason", "")}
+            storage.write(f"{name}/result.json", json.dumps(result).encode())
+    return storage

@@ -1,0 +1,159 @@
+"""The sweep's directory: the only place that knows its file names.
+
+::
+
+    sweep.yaml                        what is searched and how: the same command continues only what matches
+    trials/0007/trial.json            the searched values of a trial
+    trials/0007/epochs.jsonl          one line an epoch, written by the trial
+    trials/0007/failure.json          why it failed, written by the trial, if it still could
+    trials/0007/result.json           written last, by the driver: finished, stopped or failed
+    trials/0007/<problem>-seed<n>/    its checkpoints; deleted with the result
+    pretrain/<hash>/                  a pretraining, shared by the trials that do not change it
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from uno.errors import ConfigError
+from uno.lock import ClaimedStorage
+from uno.storage import Storage
+
+SETTINGS = "sweep.yaml"
+RAY_FOLDER = "ray"  # bookkeeping of Tune and Train, of no use after the sweep
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+
+
+class PartStorage(Storage):
+    """A directory below a sweep's, writable as long as the sweep's claim holds."""
+
+    def __init__(self, whole: ClaimedStorage, name: str) -> None:
+        super().__init__(f"{whole.uri}/{name}")
+        self._whole = whole
+
+    def write(self, name: str, data: bytes) -> None:
+        """As Storage, if the claim holds."""
+        self._whole.check()
+        super().write(name, data)
+
+    def append(self, name: str, data: bytes) -> None:
+        """As Storage, if the claim holds."""
+        self._whole.check()
+        super().append(name, data)
+
+    def delete(self, name: str) -> None:
+        """As Storage, if the claim holds."""
+        self._whole.check()
+        super().delete(name)
+
+
+@dataclass
+class Trial:
+    """One configuration: its searched values, a dict per epoch, and how it ended (None: not yet)."""
+
+    index: int
+    overrides: dict[str, Any]
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    status: str | None = None
+    reason: str = ""
+
+    @property
+    def last_epoch(self) -> int:
+        """Epochs trained and scored."""
+        return int(self.epochs[-1]["epoch"]) if self.epochs else 0
+
+    @property
+    def score(self) -> float:
+        """Score after the last epoch; NaN where there is none."""
+        return float(self.epochs[-1]["score"]) if self.epochs else math.nan
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the score over seeds; NaN with one seed."""
+        value = self.epochs[-1].get("spread") if self.epochs else None
+        return math.nan if value is None else float(value)
+
+
+def trial_name(index: int) -> str:
+    """Directory of a trial."""
+    return f"trials/{index:04d}"
+
+
+def read_settings(storage: Storage) -> dict[str, Any]:
+    """``sweep.yaml``.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    if not storage.exists(SETTINGS):
+        raise ConfigError(f"{storage.uri} is not the directory of a sweep: it has no {SETTINGS}")
+    try:
+        tree = yaml.safe_load(storage.read(SETTINGS))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{storage.path(SETTINGS)} is damaged")
+    return tree
+
+
+def read_json(storage: Storage, name: str) -> dict[str, Any]:
+    """A JSON mapping, {} where there is none or a kill left a damaged one."""
+    if not storage.exists(name):
+        return {}
+    try:
+        tree = json.loads(storage.read(name))
+    except ValueError:
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
+    """The epochs a trial has scored, 1, 2, 3, ...; a line cut short by a kill ends them."""
+    name = f"{trial_name(index)}/epochs.jsonl"
+    epochs: list[dict[str, Any]] = []
+    if not storage.exists(name):
+        return []
+    for line in storage.read(name).splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(entry, dict) or entry.get("epoch") != len(epochs) + 1:
+            break
+        epochs.append(entry)
+    return epochs
+
+
+def read_trials(storage: Storage) -> list[Trial]:
+    """All trials whose values have been drawn, by index."""
+    trials = []
+    for name in storage.list("trials"):
+        tree = read_json(storage, f"trials/{name}/trial.json")
+        if not name.isdigit() or "overrides" not in tree:
+            continue
+        result = read_json(storage, f"trials/{name}/result.json")
+        epochs = read_epochs(storage, int(name))
+        trials.append(
+            Trial(int(name), tree["overrides"], epochs, result.get("status"), result.get("reason", ""))
+        )
+    return trials
+
+
+def ranking(trials: list[Trial]) -> list[Trial]:
+    """Best first: by epochs survived, then score, then index; failed ones are left out.
+
+    Scores of trials that were stopped at different epochs do not compare, but surviving a rung does.
+    """
+    sound = [t for t in trials if t.status in (FINISHED, STOPPED) and math.isfinite(t.score)]
+    return sorted(sound, key=lambda t: (-t.last_epoch, -t.score, t.index))
+
+
+def best_trial(trials: list[Trial]) -> Trial | None:
+    """The best of the finished trials; a stopped or failed one never wins, nor does one without a score."""
+    finished = [trial for trial in ranking(trials) if trial.status == FINISHED]
+    return finished[0] if finished else None

@@ -1,0 +1,271 @@
+"""Which configuration comes next, and what became of the last one: Ray Tune's view of the sweep's directory.
+
+Values of a random trial depend on (space, seed, index) alone, so a sweep that was killed, or is given more
+trials, continues as if it had never stopped. Optuna is told what it has seen before. Trial 0 is always the
+configuration as it was given, so that the winner is compared with what everybody would have used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from ray.tune import Stopper
+from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
+from ray.tune.search import Searcher
+
+from tune import records, spaces
+from tune.records import FAILED, FINISHED, STOPPED, Trial
+from tune.spaces import Space
+from uno.errors import ConfigError, StorageError
+from uno.storage import Storage
+
+
+class Sampler(Protocol):
+    """Draws the values of trials and hears how they ended."""
+
+    def values(self, index: int) -> dict[str, Any]:
+        """Overrides of a new trial."""
+
+    def tell(self, trial: Trial) -> None:
+        """A trial ended."""
+
+
+class RandomSampler:
+    """Independent draws; nothing is learnt from results."""
+
+    def __init__(self, space: Space, seed: int) -> None:
+        self._space, self._seed = space, seed
+
+    def values(self, index: int) -> dict[str, Any]:
+        """As Sampler."""
+        return spaces.draw(self._space, self._seed, index)
+
+    def tell(self, trial: Trial) -> None:
+        """As Sampler."""
+
+
+class OptunaSampler:
+    """Optuna's TPE. Its proposals depend on which trials ended before, so with several at a time a sweep is
+    reproducible only up to their order.
+    """
+
+    def __init__(self, space: Space, seed: int) -> None:
+        try:
+            import optuna
+        except ImportError:
+            raise ConfigError(
+                "--search optuna needs a package: pip install 'uno-discovery[optuna]'"
+            ) from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna, self._space = optuna, space
+        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5, constant_liar=True)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._open: dict[int, Any] = {}
+        self._distributions = {domain.key: self._distribution(domain) for domain in space}
+
+    def values(self, index: int) -> dict[str, Any]:
+        """As Sampler."""
+        trial = self._study.ask(self._distributions)
+        self._open[index] = trial
+        return {
+            d.key: d.choices[trial.params[d.key]] if d.choices else trial.params[d.key] for d in self._space
+        }
+
+    def tell(self, trial: Trial) -> None:
+        """As Sampler; trials of an earlier attempt are added, if the space holds their values."""
+        state = self._optuna.trial.TrialState.COMPLETE
+        if trial.status == FAILED or not math.isfinite(trial.score):
+            state = self._optuna.trial.TrialState.FAIL
+        value = trial.score if state.name == "COMPLETE" else None
+        asked = self._open.pop(trial.index, None)
+        if asked is not None:
+            self._study.tell(asked, value, state)
+            return
+        params = self._params(trial)
+        if params is not None:
+            self._study.add_trial(
+                self._optuna.trial.create_trial(
+                    params=params, distributions=self._distributions, value=value, state=state
+                )
+            )
+
+    def _params(self, trial: Trial) -> dict[str, Any] | None:
+        """Values as Optuna has them (the position of a choice); None where the space does not hold them."""
+        params: dict[str, Any] = {}
+        for domain in self._space:
+            value = trial.overrides[domain.key]
+            value = tuple(value) if isinstance(value, list) else value
+            low, high = domain.low, domain.high
+            if domain.choices:
+                if value not in domain.choices:
+                    return None
+                params[domain.key] = domain.choices.index(value)
+            elif (
+                isinstance(value, int | float)
+                and low is not None
+                and high is not None
+                and low <= value <= high
+            ):
+                params[domain.key] = value
+            else:
+                return None
+        return params
+
+    def _distribution(self, domain: spaces.Domain) -> Any:
+        kinds = self._optuna.distributions
+        if domain.choices:  # in order: neighbours are alike
+            return kinds.IntDistribution(0, len(domain.choices) - 1)
+        if domain.scale == "int":
+            return kinds.IntDistribution(int(domain.low or 0), int(domain.high or 0))
+        return kinds.FloatDistribution(domain.low, domain.high, log=domain.scale == "log")
+
+
+class Plan(Searcher):
+    """Hands out the trials that have no result yet and writes the result of each as it ends.
+
+    Args:
+        storage: the sweep's directory.
+        sampler: values of trials that were not begun before.
+        first: values of trial 0, the configuration as given.
+        num_trials: of the whole sweep.
+        num_epochs: of a trial that is not stopped.
+        on_end: called with every trial that ended.
+        stopping: whether the sweep is being interrupted: trials that end now have not ended.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        sampler: Sampler,
+        first: dict[str, Any],
+        num_trials: int,
+        num_epochs: int,
+        on_end: Callable[[Trial], None],
+        stopping: Callable[[], bool],
+    ) -> None:
+        super().__init__(metric="score", mode="max")
+        self._storage, self._sampler, self._first = storage, sampler, first
+        self._num_epochs, self._on_end, self._stopping = num_epochs, on_end, stopping
+        self._known = {trial.index: trial for trial in records.read_trials(storage)}
+        self._missing = [i for i in range(num_trials) if i not in self._known or not self._known[i].status]
+        self._running: dict[str, int] = {}
+        self.storage_error: str | None = None
+        for trial in self._known.values():
+            if trial.status:
+                sampler.tell(trial)
+
+    @property
+    def num_missing(self) -> int:
+        """Trials to run."""
+        return len(self._missing)
+
+    def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
+        """Nothing to set."""
+        return True
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        """The next trial without a result, with the values it was begun with, if it was."""
+        if not self._missing:
+            return Searcher.FINISHED
+        index = self._missing.pop(0)
+        self._storage.delete(f"{records.trial_name(index)}/failure.json")
+        if index not in self._known:
+            overrides = self._first if index == 0 else self._sampler.values(index)
+            data = json.dumps({"overrides": overrides}, indent=1).encode()
+            self._storage.write(f"{records.trial_name(index)}/trial.json", data)
+        self._running[trial_id] = index
+        return {"index": index}
+
+    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+        """Write ``result.json``: the trial is not run again."""
+        index = self._running.pop(trial_id, None)
+        if index is None:
+            return
+        name = records.trial_name(index)
+        overrides = records.read_json(self._storage, f"{name}/trial.json")["overrides"]
+        trial = Trial(index, overrides, records.read_epochs(self._storage, index))
+        failure = records.read_json(self._storage, f"{name}/failure.json")
+        if failure.get("kind") == StorageError.__name__:  # the disk's fault, not the configuration's
+            self.storage_error = failure["reason"]
+            self._missing.clear()
+            return
+        if error or failure:
+            if self._stopping() and not failure:
+                return
+            trial.status, trial.reason = FAILED, failure.get("reason", "the process died; out of memory?")
+        elif trial.last_epoch < self._num_epochs:
+            if self._stopping() or not trial.epochs:
+                return
+            trial.status = STOPPED
+        else:
+            trial.status = FINISHED
+        self._write(trial)
+        self._sampler.tell(trial)
+        self._on_end(trial)
+
+    def _write(self, trial: Trial) -> None:
+        name = records.trial_name(trial.index)
+        result: dict[str, Any] = {"status": trial.status, "epochs": trial.last_epoch}
+        if trial.epochs:
+            result["score"] = trial.score
+        if trial.reason:
+            result["reason"] = trial.reason
+        self._storage.write(f"{name}/result.json", json.dumps(result, indent=1).encode())
+        for entry in self._storage.list(name):  # checkpoints of a trial that has ended serve nobody
+            if "-seed" in entry:
+                self._storage.delete(f"{name}/{entry}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune pickles its tuner into a file that nobody reads."""
+        return {}
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing to save: the sweep's directory is the state."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing to restore."""
+
+
+class Interruption(Stopper):
+    """Ends all trials once ``stopping`` says so."""
+
+    def __init__(self, stopping: Callable[[], bool]) -> None:
+        self._stopping = stopping
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Whether to end this trial."""
+        return self._stopping()
+
+    def stop_all(self) -> bool:
+        """Whether to end the sweep."""
+        return self._stopping()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As Plan."""
+        return {}
+
+
+def scheduler(asha: dict[str, int] | None, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:
+    """Asynchronous successive halving (Li et al., 2020) on the own metric ``epoch``, told of earlier trials.
+
+    ``None`` stops nobody.
+    """
+    if asha is None:
+        return FIFOScheduler()
+    halving = AsyncHyperBandScheduler(
+        time_attr="epoch", metric="score", mode="max", max_t=num_epochs,
+        grace_period=min(asha["grace_epochs"], num_epochs), reduction_factor=asha["reduction"],
+    )  # fmt: skip
+    for trial in ended:
+        if trial.status == FAILED or not trial.epochs:
+            continue
+        past: Any = SimpleNamespace(trial_id=f"earlier-{trial.index}")
+        halving.on_trial_add(None, past)
+        for epoch in trial.epochs:
+            halving.on_trial_result(None, past, {"epoch": epoch["epoch"], "score": epoch["score"]})
+        halving.on_trial_remove(None, past)
+    return halving

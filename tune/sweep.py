@@ -1,0 +1,363 @@
+"""A sweep from its options to its tables: ``uno tune``, or ``python -m tune.sweep`` for ``ray job submit``.
+
+All state is in the output directory (``tune.records``), in plain files, written by a driver that holds its
+claim. Ray Tune schedules and stops trials; it is not asked to remember anything, so the same command
+continues a sweep that was killed anywhere: trials with a result are not run again, an unfinished one goes on
+at the epoch it had reached, and early stopping and Optuna are told what happened before.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from pipelines import ray_env
+from pipelines.console import say
+from pipelines.jobs import prepare
+from pipelines.worker import use_gpu, worker_resources
+from tune import objective, records, report, spaces
+from tune.objective import Problem, SweepData
+from tune.records import FAILED, FINISHED, RAY_FOLDER, SETTINGS, Trial
+from tune.spaces import Space
+from uno import lock, run
+from uno.config import Config, differing_keys, override, to_dict
+from uno.data.decode import check_bad, decode_many
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
+from uno.lock import Claim
+from uno.storage import Storage
+
+POLL_S = 0.5
+CPU_OF_A_WAITING_TRIAL = 0.01
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What ``uno tune`` was asked to do; ``given`` are the configuration keys the user set himself."""
+
+    config: Config
+    given: dict[str, Any]
+    space: Space
+    space_name: str = "uno"
+    trials: int = 16
+    search: str = "random"
+    score: str = objective.FOLDS
+    folds: int = 2
+    hide: int | None = None
+    seeds: int = 1
+    concurrent: int | None = None
+    asha: dict[str, int] | None = None
+
+
+def run_sweep(options: SweepOptions) -> int:
+    """Run what is missing of a sweep and write its tables. Returns 0.
+
+    Raises:
+        ConfigError: anything a trial would stumble over, before the first one starts.
+        Interrupted: after SIGTERM or SIGINT; the same command continues.
+        NumericsError: every trial failed.
+        StorageError: the output directory cannot be written.
+    """
+    config = options.config
+    check_options(options)
+    task = prepare(override(config, {"compute.workers": 0}))
+    images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
+    check_bad(bad, len(task.rows), config.data.max_bad_fraction)
+    data = objective.sweep_data(task, images, ok, options.score)
+    problems = objective.problems(data, options.score, options.folds, config.seed, options.hide)
+    num_epochs = check_plans(options, problems)
+    assert config.output is not None
+    storage = Storage(config.output)
+    with lock.claim(storage, on_wait=say) as claim:
+        open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
+        trials = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
+        if len(trials) < options.trials:
+            _describe(options, data, problems, num_epochs)
+            _run_missing(options, data, num_epochs, claim, len(trials))
+        else:
+            say(f"{storage.uri}: all {len(trials)} trials have a result; nothing is run again")
+        summary = report.write(claim.storage)
+    best = records.best_trial(summary.trials)
+    if best is None:
+        first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
+        raise NumericsError(
+            f"no trial finished without failing, so there is no best.yaml; first reason: {first}"
+        )
+    say("")
+    say(report.format_table(summary))
+    say("")
+    say(f"results in {storage.uri}")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------- preflight
+def check_options(options: SweepOptions) -> None:
+    """Raise ConfigError for numbers out of range and combinations that mean nothing."""
+    for name in ("trials", "folds", "seeds", "concurrent"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {value}")
+    spaces.check_space(options.space, options.config)
+    heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
+    objective.check_score(options.score, (*heads, options.config.model.num_heads))
+    if options.config.model.weights is not None and options.score == objective.FOLDS:
+        raise ConfigError(
+            "--score folds pretrains anew for each fold: --weights may have been trained on the classes it "
+            "hides; use --score agreement, or leave --weights out"
+        )
+    if options.config.discover.epochs < 1:
+        raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
+
+
+def check_plans(options: SweepOptions, problems: list[Problem]) -> int:
+    """Number of epochs of a trial that have steps to take.
+
+    Raises:
+        ConfigError: a problem is too small for the batch size.
+    """
+    config, epochs = options.config, 1
+    for problem in problems:
+        train = problem.train
+        sizes = len(train.labels), len(train.unlabeled_images)
+        try:
+            plan = run.plans(config, *sizes, config.compute.workers)[run.DISCOVER]
+        except ConfigError as error:
+            raise ConfigError(
+                f"{problem.name} of {sizes[0]} labeled and {sizes[1]} hidden rows: {error}"
+            ) from None
+        steps = min(config.train.max_steps or 10**12, config.discover.epochs * plan.steps_per_epoch)
+        epochs = max(epochs, math.ceil(steps / plan.steps_per_epoch))
+    return epochs
+
+
+def settings_of(options: SweepOptions, fingerprint: str, num_epochs: int) -> dict[str, Any]:
+    """``sweep.yaml``: all that a continuation must share, and ``given`` for ``best.yaml``."""
+    return {
+        "score": options.score,
+        "search": options.search,
+        "space_name": options.space_name,
+        "folds": options.folds if options.score == objective.FOLDS else None,
+        "hide": options.hide,
+        "seeds": options.seeds,
+        "asha": options.asha,
+        "epochs": num_epochs,
+        "data_fingerprint": fingerprint,
+        "space": spaces.to_tree(options.space),
+        "given": options.given,
+        "config": to_dict(options.config),
+    }
+
+
+def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int) -> None:
+    """Write ``sweep.yaml``, or check that it matches.
+
+    Raises:
+        ConfigError: the directory holds something else, or a sweep with other settings (named).
+    """
+    new = settings_of(options, fingerprint, num_epochs)
+    if not storage.exists(SETTINGS):
+        if {name for name in storage.list() if not lock.ours(name)}:
+            raise ConfigError(f"{storage.uri} is not empty and holds no sweep; choose another --output")
+        storage.write(
+            SETTINGS, yaml.safe_dump(new, sort_keys=False, default_flow_style=None, width=110).encode()
+        )
+        return
+    old = records.read_settings(storage)
+    different = [key for key in new if key not in ("config", "given") and old.get(key) != _plain(new[key])]
+    stored = old.get("config")
+    different += differing_keys(stored if isinstance(stored, dict) else {}, options.config)
+    if different:
+        raise ConfigError(
+            f"{storage.uri} holds a sweep with other settings: {', '.join(different[:6])}"
+            f"{' ...' if len(different) > 6 else ''}; use those, or another --output"
+        )
+
+
+def _plain(value: Any) -> Any:
+    return yaml.safe_load(yaml.safe_dump(value))
+
+
+def _describe(options: SweepOptions, data: SweepData, problems: list[Problem], num_epochs: int) -> None:
+    say(f"{options.trials} trials of up to {num_epochs} epochs over the space {options.space_name}:")
+    for domain in options.space:
+        say(f"  {domain.key:<28}{domain.describe()}")
+    say(f"score: {objective.SENTENCES[options.score]}")
+    if options.score == objective.FOLDS:
+        say(
+            f"{len(problems)} folds: {len(problems[0].hidden)} of {data.num_known} known classes hidden; "
+            f"{int(data.unlabeled.sum())} unlabeled rows take no part"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- running
+def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
+    """(trials at a time, resources of the process that trains or of each worker).
+
+    Raises:
+        ConfigError: the cluster cannot hold one trial.
+    """
+    config, workers = options.config, options.config.compute.workers
+    if workers:
+        resources = worker_resources(config, cluster)
+        needed = {name: workers * amount for name, amount in resources.items()}
+        needed["CPU"] += CPU_OF_A_WAITING_TRIAL
+    else:
+        resources = {"CPU": config.compute.cpus_per_worker or min(1.0, cluster.get("CPU", 1.0))}
+        if use_gpu(config, cluster):
+            resources["GPU"] = config.compute.gpus_per_worker
+        needed = resources
+    fits = min(int(cluster.get(name, 0) / amount + 1e-9) for name, amount in needed.items())
+    if fits < 1:
+        needs = " and ".join(f"{amount:g} {name}s" for name, amount in needed.items())
+        has = " and ".join(f"{cluster.get(name, 0):g} {name}s" for name in needed)
+        raise ConfigError(f"a trial needs {needs}, the cluster has {has}; lower --compute.cpus-per-worker")
+    return min(fits, options.concurrent or fits, options.trials), resources
+
+
+def _run_missing(
+    options: SweepOptions, data: SweepData, num_epochs: int, claim: Claim, num_done: int
+) -> None:
+    """Ray Tune over the trials without a result, ``num_done`` of them having one."""
+    stopping = threading.Event()
+    say(f"starting Ray{f'; {num_done} trials have a result already' if num_done else ''}")
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
+    with _stop_signals(stopping), ray_env.connect() as ray, _stop_signals(stopping):  # Ray installs its own
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
+        number, resources = concurrency(options, ray.cluster_resources())
+        say(f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process")
+        _tune(ray, options, data, num_epochs, claim, number, resources, stopping)
+    claim.storage.delete(RAY_FOLDER)
+    if stopping.is_set():
+        raise Interrupted("stopped; the same command continues the sweep")
+
+
+def _tune(
+    ray: Any,
+    options: SweepOptions,
+    data: SweepData,
+    num_epochs: int,
+    claim: Claim,
+    number: int,
+    resources: dict[str, float],
+    stopping: threading.Event,
+) -> None:
+    from ray import tune
+
+    from tune import process
+    from tune.search import Interruption, OptunaSampler, Plan, RandomSampler, scheduler
+    from tune.trial import Gate
+
+    storage, config = claim.storage, options.config
+    sampler: Any = {"random": RandomSampler, "optuna": OptunaSampler}[options.search](
+        options.space, config.seed
+    )
+    trials = [t for t in records.read_trials(storage) if t.index < options.trials]
+    clock, num_ended = time.monotonic(), sum(t.status is not None for t in trials)
+
+    def on_end(trial: Trial) -> None:
+        nonlocal num_ended
+        num_ended += 1
+        say(f"{num_ended}/{options.trials}  {_line(trial)}  ({time.monotonic() - clock:.0f} s)")
+
+    first = spaces.current(options.space, config)
+    plan = Plan(storage, sampler, first, options.trials, num_epochs, on_end, stopping.is_set)
+    sweep = {
+        "output": storage.uri,
+        "token": storage.token,
+        "config": to_dict(config),
+        "score": options.score,
+        "folds": options.folds,
+        "hide": options.hide,
+        "seeds": options.seeds,
+        "num_epochs": num_epochs,
+        "workers": config.compute.workers,
+        "gpu": "GPU" in resources,
+        "resources": resources,
+        "threads": config.compute.threads or max(1, int(resources["CPU"])),
+        "data": ray.put(data),
+        "gate": ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Gate).remote(),
+    }
+    here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.workers else resources
+    tuner = tune.Tuner(
+        tune.with_resources(tune.with_parameters(process.trial, sweep=sweep), here),
+        tune_config=tune.TuneConfig(
+            search_alg=plan,
+            scheduler=scheduler(options.asha, num_epochs, [t for t in trials if t.status]),
+            num_samples=plan.num_missing,
+            max_concurrent_trials=number,
+            reuse_actors=not config.compute.workers,  # a process takes seconds to import torch
+        ),
+        run_config=tune.RunConfig(
+            name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+            storage_path=f"{storage.uri}/{RAY_FOLDER}",
+            verbose=0,
+            stop=Interruption(stopping.is_set),
+            failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
+        ),
+    )
+    _in_thread(tuner.fit)
+    if plan.storage_error is not None:
+        raise StorageError(f"a trial could not write: {plan.storage_error}; the same command continues")
+
+
+def _line(trial: Trial) -> str:
+    values = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in trial.overrides.items())
+    if trial.status == FAILED:
+        return f"trial {trial.index} failed: {trial.reason}  [{values}]"
+    how = "finished" if trial.status == FINISHED else f"stopped after epoch {trial.last_epoch}"
+    return f"trial {trial.index} {how}: score {trial.score:.4f}  [{values}]"
+
+
+def _in_thread(fit: Callable[[], Any]) -> None:
+    """``Tuner.fit()`` off the main thread, where Ray leaves signal handlers alone."""
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            fit()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="ray-tune", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_S)
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def _stop_signals(stopping: threading.Event) -> Iterator[None]:
+    """The first SIGTERM or SIGINT ends the sweep in order; a second SIGINT at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        say("stopping: unfinished trials go on where they are with the same command")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stopping.set()
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    from pipelines import cli
+    from tune.cli import main
+
+    cli.run(main)
