@@ -59,6 +59,7 @@ def test_numbers_have_records():
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.timeout(900)
 def test_the_day_after_training(tmp_path, monkeypatch, ray_cluster):
     """The README's commands on a finished demo, in order, as they stand there."""
     (tmp_path / "dir").mkdir()
