@@ -382,3 +382,26 @@ def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["pretrain", *SMALL, "--max-steps", "1", "--output", str(output)]) == 4
     assert capsys.readouterr().err.splitlines()[-1].startswith("uno: error: cannot write ")
+
+
+def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch):
+    """Kills: the point estimate instead of the suggested number, 'auto' left in the stored configuration."""
+
+    class Found:
+        num_novel, suggested = 3, 4
+
+    def estimate(config, _settings, _dry_run, _say):
+        Storage(config.output).write("estimate.json", b'{"suggested": 4}')
+        return Found
+
+    monkeypatch.setattr("pipelines.estimate.estimate_job", estimate)
+    output = tmp_path / "run"
+    command = ["discover", *SMALL, "--workers", "0", "--num-novel", "auto", "--output", str(output)]
+    assert cli.main(command) == 0
+    assert "num_novel: 4" in (output / "config.yaml").read_text()
+    assert json.loads((output / "estimate.json").read_text()) == {"suggested": 4}
+    assert len(json.loads((output / "model" / "classes.json").read_text())["classes"]) == 9
+    capsys.readouterr()
+    assert cli.main(command) == 0
+    assert "nothing is trained again" in capsys.readouterr().out
+    assert cli.main([*command, "--dry-run"]) == 2
