@@ -37,7 +37,6 @@ def set_environment() -> None:
 def starting_line(workers: int) -> str:
     """What to tell the user before :func:`connect`, which takes a while."""
     address = os.environ.get("RAY_ADDRESS")
-    check_address(address or "")
     what = f"asking the Ray cluster at {address} for" if address else "starting Ray with"
     return f"{what} {workers} worker{'s' if workers > 1 else ''}; the first step takes about half a minute"
 
@@ -64,6 +63,7 @@ def connect() -> Iterator[Any]:
         yield ray
         return
     address = os.environ.get("RAY_ADDRESS")
+    check_address(address or "")
     variables = {name: os.environ[name] for name in ENVIRONMENT if name != "RAY_AUTH_MODE"}
     try:
         with _children_ignore_ctrl_c():

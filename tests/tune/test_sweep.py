@@ -190,7 +190,7 @@ def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tm
     assert ended.returncode == 0, ended.stderr
     assert len(ray_cluster.nodes()) == 1
     stale = subprocess.run(
-        [*command[:-1], str(tmp_path / "t")], capture_output=True, text=True, timeout=500,
+        [*command[:-1], str(tmp_path / "t")], capture_output=True, text=True, timeout=120,
         env=environment | {"RAY_ADDRESS": "127.0.0.1:1"},
     )  # fmt: skip
     assert stale.returncode == 2
