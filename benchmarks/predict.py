@@ -30,7 +30,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from benchmarks.measure import environment, medians, spread, take_turns
-from uno.config import dump_yaml, override
+from uno.config import override
+from uno.config_file import dump_yaml
 from uno.data.rows import Rows
 from uno.data.sources import read_inputs
 from uno.model import build_model

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipelines import cli
-from uno.config import Config, ConfigError, dump_yaml
+from uno.config import Config, ConfigError
+from uno.config_file import dump_yaml
 
 USAGE = """\
 usage: uno estimate-classes [--data SOURCE --known-classes ...] [OPTIONS]

@@ -17,7 +17,8 @@ from pipelines.console import Progress, say
 from pipelines.options import Options, overrides
 from uno import lock, run
 from uno.checkpoint import checkpoint_steps
-from uno.config import Config, dump_yaml, override
+from uno.config import Config, override
+from uno.config_file import dump_yaml
 from uno.data.check import check, format_report
 from uno.data.decode import check_bad, decode_many
 from uno.data.resident import assemble, eval_sets

@@ -25,7 +25,8 @@ import torch
 from tune import objective
 from tune.records import PartStorage, read_epochs, trial_name
 from uno import collectives, run
-from uno.config import Config, config_hash, dump_yaml, field_names, flatten, override, to_dict
+from uno.config import Config, config_hash, field_names, flatten, override, to_dict
+from uno.config_file import dump_yaml
 from uno.errors import NumericsError
 from uno.lock import ClaimedStorage
 from uno.train import Worker

@@ -22,7 +22,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from uno.config import MAX_CONFIG_BYTES, ConfigError, refuse_yaml_bombs
+from uno.config import ConfigError
+from uno.config_file import MAX_CONFIG_BYTES, refuse_yaml_bombs
 from uno.errors import StorageError
 
 YAML_FILE = "classes.yaml"

@@ -21,7 +21,8 @@ from uno import collectives, lock
 from uno.augment import eval_view
 from uno.batches import ResidentBatches
 from uno.checkpoint import FORMAT_VERSION, load_newest
-from uno.config import Config, ConfigError, differing_keys, dump_yaml
+from uno.config import Config, ConfigError, differing_keys
+from uno.config_file import dump_yaml
 from uno.data.batches import Plan, make_plan, make_pretrain_plan
 from uno.data.resident import EvalSet, TrainSet
 from uno.errors import StorageError

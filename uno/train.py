@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from uno import collectives
 from uno.checkpoint import Checkpoint, load_newest, save_checkpoint
-from uno.config import Config, ObjectiveConfig, PhaseConfig, dump_yaml
+from uno.config import Config, ObjectiveConfig, PhaseConfig
+from uno.config_file import dump_yaml
 from uno.errors import Interrupted, NumericsError, StorageError
 from uno.journal import Journal
 from uno.schedule import warmup_cosine

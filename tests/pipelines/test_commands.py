@@ -189,7 +189,8 @@ def test_the_run_directory(finished):
 
 
 def test_the_saved_encoder_loads(finished):
-    from uno.config import load_yaml, override
+    from uno.config import override
+    from uno.config_file import load_yaml
     from uno.presets import preset
 
     config = override(preset("digits"), load_yaml(finished / "config.yaml"))

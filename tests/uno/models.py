@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from uno.augment import normalize
-from uno.config import Config, dump_yaml, override
+from uno.config import Config, override
+from uno.config_file import dump_yaml
 from uno.data.sources import read_digits
 from uno.model import UnoModel, build_model
 from uno.predict import Classifier, load_classifier

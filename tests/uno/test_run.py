@@ -12,7 +12,8 @@ import yaml
 from tests.uno.small_run import CPU, copied_tensors, fresh_state, small_config, small_sets, train_both
 from uno import run
 from uno.checkpoint import Checkpoint, save_checkpoint
-from uno.config import RESUMABLE_CHANGES, Config, ConfigError, dump_yaml, override
+from uno.config import RESUMABLE_CHANGES, Config, ConfigError, override
+from uno.config_file import dump_yaml
 from uno.errors import StorageError
 from uno.model import build_model
 from uno.presets import PRESETS, preset

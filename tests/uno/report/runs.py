@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from uno.checkpoint import Checkpoint, save_checkpoint
-from uno.config import Config, dump_yaml, override
+from uno.config import Config, override
+from uno.config_file import dump_yaml
 from uno.data.rows import Rows
 from uno.data.splits import Task, make_task
 from uno.model import build_model
