@@ -199,7 +199,10 @@ def _truth(labels: np.ndarray, index: Mapping[int, int]) -> Tensor:
 def measure(
     config: Config, problem: Problem, state: TrainState, score: str, rank: int, world: int
 ) -> dict[str, float]:
-    """Score and its parts after an epoch, the same on every worker; ``score`` is to be maximised."""
+    """Score and its parts after an epoch, the same on every worker; ``score`` is to be maximised.
+
+    ``rows`` are those that a score which is a share of rows was measured on.
+    """
     model = state.model.eval()
     best_head = state.best_head
     size = min(config.augment.large.size, problem.scored.images.shape[-1])
@@ -224,6 +227,8 @@ def measure(
         if score == AGREEMENT:
             parts["agreement"] = _agreement(predict, problem, config.train.eval_batch_size, state.device)
     model.train()
+    if score != LOSS:
+        parts["rows"] = float(len(problem.scored.truth))
     return {"score": _score(parts, score), **parts}
 
 

@@ -66,6 +66,7 @@ def render(summary: Summary) -> str:
     context: dict[str, Any] = {
         "summary": summary,
         "best": best,
+        "kept": best is not None and best is not ranked[0],
         "default": next((trial for trial in ranked if trial.index == 0), None),
         "ranked": ranked,
         "others": others,

@@ -78,6 +78,16 @@ class Trial:
         value = self.epochs[-1].get("spread") if self.epochs else None
         return math.nan if value is None else float(value)
 
+    @property
+    def standard_error(self) -> float:
+        """Of the last score as a share of the rows it was measured on; 0 where it is no such share.
+
+        One right and one wrong row are added (Agresti & Coull 1998), or a perfect score would have none.
+        """
+        rows = self.epochs[-1].get("rows", 0) if self.epochs else 0
+        share = (self.score * rows + 1) / (rows + 2)
+        return math.sqrt(share * (1 - share) / rows) if rows else 0.0
+
 
 def trial_name(index: int) -> str:
     """Directory of a trial."""
@@ -154,6 +164,13 @@ def ranking(trials: list[Trial]) -> list[Trial]:
 
 
 def best_trial(trials: list[Trial]) -> Trial | None:
-    """The best of the finished trials; a stopped or failed one never wins, nor does one without a score."""
+    """The best of the finished trials; a stopped or failed one never wins, nor does one without a score.
+
+    The configuration as given, trial 0, wins unless another is better by more than a standard error
+    (the rule of Breiman et al. 1984): without evidence for a change nothing is changed.
+    """
     finished = [trial for trial in ranking(trials) if trial.status == FINISHED]
-    return finished[0] if finished else None
+    if not finished:
+        return None
+    limit = finished[0].score - finished[0].standard_error
+    return next((trial for trial in finished if trial.index == 0 and trial.score >= limit), finished[0])

@@ -199,6 +199,12 @@ def format_table(summary: Summary, most: int = 10) -> str:
         f"{len(ranked)} trials, {failed} failed; {cost.epochs} epochs, stopping saved "
         f"{100 * cost.saved:.0f} %; {cost.pretrainings} pretrainings; {cost.cpu_seconds:.0f} CPU s"
     )
+    best = records.best_trial(summary.trials)
+    if best is not None and best is not ranked[0]:
+        lines.append(
+            f"best.yaml keeps the values as given: none beats their {best.score:.4f} by more than a "
+            "standard error"
+        )
     if summary.oracle:
         lines.insert(0, "ORACLE: scored by the true labels of the novel classes; not a result")
     return "\n".join(lines)

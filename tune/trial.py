@@ -191,7 +191,8 @@ def _combined(parts: list[dict[str, float]], num_problems: int) -> dict[str, Any
         for start in range(0, len(parts), num_problems)
     ]
     spread = {"spread": statistics.stdev(seeds)} if len(seeds) > 1 else {}
-    return {**means, **spread, "scores": [part["score"] for part in parts]}
+    rows = sum(part["rows"] for part in parts[:num_problems]) if "rows" in parts[0] else 0
+    return {**means, **spread, "scores": [part["score"] for part in parts], "rows": rows}
 
 
 # ------------------------------------------------------------------------------------------------ pretraining

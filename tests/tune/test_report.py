@@ -56,6 +56,25 @@ def test_equal_scores_go_to_the_configuration_as_given(tmp_path, options):
     assert records.best_trial(report.read(fake_sweep(tmp_path / "s", options, both)).trials).index == 0
 
 
+@pytest.mark.parametrize(("rows", "winner"), [(0, 1), (100, 0), (100_000, 1)])
+def test_a_change_needs_evidence(tmp_path, options, rows, winner):
+    """.999 against .995 as given: a tie on 100 rows, not on 100,000; 0 rows: the score is no share."""
+    both = [
+        {"overrides": VALUES, "scores": [0.5, score], "status": "finished", "line": {"rows": rows}}
+        for score in (0.995, 0.999)
+    ]
+    summary = report.read(fake_sweep(tmp_path / "s", options, both))
+    assert records.best_trial(summary.trials).index == winner
+    assert ("keeps the values as given" in report.format_table(summary)) == (winner == 0)
+    assert ("none is better" in page.render(summary)) == (winner == 0)
+
+
+def test_the_standard_error_is_the_binomial_one():
+    """By hand: 9 of 10 right, one right and one wrong added: 10 of 12."""
+    trial = records.Trial(0, {}, [{"epoch": 1, "score": 0.9, "rows": 10}])
+    assert trial.standard_error == pytest.approx((10 / 12 * 2 / 12 / 10) ** 0.5)
+
+
 def test_best_yaml_is_taken_by_uno_discover_as_it_is(tmp_path, storage, options):
     report.write(storage)
     path = storage.path("best.yaml")
