@@ -100,6 +100,17 @@ def test_seeds_of_a_trial(options):
     assert all(c.objective.epsilon == 0.1 for c in configs)
 
 
+def test_rows_are_those_of_all_folds_and_of_one_seed(options, tmp_path):
+    """They set the standard error of a score; kills: counting a row once for each seed."""
+    options = tiny_options(tmp_path, "--folds", "2", "--seeds", "2", "--discover.epochs", "1")
+    data = tiny_data(options.config)
+    with claimed(tmp_path / "a") as storage:
+        (line,) = run_tiny(options, data, storage, num_epochs=1)
+    problems = objective.problems(data, "folds", 2, 0)
+    assert line["rows"] == sum(len(problem.scored.truth) for problem in problems)
+    assert len(line["scores"]) == 4
+
+
 # ----------------------------------------------------------------------------------------------- pretraining
 CHANGES = {
     "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
