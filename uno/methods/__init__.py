@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 METHODS = {
     "uno": "unified objective (Fini et al., ICCV 2021)",
     "rs": "rank statistics (Han et al., ICLR 2020)",
+    "rs_plus": "rank statistics with incremental learning (Han et al., ICLR 2020)",
 }
 """Name, which is its module's too -> what it is."""
 

@@ -11,6 +11,11 @@ the mean squared difference 5, rising over 50 of 200 epochs (CIFAR10), 50 over 1
 steps of the learning rate (0.1, divided by 10 after 170 of 200 epochs), batches of 128, and the frozen first
 three stages of the encoder. The authors' known-class loss uses one view, ours both. For their self-supervised
 pretraining see ``--rotation.epochs``.
+
+On the digits preset it stays below k-means, for a reason that was measured: of the pairs of novel rows that
+are of one class only 1.7 % share their five largest of D = 64 pretrained features (80 % of those that do are
+of one class), so that nearly every pair is called different. With the true pairs in place of the ranks (a
+test of the code, not of the method) the same step reaches 100 %.
 """
 
 from __future__ import annotations
@@ -65,9 +70,13 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
 
 
 def consistency_weight(state: TrainState, objective: ObjectiveConfig) -> float:
-    """Of this step: it rises over the first ``objective.rampup`` of the phase."""
-    rampup = weight_or(objective.rampup, RAMPUP)
-    return weight_or(objective.consistency_weight, CONSISTENCY) * sigmoid_rampup(state.progress, rampup)
+    """Of this step."""
+    return weight_or(objective.consistency_weight, CONSISTENCY) * ramp(state, objective)
+
+
+def ramp(state: TrainState, objective: ObjectiveConfig) -> float:
+    """Rises to 1 over the first ``objective.rampup`` of the phase."""
+    return sigmoid_rampup(state.progress, weight_or(objective.rampup, RAMPUP))
 
 
 def same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor:
