@@ -35,7 +35,7 @@ SENTENCES = {
     "estimate-classes": "Estimate how many novel classes the unlabeled images hold.",
     "tune": "Search hyper-parameters with Ray Tune.",
     "export": "Write the model in a format that other tools load.",
-    "doctor": "Check this machine: versions, devices, Ray.",
+    "doctor": "Check this machine, or what a run directory holds and whether it can resume.",
 }
 """What each of our commands does; a command from elsewhere is listed by its name alone."""
 

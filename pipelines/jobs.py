@@ -15,7 +15,7 @@ import torch
 from pipelines import ray_env
 from pipelines.console import Progress, say
 from pipelines.options import Options, overrides
-from uno import lock, run
+from uno import doctor, faults, lock, run
 from uno.checkpoint import checkpoint_steps
 from uno.config import Config, override
 from uno.config_file import dump_yaml
@@ -24,19 +24,18 @@ from uno.data.decode import check_bad, decode_many
 from uno.data.resident import assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
+from uno.doctor import RESULTS, STOP_FILE
 from uno.errors import ConfigError, Interrupted
 from uno.evaluate import format_table
 from uno.export import model_card
-from uno.journal import read_journal
+from uno.journal import JournalTail
 from uno.lock import Claim
 from uno.report import REPORT, write_report
 from uno.storage import Storage
 from uno.train import LocalWorker
 
-RESULTS = "metrics.json"
 ESTIMATE = "estimate.json"
 BAD_SAMPLES = "bad_samples.jsonl"
-STOP_FILE = "STOP"
 
 
 def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
@@ -51,6 +50,8 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
         return 0
     from pipelines.inference import predict_run
 
+    for fault in faults.planned():
+        say(f"warning: {faults.VARIABLE} is set: {fault.name}")
     config = _with_full_paths(config)
     estimate = None
     if config.data.num_novel == "auto":
@@ -65,9 +66,10 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
     _refuse_foreign(storage)
     if storage.exists("config.yaml") and not options.fresh:
         run.open_run(config, storage, task.rows.fingerprint)
-        if evaluate and storage.exists(RESULTS):
+        finished = doctor.read_results(storage) if evaluate else None
+        if finished is not None:
             say(f"{storage.uri} is finished; nothing is trained again (--fresh starts over)")
-            _show(storage, json.loads(storage.read(RESULTS)))
+            _show(storage, finished)
             return 0
     if config.model.weights is not None:
         phases = tuple(phase for phase in phases if phase != run.PRETRAIN)
@@ -75,6 +77,7 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
         if options.fresh:
             _clear(claim.storage)
         run.open_run(config, claim.storage, task.rows.fingerprint)
+        _heal(claim.storage)
         if estimate is not None:
             claim.storage.write(ESTIMATE, estimate)
         values = _execute(config, task, phases, evaluate, claim)
@@ -108,10 +111,17 @@ def evaluate_job(target: str, argv: Sequence[str]) -> int:
     task = prepare(config)
     run.open_run(config, storage, task.rows.fingerprint)
     with lock.claim(storage, on_wait=say) as claim:
+        _heal(claim.storage)
         values = _execute(config, task, (), True, claim)
         _write_results(claim.storage, values)
     _show(storage, values)
     return 0
+
+
+def _heal(storage: Storage) -> None:
+    """What killed commands and damaged disks left: said, and removed where nothing is lost by it."""
+    for line in doctor.heal(storage):
+        say(f"warning: {line}")
 
 
 def _with_full_paths(config: Config) -> Config:
@@ -175,7 +185,7 @@ def _execute(
     config: Config, task: Task, phases: tuple[str, ...], evaluate: bool, claim: Claim
 ) -> dict[str, float]:
     with Progress() as progress:
-        show = _interval_only(progress, config.train.log_every)
+        show = faults.in_driver(_interval_only(progress, config.train.log_every), claim.storage)
         job = _run_here if config.compute.workers == 0 else _run_on_ray
         return job(config, task, phases, evaluate, claim, show)
 
@@ -243,7 +253,6 @@ def _run_on_ray(
 ) -> dict[str, float]:
     """Ray Data decodes, Ray Train trains; this process watches ``metrics.jsonl``."""
     storage = claim.storage
-    storage.delete(STOP_FILE)
     stopping = False
 
     def stop() -> None:
@@ -264,14 +273,11 @@ def _run_on_ray(
             bad_rows = [row_of[entry["id"]] for entry in bad]
             if stopping:
                 raise Interrupted("stopped before training began")
-            seen = len(read_journal(storage))
+            journal = JournalTail(storage)
 
             def poll() -> None:
-                nonlocal seen
-                entries = read_journal(storage)
-                for metrics in entries[seen:]:
+                for metrics in journal.new_entries():
                     show(metrics)
-                seen = max(seen, len(entries))
 
             return worker.run_workers(
                 ray, config, task, images, bad_rows, phases, evaluate, claim, STOP_FILE, poll

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from pipelines import datasets
-from uno import collectives, run
+from uno import collectives, faults, run
 from uno.checkpoint import checkpoint_steps
 from uno.config import Config, to_dict
 from uno.data.splits import Task
+from uno.doctor import RAY_FOLDER
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.lock import Claim, ClaimedStorage
 from uno.storage import Storage
 
-RAY_FOLDER = "ray"  # Ray Train's own bookkeeping, of no use afterwards
 STOP_CHECK_STEPS = 10
 MAX_DEATHS = 3
 POLL_S = 0.5
@@ -81,6 +81,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
 
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     _quiet_report_lines()
+    os.environ[faults.VARIABLE] = loop["faults"]  # a cluster that runs already has its own environment
     config = Config.model_validate(loop["config"])
     share = (os.cpu_count() or 1) // ray.train.get_context().get_local_world_size()
     torch.set_num_threads(config.compute.threads or max(1, share))
@@ -145,6 +146,7 @@ def run_workers(
         "num_novel": task.num_novel,
         "num_true": len(task.known) + len(task.novel),
         "bad_rows": bad_rows,
+        "faults": os.environ.get(faults.VARIABLE, ""),
     }
     sources = {"images": images, "truth": datasets.truth_of(ray, task)}
     saved, deaths = _saved_steps(storage), 0
@@ -221,7 +223,10 @@ def _fit_in_thread(
         train_loop,
         train_loop_config=loop,
         scaling_config=ray.train.ScalingConfig(
-            num_workers=config.compute.workers, use_gpu="GPU" in resources, resources_per_worker=resources
+            num_workers=config.compute.workers,
+            use_gpu="GPU" in resources,
+            resources_per_worker=resources,
+            placement_strategy=config.compute.placement,
         ),
         torch_config=ray.train.torch.TorchConfig(timeout_s=600),
         datasets=sources,

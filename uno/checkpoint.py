@@ -108,6 +108,20 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
     return None
 
 
+def checkpoint_problem(storage: Storage, phase: str, step: int) -> str | None:
+    """Why :func:`load_checkpoint` would refuse a checkpoint; None where it would not."""
+    try:
+        load_checkpoint(storage, phase, step)
+    except StorageError as error:
+        return str(error)
+    return None
+
+
+def delete_checkpoint(storage: Storage, phase: str, step: int) -> None:
+    """Remove the checkpoint of one step."""
+    storage.delete(_directory(phase, step))
+
+
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
     """One checkpoint, verified against its manifest.
 

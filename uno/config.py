@@ -261,6 +261,9 @@ class ComputeConfig(_Frozen):
     cpus_per_worker: float | None = Field(
         None, gt=0, description="CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers)."
     )
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "PACK", description="Ray's strategy: workers on few nodes, or spread over many."
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU."
     )

@@ -53,12 +53,57 @@ class Journal:
             self._events = None
 
 
+class JournalTail:
+    """Follows ``metrics.jsonl`` while another process writes it; each look costs one request where nothing is
+    new, and reads what was appended otherwise.
+
+    Args:
+        storage: the run directory. Lines that are there already are passed over.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._size = storage, 0
+        self._lines: list[bytes] = []
+        self.new_entries()
+
+    def new_entries(self) -> list[dict[str, Any]]:
+        """Entries since the last look. After the file was rewound, those that differ from what was seen."""
+        size = self._storage.size(METRICS)
+        if size == self._size:
+            return []
+        last = self._lines[-1:]
+        start = self._size - sum(map(len, last))
+        lines = _whole_lines(self._storage.read(METRICS, start)) if size > self._size else []
+        if lines[: len(last)] == last:
+            new = lines[len(last) :]
+        else:  # rewritten: a worker group started again or rolled back
+            lines = _whole_lines(self._storage.read(METRICS)) if size else []
+            pairs = zip(lines, self._lines, strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(lines), len(self._lines)))
+            self._lines, new = lines[:same], lines[same:]
+        self._lines += new
+        self._size = sum(map(len, self._lines))
+        return _parsed(new)
+
+
 def read_journal(storage: Storage) -> list[dict[str, Any]]:
     """All lines of ``metrics.jsonl``; a line cut short by a kill is left out."""
-    if not storage.exists(METRICS):
-        return []
+    return _parsed(storage.read(METRICS).splitlines()) if storage.exists(METRICS) else []
+
+
+def damaged_lines(storage: Storage) -> int:
+    """Number of lines that :func:`read_journal` leaves out."""
+    lines = storage.read(METRICS).splitlines() if storage.exists(METRICS) else []
+    return len(lines) - len(_parsed(lines))
+
+
+def _whole_lines(data: bytes) -> list[bytes]:
+    return [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
     entries = []
-    for line in storage.read(METRICS).splitlines():
+    for line in lines:
         try:
             entry = json.loads(line)
         except ValueError:

@@ -134,22 +134,37 @@ def claim(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[Claim]:
         mine.release()
 
 
+def holder(storage: Storage) -> tuple[str, bool] | None:
+    """Who holds the directory, and whether they still renew their claim (watched until they do, or for
+    :data:`PATIENCE_S`); None where nobody does.
+    """
+    found = _read(storage)
+    now = None if found is None else _watch(storage, found)
+    return None if now is None else (_who(now), now != found)
+
+
 def ours(name: str) -> bool:
     """Whether a file of a run directory is the lock (or what a killed writer left of it)."""
     return name.lstrip(".").startswith(FILE)
 
 
 def _wait_for_death(storage: Storage, found: dict[str, Any]) -> None:
+    now = _watch(storage, found)
+    if now is not None and now != found:
+        raise ConfigError(
+            f"{storage.uri} is in use by {_who(now)}; wait for it, stop it, or choose another --output"
+        )
+
+
+def _watch(storage: Storage, found: dict[str, Any]) -> dict[str, Any] | None:
+    """The lock file once it differs from ``found``, or after :data:`PATIENCE_S`."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         time.sleep(RENEW_S / 4)
         now = _read(storage)
-        if now is None:
-            return
         if now != found:
-            raise ConfigError(
-                f"{storage.uri} is in use by {_who(now)}; wait for it, stop it, or choose another --output"
-            )
+            return now
+    return found
 
 
 def _read(storage: Storage) -> dict[str, Any] | None:

@@ -56,10 +56,18 @@ class Storage:
         except OSError as error:
             raise StorageError(f"cannot list {self.path(name)}: {error}") from None
 
-    def read(self, name: str) -> bytes:
-        """Content of a file."""
+    def size(self, name: str) -> int:
+        """Bytes in a file; 0 where there is none."""
+        try:
+            return self._fs.get_file_info(self.path(name)).size or 0
+        except OSError as error:
+            raise StorageError(f"cannot look up {self.path(name)}: {error}") from None
+
+    def read(self, name: str, start: int = 0) -> bytes:
+        """Content of a file from byte ``start`` on."""
         try:
             with self._fs.open_input_file(self.path(name)) as file:
+                file.seek(start)
                 return file.read()
         except OSError as error:
             raise StorageError(f"cannot read {self.path(name)}: {error}") from None

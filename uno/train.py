@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from uno import collectives
+from uno import collectives, faults
 from uno.checkpoint import Checkpoint, load_newest, save_checkpoint
 from uno.config import Config, ObjectiveConfig, PhaseConfig
 from uno.config_file import dump_yaml
@@ -124,6 +124,7 @@ def fit(
     if not resume_(state, storage, phase.name) and phase.last_step == 0:
         _save(config, phase, state, worker, storage)  # a phase without steps ends as it began
     journal = Journal(storage, phase.name, state.step) if worker.rank == 0 else None
+    batches = faults.in_training(batches, phase.name, worker.rank, storage)
     try:
         _train(config, phase, state, batches, worker, storage, journal)
     finally:

@@ -22,6 +22,11 @@ from uno.storage import Storage
 from uno.train import LocalWorker, Phase, fit
 
 CONFIG = small_config(train__batch_size=24)
+# Everything that Python code can call; DDP reduces gradients from C++, once for each bucket.
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier",
+    "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+)  # fmt: skip
 
 
 class GlooWorker(LocalWorker):
@@ -54,15 +59,20 @@ def one_step(worker: GlooWorker) -> dict[str, Tensor]:
     state, batch = make_state(worker), batches(worker)(0)
     state.model.eval()
     seen: dict[str, Tensor] = {}
-    calls = {"all_gather": 0}
-    if worker.world_size > 1:
-        gather = dist.all_gather
+    calls = dict.fromkeys(COLLECTIVES, 0)
 
-        def counted(*args, **kwargs):
-            calls["all_gather"] += 1
-            return gather(*args, **kwargs)
+    def counted(name: str):
+        real = getattr(dist, name)
 
-        dist.all_gather = counted
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return real(*args, **kwargs)
+
+        return call
+
+    real = {name: getattr(dist, name) for name in COLLECTIVES}
+    for name in COLLECTIVES if worker.world_size > 1 else ():
+        setattr(dist, name, counted(name))
     targets_of = steps.global_targets
 
     def recorded(*args):
@@ -73,10 +83,10 @@ def one_step(worker: GlooWorker) -> dict[str, Tensor]:
     steps.global_targets = recorded
     seen["loss"] = discovery_step(state, batch, CONFIG.objective, 0.1)
     steps.global_targets = targets_of
-    if worker.world_size > 1:
-        dist.all_gather = gather
+    for name, function in real.items():
+        setattr(dist, name, function)
     seen["head_losses"] = state.epoch_losses.clone()
-    seen["calls"] = torch.tensor(calls["all_gather"])
+    seen["calls"] = torch.tensor([calls["all_gather"], sum(calls.values())])
     for name, parameter in state.model.named_parameters():
         seen[f"grad/{name}"] = parameter.grad.clone()
     seen |= {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from uno.journal import METRICS, Journal, read_journal
+from uno.journal import METRICS, Journal, JournalTail, read_journal
 from uno.storage import Storage
 
 
@@ -105,3 +105,33 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
         assert (4, "head_loss/1", 3.0) in scalars
         purges = [e.step for e in found if e.session_log.status == 1]
         assert purges == [1] if phase == "pretrain" else [1, 5]
+
+
+@pytest.mark.parametrize("uri", [False, True])
+def test_the_tail_shows_each_line_once(tmp_path, uri):
+    """Kills: a line shown in halves or twice, silence after the file was rewound, a whole read per look."""
+    storage = Storage("mock:///run") if uri else Storage(str(tmp_path))
+    write(storage, "discover", 0, [1, 2])
+    tail = JournalTail(storage)
+    assert tail.new_entries() == []
+    write(storage, "discover", 2, [3, 4])
+    assert [entry["step"] for entry in tail.new_entries()] == [3, 4]
+    write(storage, "discover", 1, [])  # rolled back
+    assert tail.new_entries() == []
+    write(storage, "discover", 1, [2, 3])
+    assert [entry["step"] for entry in tail.new_entries()] == [2, 3]
+    journal = Journal(storage, "discover", 1)  # rolled back and grown again between two looks
+    for step in (2, 3, 4, 5):
+        journal.write(line(step, images_per_s=7.0))
+    journal.close()
+    assert [entry["step"] for entry in tail.new_entries()] == [2, 3, 4, 5]
+    storage.append(METRICS, b'{"step": 6, ')
+    assert tail.new_entries() == []
+    storage.append(METRICS, b'"phase": "discover"}\n')
+    assert [entry["step"] for entry in tail.new_entries()] == [6]
+    reads = []
+    storage.read = lambda *args: reads.append(args)
+    assert tail.new_entries() == [] and not reads
+    storage.delete(METRICS)
+    del storage.read
+    assert tail.new_entries() == [] and tail.new_entries() == []

@@ -1,0 +1,65 @@
+"""``uno doctor`` as a command: its lines and exit codes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelines import cli, doctor
+from tests.pipelines.small import SMALL
+from uno import lock
+from uno.checkpoint import checkpoint_steps
+from uno.storage import Storage
+
+
+def run(*argv: str) -> int:
+    return cli.guard(doctor.main, argv)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    output = tmp_path_factory.mktemp("stopped") / "run"
+    assert cli.main(["pretrain", *SMALL, "--output", str(output)]) == 0
+    return output
+
+
+def test_the_machine(capsys, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert out.startswith("ok       Python 3.") and "GiB free at" in out and "RAY_ADDRESS is unset" in out
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("UNO_FAULTS", "nan:step=1")
+    assert run() == 2
+    out = capsys.readouterr().out
+    assert (
+        "error    no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1" in out and "warning  UNO_FAULTS" in out
+    )
+
+
+def test_a_run_damaged_and_repaired(stopped, capsys, monkeypatch):
+    """Exit 0 with warnings, 4 without a checkpoint that verifies; a start does the same by itself."""
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    storage = Storage(str(stopped))
+    assert checkpoint_steps(storage, "pretrain") == [6, 9]
+    storage.write("checkpoints/pretrain/step_00000009/state.json", b"{}")
+    assert run(str(stopped)) == 0
+    assert "warning  pretrain step 9: state.json is damaged; an older one is used" in capsys.readouterr().out
+    assert cli.main(["pretrain", *SMALL, "--output", str(stopped)]) == 0
+    line = "warning: removed the damaged checkpoint of pretrain step 9 (state.json is damaged)"
+    assert line in capsys.readouterr().out
+    assert checkpoint_steps(storage, "pretrain") == [6, 9]
+    assert run(str(stopped)) == 0 and "warning" not in capsys.readouterr().out
+
+    for step in (6, 9):
+        storage.write(f"checkpoints/pretrain/step_{step:08d}/state.json", b"{}")
+    assert run(str(stopped), "--repair") == 4
+    out = capsys.readouterr().out
+    assert "nothing is repaired" in out and "error    none of the 2 checkpoints" in out
+    assert cli.main(["pretrain", *SMALL, "--output", str(stopped)]) == 4
+    assert "use --fresh" in capsys.readouterr().err
+
+
+def test_no_run_is_code_2(tmp_path, capsys):
+    assert run(str(tmp_path)) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+    assert run("--repair") == 2
