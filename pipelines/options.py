@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from uno.config import Config, ConfigError, override
 from uno.config_file import load_yaml
+from uno.methods import settings
 from uno.presets import PRESETS, preset
 
 SWITCHES = {
@@ -104,6 +105,7 @@ def _layer(file: Mapping[str, Any], line: Mapping[str, Any]) -> Config:
         raise ConfigError("the preset 'custom' needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
 
     config = preset(name, str(given.pop("recipe", "paper")))
+    config = override(config, settings(str(given.get("method", config.method)), name))
     if two_folders or (source is not None and _kind(source) != _kind(config.data.source)):
         config = override(config, {"data.known_classes": None})
     return override(config, given)

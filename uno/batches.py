@@ -42,7 +42,7 @@ class ResidentBatches:
         views = augment(
             images, config.augment, generator, config.data.mean, config.data.std, self._rows, num_rows
         )
-        return Batch(views, train.labels[labeled], config.augment.large.num_views)
+        return Batch(views, train.labels[labeled], config.augment.large.num_views, unlabeled)
 
     def _share(self, indices: np.ndarray) -> np.ndarray:
         return worker_share(indices, self._rank, self._world_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +26,26 @@ def gather_rows(tensor: Tensor, dim: int) -> Tensor:
     return torch.cat(parts, dim=dim)
 
 
+def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
+    """As :func:`gather_rows`; backward adds up what every worker's loss has to say about a row.
+
+    A loss that is a mean over (own rows x all rows), averaged over workers, so has the gradient of the mean
+    over all pairs.
+    """
+    return tensor if world()[1] == 1 else _GatherRows.apply(tensor, dim)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return gather_rows(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return own_rows(sum_(grad.contiguous()), ctx.dim), None
+
+
 def own_rows(tensor: Tensor, dim: int) -> Tensor:
     """This worker's share of rows gathered by :func:`gather_rows`."""
     rank, size = world()
@@ -35,6 +57,11 @@ def sum_(tensor: Tensor) -> Tensor:
     if world()[1] > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def from_first(tensor: Tensor) -> Tensor:
+    """Rank 0's tensor, on every worker."""
+    return sum_(tensor if world()[0] == 0 else torch.zeros_like(tensor))
 
 
 def barrier(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from tyro.conf import arg
 
 from uno.errors import ConfigError as ConfigError
+from uno.methods import METHODS
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Range = tuple[float, float]
@@ -192,6 +193,31 @@ class ObjectiveConfig(_Frozen):
         True, description="One softmax over known and novel outputs; off: two separate losses."
     )
     pseudo_labels: Literal["soft", "hard"] = Field("soft", description="Soft pseudo-labels, or their argmax.")
+    iic_weight: float = Field(
+        0,
+        ge=0,
+        le=100,
+        description="IIC: pushes labeled and unlabeled rows' outputs apart (published: 0.05).",
+    )
+    iic_view_weight: float = Field(
+        0, ge=0, le=100, description="IIC: pulls the outputs of an image's views together (published: 0.01)."
+    )
+    rkd_weight: float = Field(
+        0,
+        ge=0,
+        le=100,
+        description="rKD: distils the pretrained known head's outputs on unlabeled rows (0.1).",
+    )
+    rkd_temperature: float = Field(4, gt=0, le=100, description="Temperature of rKD's softmax, besides tau.")
+    queue_size: int = Field(
+        0, ge=0, le=10**6, description="Past unlabeled rows that Sinkhorn sees besides the batch's own."
+    )
+    consistency_weight: float | None = Field(
+        None, ge=0, le=10**4, description="Baselines: weight of the views' agreement; default: their paper's."
+    )
+    rampup: float | None = Field(
+        None, ge=0, le=1, description="Baselines: share of the phase in which that weight rises."
+    )
 
 
 class PhaseConfig(_Frozen):
@@ -252,6 +278,7 @@ class Config(_Frozen):
     recipe: Literal["paper", "v2"] = Field(
         "paper", description="The paper's settings or the authors' improved ones."
     )
+    method: str = Field("uno", description=f"Discovery method: {', '.join(METHODS)}.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random number of the run.")
     output: str | None = Field(
         None, description="Run directory, a path or a URI; default runs/PRESET-seedSEED."
@@ -260,10 +287,17 @@ class Config(_Frozen):
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    rotation: PhaseConfig = PhaseConfig(epochs=0, weight_decay=5e-4)
     pretrain: PhaseConfig = PhaseConfig()
     discover: PhaseConfig = PhaseConfig()
     train: TrainConfig = TrainConfig()
     compute: ComputeConfig = ComputeConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        return self
 
 
 RESUMABLE_CHANGES = (

@@ -23,6 +23,7 @@ from uno.config import Config, ConfigError
 from uno.encoder import build_encoder
 from uno.errors import NumericsError
 from uno.heads import StackedProjector
+from uno.methods import METHODS, num_heads
 from uno.predict import Classifier
 
 FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
@@ -46,10 +47,9 @@ class Program(nn.Module):
     def __init__(self, model: Classifier) -> None:
         super().__init__()
         config, module, head = model.config, model.module, model.best_head
-        assert module.projector is not None and module.novel is not None
         self.encoder = build_encoder(config.model)
         self.encoder.load_state_dict(_plain(module.encoder.state_dict()))
-        self.projector = _one_head(module.projector, head)
+        self.projector = None if module.projector is None else _one_head(module.projector, head)
         self.register_buffer("known", _plain_tensor(module.known.weight))
         self.register_buffer("novel", _plain_tensor(module.novel.weight[head]))
         self.temperature, self.normalize_input = config.objective.temperature, module.normalize_input
@@ -64,8 +64,10 @@ class Program(nn.Module):
         centre = images[..., start : start + self.side, start : start + self.side]
         features = self.encoder(normalize(centre.to(torch.float32) / 255, self.mean, self.std))
         unit = F.normalize(features, dim=-1)
-        projections = self.projector(unit if self.normalize_input else features)[0]
-        novel = F.normalize(projections, dim=-1) @ self.novel.T
+        inputs = features
+        if self.projector is not None:
+            inputs = self.projector(unit if self.normalize_input else features)[0]
+        novel = F.normalize(inputs, dim=-1) @ self.novel.T
         joint = torch.cat([unit @ self.known.T, novel], dim=-1) / self.temperature
         return route(joint.softmax(dim=-1), self.classes)
 
@@ -242,7 +244,8 @@ def model_card(
         if model.encoder != "resnet_small"
         else f"- Encoder: resnet_small, width {model.width}, {model.blocks} block(s) a stage; {size} px RGB.",
         f"- Outputs: {num_known} known and {num_novel} discovered classes (`classes.json`); "
-        f"cluster head {best_head} of {model.num_heads} predicts.",
+        f"cluster head {best_head} of {num_heads(config)} predicts.",
+        f"- Method {config.method}: {METHODS[config.method]}.",
         f"- Preset {config.preset}, recipe {config.recipe}, seed {config.seed}; all settings: `config.yaml`.",
         *(f"- {key}: {' '.join(str(value).split())}" for key, value in facts.items()),
         "",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,15 @@ from uno.heads import Prototypes, StackedProjector
 
 
 class Logits(NamedTuple):
-    """Cosines in float32 of V views; ``novel`` and ``over`` are None where the model has no such heads."""
+    """Cosines in float32 of V views; ``novel`` and ``over`` are None where the model has no such heads.
+
+    ``features`` are the encoder's, which baselines rank and compare.
+    """
 
     known: Tensor  # (V, B, C_l)
     novel: Tensor | None  # (V, H, B, C_u)
     over: Tensor | None  # (V, H, B, m C_u)
+    features: Tensor | None = None  # (V, B, D)
 
 
 class UnoModel(nn.Module):
@@ -30,17 +34,28 @@ class UnoModel(nn.Module):
         config: architecture.
         num_known: C_l.
         num_novel: C_u; 0 builds the encoder and the known head only (pretraining).
+        novel_head: builds, from (C_u, D), a baseline's one novel head, which reads the feature: (N, D) -> (1,
+            N, C_u). Default: UNO's projection heads.
     """
 
-    def __init__(self, config: ModelConfig, num_known: int, num_novel: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_known: int,
+        num_novel: int,
+        novel_head: Callable[[int, int], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.encoder = build_encoder(config)
         features, projection = int(self.encoder.num_features), config.projection_dim  # type: ignore[arg-type]
         self.known = Prototypes(num_known, features)
         self.num_known, self.num_novel, self.num_heads = num_known, num_novel, config.num_heads
         self.normalize_input = config.mlp_input == "normalized"
-        self.projector = self.novel = self.over = None
-        if num_novel:
+        self.projector = self.over = None
+        self.novel: Any = None  # Prototypes, or a baseline's head: called and normalised like them
+        if num_novel and novel_head is not None:
+            self.num_heads, self.novel = 1, novel_head(num_novel, features)
+        elif num_novel:
             families = 2 if config.overcluster_factor else 1
             self.projector = StackedProjector(
                 families * config.num_heads, features, config.hidden_dim, projection
@@ -69,17 +84,20 @@ class UnoModel(nn.Module):
 
     def heads(self, features: Tensor, num_views: int = 1) -> Logits:
         """(V * B, D) features -> :class:`Logits`."""
-        known = self.known(features).unflatten(0, (num_views, -1))
-        if self.projector is None or self.novel is None:
-            return Logits(known, None, None)
+        known, by_view = (t.unflatten(0, (num_views, -1)) for t in (self.known(features), features))
+        if self.novel is None:
+            return Logits(known, None, None, by_view)
+        if self.projector is None:
+            return Logits(known, _views_first(self.novel(features), num_views), None, by_view)
         inputs = features
         if self.normalize_input:
             inputs = F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
         projections = self.projector(inputs)  # (H or 2H, V * B, P)
         novel = _views_first(self.novel(projections[: self.num_heads]), num_views)
         if self.over is None:
-            return Logits(known, novel, None)
-        return Logits(known, novel, _views_first(self.over(projections[self.num_heads :]), num_views))
+            return Logits(known, novel, None, by_view)
+        over = _views_first(self.over(projections[self.num_heads :]), num_views)
+        return Logits(known, novel, over, by_view)
 
 
 def _views_first(logits: Tensor, num_views: int) -> Tensor:
@@ -87,8 +105,14 @@ def _views_first(logits: Tensor, num_views: int) -> Tensor:
     return logits.unflatten(1, (num_views, -1)).transpose(0, 1)
 
 
-def build_model(config: ModelConfig, num_known: int, num_novel: int, seed: int) -> UnoModel:
+def build_model(
+    config: ModelConfig,
+    num_known: int,
+    num_novel: int,
+    seed: int,
+    novel_head: Callable[[int, int], nn.Module] | None = None,
+) -> UnoModel:
     """A freshly initialised model; equal seeds give equal weights, the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA's too
-        return UnoModel(config, num_known, num_novel)
+        return UnoModel(config, num_known, num_novel, novel_head)

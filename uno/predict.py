@@ -28,8 +28,9 @@ from uno.config import Config, override
 from uno.data.decode import decode_many
 from uno.data.rows import Chosen, Rows
 from uno.errors import StorageError
+from uno.methods import build_network
 from uno.metrics import hungarian
-from uno.model import UnoModel, build_model
+from uno.model import UnoModel
 from uno.predictions import PredictionWriter, Summary, result_table
 from uno.storage import Storage
 
@@ -213,7 +214,7 @@ def build_classifier(files: Mapping[str, bytes], device: torch.device | str = "c
         best_head, alignment = int(facts["best_head"]), facts.get("alignment")
         encoder = safetensors.torch.load(files["encoder.safetensors"])
         heads = safetensors.torch.load(files["heads.safetensors"])
-        module = build_model(config.model, num_known, len(classes) - num_known, seed=0)
+        module = build_network(config, num_known, len(classes) - num_known, seed=0)
         module.load_state_dict({**{f"encoder.{k}": v for k, v in encoder.items()}, **heads})
         shape = (module.num_heads, module.num_novel)
         aligned = None if alignment is None else torch.tensor(alignment, dtype=torch.int64).view(shape)

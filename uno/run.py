@@ -17,10 +17,10 @@ import yaml
 from safetensors import SafetensorError
 from torch import Tensor
 
-from uno import collectives, lock
+from uno import collectives, lock, methods
 from uno.augment import eval_view
 from uno.batches import ResidentBatches
-from uno.checkpoint import FORMAT_VERSION, load_newest
+from uno.checkpoint import FORMAT_VERSION, checkpoint_steps, load_newest
 from uno.config import (
     Config,
     ConfigError,
@@ -40,7 +40,7 @@ from uno.hardware import hardware
 from uno.kmeans import kmeans_baseline
 from uno.model import Logits, UnoModel, build_model
 from uno.state import TrainState, new_state
-from uno.steps import discovery_step, pretrain_step
+from uno.steps import pretrain_step
 from uno.storage import Storage
 from uno.train import Phase, Worker, fit
 
@@ -49,7 +49,8 @@ PRETRAIN_IGNORES = (
     "discover", "method", "model.num_heads", "model.overcluster_factor", "model.hidden_dim",
     "model.projection_dim", "model.mlp_input", "model.weights", "objective.epsilon", "objective.num_iters",
     "objective.aggregation", "objective.concat", "objective.pseudo_labels", "data.composition",
-    "data.num_novel",
+    "data.num_novel", "objective.iic_weight", "objective.iic_view_weight", "objective.rkd_weight",
+    "objective.rkd_temperature", "objective.queue_size", "objective.consistency_weight", "objective.rampup",
 )  # fmt: skip
 """What pretraining does not depend on (a test proves it); ``objective.temperature`` it does."""
 
@@ -88,7 +89,7 @@ def discover(config: Config, train: TrainSet, worker: Worker, storage: Storage) 
     """The discovery phase, from the encoder and known prototypes of :func:`pretrain` (or
     ``config.model.weights``).
     """
-    model = build_model(config.model, train.num_known, train.num_novel, config.seed + 1)
+    model = methods.build_network(config, train.num_known, train.num_novel, config.seed + 1)
     load_weights_(model, config, storage)
     return _fit(config, DISCOVER, model, train, worker, storage)
 
@@ -98,7 +99,8 @@ def _fit(
 ) -> TrainState:
     plan = plans(config, len(train.labels), len(train.unlabeled_images), worker.world_size)[name]
     settings = config.pretrain if name == PRETRAIN else config.discover
-    step = pretrain_step if name == PRETRAIN else discovery_step
+    method = methods.load(config.method)
+    step = pretrain_step if name == PRETRAIN else method.step
     phase = Phase(
         name,
         settings,
@@ -112,7 +114,11 @@ def _fit(
     if cuda:
         model = model.to(memory_format=torch.channels_last)
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
+    extra: dict[str, Tensor] = {}
+    if name == DISCOVER and method.start is not None and not checkpoint_steps(storage, name):
+        extra = method.start(config, model, train)
     state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
+    state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
     batches = ResidentBatches(config, train, plan, worker.rank, worker.world_size)
     fit(config, phase, state, batches, worker, storage)
     return state
@@ -169,7 +175,7 @@ def load_trained(config: Config, storage: Storage, num_known: int, num_novel: in
     checkpoint = load_newest(storage, DISCOVER)
     if checkpoint is None:
         raise StorageError(f"no discovery checkpoint in {storage.uri}: run uno discover first")
-    model = build_model(config.model, num_known, num_novel, 0)
+    model = methods.build_network(config, num_known, num_novel, 0)
     model.load_state_dict(_strip(checkpoint.tensors, "model/"))
     model.normalize_prototypes_()
     return model.eval(), int(checkpoint.tensors["head_losses"].argmin())
@@ -221,7 +227,7 @@ def _baselines(
     images, truth = rows.images[novel], (rows.truth[novel] - train.num_known).numpy()
     if len(truth) < train.num_novel:
         return {}
-    model = build_model(config.model, train.num_known, train.num_novel, 0)
+    model = build_model(config.model, train.num_known, 0, 0)
     load_weights_(model, config, storage)
     model = model.to(device).eval()
     with torch.inference_mode():

@@ -1,8 +1,19 @@
-"""Learning rate as a pure function of the step (paper Sec. 4.1: linear warm-up, cosine annealing)."""
+"""Learning rate (paper Sec. 4.1: linear warm-up, cosine annealing) and ramps, as pure functions."""
 
 from __future__ import annotations
 
 import math
+
+
+def sigmoid_rampup(progress: float, rampup: float) -> float:
+    """``exp(-5 (1 - t)^2)``, t = progress / rampup up to 1: from exp(-5) = .007 to 1 (Laine & Aila 2017).
+
+    Args:
+        progress: share of the phase that is done, 0-1.
+        rampup: share of the phase after which the result is 1; 0: always 1.
+    """
+    t = 1.0 if progress >= rampup else progress / rampup
+    return math.exp(-5 * (1 - t) ** 2)
 
 
 def warmup_cosine(step: int, total_steps: int, warmup_steps: int, base_lr: float, min_lr: float) -> float:

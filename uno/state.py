@@ -29,12 +29,21 @@ class TrainState:
     line_loss: Tensor
     autocast: bool = False
     step: int = 0
+    total_steps: int = 1  # of the phase's schedule, and of an epoch; set by uno.train.fit
+    steps_per_epoch: int = 1
+    extra: dict[str, Tensor] = field(default_factory=dict)  # what a method keeps from step to step
+    teacher: UnoModel | None = None  # frozen, not in the checkpoint
     skipped: Tensor = field(default_factory=lambda: torch.zeros(()))  # steps skipped for non-finite gradients
 
     @property
     def best_head(self) -> int:
         """Index of the head with the lowest training cluster loss over the last finished epoch."""
         return int(self.head_losses.argmin())
+
+    @property
+    def progress(self) -> float:
+        """Share of the phase that is done, 0-1."""
+        return self.step / self.total_steps
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +88,7 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
     tensors = {f"model/{name}": tensor for name, tensor in state.model.state_dict().items()}
     for name, parameter in state.model.named_parameters():
         tensors[f"optimizer/{name}"] = state.optimizer.state[parameter]["momentum_buffer"]
+    tensors |= {f"extra/{name}": tensor for name, tensor in state.extra.items()}
     return tensors | {name: getattr(state, name) for name in COUNTERS}
 
 
@@ -90,4 +100,6 @@ def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> Non
         state.optimizer.state[parameter]["momentum_buffer"].copy_(tensors[f"optimizer/{name}"])
     for name in COUNTERS:
         getattr(state, name).copy_(tensors[name])
+    extra = {k.removeprefix("extra/"): v for k, v in tensors.items() if k.startswith("extra/")}
+    state.extra = {name: tensor.to(state.device, copy=True) for name, tensor in extra.items()}
     state.step = step

@@ -20,13 +20,14 @@ class Batch(NamedTuple):
     views: list[Tensor]  # V tensors (B, 3, S_v, S_v), large views first
     labels: Tensor  # (B_l,) known-class indices
     num_large: int
+    rows: Tensor | None = None  # (B_u,) which unlabeled rows of the set these are
 
 
 def pretrain_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
     """Supervised step on labeled rows. Returns the loss as (1,), without synchronising the device."""
-    logits = _forward(state, batch)
+    logits = forward(state, batch)
     loss = pretraining_loss(logits.known, batch.labels, objective.temperature)
-    _update_(state, loss, loss.unsqueeze(0), lr)
+    update_(state, loss, loss.unsqueeze(0), lr)
     return loss.detach().unsqueeze(0)
 
 
@@ -36,7 +37,7 @@ def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, 
     Returns:
         (1,) loss of this worker's rows: mean of the two families' mean over heads; no device synchronisation.
     """
-    logits = _forward(state, batch)
+    logits = forward(state, batch)
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
     targets = global_targets(families, batch.num_large, len(batch.labels), objective)
@@ -47,7 +48,7 @@ def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, 
         ]
     )  # (families, H)
     loss = losses.mean()
-    _update_(state, loss, losses[0], lr)
+    update_(state, loss, losses[0], lr)
     return loss.detach().unsqueeze(0)
 
 
@@ -88,13 +89,14 @@ def global_targets(
     ]
 
 
-def _forward(state: TrainState, batch: Batch) -> Logits:
+def forward(state: TrainState, batch: Batch) -> Logits:
+    """Normalise the prototypes, then one pass over all views, under autocast where the run has it."""
     state.model.normalize_prototypes_()
     with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
         return state.forward(batch.views)
 
 
-def _update_(state: TrainState, loss: Tensor, head_losses: Tensor, lr: float) -> None:
+def update_(state: TrainState, loss: Tensor, head_losses: Tensor, lr: float) -> None:
     """Backward and SGD. Gradients are averaged over workers, so all see, and skip, a NaN on one rank."""
     state.optimizer.zero_grad(set_to_none=True)
     loss.backward()

@@ -120,6 +120,7 @@ def fit(
         NumericsError: non-finite steps persisted after rolling back to the last checkpoint once.
         StorageError: a checkpoint could not be written or none of those present verifies.
     """
+    state.total_steps, state.steps_per_epoch = max(1, phase.total_steps), phase.steps_per_epoch
     if not resume_(state, storage, phase.name) and phase.last_step == 0:
         _save(config, phase, state, worker, storage)  # a phase without steps ends as it began
     journal = Journal(storage, phase.name, state.step) if worker.rank == 0 else None

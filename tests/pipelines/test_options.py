@@ -189,7 +189,7 @@ MISTAKES = [
     ("--objective.epsilonn 1", "unknown option --objective.epsilonn; did you mean --objective.epsilon?"),
     ("--objectiv.num_iters 1", "unknown option --objectiv.num-iters; did you mean --objective.num-iters?"),
     ("--epsilon 1", "unknown option --epsilon; did you mean --objective.epsilon?"),
-    ("--base-lr 1", "unknown option --base-lr; did you mean --pretrain.base-lr or --discover.base-lr?"),
+    ("--base-lr 1", "unknown option --base-lr; did you mean --rotation.base-lr or --pretrain.base-lr or "),
     ("--dryrun", "unknown option --dryrun; did you mean --dry-run?"),
     ("--zzzzz", "unknown option --zzzzz; see --help"),
     ("--", "unknown option --; see --help"),

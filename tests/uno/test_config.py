@@ -158,7 +158,7 @@ def test_where_a_run_executes_does_not_change_what_it_is():
 
 
 def test_flatten_keeps_the_order_of_the_schema():
-    assert list(flatten(to_dict(Config())))[:4] == ["preset", "recipe", "seed", "output"]
+    assert list(flatten(to_dict(Config())))[:5] == ["preset", "recipe", "method", "seed", "output"]
 
 
 def test_exit_codes_are_those_of_the_design():

@@ -84,7 +84,7 @@ def _clusters(config: Config, predictions: Predictions, findings: Findings) -> I
             f"{MIN_ROWS} unlabeled images ({_list(few)})",
             "Their numbers say little; more unlabeled images or fewer classes would help.",
         )
-    factor = config.model.overcluster_factor
+    factor = config.model.overcluster_factor if config.method == "uno" else 0
     if factor and not predictions.is_sample and total < MIN_ROWS * factor * len(counts):
         yield Problem(
             f"Few images per cluster: {total:,} unlabeled images for {factor * len(counts)} overclusters",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -133,8 +134,7 @@ def predict(
     if not parts:
         raise ValueError("no image of the data can be read")
     columns = [torch.cat(column).numpy() for column in zip(*(part[1] for part in parts), strict=True)]
-    assert model.novel is not None
-    prototypes = model.novel.weight[best_head].float().cpu()
+    prototypes = F.normalize(model.novel.weight[best_head].float().cpu(), dim=-1)
     return Predictions(
         np.concatenate([part[0] for part in parts]),
         columns[0],

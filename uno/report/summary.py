@@ -12,6 +12,7 @@ from uno.config import Config
 from uno.data.splits import Task
 from uno.errors import ConfigError
 from uno.evaluate import PROTOCOLS
+from uno.methods import METHODS, num_heads
 from uno.report.clusters import Findings
 from uno.report.facts import Facts, training_seconds
 from uno.report.predictions import Predictions
@@ -178,7 +179,8 @@ def what_was_run(
         ]
     lines.append(("Data fingerprint", str(env.get("data_fingerprint", "not recorded"))))
     side = config.data.store_size
-    lines.append(("Model", f"{config.model.encoder}, {side} px, {config.model.num_heads} heads"))
+    lines.append(("Model", f"{config.model.encoder}, {side} px, {num_heads(config)} heads"))
+    lines.append(("Method", f"{config.method}: {METHODS[config.method]}"))
     if predictions is not None:
         lines.append(("Best head", f"{predictions.best_head + 1} (lowest training cluster loss)"))
     versions = env.get("versions")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from uno import methods
 from uno.config import Config, ConfigError, override
 from uno.presets import preset
 from uno.reproduce import published
@@ -148,7 +149,8 @@ def cells(table: Table, seeds: int, first_seed: int = 0) -> list[Cell]:
 
 
 def cell_config(cell: Cell, directories: Mapping[str, str], changes: Mapping[str, Any]) -> Config:
-    """The configuration of a run: preset < data set < ``changes`` of the command line < row, then the seed.
+    """The configuration of a run: preset < data set < what the authors of
+    the row's method set there < ``changes`` of the command line < row, then the seed.
 
     Args:
         cell: the run.
@@ -162,7 +164,8 @@ def cell_config(cell: Cell, directories: Mapping[str, str], changes: Mapping[str
     source = benchmark.source.format(directories.get(benchmark.option or "", ""))
     recipe = str(changes.get("recipe", "paper"))
     config = override(preset(benchmark.preset, recipe), {"data.source": source, **benchmark.overrides})
-    config = override(config, changes)
+    method = str(cell.row.overrides.get("method", changes.get("method", config.method)))
+    config = override(override(config, methods.settings(method, benchmark.preset)), changes)
     return override(config, {**cell.row.overrides, "seed": cell.seed})
 
 
@@ -310,7 +313,7 @@ def unknown_k(scale: str) -> Table:
 
 def num_novel(scale: str) -> Table:
     """Fig. 3: more and more of the classes are novel, fewer and fewer are known."""
-    total, counts = (100, (20, 30, 40, 50, 60, 70, 80)) if scale == FULL else (10, (2, 3, 4, 5, 6, 7, 8))
+    total, counts = (100, (20, 30, 40, 50, 60, 70, 80)) if scale == FULL else (10, (2, 4, 5, 6, 8))
     rows = []
     for count in counts:
         known = {"data.known_classes": f"first:{total - count}"}

@@ -85,7 +85,6 @@ def test_the_record(results, tmp_path):
     assert page.decision(results) in text and "shown (6 of 6" in page.decision(results)
 
 
-@pytest.mark.skip("the methods are not there yet")
 def test_curves_over_the_number_of_classes(tmp_path):
     """Accuracy and UNO's relative margin: 90 of UNO, 80 of RS -> 11.1 percent. Kills: a margin of points."""
     table = small("num-novel")
