@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 import torchvision
+
+from uno.hardware import hardware
 
 
 def take_turns(
@@ -45,22 +46,12 @@ def spread(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Hardware and versions."""
-    cuda = device.startswith("cuda")
     return {
-        "hardware": torch.cuda.get_device_name() if cuda else f"{_processor()}, {os.cpu_count()} cores",
+        "hardware": hardware(device.startswith("cuda")),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        return names[0]
-    except (OSError, IndexError):
-        return platform.machine()
 
 
 def _wait(device: str) -> None:

@@ -33,6 +33,7 @@ SENTENCES = {
     "classes": "Name, merge or drop the discovered classes of a run.",
     "report": "Write the HTML report of a run.",
     "estimate-classes": "Estimate how many novel classes the unlabeled images hold.",
+    "reproduce": "Run a table or figure of the paper and write it beside its numbers.",
     "tune": "Search hyper-parameters with Ray Tune.",
     "export": "Write the model in a format that other tools load.",
     "doctor": "Check this machine, or what a run directory holds and whether it can resume.",

@@ -38,8 +38,14 @@ ESTIMATE = "estimate.json"
 BAD_SAMPLES = "bad_samples.jsonl"
 
 
-def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
+def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: bool = True) -> int:
     """Check everything, train the phases that are not finished, evaluate, print the table. Returns 0.
+
+    Args:
+        options: what was asked for.
+        phases: to train.
+        evaluate: whether to measure what was trained.
+        report: whether the evaluated run also predicts every row and writes its page.
 
     Raises:
         UnoError: with its exit code; a :class:`ConfigError` before any worker starts.
@@ -86,10 +92,12 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool) -> int:
             best_head = run.save_model(config, claim.storage, task.known, task.num_novel)
             card = model_card(config, len(task.known), task.num_novel, best_head, facts, values)
             claim.storage.write("model/README.md", card.encode())
-            say("predicting every row and writing the report")
-            predict_run(config, claim.storage, task)
+            if report:
+                say("predicting every row and writing the report")
+                predict_run(config, claim.storage, task)
             _write_results(claim.storage, values)  # the mark of a finished run
-            write_report(config, claim.storage, task, device=_driver_device(config))
+            if report:
+                write_report(config, claim.storage, task, device=_driver_device(config))
     if evaluate:
         _show(storage, values)
     else:

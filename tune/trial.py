@@ -25,18 +25,11 @@ import torch
 from tune import objective
 from tune.records import PartStorage, read_epochs, trial_name
 from uno import collectives, run
-from uno.config import Config, config_hash, field_names, flatten, override, to_dict
+from uno.config import Config, override
 from uno.config_file import dump_yaml
 from uno.errors import NumericsError
 from uno.lock import ClaimedStorage
 from uno.train import Worker
-
-PRETRAIN_IGNORES = (
-    "discover", "model.num_heads", "model.overcluster_factor", "model.hidden_dim", "model.projection_dim",
-    "model.mlp_input", "model.weights", "objective.epsilon", "objective.num_iters", "objective.aggregation",
-    "objective.concat", "objective.pseudo_labels", "data.composition",
-)  # fmt: skip
-"""What pretraining does not depend on (a test proves it); ``objective.temperature`` it does."""
 
 LEASE_S = 60.0  # a trial that pretrains and has not renewed its lease for so long is dead
 RENEW_S = 5.0
@@ -198,13 +191,8 @@ def _combined(parts: list[dict[str, float]], num_problems: int) -> dict[str, Any
 # ------------------------------------------------------------------------------------------------ pretraining
 def pretrain_key(config: Config, problem: objective.Problem) -> str:
     """Equal for trials that can share a pretraining: hash of all it depends on."""
-    defaults = flatten(to_dict(Config()))
-    ignored = [
-        k for k in field_names() if any(k == key or k.startswith(f"{key}.") for key in PRETRAIN_IGNORES)
-    ]
-    relevant = override(config, {key: defaults[key] for key in ignored})
     hidden = hashlib.sha256(json.dumps(problem.hidden).encode()).hexdigest()[:6]
-    return f"{config_hash(relevant)}-{hidden}"
+    return f"{run.pretrain_hash(config)}-{hidden}"
 
 
 def shared_pretraining(

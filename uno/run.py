@@ -21,12 +21,22 @@ from uno import collectives, lock, methods
 from uno.augment import eval_view
 from uno.batches import ResidentBatches
 from uno.checkpoint import FORMAT_VERSION, checkpoint_steps, load_newest
-from uno.config import Config, ConfigError, differing_keys
+from uno.config import (
+    Config,
+    ConfigError,
+    config_hash,
+    differing_keys,
+    field_names,
+    flatten,
+    override,
+    to_dict,
+)
 from uno.config_file import dump_yaml
 from uno.data.batches import Plan, make_plan, make_pretrain_plan
 from uno.data.resident import EvalSet, TrainSet
 from uno.errors import StorageError
 from uno.evaluate import Confusions, evaluate, protocol_metrics
+from uno.hardware import hardware
 from uno.kmeans import kmeans_baseline
 from uno.model import Logits, UnoModel, build_model
 from uno.state import TrainState, new_state
@@ -35,6 +45,15 @@ from uno.storage import Storage
 from uno.train import Phase, Worker, fit
 
 PRETRAIN, DISCOVER = "pretrain", "discover"
+PRETRAIN_IGNORES = (
+    "discover", "method", "model.num_heads", "model.overcluster_factor", "model.hidden_dim",
+    "model.projection_dim", "model.mlp_input", "model.weights", "objective.epsilon", "objective.num_iters",
+    "objective.aggregation", "objective.concat", "objective.pseudo_labels", "data.composition",
+    "data.num_novel", "objective.iic_weight", "objective.iic_view_weight", "objective.rkd_weight",
+    "objective.rkd_temperature", "objective.queue_size", "objective.consistency_weight", "objective.rampup",
+)  # fmt: skip
+"""What pretraining does not depend on (a test proves it); ``objective.temperature`` it does."""
+
 MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
 
 
@@ -57,6 +76,13 @@ def pretrain(config: Config, train: TrainSet, worker: Worker, storage: Storage) 
     """
     model = build_model(config.model, train.num_known, 0, config.seed)
     return _fit(config, PRETRAIN, model, train, worker, storage)
+
+
+def pretrain_hash(config: Config) -> str:
+    """Equal for configurations that lead to the same pretraining (12 hex digits)."""
+    defaults = flatten(to_dict(Config()))
+    ignored = [k for k in field_names() if any(k == i or k.startswith(f"{i}.") for i in PRETRAIN_IGNORES)]
+    return config_hash(override(config, {key: defaults[key] for key in ignored}))
 
 
 def discover(config: Config, train: TrainSet, worker: Worker, storage: Storage) -> TrainState:
@@ -314,6 +340,7 @@ def environment(fingerprint: str) -> dict[str, Any]:
         "data_fingerprint": fingerprint,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "processor": hardware(cuda=False),
         "versions": versions,
         "gpus": gpus,
     }

@@ -12,11 +12,12 @@ from tests.tune.tiny import CPU, claimed, run_tiny, tiny_data, tiny_options
 from tune import objective, records, trial
 from tune.process import note_failure, trial_configs
 from tune.records import PartStorage
-from tune.trial import PRETRAIN_IGNORES, Gate, pretrain_key, shared_pretraining
+from tune.trial import Gate, pretrain_key, shared_pretraining
 from uno import run
 from uno.checkpoint import load_newest
 from uno.config import field_names, override
 from uno.errors import NumericsError, StorageError
+from uno.run import PRETRAIN_IGNORES
 from uno.storage import Storage
 from uno.train import LocalWorker
 
@@ -116,7 +117,10 @@ CHANGES = {
     "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
     "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2, "objective.num_iters": 5,
     "objective.aggregation": "average_logits", "objective.concat": False, "objective.pseudo_labels": "hard",
-    "data.composition": "paired",
+    "data.composition": "paired", "data.num_novel": 2, "method": "rs",
+    "objective.iic_weight": 0.1, "objective.iic_view_weight": 0.1, "objective.rkd_weight": 0.1,
+    "objective.rkd_temperature": 2.0, "objective.queue_size": 8, "objective.consistency_weight": 1.0,
+    "objective.rampup": 0.5,
 }  # fmt: skip
 
 

@@ -58,11 +58,11 @@ def draw_maps(predictions: Predictions, points: NDArray[np.int64], seed: int) ->
         caption = f"All {num_heads} overclustering heads, {predictions.over.shape[2]} clusters each."
         spaces.append(("Overclustering-head logits", caption, over))
     with threadpool_limits(1):  # more threads spin: 4-10 times slower where the cores are shared
-        drawn = [_project(data, seed) for _, _, data in spaces]
+        drawn = [project(data, seed) for _, _, data in spaces]
     return [Map(title, caption, *how) for (title, caption, _), how in zip(spaces, drawn, strict=True)]
 
 
-def _project(data: NDArray[np.float32], seed: int) -> tuple[str, NDArray[np.int64]]:
+def project(data: NDArray[np.float32], seed: int) -> tuple[str, NDArray[np.int64]]:
     """(P,D) -> how, and (P,2) integers in [0, EXTENT]."""
     data = np.nan_to_num(data.astype(np.float64))
     spread = data.std()

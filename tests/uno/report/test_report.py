@@ -180,7 +180,7 @@ def test_fifty_and_fifty_classes_stay_below_five_megabytes(
 ) -> None:
     """Noise compresses worst, and here every class has a full gallery."""
     monkeypatch.setattr(Predictions, "outputs", lambda self, head: self.index % 100)
-    monkeypatch.setattr(maps, "_project", lambda data, seed: ("at random", _scattered(len(data))))
+    monkeypatch.setattr(maps, "project", lambda data, seed: ("at random", _scattered(len(data))))
     config = small_config(**{"data.store_size": 32, "augment.large.size": 8})
     generator = np.random.default_rng(0)
     names = [f"class {i}" for i in range(100)]

@@ -1,0 +1,12 @@
+"""The paper's tables and figures: what each is made of, and what finished runs say about it.
+
+Modules in the order of a table's making::
+
+    published     the paper's numbers, as they stand there
+    tables        every table as data: rows, evaluations, data sets, notes
+    results       metrics of finished runs -> means, spreads, effects, verdicts
+    page          results -> Markdown, Parquet, HTML
+    figures       t-SNE maps of checkpoints (Fig. 4 and the appendix's)
+
+``pipelines.reproduce`` runs what is missing and calls these. A *cell* is one run: a row, a data set, a seed.
+"""
