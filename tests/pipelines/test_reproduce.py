@@ -247,3 +247,37 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     capsys.readouterr()
     assert reproduce.main(words) == 0
     assert "nothing is run again" in capsys.readouterr().out
+
+
+SAVES = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('saved', flush=True)))\n"
+SAVES += "print('ready', flush=True)\ntime.sleep(60)"
+
+
+@pytest.mark.ray
+def test_cells_as_ray_tasks(ray_cluster, tmp_path):
+    """Exit codes and times come back; stop() lets a process save. Kills: tasks that wait for each other."""
+    (tmp_path / "cells").mkdir()
+    runner = cells.RayRunner(ray_cluster, {"num_cpus": 1}, 2)
+    for i, code in enumerate((0, 3)):
+        job = Job(f"cells/{i}", Config(), str(i))
+        runner.start(
+            job, [sys.executable, "-c", f"print('said'); raise SystemExit({code})"], tmp_path / str(i)
+        )
+    ended = []
+    while len(ended) < 2:
+        ended += [one for one in [runner.wait()] if one is not None]
+    assert {(e.job.name, e.code) for e in ended} == {("cells/0", 0), ("cells/1", 3)}
+    assert all(e.seconds > 0 for e in ended) and (tmp_path / "1").read_text() == "said\n"
+    runner.start(Job("cells/2", Config(), "2"), [sys.executable, "-c", SAVES], tmp_path / "2")
+    while not (tmp_path / "2").exists() or "ready" not in (tmp_path / "2").read_text():
+        time.sleep(0.1)
+    runner.stop()
+    stopped = None
+    while stopped is None:
+        stopped = runner.wait()
+    assert stopped.code == Interrupted.exit_code
+    for _ in range(100):
+        if "saved" in (tmp_path / "2").read_text():
+            return
+        time.sleep(0.1)
+    pytest.fail("the process could not save")

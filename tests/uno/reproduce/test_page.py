@@ -90,6 +90,6 @@ def test_curves_over_the_number_of_classes(tmp_path):
     table = small("num-novel")
     finish(tmp_path, table, 2, lambda row, *_: 0.9 if row.startswith("uno") else 0.8)
     charts = page.charts(found(tmp_path, table, 2))
-    assert [line.name for line in charts[0].lines] == ["UNO", "chance", "RS", "RS+"]
+    assert [line.name for line in charts[0].lines] == ["UNO", "RS", "RS+", "chance"]
     assert {line.name: line.last for line in charts[1].lines} == {"RS": "11.1", "RS+": "11.1"}
     assert not any(line.single for line in charts[0].lines)
