@@ -45,13 +45,15 @@ def results_grid(found: Results) -> Grid:
     """Rows x evaluations, the paper's numbers beside the measured ones; groups share a cell."""
     table = found.table
     groups = f" ({' / '.join(table.groups)})"
-    head = ["", f"evaluation{groups}", *(f"paper: {column.title}" for column in table.published)]
+    keys = {row.key for row in table.rows}
+    published = [column for column in table.published if keys & column.values.keys()]
+    head = ["", f"evaluation{groups}", *(f"paper: {column.title}" for column in published)]
     for benchmark in table.benchmarks:
         head += [f"measured: {benchmark.name}", "n", "minutes"]
     lines = []
     for row in table.rows:
         for evaluation in table.evaluations:
-            cells = [_paper(column, row, evaluation) for column in table.published]
+            cells = [_paper(column, row, evaluation) for column in published]
             for benchmark in table.benchmarks:
                 cells += _measured(found, benchmark, row, evaluation)
             if any(cell not in (DASH, "", "0") for cell in cells):

@@ -31,7 +31,7 @@ def test_numbers_agree_in_all_formats(results, tmp_path):
     page.write(Storage(str(tmp_path / "out")), results, "small", "uno reproduce ablation", [])
     text = (tmp_path / "out" / "ablation.md").read_text()
     lines = pq.read_table(io.BytesIO((tmp_path / "out" / "ablation.parquet").read_bytes())).to_pylist()
-    html = (tmp_path / "out" / "ablation.html").read_text()
+    html = (tmp_path / "out" / "ablation.html").read_text().replace("\xa0", " ")
     measured = [line for line in lines if line["mean"] is not None]
     assert len(measured) == 4 * 9 + 1
     for line in measured:
