@@ -93,13 +93,31 @@ def _fit(
         extra = method.start(config, model, train)
     state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
     state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
+    if name == DISCOVER and config.objective.rkd_weight:
+        state.teacher = _teacher(config, train, storage).to(worker.device)
     batches = ResidentBatches(config, train, plan, worker.rank, worker.world_size)
     fit(config, phase, state, batches, worker, storage)
     return state
 
 
-def load_weights_(model: UnoModel, config: Config, storage: Storage) -> None:
+def _teacher(config: Config, train: TrainSet, storage: Storage) -> UnoModel:
+    """The network that discovery starts from, frozen.
+
+    Raises:
+        ConfigError: the weights have no head for these known classes.
+    """
+    model = build_model(config.model, train.num_known, 0, config.seed)
+    if not load_weights_(model, config, storage):
+        raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
+    model.normalize_prototypes_()
+    return model.eval().requires_grad_(False)
+
+
+def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
     """Carry encoder (and known prototypes) over: from ``config.model.weights`` or this run's pretraining.
+
+    Returns:
+        Whether the known prototypes were carried over.
 
     Raises:
         ConfigError: the weights do not fit this encoder.
@@ -115,7 +133,7 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> None:
             raise StorageError(f"model.weights: {source} is not a safetensors file: {error}") from None
         encoder = {k: v for k, v in tensors.items() if not k.startswith("fc.")}
         _load_encoder_(model, encoder, source)
-        return
+        return False
     place = storage if source is None else Storage(source)
     checkpoint = load_newest(place, PRETRAIN)
     if checkpoint is None:
@@ -124,8 +142,10 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> None:
     _load_encoder_(model, _strip(weights, "encoder."), place.uri)
     if weights["known.weight"].shape == model.known.weight.shape:
         model.known.load_state_dict({"weight": weights["known.weight"]})
-    elif source is None:
+        return True
+    if source is None:
         raise ConfigError("the pretrained known head has another number of classes than the data")
+    return False
 
 
 def _load_encoder_(model: UnoModel, tensors: dict[str, Tensor], source: str) -> None:
