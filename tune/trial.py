@@ -34,7 +34,9 @@ from uno.train import Worker
 PRETRAIN_IGNORES = (
     "discover", "model.num_heads", "model.overcluster_factor", "model.hidden_dim", "model.projection_dim",
     "model.mlp_input", "model.weights", "objective.epsilon", "objective.num_iters", "objective.aggregation",
-    "objective.concat", "objective.pseudo_labels", "data.composition",
+    "objective.concat", "objective.pseudo_labels", "objective.iic_weight", "objective.iic_view_weight",
+    "objective.rkd_weight", "objective.rkd_temperature", "objective.queue_size",
+    "objective.consistency_weight", "objective.rampup", "data.composition",
 )  # fmt: skip
 """What pretraining does not depend on (a test proves it); ``objective.temperature`` it does."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from uno import collectives
@@ -29,6 +30,19 @@ def pretrain_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, l
     """Supervised step on labeled rows. Returns the loss as (1,), without synchronising the device."""
     logits = forward(state, batch)
     loss = pretraining_loss(logits.known, batch.labels, objective.temperature)
+    update_(state, loss, loss.unsqueeze(0), lr)
+    return loss.detach().unsqueeze(0)
+
+
+def rotation_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+    """Self-supervised step: by how many quarter turns was a view turned? View k was by k.
+
+    Gidaris et al. 2018; the four outputs are cosines over tau, as those of every known head here. Returns
+    the loss as (1,).
+    """
+    known = forward(state, batch).known  # (4, B, 4)
+    turns = torch.arange(len(known), device=known.device).repeat_interleave(known.shape[1])
+    loss = F.cross_entropy(known.flatten(0, 1) / objective.temperature, turns)
     update_(state, loss, loss.unsqueeze(0), lr)
     return loss.detach().unsqueeze(0)
 

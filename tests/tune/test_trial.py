@@ -105,7 +105,9 @@ CHANGES = {
     "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
     "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2, "objective.num_iters": 5,
     "objective.aggregation": "average_logits", "objective.concat": False, "objective.pseudo_labels": "hard",
-    "data.composition": "paired",
+    "objective.iic_weight": 0.1, "objective.iic_view_weight": 0.1, "objective.rkd_weight": 0.1,
+    "objective.rkd_temperature": 2, "objective.queue_size": 8, "objective.consistency_weight": 1.0,
+    "objective.rampup": 0.5, "data.composition": "paired",
 }  # fmt: skip
 
 
