@@ -173,7 +173,7 @@ def _select(table: Table, own: argparse.Namespace, directories: Mapping[str, str
         for name in own.rows:
             if name not in known_rows:
                 raise ConfigError(f"--rows {name}: {table.name} has {', '.join(row.key for row in rows)}")
-        kept = {*own.rows, table.reference} | {row.of for row in rows if row.key in own.rows and row.of}
+        kept = {*own.rows, table.reference} | {row.of for row in rows if row.key in own.rows}
         rows = tuple(row for row in rows if row.key in kept)
     return replace(table, benchmarks=wanted, rows=rows)
 

@@ -19,7 +19,7 @@ from uno.report.text import visible
 from uno.reproduce.figures import Figure
 from uno.reproduce.published import Column
 from uno.reproduce.results import ERRORS, Effect, Measured, Results, chance_of_no_effect
-from uno.reproduce.tables import DIGITS, Benchmark, Evaluation, Row
+from uno.reproduce.tables import DIGITS, PAPER_ONLY, Benchmark, Evaluation, Row
 from uno.storage import Storage
 
 DASH = "–"  # noqa: RUF001
@@ -122,6 +122,9 @@ def explanations(found: Results) -> list[str]:
             f"With {found.seeds} seeds an effect of zero looks so clear in {100 * chance:.0f} % of cases: "
             "where n is small a verdict is a hint."
         )
+    absent = [row.name for row in found.table.rows if row.of == PAPER_ONLY]
+    if absent:
+        said.append(f"Not implemented here, so the paper's numbers stand alone: {', '.join(absent)}.")
     said += [*found.table.notes, *found.remarks]
     if found.changes:
         said.append("Changed for all cells: " + ", ".join(f"{k} {v}" for k, v in found.changes.items()) + ".")
