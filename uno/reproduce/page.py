@@ -148,7 +148,7 @@ def decision(found: Results) -> str:
             f"{verdict} ({len(names)} of {len(effects)}: {'; '.join(names)})" if len(effects) > 1 else verdict
             for verdict, names in verdicts.items()
         ]
-        parts.append(f"{name}, {benchmark}: {'. '.join(texts)}.")
+        parts.append(f"{name[0].upper()}{name[1:]}, {benchmark}: {', '.join(texts)}.")
     return " ".join(parts) or "Nothing is compared here."
 
 
