@@ -158,14 +158,21 @@ class RayRunner:
         return Ended(job, code, seconds)
 
     def stop(self) -> None:
-        """As Runner: a process whose parent is gone saves and ends."""
+        """As Runner."""
         for reference in self._running:
-            self._ray.cancel(reference, force=True)
+            self._ray.cancel(reference)
 
 
 def _as_task(command: list[str], log: str) -> tuple[int, float]:
     since = time.monotonic()
-    return _spawn(command, Path(log)).wait(), time.monotonic() - since
+    process = _spawn(command, Path(log))
+    try:
+        while process.poll() is None:  # Ray cannot interrupt wait()
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:  # cancelled
+        process.terminate()
+        process.wait()
+    return process.returncode, time.monotonic() - since
 
 
 def _spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:

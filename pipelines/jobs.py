@@ -358,8 +358,8 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
     labeled = int((task.is_train & (task.labels >= 0)).sum())
     unlabeled = int((task.is_train & (task.labels < 0)).sum())
     for name, plan in run.plans(config, labeled, unlabeled, config.compute.workers).items():
-        if name in phases:
-            epochs = (config.pretrain if name == run.PRETRAIN else config.discover).epochs
+        if name in phases or (name == run.ROTATION and run.PRETRAIN in phases):
+            epochs = getattr(config, name).epochs
             say(
                 f"{name}: {epochs} epochs of {plan.steps_per_epoch} steps of {plan.labeled_size} labeled + "
                 f"{plan.unlabeled_size} unlabeled rows"

@@ -64,9 +64,9 @@ class Request:
 def main(argv: Sequence[str]) -> int:
     """Run what is missing of a table and write it."""
     request = parse(argv)
-    jobs, cells = plan(request)
+    jobs = plan(request)
     if request.dry_run:
-        _describe(request, jobs, len(cells))
+        _describe(request, jobs)
         return 0
     run_missing(request, jobs)
     return write_tables(request)
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("table", metavar="TABLE", help=", ".join(TABLES))
     add("--scale", choices=("small", "full"), default="small", help="default: small, for two CPU cores")
     add("--seeds", type=int, help="runs of each row (default: 3; tsne: 1)")
-    add("--output", metavar="DIR", help="default: runs/reproduce-TABLE (-full)")
+    add("--output", metavar="DIR", help="default: runs/reproduce-TABLE (-full); for Ray nodes a shared one")
     for option, text in DATA_OPTIONS.items():
         add(f"--{option}", metavar="DIR", help=text)
     add("--datasets", nargs="+", metavar="NAME", help="only these data sets of the table")
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> Request:
         ConfigError: an unknown table or option, or data that ``full`` needs and nobody named.
         SystemExit: after ``--help``.
     """
-    from pipelines.options import overrides
+    from pipelines.options import RAY_JOB, overrides
     from uno.reproduce import tables
 
     own, rest = parser().parse_known_args(list(argv))
@@ -120,6 +120,10 @@ def parse(argv: Sequence[str]) -> Request:
     output = own.output or f"runs/reproduce-{own.table}{'-full' if own.scale == 'full' else ''}"
     if "://" in output:
         raise ConfigError("--output must be a directory: uno reproduce keeps logs of its processes there")
+    if RAY_JOB in os.environ and not os.path.isabs(output):
+        raise ConfigError(
+            f"inside a Ray job --output must be an absolute path that all nodes share, not {output!r}"
+        )
     if own.scale == "small":
         changes = {"compute.threads": 1, **changes}
     return Request(
@@ -169,28 +173,27 @@ def _select(table: Table, own: argparse.Namespace, directories: Mapping[str, str
         for name in own.rows:
             if name not in known_rows:
                 raise ConfigError(f"--rows {name}: {table.name} has {', '.join(row.key for row in rows)}")
-        kept = {*own.rows, table.reference} | {row.of for row in rows if row.key in own.rows and row.of}
+        kept = {*own.rows, table.reference} | {row.of for row in rows if row.key in own.rows}
         rows = tuple(row for row in rows if row.key in kept)
     return replace(table, benchmarks=wanted, rows=rows)
 
 
 # ------------------------------------------------------------------------------------------------------- plan
-def plan(request: Request) -> tuple[list[Job], list[Cell]]:
-    """All jobs that have no result yet, pretrainings first where cells need them, and all cells.
+def plan(request: Request) -> list[Job]:
+    """All jobs that have no result yet, pretrainings first where cells need them.
 
     Raises:
         ConfigError: data that is not there or cannot be trained on, or a directory of other settings.
     """
     from pipelines.cells import Job, read_history
     from uno.config import override
-    from uno.reproduce.tables import cell_config, cells
+    from uno.reproduce.tables import cell_config
     from uno.run import pretrain_hash
 
     history = read_history(request.output)
     jobs: dict[str, Job] = {}
     checked: set[str] = set()
-    all_cells = cells(request.table, request.seeds)
-    for cell in all_cells:
+    for cell in all_cells(request):
         config = cell_config(cell, request.directories, request.changes)
         _check_data(config, checked)
         shared, name = f"pretrain/{pretrain_hash(config)}", f"cells/{cell.slug}"
@@ -206,7 +209,7 @@ def plan(request: Request) -> tuple[list[Job], list[Cell]]:
             jobs.setdefault(shared, Job(shared, config, label))
         label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
         jobs[name] = Job(name, with_weights, label, shared)
-    return list(jobs.values()), all_cells
+    return list(jobs.values())
 
 
 def _check_data(config: Config, checked: set[str]) -> None:
@@ -241,9 +244,16 @@ def _check_stored(place: Path, config: Config) -> None:
         raise ConfigError(f"{place} was run with other settings: {', '.join(keys[:6])}; use another --output")
 
 
-def _describe(request: Request, jobs: list[Job], num_cells: int) -> None:
+def all_cells(request: Request) -> list[Cell]:
+    """Every cell of the table, finished or not."""
+    from uno.reproduce.tables import cells
+
+    return cells(request.table, request.seeds)
+
+
+def _describe(request: Request, jobs: list[Job]) -> None:
     """The cells that are missing, and their cost where a cell's is known."""
-    cells = [job for job in jobs if job.needs is not None]
+    cells, num_cells = [job for job in jobs if job.needs is not None], len(all_cells(request))
     say(f"{request.table.title}: {num_cells} cells, {num_cells - len(cells)} of them have a result")
     for job in jobs:
         say(f"  {job.label}")
@@ -309,12 +319,15 @@ def _runner(request: Request) -> Iterator[Runner]:
     import torch
 
     from pipelines.cells import ProcessRunner, RayRunner
+    from pipelines.jobs import local_device
+    from uno.config import Config, override
 
     gpus = torch.cuda.device_count() if request.changes.get("compute.device") != "cpu" else 0
     wants_ray = request.runner == "ray" or (
         request.runner == "auto" and ("RAY_ADDRESS" in os.environ or gpus > 1)
     )
     if not wants_ray or request.changes["compute.workers"]:  # cells that start Ray themselves
+        local_device(override(Config(), request.changes))
         yield ProcessRunner(request.parallel or _default_parallel(request))
         return
     from pipelines import ray_env
@@ -365,8 +378,8 @@ def write_tables(request: Request) -> int:
     say(f"tables in {request.output}: {name}.md, {name}.parquet, {name}.html")
     if found.failures:
         name, reason = next(iter(found.failures.items()))
-        kind = NumericsError if all(history[n].hopeless for n in found.failures) else StorageError
-        raise kind(f"{len(found.failures)} cells failed, {name} first: {reason}")
+        kind = {2: ConfigError, 3: NumericsError}.get(history[name].code, StorageError)
+        raise kind(f"{len(found.failures)} of {len(all_cells(request))} cells failed, {name} first: {reason}")
     if found.missing:
         raise Interrupted(f"{len(found.missing)} cells have no result yet")
     return 0

@@ -171,7 +171,7 @@ def run_workers(
 
 def _saved_steps(storage: Storage) -> int:
     """Grows with every checkpoint."""
-    return sum(max(checkpoint_steps(storage, phase), default=0) for phase in (run.PRETRAIN, run.DISCOVER))
+    return sum(max(checkpoint_steps(storage, phase), default=0) for phase in run.PHASES)
 
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:

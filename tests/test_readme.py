@@ -10,6 +10,7 @@ import pytest
 from pipelines import cli
 from pipelines.options import parse
 from uno.config import ConfigError
+from uno.reproduce.page import spread
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -75,3 +76,25 @@ def test_the_day_after_training(tmp_path, monkeypatch, ray_cluster):
     images = __import__("numpy").zeros((2, 8, 8, 3), "uint8")
     python = python.replace('["a.jpg", "b.png"]', "images")
     exec(compile(python, "README.md", "exec"), {"images": images})
+
+
+def test_the_ablation_is_that_of_its_record():
+    """Kills: a number or a verdict in the README that the record does not hold."""
+    record = json.loads((ROOT / "benchmarks/records/2026-11-21_reproduce-ablation/result.json").read_text())
+    assert record["n"] >= 3 and not record["missing"] and not record["failures"]
+    lines = {(e["name"], e["protocol"], e["group"], e["data"]): e for e in record["lines"]}
+    table = README.partition("| digits | novel, task-aware |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert table[0].startswith("| UNO |") and len(table) == 4
+    for row in table:
+        name, novel, every, change, verdict, paper = (cell.strip() for cell in row.split("|")[1:-1])
+        aware = lines[name, "task_aware", "novel", "digits (5 / 5)"]
+        agnostic = lines[name, "task_agnostic_official", "all", "digits (5 / 5)"]
+        for text, entry in ((novel, aware), (every, agnostic)):
+            assert text == spread(entry["mean"], entry["sd"])
+            assert len(entry["values"]) == record["n"]
+        if name != "UNO":
+            assert change == spread(agnostic["effect"], agnostic["effect_sd"], signed=True)
+            assert verdict == agnostic["verdict"]
+            published = [lines[n, "task_agnostic_official", "all", "CIFAR10"] for n in (name, "UNO")]
+            difference = published[0]["published"] - published[1]["published"]
+            assert paper == spread(difference, None, signed=True)

@@ -13,6 +13,7 @@ The paper is the outline:
     Sec. 3.3  Multi-head, overclustering     uno.heads
     Sec. 4.1  Experimental setup             uno.presets, uno.schedule, uno.steps, uno.train
     Sec. 4.1  Metrics and protocol           uno.metrics, uno.evaluate
+    Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 
 A trained model: ``uno.load("runs/demo").predict(images)`` (uno.api).
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from uno.augment import augment
 from uno.config import Config
@@ -36,13 +37,43 @@ class ResidentBatches:
             for indices in batch_indices(self._plan, step)
         )
         images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled]])
-        seeds = np.random.SeedSequence([config.seed, AUGMENT, self._plan.labeled_stream, step])
-        generator = torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-        num_rows = self._plan.labeled_size + self._plan.unlabeled_size
-        views = augment(
-            images, config.augment, generator, config.data.mean, config.data.std, self._rows, num_rows
-        )
+        views = _views(config, images, self._plan, step, self._rows)
         return Batch(views, train.labels[labeled], config.augment.large.num_views, unlabeled)
 
     def _share(self, indices: np.ndarray) -> np.ndarray:
         return worker_share(indices, self._rank, self._world_size)
+
+
+class RotationBatches:
+    """``batches(step)`` of the rotation phase: labeled and unlabeled rows alike, each turned by 0, 90, 180
+    and 270 degrees; view k is turned k times. A pure function of (seed, step, rank).
+    """
+
+    def __init__(self, config: Config, train: TrainSet, plan: Plan, rank: int, world_size: int) -> None:
+        self._config, self._train, self._plan = config, train, plan
+        self._rank, self._world_size = rank, world_size
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of global step ``step``; it has no labels but the turns."""
+        train, num_labeled = self._train, len(self._train.labels)
+        indices, _ = batch_indices(self._plan, step)
+        own = worker_share(indices, self._rank, self._world_size)
+        order = np.argsort(own >= num_labeled, kind="stable")  # labeled rows first, as they are stored apart
+        places = worker_share(np.arange(len(indices)), self._rank, self._world_size)[order]
+        labeled, unlabeled = (
+            torch.from_numpy(rows).to(train.labels.device, non_blocking=True)
+            for rows in np.split(own[order], [int((own < num_labeled).sum())])
+        )
+        images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled - num_labeled]])
+        views = _views(self._config, images, self._plan, step, torch.from_numpy(places))
+        num_large = self._config.augment.large.num_views
+        turned = [torch.rot90(views[k % num_large], k, (2, 3)).contiguous() for k in range(4)]
+        return Batch(turned, train.labels[:0], 4)
+
+
+def _views(config: Config, images: Tensor, plan: Plan, step: int, rows: Tensor) -> list[Tensor]:
+    """Views of the ``rows`` (B,) int64 of the global batch that ``images`` are."""
+    seeds = np.random.SeedSequence([config.seed, AUGMENT, plan.labeled_stream, step])
+    generator = torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
+    num_rows = plan.labeled_size + plan.unlabeled_size
+    return augment(images, config.augment, generator, config.data.mean, config.data.std, rows, num_rows)

@@ -35,6 +35,11 @@ def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
     return tensor if world()[1] == 1 else _GatherRows.apply(tensor, dim)
 
 
+def mean_with_grad(tensor: Tensor) -> Tensor:
+    """Mean of the workers' tensors, with gradient as :func:`gather_rows_with_grad`."""
+    return tensor if world()[1] == 1 else gather_rows_with_grad(tensor.unsqueeze(0), 0).mean(dim=0)
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int) -> Tensor:

@@ -300,6 +300,9 @@ class Config(_Frozen):
     def _check(self) -> Config:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        for name in ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size"):
+            if self.method != "uno" and getattr(self.objective, name):
+                raise ValueError(f"objective.{name} belongs to method uno, not to {self.method}")
         return self
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from uno import collectives
 from uno.config import ObjectiveConfig
 from uno.model import Logits
 from uno.objective import discovery_loss, pretraining_loss, pseudo_labels
+from uno.regularizers import iic_loss, iic_view_loss, rkd_loss
 from uno.state import TrainState
 
 
@@ -31,6 +34,19 @@ def pretrain_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, l
     return loss.detach().unsqueeze(0)
 
 
+def rotation_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+    """Self-supervised step: by how many quarter turns was a view turned? View k was by k.
+
+    Gidaris et al. 2018; the four outputs are cosines over tau, as those of every known head here. Returns
+    the loss as (1,).
+    """
+    known = forward(state, batch).known  # (4, B, 4)
+    turns = torch.arange(len(known), device=known.device).repeat_interleave(known.shape[1])
+    loss = F.cross_entropy(known.flatten(0, 1) / objective.temperature, turns)
+    update_(state, loss, loss.unsqueeze(0), lr)
+    return loss.detach().unsqueeze(0)
+
+
 def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
     """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3).
 
@@ -40,7 +56,7 @@ def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, 
     logits = forward(state, batch)
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
-    targets = global_targets(families, batch.num_large, len(batch.labels), objective)
+    targets = global_targets(families, batch.num_large, len(batch.labels), objective, state)
     losses = torch.stack(
         [
             discovery_loss(logits.known, own, batch.labels, target, objective.temperature, objective.concat)
@@ -48,12 +64,38 @@ def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, 
         ]
     )  # (families, H)
     loss = losses.mean()
+    for term in _optional_terms(state, batch, logits, objective):
+        loss = loss + term
     update_(state, loss, losses[0], lr)
     return loss.detach().unsqueeze(0)
 
 
+def _optional_terms(
+    state: TrainState, batch: Batch, logits: Logits, objective: ObjectiveConfig
+) -> Iterator[Tensor]:
+    """What ``objective`` adds to UNO's loss, weighted; nothing by default."""
+    assert logits.novel is not None
+    known, novel, num_labeled, tau = logits.known, logits.novel, len(batch.labels), objective.temperature
+    if objective.iic_weight:
+        yield objective.iic_weight * iic_loss(known, novel, num_labeled, tau)
+    if objective.iic_view_weight:
+        yield objective.iic_view_weight * iic_view_loss(known, novel, num_labeled, tau)
+    if objective.rkd_weight:
+        assert state.teacher is not None
+        large, rows = slice(batch.num_large), slice(num_labeled, None)
+        with torch.no_grad(), torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
+            teacher = state.teacher([view[rows] for view in batch.views[large]]).known
+        yield objective.rkd_weight * rkd_loss(
+            known[large, rows], novel[large, :, rows], teacher, tau, objective.rkd_temperature
+        )
+
+
 def global_targets(
-    families: list[Tensor], num_large: int, num_labeled: int, objective: ObjectiveConfig
+    families: list[Tensor],
+    num_large: int,
+    num_labeled: int,
+    objective: ObjectiveConfig,
+    state: TrainState | None = None,
 ) -> list[Tensor]:
     """Pseudo-labels of this worker's unlabeled rows, computed over the GLOBAL unlabeled batch.
 
@@ -65,6 +107,7 @@ def global_targets(
         num_large: views that give targets, the first ones.
         num_labeled: B_l, rows before the unlabeled ones.
         objective: epsilon, iterations, aggregation, soft or hard.
+        state: holds the queue of past logits, if the run has one; the batch's enter it.
 
     Returns:
         Per family (V_large, H, B_u, K).
@@ -74,6 +117,7 @@ def global_targets(
     gathered = collectives.gather_rows(
         torch.cat(unlabeled, dim=-1) if len(families) > 1 else unlabeled[0], dim=2
     )
+    seen = gathered if state is None else with_queue(state, gathered)
     return [
         collectives.own_rows(
             pseudo_labels(
@@ -82,11 +126,32 @@ def global_targets(
                 objective.num_iters,
                 objective.aggregation,
                 objective.pseudo_labels == "hard",
-            ),
+            )[:, :, : gathered.shape[2]],
             dim=2,
         )
-        for logits in gathered.split(widths, dim=-1)
+        for logits in seen.split(widths, dim=-1)
     ]
+
+
+def with_queue(state: TrainState, logits: Tensor) -> Tensor:
+    """The batch's logits and, once the queue is full, those of past batches; the batch's enter the queue.
+
+    SwAV's idea (Caron et al. 2020, App. A), for batches with few rows per cluster. SwAV queues projections
+    and multiplies them by today's prototypes; this one holds cosines as they were. All workers hold the same.
+
+    Args:
+        state: ``state.extra["queue"]`` (V_large, H, Q, K), newest first; without it nothing happens.
+        logits: (V_large, H, B_u, K) of all workers.
+
+    Returns:
+        (V_large, H, B_u or B_u + Q, K), the batch first.
+    """
+    queue = state.extra.get("queue")
+    if queue is None:
+        return logits
+    both = torch.cat([logits, queue.to(logits.dtype)], dim=2)
+    state.extra["queue"] = both[:, :, : queue.shape[2]].nan_to_num(0.0, 0.0, 0.0)  # a bad step must not stay
+    return both if state.step * logits.shape[2] >= queue.shape[2] else logits
 
 
 def forward(state: TrainState, batch: Batch) -> Logits:

@@ -56,7 +56,7 @@ def request_of(tmp_path):
 
 
 def run(request, codes=None):
-    jobs, _ = reproduce.plan(request)
+    jobs = reproduce.plan(request)
     runner, ends = FakeRunner(request.output, codes), []
     for folder in ("cells", "pretrain"):
         (request.output / folder).mkdir(parents=True, exist_ok=True)
@@ -92,6 +92,33 @@ def test_mistakes_are_one_line_and_nothing_starts(words, message, capsys, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_a_missing_device_is_found_before_anything_starts(tmp_path, capsys):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    words = ["ablation", "--seeds", "1", "--output", str(tmp_path / "out"), "--device", "cuda", *TINY]
+    assert cli.guard(reproduce.main, words) == 2
+    assert "CUDA" in capsys.readouterr().err and not list((tmp_path / "out").glob("cells/*"))
+
+
+def test_a_ray_job_needs_an_absolute_output(monkeypatch):
+    from pipelines.options import RAY_JOB
+
+    monkeypatch.setenv(RAY_JOB, "{}")
+    with pytest.raises(ConfigError, match="absolute path that all nodes share"):
+        reproduce.parse(["ablation"])
+
+
+def test_the_commands_of_the_readme_parse():
+    from tests.test_readme import commands
+
+    found = [words[2:] for words in commands() if words[1] == "reproduce"]
+    assert len(found) >= 4
+    for words in found:
+        assert reproduce.parse(words).table.rows
+
+
 def test_help_lists_the_tables(capsys):
     with pytest.raises(SystemExit) as end:
         reproduce.main(["--help"])
@@ -116,8 +143,8 @@ def test_dry_run_lists_cells_and_cost(capsys, tmp_path, monkeypatch):
 def test_pretrainings_are_shared_and_come_first(request_of):
     """Kills: a cell before its pretraining, a pretraining for each cell, weights of another seed."""
     request = request_of()
-    jobs, found = reproduce.plan(request)
-    assert len(found) == 8 and len(jobs) == 8 + 4
+    jobs = reproduce.plan(request)
+    assert len(reproduce.all_cells(request)) == 8 and len(jobs) == 8 + 4
     by_name = {job.name: job for job in jobs}
     for job in jobs:
         if job.needs:
@@ -135,8 +162,8 @@ def test_pretrainings_are_shared_and_come_first(request_of):
 def test_finished_cells_are_never_repeated(request_of):
     """Kills: a second run of anything, and seeds that cannot be added."""
     run(request_of())
-    assert reproduce.plan(request_of())[0] == []
-    more = reproduce.plan(request_of("--seeds", "3"))[0]
+    assert reproduce.plan(request_of()) == []
+    more = reproduce.plan(request_of("--seeds", "3"))
     assert [job.label.rpartition(" ")[2] for job in more] == ["2"] * 6
 
 
@@ -144,7 +171,7 @@ def test_a_lost_cell_is_run_again(request_of):
     request = request_of()
     run(request)
     (request.output / "cells" / "digits-uno-seed1" / "metrics.json").unlink()
-    assert [job.name for job in reproduce.plan(request)[0]] == ["cells/digits-uno-seed1"]
+    assert [job.name for job in reproduce.plan(request)] == ["cells/digits-uno-seed1"]
 
 
 def test_failures_are_noted_and_only_divergence_is_final(request_of):
@@ -156,7 +183,7 @@ def test_failures_are_noted_and_only_divergence_is_final(request_of):
     history = read_history(request.output)
     assert history["cells/digits-uno-seed0"].failed and history["cells/digits-no-concat-seed0"].failed
     assert not history["cells/digits-uno-seed1"].failed
-    again = {job.name for job in reproduce.plan(request)[0]}
+    again = {job.name for job in reproduce.plan(request)}
     assert again == {"cells/digits-no-concat-seed0", "cells/digits-uno-seed1"}
     assert history["cells/digits-uno-seed0"].seconds == 2.0
 
@@ -164,7 +191,7 @@ def test_failures_are_noted_and_only_divergence_is_final(request_of):
 def test_a_failed_pretraining_fails_its_cells(request_of):
     """Kills: a queue that waits for ever, cells that start without weights."""
     request = request_of()
-    jobs, _ = reproduce.plan(request)
+    jobs = reproduce.plan(request)
     shared = next(job.needs for job in jobs if job.needs and job.config.augment.weak)
     runner, _ = run(request, {shared: 3})
     lost = [job.name for job in jobs if job.needs == shared]
@@ -179,7 +206,7 @@ def test_a_directory_of_other_settings_is_refused(request_of):
     request = request_of()
     place = request.output / "cells" / "digits-uno-seed0"
     place.mkdir(parents=True)
-    config = next(job.config for job in reproduce.plan(request)[0] if job.name == "cells/digits-uno-seed0")
+    config = next(job.config for job in reproduce.plan(request) if job.name == "cells/digits-uno-seed0")
     from uno.config_file import dump_yaml
 
     (place / "config.yaml").write_text(dump_yaml(config))
@@ -247,3 +274,37 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     capsys.readouterr()
     assert reproduce.main(words) == 0
     assert "nothing is run again" in capsys.readouterr().out
+
+
+SAVES = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('saved', flush=True)))\n"
+SAVES += "print('ready', flush=True)\ntime.sleep(60)"
+
+
+@pytest.mark.ray
+def test_cells_as_ray_tasks(ray_cluster, tmp_path):
+    """Exit codes and times come back; stop() lets a process save. Kills: tasks that wait for each other."""
+    (tmp_path / "cells").mkdir()
+    runner = cells.RayRunner(ray_cluster, {"num_cpus": 1}, 2)
+    for i, code in enumerate((0, 3)):
+        job = Job(f"cells/{i}", Config(), str(i))
+        runner.start(
+            job, [sys.executable, "-c", f"print('said'); raise SystemExit({code})"], tmp_path / str(i)
+        )
+    ended = []
+    while len(ended) < 2:
+        ended += [one for one in [runner.wait()] if one is not None]
+    assert {(e.job.name, e.code) for e in ended} == {("cells/0", 0), ("cells/1", 3)}
+    assert all(e.seconds > 0 for e in ended) and (tmp_path / "1").read_text() == "said\n"
+    runner.start(Job("cells/2", Config(), "2"), [sys.executable, "-c", SAVES], tmp_path / "2")
+    while not (tmp_path / "2").exists() or "ready" not in (tmp_path / "2").read_text():
+        time.sleep(0.1)
+    runner.stop()
+    stopped = None
+    while stopped is None:
+        stopped = runner.wait()
+    assert stopped.code == Interrupted.exit_code
+    for _ in range(100):
+        if "saved" in (tmp_path / "2").read_text():
+            return
+        time.sleep(0.1)
+    pytest.fail("the process could not save")

@@ -131,6 +131,36 @@ MUTANTS = {
         "uno.data.batches", "default_rng([seed, stream, epoch, c])", "default_rng([seed, stream, c])",
         "data.test_batches:test_order_is_a_pure_function_of_seed_and_epoch",
     ),
+    "one common top feature is enough": Mutant(
+        "uno.methods.rs", "> top - 0.5", "> 0.5",
+        "methods.test_rs:test_same_top_features_equals_sorting", {"top": 2},
+    ),
+    "pseudo-labels of the joint head counted from zero": Mutant(
+        "uno.methods.rs_plus", "num_known + clusters.argmax", "clusters.argmax",
+        "methods.test_rs_plus:test_the_step_equals_the_loop",
+    ),
+    "targets that ignore the clusters' sizes": Mutant(
+        "uno.methods.dtc", "q.square() / q.sum(dim=0)", "q.square()",
+        "methods.test_dtc:test_sharpened_of_known_cases",
+    ),
+    "features of the similarity network not detached": Mutant(
+        "uno.methods.pairs", "similarity(features[0].detach(), others)", "similarity(features[0], others)",
+        "methods.test_mcl:test_the_similarity_network_learns_without_moving_the_encoder",
+    ),
+    "IIC pulls together": Mutant(
+        "uno.regularizers", "return -(own - cross)", "return (own - cross)",
+        "test_regularizers:test_iic_equals_the_loop_over_pairs",
+    ),
+    "an unfilled queue in Sinkhorn": Mutant(
+        "uno.steps", "return both if state.step * logits.shape[2] >= queue.shape[2] else logits",
+        "return both",
+        "test_regularizers:test_the_queue_is_used_when_it_is_full",
+    ),
+    "all views turned the same way": Mutant(
+        "uno.batches", "torch.rot90(views[k % num_large], k, (2, 3))",
+        "torch.rot90(views[k % num_large], 0, (2, 3))",
+        "test_rotation:test_view_k_is_turned_k_times_and_all_rows_take_part",
+    ),
     "warm-up divided by its steps less one": Mutant(
         "uno.schedule", "* step / warmup_steps", "* step / max(1, warmup_steps - 1)",
         "test_schedule:test_end_points_are_exact", {"warmup_steps": 10},

@@ -13,8 +13,8 @@ import numpy as np
 
 from uno.config import ConfigError
 
-LABELED, UNLABELED, PRETRAIN = 0, 1, 2
-"""Streams of randomness: the second number of a generator's seed."""
+LABELED, UNLABELED, PRETRAIN, ROTATION = 0, 1, 2, 4
+"""Streams of randomness: the second number of a generator's seed (uno.batches has 3)."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ def make_plan(
     return Plan(seed, num_labeled, num_unlabeled, *sizes, steps)
 
 
-def make_pretrain_plan(seed: int, batch_size: int, num_labeled: int, num_workers: int = 1) -> Plan:
-    """The plan of pretraining: labeled rows only. A set smaller than a batch is one batch.
+def make_pretrain_plan(
+    seed: int, batch_size: int, num_labeled: int, num_workers: int = 1, stream: int = PRETRAIN
+) -> Plan:
+    """The plan of pretraining: one kind of rows only. A set smaller than a batch is one batch.
 
     Raises:
         ConfigError: batch_size not divisible by the workers, or fewer labeled rows than workers.
@@ -55,7 +57,7 @@ def make_pretrain_plan(seed: int, batch_size: int, num_labeled: int, num_workers
     size = min(batch_size, num_labeled // workers * workers)
     if size == 0:
         raise ConfigError(f"{num_labeled} labeled rows are too few for {workers} workers")
-    return Plan(seed, num_labeled, 0, size, 0, num_labeled // size, PRETRAIN)
+    return Plan(seed, num_labeled, 0, size, 0, num_labeled // size, stream)
 
 
 def batch_sizes(

@@ -24,6 +24,8 @@ METHODS = {
     "uno": "unified objective (Fini et al., ICCV 2021)",
     "rs": "rank statistics (Han et al., ICLR 2020)",
     "rs_plus": "rank statistics with incremental learning (Han et al., ICLR 2020)",
+    "mcl": "meta classification likelihood (Hsu et al., ICLR 2019)",
+    "dtc": "deep transfer clustering (Han et al., ICCV 2019)",
 }
 """Name, which is its module's too -> what it is."""
 

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from uno.config import Config
+from uno.data.resident import TrainSet
 from uno.methods.method import Method
+from uno.model import UnoModel
 from uno.steps import discovery_step
 
-METHOD = Method(discovery_step)
+
+def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
+    """An empty queue for Sinkhorn, where the run has one."""
+    if not config.objective.queue_size:
+        return {}
+    outputs = train.num_novel * (1 + config.model.overcluster_factor)  # both families side by side
+    shape = (config.augment.large.num_views, config.model.num_heads, config.objective.queue_size, outputs)
+    return {"queue": torch.zeros(shape, device=train.labels.device)}
+
+
+METHOD = Method(discovery_step, start=start)

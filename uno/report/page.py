@@ -124,9 +124,12 @@ def rows_context(rows: Rows) -> dict[str, Any]:
 
 
 def curves(facts: Facts) -> list[Chart]:
-    """Loss and learning rate of both phases, and the loss of every head."""
+    """Loss and learning rate of every phase there was, and the loss of every head."""
     charts = []
-    for phase, label in (("pretrain", "Pretraining"), ("discover", "Discovery")):
+    names = [("pretrain", "Pretraining"), ("discover", "Discovery")]
+    if facts.entries("rotation"):
+        names.insert(0, ("rotation", "Rotation"))
+    for phase, label in names:
         entries = facts.entries(phase)
         for key, name in (("loss", "loss"), ("lr", "learning rate")):
             points = [

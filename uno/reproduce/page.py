@@ -19,7 +19,7 @@ from uno.report.text import visible
 from uno.reproduce.figures import Figure
 from uno.reproduce.published import Column
 from uno.reproduce.results import ERRORS, Effect, Measured, Results, chance_of_no_effect
-from uno.reproduce.tables import DIGITS, Benchmark, Evaluation, Row
+from uno.reproduce.tables import DIGITS, PAPER_ONLY, Benchmark, Evaluation, Row
 from uno.storage import Storage
 
 DASH = "–"  # noqa: RUF001
@@ -45,13 +45,15 @@ def results_grid(found: Results) -> Grid:
     """Rows x evaluations, the paper's numbers beside the measured ones; groups share a cell."""
     table = found.table
     groups = f" ({' / '.join(table.groups)})"
-    head = ["", f"evaluation{groups}", *(f"paper: {column.title}" for column in table.published)]
+    keys = {row.key for row in table.rows}
+    published = [column for column in table.published if keys & column.values.keys()]
+    head = ["", f"evaluation{groups}", *(f"paper: {column.title}" for column in published)]
     for benchmark in table.benchmarks:
         head += [f"measured: {benchmark.name}", "n", "minutes"]
     lines = []
     for row in table.rows:
         for evaluation in table.evaluations:
-            cells = [_paper(column, row, evaluation) for column in table.published]
+            cells = [_paper(column, row, evaluation) for column in published]
             for benchmark in table.benchmarks:
                 cells += _measured(found, benchmark, row, evaluation)
             if any(cell not in (DASH, "", "0") for cell in cells):
@@ -120,6 +122,9 @@ def explanations(found: Results) -> list[str]:
             f"With {found.seeds} seeds an effect of zero looks so clear in {100 * chance:.0f} % of cases: "
             "where n is small a verdict is a hint."
         )
+    absent = [row.name for row in found.table.rows if row.of == PAPER_ONLY]
+    if absent:
+        said.append(f"Not implemented here, so the paper's numbers stand alone: {', '.join(absent)}.")
     said += [*found.table.notes, *found.remarks]
     if found.changes:
         said.append("Changed for all cells: " + ", ".join(f"{k} {v}" for k, v in found.changes.items()) + ".")
@@ -143,7 +148,7 @@ def decision(found: Results) -> str:
             f"{verdict} ({len(names)} of {len(effects)}: {'; '.join(names)})" if len(effects) > 1 else verdict
             for verdict, names in verdicts.items()
         ]
-        parts.append(f"{name}, {benchmark}: {'. '.join(texts)}.")
+        parts.append(f"{name[0].upper()}{name[1:]}, {benchmark}: {', '.join(texts)}.")
     return " ".join(parts) or "Nothing is compared here."
 
 

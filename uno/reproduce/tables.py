@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from uno import methods
 from uno.config import Config, ConfigError, override
+from uno.methods import METHODS, settings
 from uno.presets import preset
 from uno.reproduce import published
 from uno.reproduce.published import AGNOSTIC, AWARE, Column
@@ -72,11 +72,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Row:
-    """What is trained, or another reading of what another row trained.
+    """What is trained, or another reading of what another row trained, or the paper's numbers alone.
 
-    ``of``: the row whose runs are read (default: its own). ``head``: avg or best. ``metric``: path that is
-    read for the novel group instead of the evaluation's. ``claim``: what the paper says of it against the
-    reference row: ``lower`` or ``same``. ``series`` and ``x`` place it in a chart.
+    ``of``: the row whose runs are read (default: its own), or PAPER_ONLY. ``head``: avg or best. ``metric``:
+    path that is read for the novel group instead of the evaluation's. ``claim``: what the paper says of it
+    against the reference row: ``lower`` or ``same``. ``series`` and ``x`` place it in a chart.
     """
 
     key: str
@@ -165,7 +165,7 @@ def cell_config(cell: Cell, directories: Mapping[str, str], changes: Mapping[str
     recipe = str(changes.get("recipe", "paper"))
     config = override(preset(benchmark.preset, recipe), {"data.source": source, **benchmark.overrides})
     method = str(cell.row.overrides.get("method", changes.get("method", config.method)))
-    config = override(override(config, methods.settings(method, benchmark.preset)), changes)
+    config = override(override(config, settings(method, benchmark.preset)), changes)
     return override(config, {**cell.row.overrides, "seed": cell.seed})
 
 
@@ -177,10 +177,14 @@ KMEANS = Row("kmeans", "k-means on pretrained features", of="uno", metric="basel
 BASELINES = {"kcl": "KCL", "mcl": "MCL", "dtc": "DTC", "rs": "RS", "rs_plus": "RS+"}
 
 
-def _baselines(*methods: str, suffix: str = "", settings: Mapping[str, Any] | None = None) -> tuple[Row, ...]:
+PAPER_ONLY = "not trained"
+
+
+def _baselines(*methods: str, suffix: str = "", changes: Mapping[str, Any] | None = None) -> tuple[Row, ...]:
     return tuple(
         Row(
-            method.replace("_", "-") + suffix, BASELINES[method], {"method": method, **(settings or {})},
+            method.replace("_", "-") + suffix, BASELINES[method], {"method": method, **(changes or {})},
+            of=None if method in METHODS else PAPER_ONLY,
             claim="lower", series=BASELINES[method],
         )
         for method in methods
@@ -276,7 +280,7 @@ def unknown_k(scale: str) -> Table:
         Row("uno", f"UNO, {true} classes given (the truth)", series="UNO", x=true),
         *(
             replace(row, name=f"{row.name}, {given} classes given", x=given)
-            for row in _baselines("dtc", "rs", "rs_plus", suffix="-k", settings=count)
+            for row in _baselines("dtc", "rs", "rs_plus", suffix="-k", changes=count)
         ),
         Row("uno-k-avg", f"UNO, {given} classes given, mean of heads", of="uno-k", head="avg", claim="lower"),
         Row("uno-k", f"UNO, {given} classes given", count, claim="lower", series="UNO", x=given),
@@ -319,7 +323,7 @@ def num_novel(scale: str) -> Table:
         known = {"data.known_classes": f"first:{total - count}"}
         suffix = "" if scale == SMALL and count == 5 else f"-{count}"  # 5 of 10: the digits' own split
         rows.append(Row(f"uno{suffix}", f"UNO, {count} novel", known, series="UNO", x=count))
-        for row in _baselines("rs", "rs_plus", suffix=suffix, settings=known):
+        for row in _baselines("rs", "rs_plus", suffix=suffix, changes=known):
             rows.append(replace(row, name=f"{row.name}, {count} novel", x=count, claim=None))
         rows.append(
             Row(f"chance-{count}", f"chance, {count} novel", of=f"uno{suffix}", metric=CHANCE,

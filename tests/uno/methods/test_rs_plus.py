@@ -27,7 +27,7 @@ def test_the_step_equals_the_loop():
     known outputs only, the increment without its ramp, one view's joint loss.
     """
     config = method_config("rs_plus", objective__consistency_weight=2.0, objective__rampup=0.5)
-    state, logits = method_state(config), random_logits(9, 5, 3, 16)
+    state, logits = method_state(config), random_logits(9, 5, 5, 16)
     state.model.normalize_prototypes_()
     state.step, state.total_steps = 4, 20
     labels = torch.tensor([0, 4, 1, 1])

@@ -1,0 +1,142 @@
+"""Deep transfer clustering against loops; its memory of every row survives a checkpoint."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.uno.methods.toy import TAU, method_config, method_state, naive_cross_entropy
+from tests.uno.small_run import CPU, assert_same, batches_of, copied_tensors, small_sets
+from tests.uno.test_train import StopAt
+from uno import run
+from uno.errors import ConfigError, Interrupted
+from uno.methods import dtc
+from uno.storage import Storage
+from uno.train import LocalWorker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def naive_q(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    rows = []
+    for point in points:
+        similarity = [1 / (1 + sum((a - b) ** 2 for a, b in zip(point, c, strict=True))) for c in centres]
+        rows.append([s / sum(similarity) for s in similarity])
+    return np.array(rows)
+
+
+def naive_p(q: np.ndarray) -> np.ndarray:
+    sums = [sum(row[k] for row in q) for k in range(q.shape[1])]
+    rows = [[row[k] ** 2 / sums[k] for k in range(q.shape[1])] for row in q]
+    return np.array([[value / sum(row) for value in row] for row in rows])
+
+
+def test_q_and_p_equal_the_loops():
+    """Kills: a Gaussian for Student's t, distances that are not squared, p without the clusters' sizes."""
+    head, features = dtc.DistanceHead(3, 6).double(), torch.randn(7, 6, dtype=torch.float64)
+    reduced = features.numpy() @ head.reduce.weight.detach().numpy().T + head.reduce.bias.detach().numpy()
+    expected = naive_q(reduced, head.weight[0].detach().numpy())
+    found = head(features)[0].softmax(dim=-1)
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-9)
+    np.testing.assert_allclose(dtc.sharpened(found).detach().numpy(), naive_p(expected), rtol=1e-9)
+
+
+def test_sharpened_of_known_cases():
+    """Equal rows stay; certain rows stay; a large cluster yields. Kills: normalising columns at the end."""
+    even = torch.full((4, 2), 0.5)
+    torch.testing.assert_close(dtc.sharpened(even), even)
+    torch.testing.assert_close(dtc.sharpened(torch.eye(3)), torch.eye(3))
+    q = torch.tensor([[0.5, 0.5], [0.9, 0.1]])
+    assert dtc.sharpened(q)[0, 1] > 0.5
+
+
+def test_the_start_is_pca_and_k_means():
+    """Kills: components of uncentred features, the smallest ones, centres of other points."""
+    config = method_config("dtc")
+    state = method_state(config)
+    features, head = [], state.model.novel
+    state.model.eval()
+    with torch.no_grad():
+        for part in small_sets()[0].unlabeled_images.split(10):
+            features.append(state.model.features(run._eval_images(part, config)))
+    features = torch.cat(features).double().numpy()
+    centred = features - features.mean(axis=0)
+    points = head.reduce(torch.from_numpy(features).float()).detach().double().numpy()
+    variances = np.linalg.svd(centred, compute_uv=False)[:5] ** 2
+    np.testing.assert_allclose((points**2).sum(axis=0), variances, rtol=1e-3)
+    nearest = naive_q(points, head.weight[0].detach().double().numpy()).argmax(axis=1)
+    for k in range(5):  # a k-means centre is the mean of the points nearest to it
+        np.testing.assert_allclose(head.weight[0, k].detach(), points[nearest == k].mean(axis=0), atol=1e-4)
+    torch.testing.assert_close(state.extra["targets"], dtc.sharpened(state.extra["probabilities"]))
+
+
+@pytest.mark.parametrize("step", [0, 5, 6, 7])
+def test_the_step_equals_the_loop(step):
+    """66 steps: warm-up 6, targets anew every 3. Kills: targets of other rows, targets of the warm-up kept or
+    renewed at every step, consistency in the warm-up, q of the second view.
+    """
+    config = method_config("dtc", objective__consistency_weight=3.0)
+    state, batch = method_state(config), batches_of(config)(1)
+    state.step, state.total_steps = step, 66
+    generator = torch.Generator().manual_seed(1)
+    state.extra["probabilities"] = torch.rand(100, 5, generator=generator).softmax(dim=1)
+    memory, targets = state.extra["probabilities"].double().numpy(), state.extra["targets"].double().numpy()
+    if step == 6:
+        targets = naive_p(memory)
+    with torch.no_grad():
+        import copy
+
+        logits = copy.deepcopy(state.model)(batch.views[:2])
+    q = np.exp(logits.novel[:, 0, len(batch.labels) :].double().numpy())
+    q = q / q.sum(axis=-1, keepdims=True)
+    p = targets[batch.rows.numpy()]
+    known = logits.known[:, : len(batch.labels)].double().flatten(0, 1).numpy() / TAU
+    expected = naive_cross_entropy(known, batch.labels.tolist() * 2) + np.mean(p * (np.log(p) - np.log(q[0])))
+    if step >= 6:
+        ramp = np.exp(-5 * (1 - (step - 6) / 3) ** 2)
+        expected += 3.0 * ramp * np.mean((q[0] - q[1]) ** 2)
+    assert float(dtc.step(state, batch, config.objective, 0.0)) == pytest.approx(expected, rel=1e-4)
+    kept = state.extra["probabilities"].double().numpy()
+    np.testing.assert_allclose(kept[batch.rows.numpy()], q[0], rtol=1e-4)
+    others = np.setdiff1d(np.arange(100), batch.rows.numpy())
+    np.testing.assert_array_equal(kept[others], memory[others])
+
+
+def test_a_bad_step_leaves_the_memory_alone():
+    """Kills: a NaN that becomes a target epochs later."""
+    memory = torch.full((4, 2), 0.5)
+    dtc.remember_(memory, torch.tensor([2, 0]), torch.tensor([[float("nan")] * 2, [0.9, 0.1]]))
+    torch.testing.assert_close(memory, torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]))
+
+
+def test_a_stopped_run_resumes_to_the_bit(tmp_path):
+    """Kills: targets or probabilities not stored, k-means anew after a resume."""
+    config, ends = method_config("dtc", discover__epochs=6), []
+    for stops in ((), (3, 17)):
+        storage = Storage(str(tmp_path / f"run{len(stops)}"))
+        run.pretrain(config, small_sets()[0], LocalWorker(CPU), storage)
+        for stop in stops:
+            with pytest.raises(Interrupted):
+                run.discover(config, small_sets()[0], StopAt(stop), storage)
+        ends.append(copied_tensors(run.discover(config, small_sets()[0], LocalWorker(CPU), storage)))
+    assert {"extra/targets", "extra/probabilities"} <= set(ends[0])
+    assert_same(ends[1], ends[0])
+
+
+def test_more_classes_than_features_is_one_line():
+    """Kills: a traceback of eigh or k-means."""
+    from dataclasses import replace
+
+    from uno import methods
+
+    config, train = method_config("dtc"), replace(small_sets()[0], num_novel=17)
+    model = methods.build_network(config, 5, 17, 0)
+    with pytest.raises(ConfigError, match="method dtc needs 17 rows and features at least"):
+        dtc.start(config, model, train)
+
+
+def test_steps_lower_the_loss():
+    """Kills: a sign, a loss without gradient."""
+    config = method_config("dtc")
+    state, batch = method_state(config), batches_of(config)(0)
+    found = [float(dtc.step(state, batch, config.objective, 0.05)) for _ in range(15)]
+    assert found[-1] < 0.8 * found[0]

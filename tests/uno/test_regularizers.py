@@ -1,0 +1,168 @@
+"""The optional terms against loops over rows, views and classes, and what they do to a step."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.uno.methods.toy import softmax
+from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config, small_sets
+from tests.uno.test_objective import problem
+from uno import methods
+from uno.errors import ConfigError
+from uno.model import build_model
+from uno.regularizers import iic_loss, iic_view_loss, rkd_loss
+from uno.sinkhorn import sinkhorn
+from uno.steps import discovery_step, global_targets, with_queue
+
+TAU = 0.1
+SHAPE = {
+    "num_views": 3, "num_labeled": 3, "num_unlabeled": 4, "num_known": 4, "num_clusters": 3, "num_heads": 2
+}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def kl(p: np.ndarray, q: np.ndarray) -> float:
+    return float(sum(a * np.log(a / b) for a, b in zip(p, q, strict=True)))
+
+
+def test_iic_equals_the_loop_over_pairs():
+    """Kills: KL in one direction, pairs of one kind, own-head softmaxes, the sign, a sum over heads."""
+    known, novel, _ = problem(**SHAPE)
+    terms = []
+    for v in range(3):
+        for h in range(2):
+            outputs = [
+                softmax(np.concatenate([known[v, b].numpy(), novel[v, h, b].numpy()]) / TAU) for b in range(7)
+            ]
+            terms += [(kl(a, b) + kl(b, a)) / 2 for a in outputs[:3] for b in outputs[3:]]
+    found = iic_loss(known, novel, 3, TAU)
+    assert float(found) == pytest.approx(-np.mean(terms), rel=1e-9)
+    equal = torch.zeros(2, 4, 3), torch.zeros(2, 1, 4, 2)
+    assert float(iic_loss(*equal, 2, TAU)) == pytest.approx(0, abs=1e-6)
+
+
+def test_iic_of_views_equals_the_loop():
+    """Kills: the full softmax, unordered pairs counted twice, no division by the classes, heads summed."""
+    known, novel, _ = problem(**SHAPE)
+    labeled, unlabeled = [], []
+    for v, w in ((0, 1), (0, 2), (1, 2)):
+        for b in range(3):
+            p, q = (softmax(known[view, b].numpy() / TAU) for view in (v, w))
+            labeled.append((kl(p, q) + kl(q, p)) / 2 / 4)
+        for h in range(2):
+            for b in range(3, 7):
+                p, q = (softmax(novel[view, h, b].numpy() / TAU) for view in (v, w))
+                unlabeled.append((kl(p, q) + kl(q, p)) / 2 / 3)
+    expected = np.mean(labeled) + np.mean(unlabeled)
+    assert float(iic_view_loss(known, novel, 3, TAU)) == pytest.approx(expected, rel=1e-9)
+    same = known[:1].expand(3, -1, -1), novel[:1].expand(3, -1, -1, -1)
+    assert float(iic_view_loss(*same, 3, TAU)) == pytest.approx(0, abs=1e-12)
+
+
+def test_rkd_equals_the_loop():
+    """Kills: a softmax over all outputs for the student, T without its square, T in place of tau T, a weight
+    that is not relative to the mean, teacher and student exchanged.
+    """
+    known, novel, _ = problem(**SHAPE)
+    teacher = problem(**SHAPE, seed=1)[0]
+    rows, masses = [], []
+    for v in range(3):
+        for h in range(2):
+            for b in range(7):
+                student = softmax(known[v, b].numpy() / TAU / 4)
+                taught = softmax(teacher[v, b].numpy() / TAU / 4)
+                everything = np.concatenate([known[v, b].numpy(), novel[v, h, b].numpy()]) / TAU / 4
+                masses.append(softmax(everything)[:4].sum())
+                rows.append(-sum(t * np.log(s) for t, s in zip(taught, student, strict=True)))
+    expected = 16 * np.mean([m / np.mean(masses) * row for m, row in zip(masses, rows, strict=True)])
+    assert float(rkd_loss(known, novel, teacher, TAU, 4)) == pytest.approx(expected, rel=1e-9)
+
+
+# ----------------------------------------------------------------------------------------- in the step
+def test_weights_scale_their_terms_in_the_step():
+    """Kills: a term that is not added, added twice, or of labeled rows; a teacher that sees other views."""
+    batch = batches_of(small_config())(0)
+
+    def loss(**overrides):
+        config = small_config(**{f"objective__{name}": value for name, value in overrides.items()})
+        state = fresh_state(config)
+        state.teacher = build_model(config.model, 5, 0, 3).eval()
+        with torch.no_grad():
+            logits = fresh_state(config).model(batch.views)
+            taught = state.teacher([view[len(batch.labels) :] for view in batch.views]).known
+        return float(discovery_step(state, batch, config.objective, 0.0)), logits, taught
+
+    plain, logits, taught = loss()
+    rows = len(batch.labels)
+    terms = {
+        "iic_weight": iic_loss(logits.known, logits.novel, rows, TAU),
+        "iic_view_weight": iic_view_loss(logits.known, logits.novel, rows, TAU),
+        "rkd_weight": rkd_loss(logits.known[:, rows:], logits.novel[:, :, rows:], taught, TAU, 4),
+    }
+    for name, term in terms.items():
+        assert abs(float(term)) > 1e-3
+        assert loss(**{name: 0.5})[0] == pytest.approx(plain + 0.5 * float(term), rel=1e-4), name
+    assert loss(rkd_weight=1.0, rkd_temperature=1.0)[0] != pytest.approx(loss(rkd_weight=1.0)[0], rel=1e-3)
+
+
+def test_other_methods_refuse_them():
+    """Kills: an option that silently does nothing."""
+    for name in ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size"):
+        with pytest.raises(ConfigError, match=f"objective.{name} belongs to method uno, not to rs"):
+            small_config(method="rs", **{f"objective__{name}": 1})
+
+
+# ------------------------------------------------------------------------------------------- the queue
+def queue_state(size: int):
+    config = small_config(objective__queue_size=size)
+    state = fresh_state(config)
+    state.extra = methods.load("uno").start(config, state.model, small_sets()[0])
+    return config, state
+
+
+def test_the_queue_is_used_when_it_is_full():
+    """Rows of steps 0, 1, 2, newest first. Kills: zeros of an unfilled queue in Sinkhorn, the oldest rows
+    kept, targets of queued rows handed out, the batch's rows behind the queue's.
+    """
+    config, state = queue_state(10)
+    families = [torch.rand(2, 2, 8, clusters) * 2 - 1 for clusters in (5, 10)]
+    past: list[torch.Tensor] = []
+    for step in range(5):
+        state.step = step
+        families = [family.roll(1, dims=2) * 0.9 for family in families]
+        own = torch.cat([family[:, :, 2:] for family in families], dim=-1)  # (2, 2, 6, 15)
+        targets = global_targets(families, 2, 2, config.objective, state)
+        seen = torch.cat([own, *past], dim=2)[:, :, :16] if step >= 2 else own
+        for target, logits in zip(targets, seen.split([5, 10], dim=-1), strict=True):
+            torch.testing.assert_close(target, sinkhorn(logits, 0.05, 3)[:, :, :6])
+        past.insert(0, own)
+        torch.testing.assert_close(state.extra["queue"][:, :, :6], own)
+    assert state.extra["queue"].shape == (2, 2, 10, 15)
+
+
+def test_a_bad_batch_does_not_stay_in_the_queue():
+    """Kills: a NaN that outlives its step."""
+    _, state = queue_state(4)
+    assert with_queue(state, torch.full((2, 2, 6, 15), float("nan"))).isnan().all()
+    assert torch.equal(state.extra["queue"], torch.zeros(2, 2, 4, 15))
+
+
+def test_the_queue_survives_a_checkpoint(tmp_path):
+    """Kills: a queue that is empty after a resume."""
+    from tests.uno.test_train import StopAt
+    from uno import run
+    from uno.errors import Interrupted
+    from uno.storage import Storage
+    from uno.train import LocalWorker
+
+    config, ends = small_config(objective__queue_size=40, objective__rkd_weight=0.1), []
+    for stops in ((), (4, 11)):
+        storage = Storage(str(tmp_path / f"run{len(stops)}"))
+        run.pretrain(config, small_sets()[0], LocalWorker(torch.device("cpu")), storage)
+        for stop in stops:
+            with pytest.raises(Interrupted):
+                run.discover(config, small_sets()[0], StopAt(stop), storage)
+        state = run.discover(config, small_sets()[0], LocalWorker(torch.device("cpu")), storage)
+        ends.append(copied_tensors(state))
+    assert ends[0]["extra/queue"].abs().sum() > 0
+    assert_same(ends[1], ends[0])

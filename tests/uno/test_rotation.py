@@ -1,0 +1,98 @@
+"""The self-supervised phase: its batches, its step, and what pretraining takes from it."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, small_sets, train_both
+from tests.uno.test_train import StopAt
+from uno import run
+from uno.batches import RotationBatches
+from uno.checkpoint import load_newest
+from uno.errors import Interrupted
+from uno.model import build_model
+from uno.state import new_state
+from uno.steps import rotation_step
+from uno.storage import Storage
+from uno.train import LocalWorker
+
+CONFIG = small_config(rotation__epochs=2, rotation__warmup_epochs=1.0, train__batch_size=24)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rotation_batches(config=CONFIG, rank: int = 0, world_size: int = 1) -> RotationBatches:
+    train = small_sets()[0]
+    plan = run.plans(config, len(train.labels), len(train.unlabeled_images), world_size)[run.ROTATION]
+    return RotationBatches(config, train, plan, rank, world_size)
+
+
+def test_view_k_is_turned_k_times_and_all_rows_take_part():
+    """Kills: turns of the other direction for some views, one kind of rows, rows repeated in an epoch."""
+    still = small_config(
+        rotation__epochs=2, train__batch_size=24, augment__weak=True, augment__large__affine=0.0
+    )
+    batches, seen = rotation_batches(still), []
+    for step in range(200 // 24):
+        batch = batches(step)
+        assert len(batch.views) == 4 and len(batch.labels) == 0
+        for k, view in enumerate(batch.views):
+            torch.testing.assert_close(view, torch.rot90(batch.views[0], k, (2, 3)))
+        seen += [view.numpy().tobytes() for view in batch.views[0]]
+    train = small_sets()[0]
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (still.data.mean, still.data.std))
+    pixels = torch.cat([train.labeled_images, train.unlabeled_images]).float() / 255
+    known = {image.numpy().tobytes() for image in (pixels - mean) / std}
+    assert len(seen) == 192 and len(set(seen) & known) >= 0.9 * 192
+
+
+def test_shares_of_the_workers_are_the_global_batch():
+    """Kills: views drawn per rank, rows that change places between the kinds."""
+    whole = {view.numpy().tobytes() for view in torch.cat(rotation_batches()(3).views)}
+    shares = [rotation_batches(rank=rank, world_size=2)(3) for rank in (0, 1)]
+    assert {view.numpy().tobytes() for share in shares for view in torch.cat(share.views)} == whole
+    assert not any(torch.equal(a, b) for a, b in zip(shares[0].views, shares[1].views, strict=True))
+
+
+def test_the_step_tells_turns_apart():
+    """Kills: labels in the order of rows, one view only, a temperature left out."""
+    model = build_model(CONFIG.model, 4, 0, 0).train()
+    state, batch = new_state(model, model, CONFIG.rotation, CPU, False), rotation_batches()(0)
+    import copy
+
+    known = copy.deepcopy(model)(batch.views).known.detach()
+    expected = np.mean([float(F.cross_entropy(known[k] / 0.1, torch.full((24,), k))) for k in range(4)])
+    found = [float(rotation_step(state, batch, CONFIG.objective, 0.05)) for _ in range(20)]
+    assert found[0] == pytest.approx(expected, rel=1e-4)
+    assert found[-1] < 0.7 * found[0]
+
+
+def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
+    """Kills: an encoder that is not carried over, a phase without checkpoints or lines, a resume that skips
+    the phase or starts it again.
+    """
+    config, whole = CONFIG.model_copy(update={"method": "rs"}), Storage(str(tmp_path / "a"))
+    expected = train_both(config, whole)
+    stored = load_newest(whole, run.ROTATION)
+    assert stored.step == 2 * (200 // 24)
+    assert lines(whole)[0]["phase"] == "rotation"
+    still = config.model_copy(update={"pretrain": config.pretrain.model_copy(update={"epochs": 0})})
+    start = run.pretrain(still, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "c")))
+    turned = {
+        k.removeprefix("model/encoder."): v
+        for k, v in stored.tensors.items()
+        if k.startswith("model/encoder.")
+    }
+    assert_same(dict(start.model.encoder.state_dict()), turned)
+
+    storage = Storage(str(tmp_path / "b"))
+    for stop in (3, 10, 13, 5):
+        with pytest.raises(Interrupted):
+            train_both(config, storage, StopAt(stop))
+    assert_same(copied_tensors(train_both(config, storage)), copied_tensors(expected))
+    assert lines(storage) == lines(whole)
+
+
+def test_it_is_off_by_default():
+    """Kills: a phase nobody asked for."""
+    assert set(run.plans(small_config(), 100, 100, 1)) == {run.PRETRAIN, run.DISCOVER}

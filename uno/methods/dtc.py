@@ -1,0 +1,127 @@
+"""DTC: deep transfer clustering (Han et al., "Learning to discover novel visual categories via deep transfer
+clustering", ICCV 2019), in its Pi-model form: of its variants the one that keeps no second memory of rows.
+
+Features are reduced to C_u dimensions by a linear layer that starts as their principal components; centres
+start as k-means of the reduced features. q is the Student-t similarity to the centres, p sharpens it
+(p ~ q^2 / sum of q over rows), and KL(p || q) is minimised while p stands still for a while.
+
+Known constants, from the authors' code: 10 epochs of warm-up without consistency, then 100; p anew at the end
+of the warm-up, then every 5 epochs (CIFAR100: 30, every 10); weight of the squared difference of two views
+10, rising over 5 epochs; k-means from 20 starts. Here they are shares of the phase. Both terms are means over
+rows AND clusters, as in that code. Different here: labeled rows go on training the known head, where DTC
+forgets it; q of a row is the last one seen in training, where the authors predict the set anew; one schedule
+of the learning rate for all methods. Its novel outputs are log-similarities, below every known cosine: DTC
+has no joint classifier, and task-agnostic accuracy says so.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sklearn.cluster import KMeans
+from torch import Tensor, nn
+
+from uno import collectives
+from uno.augment import eval_view
+from uno.config import Config, ConfigError, ObjectiveConfig
+from uno.data.resident import TrainSet
+from uno.methods.method import Method, forward_two_views, labeled_loss, weight_or
+from uno.model import UnoModel
+from uno.schedule import sigmoid_rampup
+from uno.state import TrainState
+from uno.steps import Batch, update_
+
+WARMUP, INTERVAL, RAMPUP = 10 / 110, 5 / 110, 5 / 110  # shares of the phase
+CONSISTENCY = 10.0
+NUM_STARTS = 20
+
+
+class DistanceHead(nn.Module):
+    """(N, D) features -> (1, N, K) log-similarities -log(1 + |W z + b - u_k|^2), whose softmax is q."""
+
+    def __init__(self, num_novel: int, num_features: int) -> None:
+        super().__init__()
+        self.reduce = nn.Linear(num_features, num_novel)
+        self.weight = nn.Parameter(torch.randn(1, num_novel, num_novel))  # centres u_k
+
+    def normalize_(self) -> None:
+        """Centres have no length to keep."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(N, D) -> (1, N, K) float32 at least."""
+        reduced = self.reduce(features)
+        reduced = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
+        squared = (reduced.unsqueeze(1) - self.weight).square().sum(dim=-1)  # (N, K)
+        return -squared.log1p().unsqueeze(0)
+
+
+def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+    """Cross-entropy + KL to the standing targets + rising consistency. Returns the loss as (1,)."""
+    assert batch.rows is not None
+    num_labeled, warmup = len(batch.labels), round(WARMUP * state.total_steps)
+    interval = max(1, round(INTERVAL * state.total_steps))
+    if state.step >= warmup and (state.step - warmup) % interval == 0:
+        state.extra["targets"] = sharpened(state.extra["probabilities"])
+    logits = forward_two_views(state, batch)
+    assert logits.novel is not None
+    log_q = logits.novel[:, 0, num_labeled:].log_softmax(dim=-1)  # (2, B_u, K)
+    remember_(state.extra["probabilities"], batch.rows, log_q[0].detach().exp())
+    weight = 0.0
+    if state.step >= warmup:
+        ramp = sigmoid_rampup(state.progress - WARMUP, weight_or(objective.rampup, RAMPUP))
+        weight = weight_or(objective.consistency_weight, CONSISTENCY) * ramp
+    loss = (
+        labeled_loss(logits.known, batch.labels, objective.temperature)
+        + F.kl_div(log_q[0], state.extra["targets"][batch.rows], reduction="none").mean()
+        + weight * F.mse_loss(*log_q.exp())
+    )
+    update_(state, loss, loss.unsqueeze(0), lr)
+    return loss.detach().unsqueeze(0)
+
+
+def sharpened(q: Tensor) -> Tensor:
+    """DEC's target (Xie et al. 2016, Eq. 3), p ~ q^2 / f, f the sums of q over rows: (N, K) -> (N, K)."""
+    p = q.square() / q.sum(dim=0)
+    return p / p.sum(dim=1, keepdim=True)
+
+
+def remember_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
+    """Put the q of all workers' rows of this step in their places of (N_u, K), unless it is not finite."""
+    rows, q = collectives.gather_rows(rows, 0), collectives.gather_rows(q.float(), 0)
+    probabilities[rows] = torch.where(q.isfinite(), q, probabilities[rows])
+
+
+@torch.no_grad()
+def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
+    """Principal components, k-means centres; q and p (N_u, K) of all unlabeled rows.
+
+    Raises:
+        ConfigError: more novel classes than features, or than unlabeled rows.
+    """
+    images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
+    side = min(config.augment.large.size, images.shape[-1])
+    model.eval()
+    features = torch.cat(
+        [
+            model.features(eval_view(part, side, config.data.mean, config.data.std)).float()
+            for part in images.split(config.train.eval_batch_size)
+        ]
+    )
+    model.train()
+    if num_novel > min(features.shape):
+        raise ConfigError(
+            f"method dtc needs {num_novel} rows and features at least, got {tuple(features.shape)}"
+        )
+    centred = features.double() - features.double().mean(dim=0)
+    components = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -num_novel:].T.flip(0)  # (K, D)
+    head.reduce.weight.copy_(components)
+    head.reduce.bias.copy_(-components @ features.double().mean(dim=0))
+    points = (centred @ components.T).cpu().numpy()
+    means = KMeans(num_novel, n_init=NUM_STARTS, random_state=config.seed).fit(points)
+    head.weight.copy_(torch.from_numpy(np.asarray(means.cluster_centers_))[None])
+    q = head(features)[0].softmax(dim=-1)
+    return {"probabilities": q, "targets": sharpened(q)}
+
+
+METHOD = Method(step, DistanceHead, start)

@@ -1,0 +1,61 @@
+"""A network that says whether two images are of one class, learnt from the labeled rows: KCL and MCL use it.
+
+Hsu et al. train it first, on its own network, and freeze it. Here it is trained in the same run, on the
+detached features of the network that is being trained, from the pairs of labeled rows of each batch: one
+network instead of two, and it follows the features where they go. Its form is that of the authors' code, a
+hidden layer of 4 D units on both features side by side, without its BatchNorm; features are normalised to
+length one. All pairs of a batch count alike, so what it takes for granted is that novel classes are about as
+many as known ones; a pair is similar where it says more than 1/2.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from uno import collectives
+from uno.methods.method import NovelHead
+
+
+class PairSimilarity(nn.Module):
+    """Logit of "one class" for every pair of two sets of features."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.left = nn.Linear(num_features, 4 * num_features)
+        self.right = nn.Linear(num_features, 4 * num_features, bias=False)
+        self.output = nn.Linear(4 * num_features, 1)
+
+    def forward(self, features: Tensor, others: Tensor) -> Tensor:
+        """(N, D) and (M, D) -> (N, M); a linear layer on both side by side is a sum of two."""
+        left, right = (F.normalize(rows.float(), dim=-1) for rows in (features, others))
+        hidden = torch.relu(self.left(left)[:, None] + self.right(right)[None])
+        return self.output(hidden).squeeze(-1)
+
+
+def pair_head(num_novel: int, num_features: int) -> nn.Module:
+    """The novel head, and the similarity network as its auxiliary part."""
+    return NovelHead(num_novel, num_features, PairSimilarity(num_features))
+
+
+def similarity_loss(similarity: PairSimilarity, features: Tensor, labels: Tensor) -> Tensor:
+    """Binary cross-entropy over pairs of labeled rows: view 0 of this worker's, view 1 of all workers'.
+
+    Args:
+        similarity: the network.
+        features: (2, B_l, D), detached here.
+        labels: (B_l,).
+
+    Returns:
+        Scalar.
+    """
+    others, other_labels = (collectives.gather_rows(t, 0) for t in (features[1].detach(), labels))
+    same = (labels[:, None] == other_labels[None]).float()
+    return F.binary_cross_entropy_with_logits(similarity(features[0].detach(), others), same)
+
+
+@torch.no_grad()
+def similar_pairs(similarity: PairSimilarity, features: Tensor) -> Tensor:
+    """Which pairs of unlabeled rows it calls similar: (2, B_u, D) -> (B_u, B_u of all workers) bool."""
+    return similarity(features[0], collectives.gather_rows(features[1], 0)) > 0
