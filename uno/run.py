@@ -82,10 +82,8 @@ def _fit(
         config.train.max_steps,
         step,
     )
+    model = model.to(worker.device, memory_format=torch.channels_last)
     cuda = worker.device.type == "cuda"
-    model = model.to(worker.device)
-    if cuda:
-        model = model.to(memory_format=torch.channels_last)
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
     state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
     batches = ResidentBatches(config, train, plan, worker.rank, worker.world_size)
