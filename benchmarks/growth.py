@@ -55,7 +55,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in options.curves:
         if name == "rows":
-            results["rows"] = curve(ROWS, lambda size: {"epoch": epoch(size, options.device)}, options)
+            results["rows"] = curve(ROWS, lambda size: {"epoch": epoch(size, options.device)}, options, False)
         elif name == "encoder":
             results["encoder"] = curve(CURVES["batch"], lambda size: encoder(size, options.device), options)
         else:
@@ -77,7 +77,10 @@ def main() -> None:
 
 
 def curve(
-    sizes: Sequence[int], make: Callable[[int], dict[str, Callable[[], Any]]], options: argparse.Namespace
+    sizes: Sequence[int],
+    make: Callable[[int], dict[str, Callable[[], Any]]],
+    options: argparse.Namespace,
+    with_memory: bool = True,
 ) -> dict[str, Any]:
     """Milliseconds, spread and peak memory of every part at every size, and the fitted exponents."""
     methods = {(part, size): run for size in sizes for part, run in make(size).items()}
@@ -86,13 +89,15 @@ def curve(
     result: dict[str, Any] = {"sizes": list(sizes), "exponents": {}}
     for part in dict.fromkeys(part for part, _ in methods):
         times = [middle[part, size] for size in sizes]
-        memory = [peak_bytes(methods[part, size], options.device) for size in sizes]
         result[part] = {
             "ms": [round(1000 * value, 3) for value in times],
             "spread": [spreads[part, size] for size in sizes],
-            "peak_mb": [round(value / 1e6, 2) for value in memory],
         }
-        result["exponents"][part] = {"time": exponents(sizes, times), "memory": exponents(sizes, memory)}
+        result["exponents"][part] = {"time": exponents(sizes, times)}
+        if with_memory:
+            memory = [peak_bytes(methods[part, size], options.device) for size in sizes]
+            result[part]["peak_mb"] = [round(value / 1e6, 2) for value in memory]
+            result["exponents"][part]["memory"] = exponents(sizes, memory)
     return result
 
 

@@ -21,15 +21,13 @@ CLASSES = {  # known and novel classes, labeled and unlabeled training rows
     "cifar100_50": (50, 50, 25_000, 25_000),
     "imagenet": (882, 30, 1_129_000, 38_000),  # rows rounded; its batches are half and half
 }
-NO_WORK = {
-    f"aten::{name}"
-    for name in (
-        "as_strided", "empty", "empty_strided", "empty_like", "view", "_unsafe_view", "reshape", "expand", "t",
-        "transpose", "permute", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes", "chunk",
-        "unbind", "detach", "alias", "unflatten", "_reshape_alias", "resize_", "result_type", "is_nonzero",
-        "lift_fresh", "numpy_T", "resolve_conj", "resolve_neg", "to", "real", "promote_types", "mT", "new_empty", "new_empty_strided",
-        "as_strided_", "expand_as", "view_as", "narrow", "flatten",
-    )
+NO_WORK = {  # views, allocations and questions to the dispatcher
+    "alias", "as_strided", "as_strided_", "chunk", "detach", "empty", "empty_like", "empty_strided",
+    "expand", "expand_as", "flatten", "is_nonzero", "lift_fresh", "mT", "narrow", "new_empty",
+    "new_empty_strided", "numpy_T", "permute", "promote_types", "real", "reshape", "_reshape_alias",
+    "resize_", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "to", "transpose", "unbind", "unflatten", "_unsafe_view",
+    "unsqueeze", "view", "view_as",
 }  # fmt: skip
 
 
@@ -85,8 +83,8 @@ def limits(device: str, dtype: torch.dtype, repeats: int = 5) -> dict[str, float
 
 
 def count_operators(function: Callable[[], Any], device: str = "cpu") -> int:
-    """Operators that touch elements in one call of ``function``: innermost ones of the profiler's trace on the
-    CPU, without views and allocations; launched kernels on CUDA.
+    """Operators that touch elements in one call of ``function``: innermost ones of the profiler's trace on
+    the CPU, without views and allocations; launched kernels on CUDA.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.startswith("cuda"):
@@ -125,7 +123,7 @@ def exponents(sizes: Sequence[float], values: Sequence[float]) -> dict[str, floa
 
 def _works(event: Any) -> bool:
     """Whether a profiler event is an operator that touches elements itself, not through other operators."""
-    named = event.name.startswith("aten::") and event.name not in NO_WORK
+    named = event.name.startswith("aten::") and event.name.removeprefix("aten::") not in NO_WORK
     return named and not any(_works_inside(child) for child in event.cpu_children)
 
 

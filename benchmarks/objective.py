@@ -2,10 +2,10 @@
 
     python -m benchmarks.objective --repeats 15
 
-prints one JSON row with CIFAR10, CIFAR100-20 and ImageNet sizes: seconds forward + backward and operator calls
-of each part, ours next to the straightforward way written below: one network per head called in turn, boolean
-masks, zero-padded targets, one float32 Sinkhorn per view and head. Both give the same losses, which is checked
-before anything is timed. Features are random; the encoder is not part of it.
+prints one JSON row with CIFAR10, CIFAR100-20 and ImageNet sizes: time (forward + backward) and operator
+calls of each part, ours next to the straightforward way written below: one network per head, called in turn,
+boolean masks, zero-padded targets, one float32 Sinkhorn per view and head. Both give the same losses, which
+is checked before anything is timed. Features are random; the encoder is not part of it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from uno.data.batches import make_plan
 from uno.model import build_model
 from uno.objective import discovery_loss
 from uno.presets import preset
-from uno.sinkhorn import sinkhorn
 from uno.steps import global_targets
 
 NUM_FEATURES = 512  # of ResNet18
 
 
-# ------------------------------------------------------------------------------------- the straightforward way
+# ------------------------------------------------------------------------------------ the straightforward way
 class LoopedHeads(nn.Module):
     """A known head, and a network of its own for every cluster and overclustering head."""
 
@@ -67,6 +66,8 @@ class LoopedHeads(nn.Module):
 
 
 class Normalize(nn.Module):
+    """Unit length, as a layer."""
+
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return F.normalize(x, dim=1)
 
@@ -114,7 +115,7 @@ def looped_loss(known: Tensor, novel: Tensor, labels: Tensor, labeled: Tensor, c
     return torch.stack(losses)
 
 
-# --------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------------------------------ measuring
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--presets", nargs="+", default=["cifar10", "cifar100_20", "imagenet"])

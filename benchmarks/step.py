@@ -2,10 +2,11 @@
 
     python -m benchmarks.step --preset cifar10 --batch 64 --repeats 7 [--bf16]
 
-prints one JSON row. The limit is the encoder alone, forward and backward on random tensors of the same sizes,
-in the faster of two memory layouts, in the same run, taking turns with the whole step (indexing, augmentation,
-heads, Sinkhorn, loss, backward, optimizer). The parts are timed alone, each with its own backward pass, so they
-need not add up exactly. Beside them stand the device's largest matrix product and its memory bandwidth.
+prints one JSON row. The limit is the encoder alone, forward and backward on random tensors of the same
+sizes, in the faster of two memory layouts, in the same run, taking turns with the whole step (indexing,
+augmentation, heads, Sinkhorn, loss, backward, optimizer). The parts are timed alone, each with its own
+backward pass, so they need not add up exactly. Beside them stand the device's largest matrix product and its
+memory bandwidth.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def main() -> None:
 def encoder_alone(
     config: Config, train: TrainSet, batch: Batch, device: torch.device, bf16: bool
 ) -> dict[str, Callable[[], Any]]:
-    """Forward and backward of the encoder on random tensors as large as the batch's views, per memory layout."""
+    """Forward and backward of the encoder on random tensors as large as the views, per memory layout."""
     sizes = {view.shape[-1] for view in batch.views}
     inputs = [
         torch.cat([torch.randn_like(view) for view in batch.views if view.shape[-1] == size])

@@ -82,7 +82,7 @@ def _fit(
         config.train.max_steps,
         step,
     )
-    model = model.to(worker.device, memory_format=torch.channels_last)
+    model = model.to(worker.device).to(memory_format=torch.channels_last)
     cuda = worker.device.type == "cuda"
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
     state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
