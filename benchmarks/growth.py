@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import environment, exponents, medians, peak_bytes, spread, take_turns
+from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.objective import NUM_FEATURES
+from benchmarks.quantities import exponents, peak_bytes
 from uno.batches import ResidentBatches
 from uno.config import Config, override
 from uno.data.batches import make_plan

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measure import CLASSES, count_operators, environment, medians, spread, take_turns
+from benchmarks.measure import environment, medians, spread, take_turns
+from benchmarks.quantities import CLASSES, count_operators
 from uno.config import Config, override
 from uno.data.batches import make_plan
 from uno.model import build_model

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.measure import CLASSES, environment, limits, medians, spread, take_turns
+from benchmarks.measure import environment, medians, spread, take_turns
+from benchmarks.quantities import CLASSES, limits
 from uno.augment import augment
 from uno.batches import ResidentBatches
 from uno.config import Config, override
