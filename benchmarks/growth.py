@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     results: dict[str, Any] = {}
@@ -85,7 +86,7 @@ def curve(
 ) -> dict[str, Any]:
     """Milliseconds, spread and peak memory of every part at every size, and the fitted exponents."""
     methods = {(part, size): run for size in sizes for part, run in make(size).items()}
-    seconds = take_turns(methods, options.repeats, options.device)
+    seconds = take_turns(methods, options.repeats, options.device, options.clock)
     middle, spreads = medians(seconds), spread(seconds)
     result: dict[str, Any] = {"sizes": list(sizes), "exponents": {}}
     for part in dict.fromkeys(part for part, _ in methods):

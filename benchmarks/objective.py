@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     row = {
@@ -138,7 +139,7 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     methods = make_methods(name, options.batch, options.device)
-    seconds = take_turns(methods, options.repeats, options.device)
+    seconds = take_turns(methods, options.repeats, options.device, options.clock)
     middle, spreads = medians(seconds), spread(seconds)
     calls = {method: count_operators(run, options.device) for method, run in methods.items()}
     parts = [method.removeprefix("ours ") for method in methods if method.startswith("ours ")]

@@ -29,7 +29,7 @@ NO_WORK = {  # views, allocations and questions to the dispatcher
 }  # fmt: skip
 
 
-def limits(device: str, dtype: torch.dtype, repeats: int = 5) -> dict[str, float]:
+def limits(device: str, dtype: torch.dtype, clock: str = "wall", repeats: int = 5) -> dict[str, float]:
     """What the device can do, now: the largest of some matrix products, and copying memory.
 
     Returns:
@@ -43,7 +43,7 @@ def limits(device: str, dtype: torch.dtype, repeats: int = 5) -> dict[str, float
     source = torch.ones(2**30 if device.startswith("cuda") else 2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     methods["copy"] = lambda: target.copy_(source)
-    middle = medians(take_turns(methods, repeats, device))
+    middle = medians(take_turns(methods, repeats, device, clock))
     return {
         "matmul_tflops": round(max(flops[side] / middle[side] for side in flops) / 1e12, 3),
         "copy_gb_per_s": round(2 * source.numel() / middle["copy"] / 1e9, 1),

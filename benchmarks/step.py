@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -74,13 +75,14 @@ def main() -> None:
         },
         options.repeats,
         options.device,
+        options.clock,
     )
     middle = medians(seconds)
     limit = min(middle[name] for name in encoders)
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     with FlopCounterMode(display=False) as counter:
         next(iter(encoders.values()))()
-    device_limits = limits(options.device, dtype)
+    device_limits = limits(options.device, dtype, options.clock)
     row = {
         "question": "share of a discovery step outside the encoder",
         "command": "python -m benchmarks.step " + " ".join(sys.argv[1:]),
