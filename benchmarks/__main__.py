@@ -1,4 +1,4 @@
-"""``make bench``: the benchmarks that fit a CPU in 10 minutes, one JSON row each."""
+"""``make bench``: the benchmarks that fit two CPU cores in 10 minutes, one JSON row each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import subprocess
 import sys
 
 COMMANDS = (
-    "benchmarks.augment --batch 512 --repeats 5",
-    "benchmarks.step --preset cifar10 --batch 64 --repeats 5",
+    "benchmarks.objective --repeats 7",
+    "benchmarks.augment --batch 512 --repeats 3",
+    "benchmarks.step --preset cifar10 --batch 64 --repeats 3",
+    "benchmarks.step --preset cifar10 --batch 64 --repeats 3 --bf16",
     "benchmarks.step --preset digits --batch 128 --repeats 9",
+    "benchmarks.growth --curves batch clusters rows --repeats 3",
+    "benchmarks.workers",
 )
 
 for command in COMMANDS:

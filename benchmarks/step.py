@@ -1,10 +1,12 @@
-"""Which share of a discovery step is not the encoder's own forward and backward pass?
+"""How close is a discovery step to the encoder alone, and what takes the rest?
 
-    python -m benchmarks.step --preset cifar10 --batch 64 --repeats 7
+    python -m benchmarks.step --preset cifar10 --batch 64 --repeats 7 [--bf16]
 
-prints one JSON row. The limit is the encoder alone on random tensors of the same sizes, in the same run,
-taking turns with the whole step (augmentation, heads, Sinkhorn, loss, backward, optimizer). The parts are
-timed alone, each with its own backward pass, so they need not add up exactly.
+prints one JSON row. The limit is the encoder alone, forward and backward on random tensors of the same
+sizes, in the faster of two memory layouts, in the same run, taking turns with the whole step (indexing,
+augmentation, heads, Sinkhorn, loss, backward, optimizer). The parts are timed alone, each with its own
+backward pass, so they need not add up exactly. Beside them stand the device's largest matrix product and its
+memory bandwidth.
 """
 
 from __future__ import annotations
@@ -12,21 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import environment, medians, spread, take_turns
+from benchmarks.quantities import CLASSES, limits
 from uno.augment import augment
 from uno.batches import ResidentBatches
 from uno.config import Config, override
 from uno.data.batches import make_plan
 from uno.data.resident import TrainSet, assemble, load_resident
-from uno.model import build_model
+from uno.model import UnoModel, build_model
 from uno.objective import discovery_loss
 from uno.presets import PRESETS, preset
-from uno.state import new_state
-from uno.steps import discovery_step, global_targets
+from uno.state import TrainState, new_state
+from uno.steps import Batch, discovery_step, global_targets
+
+PARTS = ("augment", "heads", "sinkhorn_and_loss", "optimizer")
 
 
 def main() -> None:
@@ -38,6 +46,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -49,69 +58,43 @@ def main() -> None:
         0, config.data.composition, options.batch, len(train.labels), len(train.unlabeled_images)
     )
     batches = ResidentBatches(config, train, plan, 0, 1)
-    model = build_model(config.model, train.num_known, train.num_novel, 0).to(device)
-    if device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)
+    model = build_model(config.model, train.num_known, train.num_novel, 0).train()
+    model = model.to(device, memory_format=torch.channels_last)  # as uno.run does
     state = new_state(model, model, config.discover, device, options.bf16)
-    model.train()
-    batch = batches(0)
-    views = [torch.randn_like(view) for view in batch.views]
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
-        features = torch.cat([model.features(view) for view in views]).float()
-        logits = model.heads(features, len(views))
+    batch, steps = batches(0), iter(range(1, 1_000_000))
     images = train.labeled_images[:1].expand(options.batch, -1, -1, -1).contiguous()
-    generator = torch.Generator().manual_seed(0)
-
-    def encoder_only() -> None:
-        by_size: dict[int, list[Tensor]] = {}
-        for view in views:
-            by_size.setdefault(view.shape[-1], []).append(view)
-        with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
-            outputs = torch.cat([model.features(torch.cat(group)) for group in by_size.values()])
-        outputs.float().square().mean().backward()
-
-    def heads() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
-            outputs = model.heads(features.requires_grad_(), len(views))
-        sum(part.sum() for part in outputs if part is not None).backward()
-
-    def loss() -> None:
-        families = [
-            part.detach().requires_grad_() for part in (logits.novel, logits.over) if part is not None
-        ]
-        known = logits.known.detach().requires_grad_()
-        targets = global_targets(families, batch.num_large, len(batch.labels), config.objective)
-        pairs = zip(families, targets, strict=True)
-        losses = [
-            discovery_loss(known, own, batch.labels, t, config.objective.temperature) for own, t in pairs
-        ]
-        sum(value.sum() for value in losses).backward()
-
-    steps = iter(range(1, 1_000_000))
+    encoders = encoder_alone(config, train, batch, device, options.bf16)
     seconds = take_turns(
         {
             "step": lambda: discovery_step(state, batches(next(steps)), config.objective, 1e-3),
-            "encoder_only": encoder_only,
-            "augment": lambda: augment(images, config.augment, generator, config.data.mean, config.data.std),
-            "heads": heads,
-            "sinkhorn_and_loss": loss,
+            **encoders,
+            "augment": lambda: augment(
+                images, config.augment, torch.Generator().manual_seed(0), config.data.mean, config.data.std
+            ),
+            **parts(config, state, batch),
         },
         options.repeats,
         options.device,
+        options.clock,
     )
     middle = medians(seconds)
+    limit = min(middle[name] for name in encoders)
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    with FlopCounterMode(display=False) as counter:
+        next(iter(encoders.values()))()
+    device_limits = limits(options.device, dtype, options.clock)
     row = {
         "question": "share of a discovery step outside the encoder",
         "command": "python -m benchmarks.step " + " ".join(sys.argv[1:]),
         **vars(options),
         "images_per_s": round(options.batch / middle["step"], 1),
-        "views_per_s": round(options.batch * len(views) / middle["step"], 1),
-        "encoder_only_over_step": round(middle["encoder_only"] / middle["step"], 3),
-        "share_outside_encoder": round(1 - middle["encoder_only"] / middle["step"], 3),
-        "share_of_step": {
-            name: round(middle[name] / middle["step"], 4)
-            for name in ("augment", "heads", "sinkhorn_and_loss")
-        },
+        "views_per_s": round(options.batch * len(batch.views) / middle["step"], 1),
+        "encoder_only_over_step": round(limit / middle["step"], 3),
+        "share_outside_encoder": round(1 - limit / middle["step"], 3),
+        "share_of_step": {name: round(middle[name] / middle["step"], 4) for name in PARTS},
+        "encoder_ms": {name: round(1000 * middle[name], 1) for name in encoders},
+        "limits": device_limits,
+        "encoder_tflops": round(counter.get_total_flops() / limit / 1e12, 3),
         "spread": spread(seconds),
         "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
         **environment(options.device),
@@ -119,16 +102,79 @@ def main() -> None:
     print(json.dumps(row))
 
 
+def encoder_alone(
+    config: Config, train: TrainSet, batch: Batch, device: torch.device, bf16: bool
+) -> dict[str, Callable[[], Any]]:
+    """Forward and backward of the encoder on random tensors as large as the views, per memory layout."""
+    sizes = {view.shape[-1] for view in batch.views}
+    inputs = [
+        torch.cat([torch.randn_like(view) for view in batch.views if view.shape[-1] == size])
+        for size in sizes
+    ]
+
+    def method(layout: torch.memory_format) -> Callable[[], None]:
+        encoder = build_model(config.model, train.num_known, 0, 0).encoder.to(device, memory_format=layout)
+        own = [tensor.contiguous(memory_format=layout) for tensor in inputs]
+
+        def run() -> None:
+            encoder.zero_grad(set_to_none=True)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                outputs = torch.cat([encoder(tensor) for tensor in own])
+            outputs.float().square().mean().backward()
+
+        return run
+
+    layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+    return {f"encoder_{name}": method(layout) for name, layout in layouts.items()}
+
+
+def parts(config: Config, state: TrainState, batch: Batch) -> dict[str, Callable[[], Any]]:
+    """The rest of a step, each part alone with its own backward."""
+    model: UnoModel = state.model
+    objective, num_views = config.objective, len(batch.views)
+    with torch.no_grad(), torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
+        features = torch.cat([model.features(view) for view in batch.views]).float()
+        logits = model.heads(features, num_views)
+
+    def heads() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
+            outputs = model.heads(features.requires_grad_(), num_views)
+        sum(part.sum() for part in outputs if part is not None).backward()
+
+    def sinkhorn_and_loss() -> None:
+        families = [
+            part.detach().requires_grad_() for part in (logits.novel, logits.over) if part is not None
+        ]
+        known = logits.known.detach().requires_grad_()
+        targets = global_targets(families, batch.num_large, len(batch.labels), objective)
+        pairs = zip(families, targets, strict=True)
+        losses = [discovery_loss(known, own, batch.labels, t, objective.temperature) for own, t in pairs]
+        sum(value.sum() for value in losses).backward()
+
+    parameters = list(model.parameters())
+    gradients: list[Tensor] = [torch.zeros_like(parameter) for parameter in parameters]
+
+    def optimizer() -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        norm = torch.nn.utils.get_total_norm(gradients)
+        state.optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+        state.optimizer.step()
+
+    return {"heads": heads, "sinkhorn_and_loss": sinkhorn_and_loss, "optimizer": optimizer}
+
+
 def train_set(source: str | None, config: Config) -> TrainSet:
+    """The source's rows, or random images of the preset's sizes."""
     if source is not None:
-        limits = {"data.source": source, "data.limit": 4 * config.train.batch_size}
-        task, images, ok, _ = load_resident(override(config, limits).data)
+        limit = {"data.source": source, "data.limit": 4 * config.train.batch_size}
+        task, images, ok, _ = load_resident(override(config, limit).data)
         return assemble(task, images, ok)
     generator = torch.Generator().manual_seed(0)
     rows, side = 2 * config.train.batch_size, config.data.store_size
     images = torch.randint(0, 256, (2, rows, 3, side, side), generator=generator, dtype=torch.uint8)
-    known = {"cifar100_20": 80, "cifar100_50": 50, "imagenet": 882}.get(config.preset, 5)
-    novel = {"cifar100_20": 20, "cifar100_50": 50, "imagenet": 30}.get(config.preset, 5)
+    known, novel, *_ = CLASSES[config.preset or "cifar10"]
     labels = torch.randint(0, known, (rows,), generator=generator)
     return TrainSet(images[0], labels, images[1], known, novel)
 

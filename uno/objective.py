@@ -64,20 +64,14 @@ def discovery_loss(
     log_z_known = known.logsumexp(dim=-1).unsqueeze(1)  # (V, 1, B)
     log_z_novel = novel.logsumexp(dim=-1)  # (V, H, B)
     if concat:
-        log_z_known = log_z_novel = torch.logaddexp(log_z_known, log_z_novel)
-    label_logits = (
-        known[:, :num_labeled].gather(2, labels.expand(num_views, -1).unsqueeze(2)).squeeze(2)
-    )  # (V, B_l)
-    labeled = (log_z_known[:, :, :num_labeled] - label_logits.unsqueeze(1)).sum(
-        dim=2
-    )  # (V, H), H = 1 if not concat
-    unlabeled = log_z_novel[:, :, num_labeled:].sum(dim=2)  # (V, H), before subtracting <y, l>
-    agreement = torch.einsum("vhbk,whbk->vwh", targets.to(novel.dtype), novel[:, :, num_labeled:])
-    pairs = known.new_ones(num_targets, num_views).fill_diagonal_(
-        0
-    )  # [v, w] = 1 where target v teaches view w
-    per_view = torch.einsum("vw,wh->h", pairs, labeled + unlabeled)
-    return (per_view - torch.einsum("vw,vwh->h", pairs, agreement)) / (pairs.sum() * num_rows)
+        log_z = torch.logaddexp(log_z_known, log_z_novel).sum(dim=2)  # (V, H)
+    else:
+        log_z = log_z_known[:, :, :num_labeled].sum(dim=2) + log_z_novel[:, :, num_labeled:].sum(dim=2)
+    label_logits = known[:, :num_labeled].gather(2, labels.expand(num_views, -1).unsqueeze(2)).sum(dim=(1, 2))
+    pairs = known.new_ones(num_targets, num_views).fill_diagonal_(0)  # [v, w]: target v teaches view w
+    taught = torch.einsum("vw,vhbk->whbk", pairs, targets.to(novel.dtype))  # the sum of a view's targets
+    agreement = (taught * novel[:, :, num_labeled:]).sum(dim=(0, 2, 3))  # (H,)
+    return (pairs.sum(dim=0) @ (log_z - label_logits.unsqueeze(1)) - agreement) / (pairs.sum() * num_rows)
 
 
 def pretraining_loss(known: Tensor, labels: Tensor, temperature: float) -> Tensor:

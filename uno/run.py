@@ -129,10 +129,8 @@ def _fit(
         config.train.max_steps,
         step,
     )
+    model = model.to(worker.device).to(memory_format=torch.channels_last)
     cuda = worker.device.type == "cuda"
-    model = model.to(worker.device)
-    if cuda:
-        model = model.to(memory_format=torch.channels_last)
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
     extra: dict[str, Tensor] = {}
     if name == DISCOVER and method.start is not None and not checkpoint_steps(storage, name):

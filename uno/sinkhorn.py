@@ -24,7 +24,8 @@ def sinkhorn(logits: Tensor, epsilon: float, num_iters: int) -> Tensor:
         (..., B, K) non-negative, rows summing to one, without gradient.
     """
     scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)) / epsilon
+    scores = scores.mT.contiguous()  # (..., K, B): sums over 5 clusters in a row would not vectorise
     for _ in range(num_iters):
-        scores = scores - scores.logsumexp(dim=-2, keepdim=True)
-        scores = scores.log_softmax(dim=-1)
-    return scores.exp()
+        scores = scores.log_softmax(dim=-1)  # clusters
+        scores = scores.log_softmax(dim=-2)  # rows
+    return scores.exp().mT

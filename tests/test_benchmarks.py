@@ -1,0 +1,51 @@
+"""What the records rest on: equal work on both sides of a comparison, counts and fits that are right."""
+
+import pytest
+import torch
+
+from benchmarks.growth import parts
+from benchmarks.objective import make_methods
+from benchmarks.quantities import count_operators, exponents, peak_bytes
+from benchmarks.workers import efficiency
+
+
+def test_the_looped_objective_is_the_same_objective():
+    """``make_methods`` compares the losses before it returns. Kills: a rival that does less or other work."""
+    methods = make_methods("cifar10", 16, "cpu")
+    assert {name.split()[0] for name in methods} == {"ours", "looped"} and len(methods) == 8
+    for name in ("ours all", "looped all"):
+        methods[name]()
+
+
+def test_operators_are_counted_once():
+    """A sum is one operator, not its allocation and fill; views are none."""
+    tensor = torch.ones(4, 4)
+    assert count_operators(lambda: tensor.T[2:].unsqueeze(0)) == 0
+    assert count_operators(lambda: (tensor + 1).mul_(2).sum()) == 3
+
+
+def test_peak_bytes_is_what_lives_at_once():
+    """Kills: the sum of all allocations, the memory left at the end."""
+
+    def method():
+        for _ in range(3):
+            torch.empty(1000, 1000)
+
+    assert peak_bytes(method) == 4_000_000
+
+
+def test_exponents():
+    assert exponents([1, 2, 4], [3, 6, 12]) == {"all": 1.0, "top": 1.0}
+    assert exponents([1, 2, 4], [1, 1, 4]) == {"all": 1.0, "top": 2.0}
+
+
+@pytest.mark.parametrize("step_ms", [10.0, 40.0])
+def test_the_model_of_scaling_loses_with_more_gpus(step_ms):
+    """Kills: an efficiency above one, collectives that cost nothing."""
+    found = [efficiency(gpus, step_ms)["efficiency"] for gpus in (8, 64, 512)]
+    assert 1 > found[0] > found[1] > found[2] > 0
+
+
+def test_parts_of_the_growth_curves_run():
+    for method in parts(batch=16, heads=1, overclustering=2, clusters=3, device="cpu").values():
+        method()

@@ -1,0 +1,52 @@
+"""A step never waits for the device: on the meta device, which holds no values, nothing can be read back."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.uno.small_run import batches_of, small_config
+from uno import run
+from uno.data.resident import TrainSet
+from uno.model import build_model
+from uno.presets import preset
+from uno.state import new_state
+from uno.steps import discovery_step, pretrain_step
+
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def on_meta(monkeypatch):
+    """What torch lacks on the meta device: autocast, which is off here, and the one fused kernel of SGD."""
+    plain = torch.optim.SGD
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(plain, "step", lambda self: None)
+    monkeypatch.setattr(torch.optim, "SGD", lambda *args, fused, **options: plain(*args, **options))
+
+
+@pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
+@pytest.mark.parametrize(("name", "recipe"), [("cifar10", "v2"), ("imagenet", "v2"), ("digits", "paper")])
+def test_a_step_reads_nothing_back(phase, name, recipe):
+    """Index, augment, forward, Sinkhorn, loss, backward, update. Kills: ``.item()``, ``bool(tensor)``, a
+    boolean mask, ``nonzero`` or a tensor left on the host, anywhere in a step.
+    """
+    views, novel = preset(name, recipe).augment, 5 if phase == run.DISCOVER else 0
+    side = max(views.large.size, views.small.size)
+    config = small_config(data__store_size=side).model_copy(update={"augment": views})
+    images = torch.empty(100, 3, side, side, dtype=torch.uint8, device=META)
+    train = TrainSet(images, torch.empty(100, dtype=torch.int64, device=META), images, 5, 5)
+    model = build_model(config.model, 5, novel, 0).to(META, memory_format=torch.channels_last).train()
+    state = new_state(model, model, config.discover, META, False)
+    step = discovery_step if phase == run.DISCOVER else pretrain_step
+    for i in range(2):
+        loss = step(state, batches_of(config, phase, train)(i), config.objective, 0.1)
+        assert loss.is_meta and loss.shape == (1,)
+
+
+def test_the_meta_device_finds_a_read():
+    """The check above can fail."""
+    values = torch.empty(4, device=META)
+    for read in (torch.Tensor.item, bool, torch.nonzero, torch.Tensor.cpu, lambda v: v[v > 0]):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read(values.sum() if read in (torch.Tensor.item, bool) else values)
