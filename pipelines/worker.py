@@ -300,9 +300,10 @@ def _fit_in_thread(
 
 def _reason(failure: BaseException) -> str:
     """One line, of what Ray says in many."""
-    if hasattr(failure, "worker_failures") or "ActorDied" in type(failure).__name__:
+    name = type(failure).__name__
+    if name.startswith(("ActorDied", "WorkerHealthCheckFailed", "WorkerGroupError")):
         return "a worker process or its node was lost"
-    return f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+    return f"{name}: {failure}".splitlines()[0][:200]
 
 
 def _cause(error: BaseException) -> BaseException:
