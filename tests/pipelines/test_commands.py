@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,6 +207,15 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
     shown = capsys.readouterr().out
     assert "is finished; nothing is trained again" in shown and "task_aware" in shown
     assert (finished / "metrics.json").read_bytes() == before
+
+
+def test_damaged_results_are_written_again(finished, tmp_path):
+    """Kills: a traceback of json; training again."""
+    output = tmp_path / "run"
+    shutil.copytree(finished, output)
+    (output / "metrics.json").write_text("{")
+    assert cli.main(["discover", *SMALL, "--output", str(output)]) == 0
+    assert (output / "metrics.json").read_bytes() == (finished / "metrics.json").read_bytes()
 
 
 def test_other_settings_are_refused_with_their_names(finished, capsys, nothing_starts):
