@@ -273,7 +273,7 @@ def _run_on_ray(
         with ray_env.connect() as ray, _stop_signals(stop):  # again: Ray installs a handler of its own
             from pipelines import datasets, worker
 
-            worker.worker_resources(config, ray.cluster_resources())
+            worker.await_resources(ray, config, lambda: stopping)
             images = datasets.decode_task(ray, task, config.data.store_size)
             bad = datasets.bad_samples(images, task)
             _account_for(bad, config, task, storage)

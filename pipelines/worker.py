@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pipelines import datasets
+from pipelines.console import say
 from uno import collectives, faults, run
 from uno.checkpoint import checkpoint_steps
 from uno.config import Config, to_dict
@@ -28,6 +29,7 @@ from uno.storage import Storage
 STOP_CHECK_STEPS = 10
 MAX_DEATHS = 3
 POLL_S = 0.5
+GROWTH_S = 600.0  # nodes of a cloud take minutes to start
 
 log = logging.getLogger(__name__)
 
@@ -161,8 +163,7 @@ def run_workers(
             deaths = 1 if saved > before else deaths + 1
             if isinstance(failure, UnoError) or deaths == MAX_DEATHS:
                 raise failure from None
-            reason = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
-            log.warning("workers died (%s); new ones resume from the newest checkpoint", reason)
+            log.warning("workers died (%s); new ones resume from the newest checkpoint", _reason(failure))
     storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
         raise Interrupted(outcome["interrupted"])
@@ -172,6 +173,46 @@ def run_workers(
 def _saved_steps(storage: Storage) -> int:
     """Grows with every checkpoint."""
     return sum(max(checkpoint_steps(storage, phase), default=0) for phase in run.PHASES)
+
+
+def await_resources(ray: Any, config: Config, give_up: Callable[[], bool]) -> None:
+    """Return once the workers fit into the cluster; one that runs already (``RAY_ADDRESS``) may grow.
+
+    Its autoscaler is asked for what is missing and has :data:`GROWTH_S`; it may start from no node at all.
+
+    Raises:
+        ConfigError: the workers do not fit.
+        Interrupted: ``give_up()`` was true meanwhile.
+    """
+    end, asked = time.monotonic() + GROWTH_S, False
+    while True:
+        try:
+            worker_resources(config, ray.cluster_resources())
+            break
+        except ConfigError as problem:
+            if "RAY_ADDRESS" not in os.environ or time.monotonic() > end:
+                raise
+            if not asked:
+                say(f"{problem}; waiting up to {GROWTH_S / 60:g} minutes for the cluster to grow")
+                _ask_autoscaler(config)
+                asked = True
+        if give_up():
+            raise Interrupted("stopped while the cluster was growing")
+        time.sleep(POLL_S)
+    if asked:
+        _ask_autoscaler(None)  # what was asked for would otherwise be kept for ever
+
+
+def _ask_autoscaler(config: Config | None) -> None:
+    from ray.autoscaler.sdk import request_resources
+
+    bundles = []
+    if config is not None:
+        each = {"CPU": config.compute.cpus_per_worker or 1.0}
+        if config.compute.device == "cuda":
+            each["GPU"] = config.compute.gpus_per_worker
+        bundles = [each] * config.compute.workers + [{"CPU": 1.0}]
+    request_resources(bundles=bundles)
 
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
@@ -255,6 +296,14 @@ def _fit_in_thread(
     if errors:
         raise errors[0]
     return results[0].return_value
+
+
+def _reason(failure: BaseException) -> str:
+    """One line, of what Ray says in many."""
+    name = type(failure).__name__
+    if name.startswith(("ActorDied", "WorkerHealthCheckFailed", "WorkerGroupError")):
+        return "a worker process or its node was lost"
+    return f"{name}: {failure}".splitlines()[0][:200]
 
 
 def _cause(error: BaseException) -> BaseException:

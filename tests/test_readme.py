@@ -58,6 +58,16 @@ def test_numbers_have_records():
         assert float(percent[2]) == round(100 * novel["sd"], 1)
 
 
+def test_promises_name_their_tests():
+    """Every row of "What survives" names a test that is there."""
+    table = README.partition("## What survives")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 10
+    for row in rows:
+        path, name = re.search(r"`(tests/[^`]+)::(\w+)`", row).groups()
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), row
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(900)

@@ -19,6 +19,8 @@ SMALL = [
     "--pretrain.epochs", "3", "--discover.epochs", "3", "--pretrain.warmup-epochs", "1",
     "--discover.warmup-epochs", "1", "--train.log-every", "4", "--train.checkpoint-every-epochs", "1",
 ]  # fmt: skip
+LONG = [*SMALL, "--discover.epochs", "40"]  # 240 steps of discovery: time enough to be killed
+INTERVAL = 6  # steps between checkpoints
 
 
 def lines_of(run: Path) -> list[dict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pipelines import cli, jobs, ray_env
 from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
 from uno import lock
 from uno.checkpoint import checkpoint_steps
+from uno.faults import wasted_steps
 from uno.model import build_model
 from uno.storage import Storage
 
@@ -207,6 +209,15 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
     assert (finished / "metrics.json").read_bytes() == before
 
 
+def test_damaged_results_are_written_again(finished, tmp_path):
+    """Kills: a traceback of json; training again."""
+    output = tmp_path / "run"
+    shutil.copytree(finished, output)
+    (output / "metrics.json").write_text("{")
+    assert cli.main(["discover", *SMALL, "--output", str(output)]) == 0
+    assert (output / "metrics.json").read_bytes() == (finished / "metrics.json").read_bytes()
+
+
 def test_other_settings_are_refused_with_their_names(finished, capsys, nothing_starts):
     line = refused(
         capsys, "discover", *SMALL, "--output", str(finished), "--objective.epsilon", "0.1", "--seed", "3"
@@ -292,14 +303,7 @@ def test_data_check_says_when_a_run_could_not_succeed(capsys):
 def test_a_signal_saves_and_the_same_command_resumes(finished, tmp_path, capsys, monkeypatch):
     output = tmp_path / "run"
     argv = ["discover", *SMALL, "--output", str(output)]
-    report = jobs.LocalWorker.report
-
-    def interrupt(self, metrics):
-        if (metrics["phase"], metrics["step"]) == ("discover", 4):
-            os.kill(os.getpid(), signal.SIGTERM)
-        report(self, metrics)
-
-    monkeypatch.setattr(jobs.LocalWorker, "report", interrupt)
+    monkeypatch.setenv("UNO_FAULTS", "sigterm:step=4")
     assert cli.main(argv) == 75
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == (
@@ -308,24 +312,10 @@ def test_a_signal_saves_and_the_same_command_resumes(finished, tmp_path, capsys,
     assert "stopping: saving a checkpoint first" in captured.out
     assert checkpoint_steps(Storage(str(output)), "discover") == [4]
     assert not (output / "lock.json").exists()
-    monkeypatch.undo()
     assert cli.main(argv) == 0
     assert lines_of(output) == lines_of(finished)
     assert_same_weights(output, finished)
-
-
-KILLED = """
-import os, signal, sys
-from pipelines import cli, jobs
-
-report = jobs.LocalWorker.report
-def die(self, metrics):
-    report(self, metrics)
-    if (metrics["phase"], metrics["step"]) == ("discover", 8):
-        os.kill(os.getpid(), signal.SIGKILL)
-jobs.LocalWorker.report = die
-cli.main(sys.argv[1:])
-"""
+    assert wasted_steps(Storage(str(output))) == [0]
 
 
 @pytest.mark.ray  # several processes
@@ -336,8 +326,9 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatc
     output = tmp_path / "run"
     argv = ["discover", *SMALL, "--output", str(output)]
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, *argv], cwd=Path(__file__).parents[2], capture_output=True, timeout=120
-    )
+        [sys.executable, "-m", "pipelines.discover", *argv[1:]], cwd=Path(__file__).parents[2], timeout=120,
+        capture_output=True, env={**os.environ, "UNO_FAULTS": "kill-driver:step=8"},
+    )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL
     assert checkpoint_steps(Storage(str(output)), "discover") == [6]
     assert cli.main(argv) == 0

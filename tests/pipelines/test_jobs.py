@@ -167,3 +167,23 @@ def run_rows(plan, step):
     from uno.data.batches import batch_indices
 
     return batch_indices(plan, step)[1]
+
+
+def test_a_cluster_that_was_there_before_may_grow(monkeypatch, capsys):
+    """Kills: a job refused because nodes for it start on demand; a request that outlives its reason."""
+    sizes, asked = iter([{}, {"CPU": 1.0}, {"CPU": 3.0, "GPU": 2.0}]), []
+    monkeypatch.setattr(worker, "POLL_S", 0)
+    monkeypatch.setattr(worker, "_ask_autoscaler", asked.append)
+    ray = SimpleNamespace(cluster_resources=lambda: next(sizes))
+    config = override(Config(), {"compute.workers": 2, "compute.device": "cuda"})
+    with pytest.raises(ConfigError, match="one CPU for Ray Data"):
+        worker.await_resources(SimpleNamespace(cluster_resources=dict), config, lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    worker.await_resources(ray, config, lambda: False)
+    assert asked == [config, None]
+    assert "waiting up to 10 minutes for the cluster to grow" in capsys.readouterr().out
+    with pytest.raises(Interrupted):
+        worker.await_resources(SimpleNamespace(cluster_resources=dict), config, lambda: True)
+    monkeypatch.setattr(worker, "GROWTH_S", 0)
+    with pytest.raises(ConfigError):
+        worker.await_resources(SimpleNamespace(cluster_resources=dict), config, lambda: False)

@@ -1,31 +1,16 @@
-"""The commands through Ray Data and Ray Train on one shared cluster: equal to the local path, and hard to
-kill.
-"""
+"""The commands through Ray Data and Ray Train on one shared cluster: equal to the local path."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from pipelines import cli, jobs
-from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
-from uno import lock
-from uno.checkpoint import checkpoint_steps
-from uno.journal import read_journal
-from uno.storage import Storage
+from tests.pipelines.small import LONG, SMALL, assert_same_weights, lines_of, write_images
 
 pytestmark = pytest.mark.ray
-
-LONG = [*SMALL, "--discover.epochs", "40"]  # 240 steps of discovery: time enough to be killed
 
 
 @pytest.fixture(autouse=True)
@@ -33,39 +18,6 @@ def cluster(ray_cluster):
     threads = torch.get_num_threads()
     yield ray_cluster
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def two(ray_cluster, tmp_path_factory):
-    """A finished demo: two workers."""
-    output = tmp_path_factory.mktemp("two") / "run"
-    assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
-    return output
-
-
-def once_at(output: Path, step: int, act) -> threading.Thread:
-    """Call ``act`` when discovery has logged ``step``."""
-
-    def watch():
-        while not any(
-            e["phase"] == "discover" and e["step"] >= step for e in read_journal(Storage(str(output)))
-        ):
-            time.sleep(0.05)
-        act()
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
-
-
-def kill_a_worker() -> None:
-    """kill -9 of one training worker of this cluster (other clusters may be on the machine)."""
-    from ray.util.state import list_actors
-
-    actors = list_actors(filters=[("state", "=", "ALIVE")], detail=True)
-    pids = [actor.pid for actor in actors if actor.class_name == "RayTrainWorker"]
-    assert len(pids) == 2, actors
-    os.kill(pids[1], signal.SIGKILL)
 
 
 def test_one_worker_equals_no_ray(tmp_path, capsys):
@@ -110,27 +62,6 @@ def test_the_same_demo_again_trains_nothing(two, capsys, monkeypatch):
     assert (two / "metrics.json").read_bytes() == before
 
 
-def test_stopped_then_a_worker_killed_then_equal(two, tmp_path, capsys):
-    """SIGTERM saves and leaves with 75; the same command goes on; a killed worker is replaced; the weights
-    are those of the undisturbed run.
-    """
-    output = tmp_path / "run"
-    argv = ["demo", *LONG, "--output", str(output)]
-    once_at(output, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert cli.main(argv) == 75
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].endswith("of 240; resume with the same command")
-    stopped_at = checkpoint_steps(Storage(str(output)), "discover")[-1]
-    assert 8 <= stopped_at < 240 and not (output / "lock.json").exists()
-
-    killer = once_at(output, stopped_at + 8, kill_a_worker)
-    assert cli.main(argv) == 0
-    killer.join(timeout=1)
-    assert not killer.is_alive()
-    assert_same_weights(output, two)
-    assert lines_of(output) == lines_of(two)
-
-
 @pytest.mark.slow
 def test_the_real_demo(tmp_path):
     """Every setting as a newcomer gets it, but for Ray, which runs already."""
@@ -140,27 +71,7 @@ def test_the_real_demo(tmp_path):
     assert results["train/known/task_aware/acc/best"] > 0.99
 
 
-DRIVER = "import sys; from pipelines import cli; sys.exit(cli.main(sys.argv[1:]))"
-
-
-def test_a_killed_driver(two, tmp_path, cluster, capsys, monkeypatch):
-    """Its workers may go on for a while on a cluster that outlives it; the same command takes over."""
-    monkeypatch.setattr(lock, "PATIENCE_S", 4)
-    output = tmp_path / "run"
-    argv = ["demo", *LONG, "--output", str(output)]
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *argv], cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, env={**os.environ, "RAY_ADDRESS": cluster.get_runtime_context().gcs_address},
-    )  # fmt: skip
-    watcher = once_at(output, 8, driver.kill)
-    _, errors = driver.communicate(timeout=120)
-    watcher.join(timeout=1)
-    assert driver.returncode == -signal.SIGKILL, errors.decode()
-    assert cli.main(argv) == 0
-    assert f"is claimed by process {driver.pid} on" in capsys.readouterr().out
-    assert_same_weights(output, two)
-
-
+@pytest.mark.slow
 def test_numerics_error_in_a_worker_is_code_3(tmp_path, capfd):
     """Pixels divided by 1e-38 overflow: the loss is never finite."""
     tiny = ("--data.std", "1e-38", "1e-38", "1e-38")
@@ -204,26 +115,3 @@ def test_unreadable_images_beyond_the_budget_stop_before_any_worker(tmp_path, ca
     err = capsys.readouterr().err
     assert err.startswith("uno: error: 1 of 60 images are unreadable") and err.count("\n") == 1
     assert json.loads((output / "bad_samples.jsonl").read_text())["id"].endswith("emu/7.png")
-
-
-def test_the_cluster_file_fits_rays_schema():
-    """As ``ray up`` would read it, without a cloud; Ray's own check does not compare the worker counts."""
-    import yaml
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    config = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())
-    validate_config(config)
-    prepared = prepare_config(config)
-    validate_config(prepared)
-    types = prepared["available_node_types"]
-    head = types[prepared["head_node_type"]]
-    assert head["resources"] == {"CPU": 0} and head.get("max_workers", 0) == 0
-    assert all(kind["min_workers"] <= kind["max_workers"] for kind in types.values())
-    assert sum(kind["max_workers"] for kind in types.values()) >= prepared["max_workers"] > 0
-    assert any(
-        kind["node_config"].get("InstanceMarketOptions", {}).get("MarketType") == "spot"
-        for kind in types.values()
-    )
-    commands = [*prepared["setup_commands"], *prepared["head_start_ray_commands"]]
-    assert not any("nightly" in command or "dev0" in command for command in commands)
-    assert any("--dashboard-host=127.0.0.1" in command for command in commands)

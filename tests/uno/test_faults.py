@@ -91,6 +91,25 @@ def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kin
     assert load_newest(storage, "discover").step == 18
 
 
+DAMAGE = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "bit flipped": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path, undisturbed, monkeypatch, damage):
+    """The older one is taken; the end is the same. Kills: a start at step 0, damaged weights trained on."""
+    storage = Storage(str(tmp_path))
+    train_both(small_config(), storage)
+    DAMAGE[damage](tmp_path / "checkpoints/discover/step_00000018/tensors.safetensors")
+    monkeypatch.setenv(faults.VARIABLE, "nan:step=999")  # only to have the start noted
+    assert_same(copied_tensors(train_both(small_config(), storage)), undisturbed[0])
+    assert [event["step"] for event in faults._events(storage)] == [18 - INTERVAL]
+    assert lines(storage) == undisturbed[1]
+
+
 def test_wasted_steps_are_counted_from_the_next_start_of_the_phase(tmp_path):
     storage = Storage(str(tmp_path))
     for event in (

@@ -1,0 +1,19 @@
+"""The undisturbed two-worker run that disturbed ones are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import cli
+from tests.pipelines.small import LONG
+
+
+@pytest.fixture(scope="session")
+def two(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished ``uno demo``: two workers, 240 steps of discovery."""
+    output = tmp_path_factory.mktemp("two") / "run"
+    assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
+    return output

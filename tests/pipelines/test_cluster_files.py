@@ -1,0 +1,138 @@
+"""cluster.yaml and its relatives, as Ray would read them, without a cloud."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_cluster_file_fits_rays_schema():
+    """As ``ray up`` would read it, without a cloud; Ray's own check does not compare the worker counts."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    validate_config(config)
+    prepared = prepare_config(config)
+    validate_config(prepared)
+    types = prepared["available_node_types"]
+    head = types[prepared["head_node_type"]]
+    assert head["resources"] == {"CPU": 0} and head.get("max_workers", 0) == 0
+    assert all(kind["min_workers"] <= kind["max_workers"] for kind in types.values())
+    assert sum(kind["max_workers"] for kind in types.values()) >= prepared["max_workers"] > 0
+    assert any(
+        kind["node_config"].get("InstanceMarketOptions", {}).get("MarketType") == "spot"
+        for kind in types.values()
+    )
+    commands = [*prepared["setup_commands"], *prepared["head_start_ray_commands"]]
+    assert not any("nightly" in command or "dev0" in command for command in commands)
+    assert any("--dashboard-host=127.0.0.1" in command for command in commands)
+
+
+def test_every_field_of_the_cluster_file_has_a_comment():
+    """Above it, or above the block of equal fields it belongs to."""
+    lines = (ROOT / "cluster.yaml").read_text().splitlines()
+    top = [i for i, line in enumerate(lines) if line and line[0].isalpha()]
+    assert [lines[i] for i in top if not lines[i - 1].startswith("#") and lines[i] not in UNCOMMENTED] == []
+
+
+UNCOMMENTED = ("provider:", "auth:", "available_node_types:")  # their fields have comments
+
+
+def test_the_kubernetes_manifest_has_the_keys_of_its_api():
+    """KubeRay's ray.io/v1 types and the names that its objects must share; no Kubernetes is needed."""
+    claim, job = yaml.safe_load_all((ROOT / "rayjob.yaml").read_text())
+    assert (claim["kind"], job["apiVersion"], job["kind"]) == ("PersistentVolumeClaim", "ray.io/v1", "RayJob")
+    spec = job["spec"]
+    assert spec.keys() <= {
+        "entrypoint", "runtimeEnvYAML", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit",
+        "rayClusterSpec",
+    }  # fmt: skip
+    assert "--output /" in spec["entrypoint"] and "--device cuda" in spec["entrypoint"]
+    assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
+    cluster = spec["rayClusterSpec"]
+    assert cluster.keys() <= {
+        "rayVersion", "enableInTreeAutoscaling", "autoscalerOptions", "authOptions", "headGroupSpec",
+        "workerGroupSpecs",
+    }  # fmt: skip
+    assert cluster["enableInTreeAutoscaling"] and cluster["authOptions"] == {"mode": "token"}
+    import ray
+
+    assert cluster["rayVersion"].split(".")[:2] == ray.__version__.split(".")[:2]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    for group in (cluster["headGroupSpec"], workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        (container,) = pod["containers"]
+        assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/runs", "/dev/shm"}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_fake_cluster_grows_for_a_job(tmp_path):
+    """The head has no CPU: the command waits, the autoscaler starts nodes, two workers train."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    text = (ROOT / "cluster-fake.yaml").read_text()
+    assert "gcs_address: 127.0.0.1:6399" in text
+    (tmp_path / "cluster.yaml").write_text(text.replace("127.0.0.1:6399", address))
+    env = {
+        **os.environ, "RAY_FAKE_CLUSTER": "1", "RAY_AUTH_MODE": "disabled",
+        "RAY_TMPDIR": f"/tmp/uno-{os.getpid()}",
+    }  # fmt: skip
+    ray = str(Path(sys.executable).parent / "ray")
+    head = subprocess.Popen(
+        [ray, "start", "--head", "--num-cpus=0", "--node-ip-address=127.0.0.1", "--dashboard-port=0",
+         "--block", f"--port={address.rpartition(':')[2]}",
+         f"--autoscaling-config={tmp_path / 'cluster.yaml'}"],
+        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))):
+            assert head.poll() is None and time.monotonic() < end
+            time.sleep(0.2)
+        from tests.pipelines.small import SMALL
+
+        done = subprocess.run(
+            [sys.executable, "-m", "pipelines.pretrain", *SMALL, "--workers", "2", "--max-steps", "3",
+             "--output", str(tmp_path / "run")],
+            env={**env, "RAY_ADDRESS": address}, cwd=ROOT, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "waiting up to 10 minutes for the cluster to grow" in done.stdout
+        assert f"finished: {tmp_path / 'run'}" in done.stdout
+    finally:
+        end_processes_of(address)
+        head.wait(30)
+
+
+def end_processes_of(address: str) -> None:
+    """Every Ray process of the cluster at that address, and of no other one."""
+    port = address.rpartition(":")[2]
+    marks = (f"--gcs-address={address}", f"--gcs_server_port={port}", f"--gcs_address={address}")
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                words = (folder / "cmdline").read_text().split("\0")
+                if any(word in marks for word in words):
+                    os.kill(int(folder.name), 9)
+            except OSError:
+                continue

@@ -1,0 +1,123 @@
+"""``ray job submit`` against a running head: logs, exit codes, stop, kill, and the same submission again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.small import INTERVAL, LONG, assert_same_weights, lines_of
+from uno import lock
+from uno.checkpoint import checkpoint_steps
+from uno.faults import VARIABLE, wasted_steps
+from uno.storage import Storage
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).parent / "ray")
+STOP_WAIT_S = "60"
+
+
+@pytest.fixture
+def client(ray_cluster):
+    from ray._private.worker import get_dashboard_url
+    from ray.job_submission import JobSubmissionClient
+
+    address = f"http://{get_dashboard_url()}"
+    client = JobSubmissionClient(address)
+    client.url = address
+    return client
+
+
+def submit(client, name: str, module: str, *argv: str, faults: str = "") -> tuple[int, str]:
+    """``ray job submit``, waited for: its exit code and what it printed."""
+    done = subprocess.run(
+        [RAY, "job", "submit", "--address", client.url, "--working-dir", str(ROOT), "--submission-id", name,
+         "--runtime-env-json", json.dumps(runtime_env(faults)), "--", sys.executable, "-m", module, *argv],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def runtime_env(faults: str) -> dict:
+    return {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S, VARIABLE: faults}}
+
+
+def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
+    """One line in the logs, the code in the status; ray's own exit code is 1 for every failure."""
+    code, printed = submit(
+        client, "uno-bad", "pipelines.discover", *LONG, "--batch-size", "33", "--workers", "2",
+        "--output", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert code == 1
+    logs = client.get_job_logs("uno-bad")
+    assert logs.splitlines()[-1].startswith("uno: error: ") and "Traceback" not in logs
+    assert logs.splitlines()[-1] in printed
+    assert client.get_job_status("uno-bad") == "FAILED"
+    assert "exit code 2" in client.get_job_info("uno-bad").message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, client, tmp_path, monkeypatch):
+    """kill -9 of the driver while its workers go on, then `ray job stop`, then to the end: equal weights."""
+    monkeypatch.setattr(lock, "PATIENCE_S", 4)
+    storage = Storage(str(tmp_path / "run"))
+    argv = ["pipelines.discover", *LONG, "--workers", "2", "--output", storage.root]
+    faults = "kill-driver:step=8"  # strikes once, as every fault
+    code, _ = submit(client, "uno-killed", *argv, faults=faults)
+    assert code == 1 and client.get_job_status("uno-killed") == "FAILED"
+    killed_at = checkpoint_steps(storage, "discover")[-1]
+    assert killed_at < 240
+
+    entrypoint = " ".join([sys.executable, "-m", *argv])
+    env = {**runtime_env(faults), "working_dir": str(ROOT)}
+    stopped = client.submit_job(entrypoint=entrypoint, runtime_env=env)
+    wait_for_step(storage, checkpoint_steps(storage, "discover")[-1] + 2 * INTERVAL, client, stopped)
+    client.stop_job(stopped)
+    logs = ended(client, stopped)
+    assert client.get_job_status(stopped) == "STOPPED"
+    assert "resume with the same command" in logs.splitlines()[-1]
+    assert checkpoint_steps(storage, "discover")[-1] < 240 and not storage.exists(lock.FILE)
+
+    code, printed = submit(client, "uno-again", *argv, faults=faults)
+    assert code == 0 and client.get_job_status("uno-again") == "SUCCEEDED", printed
+    assert f"results in {storage.root}" in printed
+    noise = [line for line in printed.splitlines() if "WARNING " in line or "Traceback" in line]
+    assert noise == []
+    (wasted,) = wasted_steps(storage)
+    assert wasted <= INTERVAL + 1
+    assert_same_weights(tmp_path / "run", two)
+    assert lines_of(tmp_path / "run") == lines_of(two)
+
+
+@pytest.mark.slow
+def test_a_sweep_is_submitted_like_a_run(client, tmp_path):
+    from tests.tune.tiny import TINY
+
+    output = str(tmp_path / "sweep")
+    code, printed = submit(
+        client, "uno-sweep", "tune.sweep", *TINY, "--trials", "2", "--folds", "1", "--output", output
+    )
+    assert code == 0, printed
+    assert Storage(output).exists("best.yaml") and "Traceback" not in printed
+
+
+def wait_for_step(storage: Storage, step: int, client, job: str, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while max(checkpoint_steps(storage, "discover"), default=0) < step:
+        assert time.monotonic() < end and not client.get_job_status(job).is_terminal()
+        time.sleep(0.05)
+
+
+def ended(client, job: str, seconds: float = 120) -> str:
+    """Logs of a job once it has ended."""
+    end = time.monotonic() + seconds
+    while not client.get_job_status(job).is_terminal():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    return client.get_job_logs(job)
