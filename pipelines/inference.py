@@ -19,6 +19,7 @@ import pyarrow as pa
 import torch
 
 from pipelines import ray_env
+from pipelines.blocks import image_columns, images_of
 from pipelines.console import Progress, say
 from pipelines.options import RAY_JOB, SWITCHES, overrides
 from pipelines.worker import worker_resources
@@ -211,30 +212,15 @@ class Scorer:
 
 # ---------------------------------------------------------------------------------------- blocks on their way
 def _block(rows: Rows, index: np.ndarray) -> pa.Table:
-    """Rows as they are: paths as bytes (a path need not be text), encoded images, or pixels with a shape."""
-    images = [rows.images[int(row)] for row in index]
-    pixels = [image if isinstance(image, np.ndarray) else None for image in images]
-    paths = [os.fsencode(image) if isinstance(image, str) else None for image in images]
-    data = [image.tobytes() if isinstance(image, np.ndarray) else image for image in images]
+    """Rows with their images as they are."""
     return pa.table(
-        {
-            "row": pa.array(index, pa.int64()),
-            "path": pa.array(paths, pa.binary()),
-            "data": pa.array([d if isinstance(d, bytes) else None for d in data], pa.large_binary()),
-            "shape": pa.array([None if p is None else list(p.shape) for p in pixels], pa.list_(pa.int32())),
-        }
+        {"row": pa.array(index, pa.int64()), **image_columns([rows.images[int(i)] for i in index])}
     )
 
 
 def _decode(block: pa.Table, size: int) -> pa.Table:
     """The same rows with pixels, 3 * size * size bytes each, or the reason why there are none."""
-    images: list[Any] = []
-    columns = (block[name].to_pylist() for name in ("path", "data", "shape"))
-    for path, data, shape in zip(*columns, strict=True):
-        if shape is not None:
-            images.append(np.frombuffer(data, np.uint8).reshape(shape))
-        else:
-            images.append(data if path is None else os.fsdecode(path))
+    images = images_of(block)
     pixels, ok, bad = decode_many(images, [str(i) for i in range(len(images))], size, threads=1)
     reasons = {int(entry["id"]): entry["reason"] for entry in bad}
     raw = [row.tobytes() if fine else None for row, fine in zip(pixels.numpy(), ok, strict=True)]

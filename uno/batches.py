@@ -7,11 +7,9 @@ import torch
 
 from uno.augment import augment
 from uno.config import Config
-from uno.data.batches import Plan, batch_indices, worker_share
+from uno.data.batches import Plan, augment_generator, batch_indices, worker_share
 from uno.data.resident import TrainSet
 from uno.steps import Batch
-
-AUGMENT = 3  # stream number of the augmentation's randomness; uno.data.batches has 0-2
 
 
 class ResidentBatches:
@@ -36,8 +34,7 @@ class ResidentBatches:
             for indices in batch_indices(self._plan, step)
         )
         images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled]])
-        seeds = np.random.SeedSequence([config.seed, AUGMENT, self._plan.labeled_stream, step])
-        generator = torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
+        generator = augment_generator(config.seed, self._plan.labeled_stream, step)
         num_rows = self._plan.labeled_size + self._plan.unlabeled_size
         views = augment(
             images, config.augment, generator, config.data.mean, config.data.std, self._rows, num_rows

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 from uno.config import ConfigError
 
-LABELED, UNLABELED, PRETRAIN = 0, 1, 2
+LABELED, UNLABELED, PRETRAIN, AUGMENT = 0, 1, 2, 3
 """Streams of randomness: the second number of a generator's seed."""
 
 
@@ -116,6 +117,12 @@ def worker_share(indices: np.ndarray, rank: int, num_workers: int) -> np.ndarray
     share = len(indices) // num_workers
     assert share * num_workers == len(indices), (len(indices), num_workers)
     return indices[rank * share : (rank + 1) * share]
+
+
+def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Generator:
+    """What the views of global batch ``step`` of a phase are drawn with."""
+    seeds = np.random.SeedSequence([seed, AUGMENT, labeled_stream, step])
+    return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
 
 
 @lru_cache(maxsize=4)

@@ -8,6 +8,7 @@ of 12 megapixels; torchcodec 0.17: 20,000, 430 and 15/s. A resident set is decod
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,14 +62,28 @@ def decode(image: Image, size: int) -> np.ndarray:
     """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size``, centre crop.
 
     Resizing is antialiased bilinear; an image of size x size is returned unchanged. Transparent pixels become
-    white, 16-bit grey is scaled to 8 bits. This function mutes warnings, which is process-wide: from several
-    threads use :func:`decode_many`.
+    white, 16-bit grey is scaled to 8 bits.
 
     Raises:
         BadImage: missing, too large, not an image, of a refused format, truncated, or corrupt.
     """
-    with _quiet():
+    with quiet():
         return _decode(image, size)
+
+
+def decode_rgb(image: Image, side: int) -> np.ndarray:
+    """``image`` -> uint8 (H,W,3): upright, RGB, whole. Call it inside :func:`quiet`. Raises BadImage.
+
+    A JPEG may come at 1/2, 1/4 or 1/8 scale where that leaves 4 * ``side`` pixels (see :data:`DRAFT`).
+    """
+    if isinstance(image, np.ndarray):
+        _check_array(image)
+        return image
+    with _open(image) as picture:
+        if picture.format in ("JPEG", "MPO"):
+            picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
+        rgb, orientation = to_rgb(picture), _orientation(picture)
+        return np.asarray(rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb)
 
 
 def decode_many(
@@ -93,7 +108,7 @@ def decode_many(
         return bad
 
     parts = [range(start, min(start + 64, num)) for start in range(0, num, 64)]
-    with _quiet(), ThreadPoolExecutor(threads or torch.get_num_threads()) as pool:
+    with quiet(), ThreadPoolExecutor(threads or torch.get_num_threads()) as pool:
         bad = [entry for part in pool.map(fill, parts) for entry in part]
     return pixels, ok, bad
 
@@ -112,12 +127,44 @@ def check_bad(bad: Sequence[dict[str, str]], total: int, max_fraction: float) ->
         )
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Mute Pillow's warnings: size is checked here, broken metadata and odd palettes do no harm.
+
+    Filters belong to the process: they are muted while any thread is inside.
+    """
+    with _muted.lock:
+        if _muted.threads == 0:
+            _muted.filters = warnings.catch_warnings()
+            _muted.filters.__enter__()
+            warnings.simplefilter("ignore")
+        _muted.threads += 1
+    try:
+        yield
+    finally:
+        with _muted.lock:
+            _muted.threads -= 1
+            if _muted.threads == 0:
+                _muted.filters.__exit__(None, None, None)
+
+
+class _Muted:
+    """How many threads are inside :func:`quiet`, and the filters to restore when the last one leaves."""
+
+    def __init__(self) -> None:
+        self.lock, self.threads = threading.Lock(), 0
+        self.filters: Any = None
+
+
+_muted = _Muted()
+
+
 def read_header(image: Image) -> Header:
     """Format and size without decoding pixels. Raises BadImage as :func:`decode`."""
     if isinstance(image, np.ndarray):
         _check_array(image)
         return Header("pixels", image.shape[1], image.shape[0])
-    with _quiet(), _open(image) as picture:
+    with quiet(), _open(image) as picture:
         return Header(str(picture.format), *picture.size)
 
 
@@ -209,11 +256,3 @@ def _check_array(image: np.ndarray) -> None:
 
 def _one_line(message: Any) -> str:
     return " ".join(str(message).split())[:200]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Mute Pillow's warnings: size is checked here, broken metadata and odd palettes do no harm."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
