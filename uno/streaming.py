@@ -2,8 +2,8 @@
 
 A worker's rows of all steps form one line of references (:mod:`uno.feed`); whoever cuts them, threads here
 or Ray Data, hands back 8-bit views in the same order; :class:`StreamBatches` packs them into batches and does
-the rest of the augmentation on the device. Everything is a function of (seed, step, rank), so any step can be the
-first.
+the rest of the augmentation on the device. Everything is a function of (seed, step, rank), so any step can be
+the first.
 
 An image that turns out to be unreadable is replaced in its batch by the views of the next readable row of its
 kind in the worker's share; it is listed in bad_samples.jsonl, and too many of them end the run.

@@ -27,6 +27,9 @@ LABEL_COLUMNS = ("label", "fine_label", "labels")
 SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
 MAX_TABLE_BYTES = 2**30
+PACKING = "pack.json"
+PACKED = "uno"
+"""What ``uno.data.pack`` leaves: a file beside its shards, and a key of their metadata."""
 
 
 def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Rows:
@@ -44,17 +47,21 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
         files = [(name, path)]
     else:
         root = path
-        files = [(f.relative, f.path) for f in filesystem.walk(path) if f.relative.endswith(".parquet")]
+        found = filesystem.walk(path)
+        files = [(f.relative, f.path) for f in found if f.relative.endswith(".parquet")]
+        _check_complete(path, [f.path for f in found if f.relative == PACKING])
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
     source = f"parquet:{path}"
     tables: list[pa.Table] = []
     names: list[str] = []
     kept: set[str | None] = set()  # the image column that was left in the files
+    known: tuple[str, ...] = ()
     for name, file in files:
-        table, names, left = _read_file(name, file, images_only, lazy)
+        table, schema, names, left = _read_file(name, file, images_only, lazy)
         tables.append(table)
         kept.add(left)
+        known = known or _known_classes(schema)
     if len(kept) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     try:
@@ -73,6 +80,7 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
         split=_splits(source, table["split"].to_pylist()),
         source=source,
         class_names=tuple(names),
+        known=known,
         eval_labels=_labels(source, table["eval_label"], names)
         if "eval_label" in table.column_names
         else None,
@@ -112,9 +120,11 @@ def read_table(path: str, images_only: bool = False) -> Rows:
     )
 
 
-def _read_file(name: str, path: str, images_only: bool, lazy: bool) -> tuple[pa.Table, list[str], str | None]:
-    """One Parquet file as columns id, image, label, split; the class names of its metadata ([]: none); and
-    the name of its image column if that was not read, because it holds bytes and ``lazy`` was asked for.
+def _read_file(
+    name: str, path: str, images_only: bool, lazy: bool
+) -> tuple[pa.Table, pa.Schema, list[str], str | None]:
+    """One Parquet file as columns id, image, label, split; its schema; the class names of that ([]: none);
+    and the name of its image column if that was not read, because it holds bytes and ``lazy`` was asked for.
     """
     try:
         with (
@@ -142,7 +152,27 @@ def _read_file(name: str, path: str, images_only: bool, lazy: bool) -> tuple[pa.
     }
     given = {c: table[c].cast(pa.string()) for c in ("id", "split") if c in table.column_names}
     given |= {c: table[c] for c in ("eval_label",) if c in table.column_names}
-    return pa.table(data | given), _class_names(path, schema, label), image if lazy else None
+    return pa.table(data | given), schema, _class_names(path, schema, label), image if lazy else None
+
+
+def _check_complete(path: str, packing: Sequence[str]) -> None:
+    """Raise ConfigError where ``uno data pack`` has not finished."""
+    for file in packing:
+        try:
+            finished = json.loads(_text(file))["finished"]
+        except (ValueError, KeyError, TypeError):
+            continue  # somebody else's file
+        if finished is False:
+            raise ConfigError(f"parquet:{path} is half a pack; run the same uno data pack again to finish it")
+
+
+def _known_classes(schema: pa.Schema) -> tuple[str, ...]:
+    """The known classes that a packed source declared."""
+    try:
+        known = json.loads((schema.metadata or {})[PACKED.encode()])["known"]
+    except (ValueError, KeyError, TypeError):
+        return ()
+    return tuple(map(str, known)) if isinstance(known, list) else ()
 
 
 def _class_names(path: str, schema: pa.Schema, label: str | None) -> list[str]:
