@@ -46,7 +46,7 @@ from uno.feed import Feed, Part, StreamSet, cut_here
 from uno.presets import preset
 from uno.storage import Storage
 
-SHARED = Path(os.environ.get("UNO_SHARED", Path(__file__).parents[2] / "shared")) / "data"
+SHARED = Path(__file__).parents[2] / "shared" / "data"
 SIZES = {"imagenet": (224, 96), "cifar": (32, 18)}
 SCALES = {"large": (0.5, 1.0), "small": (0.08, 0.5)}
 BATCH = 64

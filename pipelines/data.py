@@ -45,12 +45,13 @@ def main(argv: Sequence[str]) -> int:
 
 def check_data(argv: Sequence[str]) -> int:
     """Print classes, counts and problems; exit code 2 when a run could not succeed."""
+    from pipelines.ingest import decide
     from uno.data.check import check, format_report
     from uno.data.sources import read_rows
     from uno.data.splits import make_task
 
-    config = parse(argv, "data").config
-    task = make_task(read_rows(config.data), config.data)
+    config, task = decide(parse(argv, "data").config, fresh=True)
+    task = task or make_task(read_rows(config.data), config.data)
     problems = check(task, config)
     print(format_report(task, problems))
     return 2 if any(problem.level == "error" for problem in problems) else 0

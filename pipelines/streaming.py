@@ -36,7 +36,9 @@ SPAN_PARTS_PER_CPU = 32
 MIN_SPAN_PARTS = 64
 OPEN_NEXT_AT = 0.5  # of a span
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
-READ_CPUS = 0.5  # another number than for cutting keeps Ray from fusing the two
+READ_CPUS, CUT_CPUS = 0.001, 0.9
+"""A reader that waits for its consumers must not keep the last CPU from them: both fit into one. That they
+differ keeps Ray from fusing the two."""
 
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
 """Executes blocks of references, one span."""
@@ -58,10 +60,12 @@ def cut_on_ray(ray: Any, workers: int, worker_cpus: float) -> Callable[[Feed], I
             if isinstance(feed.images, ParquetImages):
                 read = partial(_read, images=feed.images, part_rows=feed.part_rows)
                 dataset = dataset.map_batches(
-                    read, batch_format="pyarrow", batch_size=None, num_cpus=READ_CPUS
+                    read, batch_format="pyarrow", batch_size=None, num_cpus=READ_CPUS, concurrency=1
                 )
             cut = partial(_cut, cuts=feed.cuts, part_rows=feed.part_rows)
-            return _batches(dataset.map_batches(cut, batch_format="pyarrow", batch_size=None, num_cpus=1))
+            return _batches(
+                dataset.map_batches(cut, batch_format="pyarrow", batch_size=None, num_cpus=CUT_CPUS)
+            )
 
         num_rows = feed.read_rows if isinstance(feed.images, ParquetImages) else feed.part_rows
         tables = (_references(feed, refs) for refs in feed.refs(num_rows))
@@ -81,7 +85,9 @@ def decode_on_ray(
     def run(tables: list[pa.Table]) -> Iterator[pa.Table]:
         decode = partial(_decode, side=side, images=images if isinstance(images, ParquetImages) else None)
         dataset = _dataset(ray, tables, cpus, store)
-        return _batches(dataset.map_batches(decode, batch_format="pyarrow", batch_size=None, num_cpus=1))
+        return _batches(
+            dataset.map_batches(decode, batch_format="pyarrow", batch_size=None, num_cpus=CUT_CPUS)
+        )
 
     def decoded(lots: Iterable[np.ndarray]) -> Iterator[Decoded]:
         tables = (

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipelines import cli, streaming
+from pipelines import cli, inference, streaming
 from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
 from uno import run
 from uno.config import Config, override
@@ -145,6 +145,17 @@ def test_spans_keep_order_and_overlap():
         pass
     found += [table["x"][0].as_py() for table in results]
     assert found == list(range(10)) and started == [0, 4, 8]
+
+
+def test_rows_of_parquet_travel_as_numbers(tmp_path):
+    """To the tasks that decode for predictions. Kills: a whole set of bytes put into the object store."""
+    rows = make_task(read_rows(config := config_of(packed_source(tmp_path)).data), config).rows
+    index = np.array([3, 60, 7])
+    block = inference._block(rows, index)
+    assert block.column_names == ["row", "number"]
+    found = inference._decode(block, 8, rows.images)
+    images, ok, _ = decode_many([rows.images[i] for i in index], ["a", "b", "c"], 8, 1)
+    assert found["image"].to_pylist() == [image.numpy().tobytes() for image in images] and ok.all()
 
 
 def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
