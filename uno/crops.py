@@ -72,7 +72,8 @@ class Cuts:
             images: n encoded images, paths or arrays.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
-        views, reasons = self.split(pixels), [None] * len(images)  # type: list[Tensor], list[str | None]
+        views = [[row.unbind(0) for row in part.unbind(0)] for part in self.split(pixels)]
+        reasons: list[str | None] = [None] * len(images)
         with quiet():
             for step in np.unique(steps):
                 rows = np.flatnonzero(steps == step)
@@ -96,13 +97,15 @@ class Cuts:
             planned.append([list(zip(a, b, strict=True)) for a, b in zip(crops, boxes, strict=True)])
         return planned
 
-    def _cut(self, image: Image, planned: list[list[tuple[list[float], Box]]], out: list[Tensor]) -> None:
+    def _cut(
+        self, image: Image, planned: list[list[tuple[list[float], Box]]], out: list[tuple[Tensor, ...]]
+    ) -> None:
         whole = square = None
         for kind, plan, views in zip(self.kinds, planned, out, strict=True):
             if kind.crop == "resized" and whole is None:
                 whole = torch.from_numpy(decode_rgb(image, self._draft_side))
             if kind.crop != "resized" and square is None:
-                square = torch.from_numpy(decode(image, self.side).transpose(1, 2, 0))
+                square = torch.from_numpy(decode(image, self.side).copy()).permute(1, 2, 0)
             for view, (numbers, box) in zip(views, plan, strict=True):
                 if kind.crop == "resized":
                     assert whole is not None
@@ -120,19 +123,19 @@ class Cuts:
 
 
 def crop_(view: Tensor, image: Tensor, box: Box) -> None:
-    """Write the part ``box`` of ``image`` uint8 (H,W,3) into ``view`` uint8 (3,size,size), resized bilinearly
-    with antialiasing and rounded; pixels outside the image are black.
+    """Write the part ``box`` of ``image`` uint8 (H,W,3 or 4) into ``view`` uint8 (3,size,size), resized
+    bilinearly with antialiasing and rounded; pixels outside the image are black, a fourth channel is dropped.
     """
     top, left, height, width = box
     size = view.shape[-1]
     if (height, width) != (size, size):
         part = image[top : top + height, left : left + width].permute(2, 0, 1).unsqueeze(0)
-        view.copy_(F.interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0])
+        view.copy_(F.interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0, :3])
         return
     up, down = max(0, top), min(image.shape[0], top + size)
     near, far = max(0, left), min(image.shape[1], left + size)
     if down > up and far > near:
-        inside = image[up:down, near:far].permute(2, 0, 1)
+        inside = image[up:down, near:far, :3].permute(2, 0, 1)
         view[:, up - top : down - top, near - left : far - left].copy_(inside)
 
 
