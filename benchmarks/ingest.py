@@ -133,8 +133,9 @@ def loader_of(config: Config, images: Any, rows: np.ndarray) -> Callable[[], Non
         images, rows = images.fetch(rows), np.arange(len(rows))  # in memory: no random access to row groups
     data = Pictures(images, rows, config)
     loader = torch.utils.data.DataLoader(
-        data, batch_size=BATCH, num_workers=CORES, persistent_workers=True, drop_last=True
-    )
+        data, batch_size=BATCH, num_workers=CORES, persistent_workers=True, drop_last=True,
+        multiprocessing_context="spawn",  # a fork would copy Ray's threads
+    )  # fmt: skip
 
     def loop() -> None:
         assert sum(len(batch[0]) for batch in loader) == len(rows) // BATCH * BATCH
@@ -246,17 +247,20 @@ class Peak:
     def _watch(self) -> None:
         import psutil
 
-        most: dict[str, float] = {"peak_pss_mb": 0, "peak_here_mb": 0}
+        most = {"peak_all_mb": 0, "peak_private_mb": 0, "peak_private_here_mb": 0}
         while not self._stop.wait(0.5):
             here = psutil.Process()
-            total = 0
+            shared = private = 0
             for process in [here, *here.children(recursive=True)]:
                 try:
-                    total += process.memory_full_info().pss  # shared pages once
+                    memory = process.memory_full_info()
                 except psutil.Error:
                     continue
-            most["peak_pss_mb"] = max(most["peak_pss_mb"], round(total / 1e6))
-            most["peak_here_mb"] = max(most["peak_here_mb"], round(here.memory_info().rss / 1e6))
+                shared += memory.pss  # pages of the object store once
+                private += memory.uss
+            own = here.memory_full_info().uss
+            for name, value in zip(most, (shared, private, own), strict=True):
+                most[name] = max(most[name], round(value / 1e6))
         self.found = most
 
 

@@ -181,7 +181,11 @@ def _execute(
     with Progress() as progress:
         show = _interval_only(progress, config.train.log_every)
         job = _run_here if config.compute.workers == 0 else _run_on_ray
-        return job(config, task, phases, evaluate, claim, show)
+        values = job(config, task, phases, evaluate, claim, show)
+    if config.data.ingest == "streaming" and claim.storage.exists(BAD_SAMPLES):
+        count = len(claim.storage.read(BAD_SAMPLES).splitlines())
+        say(f"warning: {count} images were unreadable; see {claim.storage.path(BAD_SAMPLES)}")
+    return values
 
 
 def _interval_only(progress: Progress, log_every: int) -> Callable[[dict[str, Any]], None]:

@@ -27,6 +27,7 @@ from uno.data.decode import decode_many
 from uno.data.parquet import ParquetImages
 from uno.data.rows import Chosen, Images, Paths
 from uno.data.splits import Task
+from uno.errors import UnoError
 from uno.feed import PART_BYTES, Feed, Part, Refs, StreamSet, stream_facts
 from uno.storage import Storage
 from uno.streaming import Decoded, StreamedEvalSet, streamed_eval_sets
@@ -183,7 +184,20 @@ def _dataset(ray: Any, tables: list[pa.Table], cpus: float, store: float) -> Any
 
 
 def _batches(dataset: Any) -> Iterator[pa.Table]:
-    return iter(dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2))
+    try:
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+    except Exception as error:
+        raise _own_error(error) or error from None
+
+
+def _own_error(error: BaseException | None) -> UnoError | None:
+    """The error of ours that failed a Ray task: Ray's own text is a traceback."""
+    while error is not None:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, UnoError):
+            return cause
+        error = cause if isinstance(cause, BaseException) else error.__cause__
+    return None
 
 
 def _references(feed: Feed, refs: Refs) -> pa.Table:

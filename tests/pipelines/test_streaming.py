@@ -13,7 +13,7 @@ import torch
 from pipelines import cli, inference, streaming
 from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
 from uno import run
-from uno.config import Config, override
+from uno.config import Config, ConfigError, override
 from uno.data.decode import decode_many
 from uno.data.pack import pack
 from uno.data.parquet import ParquetImages
@@ -95,6 +95,22 @@ def test_ray_cuts_what_threads_cut(ray_cluster, tmp_path, monkeypatch, make):
     images, ok, _ = decode_many(task.rows.images, task.rows.ids, 8, 1)
     assert torch.equal(torch.cat([part for _, part, *_ in lots]), images)
     assert (np.concatenate([part for _, _, part, _ in lots]) == ok).all()
+
+
+@pytest.mark.ray
+def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
+    """Not the traceback of a Ray task."""
+    config = config_of(packed_source(tmp_path))
+    train = streaming_set(
+        config, make_task(read_rows(config.data), config.data), Storage(str(tmp_path / "run"))
+    )
+    for path in (tmp_path / "out").glob("train-*.parquet"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    with pytest.raises(ConfigError, match="cannot read row group") as caught:
+        joined(streaming.cut_on_ray(ray_cluster, 1, 1)(feed_of(config, train, last=6)))
+    assert "CRC" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.ray

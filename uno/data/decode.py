@@ -3,7 +3,7 @@
 The header is read first (format, pixel and byte caps), then the pixels; whatever goes wrong is a BadImage.
 
 Pillow decodes. On one core: 8,000 images/s of CIFAR10-JPEG, 480/s of ImageNet originals (500 px), 50-75/s
-of 12 megapixels; torchcodec 0.17: 20,000, 430 and 15/s. A resident set is decoded once: Pillow is enough.
+of 12 megapixels; torchcodec 0.17: 20,000, 430 and 15/s. Pillow is enough.
 """
 
 from __future__ import annotations

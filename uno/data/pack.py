@@ -175,7 +175,7 @@ def _shard(
     """The content of a file, and the rows that are not in it."""
     order = np.concatenate(groups)
     images, index = base(rows.images, order)
-    found: list[Image] = (
+    found: list[Any] = (
         images.fetch(index) if isinstance(images, ParquetImages) else [images[i] for i in index]
     )
     with quiet():
@@ -199,7 +199,8 @@ def _shard(
             start += len(group)
             kept = [i for i, one in enumerate(content) if isinstance(one, bytes)]
             if kept:
-                writer.write_table(_table(rows, group[kept], [content[i] for i in kept], schema))
+                good = [one for one in content if isinstance(one, bytes)]
+                writer.write_table(_table(rows, group[kept], good, schema))
     return sink.getvalue(), bad
 
 
