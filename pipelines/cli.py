@@ -25,7 +25,7 @@ Command = Callable[[Sequence[str]], int]
 
 SENTENCES = {
     "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
-    "data": "Check a data set before a run: `uno data check --data SOURCE`.",
+    "data": "Check a data set before a run, or pack it into shards: `uno data check --data SOURCE`.",
     "pretrain": "Train the encoder and the known head on the labeled images.",
     "discover": "Find the novel classes among the unlabeled images; pretrains first where needed.",
     "evaluate": "Compute the metrics of a finished run.",

@@ -19,12 +19,14 @@ import pyarrow as pa
 import torch
 
 from pipelines import ray_env
+from pipelines.blocks import image_columns, images_of
 from pipelines.console import Progress, say
 from pipelines.options import RAY_JOB, SWITCHES, overrides
 from pipelines.worker import worker_resources
 from uno.config import Config, override
 from uno.data.decode import decode_many
-from uno.data.rows import Rows
+from uno.data.parquet import ParquetImages
+from uno.data.rows import Rows, base
 from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted, UnoError
@@ -163,6 +165,8 @@ def predict_on_ray(
     model = build_classifier(files)
     num_workers = config.compute.workers
     blocks = [_block(rows, index) for index in writer.batches(model.batch_rows)]
+    images, _ = base(rows.images, np.empty(0, np.int64))
+    decode = partial(_decode, size=model.size, images=images if isinstance(images, ParquetImages) else None)
     scorer = {
         "files": ray.put(dict(files)),
         "embedding": writer.embedding,
@@ -171,7 +175,7 @@ def predict_on_ray(
     }
     results = (
         ray.data.from_arrow(blocks)
-        .map_batches(partial(_decode, size=model.size), batch_format="pyarrow", batch_size=None)
+        .map_batches(decode, batch_format="pyarrow", batch_size=None)
         .map_batches(
             Scorer,
             fn_constructor_kwargs=scorer,
@@ -211,38 +215,26 @@ class Scorer:
 
 # ---------------------------------------------------------------------------------------- blocks on their way
 def _block(rows: Rows, index: np.ndarray) -> pa.Table:
-    """Rows as they are: paths as bytes (a path need not be text), encoded images, or pixels with a shape."""
-    images = [rows.images[int(row)] for row in index]
-    pixels = [image if isinstance(image, np.ndarray) else None for image in images]
-    paths = [os.fsencode(image) if isinstance(image, str) else None for image in images]
-    data = [image.tobytes() if isinstance(image, np.ndarray) else image for image in images]
+    """Rows with their images as they are; of images in Parquet files their numbers."""
+    images, numbers = base(rows.images, index)
+    if isinstance(images, ParquetImages):
+        return pa.table({"row": pa.array(index, pa.int64()), "number": pa.array(numbers, pa.int64())})
     return pa.table(
-        {
-            "row": pa.array(index, pa.int64()),
-            "path": pa.array(paths, pa.binary()),
-            "data": pa.array([d if isinstance(d, bytes) else None for d in data], pa.large_binary()),
-            "shape": pa.array([None if p is None else list(p.shape) for p in pixels], pa.list_(pa.int32())),
-        }
+        {"row": pa.array(index, pa.int64()), **image_columns([rows.images[int(i)] for i in index])}
     )
 
 
-def _decode(block: pa.Table, size: int) -> pa.Table:
+def _decode(block: pa.Table, size: int, images: ParquetImages | None) -> pa.Table:
     """The same rows with pixels, 3 * size * size bytes each, or the reason why there are none."""
-    images: list[Any] = []
-    columns = (block[name].to_pylist() for name in ("path", "data", "shape"))
-    for path, data, shape in zip(*columns, strict=True):
-        if shape is not None:
-            images.append(np.frombuffer(data, np.uint8).reshape(shape))
-        else:
-            images.append(data if path is None else os.fsdecode(path))
-    pixels, ok, bad = decode_many(images, [str(i) for i in range(len(images))], size, threads=1)
+    found = images_of(block) if images is None else images.fetch(block["number"].to_numpy())
+    pixels, ok, bad = decode_many(found, [str(i) for i in range(len(found))], size, threads=1)
     reasons = {int(entry["id"]): entry["reason"] for entry in bad}
     raw = [row.tobytes() if fine else None for row, fine in zip(pixels.numpy(), ok, strict=True)]
     return pa.table(
         {
             "row": block["row"],
             "image": pa.array(raw, pa.large_binary()),
-            "reason": pa.array([reasons.get(i) for i in range(len(images))], pa.string()),
+            "reason": pa.array([reasons.get(i) for i in range(len(found))], pa.string()),
         }
     )
 

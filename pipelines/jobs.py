@@ -14,28 +14,31 @@ import torch
 
 from pipelines import ray_env
 from pipelines.console import Progress, say
+from pipelines.ingest import decide
 from pipelines.options import Options, overrides
 from uno import doctor, faults, lock, run
 from uno.checkpoint import checkpoint_steps
 from uno.config import Config, override
 from uno.config_file import dump_yaml
+from uno.data.bad import BAD_SAMPLES
 from uno.data.check import check, format_report
 from uno.data.decode import check_bad, decode_many
-from uno.data.resident import assemble, eval_sets
+from uno.data.resident import TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.doctor import RESULTS, STOP_FILE
 from uno.errors import ConfigError, Interrupted
 from uno.evaluate import format_table
 from uno.export import model_card
+from uno.feed import StreamSet
 from uno.journal import JournalTail
 from uno.lock import Claim
 from uno.report import REPORT, write_report
 from uno.storage import Storage
+from uno.streaming import streaming_eval_sets, streaming_set
 from uno.train import LocalWorker
 
 ESTIMATE = "estimate.json"
-BAD_SAMPLES = "bad_samples.jsonl"
 
 
 def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: bool = True) -> int:
@@ -64,7 +67,8 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
         if options.dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
         config, estimate = _with_estimated_classes(config)
-    task = prepare(config)
+    config, task = decide(config, options.fresh)
+    task = prepare(config, task)
     if options.dry_run:
         return _dry_run(config, task, phases)
     assert config.output is not None
@@ -165,13 +169,13 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
     return override(config, {"data.num_novel": found.suggested}), Storage(folder).read(ESTIMATE)
 
 
-def prepare(config: Config) -> Task:
-    """Read the rows' table and run the preflight checks; warnings are printed.
+def prepare(config: Config, task: Task | None = None) -> Task:
+    """Read the rows' table unless it is there, and run the preflight checks; warnings are printed.
 
     Raises:
         ConfigError: the first error found.
     """
-    task = make_task(read_rows(config.data), config.data)
+    task = make_task(read_rows(config.data), config.data) if task is None else task
     problems = check(task, config)
     for problem in problems:
         if problem.level == "error":
@@ -195,7 +199,11 @@ def _execute(
     with Progress() as progress:
         show = faults.in_driver(_interval_only(progress, config.train.log_every), claim.storage)
         job = _run_here if config.compute.workers == 0 else _run_on_ray
-        return job(config, task, phases, evaluate, claim, show)
+        values = job(config, task, phases, evaluate, claim, show)
+    if config.data.ingest == "streaming" and claim.storage.exists(BAD_SAMPLES):
+        count = len(claim.storage.read(BAD_SAMPLES).splitlines())
+        say(f"warning: {count} images were unreadable; see {claim.storage.path(BAD_SAMPLES)}")
+    return values
 
 
 def _interval_only(progress: Progress, log_every: int) -> Callable[[dict[str, Any]], None]:
@@ -222,15 +230,24 @@ def _run_here(
     torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
     worker = LocalWorker(device, show)
     with _stop_signals(lambda: setattr(worker, "stop_requested", True)):
-        images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
-        _account_for(bad, config, task, storage)
-        train = assemble(task, images, ok)
-        on_device = train.to(device)
+        train: TrainSet | StreamSet
+        on_device: TrainSet | StreamSet
+        if config.data.ingest == "streaming":
+            train = on_device = streaming_set(config, task, storage)
+        else:
+            images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
+            _account_for(bad, config, task, storage)
+            resident = train = assemble(task, images, ok)
+            on_device = resident.to(device)
         for phase in phases:
             (run.pretrain if phase == run.PRETRAIN else run.discover)(config, on_device, worker, storage)
     if not evaluate:
         return {}
-    sets = eval_sets(task, images, ok)
+    sets: dict[str, Any]
+    if isinstance(train, StreamSet):
+        sets = streaming_eval_sets(config, task, train.bad)
+    else:
+        sets = eval_sets(task, images, ok)
     return run.evaluate_run(config, storage, train, sets, len(task.known) + len(task.novel), worker)
 
 
@@ -274,11 +291,13 @@ def _run_on_ray(
             from pipelines import datasets, worker
 
             worker.await_resources(ray, config, lambda: stopping)
-            images = datasets.decode_task(ray, task, config.data.store_size)
-            bad = datasets.bad_samples(images, task)
-            _account_for(bad, config, task, storage)
-            row_of = {name: i for i, name in enumerate(task.rows.ids)}
-            bad_rows = [row_of[entry["id"]] for entry in bad]
+            images, bad_rows = None, []
+            if config.data.ingest != "streaming":
+                images = datasets.decode_task(ray, task, config.data.store_size)
+                bad = datasets.bad_samples(images, task)
+                _account_for(bad, config, task, storage)
+                row_of = {name: i for i, name in enumerate(task.rows.ids)}
+                bad_rows = [row_of[entry["id"]] for entry in bad]
             if stopping:
                 raise Interrupted("stopped before training began")
             journal = JournalTail(storage)

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelines import datasets
+from pipelines import datasets, streaming
 from pipelines.console import say
 from uno import collectives, faults, run
 from uno.checkpoint import checkpoint_steps
 from uno.config import Config, to_dict
+from uno.data.resident import TrainSet
 from uno.data.splits import Task
 from uno.doctor import RAY_FOLDER
 from uno.errors import ConfigError, Interrupted, UnoError
+from uno.feed import StreamSet
 from uno.lock import Claim, ClaimedStorage
 from uno.storage import Storage
 
@@ -91,8 +93,12 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     storage.check()  # every rank: the run directory must be one that all nodes see
     worker = RayWorker(storage, loop["stop_file"])
     size, num_known, num_novel = config.data.store_size, loop["num_known"], loop["num_novel"]
-    train, images = datasets.train_set(ray.train.get_dataset_shard("images"), size, num_known, num_novel)
-    train = train.to(worker.device)
+    train: TrainSet | StreamSet
+    if loop["stream"] is None:
+        train, images = datasets.train_set(ray.train.get_dataset_shard("images"), size, num_known, num_novel)
+        train = train.to(worker.device)
+    else:
+        train = streaming.train_set(config, loop, storage)
     try:
         for phase in loop["phases"]:
             (run.pretrain if phase == run.PRETRAIN else run.discover)(config, train, worker, storage)
@@ -100,9 +106,13 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
         return {"interrupted": str(stop)}
     if not loop["evaluate"]:
         return {"metrics": {}}
-    readable = torch.ones(len(images), dtype=torch.bool)
-    readable[torch.tensor(loop["bad_rows"], dtype=torch.int64)] = False
-    sets = datasets.eval_sets(ray.train.get_dataset_shard("truth"), images, readable)
+    sets: dict[str, Any]
+    if isinstance(train, StreamSet):
+        sets = streaming.eval_sets(config, loop, train)
+    else:
+        readable = torch.ones(len(images), dtype=torch.bool)
+        readable[torch.tensor(loop["bad_rows"], dtype=torch.int64)] = False
+        sets = datasets.eval_sets(ray.train.get_dataset_shard("truth"), images, readable)
     return {"metrics": run.evaluate_run(config, storage, train, sets, loop["num_true"], worker)}
 
 
@@ -149,8 +159,14 @@ def run_workers(
         "num_true": len(task.known) + len(task.novel),
         "bad_rows": bad_rows,
         "faults": os.environ.get(faults.VARIABLE, ""),
+        "worker_cpus": resources["CPU"],
+        "stream": None,
     }
-    sources = {"images": images, "truth": datasets.truth_of(ray, task)}
+    sources = {}
+    if images is None:
+        loop |= streaming.shared(ray, task)
+    else:
+        sources = {"images": images, "truth": datasets.truth_of(ray, task)}
     saved, deaths = _saved_steps(storage), 0
     while True:
         loop["token"] = claim.replace_token()  # a worker of the last group that still runs writes no more

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +50,6 @@ class Draws:
     equalize: Tensor  # (N,) bool
     blur: Tensor  # (N,) bool
     sigma: Tensor  # (N,) float32, pixels
-
-    def select(self, rows: Tensor) -> Draws:
-        """The parameters of ``rows`` (M,) int64."""
-        return Draws(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
 def augment(
@@ -88,17 +84,54 @@ def augment(
     if len(chosen) != len(images):
         raise ValueError(f"rows selects {len(chosen)} of {total} rows but there are {len(images)} images")
     views: list[Tensor] = []
-    for kind in (config.large, config.small):
-        if kind.num_views == 0:
-            continue
-        kind = kind.model_copy(update=COLOR_OFF) if config.weak else kind
-        # The views of an image lie together.
-        draws = draw(kind, total * kind.num_views, images.shape[-1], generator)
-        if rows is not None:
-            draws = draws.select((chosen[:, None] * kind.num_views + torch.arange(kind.num_views)).flatten())
+    for kind in kinds(config):
+        numbers = draw_numbers(total, kind.num_views, generator)
+        draws = draws_of(kind, numbers if rows is None else numbers[chosen], images.shape[-1])
         batch = apply(images, draws, kind).unflatten(0, (len(images), kind.num_views))
         views += [normalize(one, mean, std) for one in batch.unbind(1)]
     return views
+
+
+def augment_crops(
+    crops: Sequence[Tensor],
+    config: AugmentConfig,
+    generator: torch.Generator,
+    mean: Sequence[float],
+    std: Sequence[float],
+    rows: Tensor,
+    num_rows: int,
+    side: int,
+) -> list[Tensor]:
+    """:func:`augment` for crops that :mod:`uno.crops` cut on the CPU: everything after the crop.
+
+    Args:
+        crops: for each kind of :func:`kinds`, (B,V,3,size,size) uint8, on any device.
+        config: the recipe.
+        generator: in the state that the crops were cut with.
+        mean: of the channels, on the 0-1 scale.
+        std: likewise.
+        rows: (B,) int64 on the host, which rows of the whole batch they are.
+        num_rows: rows of the whole batch.
+        side: of the stored square, in pixels.
+
+    Returns:
+        As :func:`augment`.
+    """
+    views: list[Tensor] = []
+    for kind, crop in zip(kinds(config), crops, strict=True):
+        draws = draws_of(kind, draw_numbers(num_rows, kind.num_views, generator)[rows], side)
+        batch = crop.flatten(0, 1) / 255
+        _on_rows(batch, draws.flip, lambda images: images.flip(-1))
+        with torch.autocast(batch.device.type, enabled=False):
+            _finish_(batch, draws, kind)
+        views += [normalize(one, mean, std) for one in batch.unflatten(0, crop.shape[:2]).unbind(1)]
+    return views
+
+
+def kinds(config: AugmentConfig) -> list[ViewConfig]:
+    """The kinds of views that there are, large ones first; ``weak`` ones without colour."""
+    present = [kind for kind in (config.large, config.small) if kind.num_views]
+    return [kind.model_copy(update=COLOR_OFF) for kind in present] if config.weak else present
 
 
 def view(images: Tensor, config: ViewConfig, generator: torch.Generator) -> Tensor:
@@ -126,15 +159,26 @@ def eval_view(images: Tensor, size: int, mean: Sequence[float], std: Sequence[fl
 
 
 def draw(config: ViewConfig, num_rows: int, side: int, generator: torch.Generator) -> Draws:
-    """Parameters of ``num_rows`` views of images of ``side`` x ``side`` pixels.
-
-    A row takes the same numbers from the generator whatever the config: equal geometry draws equal crops.
+    """Parameters of ``num_rows`` views of images of ``side`` x ``side`` pixels; one view of each image.
 
     Raises:
         ValueError: a padded crop is larger than the padded image.
     """
-    tries = 2 * CROP_ATTEMPTS
-    numbers = torch.rand(num_rows, tries + OTHER_NUMBERS, generator=generator, dtype=torch.float64)
+    return draws_of(config, draw_numbers(num_rows, 1, generator), side)
+
+
+def draw_numbers(num_rows: int, num_views: int, generator: torch.Generator) -> Tensor:
+    """All numbers that views take from the generator: float64 (N,V,42), uniform in 0-1.
+
+    A row takes as many whatever the config: equal geometry draws equal crops.
+    """
+    count = 2 * CROP_ATTEMPTS + OTHER_NUMBERS
+    return torch.rand(num_rows, num_views, count, generator=generator, dtype=torch.float64)
+
+
+def draws_of(config: ViewConfig, numbers: Tensor, side: int) -> Draws:
+    """What :func:`draw_numbers` (N,V,42) mean: the parameters of N * V views, those of an image together."""
+    numbers, tries = numbers.flatten(0, 1), 2 * CROP_ATTEMPTS
     column = iter(numbers[:, tries:].unbind(1))
 
     def coin(probability: float) -> Tensor:
@@ -210,15 +254,20 @@ def apply(images: Tensor, draws: Draws, config: ViewConfig) -> Tensor:
         raise ValueError(f"images must be uint8 (B,3,S,S), B > 0; got {images.dtype} {tuple(images.shape)}")
     with torch.autocast(images.device.type, enabled=False):  # interpolation weights in bfloat16 would show
         out = _crop(images, draws, config)
-        _on_rows(out, draws.affine, affine, draws.pose)
-        if len(rows := draws.jitter.nonzero()[:, 0]):
-            color.jitter_(out, rows, draws.factors[rows], draws.order[rows])
-        _on_rows(out, draws.grey, color.grey)
-        _on_rows(out, draws.solarize, color.solarize, draws.threshold)
-        _on_rows(out, draws.equalize, color.equalize)
-        radius = min(math.ceil(BLUR_RADIUS_SIGMAS * config.blur_sigma[1]), config.size - 1)
-        _on_rows(out, draws.blur, lambda some, sigma: blur(some, sigma, radius), draws.sigma)
+        _finish_(out, draws, config)
     return out
+
+
+def _finish_(views: Tensor, draws: Draws, config: ViewConfig) -> None:
+    """Everything after crop and flip, in place: (N,3,size,size) float32 in 0-1."""
+    _on_rows(views, draws.affine, affine, draws.pose)
+    if len(rows := draws.jitter.nonzero()[:, 0]):
+        color.jitter_(views, rows, draws.factors[rows], draws.order[rows])
+    _on_rows(views, draws.grey, color.grey)
+    _on_rows(views, draws.solarize, color.solarize, draws.threshold)
+    _on_rows(views, draws.equalize, color.equalize)
+    radius = min(math.ceil(BLUR_RADIUS_SIGMAS * config.blur_sigma[1]), config.size - 1)
+    _on_rows(views, draws.blur, lambda some, sigma: blur(some, sigma, radius), draws.sigma)
 
 
 def _on_rows(images: Tensor, chosen: Tensor, operation: Callable[..., Tensor], *parameters: Tensor) -> None:

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from uno.augment import augment
 from uno.config import Config
-from uno.data.batches import Plan, batch_indices, worker_share
+from uno.data.batches import Plan, augment_generator, batch_indices, worker_share
 from uno.data.resident import TrainSet
 from uno.steps import Batch
-
-AUGMENT = 3  # stream number of the augmentation's randomness; uno.data.batches has 0-2
 
 
 class ResidentBatches:
@@ -73,7 +71,6 @@ class RotationBatches:
 
 def _views(config: Config, images: Tensor, plan: Plan, step: int, rows: Tensor) -> list[Tensor]:
     """Views of the ``rows`` (B,) int64 of the global batch that ``images`` are."""
-    seeds = np.random.SeedSequence([config.seed, AUGMENT, plan.labeled_stream, step])
-    generator = torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
+    generator = augment_generator(config.seed, plan.labeled_stream, step)
     num_rows = plan.labeled_size + plan.unlabeled_size
     return augment(images, config.augment, generator, config.data.mean, config.data.std, rows, num_rows)

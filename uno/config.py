@@ -69,8 +69,10 @@ class DataConfig(_Frozen):
         "proportional",
         description="Labeled to unlabeled rows of a batch: as in the data, or 1:1 (the shorter cycles).",
     )
-    ingest: Literal["auto", "resident"] = Field(
-        "auto", description="resident: decode once and keep uint8 images in memory."
+    ingest: Literal["auto", "resident", "streaming"] = Field(
+        "auto",
+        description="resident: decode once, keep uint8 images in memory; streaming: decode in every epoch; "
+        "auto: resident where the set fits.",
     )
     max_bad_fraction: Probability = Field(
         0.01, description="Stop when more than this share of images is unreadable."

@@ -5,7 +5,7 @@ rows -> `evaluate` -> `Confusions` -> sum over workers -> `protocol_metrics` -> 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,7 +133,6 @@ def _count_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> N
     counts.view(num_heads, -1).scatter_add_(1, cells, ones)
 
 
-@torch.inference_mode()
 def evaluate(
     predict_logits: Callable[[Tensor], ViewLogits],
     eval_set: EvalRows,
@@ -162,14 +161,32 @@ def evaluate(
     """
     if len(eval_set.images) != len(eval_set.truth):
         raise ValueError(f"{len(eval_set.images)} images but {len(eval_set.truth)} truth values")
+    batches = slices(eval_set.images, eval_set.truth, batch_size, rank, world_size)
+    return count(predict_logits, batches, confusions)
+
+
+@torch.inference_mode()
+def count(
+    predict_logits: Callable[[Tensor], ViewLogits],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    confusions: Confusions,
+) -> Confusions:
+    """:func:`evaluate` of batches that come one after another: images (b, 3, S, S) uint8 and truth (b,)."""
     device = confusions.known.device
-    images, truth = eval_set.images[rank::world_size], eval_set.truth[rank::world_size]
-    for start in range(0, len(truth), batch_size):
-        batch = slice(start, start + batch_size)
-        logits = predict_logits(images[batch].to(device, non_blocking=True))
+    for images, truth in batches:
+        logits = predict_logits(images.to(device, non_blocking=True))
         novel = None if logits.novel is None else logits.novel[0]
-        confusions.update(logits.known[0], novel, truth[batch].to(device, non_blocking=True))
+        confusions.update(logits.known[0], novel, truth.to(device, non_blocking=True))
     return confusions
+
+
+def slices(
+    images: Tensor, truth: Tensor, batch_size: int, rank: int = 0, world_size: int = 1
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """A worker's rows ``rank::world_size`` in batches."""
+    images, truth = images[rank::world_size], truth[rank::world_size]
+    for start in range(0, len(truth), batch_size):
+        yield images[start : start + batch_size], truth[start : start + batch_size]
 
 
 # -------------------------------------------------------------------------------------------------- protocols

@@ -26,7 +26,7 @@ from uno.augment import eval_view
 from uno.classes import OutputClass, parse_classes, route
 from uno.config import Config, override
 from uno.data.decode import decode_many
-from uno.data.rows import Chosen, Rows
+from uno.data.rows import Chosen, Images, Rows
 from uno.errors import StorageError
 from uno.methods import build_network
 from uno.metrics import hungarian
@@ -275,7 +275,7 @@ def sample_cosines(
     num = min(SAMPLE_ROWS, len(rows))
     index = np.arange(num) * len(rows) // max(num, 1)
     batches = (index[i : i + model.batch_rows] for i in range(0, num, model.batch_rows))
-    for _, pixels, ok, _ in decoded(rows, batches, model.size, threads):
+    for _, pixels, ok, _ in decoded(rows.images, batches, model.size, threads):
         if ok.any():
             yield model.cosines(pixels[torch.from_numpy(ok)])
 
@@ -299,7 +299,9 @@ def predict_rows(
         threads: that decode (default: as many as there are cores).
         on_progress: called after every batch with (rows done, N).
     """
-    for index, pixels, ok, reasons in decoded(rows, writer.batches(model.batch_rows), model.size, threads):
+    for index, pixels, ok, reasons in decoded(
+        rows.images, writer.batches(model.batch_rows), model.size, threads
+    ):
         readable = torch.from_numpy(ok)
         scores = model.score(pixels[readable]) if ok.any() else None
         writer.add(result_table(index, ok, reasons, scores, writer.embedding))
@@ -308,7 +310,7 @@ def predict_rows(
 
 
 def decoded(
-    rows: Rows, batches: Iterable[np.ndarray], size: int, threads: int | None = None
+    images: Images, batches: Iterable[np.ndarray], size: int, threads: int | None = None
 ) -> Iterator[tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]]:
     """Decode batches of row numbers ahead of whoever works on them.
 
@@ -319,7 +321,7 @@ def decoded(
 
     def decode(index: np.ndarray) -> tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]:
         names = [str(position) for position in range(len(index))]
-        pixels, ok, bad = decode_many(Chosen(rows.images, index), names, size, num_threads)
+        pixels, ok, bad = decode_many(Chosen(images, index), names, size, num_threads)
         return index, pixels, ok, {int(entry["id"]): entry["reason"] for entry in bad}
 
     waiting: list[Future[tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]]] = []

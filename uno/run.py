@@ -1,4 +1,4 @@
-"""A run from resident data to results: pretrain, discover, evaluate, save; the same on every worker."""
+"""A run from its data to results: pretrain, discover, evaluate, save; the same on every worker."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 import yaml
@@ -37,13 +39,15 @@ from uno.data.batches import ROTATION as ROTATION_STREAM
 from uno.data.batches import Plan, make_plan, make_pretrain_plan
 from uno.data.resident import EvalSet, TrainSet
 from uno.errors import StorageError
-from uno.evaluate import Confusions, evaluate, protocol_metrics
+from uno.evaluate import Confusions, count, protocol_metrics
+from uno.feed import StreamSet
 from uno.hardware import hardware
 from uno.kmeans import kmeans_baseline
 from uno.model import Logits, UnoModel, build_model
 from uno.state import TrainState, new_state
 from uno.steps import pretrain_step, rotation_step
 from uno.storage import Storage
+from uno.streaming import StreamBatches, StreamedEvalSet
 from uno.train import Phase, Worker, fit
 
 ROTATION, PRETRAIN, DISCOVER = "rotation", "pretrain", "discover"
@@ -77,7 +81,7 @@ def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int
     }
 
 
-def pretrain(config: Config, train: TrainSet, worker: Worker, storage: Storage) -> TrainState:
+def pretrain(config: Config, train: TrainSet | StreamSet, worker: Worker, storage: Storage) -> TrainState:
     """Supervised pretraining of encoder and known head (paper Sec. 4.1); resumes or returns at once if
     finished. Where the run has rotation epochs, they come first.
     """
@@ -94,7 +98,7 @@ def pretrain_hash(config: Config) -> str:
     return config_hash(override(config, {key: defaults[key] for key in ignored}))
 
 
-def rotate(config: Config, train: TrainSet, worker: Worker, storage: Storage) -> TrainState:
+def rotate(config: Config, train: TrainSet | StreamSet, worker: Worker, storage: Storage) -> TrainState:
     """Self-supervised pretraining of the encoder on all training rows: tell quarter turns apart.
 
     What KCL to RS+ start from in their papers' better rows (Gidaris et al. 2018; 200 epochs, batches of 128,
@@ -105,7 +109,7 @@ def rotate(config: Config, train: TrainSet, worker: Worker, storage: Storage) ->
     return _fit(config, ROTATION, model, train, worker, storage)
 
 
-def discover(config: Config, train: TrainSet, worker: Worker, storage: Storage) -> TrainState:
+def discover(config: Config, train: TrainSet | StreamSet, worker: Worker, storage: Storage) -> TrainState:
     """The discovery phase, from the encoder and known prototypes of :func:`pretrain` (or
     ``config.model.weights``).
     """
@@ -115,9 +119,9 @@ def discover(config: Config, train: TrainSet, worker: Worker, storage: Storage) 
 
 
 def _fit(
-    config: Config, name: str, model: UnoModel, train: TrainSet, worker: Worker, storage: Storage
+    config: Config, name: str, model: UnoModel, train: TrainSet | StreamSet, worker: Worker, storage: Storage
 ) -> TrainState:
-    plan = plans(config, len(train.labels), len(train.unlabeled_images), worker.world_size)[name]
+    plan = plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
     method = methods.load(config.method)
     step = {ROTATION: rotation_step, PRETRAIN: pretrain_step, DISCOVER: method.step}[name]
@@ -134,24 +138,30 @@ def _fit(
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
     extra: dict[str, Tensor] = {}
     if name == DISCOVER and method.start is not None and not checkpoint_steps(storage, name):
+        assert isinstance(train, TrainSet), "uno.data.ingest keeps such methods resident"
         extra = method.start(config, model, train)
     state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
     state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
     if name == DISCOVER and config.objective.rkd_weight:
-        state.teacher = _teacher(config, train, storage).to(worker.device)
-    source = RotationBatches if name == ROTATION else ResidentBatches
-    batches = source(config, train, plan, worker.rank, worker.world_size)
-    fit(config, phase, state, batches, worker, storage)
+        state.teacher = _teacher(config, train.num_known, storage).to(worker.device)
+    place = (worker.rank, worker.world_size)
+    if isinstance(train, TrainSet):
+        source = RotationBatches if name == ROTATION else ResidentBatches
+        fit(config, phase, state, source(config, train, plan, *place), worker, storage)
+        return state
+    with closing(StreamBatches(config, train, plan, *place, worker.device, phase.last_step)) as batches:
+        fit(config, phase, state, batches, worker, storage)
+    train.bad.sync(worker.device)
     return state
 
 
-def _teacher(config: Config, train: TrainSet, storage: Storage) -> UnoModel:
+def _teacher(config: Config, num_known: int, storage: Storage) -> UnoModel:
     """The network that discovery starts from, frozen.
 
     Raises:
         ConfigError: the weights have no head for these known classes.
     """
-    model = build_model(config.model, train.num_known, 0, config.seed)
+    model = build_model(config.model, num_known, 0, config.seed)
     if not load_weights_(model, config, storage):
         raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
     model.normalize_prototypes_()
@@ -223,8 +233,8 @@ def load_trained(config: Config, storage: Storage, num_known: int, num_novel: in
 def evaluate_run(
     config: Config,
     storage: Storage,
-    train: TrainSet,
-    sets: Mapping[str, EvalSet],
+    train: TrainSet | StreamSet,
+    sets: Mapping[str, EvalSet | StreamedEvalSet],
     num_true: int,
     worker: Worker,
 ) -> dict[str, float]:
@@ -249,40 +259,47 @@ def evaluate_run(
         counts = Confusions.new(
             model.num_heads, train.num_known, num_true - train.num_known, train.num_novel, worker.device
         )
-        evaluate(predict, rows, config.train.eval_batch_size, counts, worker.rank, worker.world_size)
+        batches = rows.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
+        count(predict, batches, counts)
         values |= protocol_metrics(counts.all_reduce(collectives.sum_), best_head, split)
+    if isinstance(train, StreamSet):
+        train.bad.sync(worker.device)
     if worker.rank == 0:
         values |= _baselines(config, storage, train, sets["train"], worker.device)
     return values
 
 
 def _baselines(
-    config: Config, storage: Storage, train: TrainSet, rows: EvalSet, device: torch.device
+    config: Config,
+    storage: Storage,
+    train: TrainSet | StreamSet,
+    rows: EvalSet | StreamedEvalSet,
+    device: torch.device,
 ) -> dict[str, float]:
     """k-means on the frozen pretrained features of the novel training rows and, for tiny images, on their
     pixels.
     """
-    novel = rows.truth >= train.num_known
-    images, truth = rows.images[novel], (rows.truth[novel] - train.num_known).numpy()
-    if len(truth) < train.num_novel:
+    rows = rows.where(rows.truth >= train.num_known)
+    if len(rows.truth) < train.num_novel:
         return {}
     model = build_model(config.model, train.num_known, 0, 0)
     load_weights_(model, config, storage)
     model = model.to(device).eval()
+    parts: dict[str, list[Tensor]] = {"kmeans": [], "kmeans_pixels": [], "truth": []}
     with torch.inference_mode():
-        features = torch.cat(
-            [
-                model.features(_eval_images(part.to(device), config)).float().cpu()
-                for part in images.split(config.train.eval_batch_size)
-            ]
-        )
-    points = {"kmeans": features.numpy()}
-    if images.shape[-1] <= MAX_PIXEL_SIDE:
-        points["kmeans_pixels"] = images.flatten(1).float().cpu().numpy()
+        for images, truth in rows.batches(config.train.eval_batch_size):
+            parts["kmeans"].append(model.features(_eval_images(images.to(device), config)).float().cpu())
+            parts["truth"].append(truth - train.num_known)
+            if images.shape[-1] <= MAX_PIXEL_SIDE:
+                parts["kmeans_pixels"].append(images.flatten(1).float().cpu())
+    points = {name: torch.cat(tensors).numpy() for name, tensors in parts.items() if tensors}
+    classes = points.pop("truth", np.empty(0))
+    if len(classes) < train.num_novel:  # of streamed rows some may be unreadable
+        return {}
     return {
         f"baseline/{name}/novel/{metric}": value
         for name, data in points.items()
-        for metric, value in kmeans_baseline(data, truth, train.num_novel, config.seed).items()
+        for metric, value in kmeans_baseline(data, classes, train.num_novel, config.seed).items()
     }
 
 

@@ -208,7 +208,7 @@ def test_decoding_stays_a_few_batches_ahead(tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "decode_many", counted)
     rows = rows_of("digits")
     batches = [np.arange(i, i + 10) for i in range(0, 1000, 10)]
-    for taken, _ in enumerate(predict.decoded(rows, batches, 8, threads=1), start=1):
+    for taken, _ in enumerate(predict.decoded(rows.images, batches, 8, threads=1), start=1):
         assert started <= taken + predict.BATCHES_AHEAD
     assert taken == started == 100
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 from uno.config import ConfigError
 
-LABELED, UNLABELED, PRETRAIN, ROTATION = 0, 1, 2, 4
-"""Streams of randomness: the second number of a generator's seed (uno.batches has 3)."""
+LABELED, UNLABELED, PRETRAIN, AUGMENT, ROTATION = 0, 1, 2, 3, 4
+"""Streams of randomness: the second number of a generator's seed."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,12 @@ def worker_share(indices: np.ndarray, rank: int, num_workers: int) -> np.ndarray
     share = len(indices) // num_workers
     assert share * num_workers == len(indices), (len(indices), num_workers)
     return indices[rank * share : (rank + 1) * share]
+
+
+def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Generator:
+    """What the views of global batch ``step`` of a phase are drawn with."""
+    seeds = np.random.SeedSequence([seed, AUGMENT, labeled_stream, step])
+    return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
 
 
 @lru_cache(maxsize=4)

@@ -3,11 +3,12 @@
 The header is read first (format, pixel and byte caps), then the pixels; whatever goes wrong is a BadImage.
 
 Pillow decodes. On one core: 8,000 images/s of CIFAR10-JPEG, 480/s of ImageNet originals (500 px), 50-75/s
-of 12 megapixels; torchcodec 0.17: 20,000, 430 and 15/s. A resident set is decoded once: Pillow is enough.
+of 12 megapixels; torchcodec 0.17: 20,000, 430 and 15/s. Pillow is enough.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
@@ -61,14 +63,30 @@ def decode(image: Image, size: int) -> np.ndarray:
     """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size``, centre crop.
 
     Resizing is antialiased bilinear; an image of size x size is returned unchanged. Transparent pixels become
-    white, 16-bit grey is scaled to 8 bits. This function mutes warnings, which is process-wide: from several
-    threads use :func:`decode_many`.
+    white, 16-bit grey is scaled to 8 bits.
 
     Raises:
         BadImage: missing, too large, not an image, of a refused format, truncated, or corrupt.
     """
-    with _quiet():
+    with quiet():
         return _decode(image, size)
+
+
+def decode_rgb(image: Image, side: int) -> np.ndarray:
+    """``image`` -> uint8 (H,W,3 or 4): upright, RGB, whole. Call it inside :func:`quiet`. Raises BadImage.
+
+    A JPEG may come at 1/2, 1/4 or 1/8 scale where that leaves 4 * ``side`` pixels (see :data:`DRAFT`). A
+    fourth channel means nothing: it is Pillow's own memory, not copied, which saves a tenth of the time.
+    The array is not to be written to.
+    """
+    if isinstance(image, np.ndarray):
+        _check_array(image)
+        return image
+    with _open(image) as picture:
+        if picture.format in ("JPEG", "MPO"):
+            picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
+        rgb, orientation = to_rgb(picture), _orientation(picture)
+        return _pixels(rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb)
 
 
 def decode_many(
@@ -93,7 +111,7 @@ def decode_many(
         return bad
 
     parts = [range(start, min(start + 64, num)) for start in range(0, num, 64)]
-    with _quiet(), ThreadPoolExecutor(threads or torch.get_num_threads()) as pool:
+    with quiet(), ThreadPoolExecutor(threads or torch.get_num_threads()) as pool:
         bad = [entry for part in pool.map(fill, parts) for entry in part]
     return pixels, ok, bad
 
@@ -112,12 +130,44 @@ def check_bad(bad: Sequence[dict[str, str]], total: int, max_fraction: float) ->
         )
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Mute Pillow's warnings: size is checked here, broken metadata and odd palettes do no harm.
+
+    Filters belong to the process: they are muted while any thread is inside.
+    """
+    with _muted.lock:
+        if _muted.threads == 0:
+            _muted.filters = warnings.catch_warnings()
+            _muted.filters.__enter__()
+            warnings.simplefilter("ignore")
+        _muted.threads += 1
+    try:
+        yield
+    finally:
+        with _muted.lock:
+            _muted.threads -= 1
+            if _muted.threads == 0:
+                _muted.filters.__exit__(None, None, None)
+
+
+class _Muted:
+    """How many threads are inside :func:`quiet`, and the filters to restore when the last one leaves."""
+
+    def __init__(self) -> None:
+        self.lock, self.threads = threading.Lock(), 0
+        self.filters: Any = None
+
+
+_muted = _Muted()
+
+
 def read_header(image: Image) -> Header:
     """Format and size without decoding pixels. Raises BadImage as :func:`decode`."""
     if isinstance(image, np.ndarray):
         _check_array(image)
         return Header("pixels", image.shape[1], image.shape[0])
-    with _quiet(), _open(image) as picture:
+    with quiet(), _open(image) as picture:
         return Header(str(picture.format), *picture.size)
 
 
@@ -135,6 +185,17 @@ def _decode(image: Image, size: int) -> np.ndarray:
         if orientation in UPRIGHT:  # a centred square commutes with turns and flips, so turn the small one
             square = square.transpose(UPRIGHT[orientation])
         return np.asarray(square).transpose(2, 0, 1)
+
+
+def _pixels(picture: Pillow.Image) -> np.ndarray:
+    """An RGB picture's memory (H,W,4), or a copy (H,W,3) where it lies in pieces or Pillow is older."""
+    try:
+        values = pa.array(picture).values
+    except (ValueError, TypeError, pa.ArrowException):
+        return np.asarray(picture).copy()
+    width, height = picture.size
+    pixels = np.frombuffer(values.buffers()[1], np.uint8)[values.offset :][: 4 * width * height]
+    return pixels.reshape(height, width, 4)
 
 
 def _square(picture: Pillow.Image, size: int) -> Pillow.Image:
@@ -163,7 +224,8 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
     if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
         rgba = picture.convert("RGBA")
         return Pillow.alpha_composite(Pillow.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    return picture.convert("RGB")
+    picture.load()
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
 @contextmanager
@@ -209,11 +271,3 @@ def _check_array(image: np.ndarray) -> None:
 
 def _one_line(message: Any) -> str:
     return " ".join(str(message).split())[:200]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Mute Pillow's warnings: size is checked here, broken metadata and odd palettes do no harm."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from uno.config import DataConfig
 from uno.data.decode import check_bad, decode_many
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
+from uno.evaluate import slices
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +29,16 @@ class TrainSet:
     unlabeled_images: Tensor
     num_known: int
     num_novel: int
+
+    @property
+    def num_labeled(self) -> int:
+        """N_l."""
+        return len(self.labels)
+
+    @property
+    def num_unlabeled(self) -> int:
+        """N_u."""
+        return len(self.unlabeled_images)
 
     def to(self, device: torch.device | str) -> TrainSet:
         """The same set on ``device``."""
@@ -48,6 +60,14 @@ class EvalSet:
     images: Tensor
     truth: Tensor
     index: Tensor
+
+    def where(self, chosen: Tensor) -> EvalSet:
+        """The rows of the mask ``chosen`` (N,) bool."""
+        return EvalSet(self.images[chosen], self.truth[chosen], self.index[chosen])
+
+    def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """(images (b,3,S,S), truth (b,)) of this worker's rows, every row once."""
+        return slices(self.images, self.truth, batch_size, rank, world_size)
 
 
 def load_resident(

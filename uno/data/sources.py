@@ -23,7 +23,7 @@ READERS: dict[str, Reader] = {
     "cifar100": lambda path, config: read_cifar(CIFAR100, path, config.download),
     "imagenet": lambda path, config: read_imagenet(path, config.imagenet_split, config.known_classes is None),
     "folder": lambda path, config: read_folder(path),
-    "parquet": lambda path, config: read_parquet(path),
+    "parquet": lambda path, config: read_parquet(path, lazy=config.ingest == "streaming"),
     "table": lambda path, config: read_table(path),
 }
 INPUT_READERS: dict[str, Reader] = READERS | {

@@ -68,7 +68,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         true_names = order_classes({name for name in rows.truth if name is not None}, rows.class_names)
         novel = [name for name in true_names if name not in known]
     if config.limit is not None:
-        kept = _limit(rows, config.limit)
+        kept = limit_rows(rows, config.limit)
         rows, is_train = rows.take(kept), is_train[kept]
     labels = np.where(is_train, _indices(rows.labels, known), -1)
     eval_labels = _indices(rows.truth, [*known, *novel])
@@ -92,6 +92,19 @@ def _natural(name: str) -> tuple[object, ...]:
     parts = re.split(r"([0-9]+)", name)
     numbers = [(len(d.lstrip("0")), d.lstrip("0")) for d in parts[1::2]]
     return (*(x for pair in zip(parts[::2], [*numbers, (0, "")], strict=True) for x in pair), name)
+
+
+def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
+    """bool (N,): rows that count as labeled under ``known_classes``, whatever their split.
+
+    Raises:
+        ConfigError: as :func:`parse_known_classes`.
+    """
+    classes = order_classes({label for label in rows.labels if label is not None}, rows.class_names)
+    chosen = set(rows.known) or set(classes)
+    if config.known_classes is not None:
+        chosen = parse_known_classes(config.known_classes, classes)
+    return np.array([label in chosen for label in rows.labels])
 
 
 def _benchmark_classes(rows: Rows, config: DataConfig, classes: list[str]) -> tuple[list[str], list[str]]:
@@ -163,7 +176,7 @@ def _read_names(path: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _limit(rows: Rows, limit: int) -> np.ndarray:
+def limit_rows(rows: Rows, limit: int) -> np.ndarray:
     """At most ``limit`` rows of each split, evenly over its classes, as if the data set were smaller."""
     kept = []
     for split in ("train", "test"):

@@ -19,6 +19,7 @@ import pyarrow.parquet
 
 from uno.config import ConfigError
 from uno.data import filesystem
+from uno.data.parquet import ParquetImages
 from uno.data.rows import Encoded, Files, Images, Rows
 
 IMAGE_COLUMNS = ("image", "img", "path")
@@ -26,13 +27,17 @@ LABEL_COLUMNS = ("label", "fine_label", "labels")
 SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
 MAX_TABLE_BYTES = 2**30
+PACKING = "pack.json"
+PACKED = "uno"
+"""What ``uno.data.pack`` leaves: a file beside its shards, and a key of their metadata."""
 
 
-def read_parquet(path: str, images_only: bool = False) -> Rows:
+def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Rows:
     """All *.parquet files of a folder, or one file; images stay in the Arrow column.
 
     The split is column ``split``, else the file name (train-*, test-*, validation-*) or folder, else train.
-    With ``images_only`` nothing but images and ids is read: rows to predict need no label and no split.
+    With ``images_only`` nothing but images and ids is read: rows to predict need no label and no split. With
+    ``lazy`` images in the files stay there until they are wanted.
 
     Raises:
         ConfigError: no or unreadable files, missing columns, or values of the wrong type.
@@ -42,15 +47,23 @@ def read_parquet(path: str, images_only: bool = False) -> Rows:
         files = [(name, path)]
     else:
         root = path
-        files = [(f.relative, f.path) for f in filesystem.walk(path) if f.relative.endswith(".parquet")]
+        found = filesystem.walk(path)
+        files = [(f.relative, f.path) for f in found if f.relative.endswith(".parquet")]
+        _check_complete(path, [f.path for f in found if f.relative == PACKING])
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
     source = f"parquet:{path}"
     tables: list[pa.Table] = []
     names: list[str] = []
+    kept: set[str | None] = set()  # the image column that was left in the files
+    known: tuple[str, ...] = ()
     for name, file in files:
-        table, names = _read_file(name, file, images_only)
+        table, schema, names, left = _read_file(name, file, images_only, lazy)
         tables.append(table)
+        kept.add(left)
+        known = known or _known_classes(schema)
+    if len(kept) > 1:
+        raise ConfigError(f"{source}: the files name their image column differently")
     try:
         table = pa.concat_tables(tables, promote_options="default")
     except pa.ArrowException as error:
@@ -60,11 +73,14 @@ def read_parquet(path: str, images_only: bool = False) -> Rows:
     labels = _labels(source, table["label"], names)
     return Rows(
         ids=[str(value) for value in table["id"].to_pylist()],
-        images=_images(source, root, table, images_only),
+        images=ParquetImages(root, [file for _, file in files], column)
+        if (column := kept.pop()) is not None
+        else _images(source, root, table, images_only),
         labels=labels,
         split=_splits(source, table["split"].to_pylist()),
         source=source,
         class_names=tuple(names),
+        known=known,
         eval_labels=_labels(source, table["eval_label"], names)
         if "eval_label" in table.column_names
         else None,
@@ -104,30 +120,59 @@ def read_table(path: str, images_only: bool = False) -> Rows:
     )
 
 
-def _read_file(name: str, path: str, images_only: bool) -> tuple[pa.Table, list[str]]:
-    """One Parquet file as columns id, image, label, split; and the class names of its metadata ([]: none)."""
+def _read_file(
+    name: str, path: str, images_only: bool, lazy: bool
+) -> tuple[pa.Table, pa.Schema, list[str], str | None]:
+    """One Parquet file as columns id, image, label, split; its schema; the class names of that ([]: none);
+    and the name of its image column if that was not read, because it holds bytes and ``lazy`` was asked for.
+    """
     try:
-        with filesystem.open_input(path) as file, pa.parquet.ParquetFile(file) as parquet:
+        with (
+            filesystem.open_input(path) as file,
+            pa.parquet.ParquetFile(file, page_checksum_verification=True) as parquet,
+        ):
             schema = parquet.schema_arrow
             image = next((c for c in IMAGE_COLUMNS if c in schema.names), None)
             label = None if images_only else next((c for c in LABEL_COLUMNS if c in schema.names), None)
             if image is None:
                 present = ", ".join(schema.names)[:300]
                 raise ConfigError(f"{path}: needs a column {' or '.join(IMAGE_COLUMNS)}; it has {present}")
-            wanted = (image, "id") if images_only else (image, label, "id", "split", "eval_label")
+            lazy = lazy and not _is_text(schema.field(image).type)
+            wanted = ("id",) if images_only else (label, "id", "split", "eval_label")
+            wanted = wanted if lazy else (image, *wanted)
             table = parquet.read([c for c in wanted if c in schema.names])
+            num = parquet.metadata.num_rows
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"cannot read Parquet file {path}: {_one_line(error)}") from None
-    num = len(table)
     data = {
         "id": pa.array([f"{name}#{i}" for i in range(num)], pa.string()),
-        "image": table[image],
+        "image": pa.nulls(num) if lazy else table[image],
         "label": table[label] if label else pa.nulls(num, pa.string()),
         "split": pa.array([_split_of(name)] * num, pa.string()),
     }
     given = {c: table[c].cast(pa.string()) for c in ("id", "split") if c in table.column_names}
     given |= {c: table[c] for c in ("eval_label",) if c in table.column_names}
-    return pa.table(data | given), _class_names(path, schema, label)
+    return pa.table(data | given), schema, _class_names(path, schema, label), image if lazy else None
+
+
+def _check_complete(path: str, packing: Sequence[str]) -> None:
+    """Raise ConfigError where ``uno data pack`` has not finished."""
+    for file in packing:
+        try:
+            finished = json.loads(_text(file))["finished"]
+        except (ValueError, KeyError, TypeError):
+            continue  # somebody else's file
+        if finished is False:
+            raise ConfigError(f"parquet:{path} is half a pack; run the same uno data pack again to finish it")
+
+
+def _known_classes(schema: pa.Schema) -> tuple[str, ...]:
+    """The known classes that a packed source declared."""
+    try:
+        known = json.loads((schema.metadata or {})[PACKED.encode()])["known"]
+    except (ValueError, KeyError, TypeError):
+        return ()
+    return tuple(map(str, known)) if isinstance(known, list) else ()
 
 
 def _class_names(path: str, schema: pa.Schema, label: str | None) -> list[str]:

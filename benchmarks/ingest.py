@@ -1,0 +1,323 @@
+"""How fast do images stream, next to a torchvision DataLoader, and what does Ray take for itself?
+
+    python -m benchmarks.ingest rate --views 2+2        # images/s, threads and DataLoader on the same cores
+    python -m benchmarks.ingest ray --views 2+0         # the same through Ray Data, and Ray's share
+    python -m benchmarks.ingest memory                  # peak memory for more epochs and more shards
+    python -m benchmarks.ingest resident                # an epoch of resident data, Ray and no Ray
+
+Each prints one JSON row. Sources: ImageNet originals (500 x 375 JPEG, the same 100 files again and again, so
+from the page cache) and CIFAR10-JPEG in Parquet. The DataLoader is what one writes without us: Pillow,
+torchvision's RandomResizedCrop once per view, PILToTensor, one worker per core. Methods take turns (A B A B)
+after a warm-up turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import io
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from benchmarks.measure import environment, medians, spread, take_turns
+from uno.config import Config, override
+from uno.crops import Cuts
+from uno.data.bad import BadRows
+from uno.data.batches import make_pretrain_plan
+from uno.data.parquet import ParquetImages
+from uno.feed import Feed, Part, StreamSet, cut_here
+from uno.presets import preset
+from uno.storage import Storage
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+SIZES = {"imagenet": (224, 96), "cifar": (32, 18)}
+SCALES = {"large": (0.5, 1.0), "small": (0.08, 0.5)}
+BATCH = 64
+CORES = os.cpu_count() or 1
+
+
+class Pictures(torch.utils.data.Dataset):
+    """Paths or encoded images -> all views as uint8 tensors, as in any tutorial."""
+
+    def __init__(self, images: Any, rows: np.ndarray, config: Config) -> None:
+        self.images, self.rows = images, rows
+        kinds = [(config.augment.large, SCALES["large"]), (config.augment.small, SCALES["small"])]
+        self.crops = [
+            (v2.RandomResizedCrop(kind.size, scale, antialias=True), kind.num_views)
+            for kind, scale in kinds
+            if kind.num_views
+        ]
+        self.to_tensor = v2.PILToTensor()
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> list[torch.Tensor]:
+        """All views of one image."""
+        image = self.images[int(self.rows[row])]
+        picture = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image).convert("RGB")
+        return [self.to_tensor(crop(picture)) for crop, num in self.crops for _ in range(num)]
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    large, small = map(int, options.views.split("+"))
+    sizes = SIZES[options.source]
+    return override(
+        preset("imagenet" if options.source == "imagenet" else "cifar10"),
+        {
+            "augment.large.num_views": large, "augment.large.size": sizes[0],
+            "augment.large.crop": "resized", "augment.large.crop_scale": SCALES["large"],
+            "augment.small.num_views": small, "augment.small.size": sizes[1],
+            "augment.small.crop": "resized", "augment.small.crop_scale": SCALES["small"],
+        },
+    )  # fmt: skip
+
+
+def source_of(options: argparse.Namespace) -> tuple[Any, np.ndarray]:
+    """(images, the rows to read, in order of the benchmark)."""
+    if options.source == "imagenet":
+        files = sorted(glob.glob(str(SHARED / "imagenet-fullsize" / "train" / "*" / "*")))
+        return files, np.arange(options.rows) % len(files)
+    files = [str(SHARED / "cifar10-jpeg" / f"train-0000{i}-of-00004.parquet") for i in range(4)]
+    return ParquetImages(str(SHARED), files, "img"), np.arange(options.rows)
+
+
+def feed_of(config: Config, images: Any, rows: np.ndarray, folder: str) -> Feed:
+    """All ``rows`` as labeled rows, in epochs of one pass."""
+    plan = make_pretrain_plan(0, BATCH, len(rows))
+    bad = BadRows([], images, 1.0, Storage(folder))
+    train = StreamSet(images, rows, np.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64),
+                      np.empty(0, np.int64), 1, 1, bad, cut_here(CORES))  # fmt: skip
+    return Feed(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
+
+
+def drain(parts: Iterator[Part], expected: int) -> None:
+    """A consumer that does nothing."""
+    seen = sum(len(part.pixels) for part in parts)
+    assert seen == expected, (seen, expected)
+
+
+def in_processes(pool: ProcessPoolExecutor, feed: Feed, expected: int) -> None:
+    """The pure function on the same cores: every process cuts its parts and throws them away."""
+    lots = [(refs.steps, refs.positions, feed.index[refs.rows]) for refs in feed.refs(feed.part_rows)]
+    assert sum(pool.map(partial(cut_lot, feed.cuts, feed.images), lots)) == expected
+
+
+def cut_lot(cuts: Cuts, images: Any, lot: tuple[np.ndarray, np.ndarray, np.ndarray]) -> int:
+    torch.set_num_threads(1)
+    steps, positions, rows = lot
+    found = images.fetch(rows) if isinstance(images, ParquetImages) else [images[int(i)] for i in rows]
+    return len(cuts.cut(steps, positions, found)[0])
+
+
+def loader_of(config: Config, images: Any, rows: np.ndarray) -> Callable[[], None]:
+    if isinstance(images, ParquetImages):
+        images, rows = images.fetch(rows), np.arange(len(rows))  # in memory: no random access to row groups
+    data = Pictures(images, rows, config)
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=BATCH, num_workers=CORES, persistent_workers=True, drop_last=True,
+        multiprocessing_context="spawn",  # a fork would copy Ray's threads
+    )  # fmt: skip
+
+    def loop() -> None:
+        assert sum(len(batch[0]) for batch in loader) == len(rows) // BATCH * BATCH
+
+    return loop
+
+
+def rate(options: argparse.Namespace) -> dict[str, Any]:
+    """Threads of one process next to the DataLoader."""
+    config = config_of(options)
+    images, rows = source_of(options)
+    with tempfile.TemporaryDirectory() as folder:
+        feed = feed_of(config, images, rows, folder)
+        count = (feed.last - feed.first) * BATCH
+        one = cut_here(1)
+        methods = {
+            "DataLoader": loader_of(config, images, rows),
+            "uno, threads": lambda: drain(cut_here(CORES)(feed), count),
+            "uno, one thread": lambda: drain(one(feed), count),
+        }
+        return row(options, take_turns(methods, options.repeats), count)
+
+
+def through_ray(options: argparse.Namespace) -> dict[str, Any]:
+    """Ray Data into a consumer that does nothing, next to the pure function and the DataLoader."""
+    from pipelines import ray_env
+    from pipelines.streaming import cut_on_ray
+
+    config = config_of(options)
+    images, rows = source_of(options)
+    with tempfile.TemporaryDirectory() as folder, ray_env.connect() as ray:
+        feed = feed_of(config, images, rows, folder)
+        count = (feed.last - feed.first) * BATCH
+        on_ray = cut_on_ray(ray, 1, 0.0)
+        with ProcessPoolExecutor(CORES, mp_context=get_context("spawn")) as pool:
+            methods = {
+                "DataLoader": loader_of(config, images, rows),
+                "function": lambda: in_processes(pool, feed, count),
+                "uno, Ray Data": lambda: drain(on_ray(feed), count),
+            }
+            seconds = take_turns(methods, options.repeats)
+    found = row(options, seconds, count)
+    middle = medians(seconds)
+    return found | {"ray_share": round(1 - middle["function"] / middle["uno, Ray Data"], 3)}
+
+
+def row(options: argparse.Namespace, seconds: dict[str, list[float]], count: int) -> dict[str, Any]:
+    middle = medians(seconds)
+    return {
+        "question": f"images/s of decoding and cutting {options.views} views, {options.source}",
+        "command": f"python -m benchmarks.ingest {' '.join(sys.argv[1:])}",
+        **environment(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "images": count,
+        "cores": CORES,
+        "images_per_s": {name: round(count / value, 1) for name, value in middle.items()},
+        "speedup": {name: round(middle["DataLoader"] / value, 3) for name, value in middle.items()},
+        "spread": spread(seconds),
+        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+    }
+
+
+def memory(options: argparse.Namespace) -> dict[str, Any]:
+    """Peak memory of all processes and of the object store, for 1, 2, 4 times the epochs and the rows."""
+    from pipelines import ray_env
+    from pipelines.streaming import cut_on_ray
+
+    config = config_of(options)
+    runs = []
+    with tempfile.TemporaryDirectory() as folder, ray_env.connect() as ray:
+        on_ray = cut_on_ray(ray, 1, 0.0)
+        for epochs, times in ((1, 1), (1, 1), (2, 1), (4, 1), (1, 2), (1, 4)):
+            images, rows = source_of(argparse.Namespace(**vars(options) | {"rows": options.rows * times}))
+            feed = feed_of(config, images, rows, folder)
+            feed.last *= epochs
+            with Peak() as peak:
+                drain(on_ray(feed), feed.last * BATCH)
+            used = {"epochs": epochs, "rows": options.rows * times, "spilled_mb": spilled_mb(), **peak.found}
+            print(used, file=sys.stderr, flush=True)
+            runs.append(used)
+        store = ray.cluster_resources()["object_store_memory"]
+    return {
+        "question": "peak memory of streaming for more epochs and more rows",
+        "command": f"python -m benchmarks.ingest {' '.join(sys.argv[1:])}",
+        **environment(),
+        "object_store_mb": round(store / 1e6),
+        "runs, the first one a warm-up": runs,
+    }
+
+
+class Peak:
+    """The largest sum of memory over this process and all below it, every half second."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Peak:
+        """Begin to look."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the result in ``found``."""
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        import psutil
+
+        most = {"peak_all_mb": 0, "peak_private_mb": 0, "peak_private_here_mb": 0}
+        while not self._stop.wait(0.5):
+            here = psutil.Process()
+            shared = private = 0
+            for process in [here, *here.children(recursive=True)]:
+                try:
+                    memory = process.memory_full_info()
+                except psutil.Error:
+                    continue
+                shared += memory.pss  # pages of the object store once
+                private += memory.uss
+            own = here.memory_full_info().uss
+            for name, value in zip(most, (shared, private, own), strict=True):
+                most[name] = max(most[name], round(value / 1e6))
+        self.found = most
+
+
+def spilled_mb() -> float:
+    from ray._private.internal_api import memory_summary
+
+    text = memory_summary(stats_only=True)
+    return sum(float(value) for value in re.findall(r"Spilled (\d+) MiB", text))
+
+
+def resident(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of an epoch of resident data after the first: one Ray worker and no Ray, in turns."""
+    epochs: dict[str, list[float]] = {"--workers 0": [], "--workers 1": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(options.repeats):
+            for name in epochs:
+                output = Path(folder) / f"{name[2:].replace(' ', '')}-{turn}"
+                words = [
+                    "-m", "pipelines.discover", *name.split(), "--data", f"parquet:{SHARED}/cifar10-jpeg",
+                    "--preset", "cifar10", "--limit", str(options.rows), "--batch-size", "256",
+                    "--model.encoder", "resnet_small", "--pretrain.epochs", "0", "--discover.epochs", "8",
+                    "--pretrain.warmup-epochs", "0", "--discover.warmup-epochs", "0",
+                    "--compute.threads", "1",
+                    "--train.log-every", "100000", "--data.ingest", "resident",
+                    "--output", str(output),
+                ]  # fmt: skip
+                subprocess.run([sys.executable, *words], check=True, stdout=sys.stderr)
+                lines = [json.loads(x) for x in (output / "metrics.jsonl").read_text().splitlines()]
+                steps = [x for x in lines if x["phase"] == "discover" and x["event"] == "epoch"]
+                epochs[name] += [options.rows / x["images_per_s"] for x in steps[1:]]
+    middle = {name: statistics.median(values) for name, values in epochs.items()}
+    return {
+        "question": "seconds of a resident epoch, one Ray worker and no Ray",
+        "command": f"python -m benchmarks.ingest {' '.join(sys.argv[1:])}",
+        **environment(),
+        "epoch_s": {name: round(value, 3) for name, value in middle.items()},
+        "ratio": round(middle["--workers 1"] / middle["--workers 0"], 3),
+        "spread": spread(epochs),
+        "seconds": {name: [round(value, 3) for value in values] for name, values in epochs.items()},
+    }
+
+
+def main() -> int:
+    parts = {"rate": rate, "ray": through_ray, "memory": memory, "resident": resident}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--source", choices=SIZES, default="imagenet")
+    parser.add_argument("--views", default="2+0", help="large+small views of an image")
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(json.dumps(parts[options.part](options)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Resident or streaming: decided once for a run, and said why."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipelines.console import say
+from uno import run
+from uno.config import Config, override
+from uno.data.ingest import choose, free_device_bytes, free_host_bytes
+from uno.data.parquet import ParquetImages
+from uno.data.rows import base
+from uno.data.sources import read_rows
+from uno.data.splits import Task, make_task
+from uno.storage import Storage
+
+
+def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
+    """``config`` with ``data.ingest`` decided, and the task where it had to be read for that.
+
+    A run goes on as it began: its ``config.yaml`` holds the decision.
+    """
+    if config.data.ingest == "auto" and config.output is not None and not fresh:
+        storage = Storage(config.output)
+        if storage.exists("config.yaml"):
+            stored = run.read_config_tree(storage).get("data")
+            return override(config, {"data.ingest": dict(stored or {}).get("ingest", "auto")}), None
+    lazy = override(config, {"data.ingest": "streaming"}).data
+    task = make_task(read_rows(lazy), lazy)
+    ingest, reason = choose(config, len(task.rows), free_host_bytes(), free_device_bytes(config))
+    say(f"data: {reason}")
+    images, _ = base(task.rows.images, np.empty(0, np.int64))
+    to_load = ingest == "resident" and isinstance(images, ParquetImages)
+    return override(config, {"data.ingest": ingest}), None if to_load else task

@@ -1,0 +1,255 @@
+"""Streaming through Ray Data: every worker's line of references becomes cut views, in its order.
+
+Each rank runs executions of its own, so that any step can be the first. A block is a part of the line: paths,
+or the numbers of rows in Parquet files; Ray tasks read, decode and cut it (``map_batches``), and 16 MB blocks
+of 8-bit views come back in order. The line is fed to Ray in spans of some hundred blocks: memory does not
+grow with the epochs, and the next span starts before the last one ends, so that an epoch has no beginning to
+wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipelines.blocks import image_columns, images_of
+from uno.config import Config
+from uno.crops import Cuts
+from uno.data.bad import BadRows
+from uno.data.decode import decode_many
+from uno.data.parquet import ParquetImages
+from uno.data.rows import Chosen, Images, Paths
+from uno.data.splits import Task
+from uno.errors import UnoError
+from uno.feed import PART_BYTES, Feed, Part, Refs, StreamSet, stream_facts
+from uno.storage import Storage
+from uno.streaming import Decoded, StreamedEvalSet, streamed_eval_sets
+
+SPAN_BYTES = 128 * 2**20  # of images that are in memory and travel with their references
+SPAN_PARTS_PER_CPU = 32
+MIN_SPAN_PARTS = 64
+OPEN_NEXT_AT = 0.5  # of a span
+STORE_SHARE = 0.4  # of the object store, for all executions of all workers
+READ_CPUS, CUT_CPUS = 0.001, 0.9
+"""A reader that waits for its consumers must not keep the last CPU from them: both fit into one. That they
+differ keeps Ray from fusing the two."""
+
+Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
+"""Executes blocks of references, one span."""
+
+
+def cut_on_ray(ray: Any, workers: int, worker_cpus: float) -> Callable[[Feed], Iterator[Part]]:
+    """As :func:`uno.feed.cut_here`, in Ray tasks.
+
+    Args:
+        ray: the connected module.
+        workers: that stream at the same time, each in executions of its own.
+        worker_cpus: reserved by each of them.
+    """
+    cpus, store = limits(ray.cluster_resources(), workers, worker_cpus)
+
+    def parts(feed: Feed) -> Iterator[Part]:
+        def run(tables: list[pa.Table]) -> Iterator[pa.Table]:
+            dataset = _dataset(ray, tables, cpus, store)
+            if isinstance(feed.images, ParquetImages):
+                read = partial(_read, images=feed.images, part_rows=feed.part_rows)
+                dataset = dataset.map_batches(
+                    read, batch_format="pyarrow", batch_size=None, num_cpus=READ_CPUS, concurrency=1
+                )
+            cut = partial(_cut, cuts=feed.cuts, part_rows=feed.part_rows)
+            return _batches(
+                dataset.map_batches(cut, batch_format="pyarrow", batch_size=None, num_cpus=CUT_CPUS)
+            )
+
+        num_rows = feed.read_rows if isinstance(feed.images, ParquetImages) else feed.part_rows
+        tables = (_references(feed, refs) for refs in feed.refs(num_rows))
+        for table in in_spans(run, tables, max(MIN_SPAN_PARTS, int(SPAN_PARTS_PER_CPU * cpus))):
+            pixels = table["pixels"].combine_chunks()
+            yield Part(_bytes_of(pixels, feed.cuts.row_bytes), table["reason"].to_pylist())
+
+    return parts
+
+
+def decode_on_ray(
+    ray: Any, images: Images, index: np.ndarray, side: int, workers: int, worker_cpus: float
+) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:
+    """As :func:`uno.predict.decoded` of rows ``index`` of ``images``, in Ray tasks."""
+    cpus, store = limits(ray.cluster_resources(), workers, worker_cpus)
+
+    def run(tables: list[pa.Table]) -> Iterator[pa.Table]:
+        decode = partial(_decode, side=side, images=images if isinstance(images, ParquetImages) else None)
+        dataset = _dataset(ray, tables, cpus, store)
+        return _batches(
+            dataset.map_batches(decode, batch_format="pyarrow", batch_size=None, num_cpus=CUT_CPUS)
+        )
+
+    def decoded(lots: Iterable[np.ndarray]) -> Iterator[Decoded]:
+        tables = (
+            pa.table({"task_row": pa.array(rows), **_image_columns(images, index[rows])}) for rows in lots
+        )
+        for table in in_spans(run, tables, MIN_SPAN_PARTS):
+            pixels = torch.from_numpy(_bytes_of(table["pixels"].combine_chunks(), 3 * side**2).copy())
+            reasons = {i: text for i, text in enumerate(table["reason"].to_pylist()) if text is not None}
+            ok = table["reason"].is_null().to_numpy(zero_copy_only=False)
+            yield table["task_row"].to_numpy(), pixels.view(-1, 3, side, side), ok, reasons
+
+    return decoded
+
+
+def shared(ray: Any, task: Task) -> dict[str, Any]:
+    """What all workers read of a task, in the object store: its rows, and apart from them the truth."""
+    truth = {"is_train": task.is_train, "eval_labels": task.eval_labels}
+    return {"stream": ray.put(stream_facts(task)), "truth": ray.put(truth)}
+
+
+def train_set(config: Config, loop: dict[str, Any], storage: Storage) -> StreamSet:
+    """On a worker: the training rows, cut by Ray tasks."""
+    import ray
+
+    facts = dict(ray.get(loop["stream"]))
+    images = Chosen(facts["images"], facts["index"])
+    bad = BadRows(facts.pop("ids"), images, config.data.max_bad_fraction, storage)
+    return StreamSet(**facts, bad=bad, cut=cut_on_ray(ray, config.compute.workers, loop["worker_cpus"]))
+
+
+def eval_sets(config: Config, loop: dict[str, Any], train: StreamSet) -> dict[str, StreamedEvalSet]:
+    """On a worker: the rows with a true class, decoded by Ray tasks."""
+    import ray
+
+    side, truth = config.data.store_size, ray.get(loop["truth"])
+    place = (config.compute.workers, loop["worker_cpus"])
+    decode = decode_on_ray(ray, train.images, train.index, side, *place)
+    return streamed_eval_sets(truth["is_train"], truth["eval_labels"], side, decode, train.bad)
+
+
+def limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:
+    """(CPUs, bytes of the object store) for an execution of one worker; a span and the next share a store."""
+    cpus = (cluster.get("CPU", 1) - workers * worker_cpus) / workers
+    return max(1.0, cpus), STORE_SHARE * cluster.get("object_store_memory", 2**30) / workers / 2
+
+
+def in_spans(run: Run, tables: Iterator[pa.Table], span_parts: int) -> Iterator[pa.Table]:
+    """``run`` over all tables, span by span; the next one starts half-way through the one before it."""
+    spans = _spans(tables, span_parts)
+    with ThreadPoolExecutor(1, thread_name_prefix="uno-span") as pool:
+
+        def start() -> tuple[int, Iterator[pa.Table]] | None:
+            span = next(spans, None)
+            if span is None:
+                return None
+            results = run(span)
+            first = next(results, None)  # which starts the execution
+            return sum(map(len, span)), iter(()) if first is None else chain([first], results)
+
+        following: Future[Any] | None = pool.submit(start)
+        while following is not None and (started := following.result()) is not None:
+            following, done = None, 0
+            num_rows, results = started
+            for table in results:
+                done += len(table)
+                if following is None and done >= OPEN_NEXT_AT * num_rows:
+                    following = pool.submit(start)
+                yield table
+            assert done == num_rows, (done, num_rows)  # no row is lost or doubled
+            following = following or pool.submit(start)
+
+
+def _spans(tables: Iterator[pa.Table], span_parts: int) -> Iterator[list[pa.Table]]:
+    span: list[pa.Table] = []
+    for table in tables:
+        span.append(table)
+        if len(span) == span_parts or sum(part.nbytes for part in span) >= SPAN_BYTES:
+            yield span
+            span = []
+    if span:
+        yield span
+
+
+def _dataset(ray: Any, tables: list[pa.Table], cpus: float, store: float) -> Any:
+    from ray.data import ExecutionResources
+
+    dataset = ray.data.from_arrow(tables)
+    options = dataset.context.execution_options
+    options.preserve_order = True
+    options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=store)
+    dataset.context.target_max_block_size = PART_BYTES
+    return dataset
+
+
+def _batches(dataset: Any) -> Iterator[pa.Table]:
+    try:
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+    except Exception as error:
+        raise _own_error(error) or error from None
+
+
+def _own_error(error: BaseException | None) -> UnoError | None:
+    """The error of ours that failed a Ray task: Ray's own text is a traceback."""
+    while error is not None:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, UnoError):
+            return cause
+        error = cause if isinstance(cause, BaseException) else error.__cause__
+    return None
+
+
+def _references(feed: Feed, refs: Refs) -> pa.Table:
+    places = {"step": pa.array(refs.steps), "position": pa.array(refs.positions)}
+    return pa.table(places | _image_columns(feed.images, feed.index[refs.rows]))
+
+
+def _image_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
+    """How images travel: numbers of Parquet rows, paths, or whatever is in memory."""
+    if isinstance(images, ParquetImages):
+        return {"row": pa.array(rows)}
+    if isinstance(images, Paths):
+        nothing = {"data": pa.nulls(len(rows), pa.large_binary()), "shape": pa.nulls(len(rows))}
+        return {"path": images.column.take(pa.array(rows)), **nothing}
+    return image_columns([images[int(row)] for row in rows])
+
+
+def _read(block: pa.Table, images: ParquetImages, part_rows: int) -> Iterator[pa.Table]:
+    found = images.fetch(block["row"].to_numpy())
+    for start in range(0, len(found), part_rows):
+        part = block.select(["step", "position"]).slice(start, part_rows)
+        columns = image_columns(found[start : start + part_rows])
+        yield pa.table({name: part[name] for name in part.column_names} | columns)
+
+
+def _cut(block: pa.Table, cuts: Cuts, part_rows: int) -> Iterator[pa.Table]:
+    torch.set_num_threads(1)
+    for start in range(0, len(block), part_rows):
+        part = block.slice(start, part_rows)
+        steps, positions = (part[name].to_numpy() for name in ("step", "position"))
+        pixels, reasons = cuts.cut(steps, positions, images_of(part))
+        yield _pixel_table(pixels, reasons)
+
+
+def _decode(block: pa.Table, side: int, images: ParquetImages | None) -> pa.Table:
+    found = images_of(block) if images is None else images.fetch(block["row"].to_numpy())
+    pixels, _, bad = decode_many(found, [str(i) for i in range(len(found))], side, threads=1)
+    reasons = {int(entry["id"]): entry["reason"] for entry in bad}
+    table = _pixel_table(pixels.flatten(1).numpy(), [reasons.get(i) for i in range(len(found))])
+    return table.append_column("task_row", block["task_row"])
+
+
+def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
+    """Rows of bytes without a copy, as Arrow's fixed-size binary."""
+    kind = pa.binary(pixels.shape[1])
+    column = pa.FixedSizeBinaryArray.from_buffers(kind, len(pixels), [None, pa.py_buffer(pixels)])
+    return pa.table({"pixels": column, "reason": pa.array(reasons, pa.string())})
+
+
+def _bytes_of(column: pa.FixedSizeBinaryArray, row_bytes: int) -> np.ndarray:
+    """uint8 (n, row_bytes), read-only, without a copy."""
+    values = np.frombuffer(column.buffers()[1], np.uint8)
+    return values[column.offset * row_bytes : (column.offset + len(column)) * row_bytes].reshape(
+        -1, row_bytes
+    )

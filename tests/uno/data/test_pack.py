@@ -1,0 +1,179 @@
+"""Packed shards hold the same rows, survive a kill, and say when they are damaged or incomplete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from uno.config import Config, ConfigError, override
+from uno.data import pack as module
+from uno.data.decode import decode_many
+from uno.data.pack import pack
+from uno.data.parquet import ParquetImages
+from uno.data.sources import read_rows
+from uno.data.splits import labeled_rows, make_task
+from uno.storage import Storage
+
+FEW = {"data.known_classes": "cat,dog"}
+
+
+def config_of(source, **more):
+    return override(Config(), {"data.source": source, **more}).data
+
+
+def images(folder: Path, broken: bool = False) -> str:
+    """Three classes in train/ and test/, 40 PNG files."""
+    random = np.random.default_rng(0)
+    for split, num in (("train", 10), ("test", 3)):
+        for name in ("cat", "dog", "emu"):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(num + (name == "cat" and split == "train")):
+                pixels = random.integers(0, 256, (6, 7, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / name / f"{i}.png")
+    if broken:
+        (folder / "train" / "dog" / "3.png").write_bytes(b"no")
+    return f"folder:{folder}"
+
+
+def packed(source, output, shard_bytes=1000, **more):
+    config = config_of(source, **more)
+    rows = read_rows(config)
+    labeled = labeled_rows(rows, config) & (rows.split == "train")
+    return pack(rows, labeled, Storage(str(output)), shard_bytes, 2)
+
+
+def by_id(task):
+    """What a task says of each id, pixels included."""
+    pixels, ok, _ = decode_many(task.rows.images, task.rows.ids, 8, 1)
+    assert ok.all()
+    facts = zip(task.labels.tolist(), task.eval_labels.tolist(), task.is_train.tolist(), strict=True)
+    return {
+        name: (*fact, one.numpy().tobytes())
+        for name, fact, one in zip(task.rows.ids, facts, pixels, strict=True)
+    }
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("source", ["digits", "folder"])
+def test_round_trip(tmp_path, source, lazy):
+    """The same task: ids, labels, truth, split, pixels. Kills: labels of another row, lost class order."""
+    more = {"data.known_classes": "first:5", "data.limit": 60} if source == "digits" else FEW
+    source = source if source == "digits" else images(tmp_path / "images")
+    done = packed(source, tmp_path / "out", **{k: v for k, v in more.items() if k != "data.limit"})
+    assert done.rows == done.packed and done.bad == 0 and done.shards > 2
+    more.pop("data.limit", None)
+    ingest = {"data.ingest": "streaming"} if lazy else {}
+    before = make_task(read_rows(config_of(source, **more)), config_of(source, **more))
+    config = config_of(f"parquet:{tmp_path / 'out'}", **more, **ingest)
+    rows = read_rows(config)
+    assert isinstance(rows.images, ParquetImages) == lazy
+    after = make_task(rows, config)
+    assert (after.known, after.novel, after.num_novel) == (before.known, before.novel, before.num_novel)
+    assert by_id(after) == by_id(before)
+    assert after.rows.ids != before.rows.ids  # shuffled
+
+
+def test_the_shards_stream_well(tmp_path, monkeypatch):
+    """Names, sizes, checksums; no row group holds labeled and unlabeled rows; encoded bytes are untouched."""
+    monkeypatch.setattr(module, "GROUP_ROWS", 4)
+    source = images(tmp_path / "images")
+    packed(source, tmp_path / "out", **FEW)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.parquet"))
+    assert files[0] == f"test-00000-of-{len([f for f in files if f.startswith('test')]):05d}.parquet"
+    kinds = set()
+    for path in (tmp_path / "out").glob("train-*.parquet"):
+        parquet = pq.ParquetFile(path)
+        for number in range(parquet.num_row_groups):
+            table = parquet.read_row_group(number)
+            assert len(table) <= 4
+            kind = {label in ("cat", "dog") for label in table["label"].to_pylist()}
+            assert len(kind) == 1
+            kinds |= kind
+            for name, image in zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True):
+                assert (tmp_path / "images" / name).read_bytes() == image
+    assert kinds == {True, False}
+    again = packed(source, tmp_path / "again", **FEW)
+    assert again.shards == len(files)
+    for name in files:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_a_damaged_page_is_one_line(tmp_path):
+    """One flipped bit in an image, read both ways. Kills: checksums not written, or not verified."""
+    packed("digits", tmp_path / "out", shard_bytes=10**9)
+    path = tmp_path / "out" / "train-00000-of-00001.parquet"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"train-00000-of-00001.parquet: .*CRC"):
+        read_rows(config_of(f"parquet:{tmp_path / 'out'}"))
+    rows = read_rows(config_of(f"parquet:{tmp_path / 'out'}", **{"data.ingest": "streaming"}))
+    with pytest.raises(ConfigError, match=r"cannot read row group \d+ of .*CRC") as caught:
+        rows.images.fetch(np.arange(len(rows)))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_images_are_listed_and_the_counts_add_up(tmp_path):
+    done = packed(images(tmp_path / "images", broken=True), tmp_path / "out", **FEW)
+    assert done.packed + done.bad == done.rows and done.bad == 1
+    entry = json.loads((tmp_path / "out" / "bad_samples.jsonl").read_text())
+    assert entry["id"] == "train/dog/3.png" and "not a readable" in entry["reason"]
+    rows = read_rows(config_of(f"parquet:{tmp_path / 'out'}"))
+    assert len(rows) == done.packed and "train/dog/3.png" not in rows.ids
+
+
+def test_a_killed_pack_goes_on(tmp_path, monkeypatch):
+    """Shards that are there are kept, half a pack is refused. Kills: duplicates, lost bad rows."""
+    source = images(tmp_path / "images", broken=True)
+    packed(source, tmp_path / "whole", **FEW)
+    real, written = Storage.write, []
+
+    def dying(self, name, data):
+        if name.endswith(".parquet"):
+            written.append(name)
+            if len(written) == 3:
+                raise KeyboardInterrupt
+        real(self, name, data)
+
+    monkeypatch.setattr(Storage, "write", dying)
+    with pytest.raises(KeyboardInterrupt):
+        packed(source, tmp_path / "out", **FEW)
+    monkeypatch.setattr(Storage, "write", real)
+    with pytest.raises(ConfigError, match="half a pack"):
+        read_rows(config_of(f"parquet:{tmp_path / 'out'}"))
+    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
+    assert len(times) == 2
+    packed(source, tmp_path / "out", **FEW)
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert all((tmp_path / "out" / name).stat().st_mtime_ns == time for name, time in times.items())
+
+
+def test_other_directories_are_refused(tmp_path):
+    """Somebody's files, and a pack of other data."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty"):
+        packed("digits", tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    packed(images(tmp_path / "images"), tmp_path / "out", **FEW)
+    with pytest.raises(ConfigError, match="holds another pack"):
+        packed("digits", tmp_path / "out")
+
+
+def test_a_pack_can_be_packed_again(tmp_path):
+    """From Parquet, by reference, known classes of the source and all. Kills: declared classes lost."""
+    source = images(tmp_path / "images")
+    packed(source, tmp_path / "one", **FEW)
+    config = config_of(f"parquet:{tmp_path / 'one'}", **{"data.ingest": "streaming"})
+    rows = read_rows(config)
+    object.__setattr__(rows, "known", ("cat", "dog"))
+    pack(rows, labeled_rows(rows, config), Storage(str(tmp_path / "two")), 2000, 1)
+    again = read_rows(config_of(f"parquet:{tmp_path / 'two'}"))
+    assert again.known == ("cat", "dog") and sorted(again.ids) == sorted(rows.ids)
+    assert make_task(again, config_of("x")).known == ["cat", "dog"]

@@ -1,0 +1,146 @@
+"""Crops cut on the CPU: torchvision's, from an image that is decoded once."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from uno import crops
+from uno.augment import augment, augment_crops, draw_numbers, draws_of
+from uno.config import AugmentConfig, ViewConfig
+from uno.crops import Cuts, crop_, resized_box
+from uno.data.batches import augment_generator
+
+PLAIN = dict(flip=0.0, jitter=0.0, grey=0.0)
+RESIZED = ViewConfig(size=24, crop="resized", crop_scale=(0.3, 1.0), **PLAIN)
+STATS = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """A picture with structure at the scale of real ones."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
+    return np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def jpeg(pixels: np.ndarray, exif: int | None = None) -> bytes:
+    file = io.BytesIO()
+    options = {}
+    if exif is not None:
+        options["exif"] = Image.Exif()
+        options["exif"][0x0112] = exif
+    Image.fromarray(pixels).save(file, "JPEG", quality=95, **options)
+    return file.getvalue()
+
+
+def cuts(**augment_fields) -> Cuts:
+    return Cuts(7, 0, 6, AugmentConfig(**augment_fields), 16)
+
+
+@pytest.mark.parametrize("box", [(10, 20, 60, 90), (0, 0, 120, 160), (5, 7, 9, 14), (30, 30, 24, 24)])
+def test_crops_are_torchvisions(box):
+    """On average within 1 of 255. Kills: rows for columns, no antialiasing, a crop taken after resizing."""
+    pixels = torch.from_numpy(smooth(120, 160).copy())
+    view = torch.empty(3, 24, 24, dtype=torch.uint8)
+    crop_(view, pixels, box)
+    expected = v2.functional.resized_crop(pixels.permute(2, 0, 1).float(), *box, [24, 24], antialias=True)
+    assert (view.float() - expected).abs().mean() < 0.5
+    picture = Image.fromarray(pixels.numpy())
+    pillow = np.asarray(v2.functional.resized_crop(picture, *box, [24, 24]), np.float32)
+    assert np.abs(view.permute(1, 2, 0).numpy() - pillow).mean() < 1
+
+
+def test_boxes_of_squares_are_those_of_the_batched_draw():
+    """The two definitions of RandomResizedCrop agree bit for bit where both apply."""
+    kind = ViewConfig(size=8, crop="resized", crop_scale=(0.05, 1.0))
+    numbers = draw_numbers(500, 1, torch.Generator().manual_seed(1))
+    expected = draws_of(kind, numbers, 31).box.int().tolist()
+    found = [list(resized_box(kind.crop_scale, row, 31, 31)) for row in numbers[:, 0].tolist()]
+    assert found == expected
+
+
+def test_boxes_of_any_shape_are_inside_and_uniform():
+    """Area and ratio in their ranges, position uniform. Kills: height and width exchanged."""
+    numbers = draw_numbers(2000, 1, torch.Generator().manual_seed(2))[:, 0].tolist()
+    boxes = np.array([resized_box((0.3, 0.8), row, 300, 400) for row in numbers])
+    top, left, height, width = boxes.T
+    assert (top >= 0).all() and (left >= 0).all()
+    assert (top + height <= 300).all() and (left + width <= 400).all()
+    area, ratio = height * width / 120_000, width / height
+    assert area.min() > 0.295 and area.max() < 0.81 and 0.5 < area.mean() < 0.57
+    assert ratio.min() > 0.74 and ratio.max() < 1.35
+    assert abs((top / np.maximum(300 - height, 1)).mean() - 0.5) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"), [(10, 100, (0, 43, 10, 13)), (100, 9, (44, 0, 12, 9))]
+)
+def test_extreme_shapes_take_the_middle(height, width, expected):
+    """torchvision's fallback: no box of that area fits."""
+    numbers = draw_numbers(1, 1, torch.Generator().manual_seed(0))[0, 0].tolist()
+    assert resized_box((0.99, 1.0), numbers, height, width) == expected
+
+
+def test_an_image_is_decoded_once_and_turned_upright(monkeypatch):
+    """EXIF orientation 6 equals the picture turned before. Kills: a second decode per view, EXIF ignored."""
+    calls = []
+    real = crops.decode_rgb
+    monkeypatch.setattr(crops, "decode_rgb", lambda *a: calls.append(1) or real(*a))
+    turned = np.rot90(smooth(40, 64), 1).copy()  # 6: turn clockwise to see it upright
+    plain = cuts(large=RESIZED, small=RESIZED.model_copy(update={"num_views": 3, "size": 9}))
+    pixels, reasons = plain.cut(np.zeros(1, int), np.zeros(1, int), [jpeg(turned, exif=6)])
+    assert len(calls) == 1 and reasons == [None]
+    upright, _ = plain.cut(np.zeros(1, int), np.zeros(1, int), [smooth(40, 64)])
+    assert np.abs(pixels.astype(int) - upright).mean() < 6  # JPEG's own loss
+    assert [tuple(part.shape) for part in plain.split(torch.from_numpy(pixels))] == [
+        (1, 2, 3, 24, 24), (1, 3, 3, 9, 9)]  # fmt: skip
+
+
+def test_views_do_not_depend_on_who_cuts_them_or_when():
+    """Rows of two steps in any grouping. Kills: numbers drawn per call, per chunk or globally."""
+    some = cuts(large=RESIZED)
+    images = [smooth(30 + i, 50, seed=i) for i in range(6)]
+    steps, places = np.array([4, 4, 4, 5, 5, 5]), np.array([0, 2, 5, 0, 2, 5])
+    torch.manual_seed(1)
+    whole, _ = some.cut(steps, places, images)
+    torch.manual_seed(2)
+    for start, stop in ((0, 2), (2, 5), (5, 6)):
+        part, _ = some.cut(steps[start:stop], places[start:stop], images[start:stop])
+        assert (part == whole[start:stop]).all()
+    again, _ = some.cut(steps[3:], places[3:], images[:3])
+    assert not (again == whole[:3]).all(axis=1).any()  # another step, other crops
+
+
+def test_a_bad_image_has_a_reason_and_black_views():
+    images = [smooth(20, 20), b"no image", jpeg(smooth(40, 40))[:300], "/nowhere/x.jpg"]
+    pixels, reasons = cuts(large=RESIZED).cut(np.zeros(4, int), np.arange(4), images)
+    assert reasons[0] is None and pixels[0].any() and not pixels[1:].any()
+    assert "not a readable" in reasons[1] and reasons[2] and "No such file" in reasons[3]
+
+
+@pytest.mark.parametrize("crop", ["none", "pad", "pad_or_resized"])
+def test_crops_of_the_stored_square_give_the_resident_views(crop):
+    """Everything but ``resized`` starts from the square that a resident set would hold; the difference is the
+    rounding to 8 bits. Kills: numbers of another row, flips or colours drawn apart from the crops.
+    """
+    size = 16 if crop == "none" else 12
+    kind = ViewConfig(
+        size=size, crop=crop, crop_padding=2, crop_scale=(0.5, 1.0), jitter=0.7, grey=0.3, blur=0.3
+    )
+    config = AugmentConfig(large=kind, small=kind.model_copy(update={"num_views": 1}))
+    images = [smooth(16, 16, seed=i) for i in range(6)]
+    rows = torch.tensor([1, 3, 4])
+    stored = torch.stack([torch.from_numpy(images[i].copy()).permute(2, 0, 1) for i in rows.tolist()])
+    expected = augment(stored, config, augment_generator(7, 0, 2), *STATS, rows, 6)
+    some = Cuts(7, 0, 6, config, 16)
+    pixels, _ = some.cut(np.full(3, 2), rows.numpy(), [images[i] for i in rows.tolist()])
+    found = augment_crops(
+        some.split(torch.from_numpy(pixels)), config, augment_generator(7, 0, 2), *STATS, rows, 6, 16
+    )
+    assert [view.shape for view in found] == [view.shape for view in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() < (0.002 if crop == "none" else 0.03) and (a - b).abs().mean() < 0.003

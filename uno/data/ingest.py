@@ -1,0 +1,90 @@
+"""Whether a set is decoded once and kept in memory (resident), or again in every epoch (streaming)."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+from uno import methods
+from uno.config import Config
+from uno.errors import ConfigError
+
+SHARE = 0.6  # of free memory; the rest is for the model, its activations and the system
+MEMINFO = "/proc/meminfo"
+CGROUP = "/sys/fs/cgroup"
+
+Ingest = Literal["resident", "streaming"]
+
+
+def choose(config: Config, num_rows: int, host_bytes: int, device_bytes: int | None) -> tuple[Ingest, str]:
+    """The way in for ``num_rows`` images, and a sentence that says why.
+
+    Args:
+        config: ``data.ingest``, the stored side and the number of workers.
+        num_rows: rows of the task.
+        host_bytes: free memory of this node. Every worker is taken to be here, and each keeps a copy, as
+            does Ray's object store.
+        device_bytes: free memory of a GPU, None on the CPU.
+
+    Raises:
+        ConfigError: streaming was asked for with what only works on images in memory.
+    """
+    needed = num_rows * 3 * config.data.store_size**2
+    copies = config.compute.workers + 1 if config.compute.workers else 1
+    budget = SHARE * host_bytes / copies
+    where = f"of free host memory, {copies} copies" if copies > 1 else "of free host memory"
+    if device_bytes is not None and SHARE * device_bytes < budget:
+        budget, where = SHARE * device_bytes, "of free device memory"
+    sizes = f"{_size(needed)} decoded, budget {_size(budget)} ({SHARE:.0%} {where})"
+    needs = _needs_resident(config)
+    if needs and config.data.ingest == "streaming":
+        raise ConfigError(f"{needs} needs the images in memory; use --data.ingest resident")
+    if needs and config.data.ingest == "auto":
+        return "resident", f"resident, which {needs} needs ({sizes})"
+    if config.data.ingest == "streaming":
+        return "streaming", f"streaming, as told ({sizes})"
+    if config.data.ingest == "resident":
+        return "resident", f"resident, as told ({sizes})"
+    return ("resident", f"resident, {sizes}") if needed <= budget else ("streaming", f"streaming, {sizes}")
+
+
+def _needs_resident(config: Config) -> str | None:
+    """What of ``config`` reads images other than in training batches."""
+    if config.rotation.epochs:
+        return "rotation.epochs"
+    return f"method {config.method}" if methods.load(config.method).start is not None else None
+
+
+def free_host_bytes() -> int:
+    """Memory that this process could still take, as the kernel and the container say."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open(MEMINFO, encoding="ascii") as file:
+            found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
+        free = min([free, *found])
+    except (OSError, ValueError):
+        pass  # not Linux: all of the memory
+    try:
+        with open(f"{CGROUP}/memory.max", encoding="ascii") as limit:
+            most = limit.read().strip()
+        with open(f"{CGROUP}/memory.current", encoding="ascii") as used:
+            return free if most == "max" else max(0, min(free, int(most) - int(used.read())))
+    except (OSError, ValueError):
+        return free  # no container, or one that does not say
+
+
+def free_device_bytes(config: Config) -> int | None:
+    """Free memory of the GPU that this process would take; None where it takes none."""
+    if config.compute.device == "cpu" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.4g} TB"
