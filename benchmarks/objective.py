@@ -172,7 +172,7 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
     features = torch.randn(num_views * batch_size, NUM_FEATURES, generator=generator).to(device)
     model = build_model(config.model, num_known, num_novel, 0).to(device).train()
     looped = LoopedHeads(config, num_known, num_novel).to(device).train()
-    known, *families = (part.detach() for part in model.heads(features, num_views) if part is not None)
+    known, *families = (part.detach() for part in model.heads(features, num_views)[:3] if part is not None)
 
     def our_losses(known: Tensor, families: list[Tensor]) -> Tensor:
         targets = global_targets(families, num_views, len(labels), objective)
@@ -200,7 +200,7 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
         def method() -> None:
             model.zero_grad(set_to_none=True)
             model.normalize_prototypes_()
-            known, *families = model.heads(features.clone().requires_grad_(), num_views)
+            known, *families = model.heads(features.clone().requires_grad_(), num_views)[:3]
             then(known, families).mean().backward()
 
         return method

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
+import shlex
+import sys
+from typing import Any
 
 import torch
+
+from uno.checkpoint import FORMAT_VERSION
 
 
 def hardware(cuda: bool | None = None) -> str:
@@ -17,6 +23,27 @@ def hardware(cuda: bool | None = None) -> str:
     if torch.cuda.is_available() if cuda is None else cuda:
         return str(torch.cuda.get_device_name())
     return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def environment(fingerprint: str) -> dict[str, Any]:
+    """Command, versions, hardware and the data's fingerprint, for ``environment.json``."""
+    versions = {}
+    for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "format_version": FORMAT_VERSION,
+        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "data_fingerprint": fingerprint,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": hardware(cuda=False),
+        "versions": versions,
+        "gpus": gpus,
+    }
 
 
 def _processor() -> str:

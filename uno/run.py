@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
-import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
@@ -41,7 +36,7 @@ from uno.data.resident import EvalSet, TrainSet
 from uno.errors import StorageError
 from uno.evaluate import Confusions, count, protocol_metrics
 from uno.feed import StreamSet
-from uno.hardware import hardware
+from uno.hardware import environment
 from uno.kmeans import kmeans_baseline
 from uno.model import Logits, UnoModel, build_model
 from uno.state import TrainState, new_state
@@ -138,7 +133,6 @@ def _fit(
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
     extra: dict[str, Tensor] = {}
     if name == DISCOVER and method.start is not None and not checkpoint_steps(storage, name):
-        assert isinstance(train, TrainSet), "uno.data.ingest keeps such methods resident"
         extra = method.start(config, model, train)
     state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
     state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
@@ -379,24 +373,3 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{storage.path('config.yaml')} is damaged")
     return tree
-
-
-def environment(fingerprint: str) -> dict[str, Any]:
-    """Command, versions, hardware and the data's fingerprint, for ``environment.json``."""
-    versions = {}
-    for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "format_version": FORMAT_VERSION,
-        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
-        "data_fingerprint": fingerprint,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": hardware(cuda=False),
-        "versions": versions,
-        "gpus": gpus,
-    }

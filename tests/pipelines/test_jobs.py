@@ -47,7 +47,7 @@ def group(tmp_path, monkeypatch):
         task = SimpleNamespace(known=["a", "b"], novel=["c"], num_novel=1)
         config = override(Config(), {"compute.workers": 2})
         with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
-            return worker.run_workers(RAY, config, task, None, [], (), True, mine, "STOP", lambda: None)
+            return worker.run_workers(RAY, config, task, "images", [], (), True, mine, "STOP", lambda: None)
 
     run_group.started = started
     return run_group

@@ -124,4 +124,4 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
     return {"probabilities": q, "targets": sharpened(q)}
 
 
-METHOD = Method(step, DistanceHead, start)
+METHOD = Method(step, DistanceHead, start, needs_images=True)

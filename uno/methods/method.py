@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from uno import collectives
 from uno.config import Config, ObjectiveConfig
-from uno.data.resident import TrainSet
 from uno.heads import Prototypes
 from uno.model import Logits, UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, forward
 
 Step = Callable[[TrainState, Batch, ObjectiveConfig, float], Tensor]
-Start = Callable[[Config, UnoModel, TrainSet], dict[str, Tensor]]
+Start = Callable[[Config, UnoModel, Any], dict[str, Tensor]]
+"""The third is the TrainSet, or a StreamSet unless the method needs the images."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,14 @@ class Method:
     (1, N, K) logits, with ``weight`` (1, K, ...) and ``normalize_()``; None: UNO's projection heads.
     ``start(config, model, train)`` runs once, before the first step, on every worker alike: it may initialise
     the model in place and returns tensors to keep in ``state.extra`` and in every checkpoint. ``settings``:
-    preset -> dotted keys, where the authors' constants depend on the data.
+    preset -> dotted keys, where the authors' constants depend on the data. ``needs_images``: it reads images
+    other than in batches, or ``Batch.rows``, so it cannot stream.
     """
 
     step: Step
     novel_head: Callable[[int, int], nn.Module] | None = None
     start: Start | None = None
+    needs_images: bool = False
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

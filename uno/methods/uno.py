@@ -7,18 +7,19 @@ from torch import Tensor
 
 from uno.config import Config
 from uno.data.resident import TrainSet
+from uno.feed import StreamSet
 from uno.methods.method import Method
 from uno.model import UnoModel
 from uno.steps import discovery_step
 
 
-def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
+def start(config: Config, model: UnoModel, train: TrainSet | StreamSet) -> dict[str, Tensor]:
     """An empty queue for Sinkhorn, where the run has one."""
     if not config.objective.queue_size:
         return {}
     outputs = train.num_novel * (1 + config.model.overcluster_factor)  # both families side by side
     shape = (config.augment.large.num_views, config.model.num_heads, config.objective.queue_size, outputs)
-    return {"queue": torch.zeros(shape, device=train.labels.device)}
+    return {"queue": torch.zeros(shape, device=model.known.weight.device)}
 
 
 METHOD = Method(discovery_step, start=start)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from uno.config import Config, override
+from uno.config import Config, ConfigError, override
 from uno.data import ingest
 from uno.data.ingest import choose, free_device_bytes, free_host_bytes
 
@@ -48,3 +48,12 @@ def test_free_memory_is_the_containers(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     assert free_host_bytes() == 5_120_000
     assert free_device_bytes(override(Config(), {"compute.device": "cpu"})) is None
+
+
+@pytest.mark.parametrize("values", [{"method": "dtc"}, {"rotation__epochs": 1}])
+def test_what_needs_the_images_keeps_them(values):
+    """Kills: a set that does not fit streamed into a method that looks rows up."""
+    found, reason = choose(config(**values), 10_000, 1, None)
+    assert found == "resident" and "needs" in reason
+    with pytest.raises(ConfigError, match="--data.ingest resident"):
+        choose(config(data__ingest="streaming", **values), 10_000, 1, None)

@@ -13,9 +13,9 @@ from uno.config import Config, override
 from uno.config_file import dump_yaml
 from uno.data.rows import Rows
 from uno.data.splits import Task, make_task
+from uno.hardware import environment
 from uno.model import build_model
 from uno.presets import preset
-from uno.run import environment
 from uno.storage import Storage
 
 HOSTILE = [
