@@ -14,6 +14,9 @@ The paper is the outline:
     Sec. 4.1  Experimental setup             uno.presets, uno.schedule, uno.steps, uno.train
     Sec. 4.1  Metrics and protocol           uno.metrics, uno.evaluate
 
+What others proposed: uno.methods (competitors on the same loop), uno.regularizers (terms added to UNO's
+objective, off by default).
+
 A trained model: ``uno.load("runs/demo").predict(images)`` (uno.api).
 """
 
