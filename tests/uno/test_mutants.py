@@ -27,8 +27,8 @@ class Mutant(NamedTuple):
 
 NAIVE = "test_objective:test_equals_naive_loop"
 TWO_VIEWS = {"views": "two views", "aggregation": "swap", "hard": False, "concat": True}
-CLUSTERS_STEP = "        scores = scores.log_softmax(dim=-1)  # clusters\n"
-ROWS_STEP = "        scores = scores.log_softmax(dim=-2)  # rows\n"
+CLUSTERS_STEP = "        scores = scores - scores.logsumexp(dim=-2, keepdim=True)\n"
+ROWS_STEP = "        scores = scores.log_softmax(dim=-1)\n"
 
 MUTANTS = {
     "softmax for Sinkhorn": Mutant(
@@ -69,8 +69,9 @@ MUTANTS = {
         "test_objective:test_pretraining_loss_is_cross_entropy_of_cosines",
     ),
     "pseudo-labels on the known block": Mutant(
-        "uno.objective", "taught * novel[:, :, num_labeled:]",
-        "taught[..., : known.shape[-1]] * known[:, None, num_labeled:, : taught.shape[-1]]", NAIVE, TWO_VIEWS,
+        "uno.objective", "targets.to(novel.dtype), novel[:, :, num_labeled:])",
+        "targets.to(novel.dtype)[..., : known.shape[-1]], known[:, None, num_labeled:, : targets.shape[-1]]"
+        ".expand(-1, targets.shape[1], -1, -1))", NAIVE, TWO_VIEWS,
     ),
     "heads mixed by the reshape": Mutant(
         "uno.heads", "hidden.unflatten(1, (self.num_heads, -1)).transpose(0, 1)",
@@ -105,7 +106,8 @@ MUTANTS = {
         "test_train:test_best_head_has_the_lowest_loss_over_the_last_epoch", {"storage": "tmp"},
     ),
     "prototypes not normalised at evaluation": Mutant(
-        "uno.run", "    model.normalize_prototypes_()\n    return model.eval(),", "    return model.eval(),",
+        "uno.run", "    model.normalize_prototypes_()\n    return model.eval(), int(",
+        "    return model.eval(), int(",
         "test_run:test_prototypes_are_normalised_before_evaluation", {"tmp_path": "tmp"},
     ),
     "known and novel blocks exchanged": Mutant(
