@@ -37,7 +37,9 @@ class Grid:
 # ------------------------------------------------------------------------------------------------------ texts
 def spread(mean: float, sd: float | None, signed: bool = False) -> str:
     """``98.1 ± 0.8``, or the mean alone."""
-    text = f"{mean:+.1f}".replace("-", MINUS) if signed else f"{mean:.1f}"
+    text = f"{mean:.1f}"
+    if signed:
+        text = "0.0" if float(text) == 0 else f"{mean:+.1f}".replace("-", MINUS)
     return text if sd is None else f"{text} ± {sd:.1f}"
 
 
