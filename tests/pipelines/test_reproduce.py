@@ -102,6 +102,12 @@ def test_a_missing_device_is_found_before_anything_starts(tmp_path, capsys):
     assert "CUDA" in capsys.readouterr().err and not list((tmp_path / "out").glob("cells/*"))
 
 
+def test_cells_of_many_workers_run_one_at_a_time(request_of):
+    """Kills: as many Ray runs at a time as there are cores or GPUs."""
+    assert reproduce._default_parallel(request_of("--workers", "2")) == 1
+    assert reproduce._default_parallel(request_of("--device", "cpu")) == (os.cpu_count() or 1)
+
+
 def test_a_ray_job_needs_an_absolute_output(monkeypatch):
     from pipelines.options import RAY_JOB
 
