@@ -88,6 +88,7 @@ def test_the_record(results, tmp_path):
     assert row["failures"] and "torch 2.11" in row["versions"]
     text = (tmp_path / "README.md").read_text()
     assert text.startswith(f"# {results.table.question}\n\n    uno reproduce ablation\n")
+    assert text.count(results.table.question) == 1
     assert page.decision(results) in text and "shown (6 of 6" in page.decision(results)
 
 
