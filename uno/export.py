@@ -9,6 +9,7 @@ import io
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ CHECK_ROWS = (1, 3, 8)  # batch sizes of the check; the example that is traced h
 class Program(nn.Module):
     """Images -> probabilities in one module, without anything of this project but its weights.
 
-    It has the encoder, the known head and the best cluster head of ``model``; the other heads stay behind.
+    It has the encoder, the known head and the best cluster head of ``model``; the other heads, and what only
+    training uses, stay behind.
     ``forward(images)``: uint8 (B, 3, S, S), values 0-255, RGB -> (B, C) float32: the probabilities that
     ``uno predict`` reports, merged classes added up, dropped ones zero.
     """
@@ -52,6 +54,10 @@ class Program(nn.Module):
         self.projector = None if module.projector is None else _one_head(module.projector, head)
         self.register_buffer("known", _plain_tensor(module.known.weight))
         self.register_buffer("novel", _plain_tensor(module.novel.weight[head]))
+        self.head: Any = None  # of a baseline, on the feature
+        if self.projector is None:
+            self.head = deepcopy(module.novel).cpu()
+            self.head.auxiliary = None
         self.temperature, self.normalize_input = config.objective.temperature, module.normalize_input
         self.mean, self.std = config.data.mean, config.data.std
         self.classes: Sequence[OutputClass] = model.classes
@@ -64,10 +70,11 @@ class Program(nn.Module):
         centre = images[..., start : start + self.side, start : start + self.side]
         features = self.encoder(normalize(centre.to(torch.float32) / 255, self.mean, self.std))
         unit = F.normalize(features, dim=-1)
-        inputs = features
-        if self.projector is not None:
-            inputs = self.projector(unit if self.normalize_input else features)[0]
-        novel = F.normalize(inputs, dim=-1) @ self.novel.T
+        if self.projector is None:
+            novel = self.head(features)[0]
+        else:
+            projections = self.projector(unit if self.normalize_input else features)[0]
+            novel = F.normalize(projections, dim=-1) @ self.novel.T
         joint = torch.cat([unit @ self.known.T, novel], dim=-1) / self.temperature
         return route(joint.softmax(dim=-1), self.classes)
 

@@ -12,11 +12,12 @@ import safetensors.torch
 import torch
 from PIL import Image
 
+from uno import methods
 from uno.augment import normalize
 from uno.config import Config, override
 from uno.config_file import dump_yaml
 from uno.data.sources import read_digits
-from uno.model import UnoModel, build_model
+from uno.model import UnoModel
 from uno.predict import Classifier, load_classifier
 from uno.presets import preset
 from uno.storage import Storage
@@ -31,20 +32,21 @@ NUM_DAMAGED = 40
 def write_model(run: Path, aligned: bool = True, num_novel: int = 5, **overrides: Any) -> Config:
     """A run directory as discover leaves it, with random weights and batch norms that have seen something."""
     config = override(preset("digits"), TINY | {k.replace("__", "."): v for k, v in overrides.items()})
-    model = build_model(config.model, 5, num_novel, seed=1)
+    model = methods.build_network(config, 5, num_novel, seed=1)
     generator = torch.Generator().manual_seed(0)
     for name, buffer in model.named_buffers():
         if name.endswith("running_var"):
             buffer.uniform_(0.5, 2, generator=generator)
-    _spread_prototypes_(model.eval(), config)
+    if model.eval().projector is not None:
+        _spread_prototypes_(model, config)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
     classes = [{"index": i, "name": str(i), "kind": "known"} for i in range(5)]
     classes += [{"index": 5 + i, "name": f"novel-{i + 1}", "kind": "novel"} for i in range(num_novel)]
-    facts: dict[str, Any] = {"best_head": 1, "classes": classes}
+    facts: dict[str, Any] = {"best_head": min(1, model.num_heads - 1), "classes": classes}
     if aligned:
-        facts["alignment"] = [list(range(num_novel))] * config.model.num_heads
+        facts["alignment"] = [list(range(num_novel))] * model.num_heads
     (run / "model").mkdir(parents=True)
     (run / "config.yaml").write_text(dump_yaml(config))
     (run / "model" / "config.yaml").write_text(dump_yaml(config))

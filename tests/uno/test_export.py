@@ -92,6 +92,17 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["mcl", "dtc"])
+def test_baselines_are_exported_too(tmp_path, method):
+    """Cosines and distances; the export compares itself with the model. Kills: prototypes in place of
+    centres, a similarity network that is handed out.
+    """
+    data = export(tiny_model(tmp_path / "run", method=method), "pt2")
+    program = torch.export.load(io.BytesIO(data)).module()
+    assert program(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape == (2, 10)
+    assert not [name for name, _ in program.named_parameters() if "auxiliary" in name]
+
+
 def test_what_computes_something_else_is_not_handed_out(tmp_path, monkeypatch):
     model = tiny_model(tmp_path)
 

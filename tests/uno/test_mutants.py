@@ -106,7 +106,8 @@ MUTANTS = {
         "test_train:test_best_head_has_the_lowest_loss_over_the_last_epoch", {"storage": "tmp"},
     ),
     "prototypes not normalised at evaluation": Mutant(
-        "uno.run", "    model.normalize_prototypes_()\n", "",
+        "uno.run", "    model.normalize_prototypes_()\n    return model.eval(), int(",
+        "    return model.eval(), int(",
         "test_run:test_prototypes_are_normalised_before_evaluation", {"tmp_path": "tmp"},
     ),
     "known and novel blocks exchanged": Mutant(

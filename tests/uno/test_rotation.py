@@ -86,7 +86,7 @@ def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
     assert_same(dict(start.model.encoder.state_dict()), turned)
 
     storage = Storage(str(tmp_path / "b"))
-    for stop in (3, 10, 13, 5):
+    for stop in (10, 5):
         with pytest.raises(Interrupted):
             train_both(config, storage, StopAt(stop))
     assert_same(copied_tensors(train_both(config, storage)), copied_tensors(expected))

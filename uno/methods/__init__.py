@@ -26,6 +26,7 @@ METHODS = {
     "rs_plus": "rank statistics with incremental learning (Han et al., ICLR 2020)",
     "mcl": "meta classification likelihood (Hsu et al., ICLR 2019)",
     "dtc": "deep transfer clustering (Han et al., ICCV 2019)",
+    "kcl": "KLD-based contrastive loss (Hsu et al., ICLR 2018)",
 }
 """Name, which is its module's too -> what it is."""
 

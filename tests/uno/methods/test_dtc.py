@@ -110,8 +110,8 @@ def test_a_bad_step_leaves_the_memory_alone():
 
 def test_a_stopped_run_resumes_to_the_bit(tmp_path):
     """Kills: targets or probabilities not stored, k-means anew after a resume."""
-    config, ends = method_config("dtc", discover__epochs=6), []
-    for stops in ((), (3, 17)):
+    config, ends = method_config("dtc", discover__epochs=4), []
+    for stops in ((), (3, 14)):
         storage = Storage(str(tmp_path / f"run{len(stops)}"))
         run.pretrain(config, small_sets()[0], LocalWorker(CPU), storage)
         for stop in stops:
