@@ -267,7 +267,8 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
         assert driver.poll() is None
         time.sleep(0.2)
     driver.terminate()
-    assert driver.wait(120) == 75 and b"resume with the same command" in driver.stderr.read()
+    _, said = driver.communicate(timeout=120)
+    assert driver.returncode == 75 and b"resume with the same command" in said
     before = {path: path.stat().st_mtime for path in out.glob("cells/*/metrics.json")}
     assert 1 <= len(before) < 8
     assert cli.guard(reproduce.main, [*words, "--record", str(tmp_path / "record")]) == 0
