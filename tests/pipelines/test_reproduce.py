@@ -273,8 +273,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     assert 1 <= len(before) < 8
     assert cli.guard(reproduce.main, [*words, "--record", str(tmp_path / "record")]) == 0
     assert all(path.stat().st_mtime == time_of for path, time_of in before.items())
-    finished = [entry for entry in read_history(out).values() if entry.code == 0]
-    assert len(finished) == 8 + 4
+    assert len(list(out.glob("cells/*/metrics.json"))) == 8
     text = (out / "ablation.md").read_text()
     assert text.count("| 2 |") >= 12 and "not finished" not in text
     assert json.loads((tmp_path / "record" / "result.json").read_text())["missing"] == []
@@ -283,7 +282,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     assert "nothing is run again" in capsys.readouterr().out
 
 
-SAVES = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('saved', flush=True)))\n"
+SAVES = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('saved', flush=True) or 75))\n"
 SAVES += "print('ready', flush=True)\ntime.sleep(60)"
 
 
