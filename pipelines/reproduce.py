@@ -270,6 +270,8 @@ def _describe(request: Request, jobs: list[Job]) -> None:
 def _default_parallel(request: Request) -> int:
     import torch
 
+    if request.changes["compute.workers"]:
+        return 1  # a cell is many processes
     if torch.cuda.is_available() and request.changes.get("compute.device") != "cpu":
         return max(1, torch.cuda.device_count())
     threads = int(request.changes.get("compute.threads") or os.cpu_count() or 1)

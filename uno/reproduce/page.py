@@ -37,7 +37,9 @@ class Grid:
 # ------------------------------------------------------------------------------------------------------ texts
 def spread(mean: float, sd: float | None, signed: bool = False) -> str:
     """``98.1 ± 0.8``, or the mean alone."""
-    text = f"{mean:+.1f}".replace("-", MINUS) if signed else f"{mean:.1f}"
+    text = f"{mean:.1f}"
+    if signed:
+        text = "0.0" if float(text) == 0 else f"{mean:+.1f}".replace("-", MINUS)
     return text if sd is None else f"{text} ± {sd:.1f}"
 
 
@@ -149,7 +151,7 @@ def decision(found: Results) -> str:
             for verdict, names in verdicts.items()
         ]
         parts.append(f"{name[0].upper()}{name[1:]}, {benchmark}: {', '.join(texts)}.")
-    return " ".join(parts) or "Nothing is compared here."
+    return " ".join(parts) or "No verdict: nothing is compared by numbers here."
 
 
 def facts(found: Results, command: str) -> dict[str, str]:
@@ -304,9 +306,12 @@ def write(storage: Storage, found: Results, scale: str, command: str, figures: l
 def write_record(storage: Storage, found: Results, scale: str, command: str, figures: list[Figure]) -> None:
     """``README.md``, ``result.json`` (hardware, versions, raw values, decision) and figures as HTML."""
     where = facts(found, command)
-    text = [f"# {found.table.question}", f"    {command}", markdown_table(found).partition("\n\n")[2]]
+    text = [f"# {found.table.question}", f"    {command}", markdown_table(found).split("\n\n", 2)[2]]
     text.append(f"Hardware: {where['hardware']}. {where['versions']}. Minutes: {where['minutes']}.")
     text.append(f"Decision: {_inert(decision(found))}")
+    drawn = found.table.figures or bool(charts(found))
+    if drawn:
+        text.append("Drawings: [figures.html](figures.html).")
     storage.write("README.md", ("\n\n".join(text) + "\n").encode())
     lines = long_table(found, scale).to_pylist()
     measured = [{k: v for k, v in line.items() if v is not None} for line in lines]
@@ -324,5 +329,5 @@ def write_record(storage: Storage, found: Results, scale: str, command: str, fig
         "lines": measured,
     }
     storage.write("result.json", (json.dumps(row, indent=1, ensure_ascii=False) + "\n").encode())
-    if figures or charts(found):
+    if drawn:
         storage.write("figures.html", html(found, command, figures).encode())

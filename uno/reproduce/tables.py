@@ -200,8 +200,9 @@ STRICT = (
     "class that is called by a known name. strict: to novel outputs only; not in the paper."
 )
 PRETRAINED_ALIKE = (
-    "All methods start from the same supervised pretraining of the same encoder. In the paper's Tab. 3 and "
-    "4 all but UNO start from self-supervision (except on ImageNet); its appendix, Tab. A, has them without."
+    "All methods start from the same pretraining of the same encoder, supervised only unless rotation epochs "
+    "are given for all. In the paper's Tab. 3 and 4 all but UNO start from self-supervision (except on "
+    "ImageNet); its appendix, Tab. A, has them without."
 )
 
 

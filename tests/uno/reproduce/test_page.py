@@ -47,6 +47,12 @@ def test_numbers_agree_in_all_formats(results, tmp_path):
     assert len(verdicts) == 3 * 6 and all(v in text and v in html for v in verdicts)
 
 
+def test_differences_have_a_sign():
+    assert page.spread(-1.26, 0.5, signed=True) == f"{page.MINUS}1.3 ± 0.5"
+    assert page.spread(1.2, None, signed=True) == "+1.2"
+    assert page.spread(-0.04, None, signed=True) == "0.0"
+
+
 def test_paper_and_measurement_stand_side_by_side(results):
     grid = page.results_grid(results)
     first = dict(zip(grid.head, grid.lines[0], strict=True))
@@ -82,6 +88,7 @@ def test_the_record(results, tmp_path):
     assert row["failures"] and "torch 2.11" in row["versions"]
     text = (tmp_path / "README.md").read_text()
     assert text.startswith(f"# {results.table.question}\n\n    uno reproduce ablation\n")
+    assert text.count(results.table.question) == 1
     assert page.decision(results) in text and "shown (6 of 6" in page.decision(results)
 
 
