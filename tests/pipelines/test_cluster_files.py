@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -122,6 +123,7 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
     finally:
         end_processes_of(address)
         head.wait(30)
+        shutil.rmtree(env["RAY_TMPDIR"], ignore_errors=True)
 
 
 def end_processes_of(address: str) -> None:
