@@ -30,6 +30,7 @@ from uno.presets import preset
 from uno.steps import global_targets
 
 NUM_FEATURES = 512  # of ResNet18
+PARTS = ("sinkhorn", "sinkhorn_and_loss", "heads", "all")
 
 
 # ------------------------------------------------------------------------------------ the straightforward way
@@ -120,6 +121,7 @@ def looped_loss(known: Tensor, novel: Tensor, labels: Tensor, labeled: Tensor, c
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--presets", nargs="+", default=["cifar10", "cifar100_20", "imagenet"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
@@ -139,10 +141,10 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     methods = make_methods(name, options.batch, options.device)
+    methods = {key: run for key, run in methods.items() if key.split()[1] in options.parts}
     seconds = take_turns(methods, options.repeats, options.device, options.clock)
     middle, spreads = medians(seconds), spread(seconds)
     calls = {method: count_operators(run, options.device) for method, run in methods.items()}
-    parts = [method.removeprefix("ours ") for method in methods if method.startswith("ours ")]
     return {
         part: {
             "speedup": round(middle[f"looped {part}"] / middle[f"ours {part}"], 2),
@@ -156,7 +158,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 for way in ("ours", "looped")
             },
         }
-        for part in parts
+        for part in options.parts
     }
 
 
