@@ -24,7 +24,7 @@ from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.quantities import CLASSES, count_operators
 from uno.config import Config, override
 from uno.data.batches import make_plan
-from uno.model import build_model
+from uno.model import Logits, build_model
 from uno.objective import discovery_loss
 from uno.presets import preset
 from uno.steps import global_targets
@@ -162,6 +162,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def outputs(logits: Logits) -> tuple[Tensor, list[Tensor]]:
+    """The known head's logits, and those of each family."""
+    return logits.known, [part for part in (logits.novel, logits.over) if part is not None]
+
+
 def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[[], Any]]:
     """ "ours PART" and "looped PART" for sinkhorn, sinkhorn_and_loss, heads and all; checked to be equal."""
     config = override(preset(name), {"train.batch_size": batch_size})
@@ -174,7 +179,8 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
     features = torch.randn(num_views * batch_size, NUM_FEATURES, generator=generator).to(device)
     model = build_model(config.model, num_known, num_novel, 0).to(device).train()
     looped = LoopedHeads(config, num_known, num_novel).to(device).train()
-    known, *families = (part.detach() for part in model.heads(features, num_views) if part is not None)
+    with torch.no_grad():
+        known, families = outputs(model.heads(features, num_views))
 
     def our_losses(known: Tensor, families: list[Tensor]) -> Tensor:
         targets = global_targets(families, num_views, len(labels), objective)
@@ -202,8 +208,8 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
         def method() -> None:
             model.zero_grad(set_to_none=True)
             model.normalize_prototypes_()
-            known, *families = model.heads(features.clone().requires_grad_(), num_views)
-            then(known, families).mean().backward()
+            logits = model.heads(features.clone().requires_grad_(), num_views)
+            then(*outputs(logits)).mean().backward()
 
         return method
 
