@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import environment, medians, spread, take_turns
-from benchmarks.objective import NUM_FEATURES
+from benchmarks.objective import NUM_FEATURES, outputs
 from benchmarks.quantities import exponents, peak_bytes
 from uno.batches import ResidentBatches
 from uno.config import Config, override
@@ -115,12 +115,13 @@ def parts(
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(num_views * batch, NUM_FEATURES, generator=generator).to(device)
     labels = torch.randint(0, NUM_KNOWN, (batch // 2,), generator=generator).to(device)
-    known, *families = (part.detach() for part in model.heads(features, num_views)[:3] if part is not None)
+    with torch.no_grad():
+        known, families = outputs(model.heads(features, num_views))
 
     def run_heads() -> None:
         model.zero_grad(set_to_none=True)
-        outputs = model.heads(features.requires_grad_(), num_views)
-        sum(part.sum() for part in outputs if part is not None).backward()
+        own_known, own = outputs(model.heads(features.requires_grad_(), num_views))
+        sum(part.sum() for part in (own_known, *own)).backward()
 
     def run_objective() -> None:
         own_known, own = known.detach().requires_grad_(), [f.detach().requires_grad_() for f in families]

@@ -24,12 +24,13 @@ from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.quantities import CLASSES, count_operators
 from uno.config import Config, override
 from uno.data.batches import make_plan
-from uno.model import build_model
+from uno.model import Logits, build_model
 from uno.objective import discovery_loss
 from uno.presets import preset
 from uno.steps import global_targets
 
 NUM_FEATURES = 512  # of ResNet18
+PARTS = ("sinkhorn", "sinkhorn_and_loss", "heads", "all")
 
 
 # ------------------------------------------------------------------------------------ the straightforward way
@@ -120,6 +121,7 @@ def looped_loss(known: Tensor, novel: Tensor, labels: Tensor, labeled: Tensor, c
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--presets", nargs="+", default=["cifar10", "cifar100_20", "imagenet"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
@@ -139,10 +141,10 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     methods = make_methods(name, options.batch, options.device)
+    methods = {key: run for key, run in methods.items() if key.split()[1] in options.parts}
     seconds = take_turns(methods, options.repeats, options.device, options.clock)
     middle, spreads = medians(seconds), spread(seconds)
     calls = {method: count_operators(run, options.device) for method, run in methods.items()}
-    parts = [method.removeprefix("ours ") for method in methods if method.startswith("ours ")]
     return {
         part: {
             "speedup": round(middle[f"looped {part}"] / middle[f"ours {part}"], 2),
@@ -156,8 +158,13 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 for way in ("ours", "looped")
             },
         }
-        for part in parts
+        for part in options.parts
     }
+
+
+def outputs(logits: Logits) -> tuple[Tensor, list[Tensor]]:
+    """The known head's logits, and those of each family."""
+    return logits.known, [part for part in (logits.novel, logits.over) if part is not None]
 
 
 def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[[], Any]]:
@@ -172,7 +179,8 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
     features = torch.randn(num_views * batch_size, NUM_FEATURES, generator=generator).to(device)
     model = build_model(config.model, num_known, num_novel, 0).to(device).train()
     looped = LoopedHeads(config, num_known, num_novel).to(device).train()
-    known, *families = (part.detach() for part in model.heads(features, num_views)[:3] if part is not None)
+    with torch.no_grad():
+        known, families = outputs(model.heads(features, num_views))
 
     def our_losses(known: Tensor, families: list[Tensor]) -> Tensor:
         targets = global_targets(families, num_views, len(labels), objective)
@@ -200,8 +208,8 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
         def method() -> None:
             model.zero_grad(set_to_none=True)
             model.normalize_prototypes_()
-            known, *families = model.heads(features.clone().requires_grad_(), num_views)[:3]
-            then(known, families).mean().backward()
+            logits = model.heads(features.clone().requires_grad_(), num_views)
+            then(*outputs(logits)).mean().backward()
 
         return method
 

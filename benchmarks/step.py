@@ -140,7 +140,8 @@ def parts(config: Config, state: TrainState, batch: Batch) -> dict[str, Callable
         model.zero_grad(set_to_none=True)
         with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
             outputs = model.heads(features.requires_grad_(), num_views)
-        sum(part.sum() for part in outputs if part is not None).backward()
+        parts = (outputs.known, outputs.novel, outputs.over)
+        sum(part.sum() for part in parts if part is not None).backward()
 
     def sinkhorn_and_loss() -> None:
         families = [

@@ -44,14 +44,37 @@ def test_links_and_paths_exist():
         assert (ROOT / target).exists(), target
 
 
+def recorded_rows(text: str) -> list[tuple[str, dict]]:
+    """The table rows that link to a record, each with the record's result."""
+    rows = [line for line in text.splitlines() if "benchmarks/records/" in line and line.startswith("|")]
+    records = [ROOT / re.search(r"\((benchmarks/records/[^)]+)\)", row)[1] for row in rows]
+    results = [json.loads((record / "result.json").read_text()) for record in records]
+    assert results and all(result["command"] for result in results)
+    return list(zip(rows, results, strict=True))
+
+
+def numbers(tree: object) -> list[float]:
+    """All numbers in a JSON value."""
+    if isinstance(tree, dict | list):
+        return [n for part in (tree.values() if isinstance(tree, dict) else tree) for n in numbers(part)]
+    return [float(tree)] if isinstance(tree, int | float) and not isinstance(tree, bool) else []
+
+
+def test_speeds_have_records():
+    """Every bold number of the table of speeds stands in the record of its row, rounded as it is there."""
+    section = README.split("\n## Speed\n")[1].split("\n## ")[0]
+    for row, result in recorded_rows(section):
+        measured = numbers(result)
+        bold = re.findall(r"\*\*([0-9.]+)\*\*", row)
+        assert bold, row
+        for number in bold:
+            digits = len(number.partition(".")[2])
+            assert any(float(number) == round(value, digits) for value in measured), (number, row)
+
+
 def test_numbers_have_records():
     """Every measured cell of the first table links to a record whose result holds that number."""
-    rows = [line for line in README.splitlines() if "benchmarks/records/" in line and line.startswith("|")]
-    assert rows
-    for row in rows:
-        record = ROOT / re.search(r"\((benchmarks/records/[^)]+)\)", row)[1]
-        result = json.loads((record / "result.json").read_text())
-        assert result["command"]
+    for row, result in recorded_rows(README.split("\n## ")[0]):
         percent = re.search(r"\*\*([0-9.]+) ± ([0-9.]+)\*\*", row)
         novel = result["results"]["novel, task-aware, train"]
         assert float(percent[1]) == round(100 * novel["mean"], 1)
