@@ -209,7 +209,6 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
     )
     assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()
     assert cli.main(["evaluate", "run"]) == 0
-    assert cli.main(["predict", "run", "--output", "again"]) == 0
 
 
 @pytest.mark.parametrize(
