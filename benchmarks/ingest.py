@@ -271,9 +271,10 @@ class Peak:
 
 
 def spilled_mb() -> float:
+    import ray
     from ray._private.internal_api import memory_summary
 
-    text = memory_summary(stats_only=True)
+    text = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
     return sum(float(value) for value in re.findall(r"Spilled (\d+) MiB", text))
 
 
