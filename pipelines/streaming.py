@@ -9,6 +9,7 @@ wait for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -113,6 +114,7 @@ def train_set(config: Config, loop: dict[str, Any], storage: Storage) -> StreamS
     """On a worker: the training rows, cut by Ray tasks."""
     import ray
 
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
     facts = dict(ray.get(loop["stream"]))
     images = Chosen(facts["images"], facts["index"])
     bad = BadRows(facts.pop("ids"), images, config.data.max_bad_fraction, storage)
@@ -191,11 +193,11 @@ def _batches(dataset: Any) -> Iterator[pa.Table]:
 
 
 def _own_error(error: BaseException | None) -> UnoError | None:
-    """The error of ours that failed a Ray task: Ray's own text is a traceback."""
+    """The error of ours that failed a Ray task: Ray's own text is a traceback, and it adds lines to ours."""
     while error is not None:
         cause = getattr(error, "cause", None)
         if isinstance(cause, UnoError):
-            return cause
+            return type(cause)(str(cause).partition("\n")[0])
         error = cause if isinstance(cause, BaseException) else error.__cause__
     return None
 

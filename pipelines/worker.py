@@ -163,7 +163,7 @@ def run_workers(
         "stream": None,
     }
     sources = {}
-    if images is None:
+    if config.data.ingest == "streaming":
         loop |= streaming.shared(ray, task)
     else:
         sources = {"images": images, "truth": datasets.truth_of(ray, task)}

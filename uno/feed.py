@@ -29,6 +29,7 @@ from uno.data.splits import Task
 PART_BYTES = 16 * 2**20
 """Views of a part, at most: small enough for many in flight, half a second of cutting for ImageNet."""
 PART_ROWS = 4096
+HERE_ROWS = 512  # of a part that a thread cuts: what costs Ray a block costs nothing here
 WINDOW_BYTES = 64 * 2**20
 MAX_WINDOW_ROWS = 8192
 
@@ -173,15 +174,15 @@ def cut_here(threads: int) -> Callable[[Feed], Iterator[Part]]:
 
 def _with_images(feed: Feed) -> Iterator[tuple[Refs, Any]]:
     """Parts of the rows, with images; those of Parquet are read in larger lots."""
+    size = min(feed.part_rows, HERE_ROWS)
     if not isinstance(feed.images, ParquetImages):
-        for refs in feed.refs(feed.part_rows):
+        for refs in feed.refs(size):
             yield refs, Chosen(feed.images, feed.index[refs.rows])
         return
     for lot in feed.refs(feed.read_rows):
         images = feed.images.fetch(feed.index[lot.rows])
-        for start in range(0, len(images), feed.part_rows):
-            stop = start + feed.part_rows
-            yield lot.part(start, stop), images[start:stop]
+        for start in range(0, len(images), size):
+            yield lot.part(start, start + size), images[start : start + size]
 
 
 def ahead(
