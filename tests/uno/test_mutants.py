@@ -27,8 +27,8 @@ class Mutant(NamedTuple):
 
 NAIVE = "test_objective:test_equals_naive_loop"
 TWO_VIEWS = {"views": "two views", "aggregation": "swap", "hard": False, "concat": True}
-CLUSTERS_STEP = "        scores = scores - scores.logsumexp(dim=-2, keepdim=True)\n"
-ROWS_STEP = "        scores = scores.log_softmax(dim=-1)\n"
+CLUSTERS_STEP = "        scores = scores.log_softmax(dim=-1)  # clusters\n"
+ROWS_STEP = "        scores = scores.log_softmax(dim=-2)  # rows\n"
 
 MUTANTS = {
     "softmax for Sinkhorn": Mutant(
@@ -69,9 +69,8 @@ MUTANTS = {
         "test_objective:test_pretraining_loss_is_cross_entropy_of_cosines",
     ),
     "pseudo-labels on the known block": Mutant(
-        "uno.objective", "targets.to(novel.dtype), novel[:, :, num_labeled:])",
-        "targets.to(novel.dtype)[..., : known.shape[-1]], known[:, None, num_labeled:, : targets.shape[-1]]"
-        ".expand(-1, targets.shape[1], -1, -1))", NAIVE, TWO_VIEWS,
+        "uno.objective", "taught * novel[:, :, num_labeled:]",
+        "taught[..., : known.shape[-1]] * known[:, None, num_labeled:, : taught.shape[-1]]", NAIVE, TWO_VIEWS,
     ),
     "heads mixed by the reshape": Mutant(
         "uno.heads", "hidden.unflatten(1, (self.num_heads, -1)).transpose(0, 1)",

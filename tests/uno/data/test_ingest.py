@@ -55,5 +55,5 @@ def test_what_needs_the_images_keeps_them(values):
     """Kills: a set that does not fit streamed into a method that looks rows up."""
     found, reason = choose(config(**values), 10_000, 1, None)
     assert found == "resident" and "needs" in reason
-    with pytest.raises(ConfigError, match="--data.ingest resident"):
+    with pytest.raises(ConfigError, match="ingest resident"):
         choose(config(data__ingest="streaming", **values), 10_000, 1, None)
