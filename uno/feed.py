@@ -31,7 +31,10 @@ PART_BYTES = 16 * 2**20
 PART_ROWS = 4096
 HERE_ROWS = 512  # of a part that a thread cuts: what costs Ray a block costs nothing here
 WINDOW_BYTES = 64 * 2**20
-MAX_WINDOW_ROWS = 8192
+MAX_WINDOW_ROWS = PART_ROWS // 2
+"""What is read at once, two windows, is one block for Ray where images are small: with more rows a single
+task would cut them all, on one core.
+"""
 
 
 class Refs(NamedTuple):
