@@ -374,9 +374,14 @@ def describe(error: ValidationError) -> str:
 
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
-    """Dotted keys in which a stored config tree and ``new`` differ, without :data:`RESUMABLE_CHANGES`."""
+    """Dotted keys in which a stored config tree and ``new`` differ, without :data:`RESUMABLE_CHANGES`.
+
+    ``data.ingest: auto`` differs from nothing: a run stores what it was decided to be.
+    """
     a, b = flatten(old), flatten(to_dict(new))
     keys = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
+    if "auto" in (a.get("data.ingest"), b.get("data.ingest")):
+        keys = [k for k in keys if k != "data.ingest"]
     return [k for k in keys if not any(k == free or k.startswith(free + ".") for free in RESUMABLE_CHANGES)]
 
 

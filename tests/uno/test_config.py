@@ -155,6 +155,9 @@ def test_where_a_run_executes_does_not_change_what_it_is():
     assert differing_keys(to_dict(config), moved) == []
     assert config_hash(moved) == config_hash(config) != config_hash(other)
     assert differing_keys(to_dict(config), other) == ["objective.epsilon"]
+    decided = override(config, {"data.ingest": "streaming"})
+    assert differing_keys(to_dict(config), decided) == differing_keys(to_dict(decided), config) == []
+    assert differing_keys(to_dict(decided), override(config, {"data.ingest": "resident"})) == ["data.ingest"]
 
 
 def test_flatten_keeps_the_order_of_the_schema():
