@@ -35,7 +35,7 @@ from uno.streaming import Decoded, StreamedEvalSet, streamed_eval_sets
 
 SPAN_BYTES = 128 * 2**20  # of images that are in memory and travel with their references
 SPAN_PARTS_PER_CPU = 32
-MIN_SPAN_PARTS = 64
+MIN_SPAN_PARTS = 4
 OPEN_NEXT_AT = 0.5  # of a span
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
 READ_CPUS, CUT_CPUS = 0.001, 0.9
@@ -71,7 +71,7 @@ def cut_on_ray(ray: Any, workers: int, worker_cpus: float) -> Callable[[Feed], I
 
         num_rows = feed.read_rows if isinstance(feed.images, ParquetImages) else feed.part_rows
         tables = (_references(feed, refs) for refs in feed.refs(num_rows))
-        for table in in_spans(run, tables, max(MIN_SPAN_PARTS, int(SPAN_PARTS_PER_CPU * cpus))):
+        for table in in_spans(run, tables, span_parts(cpus, store)):
             pixels = table["pixels"].combine_chunks()
             yield Part(_bytes_of(pixels, feed.cuts.row_bytes), table["reason"].to_pylist())
 
@@ -95,7 +95,7 @@ def decode_on_ray(
         tables = (
             pa.table({"task_row": pa.array(rows), **_image_columns(images, index[rows])}) for rows in lots
         )
-        for table in in_spans(run, tables, MIN_SPAN_PARTS):
+        for table in in_spans(run, tables, span_parts(cpus, store)):
             pixels = torch.from_numpy(_bytes_of(table["pixels"].combine_chunks(), 3 * side**2).copy())
             reasons = {i: text for i, text in enumerate(table["reason"].to_pylist()) if text is not None}
             ok = table["reason"].is_null().to_numpy(zero_copy_only=False)
@@ -135,6 +135,11 @@ def limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple
     """(CPUs, bytes of the object store) for an execution of one worker; a span and the next share a store."""
     cpus = (cluster.get("CPU", 1) - workers * worker_cpus) / workers
     return max(1.0, cpus), STORE_SHARE * cluster.get("object_store_memory", 2**30) / workers / 2
+
+
+def span_parts(cpus: float, store: float) -> int:
+    """Blocks of a span: enough for every CPU, but all of them and their views fit in the share of the store."""
+    return max(MIN_SPAN_PARTS, min(int(SPAN_PARTS_PER_CPU * cpus), int(store / PART_BYTES)))
 
 
 def in_spans(run: Run, tables: Iterator[pa.Table], span_parts: int) -> Iterator[pa.Table]:
@@ -181,6 +186,8 @@ def _dataset(ray: Any, tables: list[pa.Table], cpus: float, store: float) -> Any
     options = dataset.context.execution_options
     options.preserve_order = True
     options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=store)
+    # Ray's reservation lets one task of two run on two CPUs. Without it a span bounds what is in memory.
+    dataset.context.op_resource_reservation_enabled = False
     dataset.context.target_max_block_size = PART_BYTES
     return dataset
 
