@@ -138,7 +138,7 @@ def limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple
 
 
 def span_parts(cpus: float, store: float) -> int:
-    """Blocks of a span: enough for every CPU, but all of them and their views fit in the share of the store."""
+    """Blocks of a span: enough for every CPU, but all of them fit into the share of the store."""
     return max(MIN_SPAN_PARTS, min(int(SPAN_PARTS_PER_CPU * cpus), int(store / PART_BYTES)))
 
 
