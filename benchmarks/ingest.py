@@ -287,7 +287,8 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
                 output = Path(folder) / f"{name[2:].replace(' ', '')}-{turn}"
                 words = [
                     "-m", "pipelines.discover", *name.split(), "--data", f"parquet:{SHARED}/cifar10-jpeg",
-                    "--preset", "cifar10", "--known-classes", "first:5", "--limit", str(options.rows), "--batch-size", "256",
+                    "--preset", "cifar10", "--known-classes", "first:5", "--limit", str(options.rows),
+                    "--batch-size", "256",
                     "--model.encoder", "resnet_small", "--pretrain.epochs", "0", "--discover.epochs", "8",
                     "--pretrain.warmup-epochs", "0", "--discover.warmup-epochs", "0",
                     "--compute.threads", "1",
