@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 NUM_CPUS = 4  # logical; the machine may have two
+AGENT_PORT = 52365  # a node whose agent finds it taken takes no jobs, for as long as it lives
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +36,7 @@ def ray_cluster() -> Iterator[Any]:
     _set(changed)
     import ray
 
+    wait_until_free(AGENT_PORT)
     ray.init(
         address="local",
         num_cpus=NUM_CPUS,
@@ -47,6 +50,20 @@ def ray_cluster() -> Iterator[Any]:
     _set(before)
     time.sleep(0.5)  # the last processes still write their logs
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_until_free(port: int, seconds: float = 60) -> None:
+    """Returns once nothing listens there: agents outlive the cluster of an earlier test by some seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+                return
+            except OSError:
+                assert time.monotonic() < end, f"port {port} is taken: Ray jobs cannot be tested"
+        time.sleep(0.2)
 
 
 def _set(values: dict[str, str | None]) -> None:

@@ -19,7 +19,6 @@ from uno.storage import Storage
 RESULTS = "metrics.json"  # written last: the mark of a finished run
 STOP_FILE = "STOP"  # asks the workers to save and leave
 RAY_FOLDER = "ray"  # Ray Train's own bookkeeping; a resumed run never reads it
-PHASES = (run.PRETRAIN, run.DISCOVER)
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # what uno.storage writes before it renames
 
 
@@ -47,7 +46,7 @@ def examine(storage: Storage) -> list[Finding]:
     return [
         *_of_config(storage),
         *_of_environment(storage),
-        *(finding for phase in PHASES for finding in _of_checkpoints(storage, phase)),
+        *(finding for phase in run.PHASES for finding in _of_checkpoints(storage, phase)),
         *_of_journal(storage),
         *_of_results(storage),
         *_of_lock(storage),
@@ -69,7 +68,7 @@ def heal(storage: Storage, thorough: bool = False) -> list[str]:
         StorageError: a phase has checkpoints and none verifies; nothing of it is removed.
     """
     lines = []
-    for phase in PHASES:
+    for phase in run.PHASES:
         damaged = _damaged(storage, phase, only_newer=not thorough)
         for step, problem in damaged.items():
             delete_checkpoint(storage, phase, step)

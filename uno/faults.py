@@ -41,7 +41,7 @@ LOG = "faults.jsonl"
 TRAINING = ("kill-worker", "kill-node", "nan")
 DISKS = {"full-disk": errno.ENOSPC, "read-only": errno.EROFS}
 DRIVER = {"kill-driver": signal.SIGKILL, "sigterm": signal.SIGTERM}
-PHASES = ("pretrain", "discover")
+PHASES = ("rotation", "pretrain", "discover")
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ class TrainState:
     ``epoch_losses`` (H + 1,) sums the cluster loss of each head over the current epoch on this worker, and
     counts its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers: the best
     head is its minimum. ``line_loss`` (2,) is the sum and count of the total loss since the last line of
-    metrics. Steps skipped for non-finite gradients enter none of them.
+    metrics. Steps skipped for non-finite gradients enter none of them. The sums are float64: adding float32
+    numbers in another order, as a resumed run does, changes no bit of them.
     """
 
     model: UnoModel
@@ -72,9 +73,9 @@ def new_state(
         model,
         forward,
         optimizer,
-        epoch_losses=torch.zeros(num_heads + 1, device=device),
+        epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
         head_losses=torch.full((num_heads,), float("inf"), device=device),
-        line_loss=torch.zeros(2, device=device),
+        line_loss=torch.zeros(2, dtype=torch.float64, device=device),
         autocast=autocast,
         skipped=torch.zeros((), device=device),
     )

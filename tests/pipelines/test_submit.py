@@ -31,7 +31,20 @@ def client(ray_cluster):
     address = f"http://{get_dashboard_url()}"
     client = JobSubmissionClient(address)
     client.url = address
+    wait_for_agent(client)
     return client
+
+
+def wait_for_agent(client, seconds: float = 120) -> None:
+    """Returns once the head takes jobs: its agent starts after its dashboard."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            client.submit_job(entrypoint="true")
+            return
+        except RuntimeError as error:
+            assert "No available agent" in str(error) and time.monotonic() < end, error
+            time.sleep(0.5)
 
 
 def submit(client, name: str, module: str, *argv: str, faults: str = "") -> tuple[int, str]:
