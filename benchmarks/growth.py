@@ -126,11 +126,7 @@ def parts(
     def run_objective() -> None:
         own_known, own = known.detach().requires_grad_(), [f.detach().requires_grad_() for f in families]
         targets = global_targets(own, num_views, len(labels), objective)
-        losses = [
-            discovery_loss(own_known, family, labels, target, objective.temperature)
-            for family, target in zip(own, targets, strict=True)
-        ]
-        sum(loss.sum() for loss in losses).backward()
+        discovery_loss(own_known, own, labels, targets, objective.temperature).mean().backward()
 
     return {"heads": run_heads, "objective": run_objective}
 

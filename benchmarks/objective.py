@@ -184,12 +184,7 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
 
     def our_losses(known: Tensor, families: list[Tensor]) -> Tensor:
         targets = global_targets(families, num_views, len(labels), objective)
-        return torch.stack(
-            [
-                discovery_loss(known, own, labels, target, objective.temperature)
-                for own, target in zip(families, targets, strict=True)
-            ]
-        )
+        return discovery_loss(known, families, labels, targets, objective.temperature)
 
     def looped_losses(known: Tensor, families: list[Tensor]) -> Tensor:
         return torch.stack([looped_loss(known, own, labels, labeled, config) for own in families])

@@ -149,9 +149,7 @@ def parts(config: Config, state: TrainState, batch: Batch) -> dict[str, Callable
         ]
         known = logits.known.detach().requires_grad_()
         targets = global_targets(families, batch.num_large, len(batch.labels), objective)
-        pairs = zip(families, targets, strict=True)
-        losses = [discovery_loss(known, own, batch.labels, t, objective.temperature) for own, t in pairs]
-        sum(value.sum() for value in losses).backward()
+        discovery_loss(known, families, batch.labels, targets, objective.temperature).mean().backward()
 
     parameters = list(model.parameters())
     gradients: list[Tensor] = [torch.zeros_like(parameter) for parameter in parameters]

@@ -8,6 +8,7 @@ separate MLPs.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,20 +29,23 @@ class Prototypes(nn.Module):
     @torch.no_grad()
     def normalize_(self) -> None:
         """Scale prototypes to length one, in place; before each training forward, evaluation and saving."""
-        self.weight.copy_(F.normalize(self.weight, dim=-1))
+        self.weight.div_(_length(self.weight))
 
     def forward(self, features: Tensor) -> Tensor:
+        """(..., B, D) features of any length -> (..., B, K) cosines, see :meth:`cosines`."""
+        return self.cosines(unit(features))
+
+    def cosines(self, directions: Tensor) -> Tensor:
         """Cosines in float32 at least: bf16 cosines would flip 0.8 % of the pseudo-labels.
 
         Args:
-            features: (..., B, D), any length; normalised here.
+            directions: (..., B, D) of length one, from :func:`unit`.
 
         Returns:
             (..., B, K) float32, or float64 for a model in float64.
         """
-        dtype = torch.promote_types(features.dtype, torch.float32)
-        with torch.autocast(features.device.type, enabled=False):
-            return F.normalize(features.to(dtype), dim=-1) @ self.weight.mT.to(dtype)
+        with torch.autocast(directions.device.type, enabled=False):
+            return directions @ self.weight.mT.to(directions.dtype)
 
 
 class StackedProjector(nn.Module):
@@ -61,3 +65,29 @@ class StackedProjector(nn.Module):
         hidden = F.relu(self.bn(self.hidden(features)))  # (B, H * hidden)
         hidden = hidden.unflatten(1, (self.num_heads, -1)).transpose(0, 1)  # (H, B, hidden)
         return torch.baddbmm(self.bias, hidden, self.weight)
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """(..., D) -> the same, of length one, in float32 at least; a zero vector stays zero."""
+    return _Unit.apply(vectors.to(torch.promote_types(vectors.dtype, torch.float32)))
+
+
+class _Unit(torch.autograd.Function):
+    """``F.normalize`` in half of its operators: the gradient is ``(g - y <g, y>) / |x|``."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor) -> Tensor:
+        length = _length(vectors)
+        directions = vectors / length
+        ctx.save_for_backward(directions, length)
+        return directions
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        directions, length = ctx.saved_tensors
+        along = (grad * directions).sum(dim=-1, keepdim=True)
+        return torch.addcmul(grad, directions, along, value=-1).div_(length)
+
+
+def _length(vectors: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min_(1e-12)

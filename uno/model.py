@@ -7,12 +7,11 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno.config import ModelConfig
 from uno.encoder import build_encoder
-from uno.heads import Prototypes, StackedProjector
+from uno.heads import Prototypes, StackedProjector, unit
 
 
 class Logits(NamedTuple):
@@ -84,20 +83,21 @@ class UnoModel(nn.Module):
 
     def heads(self, features: Tensor, num_views: int = 1) -> Logits:
         """(V * B, D) features -> :class:`Logits`."""
-        known, by_view = (t.unflatten(0, (num_views, -1)) for t in (self.known(features), features))
+        directions = unit(features)
+        known, by_view = (t.unflatten(0, (num_views, -1)) for t in (self.known.cosines(directions), features))
         if self.novel is None:
             return Logits(known, None, None, by_view)
         if self.projector is None:
             return Logits(known, _views_first(self.novel(features), num_views), None, by_view)
-        inputs = features
-        if self.normalize_input:
-            inputs = F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
-        projections = self.projector(inputs)  # (H or 2H, V * B, P)
-        novel = _views_first(self.novel(projections[: self.num_heads]), num_views)
-        if self.over is None:
-            return Logits(known, novel, None, by_view)
-        over = _views_first(self.over(projections[self.num_heads :]), num_views)
-        return Logits(known, novel, over, by_view)
+        projections = unit(
+            self.projector(directions if self.normalize_input else features)
+        )  # (H or 2H, V * B, P)
+        heads = [head for head in (self.novel, self.over) if head is not None]
+        novel, *over = (
+            _views_first(head.cosines(own), num_views)
+            for head, own in zip(heads, projections.split(self.num_heads), strict=True)
+        )
+        return Logits(known, novel, over[0] if over else None, by_view)
 
 
 def _views_first(logits: Tensor, num_views: int) -> Tensor:

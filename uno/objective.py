@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,41 +40,113 @@ def pseudo_labels(
 
 
 def discovery_loss(
-    known: Tensor, novel: Tensor, labels: Tensor, targets: Tensor, temperature: float, concat: bool = True
+    known: Tensor,
+    families: Sequence[Tensor],
+    labels: Tensor,
+    targets: Sequence[Tensor],
+    temperature: float,
+    concat: bool = True,
 ) -> Tensor:
     """Cross-entropy of view w against the target of view v, for all ordered pairs v != w (Eq. 1-3).
 
     Labeled rows come first. Their target is the zero-padded one-hot label, that of unlabeled rows the
     zero-padded pseudo-label (Eq. 2). Because targets sum to one, the cross-entropy is ``logsumexp(l / tau) -
     <y, l / tau>``: the padded targets and the concatenated logits are never formed, and the known logits are
-    reduced once for all heads.
+    reduced once for all heads. The gradient is the closed form ``softmax(l / tau) - y``.
 
     Args:
         known: (V, B, C_l) cosines of the known head.
-        novel: (V, H, B, K) cosines of H heads of one family.
+        families: F tensors (V, H, B, K_f), cosines of H heads each: cluster heads, overclustering heads.
         labels: (B_l,) known-class indices of the first B_l rows.
-        targets: (V_large, H, B_u, K) pseudo-labels of the remaining rows; small views (V_large and up) have
-            none.
+        targets: F tensors (V_large, H, B_u, K_f), pseudo-labels of the remaining rows; small views (V_large
+            and up) have none.
         temperature: softmax temperature tau.
         concat: one softmax over known and novel outputs; False is the paper's ablation: cross-entropy of
             labeled rows over known outputs, of unlabeled rows over novel outputs.
 
     Returns:
-        (H,) loss per head: the mean over ordered pairs and over all B rows.
+        (F, H) loss per head: the mean over ordered pairs and over all B rows.
     """
-    known, novel = _at_least_float32(known) / temperature, _at_least_float32(novel) / temperature
-    num_labeled, num_rows, num_views, num_targets = len(labels), known.shape[1], len(known), len(targets)
-    log_z_known = known.logsumexp(dim=-1).unsqueeze(1)  # (V, 1, B)
-    log_z_novel = novel.logsumexp(dim=-1)  # (V, H, B)
-    if concat:
-        log_z = torch.logaddexp(log_z_known, log_z_novel).sum(dim=2)  # (V, H)
-    else:
-        log_z = log_z_known[:, :, :num_labeled].sum(dim=2) + log_z_novel[:, :, num_labeled:].sum(dim=2)
-    label_logits = known[:, :num_labeled].gather(2, labels.expand(num_views, -1).unsqueeze(2)).sum(dim=(1, 2))
-    pairs = known.new_ones(num_targets, num_views).fill_diagonal_(0)  # [v, w]: target v teaches view w
-    taught = torch.einsum("vw,vhbk->whbk", pairs, targets.to(novel.dtype))  # the sum of a view's targets
-    agreement = (taught * novel[:, :, num_labeled:]).sum(dim=(0, 2, 3))  # (H,)
-    return (pairs.sum(dim=0) @ (log_z - label_logits.unsqueeze(1)) - agreement) / (pairs.sum() * num_rows)
+    return _DiscoveryLoss.apply(
+        _at_least_float32(known), labels, targets, temperature, concat, *map(_at_least_float32, families)
+    )
+
+
+class _DiscoveryLoss(torch.autograd.Function):
+    """:func:`discovery_loss` and its gradient, in a tenth of the operators autograd would launch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        known: Tensor,
+        labels: Tensor,
+        targets: Sequence[Tensor],
+        temperature: float,
+        concat: bool,
+        *families: Tensor,
+    ) -> Tensor:
+        num_labeled, (num_views, num_rows, _) = len(labels), known.shape
+        unlabeled = slice(num_labeled, None)
+        pairs = known.new_ones(len(targets[0]), num_views).fill_diagonal_(0)  # [v, w]: target v teaches w
+        taught_by = pairs.sum(dim=0)  # (V,)
+        known, novel = known / temperature, [family / temperature for family in families]
+        log_p, log_z_known = _log_softmax(known)
+        log_z = torch.cat([_log_softmax(family)[1] for family in novel], dim=1)  # (V, F * H, B)
+        if concat:
+            log_z = torch.logaddexp(log_z_known.unsqueeze(1), log_z)
+        else:
+            log_z[:, :, :num_labeled] = log_z_known[:, None, :num_labeled]
+        taught = [_sum_of_targets(pairs, target) for target in targets]
+        agreement = torch.stack(
+            [(t * n[:, :, unlabeled]).sum(dim=(0, 2, 3)) for t, n in zip(taught, novel, strict=True)]
+        )  # (F, H)
+        index = labels.expand(num_views, -1).unsqueeze(2)
+        label_logits = known[:, :num_labeled].gather(2, index).sum(dim=(1, 2))  # (V,)
+        ctx.scale = 1 / ((len(targets[0]) * num_views - len(targets[0])) * num_rows)
+        ctx.temperature, ctx.concat = temperature, concat
+        ctx.save_for_backward(log_p, log_z_known, log_z, index, taught_by, *taught, *novel)
+        total = taught_by @ (log_z.sum(dim=2) - label_logits.unsqueeze(1))
+        return total.view_as(agreement).sub_(agreement).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        log_p, log_z_known, log_z, index, taught_by, *rest = ctx.saved_tensors
+        num_families, num_labeled = len(grad), index.shape[1]
+        taught, novel = rest[:num_families], rest[num_families:]
+        weight = grad * (ctx.scale / ctx.temperature)  # (F, H)
+        by_view = (taught_by[:, None] * weight.view(1, -1)).unsqueeze(2)  # (V, F * H, 1)
+
+        share = (log_z_known.unsqueeze(1) - log_z).exp_()  # of the known outputs in each head's softmax
+        if not ctx.concat:
+            share[:, :, num_labeled:] = 0
+        known_grad = log_p.exp().mul_((share * by_view).sum(dim=1).unsqueeze(2))
+        pull = -by_view.sum(dim=1, keepdim=True)
+        known_grad[:, :num_labeled].scatter_add_(2, index, pull.expand(index.shape))
+
+        novel_grads = []
+        parts = zip(novel, log_z.chunk(num_families, 1), by_view.chunk(num_families, 1), strict=True)
+        for f, (logits, own_log_z, own_weight) in enumerate(parts):
+            own = (logits - own_log_z.unsqueeze(3)).exp_().mul_(own_weight.unsqueeze(3))
+            if not ctx.concat:
+                own[:, :, :num_labeled] = 0
+            own[:, :, num_labeled:].addcmul_(taught[f], weight[f, :, None, None], value=-1)
+            novel_grads.append(own)
+        return known_grad, None, None, None, None, *novel_grads
+
+
+def _log_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., K) -> its log-softmax and its logsumexp (...)."""
+    log_p = logits.log_softmax(dim=-1)
+    return log_p, logits[..., 0] - log_p[..., 0]
+
+
+def _sum_of_targets(pairs: Tensor, targets: Tensor) -> Tensor:
+    """(V_large, V) and (V_large, H, B_u, K) -> (V, H, B_u, K): what each view is taught by all others.
+
+    Sinkhorn's targets lie in memory cluster by cluster, and so does the result.
+    """
+    by_cluster = targets.to(pairs.dtype).mT
+    return (pairs.T @ by_cluster.flatten(1)).unflatten(1, by_cluster.shape[1:]).mT
 
 
 def pretraining_loss(known: Tensor, labels: Tensor, temperature: float) -> Tensor:

@@ -57,11 +57,8 @@ def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, 
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
     targets = global_targets(families, batch.num_large, len(batch.labels), objective, state)
-    losses = torch.stack(
-        [
-            discovery_loss(logits.known, own, batch.labels, target, objective.temperature, objective.concat)
-            for own, target in zip(families, targets, strict=True)
-        ]
+    losses = discovery_loss(
+        logits.known, families, batch.labels, targets, objective.temperature, objective.concat
     )  # (families, H)
     loss = losses.mean()
     for term in _optional_terms(state, batch, logits, objective):

@@ -51,16 +51,15 @@ MUTANTS = {
         "uno.objective", ".fill_diagonal_(", ".clamp_min_(", "test_objective:test_a_view_never_teaches_itself"
     ),
     "unswapped views": Mutant(
-        "uno.objective", "known.new_ones(num_targets, num_views).fill_diagonal_(",
-        "torch.eye(num_targets, num_views, dtype=known.dtype).add_(", NAIVE, TWO_VIEWS,
+        "uno.objective", "known.new_ones(len(targets[0]), num_views).fill_diagonal_(",
+        "torch.eye(len(targets[0]), num_views, dtype=known.dtype).add_(", NAIVE, TWO_VIEWS,
     ),
     "temperature missing": Mutant(
-        "uno.objective", "_at_least_float32(novel) / temperature", "_at_least_float32(novel)",
-        NAIVE, TWO_VIEWS,
+        "uno.objective", "[family / temperature for family in families]", "list(families)", NAIVE, TWO_VIEWS,
     ),
     "softmax over the batch axis": Mutant(
-        "uno.objective", "    log_z_novel = novel.logsumexp(dim=-1)",
-        "    novel = novel.log_softmax(dim=2)\n    log_z_novel = novel.logsumexp(dim=-1)", NAIVE, TWO_VIEWS,
+        "uno.objective", "log_p = logits.log_softmax(dim=-1)", "log_p = logits.log_softmax(dim=-2)",
+        NAIVE, TWO_VIEWS,
     ),
     "pretraining's softmax over the batch axis": Mutant(
         "uno.objective",
@@ -69,8 +68,18 @@ MUTANTS = {
         "test_objective:test_pretraining_loss_is_cross_entropy_of_cosines",
     ),
     "pseudo-labels on the known block": Mutant(
-        "uno.objective", "taught * novel[:, :, num_labeled:]",
-        "taught[..., : known.shape[-1]] * known[:, None, num_labeled:, : taught.shape[-1]]", NAIVE, TWO_VIEWS,
+        "uno.objective", "(t * n[:, :, unlabeled])",
+        "(t[..., : known.shape[-1]] * known[:, None, unlabeled, : t.shape[-1]])", NAIVE, TWO_VIEWS,
+    ),
+    "a gradient that leaves the targets out": Mutant(
+        "uno.objective", "weight[f, :, None, None], value=-1", "weight[f, :, None, None], value=0",
+        "test_objective:test_gradients_equal_autograd_through_the_padded_form",
+        {"views": "two views", "concat": True},
+    ),
+    "a gradient of unit vectors along themselves": Mutant(
+        "uno.heads", "along, value=-1)", "along, value=0)",
+        "test_heads:test_stacked_heads_equal_separate_heads_in_train_mode",
+        {"mlp_input": "raw", "num_views": 1},
     ),
     "heads mixed by the reshape": Mutant(
         "uno.heads", "hidden.unflatten(1, (self.num_heads, -1)).transpose(0, 1)",
@@ -79,7 +88,7 @@ MUTANTS = {
         {"mlp_input": "raw", "num_views": 1},
     ),
     "overclustering heads read the cluster heads' projections": Mutant(
-        "uno.model", "self.over(projections[self.num_heads :])", "self.over(projections[: self.num_heads])",
+        "uno.model", "projections.split(self.num_heads)", "[projections[: self.num_heads]] * 2",
         "test_heads:test_stacked_heads_equal_separate_heads_in_train_mode",
         {"mlp_input": "raw", "num_views": 1},
     ),

@@ -42,7 +42,7 @@ def compare(shape, num_large, aggregation, hard, concat, seed=0, epsilon=0.05, t
     for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 2e-4)):
         own_known, own_novel = known.to(dtype), novel.to(dtype)
         targets = pseudo_labels(own_novel[:num_large, :, len(labels) :], epsilon, 3, aggregation, hard)
-        losses = discovery_loss(own_known, own_novel, labels, targets, temperature, concat)
+        (losses,) = discovery_loss(own_known, [own_novel], labels, [targets], temperature, concat)
         np.testing.assert_allclose(losses.double().numpy(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -109,7 +109,7 @@ def test_gradients_equal_autograd_through_the_padded_form(views, concat):
     novel.requires_grad_()
     targets = pseudo_labels(novel[:num_large, :, 4:], 0.05, 3)
     assert not targets.requires_grad
-    discovery_loss(known, novel, labels, targets, 0.1, concat).sum().backward()
+    discovery_loss(known, [novel], labels, [targets], 0.1, concat).sum().backward()
     fast = known.grad.clone(), novel.grad.clone()
     known.grad = novel.grad = None
 
@@ -131,13 +131,43 @@ def test_gradients_equal_autograd_through_the_padded_form(views, concat):
     torch.testing.assert_close(fast[1], novel.grad, atol=1e-9, rtol=1e-6)
 
 
+@pytest.mark.parametrize("concat", [True, False])
+def test_families_are_independent_of_each_other(concat):
+    """Losses and gradients of two families at once are those of each alone, weighted by what comes back.
+
+    Kills: one family's partition in the other's softmax, weights of heads or families exchanged.
+    """
+    known, novel, labels = problem(3, 4, 6, 3, 4, 2)
+    families = [novel, problem(3, 4, 6, 3, 9, 2, seed=1)[1]]
+    targets = [pseudo_labels(family[:2, :, 4:], 0.05, 3) for family in families]
+    weights = torch.rand(2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    inputs = [tensor.requires_grad_() for tensor in (known, *families)]
+
+    def gradients(losses):
+        return torch.autograd.grad((losses * weights).sum(), inputs)
+
+    both = discovery_loss(known, families, labels, targets, 0.1, concat)
+    one_by_one = torch.cat(
+        [
+            discovery_loss(known, [family], labels, [target], 0.1, concat)
+            for family, target in zip(families, targets, strict=True)
+        ]
+    )
+    torch.testing.assert_close(both, one_by_one)
+    for found, expected in zip(gradients(both), gradients(one_by_one), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert torch.autograd.gradcheck(
+        lambda *own: discovery_loss(own[0], own[1:], labels, targets, 0.1, concat), inputs
+    )
+
+
 def test_a_view_never_teaches_itself():
     """Kills: the diagonal kept, v and w exchanged."""
     known, novel, labels = problem(2, 0, 4, 2, 3, 1)
     targets = pseudo_labels(novel, 0.05, 3).clone()
     targets[1] = 0  # view 1 teaches nothing, so view 0 learns nothing
     novel.requires_grad_()
-    discovery_loss(known, novel, labels, targets, 0.1).sum().backward()
+    discovery_loss(known, [novel], labels, [targets], 0.1).sum().backward()
     assert (novel.grad[0] >= 0).all()  # view 0: the gradient of the log-partition alone
     assert (novel.grad[1] < 0).any()  # view 1: pulled towards view 0's target
 
@@ -148,7 +178,7 @@ def test_permuted_clusters_leave_the_loss_alone():
     order = torch.tensor([3, 0, 4, 1, 2])
 
     def losses(own):
-        return discovery_loss(known, own, labels, pseudo_labels(own[:, :, 4:], 0.05, 3), 0.1)
+        return discovery_loss(known, [own], labels, [pseudo_labels(own[:, :, 4:], 0.05, 3)], 0.1)
 
     torch.testing.assert_close(losses(novel), losses(novel[..., order]))
 
@@ -156,7 +186,7 @@ def test_permuted_clusters_leave_the_loss_alone():
 def test_no_unlabeled_rows_give_plain_cross_entropy():
     """B_u = 0 is an explicit zero of the unlabeled part. Kills: mean over an empty set (NaN)."""
     known, novel, labels = problem(2, 4, 0, 3, 5, 1)
-    loss = discovery_loss(known, novel, labels, pseudo_labels(novel[:, :, 4:], 0.05, 3), 0.1)
+    (loss,) = discovery_loss(known, [novel], labels, [pseudo_labels(novel[:, :, 4:], 0.05, 3)], 0.1)
     logits = torch.cat([known, novel[:, 0]], dim=2).flatten(0, 1) / 0.1
     torch.testing.assert_close(
         loss[0].double(), F.cross_entropy(logits, labels.repeat(2)), atol=1e-5, rtol=1e-5
