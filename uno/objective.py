@@ -89,19 +89,19 @@ class _DiscoveryLoss(torch.autograd.Function):
         unlabeled = slice(num_labeled, None)
         pairs = known.new_ones(len(targets[0]), num_views).fill_diagonal_(0)  # [v, w]: target v teaches w
         taught_by = pairs.sum(dim=0)  # (V,)
-        known, novel = known / temperature, [family / temperature for family in families]
+        known, *novel = (_scaled_by_cluster(logits, temperature) for logits in (known, *families))
         log_p, log_z_known = _log_softmax(known)
-        log_z = torch.cat([_log_softmax(family)[1] for family in novel], dim=1)  # (V, F * H, B)
+        log_z = torch.cat([_log_softmax(logits)[1] for logits in novel], dim=1)  # (V, F * H, B)
         if concat:
             log_z = torch.logaddexp(log_z_known.unsqueeze(1), log_z)
         else:
-            log_z[:, :, :num_labeled] = log_z_known[:, None, :num_labeled]
+            log_z[..., :num_labeled] = log_z_known[:, None, :num_labeled]
         taught = [_sum_of_targets(pairs, target) for target in targets]
         agreement = torch.stack(
-            [(t * n[:, :, unlabeled]).sum(dim=(0, 2, 3)) for t, n in zip(taught, novel, strict=True)]
+            [(t * n[..., unlabeled]).sum(dim=(0, 2, 3)) for t, n in zip(taught, novel, strict=True)]
         )  # (F, H)
-        index = labels.expand(num_views, -1).unsqueeze(2)
-        label_logits = known[:, :num_labeled].gather(2, index).sum(dim=(1, 2))  # (V,)
+        index = labels.expand(num_views, 1, -1)
+        label_logits = known[..., :num_labeled].gather(1, index).sum(dim=(1, 2))  # (V,)
         ctx.scale = 1 / ((len(targets[0]) * num_views - len(targets[0])) * num_rows)
         ctx.temperature, ctx.concat = temperature, concat
         ctx.save_for_backward(log_p, log_z_known, log_z, index, taught_by, *taught, *novel)
@@ -111,42 +111,48 @@ class _DiscoveryLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         log_p, log_z_known, log_z, index, taught_by, *rest = ctx.saved_tensors
-        num_families, num_labeled = len(grad), index.shape[1]
+        num_families, num_labeled = len(grad), index.shape[2]
         taught, novel = rest[:num_families], rest[num_families:]
         weight = grad * (ctx.scale / ctx.temperature)  # (F, H)
         by_view = (taught_by[:, None] * weight.view(1, -1)).unsqueeze(2)  # (V, F * H, 1)
 
         share = (log_z_known.unsqueeze(1) - log_z).exp_()  # of the known outputs in each head's softmax
         if not ctx.concat:
-            share[:, :, num_labeled:] = 0
-        known_grad = log_p.exp().mul_((share * by_view).sum(dim=1).unsqueeze(2))
+            share[..., num_labeled:] = 0
+        known_grad = log_p.exp().mul_((share * by_view).sum(dim=1, keepdim=True))
         pull = -by_view.sum(dim=1, keepdim=True)
-        known_grad[:, :num_labeled].scatter_add_(2, index, pull.expand(index.shape))
+        known_grad[..., :num_labeled].scatter_add_(1, index, pull.expand(index.shape))
 
         novel_grads = []
         parts = zip(novel, log_z.chunk(num_families, 1), by_view.chunk(num_families, 1), strict=True)
         for f, (logits, own_log_z, own_weight) in enumerate(parts):
-            own = (logits - own_log_z.unsqueeze(3)).exp_().mul_(own_weight.unsqueeze(3))
+            own = (logits - own_log_z.unsqueeze(2)).exp_().mul_(own_weight.unsqueeze(3))
             if not ctx.concat:
-                own[:, :, :num_labeled] = 0
-            own[:, :, num_labeled:].addcmul_(taught[f], weight[f, :, None, None], value=-1)
-            novel_grads.append(own)
-        return known_grad, None, None, None, None, *novel_grads
+                own[..., :num_labeled] = 0
+            own[..., num_labeled:].addcmul_(taught[f], weight[f, :, None, None], value=-1)
+            novel_grads.append(own.mT)
+        return known_grad.mT, None, None, None, None, *novel_grads
+
+
+def _scaled_by_cluster(logits: Tensor, temperature: float) -> Tensor:
+    """(..., B, K) -> (..., K, B) over tau: a softmax over 5 clusters in a row would not vectorise."""
+    scaled = logits.new_empty(logits.mT.shape)
+    return torch.div(logits.mT, temperature, out=scaled)
 
 
 def _log_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., K) -> its log-softmax and its logsumexp (...)."""
-    log_p = logits.log_softmax(dim=-1)
-    return log_p, logits[..., 0] - log_p[..., 0]
+    """(..., K, B) -> its log-softmax over K and its logsumexp (..., B)."""
+    log_p = logits.log_softmax(dim=-2)
+    return log_p, logits[..., 0, :] - log_p[..., 0, :]
 
 
 def _sum_of_targets(pairs: Tensor, targets: Tensor) -> Tensor:
-    """(V_large, V) and (V_large, H, B_u, K) -> (V, H, B_u, K): what each view is taught by all others.
+    """(V_large, V) and (V_large, H, B_u, K) -> (V, H, K, B_u): what each view is taught by all others.
 
-    Sinkhorn's targets lie in memory cluster by cluster, and so does the result.
+    Sinkhorn's targets lie in memory cluster by cluster.
     """
     by_cluster = targets.to(pairs.dtype).mT
-    return (pairs.T @ by_cluster.flatten(1)).unflatten(1, by_cluster.shape[1:]).mT
+    return (pairs.T @ by_cluster.flatten(1)).unflatten(1, by_cluster.shape[1:])
 
 
 def pretraining_loss(known: Tensor, labels: Tensor, temperature: float) -> Tensor:

@@ -55,10 +55,11 @@ MUTANTS = {
         "torch.eye(len(targets[0]), num_views, dtype=known.dtype).add_(", NAIVE, TWO_VIEWS,
     ),
     "temperature missing": Mutant(
-        "uno.objective", "[family / temperature for family in families]", "list(families)", NAIVE, TWO_VIEWS,
+        "uno.objective", "torch.div(logits.mT, temperature, out=scaled)", "scaled.copy_(logits.mT)",
+        NAIVE, TWO_VIEWS,
     ),
     "softmax over the batch axis": Mutant(
-        "uno.objective", "log_p = logits.log_softmax(dim=-1)", "log_p = logits.log_softmax(dim=-2)",
+        "uno.objective", "log_p = logits.log_softmax(dim=-2)", "log_p = logits.log_softmax(dim=-1)",
         NAIVE, TWO_VIEWS,
     ),
     "pretraining's softmax over the batch axis": Mutant(
@@ -68,8 +69,8 @@ MUTANTS = {
         "test_objective:test_pretraining_loss_is_cross_entropy_of_cosines",
     ),
     "pseudo-labels on the known block": Mutant(
-        "uno.objective", "(t * n[:, :, unlabeled])",
-        "(t[..., : known.shape[-1]] * known[:, None, unlabeled, : t.shape[-1]])", NAIVE, TWO_VIEWS,
+        "uno.objective", "(t * n[..., unlabeled])",
+        "(t[:, :, : known.shape[1]] * known[:, None, : t.shape[2], unlabeled])", NAIVE, TWO_VIEWS,
     ),
     "a gradient that leaves the targets out": Mutant(
         "uno.objective", "weight[f, :, None, None], value=-1", "weight[f, :, None, None], value=0",
