@@ -4,29 +4,26 @@
 
 prints one JSON row. An image counts once, however many views the recipe makes of it; every method ends with
 normalised float32 batches, one for each view. The methods take turns; the row has medians and all raw times.
-Speedups are of wall time, and of processor time, which other processes disturb less.
+``--clock cpu`` counts processor time, which other processes disturb less.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import PIL
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+from benchmarks.measure import environment, medians, spread, take_turns
 from uno.augment import augment
 from uno.config import ViewConfig
 from uno.presets import PRESETS, preset
@@ -70,6 +67,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="where ours runs; the others stay on the CPU")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -87,41 +85,24 @@ def main() -> None:
     pil_views = [torchvision_view(kind, v1, [v1.ToTensor(), normalize]) for kind in kinds]
     v2_views = [torchvision_view(kind, v2, [as_float, normalize]) for kind in kinds]
 
-    def ours() -> list[Tensor]:
-        views = augment(on_device, recipe, generator, data.mean, data.std)
-        if on_device.is_cuda:
-            torch.cuda.synchronize()
-        return views
-
     methods: dict[str, Callable[[], list[Tensor]]] = {
-        "ours": ours,
+        "ours": lambda: augment(on_device, recipe, generator, data.mean, data.std),
         "pil": lambda: one_at_a_time(pil_images, pil_views),
         "v2_tensor": lambda: one_at_a_time(tensors, v2_views),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for repeat in range(options.repeats + 1):
-        for name, method in methods.items():
-            start, cpu_start = time.perf_counter(), time.process_time()
-            method()
-            if repeat:  # the first turn warms up
-                seconds[name].append(round(time.perf_counter() - start, 4))
-                cpu_seconds[name].append(round(time.process_time() - cpu_start, 4))
-    wall = {name: statistics.median(times) for name, times in seconds.items()}
-    cpu = {name: statistics.median(times) for name, times in cpu_seconds.items()}
-    host = platform.processor() or platform.machine()
+    seconds = take_turns(methods, options.repeats, options.device, options.clock)
+    middle = medians(seconds)
     row = {
         "question": "images augmented per second",
         "command": "python -m benchmarks.augment " + " ".join(sys.argv[1:]),
         **vars(options),
         "views": [kind.size for kind in kinds],
-        "images_per_s": {name: round(options.batch / value, 1) for name, value in wall.items()},
-        "speedup": {name: round(wall[name] / wall["ours"], 2) for name in ("pil", "v2_tensor")},
-        "cpu_speedup": {name: round(cpu[name] / cpu["ours"], 2) for name in ("pil", "v2_tensor")},
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "hardware": torch.cuda.get_device_name() if on_device.is_cuda else host,
-        "versions": {m.__name__: m.__version__ for m in (torch, torchvision, PIL)},
+        "images_per_s": {name: round(options.batch / value, 1) for name, value in middle.items()},
+        "speedup": {name: round(middle[name] / middle["ours"], 2) for name in ("pil", "v2_tensor")},
+        "spread": spread(seconds),
+        "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
+        **environment(options.device),
+        "pillow": PIL.__version__,
     }
     print(json.dumps(row))
 

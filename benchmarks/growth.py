@@ -38,7 +38,7 @@ CURVES = {  # the algorithm's exponent is 1 in every one, less where a part does
     "batch": (64, 128, 256, 512, 1024),
     "heads": (1, 2, 4, 8),
     "overclustering": (1, 2, 5, 10),
-    "clusters": (5, 20, 100, 300, 1000),
+    "clusters": (5, 20, 100, 300, 1000, 2000),
 }
 ROWS = (1024, 2048, 4096, 8192)
 

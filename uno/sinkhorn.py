@@ -24,8 +24,10 @@ def sinkhorn(logits: Tensor, epsilon: float, num_iters: int) -> Tensor:
         (..., B, K) non-negative, rows summing to one, without gradient.
     """
     scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)) / epsilon
-    scores = scores.mT.contiguous()  # (..., K, B): sums over 5 clusters in a row would not vectorise
+    by_cluster = scores.shape[-1] < scores.shape[-2]  # sums over 5 clusters in a row would not vectorise
+    scores = scores.mT.contiguous() if by_cluster else scores
+    over_rows, over_clusters = (-1, -2) if by_cluster else (-2, -1)
     for _ in range(num_iters):
-        scores = scores.log_softmax(dim=-1)  # clusters
-        scores = scores.log_softmax(dim=-2)  # rows
-    return scores.exp().mT
+        scores = scores.log_softmax(dim=over_rows)  # every cluster gets the same mass
+        scores = scores.log_softmax(dim=over_clusters)  # every row gets mass one
+    return scores.exp().mT if by_cluster else scores.exp()

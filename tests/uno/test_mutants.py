@@ -27,8 +27,8 @@ class Mutant(NamedTuple):
 
 NAIVE = "test_objective:test_equals_naive_loop"
 TWO_VIEWS = {"views": "two views", "aggregation": "swap", "hard": False, "concat": True}
-CLUSTERS_STEP = "        scores = scores.log_softmax(dim=-1)  # clusters\n"
-ROWS_STEP = "        scores = scores.log_softmax(dim=-2)  # rows\n"
+CLUSTERS_STEP = "        scores = scores.log_softmax(dim=over_rows)  # every cluster gets the same mass\n"
+ROWS_STEP = "        scores = scores.log_softmax(dim=over_clusters)  # every row gets mass one\n"
 
 MUTANTS = {
     "softmax for Sinkhorn": Mutant(
@@ -55,7 +55,7 @@ MUTANTS = {
         "torch.eye(len(targets[0]), num_views, dtype=known.dtype).add_(", NAIVE, TWO_VIEWS,
     ),
     "temperature missing": Mutant(
-        "uno.objective", "torch.div(logits.mT, temperature, out=scaled)", "scaled.copy_(logits.mT)",
+        "uno.objective", "scaled = logits.mT / temperature", "scaled = logits.mT",
         NAIVE, TWO_VIEWS,
     ),
     "softmax over the batch axis": Mutant(
