@@ -135,8 +135,10 @@ class _DiscoveryLoss(torch.autograd.Function):
 
 
 def _by_cluster(logits: Tensor, temperature: float) -> Tensor:
-    """(..., B, K) -> (..., K, B) over tau. Few clusters move apart in memory, because a softmax over 5 numbers
-    in a row would not vectorise; many stay in a row, because one over 3,000 rows of memory misses every cache.
+    """(..., B, K) -> (..., K, B) over tau, in the faster order of memory.
+
+    Few clusters move apart, because a softmax over 5 numbers in a row would not vectorise; many stay in a
+    row, because one over 3,000 rows of memory misses every cache.
     """
     scaled = logits.mT / temperature
     return scaled.contiguous() if scaled.shape[-2] < scaled.shape[-1] else scaled
