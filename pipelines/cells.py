@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pipelines import cli
+from pipelines.stop import on_stop
 from uno.config import Config
 from uno.config_file import dump_yaml
 from uno.errors import Interrupted, NumericsError
@@ -204,7 +204,7 @@ class Queue:
         """
         waiting, running = list(jobs), 0
         ahead = {job.name for job in jobs}
-        with self._stop_signals():
+        with on_stop(self._stop):
             while running or (waiting and not self.stopping):
                 while running < self.runner.capacity and not self.stopping:
                     job = next((j for j in waiting if j.needs not in ahead), None)
@@ -250,19 +250,9 @@ class Queue:
             self.on_end(Ended(job, ended.code, 0.0), entry["reason"])  # type: ignore[arg-type]
         return [job for job in waiting if job.needs != ended.job.name]
 
-    @contextmanager
-    def _stop_signals(self) -> Iterator[None]:
-        def handle(number: int, frame: Any) -> None:
-            if not self.stopping:
-                self.stopping = True
-                self.runner.stop()
-
-        old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+    def _stop(self) -> None:
+        self.stopping = True
+        self.runner.stop()
 
 
 def last_line(log: Path) -> str:

@@ -7,7 +7,6 @@ model -> this process, which writes the shards. The same batches as without Ray,
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from pipelines import ray_env
 from pipelines.blocks import image_columns, images_of
 from pipelines.console import Progress, say
 from pipelines.options import RAY_JOB, SWITCHES, overrides
+from pipelines.stop import on_stop
 from pipelines.worker import worker_resources
 from uno.config import Config, override
 from uno.data.decode import decode_many
@@ -70,7 +70,7 @@ def predict_job(target: str, argv: Sequence[str], embedding: bool) -> int:
     rows = _limited(rows, limit)
     output = Storage(os.path.expanduser(str(given.get("output", storage.uri))))
     model = _aligned(model, storage, config)
-    with _stop_signals():
+    with on_stop(_stop):
         summary = _predict(config, model, storage, rows, output, embedding, replace="output" not in given)
     say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
     return 0
@@ -298,16 +298,5 @@ def _progress(done_before: int) -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-@contextmanager
-def _stop_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT end the work with code 75: whatever shard was finished is there."""
-
-    def stop(number: int, frame: Any) -> NoReturn:
-        raise Interrupted("stopped; finished shards are kept")
-
-    old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+def _stop() -> NoReturn:
+    raise Interrupted("stopped; finished shards are kept")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from pipelines import ray_env
 from pipelines.console import Progress, say
 from pipelines.ingest import decide
 from pipelines.options import Options, overrides
+from pipelines.stop import on_stop
 from uno import doctor, faults, lock, run
 from uno.checkpoint import checkpoint_steps
 from uno.config import Config, override
@@ -39,6 +38,7 @@ from uno.streaming import streaming_eval_sets, streaming_set
 from uno.train import LocalWorker
 
 ESTIMATE = "estimate.json"
+STOPPING = "stopping: saving a checkpoint first"
 
 
 def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: bool = True) -> int:
@@ -229,7 +229,7 @@ def _run_here(
     device, storage = local_device(config), claim.storage
     torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
     worker = LocalWorker(device, show)
-    with _stop_signals(lambda: setattr(worker, "stop_requested", True)):
+    with on_stop(lambda: setattr(worker, "stop_requested", True), STOPPING):
         train: TrainSet | StreamSet
         on_device: TrainSet | StreamSet
         if config.data.ingest == "streaming":
@@ -285,9 +285,9 @@ def _run_on_ray(
         stopping = True
         storage.write(STOP_FILE, b"")
 
-    with _stop_signals(stop):
+    with on_stop(stop, STOPPING):
         say(ray_env.starting_line(config.compute.workers))
-        with ray_env.connect() as ray, _stop_signals(stop):  # again: Ray installs a handler of its own
+        with ray_env.connect() as ray, on_stop(stop, STOPPING):  # again: Ray installs a handler of its own
             from pipelines import datasets, worker
 
             worker.await_resources(ray, config, lambda: stopping)
@@ -321,23 +321,6 @@ def _account_for(bad: list[dict[str, str]], config: Config, task: Task, storage:
     except ConfigError as error:
         raise ConfigError(f"{error}; all are in {storage.path(BAD_SAMPLES)}") from None
     say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
-
-
-@contextmanager
-def _stop_signals(request: Callable[[], None]) -> Iterator[None]:
-    """First SIGTERM or SIGINT: save and leave with code 75. A second SIGINT interrupts at once."""
-
-    def handle(number: int, frame: Any) -> None:
-        say("stopping: saving a checkpoint first")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        request()
-
-    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def _refuse_foreign(storage: Storage) -> None:

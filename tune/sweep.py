@@ -11,11 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +22,7 @@ import yaml
 from pipelines import ray_env
 from pipelines.console import say
 from pipelines.jobs import prepare
+from pipelines.stop import on_stop
 from pipelines.worker import use_gpu, worker_resources
 from tune import objective, records, report, spaces
 from tune.objective import Problem, SweepData
@@ -37,6 +36,7 @@ from uno.lock import Claim
 from uno.storage import Storage
 
 POLL_S = 0.5
+STOPPING = "stopping: unfinished trials go on where they are with the same command"
 CPU_OF_A_WAITING_TRIAL = 0.01
 
 
@@ -231,7 +231,7 @@ def _run_missing(
     say(f"starting Ray{f'; {num_done} trials have a result already' if num_done else ''}")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
-    with _stop_signals(stopping), ray_env.connect() as ray, _stop_signals(stopping):  # Ray installs its own
+    with on_stop(stopping.set, STOPPING), ray_env.connect() as ray, on_stop(stopping.set, STOPPING):
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
         number, resources = concurrency(options, ray.cluster_resources())
         say(f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process")
@@ -334,26 +334,6 @@ def _in_thread(fit: Callable[[], Any]) -> None:
         thread.join(POLL_S)
     if errors:
         raise errors[0]
-
-
-@contextmanager
-def _stop_signals(stopping: threading.Event) -> Iterator[None]:
-    """The first SIGTERM or SIGINT ends the sweep in order; a second SIGINT at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: Any) -> None:
-        say("stopping: unfinished trials go on where they are with the same command")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stopping.set()
-
-    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":
