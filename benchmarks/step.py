@@ -1,9 +1,9 @@
 """How close is a discovery step to the encoder alone, and what takes the rest?
 
-    python -m benchmarks.step --preset cifar10 --batch 64 --repeats 7 [--bf16]
+    python -m benchmarks.step --preset cifar10 --batch 64 --repeats 7 [--bf16] [--compile]
 
 prints one JSON row. The limit is the encoder alone, forward and backward on random tensors of the same
-sizes, in the faster of two memory layouts, in the same run, taking turns with the whole step (indexing,
+sizes, in the fastest of its forms, in the same run, taking turns with the whole step (indexing,
 augmentation, heads, Sinkhorn, loss, backward, optimizer). The parts are timed alone, each with its own
 backward pass, so they need not add up exactly. Beside them stand the device's largest matrix product and its
 memory bandwidth.
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the encoder of the step")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
@@ -60,10 +61,12 @@ def main() -> None:
     batches = ResidentBatches(config, train, plan, 0, 1)
     model = build_model(config.model, train.num_known, train.num_novel, 0).train()
     model = model.to(device, memory_format=torch.channels_last)  # as uno.run does
+    if options.compile:
+        model.encoder.compile()
     state = new_state(model, model, config.discover, device, options.bf16)
     batch, steps = batches(0), iter(range(1, 1_000_000))
     images = train.labeled_images[:1].expand(options.batch, -1, -1, -1).contiguous()
-    encoders = encoder_alone(config, train, batch, device, options.bf16)
+    encoders = encoder_alone(config, train, batch, device, options.bf16, options.compile)
     seconds = take_turns(
         {
             "step": lambda: discovery_step(state, batches(next(steps)), config.objective, 1e-3),
@@ -103,17 +106,21 @@ def main() -> None:
 
 
 def encoder_alone(
-    config: Config, train: TrainSet, batch: Batch, device: torch.device, bf16: bool
+    config: Config, train: TrainSet, batch: Batch, device: torch.device, bf16: bool, compiled: bool
 ) -> dict[str, Callable[[], Any]]:
-    """Forward and backward of the encoder on random tensors as large as the views, per memory layout."""
+    """Forward and backward of the encoder on random tensors as large as the views, per memory layout, and
+    compiled as well.
+    """
     sizes = {view.shape[-1] for view in batch.views}
     inputs = [
         torch.cat([torch.randn_like(view) for view in batch.views if view.shape[-1] == size])
         for size in sizes
     ]
 
-    def method(layout: torch.memory_format) -> Callable[[], None]:
+    def method(layout: torch.memory_format, compiled: bool = False) -> Callable[[], None]:
         encoder = build_model(config.model, train.num_known, 0, 0).encoder.to(device, memory_format=layout)
+        if compiled:
+            encoder.compile()
         own = [tensor.contiguous(memory_format=layout) for tensor in inputs]
 
         def run() -> None:
@@ -125,7 +132,8 @@ def encoder_alone(
         return run
 
     layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-    return {f"encoder_{name}": method(layout) for name, layout in layouts.items()}
+    found = {f"encoder_{name}": method(layout) for name, layout in layouts.items()}
+    return found | {"encoder_compiled": method(torch.channels_last, True)} if compiled else found
 
 
 def parts(config: Config, state: TrainState, batch: Batch) -> dict[str, Callable[[], Any]]:

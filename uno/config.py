@@ -269,6 +269,7 @@ class ComputeConfig(_Frozen):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU."
     )
+    compile: bool = Field(False, description="torch.compile the encoder; needs a C++ compiler, and a minute.")
     threads: int | None = Field(
         None, ge=1, description="CPU threads per worker; default: all cores / workers."
     )

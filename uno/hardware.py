@@ -6,12 +6,14 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import shutil
 import sys
 from typing import Any
 
 import torch
 
 from uno.checkpoint import FORMAT_VERSION
+from uno.errors import ConfigError
 
 
 def hardware(cuda: bool | None = None) -> str:
@@ -44,6 +46,12 @@ def environment(fingerprint: str) -> dict[str, Any]:
         "versions": versions,
         "gpus": gpus,
     }
+
+
+def require_compiler() -> None:
+    """Raise ConfigError where ``torch.compile`` would fail with a traceback in the first step."""
+    if not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
+        raise ConfigError("compute.compile needs a C++ compiler (g++, clang++ or CXX) on every node")
 
 
 def _processor() -> str:
