@@ -1,4 +1,4 @@
-"""``compute.compile``: the same training with a compiled encoder, and a clear line where nothing can compile."""
+"""``compute.compile``: the same training with a compiled encoder, one clear line where nothing compiles."""
 
 import shutil
 
