@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from pipelines.cells import Ended, Job, Runner
     from uno.config import Config
-    from uno.reproduce.tables import Cell, Table
+    from uno.reproduce.definitions import Table
+    from uno.reproduce.tables import Cell
 
 DATA_OPTIONS = {
     "cifar10": "CIFAR10 in torchvision's layout",
@@ -173,7 +174,9 @@ def _select(table: Table, own: argparse.Namespace, directories: Mapping[str, str
         for name in own.rows:
             if name not in known_rows:
                 raise ConfigError(f"--rows {name}: {table.name} has {', '.join(row.key for row in rows)}")
-        kept = {*own.rows, table.reference} | {row.of for row in rows if row.key in own.rows}
+        kept = {*own.rows, table.reference} | {
+            key for row in rows if row.key in own.rows for key in (row.of, row.versus)
+        }
         rows = tuple(row for row in rows if row.key in kept)
     return replace(table, benchmarks=wanted, rows=rows)
 

@@ -75,6 +75,7 @@ def run(request, codes=None):
         (["ablation", "--scale", "full", "--datasets", "cifar100-50"], "needs --cifar100 DIR"),
         (["ablation", "--datasets", "mnist"], "ablation has digits, cifar10-jpeg"),
         (["ablation", "--rows", "no"], "ablation has uno, no-concat"),
+        (["rotation", "--rows", "kcl"], "rotation has uno, uno-rotation"),
         (["ablation", "--seed", "3"], "seed is for the table to choose"),
         (["ablation", "--data", "digits"], "data.source is for the table to choose"),
         (["ablation", "--objective.epsilom", "1"], "unknown option --objective.epsilom"),
@@ -90,6 +91,15 @@ def test_mistakes_are_one_line_and_nothing_starts(words, message, capsys, tmp_pa
     assert "\n" not in err
     assert __import__("re").search(message, err), err
     assert not list(tmp_path.iterdir())
+
+
+def test_chosen_rows_bring_what_they_are_compared_to():
+    """Kills: rows without the reference row, without the row whose runs they read."""
+    for words, expected in (
+        (["ablation", "--rows", "no-concat"], {"uno", "no-concat"}),
+        (["rotation", "--rows", "rs-plus-rotation"], {"uno", "rs-plus", "rs-plus-rotation"}),
+    ):
+        assert {row.key for row in reproduce.parse(words).table.rows} == expected
 
 
 def test_a_missing_device_is_found_before_anything_starts(tmp_path, capsys):
@@ -205,6 +215,26 @@ def test_a_failed_pretraining_fails_its_cells(request_of):
     history = read_history(request.output)
     assert all(history[name].reason == f"pretraining: {shared} says why" for name in lost)
     assert len(runner.started) == len(jobs) - len(lost)
+
+
+def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, monkeypatch):
+    """RS weighs consistency 50 on CIFAR100, in the plan and in the process that reads the cell's file.
+    Kills: constants that get lost on the way, or are those of CIFAR10.
+    """
+    from pipelines.options import parse
+    from uno.config_file import dump_yaml
+
+    monkeypatch.setattr(reproduce, "_check_data", lambda config, checked: None)
+    words = ["sota", "--scale", "full", "--datasets", "cifar10", "cifar100-20", "--seeds", "1", "--dry-run"]
+    words += ["--cifar10", "/a", "--cifar100", "/b", "--output", str(tmp_path)]
+    jobs = {job.name: job for job in reproduce.plan(reproduce.parse(words))}
+    for name, weight, rampup in (("cifar100-20-rs", 50.0, 0.75), ("cifar100-20-rs-plus", 25.0, 0.75),
+                                 ("cifar10-rs", None, None)):  # fmt: skip
+        job = jobs[f"cells/{name}-seed0"]
+        (tmp_path / "cell.yaml").write_text(dump_yaml(job.config))
+        found = parse(["--config", str(tmp_path / "cell.yaml")], "discover").config.objective
+        assert found == job.config.objective
+        assert (found.consistency_weight, found.rampup) == (weight, rampup)
 
 
 def test_a_directory_of_other_settings_is_refused(request_of):

@@ -3,7 +3,8 @@
 Modules in the order of a table's making::
 
     published     the paper's numbers, as they stand there
-    tables        every table as data: rows, evaluations, data sets, notes
+    definitions   what tables are made of: data sets, rows, ways of counting
+    tables        every table as data
     results       metrics of finished runs -> means, spreads, effects, verdicts
     page          results -> Markdown, Parquet, HTML
     figures       t-SNE maps of checkpoints (Fig. 4 and the appendix's)

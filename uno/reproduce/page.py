@@ -16,10 +16,11 @@ from markupsafe import Markup
 from uno.report.charts import Chart, line_chart
 from uno.report.page import environment
 from uno.report.text import visible
+from uno.reproduce.definitions import DIGITS, Benchmark, Evaluation, Row
 from uno.reproduce.figures import Figure
 from uno.reproduce.published import Column
 from uno.reproduce.results import ERRORS, Effect, Measured, Results, chance_of_no_effect
-from uno.reproduce.tables import DIGITS, PAPER_ONLY, Benchmark, Evaluation, Row
+from uno.reproduce.tables import PAPER_ONLY
 from uno.storage import Storage
 
 DASH = "–"  # noqa: RUF001
@@ -118,9 +119,11 @@ def explanations(found: Results) -> list[str]:
     chance = chance_of_no_effect(found.seeds)
     if found.effects() and chance is not None:
         reference = found.table.row(found.table.reference).name
+        named = " (or the row that is named)" if any(row.versus for row in found.table.rows) else ""
         said.append(
-            f"Effects are differences to {reference} of the same seed. Shown: with the paper's sign, and at "
-            f"least {ERRORS:g} standard errors from zero, over seeds and as a count of at least 4 images. "
+            f"Effects are differences to {reference}{named} of the same seed. "
+            f"Shown: with its paper's sign, at least {ERRORS:g} standard errors from zero, over seeds and "
+            "as a count of at least 4 images. "
             f"With {found.seeds} seeds an effect of zero looks so clear in {100 * chance:.0f} % of cases: "
             "where n is small a verdict is a hint."
         )

@@ -15,8 +15,9 @@ from scipy import stats
 from uno.config import ConfigError
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.reproduce.definitions import Benchmark, Evaluation, Row, Table
 from uno.reproduce.published import Column
-from uno.reproduce.tables import Benchmark, Cell, Evaluation, Row, Table, cell_config, cells
+from uno.reproduce.tables import Cell, cell_config, cells
 from uno.run import pretrain_hash
 
 ERRORS = 2.0
@@ -103,15 +104,15 @@ class Results:
         return sum(sum(m) for m in self.minutes.values()) + self.pretrain_minutes
 
     def effects(self) -> list[Effect]:
-        """Rows against the reference row, where both have values."""
-        reference = self.table.row(self.table.reference)
+        """Rows against the row each is compared to, where both have values."""
+        table = self.table
         return [
             effect
-            for benchmark in self.table.benchmarks
-            for row in self.table.rows
+            for benchmark in table.benchmarks
+            for row in table.rows
             if row.claim is not None
-            for name, group in self.table.effects
-            if (effect := self._effect(benchmark, row, reference, self.table.evaluation(name), group))
+            for name, group in table.effects
+            if (effect := self._effect(benchmark, row, table.against(row), table.evaluation(name), group))
         ]
 
     def _effect(
@@ -145,15 +146,15 @@ def published_effect(
 
 
 def verdict(differences: list[float], claim: str, num_rows: int) -> str:
-    """What paired differences (row - reference) say of the paper's claim, ``lower`` or ``same``.
+    """What paired differences (row - reference) say of the paper's claim, ``lower``, ``higher`` or ``same``.
 
-    ``shown`` asks for a mean at least :data:`ERRORS` standard errors below zero. All seeds share the measured
-    images, so agreement of seeds alone proves little: D images that only one of two models has right
+    ``shown`` asks for a mean at least :data:`ERRORS` standard errors below (above) zero. All seeds share the
+    measured images, so agreement of seeds alone proves little: D images that only one of two models has right
     have a standard error of at least sqrt(D), and a difference of less than 4 images is never shown.
 
     Args:
         differences: in percent, one for each seed.
-        claim: ``lower`` or ``same``.
+        claim: ``lower``, ``higher`` or ``same``.
         num_rows: that each accuracy was measured on.
     """
     if len(differences) < 2:
@@ -164,7 +165,7 @@ def verdict(differences: list[float], claim: str, num_rows: int) -> str:
     clear = mean != 0 and abs(mean) >= ERRORS * error
     if claim == "same":
         return DIFFERENT if clear else SAME
-    if mean > 0:
+    if (mean > 0) if claim == "lower" else (mean < 0):
         return OPPOSITE
     return SHOWN if clear else NOT_SHOWN
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from uno.reproduce.definitions import Table
 from uno.reproduce.results import Results, read
-from uno.reproduce.tables import Table, build, cells
+from uno.reproduce.tables import build, cells
 
 ENVIRONMENT = {
     "python": "3.11", "versions": {"torch": "2.11"}, "gpus": [], "processor": "Testium, 2 cores"

@@ -37,6 +37,9 @@ def accuracy(row, evaluation, group, seed):
         ([0.1, -0.1, 0.3], "lower", OPPOSITE),
         ([0.0, 0.0, 0.0], "lower", NOT_SHOWN),
         ([-50.0], "lower", FEW),
+        ([10.0, 11.0, 9.0], "higher", SHOWN),
+        ([-10.0, -11.0, -9.0], "higher", OPPOSITE),
+        ([0.0, 0.0, 0.0], "higher", NOT_SHOWN),
         ([0.5, -0.5, 0.2], "same", SAME),
         ([-10.0, -11.0, -9.0], "same", DIFFERENT),
         ([10.0, 11.0, 9.0], "same", DIFFERENT),
@@ -89,6 +92,17 @@ def test_means_effects_and_rows(tmp_path):
     assert results.measured(digits, table.row("chance"), STRICT_TEST, "novel") is None
     assert results.hardware == ["Testium, 2 cores"] and results.versions["torch"] == "2.11"
     assert results.total_minutes == pytest.approx(12)
+
+
+def test_a_row_may_be_compared_to_another_than_the_reference(tmp_path):
+    """Rotation pretraining of RS+ against RS+. Kills: all effects against UNO."""
+    table = small("rotation")
+    accuracies = {"uno": 0.9, "uno-rotation": 0.8, "rs-plus": 0.5, "rs-plus-rotation": 0.6}
+    finish(tmp_path, table, 3, lambda row, *_: accuracies[row])
+    effects = {e.row.key: e for e in found(tmp_path, table, 3).effects()}
+    assert list(effects) == ["uno-rotation", "rs-plus-rotation"]
+    assert effects["rs-plus-rotation"].measured.mean == pytest.approx(10)
+    assert effects["rs-plus-rotation"].verdict == SHOWN and effects["uno-rotation"].verdict == OPPOSITE
 
 
 def test_only_seeds_that_both_rows_have_are_compared():

@@ -40,6 +40,8 @@ def test_a_table_is_consistent(name, scale):
     assert all(row.of == PAPER_ONLY or table.row(row.trained).of is None for row in table.rows)
     assert {e for e, _ in table.effects} <= {e.name for e in table.evaluations}
     assert {g for _, g in table.effects} <= set(table.groups)
+    assert {row.claim for row in table.rows} <= {None, "lower", "higher", "same"}
+    assert {row.versus for row in table.rows} <= {None, *keys}
     if table.effects:
         assert table.reference in keys
         assert any(row.claim for row in table.rows)
@@ -96,6 +98,35 @@ def test_all_methods_share_a_pretraining():
             configs = [cell_config(c, NOWHERE, {}) for c in cells(table, 2) if c.seed == seed]
             digits = [config for config in configs if config.data.source == "digits"]
             assert len({pretrain_hash(config) for config in digits}) == 1
+
+
+def test_extensions_share_the_pretraining_of_uno():
+    """Kills: an option compared to a UNO of other weights; rotation pretraining taken for the shared one."""
+    for name, shared in (("extensions", {"uno", "iic", "rkd", "queue"}), ("rotation", {"uno", "rs-plus"})):
+        todo = [cell for cell in cells(tables.build(name, "small"), 1) if cell.benchmark.key == "digits"]
+        hashes = {cell.row.key: pretrain_hash(cell_config(cell, {}, {})) for cell in todo}
+        assert {key for key, value in hashes.items() if value == hashes["uno"]} == shared
+
+
+@pytest.mark.parametrize("name", ["sota", "task-agnostic", "unknown-k", "num-novel"])
+def test_full_scale_takes_the_constants_that_a_methods_authors_set_on_the_data(name):
+    """Han et al.'s code: consistency 50 (RS), 25 (RS+) on CIFAR100, 10 on ImageNet; the command line wins.
+    Kills: CIFAR10's constants everywhere, a row that overwrites them.
+    """
+    expected = {
+        ("rs", "cifar100"): (50.0, 0.75), ("rs_plus", "cifar100"): (25.0, 0.75),
+        ("rs", "imagenet"): (10.0, 50 / 90), ("rs_plus", "imagenet"): (10.0, 50 / 90),
+    }  # fmt: skip
+    todo = cells(tables.build(name, "full"), 1)
+    seen = set()
+    for cell in todo:
+        objective = cell_config(cell, NOWHERE, {}).objective
+        key = (str(cell.row.overrides.get("method", "uno")), cell.benchmark.key.split("-")[0])
+        assert (objective.consistency_weight, objective.rampup) == expected.get(key, (None, None)), cell.slug
+        seen.add(key)
+    assert seen & set(expected)
+    changed = {cell_config(cell, NOWHERE, {"objective.rampup": 0.5}).objective.rampup for cell in todo}
+    assert changed == {0.5}
 
 
 def test_num_novel_keeps_the_number_of_classes():
