@@ -175,6 +175,22 @@ def test_spans_keep_order_and_overlap():
     assert found == list(range(10)) and started == [0, 4, 8]
 
 
+def test_spans_are_bounded_by_rows():
+    """Whatever a block holds: what a span turns into must fit into the object store."""
+    tables = (pa.table({"x": range(num)}) for num in (3, 3, 3, 9, 1, 1))
+    assert [[len(t) for t in span] for span in streaming._spans(tables, 5)] == [[3, 3], [3, 9], [1, 1]]
+
+
+def test_pixels_of_one_piece_are_not_copied():
+    pixels = np.arange(24, dtype=np.uint8).reshape(6, 4)
+    table = streaming._pixel_table(pixels, [None] * 6)
+    found = streaming._bytes_of(table["pixels"], 4)
+    assert np.shares_memory(found, pixels) and (found == pixels).all()
+    assert (streaming._bytes_of(table.slice(2, 3)["pixels"], 4) == pixels[2:5]).all()
+    pieces = pa.concat_tables([table.slice(4), table.slice(1, 2)])
+    assert (streaming._bytes_of(pieces["pixels"], 4) == pixels[[4, 5, 1, 2]]).all()
+
+
 def test_rows_of_parquet_travel_as_numbers(tmp_path):
     """To the tasks that decode for predictions. Kills: a whole set of bytes put into the object store."""
     rows = make_task(read_rows(config := config_of(packed_source(tmp_path)).data), config).rows
