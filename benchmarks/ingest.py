@@ -171,6 +171,8 @@ def through_ray(options: argparse.Namespace) -> dict[str, Any]:
     from pipelines import ray_env
     from pipelines.streaming import cut_on_ray
 
+    # At Ray's 15, whatever else the machine does would take its time from Ray alone.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     config = config_of(options)
     images, rows = source_of(options)
     with tempfile.TemporaryDirectory() as folder, ray_env.connect() as ray:
