@@ -1,10 +1,10 @@
 """Streaming through Ray Data: every worker's line of references becomes cut views, in its order.
 
-Each rank runs executions of its own, so that any step can be the first. A block is a part of the line: paths,
-or the numbers of rows in Parquet files; Ray tasks read, decode and cut it (``map_batches``), and 16 MB blocks
-of 8-bit views come back in order. The line is fed to Ray in spans of some hundred blocks: memory does not
-grow with the epochs, and the next span starts before the last one ends, so that an epoch has no beginning to
-wait for.
+Each rank runs executions of its own, so that any step can be the first. A block is a piece of the line:
+paths, or the numbers of rows in Parquet files, two windows of them, so that few tasks read a row group. A Ray
+task reads, decodes and cuts a block (``map_batches``), and 8-bit views come back in order, 16 MB at a time.
+The line is fed to Ray in spans: memory does not grow with the epochs, and the next span starts before the
+last one ends, so that an epoch has no beginning to wait for.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ SPAN_PARTS_PER_CPU = 32
 MIN_SPAN_PARTS = 4
 OPEN_NEXT_AT = 0.5  # of a span
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
-READ_CPUS, CUT_CPUS = 0.001, 0.9
-"""A reader that waits for its consumers must not keep the last CPU from them: both fit into one. That they
-differ keeps Ray from fusing the two."""
+TASK_PARTS = 4  # that a task cuts: it costs 11 ms of CPU time, a block of its results much less
+TASK_CPUS = 0.9  # Ray rounds what workers reserve, and may leave a little less than one
 
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
 """Executes blocks of references, one span."""
@@ -57,23 +56,14 @@ def cut_on_ray(ray: Any, workers: int, worker_cpus: float) -> Callable[[Feed], I
     cpus, store = limits(ray.cluster_resources(), workers, worker_cpus)
 
     def parts(feed: Feed) -> Iterator[Part]:
-        def run(tables: list[pa.Table]) -> Iterator[pa.Table]:
-            dataset = _dataset(ray, tables, cpus, store)
-            if isinstance(feed.images, ParquetImages):
-                read = partial(_read, images=feed.images, part_rows=feed.part_rows)
-                dataset = dataset.map_batches(
-                    read, batch_format="pyarrow", batch_size=None, num_cpus=READ_CPUS, concurrency=1
-                )
-            cut = partial(_cut, cuts=feed.cuts, part_rows=feed.part_rows)
-            return _batches(
-                dataset.map_batches(cut, batch_format="pyarrow", batch_size=None, num_cpus=CUT_CPUS)
-            )
-
-        num_rows = feed.read_rows if isinstance(feed.images, ParquetImages) else feed.part_rows
+        row_bytes = feed.cuts.row_bytes
+        lazy = feed.images if isinstance(feed.images, ParquetImages) else None
+        cut = partial(_cut, cuts=feed.cuts, part_rows=feed.part_rows, images=lazy)
+        run = _runner(ray, cut, cpus, store, feed.part_rows * row_bytes)
+        num_rows = feed.read_rows if lazy else TASK_PARTS * feed.part_rows
         tables = (_references(feed, refs) for refs in feed.refs(num_rows))
-        for table in in_spans(run, tables, span_parts(cpus, store)):
-            pixels = table["pixels"].combine_chunks()
-            yield Part(_bytes_of(pixels, feed.cuts.row_bytes), table["reason"].to_pylist())
+        for table in in_spans(run, tables, feed.part_rows * span_parts(cpus, store)):
+            yield Part(_bytes_of(table["pixels"], row_bytes), table["reason"].to_pylist())
 
     return parts
 
@@ -84,19 +74,16 @@ def decode_on_ray(
     """As :func:`uno.predict.decoded` of rows ``index`` of ``images``, in Ray tasks."""
     cpus, store = limits(ray.cluster_resources(), workers, worker_cpus)
 
-    def run(tables: list[pa.Table]) -> Iterator[pa.Table]:
-        decode = partial(_decode, side=side, images=images if isinstance(images, ParquetImages) else None)
-        dataset = _dataset(ray, tables, cpus, store)
-        return _batches(
-            dataset.map_batches(decode, batch_format="pyarrow", batch_size=None, num_cpus=CUT_CPUS)
-        )
+    decode = partial(_decode, side=side, images=images if isinstance(images, ParquetImages) else None)
+    run = _runner(ray, decode, cpus, store, PART_BYTES)
+    span_rows = span_parts(cpus, store) * max(1, PART_BYTES // (3 * side**2))
 
     def decoded(lots: Iterable[np.ndarray]) -> Iterator[Decoded]:
         tables = (
             pa.table({"task_row": pa.array(rows), **_image_columns(images, index[rows])}) for rows in lots
         )
-        for table in in_spans(run, tables, span_parts(cpus, store)):
-            pixels = torch.from_numpy(_bytes_of(table["pixels"].combine_chunks(), 3 * side**2).copy())
+        for table in in_spans(run, tables, span_rows):
+            pixels = torch.from_numpy(_bytes_of(table["pixels"], 3 * side**2).copy())
             reasons = {i: text for i, text in enumerate(table["reason"].to_pylist()) if text is not None}
             ok = table["reason"].is_null().to_numpy(zero_copy_only=False)
             yield table["task_row"].to_numpy(), pixels.view(-1, 3, side, side), ok, reasons
@@ -138,13 +125,13 @@ def limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple
 
 
 def span_parts(cpus: float, store: float) -> int:
-    """Blocks of a span: enough for every CPU, but all of them fit into the share of the store."""
+    """Parts of a span: enough for every CPU, but all of them fit into the share of the store."""
     return max(MIN_SPAN_PARTS, min(int(SPAN_PARTS_PER_CPU * cpus), int(store / PART_BYTES)))
 
 
-def in_spans(run: Run, tables: Iterator[pa.Table], span_parts: int) -> Iterator[pa.Table]:
+def in_spans(run: Run, tables: Iterator[pa.Table], span_rows: int) -> Iterator[pa.Table]:
     """``run`` over all tables, span by span; the next one starts half-way through the one before it."""
-    spans = _spans(tables, span_parts)
+    spans = _spans(tables, span_rows)
     with ThreadPoolExecutor(1, thread_name_prefix="uno-span") as pool:
 
         def start() -> tuple[int, Iterator[pa.Table]] | None:
@@ -168,28 +155,35 @@ def in_spans(run: Run, tables: Iterator[pa.Table], span_parts: int) -> Iterator[
             following = following or pool.submit(start)
 
 
-def _spans(tables: Iterator[pa.Table], span_parts: int) -> Iterator[list[pa.Table]]:
+def _spans(tables: Iterator[pa.Table], span_rows: int) -> Iterator[list[pa.Table]]:
     span: list[pa.Table] = []
     for table in tables:
         span.append(table)
-        if len(span) == span_parts or sum(part.nbytes for part in span) >= SPAN_BYTES:
+        if sum(map(len, span)) >= span_rows or sum(part.nbytes for part in span) >= SPAN_BYTES:
             yield span
             span = []
     if span:
         yield span
 
 
-def _dataset(ray: Any, tables: list[pa.Table], cpus: float, store: float) -> Any:
+def _runner(ray: Any, function: Callable[..., Any], cpus: float, store: float, part_bytes: int) -> Run:
+    """Blocks of references through ``function`` in Ray tasks, which parts of ``part_bytes`` leave at once."""
     from ray.data import ExecutionResources
 
-    dataset = ray.data.from_arrow(tables)
-    options = dataset.context.execution_options
-    options.preserve_order = True
-    options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=store)
-    # Ray's reservation lets one task of two run on two CPUs. Without it a span bounds what is in memory.
-    dataset.context.op_resource_reservation_enabled = False
-    dataset.context.target_max_block_size = PART_BYTES
-    return dataset
+    def run(tables: list[pa.Table]) -> Iterator[pa.Table]:
+        dataset = ray.data.from_arrow(tables)
+        options = dataset.context.execution_options
+        options.preserve_order = True
+        options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=store)
+        # Ray's reservation lets one task of two run on two CPUs. Without it a span bounds what is in memory.
+        dataset.context.op_resource_reservation_enabled = False
+        # Ray joins what is smaller and splits what is 1.5 times as large; either costs copies.
+        dataset.context.target_max_block_size = part_bytes - 1
+        return _batches(
+            dataset.map_batches(function, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS)
+        )
+
+    return run
 
 
 def _batches(dataset: Any) -> Iterator[pa.Table]:
@@ -224,29 +218,25 @@ def _image_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
     return image_columns([images[int(row)] for row in rows])
 
 
-def _read(block: pa.Table, images: ParquetImages, part_rows: int) -> Iterator[pa.Table]:
-    found = images.fetch(block["row"].to_numpy())
-    for start in range(0, len(found), part_rows):
-        part = block.select(["step", "position"]).slice(start, part_rows)
-        columns = image_columns(found[start : start + part_rows])
-        yield pa.table({name: part[name] for name in part.column_names} | columns)
-
-
-def _cut(block: pa.Table, cuts: Cuts, part_rows: int) -> Iterator[pa.Table]:
+def _cut(block: pa.Table, cuts: Cuts, part_rows: int, images: ParquetImages | None) -> Iterator[pa.Table]:
     torch.set_num_threads(1)
+    found = _images(block, images)
+    steps, positions = (block[name].to_numpy() for name in ("step", "position"))
     for start in range(0, len(block), part_rows):
-        part = block.slice(start, part_rows)
-        steps, positions = (part[name].to_numpy() for name in ("step", "position"))
-        pixels, reasons = cuts.cut(steps, positions, images_of(part))
-        yield _pixel_table(pixels, reasons)
+        part = slice(start, start + part_rows)
+        yield _pixel_table(*cuts.cut(steps[part], positions[part], found[part]))
 
 
 def _decode(block: pa.Table, side: int, images: ParquetImages | None) -> pa.Table:
-    found = images_of(block) if images is None else images.fetch(block["row"].to_numpy())
+    found = _images(block, images)
     pixels, _, bad = decode_many(found, [str(i) for i in range(len(found))], side, threads=1)
     reasons = {int(entry["id"]): entry["reason"] for entry in bad}
     table = _pixel_table(pixels.flatten(1).numpy(), [reasons.get(i) for i in range(len(found))])
     return table.append_column("task_row", block["task_row"])
+
+
+def _images(block: pa.Table, images: ParquetImages | None) -> list[Any]:
+    return images_of(block) if images is None else images.fetch(block["row"].to_numpy())
 
 
 def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
@@ -256,9 +246,8 @@ def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
     return pa.table({"pixels": column, "reason": pa.array(reasons, pa.string())})
 
 
-def _bytes_of(column: pa.FixedSizeBinaryArray, row_bytes: int) -> np.ndarray:
-    """uint8 (n, row_bytes), read-only, without a copy."""
-    values = np.frombuffer(column.buffers()[1], np.uint8)
-    return values[column.offset * row_bytes : (column.offset + len(column)) * row_bytes].reshape(
-        -1, row_bytes
-    )
+def _bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
+    """uint8 (n, row_bytes), read-only, without a copy of what is in one piece."""
+    column = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+    values = np.frombuffer(column.buffers()[1], np.uint8)[column.offset * row_bytes :]
+    return values[: len(column) * row_bytes].reshape(-1, row_bytes)

@@ -32,8 +32,8 @@ PART_ROWS = 4096
 HERE_ROWS = 512  # of a part that a thread cuts: what costs Ray a block costs nothing here
 WINDOW_BYTES = 64 * 2**20
 MAX_WINDOW_ROWS = PART_ROWS // 2
-"""What is read at once, two windows, is one block for Ray where images are small: with more rows a single
-task would cut them all, on one core.
+"""Two windows are read and cut by one Ray task: with more rows of small images the cores would wait for the
+last one.
 """
 
 

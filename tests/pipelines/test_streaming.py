@@ -66,11 +66,13 @@ def config_of(source):
 @pytest.mark.ray
 @pytest.mark.parametrize("make", [lambda _: "digits", folder_source, packed_source])
 def test_ray_cuts_what_threads_cut(ray_cluster, tmp_path, monkeypatch, make):
-    """Bit for bit, over several blocks and spans, for paths, arrays and Parquet, on both of two workers.
-    Kills: blocks in the order of completion, a span that is lost, read and cut out of step.
+    """Bit for bit, over several spans, blocks and parts of a block, for paths, arrays and Parquet, on both of
+    two workers, from the beginning and from the middle of an epoch.
+    Kills: blocks in the order of completion, a span that is lost, parts cut out of step.
     """
     monkeypatch.setattr("uno.feed.PART_ROWS", 5)
-    monkeypatch.setattr(streaming, "MIN_SPAN_PARTS", 2)
+    monkeypatch.setattr("uno.feed.MAX_WINDOW_ROWS", 8)
+    monkeypatch.setattr(streaming, "MIN_SPAN_PARTS", 8)
     monkeypatch.setattr(streaming, "SPAN_PARTS_PER_CPU", 0)
     config = config_of(make(tmp_path))
     if config.data.source == "digits":
@@ -81,10 +83,14 @@ def test_ray_cuts_what_threads_cut(ray_cluster, tmp_path, monkeypatch, make):
     cut = streaming.cut_on_ray(ray_cluster, 2, 0.5)
     seen = []
     for rank in (0, 1):
-        feed = feed_of(config, train, rank, 2)
-        pixels, reasons = joined(cut(feed))
+        feed = feed_of(config, train, rank, 2, last=12)
+        parts = list(cut(feed))
+        assert len(parts) >= 12 * 6 / 5  # they leave a task one by one
+        pixels, reasons = joined(parts)
         expected, why = joined(cut_here(1)(feed))
-        assert (pixels == expected).all() and reasons == why and len(pixels) == 4 * 6
+        assert (pixels == expected).all() and reasons == why and len(pixels) == 12 * 6
+        rest, why = joined(cut(feed_of(config, train, rank, 2, first=7, last=12)))
+        assert (rest == expected[7 * 6 :]).all() and why == reasons[7 * 6 :]
         seen += reasons
     assert any(seen) == config.data.source.startswith("folder")
 
@@ -167,6 +173,22 @@ def test_spans_keep_order_and_overlap():
         pass
     found += [table["x"][0].as_py() for table in results]
     assert found == list(range(10)) and started == [0, 4, 8]
+
+
+def test_spans_are_bounded_by_rows():
+    """Whatever a block holds: what a span turns into must fit into the object store."""
+    tables = (pa.table({"x": range(num)}) for num in (3, 3, 3, 9, 1, 1))
+    assert [[len(t) for t in span] for span in streaming._spans(tables, 5)] == [[3, 3], [3, 9], [1, 1]]
+
+
+def test_pixels_of_one_piece_are_not_copied():
+    pixels = np.arange(24, dtype=np.uint8).reshape(6, 4)
+    table = streaming._pixel_table(pixels, [None] * 6)
+    found = streaming._bytes_of(table["pixels"], 4)
+    assert np.shares_memory(found, pixels) and (found == pixels).all()
+    assert (streaming._bytes_of(table.slice(2, 3)["pixels"], 4) == pixels[2:5]).all()
+    pieces = pa.concat_tables([table.slice(4), table.slice(1, 2)])
+    assert (streaming._bytes_of(pieces["pixels"], 4) == pixels[[4, 5, 1, 2]]).all()
 
 
 def test_rows_of_parquet_travel_as_numbers(tmp_path):
