@@ -169,13 +169,13 @@ def rate(options: argparse.Namespace) -> dict[str, Any]:
 def through_ray(options: argparse.Namespace) -> dict[str, Any]:
     """Ray Data into a consumer that does nothing, next to the pure function and the DataLoader."""
     from pipelines import ray_env
-    from pipelines.streaming import cut_on_ray
+    from pipelines.streaming import cut_on_ray, store_bytes
 
     # At Ray's 15, whatever else the machine does would take its time from Ray alone.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     config = config_of(options)
     images, rows = source_of(options)
-    with tempfile.TemporaryDirectory() as folder, ray_env.connect() as ray:
+    with tempfile.TemporaryDirectory() as folder, ray_env.connect(store_bytes(1)) as ray:
         feed = feed_of(config, images, rows, folder)
         count = (feed.last - feed.first) * BATCH
         on_ray = cut_on_ray(ray, 1, 0.0)
@@ -214,11 +214,11 @@ def row(options: argparse.Namespace, seconds: dict[str, list[float]], count: int
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Peak memory of all processes and of the object store, for 1, 2, 4 times the epochs and the rows."""
     from pipelines import ray_env
-    from pipelines.streaming import cut_on_ray
+    from pipelines.streaming import cut_on_ray, store_bytes
 
     config = config_of(options)
     runs = []
-    with tempfile.TemporaryDirectory() as folder, ray_env.connect() as ray:
+    with tempfile.TemporaryDirectory() as folder, ray_env.connect(store_bytes(1)) as ray:
         on_ray = cut_on_ray(ray, 1, 0.0)
         for epochs, times in ((1, 1), (1, 1), (2, 1), (4, 1), (1, 2), (1, 4)):
             images, rows = source_of(argparse.Namespace(**vars(options) | {"rows": options.rows * times}))

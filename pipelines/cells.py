@@ -251,8 +251,9 @@ class Queue:
         return [job for job in waiting if job.needs != ended.job.name]
 
     def _stop(self) -> None:
-        self.stopping = True
-        self.runner.stop()
+        if not self.stopping:
+            self.stopping = True
+            self.runner.stop()
 
 
 def last_line(log: Path) -> str:

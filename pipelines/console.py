@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+
+def say_left_out(bad: Sequence[Mapping[str, str]]) -> None:
+    """One line where images could not be read, in commands that write no list of them."""
+    if bad:
+        first = f"{bad[0]['id']} ({bad[0]['reason']})"
+        say(f"warning: {len(bad)} unreadable images are left out, the first: {first}")
 
 
 def say(line: str, stream: TextIO | None = None) -> None:

@@ -118,7 +118,11 @@ def _space() -> Iterator[Finding]:
         else:
             yield Finding("ok", text)
     for folder in (os.getcwd(), os.environ.get("RAY_TMPDIR", "/tmp")):
-        free = shutil.disk_usage(folder).free
+        try:
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            yield Finding("error", f"{folder}: {error.strerror}")
+            continue
         text = f"{free / GIB:.0f} GiB free at {folder}"
         yield Finding("warning", text, "make room") if free < LOW_DISK_BYTES else Finding("ok", text)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from pipelines import cli
 from uno.config import Config, ConfigError
 from uno.config_file import dump_yaml
+from uno.errors import Interrupted
 
 USAGE = """\
 usage: uno estimate-classes [--data SOURCE --known-classes ...] [OPTIONS]
@@ -69,6 +70,7 @@ def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[st
         UnoError: with its exit code.
     """
     from pipelines.jobs import local_device
+    from pipelines.stop import on_stop
     from uno import lock
     from uno.data.sources import read_rows
     from uno.data.splits import make_task
@@ -89,11 +91,15 @@ def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[st
         return None
     assert config.output is not None
     start = time.perf_counter()
-    with lock.claim(Storage(config.output), on_wait=say):
+    with lock.claim(Storage(config.output), on_wait=say), on_stop(_stop):
         found = estimate_num_novel(config, task, Storage(config.output), settings, say)
     say(format_estimate(found))
     say(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")
     return found
+
+
+def _stop() -> NoReturn:
+    raise Interrupted("stopped; finished encoders are kept")
 
 
 def estimate_num_novel(
@@ -107,6 +113,7 @@ def estimate_num_novel(
     import torch
 
     from pipelines import ray_env
+    from pipelines.console import say_left_out
     from pipelines.jobs import local_device
     from uno import estimate
     from uno.data.decode import check_bad, decode_many
@@ -114,6 +121,7 @@ def estimate_num_novel(
 
     images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
     check_bad(bad, len(task.rows), config.data.max_bad_fraction)
+    say_left_out(bad)
     train = assemble(task, images, ok)
     if config.compute.workers == 0:
         device: torch.device | str = local_device(config)

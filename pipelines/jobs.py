@@ -15,6 +15,7 @@ from pipelines.console import Progress, say
 from pipelines.ingest import decide
 from pipelines.options import Options, overrides
 from pipelines.stop import on_stop
+from pipelines.streaming import store_bytes
 from uno import doctor, faults, lock, run
 from uno.checkpoint import checkpoint_steps
 from uno.config import Config, override
@@ -287,12 +288,13 @@ def _run_on_ray(
 
     with on_stop(stop, STOPPING):
         say(ray_env.starting_line(config.compute.workers))
-        with ray_env.connect() as ray, on_stop(stop, STOPPING):  # again: Ray installs a handler of its own
+        streams = config.data.ingest == "streaming"
+        with ray_env.connect(store_bytes(config.compute.workers) if streams else None) as ray:
             from pipelines import datasets, worker
 
             worker.await_resources(ray, config, lambda: stopping)
             images, bad_rows = None, []
-            if config.data.ingest != "streaming":
+            if not streams:
                 images = datasets.decode_task(ray, task, config.data.store_size)
                 bad = datasets.bad_samples(images, task)
                 _account_for(bad, config, task, storage)

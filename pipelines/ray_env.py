@@ -42,11 +42,14 @@ def starting_line(workers: int) -> str:
 
 
 @contextmanager
-def connect() -> Iterator[Any]:
+def connect(store_bytes: int | None = None) -> Iterator[Any]:
     """The ``ray`` module, connected: to the cluster of ``RAY_ADDRESS`` (set in Ray jobs), else to one started
     here.
 
     A cluster that is already connected in this process is used and left running.
+
+    Args:
+        store_bytes: the object store of a cluster started here; default: Ray's, a third of the memory.
 
     Raises:
         ConfigError: Ray is not installed, or the cluster of ``RAY_ADDRESS`` cannot be reached.
@@ -65,13 +68,22 @@ def connect() -> Iterator[Any]:
     address = os.environ.get("RAY_ADDRESS")
     check_address(address or "")
     variables = {name: os.environ[name] for name in ENVIRONMENT if name != "RAY_AUTH_MODE"}
+    in_main = threading.current_thread() is threading.main_thread()
+    on_term = signal.getsignal(signal.SIGTERM)
     try:
         with _children_ignore_ctrl_c():
             if address:
                 ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables})
             else:
-                ray.init(address="local", include_dashboard=True, logging_level=logging.WARNING)
-    except SystemExit:  # Ray's own handler of SIGTERM
+                ray.init(
+                    address="local",
+                    include_dashboard=True,
+                    logging_level=logging.WARNING,
+                    object_store_memory=store_bytes,
+                )
+        if in_main and callable(on_term):
+            signal.signal(signal.SIGTERM, on_term)  # Ray puts its own, which ends the process without a word
+    except SystemExit:  # that handler, while Ray was starting
         ray.shutdown()
         raise Interrupted("stopped while Ray was starting") from None
     except ConnectionError as error:

@@ -25,6 +25,7 @@ from uno.config import Config
 from uno.crops import Cuts
 from uno.data.bad import BadRows
 from uno.data.decode import decode_many
+from uno.data.ingest import free_host_bytes
 from uno.data.parquet import ParquetImages
 from uno.data.rows import Chosen, Images, Paths
 from uno.data.splits import Task
@@ -37,6 +38,9 @@ SPAN_BYTES = 128 * 2**20  # of images that are in memory and travel with their r
 SPAN_PARTS_PER_CPU = 32
 MIN_SPAN_PARTS = 4
 OPEN_NEXT_AT = 0.5  # of a span
+STORE_BYTES = 1_500_000_000
+"""Of the object store of a cluster started here, for each worker. Results wander through all of a store
+before a page is used again, and a page touched for the first time costs as much as copying it."""
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
 TASK_PARTS = 4  # that a task cuts: it costs 11 ms of CPU time, a block of its results much less
 TASK_CPUS = 0.9  # Ray rounds what workers reserve, and may leave a little less than one
@@ -116,6 +120,11 @@ def eval_sets(config: Config, loop: dict[str, Any], train: StreamSet) -> dict[st
     place = (config.compute.workers, loop["worker_cpus"])
     decode = decode_on_ray(ray, train.images, train.index, side, *place)
     return streamed_eval_sets(truth["is_train"], truth["eval_labels"], side, decode, train.bad)
+
+
+def store_bytes(workers: int) -> int:
+    """The object store that streaming asks for on this machine."""
+    return min(workers * STORE_BYTES, int(0.3 * free_host_bytes()))
 
 
 def limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:

@@ -228,7 +228,8 @@ def measure(
             parts["agreement"] = _agreement(predict, problem, config.train.eval_batch_size, state.device)
     model.train()
     if score != LOSS:
-        parts["rows"] = float(len(problem.scored.truth))
+        truth, hidden = problem.scored.truth, problem.train.unlabeled_images
+        parts["rows"] = float(len(hidden) if score == AGREEMENT else (truth >= 0).sum())
     return {"score": _score(parts, score), **parts}
 
 
@@ -265,5 +266,6 @@ def check_score(score: str, values_of_num_heads: Sequence[int]) -> None:
         raise ConfigError(f"unknown score {score!r}; choose {', '.join(SCORES)}")
     if score == AGREEMENT and min(values_of_num_heads) < 2:
         raise ConfigError(
-            "--score agreement compares heads: model.num_heads must be at least 2 in every trial"
+            "--score agreement compares heads: every trial needs two or more, and baselines have one "
+            "(model.num_heads)"
         )

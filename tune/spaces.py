@@ -139,7 +139,7 @@ def check_space(space: Space, config: Config) -> None:
         ):
             raise ConfigError(f"{domain.key} cannot be searched: it is the same for all trials of a sweep")
         _check_domain(domain)
-        for value in domain.ends:
+        for value in (*domain.ends, domain.at(0.37)):  # between the ends: a whole number needs scale int
             override(config, {domain.key: value})
 
 
@@ -164,6 +164,8 @@ def _check_domain(domain: Domain) -> None:
 
 def _has_effect(key: str, config: Config) -> bool:
     """Whether a key of a named space changes anything: some presets switch whole operations off."""
+    if key in ("model.num_heads", "model.overcluster_factor") and config.method != "uno":
+        return False
     if key == "augment.large.crop_scale":
         return "resized" in config.augment.large.crop and not config.augment.weak
     return not (key == "augment.large.jitter" and config.augment.weak)
@@ -184,12 +186,23 @@ def _from_file(path: str) -> Space:
             raise ConfigError(f"{path}: {key}: scale must be {', '.join(SCALES)}, got {scale!r}")
         if not isinstance(choices, list | tuple) or ("choices" in entry and not choices):
             raise ConfigError(f"{path}: {key}: choices must be a list of values, got {choices!r}")
-        settings = entry | {
+        settings = {
+            name: _number(value) if name in ("low", "high") else value for name, value in entry.items()
+        }
+        settings |= {
             "choices": tuple(_frozen(c) for c in choices),
             "reason": str(entry.get("reason", "")),
         }
         domains.append(Domain(key, **settings))
     return tuple(domains)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-5 as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _frozen(value: Any) -> Any:

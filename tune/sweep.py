@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from pipelines import ray_env
-from pipelines.console import say
+from pipelines.console import say, say_left_out
 from pipelines.jobs import prepare
 from pipelines.stop import on_stop
 from pipelines.worker import use_gpu, worker_resources
@@ -33,6 +33,7 @@ from uno.config import Config, differing_keys, override, to_dict
 from uno.data.decode import check_bad, decode_many
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.lock import Claim
+from uno.methods import num_heads
 from uno.storage import Storage
 
 POLL_S = 0.5
@@ -69,9 +70,11 @@ def run_sweep(options: SweepOptions) -> int:
     """
     config = options.config
     check_options(options)
-    task = prepare(override(config, {"compute.workers": 0}))
+    # Trials may find a GPU that this process lacks.
+    task = prepare(override(config, {"compute.workers": 0, "compute.device": "auto"}))
     images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
     check_bad(bad, len(task.rows), config.data.max_bad_fraction)
+    say_left_out(bad)
     data = objective.sweep_data(task, images, ok, options.score)
     problems = objective.problems(data, options.score, options.folds, config.seed, options.hide)
     num_epochs = check_plans(options, problems)
@@ -108,7 +111,7 @@ def check_options(options: SweepOptions) -> None:
             raise ConfigError(f"--{name} must be at least 1, got {value}")
     spaces.check_space(options.space, options.config)
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
-    objective.check_score(options.score, (*heads, options.config.model.num_heads))
+    objective.check_score(options.score, (*heads, num_heads(options.config)))
     if options.config.model.weights is not None and options.score == objective.FOLDS:
         raise ConfigError(
             "--score folds pretrains anew for each fold: --weights may have been trained on the classes it "
@@ -231,7 +234,7 @@ def _run_missing(
     say(f"starting Ray{f'; {num_done} trials have a result already' if num_done else ''}")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
-    with on_stop(stopping.set, STOPPING), ray_env.connect() as ray, on_stop(stopping.set, STOPPING):
+    with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
         number, resources = concurrency(options, ray.cluster_resources())
         say(f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process")

@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -142,9 +143,10 @@ def estimate_num_novel(
     job = PretrainJob(config, train, tuple(known), storage.uri, str(device), settings, _fingerprint(train))
     key = digest([job.split_key(split) for split in splits], asdict(settings), ks)
     if storage.exists(RESULT):
-        stored = json.loads(storage.read(RESULT))
-        if stored.get("key") == key:
-            return Estimate(**stored)
+        with suppress(ValueError, TypeError, AttributeError):  # damaged: estimated anew
+            stored = json.loads(storage.read(RESULT))
+            if stored.get("key") == key:
+                return Estimate(**stored)
 
     features: dict[int, Features] = {}
     for position, found in tasks(pretrain_split, [job], [(0, split) for split in splits]):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class Prototypes(nn.Module):
@@ -83,6 +84,7 @@ class _Unit(torch.autograd.Function):
         return directions
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         directions, length = ctx.saved_tensors
         along = (grad * directions).sum(dim=-1, keepdim=True)

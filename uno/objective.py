@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from uno.sinkhorn import sinkhorn
 
@@ -67,9 +68,10 @@ def discovery_loss(
     Returns:
         (F, H) loss per head: the mean over ordered pairs and over all B rows.
     """
-    return _DiscoveryLoss.apply(
-        _at_least_float32(known), labels, targets, temperature, concat, *map(_at_least_float32, families)
-    )
+    with torch.autocast(known.device.type, enabled=False):
+        return _DiscoveryLoss.apply(
+            _at_least_float32(known), labels, targets, temperature, concat, *map(_at_least_float32, families)
+        )
 
 
 class _DiscoveryLoss(torch.autograd.Function):
@@ -109,6 +111,7 @@ class _DiscoveryLoss(torch.autograd.Function):
         return total.view_as(agreement).sub_(agreement).mul_(ctx.scale)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         log_p, log_z_known, log_z, index, taught_by, *rest = ctx.saved_tensors
         num_families, num_labeled = len(grad), index.shape[2]

@@ -220,6 +220,8 @@ def build_classifier(files: Mapping[str, bytes], device: torch.device | str = "c
         aligned = None if alignment is None else torch.tensor(alignment, dtype=torch.int64).view(shape)
         if not 0 <= best_head < module.num_heads:
             raise ValueError(f"best head {best_head}")
+        if aligned is not None and not bool(((aligned >= 0) & (aligned < module.num_novel)).all()):
+            raise ValueError("alignment out of range")
     except (
         RuntimeError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError,
         safetensors.SafetensorError,

@@ -11,7 +11,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,7 +209,9 @@ class PredictionWriter:
                 storage.delete(name)
             elif name.endswith(".parquet") and name != FILE:
                 raise ConfigError(f"{storage.path(name)} is not ours; choose another --output")
-        found = read_identity(storage)
+        found = None
+        with suppress(StorageError) if replace else nullcontext():
+            found = read_identity(storage)
         if found == self.identity:
             self.complete = True
             return

@@ -77,12 +77,14 @@ def test_a_user_space_from_yaml(tmp_path: Path):
     path.write_text(
         "objective.epsilon: {scale: log, low: 0.02, high: 0.2, reason: why not}\n"
         "model:\n  num_heads: {choices: [2, 4]}\n"
+        "discover.weight_decay: {scale: log, low: 1e-5, high: 1e-3}\n"  # text in YAML 1.1
         "augment.large.crop_scale: {choices: [[0.2, 1.0], [0.5, 1.0]]}\n"
     )
     space = spaces.load_space(str(path), DIGITS)
     assert space == (
         Domain("objective.epsilon", 0.02, 0.2, "log", reason="why not"),
         Domain("model.num_heads", choices=(2, 4)),
+        Domain("discover.weight_decay", 1e-5, 1e-3, "log"),
         Domain("augment.large.crop_scale", choices=((0.2, 1.0), (0.5, 1.0))),
     )
     assert spaces.from_tree(spaces.to_tree(space)) == space
@@ -94,6 +96,7 @@ def test_a_user_space_from_yaml(tmp_path: Path):
         "", "objective.epsilon: 0.1\n", "objective.epsilon: {low: 0.1, high: 0.2, scale: cubic}\n",
         "objective.epsilon: {choices: []}\n", "objective.epsilon: {choices: 0.1}\n", "- 1\n",
         "a: &a [1]\nb: *a\n",
+        "model.num_heads: {low: 1, high: 8}\n",  # 5.459 heads
         "objective.epsilon: {low: a, high: b}\n", "objective.epsilon: {lo: 0.1, high: 0.2}\n",
     ],
 )  # fmt: skip

@@ -161,6 +161,19 @@ def test_families_are_independent_of_each_other(concat):
     )
 
 
+def test_full_precision_under_autocast_and_no_second_derivative():
+    """Kills: matrix products of the loss in bfloat16, a second derivative that is silently wrong."""
+    known, novel, labels = problem(2, 4, 6, 3, 4, 2)
+    known, novel = known.float().requires_grad_(), novel.float()
+    targets = pseudo_labels(novel[:, :, 4:], 0.05, 3)
+    plain = discovery_loss(known, [novel], labels, [targets], 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(discovery_loss(known, [novel], labels, [targets], 0.1), plain)
+    (grad,) = torch.autograd.grad(plain.square().sum(), known, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_a_view_never_teaches_itself():
     """Kills: the diagonal kept, v and w exchanged."""
     known, novel, labels = problem(2, 0, 4, 2, 3, 1)

@@ -8,11 +8,13 @@ all are there, readers refuse the directory.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -69,15 +71,17 @@ def pack(
         StorageError: it cannot be written.
     """
     shards = _shards(rows, labeled, shard_bytes)
-    plan = {"format": FORMAT, "fingerprint": rows.fingerprint, "rows": len(rows), "shards": list(shards)}
+    plan = {
+        "format": FORMAT, "fingerprint": rows.fingerprint, "rows": len(rows), "shards": list(shards),
+        "groups_sha256": _digest(shards),
+    }  # fmt: skip
     _claim(output, plan)
     bad: list[dict[str, str]] = []
     done = 0
     with ThreadPoolExecutor(threads) as pool:
         for name, groups in shards.items():
-            if output.exists(name):
-                found = json.loads(_metadata(output.read(name))[PACKED])["bad"]
-            else:
+            found = _bad_of(output, name)
+            if found is None:
                 data, found = _shard(rows, groups, pool)
                 output.write(name, data)
             bad += found
@@ -105,7 +109,26 @@ def _claim(output: Storage, plan: dict[str, Any]) -> None:
         output.write(PACKING, json.dumps({**plan, "finished": False}, indent=1).encode())
 
 
+def _bad_of(output: Storage, name: str) -> list[dict[str, str]] | None:
+    """The unreadable rows that a finished shard lists, None where there is no whole shard."""
+    if not output.exists(name):
+        return None
+    try:
+        found = json.loads(_metadata(output.read(name))[PACKED])["bad"]
+    except (pa.ArrowException, KeyError, ValueError, TypeError):
+        return None
+    return list(found)
+
+
 # ------------------------------------------------------------------------------------------- what goes where
+def _digest(shards: Mapping[str, list[np.ndarray]]) -> str:
+    """Of the rows of every row group: other options put other rows there."""
+    digest = hashlib.sha256()
+    for group in chain.from_iterable(shards.values()):
+        digest.update(len(group).to_bytes(8, "little") + group.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
 def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list[np.ndarray]]:
     """File name -> its row groups, each int64 row numbers."""
     sizes = _sizes(rows)
@@ -224,7 +247,7 @@ def _schema(rows: Rows, bad: list[dict[str, str]]) -> pa.Schema:
     label = pa.int64() if rows.class_names else pa.string()
     fields = [("id", pa.string()), ("image", pa.binary()), ("label", label), ("split", pa.string())]
     if rows.eval_labels is not None:
-        fields.append(("eval_label", label))
+        fields.append(("eval_label", pa.string()))  # its classes need not be among those of ``label``
     metadata = {PACKED: json.dumps({"known": rows.known, "bad": bad})}
     if rows.class_names:
         names = {"names": list(rows.class_names), "_type": "ClassLabel"}
@@ -233,19 +256,19 @@ def _schema(rows: Rows, bad: list[dict[str, str]]) -> pa.Schema:
 
 
 def _table(rows: Rows, index: np.ndarray, images: list[bytes], schema: pa.Schema) -> pa.Table:
-    number = {name: i for i, name in enumerate(rows.class_names)}
-
-    def labels(values: list[str | None]) -> list[Any]:
-        return [values[i] if not number else number.get(values[i] or "") for i in index]
+    labels: list[Any] = [rows.labels[i] for i in index]
+    if rows.class_names:
+        number = {name: i for i, name in enumerate(rows.class_names)}
+        labels = [None if label is None else number[label] for label in labels]
 
     columns: dict[str, Any] = {
         "id": [rows.ids[i] for i in index],
         "image": images,
-        "label": labels(rows.labels),
+        "label": labels,
         "split": rows.split[index].tolist(),
     }
     if rows.eval_labels is not None:
-        columns["eval_label"] = labels(rows.eval_labels)
+        columns["eval_label"] = [rows.eval_labels[i] for i in index]
     return pa.table(columns, schema=schema)
 
 

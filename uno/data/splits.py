@@ -177,7 +177,9 @@ def _read_names(path: str) -> list[str]:
 
 
 def limit_rows(rows: Rows, limit: int) -> np.ndarray:
-    """At most ``limit`` rows of each split, evenly over its classes, as if the data set were smaller."""
+    """At most ``limit`` rows of each split, as if the data set were smaller: rows without a label keep their
+    share, the others are spread evenly over their classes.
+    """
     kept = []
     for split in ("train", "test"):
         groups: dict[str | None, list[int]] = {}
@@ -186,6 +188,12 @@ def limit_rows(rows: Rows, limit: int) -> np.ndarray:
         if len(groups) > limit:
             raise ConfigError(f"--limit {limit} is below the {len(groups)} classes of the {split} rows")
         left, todo = limit, len(groups)
+        unlabeled = groups.pop(None, [])
+        if unlabeled:
+            num = sum(map(len, groups.values())) + len(unlabeled)
+            share = min(max(1, round(limit * len(unlabeled) / num)), limit - len(groups), len(unlabeled))
+            kept += [unlabeled[j] for j in np.arange(share) * len(unlabeled) // share]
+            left, todo = left - share, todo - 1
         for members in sorted(
             groups.values(), key=len
         ):  # ties stay in order of the first row, whatever the names

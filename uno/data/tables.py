@@ -54,16 +54,20 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
         raise ConfigError(f"no *.parquet files below {path}")
     source = f"parquet:{path}"
     tables: list[pa.Table] = []
-    names: list[str] = []
+    all_names: set[tuple[str, ...]] = set()
     kept: set[str | None] = set()  # the image column that was left in the files
     known: tuple[str, ...] = ()
     for name, file in files:
-        table, schema, names, left = _read_file(name, file, images_only, lazy)
+        table, schema, own_names, left = _read_file(name, file, images_only, lazy)
         tables.append(table)
+        all_names.add(tuple(own_names))
         kept.add(left)
         known = known or _known_classes(schema)
     if len(kept) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
+    if len(all_names) > 1:
+        raise ConfigError(f"{source}: the class names in the metadata differ between files")
+    names = list(all_names.pop())
     try:
         table = pa.concat_tables(tables, promote_options="default")
     except pa.ArrowException as error:
@@ -72,7 +76,7 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
         raise ConfigError(f"{source}: no rows")
     labels = _labels(source, table["label"], names)
     return Rows(
-        ids=[str(value) for value in table["id"].to_pylist()],
+        ids=[f"row-{i}" if value is None else str(value) for i, value in enumerate(table["id"].to_pylist())],
         images=ParquetImages(root, [file for _, file in files], column)
         if (column := kept.pop()) is not None
         else _images(source, root, table, images_only),
@@ -142,6 +146,7 @@ def _read_file(
             wanted = wanted if lazy else (image, *wanted)
             table = parquet.read([c for c in wanted if c in schema.names])
             num = parquet.metadata.num_rows
+            given = {c: table[c].cast(pa.string()) for c in ("id", "split") if c in table.column_names}
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"cannot read Parquet file {path}: {_one_line(error)}") from None
     data = {
@@ -150,7 +155,6 @@ def _read_file(
         "label": table[label] if label else pa.nulls(num, pa.string()),
         "split": pa.array([_split_of(name)] * num, pa.string()),
     }
-    given = {c: table[c].cast(pa.string()) for c in ("id", "split") if c in table.column_names}
     given |= {c: table[c] for c in ("eval_label",) if c in table.column_names}
     return pa.table(data | given), schema, _class_names(path, schema, label), image if lazy else None
 
@@ -277,7 +281,7 @@ def _read_csv(path: str) -> dict[str, list[Any]]:
 
 def _read_jsonl(path: str) -> dict[str, list[Any]]:
     records = []
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -19,6 +19,8 @@ from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, make_task
 from uno.storage import Storage
 
+from .builders import encoded, hf_table, pixels
+
 FEW = {"data.known_classes": "cat,dog"}
 
 
@@ -152,6 +154,37 @@ def test_a_killed_pack_goes_on(tmp_path, monkeypatch):
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == time for name, time in times.items())
+
+
+def test_a_pack_with_other_options_is_refused(tmp_path):
+    """Other known classes put other rows into shards. Kills: two plans in one pack, rows twice and lost."""
+    source = images(tmp_path / "images")
+    packed(source, tmp_path / "out", **FEW)
+    with pytest.raises(ConfigError, match="other data or options"):
+        packed(source, tmp_path / "out", **{"data.known_classes": "cat"})
+
+
+def test_a_truncated_shard_is_written_again(tmp_path):
+    source = images(tmp_path / "images")
+    packed(source, tmp_path / "out", **FEW)
+    shard = next((tmp_path / "out").glob("*.parquet"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    packed(source, tmp_path / "out", **FEW)
+    assert shard.read_bytes() == whole
+
+
+def test_truth_keeps_names_that_no_label_has(tmp_path):
+    """``eval_label`` may name classes beyond those of ``label``. Kills: truth lost without a word."""
+    pictures = [{"bytes": encoded(pixels(i)), "path": None} for i in range(6)]
+    table = hf_table(pictures, [0, 1, 0, None, None, None], ["cat", "dog"], "image")
+    truth = ["cat", "dog", "cat", "fox", "owl", "fox"]
+    (tmp_path / "in").mkdir()
+    pq.write_table(table.append_column("eval_label", [truth]), tmp_path / "in" / "train.parquet")
+    packed(f"parquet:{tmp_path / 'in'}", tmp_path / "out")
+    rows = read_rows(config_of(f"parquet:{tmp_path / 'out'}"))
+    assert sorted(rows.eval_labels) == sorted(truth)
+    assert sorted(map(str, rows.labels)) == ["None"] * 3 + ["cat", "cat", "dog"]
 
 
 def test_other_directories_are_refused(tmp_path):

@@ -137,9 +137,11 @@ def test_what_cannot_be_a_task():
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_limit_is_even_and_keeps_every_class(labels, limit):
-    """At most ``limit`` rows, no class lost, no class more than one row ahead of one that has rows left.
+    """At most ``limit`` rows, no class lost, no class more than one row ahead of one that has rows left; rows
+    without a label keep their share, where every class still has a row.
 
-    Kills: the first rows only, shares by class size, the limit applied to the sum of splits.
+    Kills: the first rows only, shares by class size, the limit applied to the sum of splits, a pile of
+    unlabeled rows cut down to the size of a class.
     """
     labels = ["a", None, *labels]
     rows = rows_of(labels + labels, ["train"] * len(labels) + ["test"] * len(labels))
@@ -147,8 +149,11 @@ def test_limit_is_even_and_keeps_every_class(labels, limit):
     for train in (True, False):
         kept = [label for label, t in zip(task.rows.labels, task.is_train, strict=True) if t == train]
         assert len(kept) == min(limit, len(labels)) and set(kept) == set(labels)
-        unfilled = [kept.count(c) for c in set(labels) if kept.count(c) < labels.count(c)]
-        assert all(kept.count(c) <= min(unfilled) + 1 for c in set(labels) if unfilled)
+        named = set(labels) - {None}
+        unfilled = [kept.count(c) for c in named if kept.count(c) < labels.count(c)]
+        assert all(kept.count(c) <= min(unfilled) + 1 for c in named if unfilled)
+        share = len(kept) * labels.count(None) / len(labels)
+        assert abs(kept.count(None) - min(share, len(kept) - len(named))) <= 1
     assert task.rows.images[0].shape == (2, 2, 3)
     assert [int(name[1:]) for name in task.rows.ids] == sorted(int(name[1:]) for name in task.rows.ids)
 
@@ -156,7 +161,7 @@ def test_limit_is_even_and_keeps_every_class(labels, limit):
 def test_limit_takes_rows_from_all_over_a_class():
     """Kills: the first rows of each class, which in a sorted folder may all show the same thing."""
     task = make_task(rows_of(["a"] * 10 + [None] * 4), DataConfig(num_novel=2, limit=7))
-    assert task.rows.ids == ["r0", "r2", "r5", "r7", "r10", "r11", "r12"]
+    assert task.rows.ids == ["r0", "r2", "r4", "r6", "r8", "r10", "r12"]
 
 
 def test_limit_below_the_class_count():

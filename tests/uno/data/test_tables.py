@@ -36,6 +36,16 @@ def test_hugging_face_layout(tmp_path):
     assert (decode(rows.images[train[4]], 8) == pixels(4).transpose(2, 0, 1)).all()
 
 
+@pytest.mark.parametrize("names", [["dog", "cat"], ["cat"], None])
+def test_files_must_agree_on_the_class_names(tmp_path, names):
+    """Kills: the last file's names for the numbers of all."""
+    images = [{"bytes": encoded(pixels(0)), "path": None}]
+    pq.write_table(hf_table(images, [0], ["cat", "dog"], "image"), tmp_path / "a.parquet")
+    table = hf_table(images, [0], names or ["x"], "image")
+    pq.write_table(table if names else table.replace_schema_metadata(None), tmp_path / "b.parquet")
+    assert "class names in the metadata differ" in failure(read_parquet, tmp_path)
+
+
 def test_null_and_negative_labels_are_unlabeled(tmp_path):
     images = [{"bytes": encoded(pixels(i)), "path": None} for i in range(3)]
     pq.write_table(hf_table(images, [0, None, -1], ["a", "b"], "image"), tmp_path / "x.parquet")
