@@ -51,7 +51,7 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 SIZES = {"imagenet": (224, 96), "cifar": (32, 18)}
 SCALES = {"large": (0.5, 1.0), "small": (0.08, 0.5)}
 ALL = (
-    "ray --views 2+0 --rows 12800 --repeats 2", "ray --views 2+2 --rows 6144 --repeats 2",
+    "ray --views 2+0 --rows 12800 --repeats 2", "ray --views 2+2 --rows 12288 --repeats 2",
     "ray --source cifar --rows 49152 --repeats 3", "memory --rows 768", "memory --source cifar --rows 8192",
     "resident --rows 2000 --repeats 3", "rate --views 2+0 --rows 2048 --repeats 2",
     "rate --views 2+2 --rows 2048 --repeats 2", "rate --source cifar --rows 16384 --repeats 2",
