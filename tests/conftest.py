@@ -52,7 +52,7 @@ def ray_cluster() -> Iterator[Any]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait_until_free(port: int, seconds: float = 60) -> None:
+def wait_until_free(port: int, seconds: float = 180) -> None:
     """Returns once nothing listens there: agents outlive the cluster of an earlier test by some seconds."""
     end = time.monotonic() + seconds
     while True:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -121,20 +122,30 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
         assert "waiting up to 10 minutes for the cluster to grow" in done.stdout
         assert f"finished: {tmp_path / 'run'}" in done.stdout
     finally:
-        end_processes_of(address)
+        end_processes_of(head.pid, address)
         head.wait(30)
         shutil.rmtree(env["RAY_TMPDIR"], ignore_errors=True)
 
 
-def end_processes_of(address: str) -> None:
-    """Every Ray process of the cluster at that address, and of no other one."""
+def end_processes_of(head: int, address: str) -> None:
+    """Every Ray process of the cluster that was started by ``head`` at that address, and of no other one.
+
+    An agent has neither the address in its title nor, once its raylet is dead, a parent; it would hold its
+    port for minutes, and the next cluster on this machine would take no jobs.
+    """
     port = address.rpartition(":")[2]
     marks = (f"--gcs-address={address}", f"--gcs_server_port={port}", f"--gcs_address={address}")
+    words, parents = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
-                words = (folder / "cmdline").read_text().split("\0")
-                if any(word in marks for word in words):
-                    os.kill(int(folder.name), 9)
+                words[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
+    ours = {pid for pid, own in words.items() if any(word in marks for word in own)} | {head}
+    while more := {pid for pid, parent in parents.items() if parent in ours and pid not in ours}:
+        ours |= more
+    for pid in ours:
+        with suppress(OSError):
+            os.kill(pid, 9)
