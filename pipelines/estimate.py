@@ -26,8 +26,9 @@ and the number of clusters that finds them again is the estimate (an interval). 
   --num-splits N       Splits of the known classes (default 3); each pretrains an encoder.
   --preset, --recipe, --seed, --config, --pretrain.*, --model.*, --device, ...: as for uno pretrain."""
 
-TOLERANCE = (
-    "UNO tolerates up to twice too many classes; too few it does not. When in doubt give the larger number."
+ADVICE = (
+    "too few classes merge real ones, too many split them, which uno classes can merge again. When in doubt "
+    "give the larger number."
 )
 
 
@@ -190,7 +191,7 @@ def format_estimate(found: Any) -> str:
         + ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio),
         "",
         f"novel classes: {found.num_novel}, between {found.low} and {found.high}",
-        f"warning: {TOLERANCE} Suggested: --num-novel {found.suggested}",
+        f"warning: {ADVICE} Suggested: --num-novel {found.suggested}",
     ]
     if found.at_limit:
         more = 2 * found.ks[-1]

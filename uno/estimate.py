@@ -173,9 +173,9 @@ def interval(votes: Sequence[int], quantile: float) -> tuple[int, int]:
 
 
 def suggest(num_novel: int, low: int, high: int) -> int:
-    """What to train with: ``high`` where it is at most twice any number in the interval, so that it is safe.
+    """What to train with: ``high``, for a class too few merges two that nobody takes apart again.
 
-    In a wider interval nothing is safe: as many as twice ``low``, but not fewer than ``num_novel``.
+    In an interval wider than twice ``low``: as many as that, but not fewer than ``num_novel``.
     """
     return high if high <= 2 * low else max(num_novel, 2 * low)
 
