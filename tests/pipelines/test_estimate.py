@@ -69,7 +69,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     found = json.loads((tmp_path / "runs/digits-seed0-estimate/estimate.json").read_text())
     assert f"novel classes: {found['num_novel']}, between {found['low']} and {found['high']}" in shown
-    assert "up to twice too many classes" in shown and f"--num-novel {found['suggested']}" in shown
+    assert "too few classes merge real ones" in shown and f"--num-novel {found['suggested']}" in shown
     assert "  <- estimate" in shown and " F1 " in shown
     assert cli.guard(estimate.main, [*FLAGS, "--print-config"]) == 0
     assert "known_classes: first:6" in capsys.readouterr().out
