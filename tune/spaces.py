@@ -186,9 +186,7 @@ def _from_file(path: str) -> Space:
             raise ConfigError(f"{path}: {key}: scale must be {', '.join(SCALES)}, got {scale!r}")
         if not isinstance(choices, list | tuple) or ("choices" in entry and not choices):
             raise ConfigError(f"{path}: {key}: choices must be a list of values, got {choices!r}")
-        settings = {
-            name: _number(value) if name in ("low", "high") else value for name, value in entry.items()
-        }
+        settings = entry | {name: _number(entry[name]) for name in ("low", "high") if name in entry}
         settings |= {
             "choices": tuple(_frozen(c) for c in choices),
             "reason": str(entry.get("reason", "")),

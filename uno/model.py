@@ -89,9 +89,8 @@ class UnoModel(nn.Module):
             return Logits(known, None, None, by_view)
         if self.projector is None:
             return Logits(known, _views_first(self.novel(features), num_views), None, by_view)
-        projections = unit(
-            self.projector(directions if self.normalize_input else features)
-        )  # (H or 2H, V * B, P)
+        inputs = directions if self.normalize_input else features
+        projections = unit(self.projector(inputs))  # (H or 2H, V * B, P)
         heads = [head for head in (self.novel, self.over) if head is not None]
         novel, *over = (
             _views_first(head.cosines(own), num_views)

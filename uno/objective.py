@@ -75,7 +75,7 @@ def discovery_loss(
 
 
 class _DiscoveryLoss(torch.autograd.Function):
-    """:func:`discovery_loss` and its gradient, in a tenth of the operators autograd would launch."""
+    """:func:`discovery_loss` and its gradient, in half of the operators that autograd launches for it."""
 
     @staticmethod
     def forward(

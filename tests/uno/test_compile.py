@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.uno.small_run import batches_of, fresh_state, small_config, train_both
-from uno import hardware
+from uno import hardware, run
 from uno.errors import ConfigError
 from uno.steps import discovery_step
 from uno.storage import Storage
@@ -18,6 +18,17 @@ def test_a_missing_compiler_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"compute\.compile needs a C\+\+ compiler"):
         train_both(small_config(compute__compile=True), Storage(str(tmp_path)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_encoder_of_both_phases_is_compiled_on_request(monkeypatch, tmp_path, compiled):
+    """Kills: an option that nothing reads, heads compiled with it."""
+    seen = []
+    monkeypatch.setattr(run, "require_compiler", lambda: None)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: seen.append(module))
+    state = train_both(small_config(compute__compile=compiled), Storage(str(tmp_path)))
+    assert len(seen) == (2 if compiled else 0)
+    assert not compiled or seen[-1] is state.model.encoder
 
 
 @pytest.mark.slow
