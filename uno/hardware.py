@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 import shlex
 import shutil
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -48,16 +50,28 @@ def environment(fingerprint: str) -> dict[str, Any]:
     }
 
 
-def require_compiler() -> None:
-    """Raise ConfigError where ``torch.compile`` would fail with a traceback in the first step."""
+def prepare_compiler() -> None:
+    """Before ``torch.compile``: a compiler, and a cache of its own for this kind of processor.
+
+    torch 2.15 finds cached code by the graph alone: code written for one processor's vectors, found again on
+    another (a copied image, a shared temporary directory), computes wrong losses and NaN without a word.
+
+    Raises:
+        ConfigError: where ``torch.compile`` would fail with a traceback in the first step.
+    """
     if not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
         raise ConfigError("compute.compile needs a C++ compiler (g++, clang++ or CXX) on every node")
+    vectors = f"{torch.backends.cpu.get_cpu_capability()} {_processor('flags')}"
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    name = "vectors-" + hashlib.sha256(vectors.encode()).hexdigest()[:12]
+    if os.path.basename(folder) != name:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, name)
 
 
-def _processor() -> str:
+def _processor(field: str = "model name") -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        return names[0]
+            values = [line.partition(":")[2].strip() for line in file if line.startswith(field)]
+        return values[0]
     except (OSError, IndexError):
         return platform.machine()

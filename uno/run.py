@@ -36,7 +36,7 @@ from uno.data.resident import EvalSet, TrainSet
 from uno.errors import StorageError
 from uno.evaluate import Confusions, count, protocol_metrics
 from uno.feed import StreamSet
-from uno.hardware import environment, require_compiler
+from uno.hardware import environment, prepare_compiler
 from uno.kmeans import kmeans_baseline
 from uno.model import Logits, UnoModel, build_model
 from uno.state import TrainState, new_state
@@ -135,7 +135,7 @@ def _fit(
     if name == DISCOVER and method.start is not None and not checkpoint_steps(storage, name):
         extra = method.start(config, model, train)
     if config.compute.compile:
-        require_compiler()
+        prepare_compiler()
         model.encoder.compile()
     state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
     state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}

@@ -122,13 +122,12 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
         assert "waiting up to 10 minutes for the cluster to grow" in done.stdout
         assert f"finished: {tmp_path / 'run'}" in done.stdout
     finally:
-        end_processes_of(head.pid, address)
-        head.wait(30)
+        end_processes_of([head], address)
         shutil.rmtree(env["RAY_TMPDIR"], ignore_errors=True)
 
 
-def end_processes_of(head: int, address: str) -> None:
-    """Every Ray process of the cluster that was started by ``head`` at that address, and of no other one.
+def end_processes_of(started: list[subprocess.Popen], address: str) -> None:
+    """Every Ray process of the cluster at that address, whose nodes are ``started``, and of no other one.
 
     An agent has neither the address in its title nor, once its raylet is dead, a parent; it would hold its
     port for minutes, and the next cluster on this machine would take no jobs.
@@ -143,9 +142,12 @@ def end_processes_of(head: int, address: str) -> None:
                 parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-    ours = {pid for pid, own in words.items() if any(word in marks for word in own)} | {head}
+    ours = {pid for pid, own in words.items() if any(word in marks for word in own)}
+    ours |= {process.pid for process in started}
     while more := {pid for pid, parent in parents.items() if parent in ours and pid not in ours}:
         ours |= more
     for pid in ours:
         with suppress(OSError):
             os.kill(pid, 9)
+    for process in started:
+        process.wait(30)

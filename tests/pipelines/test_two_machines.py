@@ -82,10 +82,7 @@ def two_machines(hidden: Path | None = None) -> Iterator[dict[str, str]]:
             wait_until(lambda: "Ray runtime started" in Path(f"{folder}/1.log").read_text())
             yield env | {"RAY_ADDRESS": ADDRESS}
         finally:
-            end_processes_of(ADDRESS)
-            for process in processes:
-                process.kill()
-                process.wait(30)
+            end_processes_of(processes, ADDRESS)
     shutil.rmtree(folder, ignore_errors=True)
 
 
