@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import traceback
 from contextlib import suppress
 from typing import Any
@@ -89,6 +90,7 @@ def _run(
 
 def _start_workers(index: int, sweep: dict[str, Any]) -> None:
     """A Ray Train run inside the trial; the trial itself only waits and needs next to no CPU."""
+    import ray
     import ray.train
     import ray.train.torch
     import ray.tune
@@ -96,6 +98,7 @@ def _start_workers(index: int, sweep: dict[str, Any]) -> None:
 
     from pipelines.worker import _cause
 
+    _name_the_cluster(ray)
     trainer = ray.train.torch.TorchTrainer(
         _train_loop,
         train_loop_config={"index": index, "sweep": sweep},
@@ -116,6 +119,19 @@ def _start_workers(index: int, sweep: dict[str, Any]) -> None:
     except Exception as error:
         cause = _cause(error)
         raise cause if isinstance(cause, Exception) else error from None
+
+
+def _name_the_cluster(ray: Any) -> None:
+    """Tell the processes of this trial their cluster's address.
+
+    When Tune stops a trial, a helper of Ray Train gives its workers' CPUs back. It looks for the cluster by
+    the processes of this machine and fails where a second cluster runs: each trial then keeps its CPUs, and
+    the sweep soon waits for ever.
+    """
+    from ray.train.v2._internal import constants
+
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    constants.ENV_VARS_TO_PROPAGATE.add("RAY_ADDRESS")
 
 
 def _train_loop(loop: dict[str, Any]) -> None:

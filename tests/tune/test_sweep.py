@@ -180,14 +180,18 @@ def wait_until_free(ray, seconds: float = 60) -> None:
 
 @pytest.mark.slow
 def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tmp_path):
-    """A sweep in a process of its own starts its own cluster beside the test lane's."""
+    """A sweep in a process of its own starts its own cluster beside the test lane's.
+
+    Kills: a stopped trial that keeps its CPUs, so that the third waits for ever.
+    """
     command = [
-        sys.executable, "-m", "tune.sweep", *TINY, "--trials", "1", "--folds", "1",
+        sys.executable, "-m", "tune.sweep", *TINY, "--trials", "4", "--folds", "1", "--workers", "1",
         "--output", str(tmp_path / "s"),
     ]  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     assert ended.returncode == 0, ended.stderr
+    assert "4 trials, 0 failed" in ended.stdout
     assert len(ray_cluster.nodes()) == 1
     stale = subprocess.run(
         [*command[:-1], str(tmp_path / "t")], capture_output=True, text=True, timeout=120,
