@@ -1,4 +1,4 @@
-"""Runs as processes of their own: a queue of jobs, on this machine or as Ray tasks.
+"""Runs as processes of their own: a queue of jobs, on this machine or in Ray actors.
 
 A job is ``uno pretrain`` or ``uno discover`` with a configuration file, in a directory below one output
 directory. How each attempt ended, and after how many seconds, stands in ``attempts.jsonl`` there.
@@ -128,29 +128,32 @@ class ProcessRunner:
 
 
 class RayRunner:
-    """Ray tasks on a cluster whose nodes share the output directory, as many as its resources hold.
+    """Ray actors on a cluster whose nodes share the output directory, as many as its resources hold.
+
+    Actors, since a task can only be cancelled, and Ray's interrupt may get lost on its way.
 
     Args:
         ray: the connected module.
-        request: ``num_cpus`` and ``num_gpus`` of a task.
-        capacity: tasks at a time.
+        request: ``num_cpus`` and ``num_gpus`` of a process.
+        capacity: processes at a time.
     """
 
     def __init__(self, ray: Any, request: dict[str, float], capacity: int) -> None:
         self.capacity, self._ray = capacity, ray
-        self._task = ray.remote(max_retries=0, **request)(_as_task)
-        self._running: dict[Any, Job] = {}
+        self._actor = ray.remote(max_concurrency=2, **request)(_Cell)
+        self._running: dict[Any, tuple[Job, Any]] = {}
 
     def start(self, job: Job, command: list[str], log: Path) -> None:
         """As Runner."""
-        self._running[self._task.remote(command, str(log))] = job
+        cell = self._actor.remote()
+        self._running[cell.run.remote(command, str(log))] = job, cell
 
     def wait(self) -> Ended | None:
-        """As Runner. A task whose node is lost counts as interrupted."""
+        """As Runner. A process whose node is lost counts as interrupted."""
         done, _ = self._ray.wait(list(self._running), num_returns=1, timeout=1.0)
         if not done:
             return None
-        job = self._running.pop(done[0])
+        job, _ = self._running.pop(done[0])
         try:
             code, seconds = self._ray.get(done[0])
         except self._ray.exceptions.RayError:
@@ -159,20 +162,27 @@ class RayRunner:
 
     def stop(self) -> None:
         """As Runner."""
-        for reference in self._running:
-            self._ray.cancel(reference)
+        for _, cell in self._running.values():
+            cell.stop.remote()
 
 
-def _as_task(command: list[str], log: str) -> tuple[int, float]:
-    since = time.monotonic()
-    process = _spawn(command, Path(log))
-    try:
-        while process.poll() is None:  # Ray cannot interrupt wait()
-            time.sleep(POLL_S)
-    except KeyboardInterrupt:  # cancelled
-        process.terminate()
-        process.wait()
-    return process.returncode, time.monotonic() - since
+class _Cell:
+    """A process on whatever node Ray chose; its two methods run side by side."""
+
+    def __init__(self) -> None:
+        self._stopping = threading.Event()
+
+    def run(self, command: list[str], log: str) -> tuple[int, float]:
+        since = time.monotonic()
+        process = _spawn(command, Path(log))
+        while process.poll() is None:
+            if self._stopping.wait(POLL_S):
+                process.terminate()
+                process.wait()
+        return process.returncode, time.monotonic() - since
+
+    def stop(self) -> None:
+        self._stopping.set()
 
 
 def _spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:

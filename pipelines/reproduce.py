@@ -320,7 +320,7 @@ class _Console:
 
 @contextmanager
 def _runner(request: Request) -> Iterator[Runner]:
-    """Processes here, or Ray tasks with the resources of a cell."""
+    """Processes here, or Ray actors with the resources of a cell."""
     import torch
 
     from pipelines.cells import ProcessRunner, RayRunner

@@ -317,8 +317,8 @@ SAVES += "print('ready', flush=True)\ntime.sleep(60)"
 
 
 @pytest.mark.ray
-def test_cells_as_ray_tasks(ray_cluster, tmp_path):
-    """Exit codes and times come back; stop() lets a process save. Kills: tasks that wait for each other."""
+def test_cells_on_ray(ray_cluster, tmp_path):
+    """Exit codes and times come back; stop() lets a process save. Kills: processes that wait in turn."""
     (tmp_path / "cells").mkdir()
     runner = cells.RayRunner(ray_cluster, {"num_cpus": 1}, 2)
     for i, code in enumerate((0, 3)):
