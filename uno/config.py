@@ -212,7 +212,10 @@ class ObjectiveConfig(_Frozen):
     )
     rkd_temperature: float = Field(4, gt=0, le=100, description="Temperature of rKD's softmax, besides tau.")
     queue_size: int = Field(
-        0, ge=0, le=10**6, description="Past unlabeled rows that Sinkhorn sees besides the batch's own."
+        0,
+        ge=0,
+        le=10**6,
+        description="Past unlabeled rows that Sinkhorn sees besides the batch's own, once warm-up is over.",
     )
     consistency_weight: float | None = Field(
         None, ge=0, le=10**4, description="Baselines: weight of the views' agreement; default: their paper's."

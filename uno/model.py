@@ -17,13 +17,15 @@ from uno.heads import Prototypes, StackedProjector, unit
 class Logits(NamedTuple):
     """Cosines in float32 of V views; ``novel`` and ``over`` are None where the model has no such heads.
 
-    ``features`` are the encoder's, which baselines rank and compare.
+    ``features`` are the encoder's, which baselines rank and compare; ``directions`` the projections of the
+    cluster heads, then of the overclustering heads, at length one and detached.
     """
 
     known: Tensor  # (V, B, C_l)
     novel: Tensor | None  # (V, H, B, C_u)
     over: Tensor | None  # (V, H, B, m C_u)
     features: Tensor | None = None  # (V, B, D)
+    directions: Tensor | None = None  # (V, H or 2H, B, P)
 
 
 class UnoModel(nn.Module):
@@ -96,11 +98,12 @@ class UnoModel(nn.Module):
             _views_first(head.cosines(own), num_views)
             for head, own in zip(heads, projections.split(self.num_heads), strict=True)
         )
-        return Logits(known, novel, over[0] if over else None, by_view)
+        directions = _views_first(projections.detach(), num_views)
+        return Logits(known, novel, over[0] if over else None, by_view, directions)
 
 
 def _views_first(logits: Tensor, num_views: int) -> Tensor:
-    """(H, V * B, K) -> (V, H, B, K)."""
+    """(H, V * B, K) -> (V, H, B, K), a view."""
     return logits.unflatten(1, (num_views, -1)).transpose(0, 1)
 
 

@@ -30,7 +30,8 @@ class TrainState:
     line_loss: Tensor
     autocast: bool = False
     step: int = 0
-    total_steps: int = 1  # of the phase's schedule, and of an epoch; set by uno.train.fit
+    total_steps: int = 1  # of the phase's schedule, its warm-up and an epoch; set by uno.train.fit
+    warmup_steps: int = 0
     steps_per_epoch: int = 1
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a method keeps from step to step
     teacher: UnoModel | None = None  # frozen, not in the checkpoint

@@ -56,7 +56,9 @@ def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, 
     logits = forward(state, batch)
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
-    targets = global_targets(families, batch.num_large, len(batch.labels), objective, state)
+    targets = global_targets(
+        families, batch.num_large, len(batch.labels), objective, state, logits.directions
+    )
     losses = discovery_loss(
         logits.known, families, batch.labels, targets, objective.temperature, objective.concat
     )  # (families, H)
@@ -93,6 +95,7 @@ def global_targets(
     num_labeled: int,
     objective: ObjectiveConfig,
     state: TrainState | None = None,
+    directions: Tensor | None = None,
 ) -> list[Tensor]:
     """Pseudo-labels of this worker's unlabeled rows, computed over the GLOBAL unlabeled batch.
 
@@ -104,17 +107,25 @@ def global_targets(
         num_large: views that give targets, the first ones.
         num_labeled: B_l, rows before the unlabeled ones.
         objective: epsilon, iterations, aggregation, soft or hard.
-        state: holds the queue of past logits, if the run has one; the batch's enter it.
+        state: holds the queue of past projections, if the run has one; the batch's enter it.
+        directions: (V, H or 2H, B, P) projections of length one, for the queue.
 
     Returns:
         Per family (V_large, H, B_u, K).
     """
-    widths = [family.shape[-1] for family in families]
-    unlabeled = [family.detach()[:num_large, :, num_labeled:] for family in families]
+    parts, queued = families, state is not None and "queue" in state.extra
+    if queued:
+        assert directions is not None
+        parts = [*families, *directions.split(families[0].shape[1], dim=1)]
+    widths = [part.shape[-1] for part in parts]
+    unlabeled = [part.detach()[:num_large, :, num_labeled:] for part in parts]
     gathered = collectives.gather_rows(
-        torch.cat(unlabeled, dim=-1) if len(families) > 1 else unlabeled[0], dim=2
+        torch.cat(unlabeled, dim=-1) if len(parts) > 1 else unlabeled[0], dim=2
     )
-    seen = gathered if state is None else with_queue(state, gathered)
+    seen = list(gathered.split(widths, dim=-1))
+    if queued:
+        assert state is not None
+        seen = with_queue(state, seen[: len(families)], seen[len(families) :])
     return [
         collectives.own_rows(
             pseudo_labels(
@@ -126,29 +137,33 @@ def global_targets(
             )[:, :, : gathered.shape[2]],
             dim=2,
         )
-        for logits in seen.split(widths, dim=-1)
+        for logits in seen
     ]
 
 
-def with_queue(state: TrainState, logits: Tensor) -> Tensor:
-    """The batch's logits and, once the queue is full, those of past batches; the batch's enter the queue.
+@torch.no_grad()
+def with_queue(state: TrainState, logits: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
+    """The batch's logits, and those of past rows under today's prototypes; the batch's rows enter the queue.
 
-    SwAV's idea (Caron et al. 2020, App. A), for batches with few rows per cluster. SwAV queues projections
-    and multiplies them by today's prototypes; this one holds cosines as they were. All workers hold the same.
+    After SwAV (Caron et al. 2020, App. A), for batches with few rows per cluster. Like theirs the queue takes
+    part late: once it is full and the warm-up is over. All workers hold the same.
 
     Args:
-        state: ``state.extra["queue"]`` (V_large, H, Q, K), newest first; without it nothing happens.
-        logits: (V_large, H, B_u, K) of all workers.
+        state: ``state.extra["queue"]`` (V_large, H, Q, P or 2P) directions of both families, newest first.
+        logits: per family (V_large, H, B_u, K) of all workers.
+        directions: per family (V_large, H, B_u, P).
 
     Returns:
-        (V_large, H, B_u or B_u + Q, K), the batch first.
+        Per family (V_large, H, B_u or B_u + Q, K), the batch first.
     """
-    queue = state.extra.get("queue")
-    if queue is None:
+    queue, rows = state.extra["queue"], torch.cat(directions, dim=-1)
+    both = torch.cat([rows.to(queue.dtype), queue], dim=2)[:, :, : queue.shape[2]]
+    state.extra["queue"] = both.nan_to_num(0.0, 0.0, 0.0)  # a bad step must not stay
+    if state.step < state.warmup_steps or state.step * rows.shape[2] < queue.shape[2]:
         return logits
-    both = torch.cat([logits, queue.to(logits.dtype)], dim=2)
-    state.extra["queue"] = both[:, :, : queue.shape[2]].nan_to_num(0.0, 0.0, 0.0)  # a bad step must not stay
-    return both if state.step * logits.shape[2] >= queue.shape[2] else logits
+    heads = [head for head in (state.model.novel, state.model.over) if head is not None]
+    past = [head.cosines(own) for head, own in zip(heads, queue.chunk(len(logits), dim=-1), strict=True)]
+    return [torch.cat(parts, dim=2) for parts in zip(logits, past, strict=True)]
 
 
 def forward(state: TrainState, batch: Batch) -> Logits:

@@ -92,14 +92,19 @@ class Phase:
         return self.config.epochs * self.steps_per_epoch
 
     @property
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises."""
+        return round(self.config.warmup_epochs * self.steps_per_epoch)
+
+    @property
     def last_step(self) -> int:
         """Where training ends: the schedule's end or ``max_steps``."""
         return min(self.total_steps, self.max_steps or self.total_steps)
 
     def lr(self, step: int) -> float:
         """Learning rate of one step."""
-        warmup_steps = round(self.config.warmup_epochs * self.steps_per_epoch)
-        return warmup_cosine(step, self.total_steps, warmup_steps, self.config.base_lr, self.config.min_lr)
+        config = self.config
+        return warmup_cosine(step, self.total_steps, self.warmup_steps, config.base_lr, config.min_lr)
 
 
 def fit(
@@ -121,6 +126,7 @@ def fit(
         StorageError: a checkpoint could not be written or none of those present verifies.
     """
     state.total_steps, state.steps_per_epoch = max(1, phase.total_steps), phase.steps_per_epoch
+    state.warmup_steps = phase.warmup_steps
     if not resume_(state, storage, phase.name) and phase.last_step == 0:
         _save(config, phase, state, worker, storage)  # a phase without steps ends as it began
     journal = Journal(storage, phase.name, state.step) if worker.rank == 0 else None

@@ -94,7 +94,7 @@ MUTANTS = {
         {"mlp_input": "raw", "num_views": 1},
     ),
     "targets from small crops": Mutant(
-        "uno.steps", "family.detach()[:num_large,", "family.detach()[-num_large:,",
+        "uno.steps", "part.detach()[:num_large,", "part.detach()[-num_large:,",
         "test_steps:test_targets_come_from_the_unlabeled_rows_of_large_views",
     ),
     "prototypes not normalised in training": Mutant(
@@ -162,9 +162,15 @@ MUTANTS = {
         "test_regularizers:test_iic_equals_the_loop_over_pairs",
     ),
     "an unfilled queue in Sinkhorn": Mutant(
-        "uno.steps", "return both if state.step * logits.shape[2] >= queue.shape[2] else logits",
-        "return both",
-        "test_regularizers:test_the_queue_is_used_when_it_is_full",
+        "uno.steps", "state.step < state.warmup_steps or state.step * rows.shape[2] < queue.shape[2]",
+        "state.step < state.warmup_steps",
+        "test_regularizers:test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over",
+        {"warmup_steps": 0, "first": 2, "overcluster_factor": 2},
+    ),
+    "a queue that takes part in the warm-up": Mutant(
+        "uno.steps", "state.step < state.warmup_steps or state.step *", "state.step *",
+        "test_regularizers:test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over",
+        {"warmup_steps": 3, "first": 3, "overcluster_factor": 2},
     ),
     "all views turned the same way": Mutant(
         "uno.batches", "torch.rot90(views[k % num_large], k, (2, 3))",

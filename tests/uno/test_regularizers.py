@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.uno.methods.toy import softmax
 from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config, small_sets
@@ -113,38 +114,46 @@ def test_other_methods_refuse_them():
 
 
 # ------------------------------------------------------------------------------------------- the queue
-def queue_state(size: int):
-    config = small_config(objective__queue_size=size)
+def queue_state(size: int, overcluster_factor: int = 2):
+    config = small_config(objective__queue_size=size, model__overcluster_factor=overcluster_factor)
     state = fresh_state(config)
     state.extra = methods.load("uno").start(config, state.model, small_sets()[0])
     return config, state
 
 
-def test_the_queue_is_used_when_it_is_full():
-    """Rows of steps 0, 1, 2, newest first. Kills: zeros of an unfilled queue in Sinkhorn, the oldest rows
-    kept, targets of queued rows handed out, the batch's rows behind the queue's.
+@pytest.mark.parametrize("overcluster_factor", [0, 2])
+@pytest.mark.parametrize(("warmup_steps", "first"), [(0, 2), (3, 3)])
+def test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over(warmup_steps, first, overcluster_factor):
+    """Rows of steps 0, 1, 2, newest first, under the prototypes of the present step.
+
+    Kills: zeros of an unfilled queue in Sinkhorn, a start among random features, cosines with prototypes of
+    the past, the oldest rows kept, targets of queued rows handed out, the batch's rows behind the queue's.
     """
-    config, state = queue_state(10)
-    families = [torch.rand(2, 2, 8, clusters) * 2 - 1 for clusters in (5, 10)]
-    past: list[torch.Tensor] = []
-    for step in range(5):
-        state.step = step
-        families = [family.roll(1, dims=2) * 0.9 for family in families]
-        own = torch.cat([family[:, :, 2:] for family in families], dim=-1)  # (2, 2, 6, 15)
-        targets = global_targets(families, 2, 2, config.objective, state)
-        seen = torch.cat([own, *past], dim=2)[:, :, :16] if step >= 2 else own
-        for target, logits in zip(targets, seen.split([5, 10], dim=-1), strict=True):
+    config, state = queue_state(10, overcluster_factor)
+    state.warmup_steps, past = warmup_steps, []
+    heads = [head for head in (state.model.novel, state.model.over) if head is not None]
+    for state.step in range(5):
+        for head in heads:
+            head.weight.data = F.normalize(torch.randn(head.weight.shape), dim=-1)
+        own = [F.normalize(torch.randn(2, 2, 8, 8), dim=-1) for _ in heads]  # 2 labeled rows, 6 unlabeled
+        families = [head.cosines(rows) for head, rows in zip(heads, own, strict=True)]
+        targets = global_targets(families, 2, 2, config.objective, state, torch.cat(own, dim=1))
+        own = [rows[:, :, 2:] for rows in own]
+        for i, (head, target) in enumerate(zip(heads, targets, strict=True)):
+            seen = torch.cat([own[i], *(rows[i] for rows in past)], dim=2)[:, :, :16]
+            logits = head.cosines(seen if state.step >= first else own[i]).detach()
             torch.testing.assert_close(target, sinkhorn(logits, 0.05, 3)[:, :, :6])
         past.insert(0, own)
-        torch.testing.assert_close(state.extra["queue"][:, :, :6], own)
-    assert state.extra["queue"].shape == (2, 2, 10, 15)
+        torch.testing.assert_close(state.extra["queue"][:, :, :6], torch.cat(own, dim=-1))
+    assert state.extra["queue"].shape == (2, 2, 10, 8 * len(heads))
 
 
 def test_a_bad_batch_does_not_stay_in_the_queue():
     """Kills: a NaN that outlives its step."""
     _, state = queue_state(4)
-    assert with_queue(state, torch.full((2, 2, 6, 15), float("nan"))).isnan().all()
-    assert torch.equal(state.extra["queue"], torch.zeros(2, 2, 4, 15))
+    bad = [torch.full((2, 2, 6, width), float("nan")) for width in (5, 10, 8, 8)]
+    assert all(logits.isnan().all() for logits in with_queue(state, bad[:2], bad[2:]))
+    assert torch.equal(state.extra["queue"], torch.zeros(2, 2, 4, 16))
 
 
 def test_the_queue_survives_a_checkpoint(tmp_path):

@@ -14,10 +14,11 @@ from uno.steps import discovery_step
 
 
 def start(config: Config, model: UnoModel, train: TrainSet | StreamSet) -> dict[str, Tensor]:
-    """An empty queue for Sinkhorn, where the run has one."""
+    """An empty queue of projections for Sinkhorn, where the run has one."""
     if not config.objective.queue_size:
         return {}
-    outputs = train.num_novel * (1 + config.model.overcluster_factor)  # both families side by side
+    families = 1 if model.over is None else 2
+    outputs = families * config.model.projection_dim  # side by side
     shape = (config.augment.large.num_views, config.model.num_heads, config.objective.queue_size, outputs)
     return {"queue": torch.zeros(shape, device=model.known.weight.device)}
 
