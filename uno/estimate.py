@@ -74,7 +74,7 @@ def run_here(
 class Estimate:
     """The result: ``low <= num_novel <= high``, and what it rests on.
 
-    ``suggested`` is what to train with: over-estimating by up to 2x is tolerated, under-estimating is not.
+    ``suggested`` is what to train with: one class too many costs less than one too few.
     ``ks`` are the k that were tried; ``curves`` maps f1, acc (fractions) and cvi (silhouette) to their means
     at each k. ``dtc``: the plain method's k_acc, k_cvi and k. ``sizes``: for each ratio r, the mean number of
     clusters at k = num_novel that hold more unlabeled rows than r x the largest. ``splits``: class names,

@@ -115,8 +115,7 @@ def _class_problems(task: Task) -> Iterator[Problem]:
     if task.novel and task.num_novel < len(task.novel):
         yield Problem(
             "warning",
-            f"num_novel {task.num_novel} is below the {len(task.novel)} hidden classes: "
-            "over-estimating is tolerated, under-estimating is not",
+            f"num_novel {task.num_novel} is below the {len(task.novel)} hidden classes: some share a cluster",
         )
     counts = _counts(task)[:-1]
     train = counts[:, 0] + counts[:, 1]
@@ -162,11 +161,12 @@ def _batch_problems(task: Task, config: Config) -> Iterator[Problem]:
             "warning", f"{labeled} labeled rows are fewer than batch_size {size}: pretraining takes them all"
         )
     rows_per_class = plan.unlabeled_size / task.num_novel
-    if rows_per_class < MIN_ROWS_PER_CLUSTER:
+    if rows_per_class < MIN_ROWS_PER_CLUSTER and not config.objective.queue_size:
         yield Problem(
             "warning",
             f"a batch has {plan.unlabeled_size} unlabeled rows for {task.num_novel} classes, "
-            f"{rows_per_class:.1f} each; pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size",
+            f"{rows_per_class:.1f} each; pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size "
+            "or objective.queue_size",
         )
 
 

@@ -64,7 +64,7 @@ def test_the_digits_have_no_errors():
         (LABELS, {"data__known_classes": "a,b", "train__batch_size": 64}, "error", "works: 40"),
         (LABELS, {"data__known_classes": "a,b", "compute__workers": 3}, "error", "3 workers"),
         (LABELS, {"data__known_classes": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
-        (LABELS, {"data__known_classes": "a,b", "data__num_novel": 1}, "warning", "under-estimating"),
+        (LABELS, {"data__known_classes": "a,b", "data__num_novel": 1}, "warning", "share a cluster"),
     ],
 )
 def test_problems_of_classes_and_batches(labels, overrides, level, text):
