@@ -284,9 +284,8 @@ class Config(_Frozen):
     preset: str = Field(
         "custom", description="Settings to start from; default digits, and custom where other data is given."
     )
-    recipe: Literal["paper", "v2", "best"] = Field(
-        "paper",
-        description="The paper's settings, the authors' improved ones, or, for the digits, what won here.",
+    recipe: Literal["paper", "v2"] = Field(
+        "paper", description="The paper's settings or the authors' improved ones."
     )
     method: str = Field("uno", description=f"Discovery method: {', '.join(METHODS)}.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random number of the run.")

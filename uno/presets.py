@@ -2,8 +2,7 @@
 
 - [paper]: Fini et al., ICCV 2021, Sec. 4.1 "Implementation Details" and Tab. 1;
 - [release]: the authors' first public code, where the paper gives no number (momentum, warm-up, magnitudes);
-- [v2]: the authors' improved recipe, published with their code after the paper;
-- [best]: later work's options that a record in benchmarks/records shows to win.
+- [v2]: the authors' improved recipe, published with their code after the paper.
 
 Precedence: defaults < preset < YAML < command line < Tune sample.
 """
@@ -150,9 +149,8 @@ def digits(recipe: str = "paper") -> dict[str, Any]:
     """scikit-learn's 1,797 real 8x8 handwritten digits: 0-4 known, 5-9 novel. No download.
 
     Command: ``uno demo`` or ``uno discover --preset digits``. Not in the paper: sizes, rates, epochs and the
-    affine views are ours; tau, iterations and m are the paper's. Digits must not be flipped. Recipe v2
-    differs only in where the projection heads read the feature, best in Sinkhorn's queue (its record:
-    reproduce-extensions).
+    affine views are ours; tau, iterations and m are the paper's. Digits must not be flipped. Its two recipes
+    differ only in where the projection heads read the feature.
     """
     view = dict(crop="none", flip=0.0, affine=1.0, affine_degrees=15.0, affine_translate=0.12,
                 affine_shear=10.0, affine_scale=(0.85, 1.15), jitter=0.8, brightness=0.4,
@@ -168,10 +166,7 @@ def digits(recipe: str = "paper") -> dict[str, Any]:
         "pretrain.epochs": 30, "pretrain.warmup_epochs": 3,
         "discover.epochs": 60, "discover.warmup_epochs": 5,
     }  # fmt: skip
-    changes: dict[str, dict[str, Any]] = {
-        "paper": {}, "v2": {"model.mlp_input": "raw"}, "best": {"objective.queue_size": 512}
-    }  # fmt: skip
-    return values | changes[recipe] | {"recipe": recipe}
+    return values | ({"recipe": "v2", "model.mlp_input": "raw"} if recipe == "v2" else {})
 
 
 PRESETS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -188,14 +183,12 @@ def preset(name: str, recipe: str = "paper") -> Config:
     """The configuration of a named preset.
 
     Raises:
-        ConfigError: no preset of that name, or no such recipe of it.
+        ConfigError: no preset of that name, or a recipe other than ``paper`` and ``v2``.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "choose from " + ", ".join(PRESETS)
         raise ConfigError(f"unknown preset {name!r}; {hint}")
-    if recipe == "best" and name != "digits":
-        raise ConfigError(f"recipe best needs a measured win, and {name} has none; choose paper or v2")
-    if recipe not in ("paper", "v2", "best"):
+    if recipe not in ("paper", "v2"):
         raise ConfigError(f"unknown recipe {recipe!r}; choose paper or v2")
     return override(Config(), {"preset": name, **PRESETS[name](recipe)})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from uno.config import Config, ConfigError, config_hash, flatten, override, to_dict
+from uno.config import Config, ConfigError, config_hash, flatten, to_dict
 from uno.presets import PRESETS, preset
 
 CIFAR = ("cifar10", "cifar100_20", "cifar100_50")
@@ -154,11 +154,3 @@ def test_unknown_names_are_one_line_with_a_suggestion():
         preset("zzz")
     with pytest.raises(ConfigError, match=r"^unknown recipe 'v3'; choose paper or v2$"):
         preset("digits", "v3")
-    with pytest.raises(ConfigError, match=r"^recipe best needs a measured win, and cifar10 has none; choose"):
-        preset("cifar10", "best")
-
-
-def test_best_is_what_won_on_the_digits():
-    """Kills: a recipe that nothing measured."""
-    expected = override(preset("digits"), {"recipe": "best", "objective.queue_size": 512})
-    assert preset("digits", "best") == expected

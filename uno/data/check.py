@@ -161,12 +161,11 @@ def _batch_problems(task: Task, config: Config) -> Iterator[Problem]:
             "warning", f"{labeled} labeled rows are fewer than batch_size {size}: pretraining takes them all"
         )
     rows_per_class = plan.unlabeled_size / task.num_novel
-    if rows_per_class < MIN_ROWS_PER_CLUSTER and not config.objective.queue_size:
+    if rows_per_class < MIN_ROWS_PER_CLUSTER:
         yield Problem(
             "warning",
             f"a batch has {plan.unlabeled_size} unlabeled rows for {task.num_novel} classes, "
-            f"{rows_per_class:.1f} each; pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size "
-            "or objective.queue_size",
+            f"{rows_per_class:.1f} each; pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size",
         )
 
 
