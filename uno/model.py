@@ -98,8 +98,8 @@ class UnoModel(nn.Module):
             _views_first(head.cosines(own), num_views)
             for head, own in zip(heads, projections.split(self.num_heads), strict=True)
         )
-        directions = _views_first(projections.detach(), num_views)
-        return Logits(known, novel, over[0] if over else None, by_view, directions)
+        detached = _views_first(projections.detach(), num_views)
+        return Logits(known, novel, over[0] if over else None, by_view, detached)
 
 
 def _views_first(logits: Tensor, num_views: int) -> Tensor:

@@ -9,9 +9,7 @@ from scipy import stats
 from torchvision.transforms import RandomResizedCrop
 
 from tests.uno.pictures import EVERYTHING, seeded
-from uno.augment import (
-    draw,
-)
+from uno.augment import draw
 from uno.config import ViewConfig
 from uno.presets import preset
 

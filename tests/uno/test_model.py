@@ -83,6 +83,19 @@ def test_all_logits_are_cosines():
             assert part.abs().max() <= 1 + 1e-6
 
 
+@pytest.mark.parametrize("overcluster_factor", [0, 2])
+def test_directions_are_what_the_logits_come_from(overcluster_factor):
+    """Kills: directions of other heads, views or the other family; gradients through them."""
+    model = randomised(small_model(overcluster_factor=overcluster_factor))
+    logits = model([torch.randn(4, 3, 8, 8) for _ in range(2)])
+    pairs = [(model.novel, logits.novel)]
+    if overcluster_factor:
+        pairs.append((model.over, logits.over))
+    for directions, (head, own) in zip(logits.directions.split(3, dim=1), pairs, strict=True):
+        torch.testing.assert_close(head.cosines(directions), own)
+    assert not logits.directions.requires_grad
+
+
 def test_a_seed_fixes_the_weights_and_leaves_the_global_state_alone():
     """Kills: weights from the global generator, a seed that is ignored, a reseeded caller."""
     torch.manual_seed(5)
