@@ -26,11 +26,11 @@ import numpy as np
 from pipelines import ray_env
 from pipelines.estimate import estimate_num_novel
 from uno.config import override
+from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.presets import preset
-from uno.probes import Settings
-from uno.storage import Storage
+from uno.results.probes import Settings
 
 
 def classes_of(seed: int, num_novel: int) -> tuple[list[int], list[int]]:

@@ -22,10 +22,9 @@ from torch import Tensor
 from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.objective import NUM_FEATURES, outputs
 from benchmarks.quantities import exponents, peak_bytes
-from uno.batches import ResidentBatches
 from uno.config import Config, override
-from uno.data.batches import make_plan
-from uno.data.resident import TrainSet
+from uno.data.plan import make_plan
+from uno.data.resident import ResidentBatches, TrainSet
 from uno.model import build_model
 from uno.objective import discovery_loss
 from uno.presets import preset

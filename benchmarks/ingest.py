@@ -41,11 +41,11 @@ from benchmarks.measure import environment, medians, spread, take_turns
 from uno.config import Config, override
 from uno.crops import Cuts
 from uno.data.bad import BadRows
-from uno.data.batches import make_pretrain_plan
+from uno.data.files import Storage
 from uno.data.parquet import ParquetImages
-from uno.feed import Feed, Part, StreamSet, cut_here
+from uno.data.plan import make_pretrain_plan
+from uno.data.stream import Feed, Part, StreamSet, cut_here
 from uno.presets import preset
-from uno.storage import Storage
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 SIZES = {"imagenet": (224, 96), "cifar": (32, 18)}

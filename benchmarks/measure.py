@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torchvision
 
-from uno.hardware import hardware
+from uno.runs.hardware import hardware
 
 
 def take_turns(

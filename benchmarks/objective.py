@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.quantities import CLASSES, count_operators
 from uno.config import Config, override
-from uno.data.batches import make_plan
+from uno.data.plan import make_plan
 from uno.model import Logits, build_model
 from uno.objective import discovery_loss
 from uno.presets import preset

@@ -30,15 +30,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from benchmarks.measure import environment, medians, spread, take_turns
-from uno.config import override
-from uno.config_file import dump_yaml
+from uno.config import dump_yaml, override
+from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_inputs
 from uno.model import build_model
-from uno.predict import load_classifier, predict_rows, read_model_files
-from uno.predictions import PredictionWriter
 from uno.presets import preset
-from uno.storage import Storage
+from uno.results.infer import load_classifier, predict_rows, read_model_files
+from uno.results.predictions import PredictionWriter
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "cifar10-jpeg"
 BATCH = 256

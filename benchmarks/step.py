@@ -24,10 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.quantities import CLASSES, limits
 from uno.augment import augment
-from uno.batches import ResidentBatches
 from uno.config import Config, override
-from uno.data.batches import make_plan
-from uno.data.resident import TrainSet, assemble, load_resident
+from uno.data.plan import make_plan
+from uno.data.resident import ResidentBatches, TrainSet, assemble, load_resident
 from uno.model import UnoModel, build_model
 from uno.objective import discovery_loss
 from uno.presets import PRESETS, preset
@@ -60,7 +59,7 @@ def main() -> None:
     )
     batches = ResidentBatches(config, train, plan, 0, 1)
     model = build_model(config.model, train.num_known, train.num_novel, 0).train()
-    model = model.to(device, memory_format=torch.channels_last)  # as uno.run does
+    model = model.to(device, memory_format=torch.channels_last)  # as uno.runs.run does
     if options.compile:
         model.encoder.compile()
     state = new_state(model, model, config.discover, device, options.bf16)

@@ -24,7 +24,7 @@ from scipy import stats
 from benchmarks.measure import environment
 from tune import records, report
 from tune.records import Trial
-from uno.storage import Storage
+from uno.data.files import Storage
 
 TRUE = {
     "strict, train": "train/novel/task_agnostic_strict/acc/best",

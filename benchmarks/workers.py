@@ -31,9 +31,9 @@ from benchmarks.measure import environment
 from benchmarks.step import train_set
 from pipelines.worker import RayWorker
 from uno import collectives
-from uno.batches import ResidentBatches
 from uno.config import Config, override
-from uno.data.batches import make_plan
+from uno.data.plan import make_plan
+from uno.data.resident import ResidentBatches
 from uno.model import build_model
 from uno.presets import preset
 from uno.state import new_state

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, Protocol
 
 from pipelines import cli
 from pipelines.stop import on_stop
-from uno.config import Config
-from uno.config_file import dump_yaml
+from uno.config import Config, dump_yaml
+from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError
-from uno.storage import Storage
 
 ATTEMPTS = "attempts.jsonl"
 PARENT = "UNO_PARENT"  # set by the driver: its process may be gone before this one has imported torch

@@ -9,9 +9,9 @@ from pipelines import cli
 from pipelines.arguments import Arguments
 
 if TYPE_CHECKING:
-    from uno.classes import OutputClass, Suggestion
-    from uno.predict import Classifier
-    from uno.storage import Storage
+    from uno.data.files import Storage
+    from uno.results.classes import OutputClass, Suggestion
+    from uno.results.infer import Classifier
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--apply", action="store_true", help="put classes.yaml into model and predictions")
     options = parser.parse_args(argv)
     from pipelines.console import say
-    from uno import lock
-    from uno.classes import YAML_FILE, read_edits, template
-    from uno.predict import load_classifier
-    from uno.storage import Storage
+    from uno.data.files import Storage
+    from uno.results.classes import YAML_FILE, read_edits, template
+    from uno.results.infer import load_classifier
+    from uno.runs import lock
 
     storage = Storage(options.run)
     model = load_classifier(storage)
@@ -55,9 +55,9 @@ def _apply(storage: Storage, model: Classifier, edited: list[OutputClass]) -> st
         UnoError: the predictions must be made again, and the data cannot be read; nothing was changed.
     """
     from pipelines.inference import own_task, predict_run
-    from uno import predictions
-    from uno.classes import dump_classes, routes_hash
-    from uno.predict import model_folder
+    from uno.results import predictions
+    from uno.results.classes import dump_classes, routes_hash
+    from uno.results.infer import model_folder
 
     found = predictions.read_identity(storage)
     name = f"{model_folder(storage)}classes.json"
@@ -81,9 +81,9 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
 
     from pipelines.console import say
     from pipelines.inference import own_task, unlabeled_rows
-    from uno.classes import suggest
     from uno.errors import UnoError
-    from uno.predict import sample_cosines
+    from uno.results.classes import suggest
+    from uno.results.infer import sample_cosines
 
     try:
         rows = unlabeled_rows(own_task(model.config))

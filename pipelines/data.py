@@ -65,10 +65,10 @@ def pack_data(argv: Sequence[str]) -> int:
     """
     from pipelines.console import Progress, say
     from uno.config import override
+    from uno.data.files import Storage
     from uno.data.pack import pack
     from uno.data.sources import read_rows
     from uno.data.splits import labeled_rows, limit_rows
-    from uno.storage import Storage
 
     own = Arguments("uno data pack", "Write Parquet shards.")
     own.add_argument("--shard-mb", type=int, default=128)

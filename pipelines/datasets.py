@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from uno.data.decode import decode_many
-from uno.data.filesystem import is_uri
+from uno.data.files import is_uri
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from pipelines import cli
 from pipelines.arguments import Arguments
-from uno.doctor import Finding
+from uno.runs.doctor import Finding
 
 GIB = 2**30
 LOW_DISK_BYTES = 5 * GIB
@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _examined(target: str, repair: bool) -> list[Finding]:
     from pipelines.console import say
-    from uno import doctor, lock, run
+    from uno.data.files import Storage
     from uno.errors import StorageError
-    from uno.storage import Storage
+    from uno.runs import doctor, lock, run
 
     storage = Storage(target)
     run.read_config_tree(storage)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from pipelines import cli
-from uno.config import Config, ConfigError
-from uno.config_file import dump_yaml
-from uno.errors import Interrupted
+from uno.config import Config, dump_yaml
+from uno.errors import ConfigError, Interrupted
 
 USAGE = """\
 usage: uno estimate-classes [--data SOURCE --known-classes ...] [OPTIONS]
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if options.print_config:
         print(dump_yaml(config), end="")
         return 0
-    from uno.probes import Settings
+    from uno.results.probes import Settings
 
     settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
     estimate_job(config, settings, options.dry_run, say)
@@ -65,17 +64,17 @@ def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[st
     """Read the data of ``config``, estimate into ``config.output`` and show the result.
 
     Returns:
-        :class:`uno.estimate.Estimate`, or None after a dry run.
+        :class:`uno.results.estimate.Estimate`, or None after a dry run.
 
     Raises:
         UnoError: with its exit code.
     """
     from pipelines.jobs import local_device
     from pipelines.stop import on_stop
-    from uno import lock
+    from uno.data.files import Storage
     from uno.data.sources import read_rows
     from uno.data.splits import make_task
-    from uno.storage import Storage
+    from uno.runs import lock
 
     if config.compute.workers == 0:
         local_device(config)
@@ -106,7 +105,7 @@ def _stop() -> NoReturn:
 def estimate_num_novel(
     config: Config, task: Any, storage: Any, settings: Any = None, say: Callable[[str], None] = print
 ) -> Any:
-    """:func:`uno.estimate.estimate_num_novel` of a :class:`uno.data.splits.Task`, on ``config.compute``.
+    """:func:`~uno.results.estimate.estimate_num_novel` of a task, on ``config.compute``.
 
     Raises:
         UnoError: as there, or too many unreadable images, or a cluster without what was asked for.
@@ -116,9 +115,9 @@ def estimate_num_novel(
     from pipelines import ray_env
     from pipelines.console import say_left_out
     from pipelines.jobs import local_device
-    from uno import estimate
     from uno.data.decode import check_bad, decode_many
     from uno.data.resident import assemble
+    from uno.results import estimate
 
     images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
     check_bad(bad, len(task.rows), config.data.max_bad_fraction)
@@ -144,7 +143,7 @@ def estimate_num_novel(
 
 
 class RayTasks:
-    """:class:`uno.estimate.Tasks` on Ray: at most ``workers`` at once, shared arguments are sent once.
+    """:class:`uno.results.estimate.Tasks` on Ray: at most ``workers`` at once; shared arguments travel once.
 
     Args:
         ray: the connected module.

@@ -23,9 +23,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", metavar="FILE", help="default: RUN/model/ and the format's usual name")
     options = parser.parse_args(argv)
     from pipelines.console import say
-    from uno.export import FORMATS, can_check_onnx, export
-    from uno.predict import load_classifier, model_folder
-    from uno.storage import Storage
+    from uno.data.files import Storage
+    from uno.results.export import FORMATS, can_check_onnx, export
+    from uno.results.infer import load_classifier, model_folder
 
     storage = Storage(options.run)
     model = load_classifier(storage)

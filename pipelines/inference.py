@@ -25,12 +25,13 @@ from pipelines.stop import on_stop
 from pipelines.worker import worker_resources
 from uno.config import Config, override
 from uno.data.decode import decode_many
+from uno.data.files import Storage
 from uno.data.parquet import ParquetImages
 from uno.data.rows import Rows, base
 from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted, UnoError
-from uno.predict import (
+from uno.results.infer import (
     Classifier,
     build_classifier,
     load_classifier,
@@ -38,8 +39,7 @@ from uno.predict import (
     read_model_files,
     with_alignment,
 )
-from uno.predictions import PredictionWriter, Summary, result_table
-from uno.storage import Storage
+from uno.results.predictions import PredictionWriter, Summary, result_table
 
 OPTIONS = (
     "data.source", "data.labeled", "data.unlabeled", "data.limit", "data.download", "output",
@@ -153,7 +153,7 @@ def predict_on_ray(
     Args:
         ray: the connected module.
         config: says how many actors and on what.
-        files: the model, see :func:`uno.predict.read_model_files`.
+        files: the model, see :func:`uno.results.infer.read_model_files`.
         rows: N rows.
         writer: of the same rows.
         on_progress: called with (rows done, N).
@@ -203,7 +203,7 @@ class Scorer:
         self._embedding = embedding
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """A decoded block -> its :func:`uno.predictions.result_table`."""
+        """A decoded block -> its :func:`uno.results.predictions.result_table`."""
         size = self._model.size
         ok = block["reason"].is_null().to_numpy(zero_copy_only=False)
         pixels = np.frombuffer(bytearray(b"".join(block["image"].drop_null().to_pylist())), np.uint8)

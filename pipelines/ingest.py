@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from pipelines.console import say
-from uno import run
 from uno.config import Config, override
+from uno.data.files import Storage
 from uno.data.ingest import choose, free_device_bytes, free_host_bytes
 from uno.data.parquet import ParquetImages
 from uno.data.rows import base
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.storage import Storage
+from uno.runs import run
 
 
 def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:

@@ -16,26 +16,24 @@ from pipelines.ingest import decide
 from pipelines.options import Options, overrides
 from pipelines.stop import on_stop
 from pipelines.streaming import store_bytes
-from uno import doctor, faults, lock, run
-from uno.checkpoint import checkpoint_steps
-from uno.config import Config, override
-from uno.config_file import dump_yaml
+from uno.config import Config, dump_yaml, override
 from uno.data.bad import BAD_SAMPLES
 from uno.data.check import check, format_report
 from uno.data.decode import check_bad, decode_many
+from uno.data.files import Storage
 from uno.data.resident import TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.doctor import RESULTS, STOP_FILE
+from uno.data.stream import StreamSet, streaming_eval_sets, streaming_set
 from uno.errors import ConfigError, Interrupted
-from uno.evaluate import format_table
-from uno.export import model_card
-from uno.feed import StreamSet
-from uno.journal import JournalTail
-from uno.lock import Claim
 from uno.report import REPORT, write_report
-from uno.storage import Storage
-from uno.streaming import streaming_eval_sets, streaming_set
+from uno.results.evaluate import format_table
+from uno.results.export import model_card
+from uno.runs import doctor, faults, lock, run
+from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.doctor import RESULTS, STOP_FILE
+from uno.runs.journal import JournalTail
+from uno.runs.lock import Claim
 from uno.train import LocalWorker
 
 ESTIMATE = "estimate.json"
@@ -163,7 +161,7 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
     The estimate is kept beside the run directory: the same command again finds it there.
     """
     from pipelines.estimate import estimate_job
-    from uno.probes import Settings
+    from uno.results.probes import Settings
 
     folder = f"{config.output}-estimate"
     found = estimate_job(override(config, {"output": folder}), Settings(), False, say)

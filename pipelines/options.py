@@ -23,8 +23,8 @@ import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from uno.config import Config, ConfigError, override
-from uno.config_file import load_yaml
+from uno.config import Config, load_yaml, override
+from uno.errors import ConfigError
 from uno.methods import settings
 from uno.presets import PRESETS, preset
 

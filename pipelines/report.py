@@ -34,9 +34,9 @@ def _report(target: str, argv: Sequence[str]) -> int:
     from pipelines.jobs import local_device
     from pipelines.options import overrides
     from uno.config import Config, override
+    from uno.data.files import Storage
     from uno.report import open_task, write_report
-    from uno.run import read_config_tree
-    from uno.storage import Storage
+    from uno.runs.run import read_config_tree
 
     storage = Storage(target)
     changes = overrides(argv, "report")

@@ -191,7 +191,7 @@ def plan(request: Request) -> list[Job]:
     from pipelines.cells import Job, read_history
     from uno.config import override
     from uno.reproduce.tables import cell_config
-    from uno.run import pretrain_hash
+    from uno.runs.run import pretrain_hash
 
     history = read_history(request.output)
     jobs: dict[str, Job] = {}
@@ -234,8 +234,8 @@ def _check_data(config: Config, checked: set[str]) -> None:
 def _check_stored(place: Path, config: Config) -> None:
     """Raise ConfigError where a directory holds a cell of other settings."""
     from uno.config import Config, differing_keys, override, to_dict
-    from uno.run import read_config_tree
-    from uno.storage import Storage
+    from uno.data.files import Storage
+    from uno.runs.run import read_config_tree
 
     if not (place / "config.yaml").exists():
         return
@@ -289,8 +289,8 @@ def run_missing(request: Request, jobs: list[Job]) -> None:
         Interrupted: after SIGTERM or SIGINT; all that was trained is kept.
     """
     from pipelines.cells import Queue
-    from uno import lock
-    from uno.storage import Storage
+    from uno.data.files import Storage
+    from uno.runs import lock
 
     if not jobs:
         say(f"{request.output}: every cell has a result; nothing is run again")
@@ -357,9 +357,9 @@ def write_tables(request: Request) -> int:
         StorageError: some cells failed otherwise.
     """
     from pipelines.cells import read_history
+    from uno.data.files import Storage
     from uno.errors import Interrupted
     from uno.reproduce import page, results
-    from uno.storage import Storage
 
     history = read_history(request.output)
     found = results.read(

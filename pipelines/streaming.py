@@ -25,14 +25,23 @@ from uno.config import Config
 from uno.crops import Cuts
 from uno.data.bad import BadRows
 from uno.data.decode import decode_many
+from uno.data.files import Storage
 from uno.data.ingest import free_host_bytes
 from uno.data.parquet import ParquetImages
 from uno.data.rows import Chosen, Images, Paths
 from uno.data.splits import Task
+from uno.data.stream import (
+    PART_BYTES,
+    Decoded,
+    Feed,
+    Part,
+    Refs,
+    StreamedEvalSet,
+    StreamSet,
+    stream_facts,
+    streamed_eval_sets,
+)
 from uno.errors import UnoError
-from uno.feed import PART_BYTES, Feed, Part, Refs, StreamSet, stream_facts
-from uno.storage import Storage
-from uno.streaming import Decoded, StreamedEvalSet, streamed_eval_sets
 
 SPAN_BYTES = 128 * 2**20  # of images that are in memory and travel with their references
 SPAN_PARTS_PER_CPU = 32
@@ -50,7 +59,7 @@ Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
 
 
 def cut_on_ray(ray: Any, workers: int, worker_cpus: float) -> Callable[[Feed], Iterator[Part]]:
-    """As :func:`uno.feed.cut_here`, in Ray tasks.
+    """As :func:`uno.data.stream.cut_here`, in Ray tasks.
 
     Args:
         ray: the connected module.
@@ -75,7 +84,7 @@ def cut_on_ray(ray: Any, workers: int, worker_cpus: float) -> Callable[[Feed], I
 def decode_on_ray(
     ray: Any, images: Images, index: np.ndarray, side: int, workers: int, worker_cpus: float
 ) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:
-    """As :func:`uno.predict.decoded` of rows ``index`` of ``images``, in Ray tasks."""
+    """As :func:`uno.results.infer.decoded` of rows ``index`` of ``images``, in Ray tasks."""
     cpus, store = limits(ray.cluster_resources(), workers, worker_cpus)
 
     decode = partial(_decode, side=side, images=images if isinstance(images, ParquetImages) else None)

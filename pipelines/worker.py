@@ -17,16 +17,17 @@ from torch import nn
 
 from pipelines import datasets, streaming
 from pipelines.console import say
-from uno import collectives, faults, run
-from uno.checkpoint import checkpoint_steps
+from uno import collectives
 from uno.config import Config, to_dict
+from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.data.splits import Task
-from uno.doctor import RAY_FOLDER
+from uno.data.stream import StreamSet
 from uno.errors import ConfigError, Interrupted, UnoError
-from uno.feed import StreamSet
-from uno.lock import Claim, ClaimedStorage
-from uno.storage import Storage
+from uno.runs import faults, run
+from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.doctor import RAY_FOLDER
+from uno.runs.lock import Claim, ClaimedStorage
 
 STOP_CHECK_STEPS = 10
 MAX_DEATHS = 3

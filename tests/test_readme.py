@@ -9,7 +9,7 @@ import pytest
 
 from pipelines import cli
 from pipelines.options import parse
-from uno.config import ConfigError
+from uno.errors import ConfigError
 from uno.reproduce.page import spread
 
 ROOT = Path(__file__).parent.parent

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from tune import objective, spaces
 from tune.sweep import SweepOptions, run_sweep
-from uno.config import ConfigError
-from uno.config_file import dump_yaml
+from uno.config import dump_yaml
+from uno.errors import ConfigError
 
 NOT_GIVEN_ON = ("output", "compute")
 """Sections of the command line that ``best.yaml`` leaves out: they say where a run happens."""

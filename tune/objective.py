@@ -35,11 +35,12 @@ from torch import Tensor
 
 from uno import collectives
 from uno.augment import eval_view
-from uno.config import Config, ConfigError
+from uno.config import Config
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task
-from uno.evaluate import Confusions, evaluate, protocol_metrics
-from uno.metrics import cluster_accuracy, confusion
+from uno.errors import ConfigError
+from uno.results.evaluate import Confusions, evaluate, protocol_metrics
+from uno.results.metrics import cluster_accuracy, confusion
 from uno.state import TrainState
 
 FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"

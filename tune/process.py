@@ -17,7 +17,7 @@ from tune.records import RAY_FOLDER, read_json, trial_name
 from tune.trial import RemoteGate, run_trial
 from uno.config import Config, override
 from uno.errors import StorageError, UnoError
-from uno.lock import ClaimedStorage
+from uno.runs.lock import ClaimedStorage
 from uno.train import LocalWorker, Worker
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
+from uno.data.files import Storage
 from uno.errors import ConfigError
-from uno.lock import ClaimedStorage
-from uno.storage import Storage
+from uno.runs.lock import ClaimedStorage
 
 SETTINGS = "sweep.yaml"
 RAY_FOLDER = "ray"  # bookkeeping of Tune and Train, of no use after the sweep

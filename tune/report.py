@@ -21,7 +21,7 @@ from tune import page, records, spaces
 from tune.objective import ORACLE
 from tune.records import FAILED, STOPPED, Trial
 from tune.spaces import Space
-from uno.storage import Storage
+from uno.data.files import Storage
 
 PARTS = (
     "spread", "known_best", "novel_best", "known_avg", "novel_avg", "loss", "agreement",

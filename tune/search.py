@@ -20,8 +20,8 @@ from ray.tune.search import Searcher
 from tune import records, spaces
 from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Space
+from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
-from uno.storage import Storage
 
 
 class Sampler(Protocol):

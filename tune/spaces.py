@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from uno.config import Config, ConfigError, field_names, flatten, override, to_dict
-from uno.config_file import load_yaml
+from uno.config import Config, field_names, flatten, load_yaml, override, to_dict
+from uno.errors import ConfigError
 
 SCALES = ("linear", "log", "int")
 FIXED = ("preset", "recipe", "seed", "output", "data", "compute", "train.max_steps", "train.log_every")

@@ -28,13 +28,13 @@ from tune import objective, records, report, spaces
 from tune.objective import Problem, SweepData
 from tune.records import FAILED, FINISHED, RAY_FOLDER, SETTINGS, Trial
 from tune.spaces import Space
-from uno import lock, run
 from uno.config import Config, differing_keys, override, to_dict
 from uno.data.decode import check_bad, decode_many
+from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
-from uno.lock import Claim
 from uno.methods import num_heads
-from uno.storage import Storage
+from uno.runs import lock, run
+from uno.runs.lock import Claim
 
 POLL_S = 0.5
 STOPPING = "stopping: unfinished trials go on where they are with the same command"

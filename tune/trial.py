@@ -1,6 +1,6 @@
 """One trial: every problem of the objective with every seed, all in step, one epoch after the other.
 
-It runs :func:`uno.run.pretrain` and :func:`uno.run.discover`, as ``uno discover`` does. An epoch at a time is
+It runs ``uno.runs.run.pretrain`` and ``discover``, as ``uno discover`` does. An epoch at a time is
 ``train.max_steps`` moving on: each call resumes bit for bit from the checkpoint of the call before. So all
 problems reach an epoch together, early stopping compares what is comparable, a killed trial goes on where it
 was, and no model but one is in memory.
@@ -24,11 +24,11 @@ import torch
 
 from tune import objective
 from tune.records import PartStorage, read_epochs, trial_name
-from uno import collectives, run
-from uno.config import Config, override
-from uno.config_file import dump_yaml
+from uno import collectives
+from uno.config import Config, dump_yaml, override
 from uno.errors import NumericsError
-from uno.lock import ClaimedStorage
+from uno.runs import run
+from uno.runs.lock import ClaimedStorage
 from uno.train import Worker
 
 LEASE_S = 60.0  # a trial that pretrains and has not renewed its lease for so long is dead
@@ -122,7 +122,7 @@ def run_trial(
         report: called on every rank after each epoch.
 
     Raises:
-        UnoError: as :func:`uno.run.discover`; a score that is not finite is a NumericsError.
+        UnoError: as :func:`uno.runs.run.discover`; a score that is not finite is a NumericsError.
     """
     past = read_epochs(storage, index)
     collectives.barrier(worker.device)  # nobody appends before all have read

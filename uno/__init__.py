@@ -12,13 +12,13 @@ The paper is the outline:
     Sec. 3.2  Multi-view and pseudo-labeling uno.augment, uno.sinkhorn
     Sec. 3.3  Multi-head, overclustering     uno.heads
     Sec. 4.1  Experimental setup             uno.presets, uno.schedule, uno.steps, uno.train
-    Sec. 4.1  Metrics and protocol           uno.metrics, uno.evaluate
+    Sec. 4.1  Metrics and protocol           uno.results.metrics, uno.results.evaluate
     Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 
 What others proposed: uno.methods (competitors on the same loop), uno.regularizers (terms added to UNO's
 objective, off by default).
 
-A trained model: ``uno.load("runs/demo").predict(images)`` (uno.api).
+A trained model: ``uno.load("runs/demo").predict(images)`` (uno.results.api).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Model", "Prediction", "Predictions", "load"]
 def __getattr__(name: str) -> Any:
     """``uno.load`` and its types, imported when first asked for: ``import uno`` stays cheap."""
     if name in __all__:
-        from uno import api
+        from uno.results import api
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

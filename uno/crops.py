@@ -22,8 +22,8 @@ from torch import Tensor
 
 from uno.augment import CROP_ATTEMPTS, CROP_RATIO, draw_numbers, draws_of, kinds
 from uno.config import AugmentConfig, ViewConfig
-from uno.data.batches import augment_generator
 from uno.data.decode import BadImage, decode, decode_rgb, quiet
+from uno.data.plan import augment_generator
 from uno.data.rows import Image
 
 Box = tuple[int, int, int, int]  # top, left, height, width

@@ -13,7 +13,8 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from uno.config import Config, ConfigError, override
+from uno.config import Config, override
+from uno.errors import ConfigError
 
 CIFAR10_STATS = {"data.mean": (0.4914, 0.4822, 0.4465), "data.std": (0.2470, 0.2435, 0.2616)}
 CIFAR100_STATS = {"data.mean": (0.5071, 0.4865, 0.4409), "data.std": (0.2673, 0.2564, 0.2762)}

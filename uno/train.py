@@ -12,16 +12,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from uno import collectives, faults
-from uno.checkpoint import Checkpoint, load_newest, save_checkpoint
-from uno.config import Config, ObjectiveConfig, PhaseConfig
-from uno.config_file import dump_yaml
+from uno import collectives
+from uno.config import Config, ObjectiveConfig, PhaseConfig, dump_yaml
+from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
-from uno.journal import Journal
+from uno.runs import faults
+from uno.runs.checkpoint import Checkpoint, load_newest, save_checkpoint
+from uno.runs.journal import Journal
 from uno.schedule import warmup_cosine
 from uno.state import TrainState, load_state_, state_tensors
 from uno.steps import Batch
-from uno.storage import Storage
 
 MAX_SKIPPED_STEPS = 3  # non-finite steps tolerated before rolling back
 

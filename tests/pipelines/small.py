@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from uno.checkpoint import load_newest
-from uno.journal import read_journal
-from uno.storage import Storage
+from uno.data.files import Storage
+from uno.runs.checkpoint import load_newest
+from uno.runs.journal import read_journal
 
 SMALL = [
     "--preset", "digits", "--limit", "200", "--batch-size", "32", "--compute.threads", "1",

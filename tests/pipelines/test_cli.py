@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import cli, console
-from uno.config import ConfigError
-from uno.errors import Interrupted, NumericsError, StorageError
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 
 
 def ok(argv):

@@ -19,11 +19,11 @@ import torch
 
 from pipelines import cli, jobs, ray_env
 from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
-from uno import lock
-from uno.checkpoint import checkpoint_steps
-from uno.faults import wasted_steps
+from uno.data.files import Storage
 from uno.model import build_model
-from uno.storage import Storage
+from uno.runs import lock
+from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.faults import wasted_steps
 
 
 @pytest.fixture(autouse=True)
@@ -191,8 +191,7 @@ def test_the_run_directory(finished):
 
 
 def test_the_saved_encoder_loads(finished):
-    from uno.config import override
-    from uno.config_file import load_yaml
+    from uno.config import load_yaml, override
     from uno.presets import preset
 
     config = override(preset("digits"), load_yaml(finished / "config.yaml"))

@@ -6,9 +6,9 @@ import pytest
 
 from pipelines import cli, doctor
 from tests.pipelines.small import SMALL
-from uno import lock
-from uno.checkpoint import checkpoint_steps
-from uno.storage import Storage
+from uno.data.files import Storage
+from uno.runs import lock
+from uno.runs.checkpoint import checkpoint_steps
 
 
 def run(*argv: str) -> int:

@@ -9,11 +9,11 @@ import pytest
 
 from pipelines import cli, estimate
 from uno.config import override
+from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.presets import preset
-from uno.probes import Settings
-from uno.storage import Storage
+from uno.results.probes import Settings
 
 SETTINGS = Settings(num_splits=2, max_novel=3, num_restarts=2, num_roles=2)
 FAST = {
@@ -55,7 +55,7 @@ def test_hidden_labels_do_not_matter(tmp_path):
 def test_pretraining_is_kept_and_shared(tmp_path, monkeypatch):
     """Other settings of the clustering, and a restart, train nothing again. Kills: keys with too much."""
     first = run(tmp_path)
-    monkeypatch.setattr("uno.run.pretrain", lambda *_: pytest.fail("pretrained again"))
+    monkeypatch.setattr("uno.runs.run.pretrain", lambda *_: pytest.fail("pretrained again"))
     (tmp_path / "estimate.json").unlink()
     assert run(tmp_path) == first
     other = run(tmp_path, max_novel=2)

@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from pipelines import datasets, worker
-from uno import run
-from uno.batches import ResidentBatches
-from uno.checkpoint import Checkpoint, save_checkpoint
 from uno.config import Config, override
 from uno.data.decode import decode_many
-from uno.data.resident import assemble
+from uno.data.files import Storage
+from uno.data.resident import ResidentBatches, assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
-from uno.lock import claim
 from uno.presets import preset
-from uno.storage import Storage
+from uno.runs import run
+from uno.runs.checkpoint import Checkpoint, save_checkpoint
+from uno.runs.lock import claim
 
 RAY = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0})
 
@@ -164,7 +163,7 @@ def test_rows_and_views_do_not_depend_on_the_number_of_workers(workers):
 
 
 def run_rows(plan, step):
-    from uno.data.batches import batch_indices
+    from uno.data.plan import batch_indices
 
     return batch_indices(plan, step)[1]
 

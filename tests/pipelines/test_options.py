@@ -8,8 +8,8 @@ import yaml
 
 from pipelines import options
 from pipelines.options import parse, schema_flags
-from uno.config import Config, ConfigError, config_hash, field_names, flatten, to_dict
-from uno.config_file import dump_yaml
+from uno.config import Config, config_hash, dump_yaml, field_names, flatten, to_dict
+from uno.errors import ConfigError
 from uno.presets import preset
 
 

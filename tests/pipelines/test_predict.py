@@ -18,10 +18,10 @@ import yaml
 
 from pipelines import cli, inference
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
+from uno.data.files import Storage
 from uno.data.sources import read_digits
-from uno.predict import load_classifier
-from uno.predictions import FILE
-from uno.storage import Storage
+from uno.results.infer import load_classifier
+from uno.results.predictions import FILE
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import pytest
 
 from pipelines import cli, report
 from tests.uno.report.runs import small_config, write_run
+from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.storage import Storage
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 from pipelines import cells, cli, reproduce
 from pipelines.cells import Ended, Job, Queue, read_history
 from tests.pipelines.small import SMALL
-from uno.config import Config, ConfigError, override
-from uno.errors import Interrupted
-from uno.run import pretrain_hash
+from uno.config import Config, override
+from uno.errors import ConfigError, Interrupted
+from uno.runs.run import pretrain_hash
 
 TINY = [word for word in SMALL if word not in ("--preset", "digits")]
 
@@ -222,7 +222,7 @@ def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, mo
     Kills: constants that get lost on the way, or are those of CIFAR10.
     """
     from pipelines.options import parse
-    from uno.config_file import dump_yaml
+    from uno.config import dump_yaml
 
     monkeypatch.setattr(reproduce, "_check_data", lambda config, checked: None)
     words = ["sota", "--scale", "full", "--datasets", "cifar10", "cifar100-20", "--seeds", "1", "--dry-run"]
@@ -243,7 +243,7 @@ def test_a_directory_of_other_settings_is_refused(request_of):
     place = request.output / "cells" / "digits-uno-seed0"
     place.mkdir(parents=True)
     config = next(job.config for job in reproduce.plan(request) if job.name == "cells/digits-uno-seed0")
-    from uno.config_file import dump_yaml
+    from uno.config import dump_yaml
 
     (place / "config.yaml").write_text(dump_yaml(config))
     assert reproduce.plan(request)

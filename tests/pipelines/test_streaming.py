@@ -12,17 +12,17 @@ import torch
 
 from pipelines import cli, inference, streaming
 from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
-from uno import run
-from uno.config import Config, ConfigError, override
+from uno.config import Config, override
 from uno.data.decode import decode_many
+from uno.data.files import Storage
 from uno.data.pack import pack
 from uno.data.parquet import ParquetImages
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.feed import Feed, cut_here
+from uno.data.stream import Feed, cut_here, streaming_set
+from uno.errors import ConfigError
 from uno.presets import preset
-from uno.storage import Storage
-from uno.streaming import streaming_set
+from uno.runs import run
 
 BROKEN = (3, 8, 14)
 STREAMING = [*SMALL, "--data.ingest", "streaming"]
@@ -70,8 +70,8 @@ def test_ray_cuts_what_threads_cut(ray_cluster, tmp_path, monkeypatch, make):
     two workers, from the beginning and from the middle of an epoch.
     Kills: blocks in the order of completion, a span that is lost, parts cut out of step.
     """
-    monkeypatch.setattr("uno.feed.PART_ROWS", 5)
-    monkeypatch.setattr("uno.feed.MAX_WINDOW_ROWS", 8)
+    monkeypatch.setattr("uno.data.stream.PART_ROWS", 5)
+    monkeypatch.setattr("uno.data.stream.MAX_WINDOW_ROWS", 8)
     monkeypatch.setattr(streaming, "MIN_SPAN_PARTS", 8)
     monkeypatch.setattr(streaming, "SPAN_PARTS_PER_CPU", 0)
     config = config_of(make(tmp_path))

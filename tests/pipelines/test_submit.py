@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines.small import INTERVAL, LONG, assert_same_weights, lines_of
-from uno import lock
-from uno.checkpoint import checkpoint_steps
-from uno.faults import VARIABLE, wasted_steps
-from uno.storage import Storage
+from uno.data.files import Storage
+from uno.runs import lock
+from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.faults import VARIABLE, wasted_steps
 
 pytestmark = pytest.mark.ray
 

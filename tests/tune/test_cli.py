@@ -8,7 +8,7 @@ from pipelines import ray_env
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
 from tune import objective, sweep
 from tune.cli import main, parse
-from uno.config import ConfigError
+from uno.errors import ConfigError
 
 
 def test_options_are_its_own_and_those_of_a_run():

@@ -8,7 +8,7 @@ import pytest
 from tests.tune.tiny import claimed, run_tiny, tiny_data, tiny_options
 from tune import objective
 from tune.objective import AGREEMENT, FOLDS, LOSS, ORACLE, harmonic_mean, hidden_classes, problems
-from uno.config import ConfigError
+from uno.errors import ConfigError
 
 
 def shuffled_truth(labels: np.ndarray) -> np.ndarray:

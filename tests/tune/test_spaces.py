@@ -10,7 +10,8 @@ import pytest
 from tune import spaces
 from tune.page import position
 from tune.spaces import FULL, SPACES, UNO, Domain
-from uno.config import ConfigError, flatten, override, to_dict
+from uno.config import flatten, override, to_dict
+from uno.errors import ConfigError
 from uno.presets import PRESETS, preset
 
 DIGITS = preset("digits")

@@ -17,9 +17,9 @@ from tune import objective, records
 from tune.process import trial_configs
 from tune.sweep import run_sweep
 from tune.trial import pretrain_key
+from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.storage import Storage
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

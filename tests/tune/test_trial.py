@@ -13,12 +13,12 @@ from tune import objective, records, trial
 from tune.process import note_failure, trial_configs
 from tune.records import PartStorage
 from tune.trial import Gate, pretrain_key, shared_pretraining
-from uno import run
-from uno.checkpoint import load_newest
 from uno.config import field_names, override
+from uno.data.files import Storage
 from uno.errors import NumericsError, StorageError
-from uno.run import PRETRAIN_IGNORES
-from uno.storage import Storage
+from uno.runs import run
+from uno.runs.checkpoint import load_newest
+from uno.runs.run import PRETRAIN_IGNORES
 from uno.train import LocalWorker
 
 

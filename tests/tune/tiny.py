@@ -15,9 +15,9 @@ from tune.cli import parse
 from tune.sweep import SweepOptions
 from tune.trial import Gate, run_trial
 from uno.config import Config
+from uno.data.files import Storage
 from uno.data.resident import load_resident
-from uno.lock import ClaimedStorage, claim
-from uno.storage import Storage
+from uno.runs.lock import ClaimedStorage, claim
 from uno.train import LocalWorker
 
 TINY = (

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.uno.small_run import CPU, copied_tensors, small_config, small_sets
-from uno import collectives, run, steps
-from uno.checkpoint import load_newest
+from uno import collectives, steps
+from uno.data.files import Storage
 from uno.errors import Interrupted
 from uno.model import build_model
+from uno.runs import run
+from uno.runs.checkpoint import load_newest
 from uno.state import TrainState, new_state
 from uno.steps import Batch, discovery_step
-from uno.storage import Storage
 from uno.train import LocalWorker, Phase, fit
 
 CONFIG = small_config(train__batch_size=24)

@@ -14,13 +14,12 @@ from PIL import Image
 
 from uno import methods
 from uno.augment import normalize
-from uno.config import Config, override
-from uno.config_file import dump_yaml
+from uno.config import Config, dump_yaml, override
+from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.model import UnoModel
-from uno.predict import Classifier, load_classifier
 from uno.presets import preset
-from uno.storage import Storage
+from uno.results.infer import Classifier, load_classifier
 
 TINY = {
     "model.width": 4, "model.num_heads": 3, "model.overcluster_factor": 2, "model.hidden_dim": 16,

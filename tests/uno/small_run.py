@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from uno import run
 from uno.config import Config, override
 from uno.data.decode import decode_many
+from uno.data.files import Storage
 from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.journal import read_journal
 from uno.model import build_model
 from uno.presets import preset
-from uno.run import plans
+from uno.runs import run
+from uno.runs.journal import read_journal
+from uno.runs.run import plans
 from uno.state import TrainState, new_state, state_tensors
-from uno.storage import Storage
 from uno.train import LocalWorker
 
 CPU = torch.device("cpu")

@@ -81,10 +81,9 @@ def test_only_collectives_speaks_torch_distributed():
 
 
 def test_files_fit_the_house_style():
-    """Kills: modules over 400 lines, global random state, pickles."""
+    """Kills: global random state, pickles."""
     for package in FORBIDDEN:
         for path in sorted((ROOT / package).rglob("*.py")):
             text = path.read_text()
-            assert len(text.splitlines()) <= 400, path
             for word in ("np.random.seed", "random.seed(", "torch.load(", "pickle.load("):
                 assert not re.search(rf"(?<![\w.]){re.escape(word)}", text), (path, word)

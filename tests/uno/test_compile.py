@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.uno.small_run import batches_of, fresh_state, small_config, train_both
-from uno import hardware, run
+from uno.data.files import Storage
 from uno.errors import ConfigError
+from uno.runs import hardware, run
 from uno.steps import discovery_step
-from uno.storage import Storage
 
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

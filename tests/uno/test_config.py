@@ -7,17 +7,18 @@ import pytest
 import yaml
 
 from uno.config import (
+    MAX_CONFIG_BYTES,
     Config,
-    ConfigError,
     config_hash,
     differing_keys,
+    dump_yaml,
     field_names,
     flatten,
+    load_yaml,
     override,
     to_dict,
 )
-from uno.config_file import MAX_CONFIG_BYTES, dump_yaml, load_yaml
-from uno.errors import Interrupted, NumericsError, StorageError, UnoError
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
 from uno.presets import preset
 
 GOLDEN = Path(__file__).parent / "golden" / "fields.txt"

@@ -14,7 +14,7 @@ from uno import crops
 from uno.augment import augment, augment_crops, draw_numbers, draws_of
 from uno.config import AugmentConfig, ViewConfig
 from uno.crops import Cuts, crop_, resized_box
-from uno.data.batches import augment_generator
+from uno.data.plan import augment_generator
 
 PLAIN = dict(flip=0.0, jitter=0.0, grey=0.0)
 RESIZED = ViewConfig(size=24, crop="resized", crop_scale=(0.3, 1.0), **PLAIN)

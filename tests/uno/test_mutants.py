@@ -115,31 +115,33 @@ MUTANTS = {
         "test_train:test_best_head_has_the_lowest_loss_over_the_last_epoch", {"storage": "tmp"},
     ),
     "prototypes not normalised at evaluation": Mutant(
-        "uno.run", "    model.normalize_prototypes_()\n    return model.eval(), int(",
+        "uno.runs.run", "    model.normalize_prototypes_()\n    return model.eval(), int(",
         "    return model.eval(), int(",
-        "test_run:test_prototypes_are_normalised_before_evaluation", {"tmp_path": "tmp"},
+        "runs.test_run:test_prototypes_are_normalised_before_evaluation", {"tmp_path": "tmp"},
     ),
     "known and novel blocks exchanged": Mutant(
-        "uno.evaluate", "num_known + novel_output, known_output)",
+        "uno.results.evaluate", "num_known + novel_output, known_output)",
         "novel_output, num_clusters + known_output)",
-        "test_evaluate:test_update_equals_a_loop_over_rows",
+        "results.test_evaluate:test_update_equals_a_loop_over_rows",
     ),
     "Hungarian per shard": Mutant(
-        "uno.metrics",
+        "uno.results.metrics",
         "    return float(matched_counts(counts, hungarian(counts)).sum() / _num_rows(counts))\n",
         "    cells = np.repeat(np.arange(counts.size), counts.ravel())\n"
         "    shards = np.array_split(np.random.default_rng(0).permutation(cells), 8)\n"
         "    parts = [np.bincount(r, minlength=counts.size).reshape(counts.shape) for r in shards]\n"
         "    return float(np.mean([matched_counts(p, hungarian(p)).sum() / p.sum() for p in parts]))\n",
-        "test_metrics:test_matching_per_shard_inflates_and_merged_counts_do_not",
+        "results.test_metrics:test_matching_per_shard_inflates_and_merged_counts_do_not",
     ),
     "strict counted as official": Mutant(
-        "uno.metrics", "matched_counts(found, hungarian(found))", "matched_counts(novel, hungarian(novel))",
-        "test_metrics:test_absorbed_novel_classes_tell_official_from_strict",
+        "uno.results.metrics",
+        "matched_counts(found, hungarian(found))",
+        "matched_counts(novel, hungarian(novel))",
+        "results.test_metrics:test_absorbed_novel_classes_tell_official_from_strict",
     ),
     "one permutation for every epoch": Mutant(
-        "uno.data.batches", "default_rng([seed, stream, epoch, c])", "default_rng([seed, stream, c])",
-        "data.test_batches:test_order_is_a_pure_function_of_seed_and_epoch",
+        "uno.data.plan", "default_rng([seed, stream, epoch, c])", "default_rng([seed, stream, c])",
+        "data.test_plan:test_order_is_a_pure_function_of_seed_and_epoch",
     ),
     "one common top feature is enough": Mutant(
         "uno.methods.rs", "> top - 0.5", "> 0.5",
@@ -173,7 +175,7 @@ MUTANTS = {
         {"warmup_steps": 3, "first": 3, "overcluster_factor": 2},
     ),
     "all views turned the same way": Mutant(
-        "uno.batches", "torch.rot90(views[k % num_large], k, (2, 3))",
+        "uno.data.resident", "torch.rot90(views[k % num_large], k, (2, 3))",
         "torch.rot90(views[k % num_large], 0, (2, 3))",
         "test_rotation:test_view_k_is_turned_k_times_and_all_rows_take_part",
     ),
@@ -207,7 +209,7 @@ def apply(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name, tmp_path, monkeypatch, one_thread):
     """The named test passes on the source as it is (it runs in this lane) and fails on the mutant."""
-    from uno.storage import Storage
+    from uno.data.files import Storage
 
     mutant = MUTANTS[name]
     module, function = mutant.test.split(":")
@@ -222,12 +224,13 @@ def test_mutant_is_caught(name, tmp_path, monkeypatch, one_thread):
 
 def test_a_copy_without_a_change_passes(tmp_path, monkeypatch, one_thread):
     """The machinery itself breaks nothing: a mutant that changes a comment is not caught."""
-    for name in ("uno.objective", "uno.sinkhorn", "uno.metrics", "uno.steps"):
+    for name in ("uno.objective", "uno.sinkhorn", "uno.results.metrics", "uno.steps"):
         harmless = Mutant(
             name, "from __future__ import annotations\n", "from __future__ import annotations  #\n", ""
         )
         apply(harmless, monkeypatch)
-    from tests.uno import test_metrics, test_objective, test_steps
+    from tests.uno import test_objective, test_steps
+    from tests.uno.results import test_metrics
 
     test_objective.test_equals_naive_loop(**TWO_VIEWS)
     test_metrics.test_absorbed_novel_classes_tell_official_from_strict()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.uno.small_run import batches_of, small_config
-from uno import run
 from uno.data.resident import TrainSet
 from uno.model import build_model
 from uno.presets import preset
+from uno.runs import run
 from uno.state import new_state
 from uno.steps import discovery_step, pretrain_step
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from uno.config import Config, ConfigError, config_hash, flatten, to_dict
+from uno.config import Config, config_hash, flatten, to_dict
+from uno.errors import ConfigError
 from uno.presets import PRESETS, preset
 
 CIFAR = ("cifar10", "cifar100_20", "cifar100_50")

@@ -159,9 +159,9 @@ def test_a_bad_batch_does_not_stay_in_the_queue():
 def test_the_queue_survives_a_checkpoint(tmp_path):
     """Kills: a queue that is empty after a resume."""
     from tests.uno.test_train import StopAt
-    from uno import run
+    from uno.data.files import Storage
     from uno.errors import Interrupted
-    from uno.storage import Storage
+    from uno.runs import run
     from uno.train import LocalWorker
 
     config, ends = small_config(objective__queue_size=40, objective__rkd_weight=0.1), []

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 
 from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, small_sets, train_both
 from tests.uno.test_train import StopAt
-from uno import run
-from uno.batches import RotationBatches
-from uno.checkpoint import load_newest
+from uno.data.files import Storage
+from uno.data.resident import RotationBatches
 from uno.errors import Interrupted
 from uno.model import build_model
+from uno.runs import run
+from uno.runs.checkpoint import load_newest
 from uno.state import new_state
 from uno.steps import rotation_step
-from uno.storage import Storage
 from uno.train import LocalWorker
 
 CONFIG = small_config(rotation__epochs=2, rotation__warmup_epochs=1.0, train__batch_size=24)

@@ -88,9 +88,9 @@ def test_momentum_of_zero():
 
 def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
     """Kills: a traceback of load_state_dict, a model filled by half."""
-    from uno.checkpoint import Checkpoint, save_checkpoint
+    from uno.data.files import Storage
     from uno.errors import StorageError
-    from uno.storage import Storage
+    from uno.runs.checkpoint import Checkpoint, save_checkpoint
 
     storage = Storage(str(tmp_path))
     wide = fresh_state(small_config(model__width=8))

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from tests.uno.reference import loss_of, targets_of
 from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config, small_sets
-from uno import run
 from uno.data.decode import decode_many
 from uno.data.resident import assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.model import UnoModel
+from uno.runs import run
 from uno.steps import discovery_step, global_targets, pretrain_step
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -18,11 +18,11 @@ from tests.uno.small_run import (
     train_both,
 )  # fmt: skip
 from tests.uno.test_steps import poison
-from uno import run
-from uno.checkpoint import checkpoint_steps, load_checkpoint, load_newest
+from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
+from uno.runs import run
+from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.steps import discovery_step
-from uno.storage import Storage
 from uno.train import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
 
 CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from uno import collectives
-from uno.config import ConfigError
 from uno.data.decode import BadImage, check_bad, decode_rgb, quiet
+from uno.data.files import Storage
 from uno.data.rows import Images
-from uno.storage import Storage
+from uno.errors import ConfigError
 
 BAD_SAMPLES = "bad_samples.jsonl"
 

@@ -10,12 +10,13 @@ from typing import Literal
 
 import numpy as np
 
-from uno.config import Config, ConfigError
-from uno.data.batches import make_plan, make_pretrain_plan
+from uno.config import Config
 from uno.data.decode import MAX_BYTES, BadImage, Header, read_header
-from uno.data.filesystem import is_uri, read_bytes
+from uno.data.files import is_uri, read_bytes
+from uno.data.plan import make_plan, make_pretrain_plan
 from uno.data.rows import Image, file_size
 from uno.data.splits import Task
+from uno.errors import ConfigError
 
 MIN_ROWS_PER_CLUSTER = 2.6
 """Unlabeled rows per novel class and batch below which pseudo-labels suffer: with good features .90 of their

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from uno.config import ConfigError
-from uno.data import filesystem
+from uno.data import files as filesystem
 from uno.data.rows import Rows
+from uno.errors import ConfigError
 
 MAX_FILE_BYTES = 512 * 2**20
 PIXELS = 3 * 32 * 32

@@ -8,10 +8,11 @@ of 12 megapixels; torchcodec 0.17: 20,000, 430 and 15/s. Pillow is enough.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -24,9 +25,9 @@ from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
-from uno.config import ConfigError
-from uno.data.filesystem import read_bytes
-from uno.data.rows import Image, Images
+from uno.data.files import read_bytes
+from uno.data.rows import Chosen, Image, Images
+from uno.errors import ConfigError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """What is decoded (first frame, first page); everything else, EPS above all, never reaches a decoder."""
@@ -271,3 +272,34 @@ def _check_array(image: np.ndarray) -> None:
 
 def _one_line(message: Any) -> str:
     return " ".join(str(message).split())[:200]
+
+
+BATCHES_AHEAD = 2  # decoded while the model works
+
+
+def decoded(
+    images: Images, batches: Iterable[np.ndarray], size: int, threads: int | None = None
+) -> Iterator[tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]]:
+    """Decode batches of row numbers ahead of whoever works on them.
+
+    Yields:
+        (row numbers (b,), images uint8 (b, 3, size, size), ok bool (b,), reason by position in the batch).
+    """
+    num_threads = threads or os.cpu_count() or 1
+
+    def decode(index: np.ndarray) -> tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]:
+        names = [str(position) for position in range(len(index))]
+        pixels, ok, bad = decode_many(Chosen(images, index), names, size, num_threads)
+        return index, pixels, ok, {int(entry["id"]): entry["reason"] for entry in bad}
+
+    waiting: list[Future[tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]]] = []
+    pool = ThreadPoolExecutor(1, thread_name_prefix="uno-decode")
+    try:
+        for index in batches:
+            waiting.append(pool.submit(decode, index))
+            if len(waiting) > BATCHES_AHEAD:
+                yield waiting.pop(0).result()
+        while waiting:
+            yield waiting.pop(0).result()
+    finally:
+        pool.shutdown(cancel_futures=True)

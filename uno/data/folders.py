@@ -10,10 +10,10 @@ from importlib import resources
 
 import numpy as np
 
-from uno.config import ConfigError
-from uno.data import filesystem
-from uno.data.filesystem import Found
+from uno.data import files as filesystem
+from uno.data.files import Found
 from uno.data.rows import Files, Rows
+from uno.errors import ConfigError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SPLIT_FOLDERS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}

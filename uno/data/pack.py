@@ -22,15 +22,14 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image as Pillow
 
-from uno.config import ConfigError
 from uno.data.bad import BAD_SAMPLES
 from uno.data.decode import MAX_BYTES, BadImage, decode_rgb, quiet
-from uno.data.filesystem import read_bytes
-from uno.data.order import window_indices
+from uno.data.files import Storage, read_bytes
 from uno.data.parquet import ParquetImages
+from uno.data.plan import window_indices
 from uno.data.rows import Encoded, Image, Rows, base, file_size
 from uno.data.tables import PACKED, PACKING
-from uno.storage import Storage
+from uno.errors import ConfigError
 
 GROUP_BYTES = 8 * 2**20
 GROUP_ROWS = 500

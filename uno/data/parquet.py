@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 
-from uno.config import ConfigError
-from uno.data import filesystem
+from uno.data import files as filesystem
+from uno.errors import ConfigError
 
 GROUPS_KEPT = 4  # row groups in memory for access row by row
 

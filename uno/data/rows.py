@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from uno.config import ConfigError
 from uno.data.parquet import ParquetImages
+from uno.errors import ConfigError
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""

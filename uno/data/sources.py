@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from uno.config import ConfigError, DataConfig
-from uno.data import filesystem
+from uno.config import DataConfig
+from uno.data import files as filesystem
 from uno.data.cifar import CIFAR10, CIFAR100, read_cifar
 from uno.data.folders import is_wnid, read_folder, read_imagenet, read_images, read_two_folders
 from uno.data.rows import Rows
 from uno.data.tables import read_parquet, read_table
+from uno.errors import ConfigError
 
 Reader = Callable[[str, DataConfig], Rows]
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from uno.config import ConfigError, DataConfig
+from uno.config import DataConfig
 from uno.data.rows import Rows
+from uno.errors import ConfigError
 
 MAX_NAMES_BYTES = 1_000_000
 

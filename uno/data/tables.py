@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 
-from uno.config import ConfigError
-from uno.data import filesystem
+from uno.data import files as filesystem
 from uno.data.parquet import ParquetImages
 from uno.data.rows import Encoded, Files, Images, Rows
+from uno.errors import ConfigError
 
 IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from uno import collectives
 from uno.augment import eval_view
-from uno.config import Config, ConfigError, ObjectiveConfig
+from uno.config import Config, ObjectiveConfig
 from uno.data.resident import TrainSet
+from uno.errors import ConfigError
 from uno.methods.method import Method, forward_two_views, labeled_loss, weight_or
 from uno.model import UnoModel
 from uno.schedule import sigmoid_rampup

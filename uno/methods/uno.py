@@ -7,7 +7,7 @@ from torch import Tensor
 
 from uno.config import Config
 from uno.data.resident import TrainSet
-from uno.feed import StreamSet
+from uno.data.stream import StreamSet
 from uno.methods.method import Method
 from uno.model import UnoModel
 from uno.steps import discovery_step

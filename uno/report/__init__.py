@@ -17,6 +17,7 @@ import logging
 import torch
 
 from uno.config import Config
+from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, StorageError
@@ -26,8 +27,7 @@ from uno.report.facts import output_names, read_facts
 from uno.report.page import Rows, curves, estimate_chart, render, rows_context
 from uno.report.predictions import Predictions, predict
 from uno.report.summary import EXPLAINED, commands, headline, heads, results, tiles, what_was_run
-from uno.run import load_trained
-from uno.storage import Storage
+from uno.runs.run import load_trained
 
 REPORT = "report.html"
 

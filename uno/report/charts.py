@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from uno.metrics import Counts
 from uno.report.text import short, visible
+from uno.results.metrics import Counts
 
 WIDTH, HEIGHT = 360, 150
 MAX_CURVE_POINTS = 300

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from uno.data.splits import Task
-from uno.metrics import confusion, hungarian
 from uno.report.predictions import Predictions
+from uno.results.metrics import confusion, hungarian
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from uno.data.files import Storage
 from uno.data.splits import Task
 from uno.errors import StorageError
-from uno.journal import read_journal
-from uno.storage import Storage
+from uno.runs.journal import read_journal
 
 PHASES = ("pretrain", "discover")
 

@@ -14,7 +14,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from uno.data.splits import Task
-from uno.metrics import confusion, hungarian
 from uno.report import text
 from uno.report.charts import LABEL, Chart, Matrix, line_chart, matrix, payload
 from uno.report.clusters import Cluster, Findings
@@ -22,6 +21,7 @@ from uno.report.facts import Facts
 from uno.report.maps import EXTENT, Map, choose_points, draw_maps
 from uno.report.pictures import SHEET_COLUMNS, Album, Strip
 from uno.report.predictions import Predictions
+from uno.results.metrics import confusion, hungarian
 
 COLOURS = 10
 MAX_LABELS = 24  # classes up to which a map carries their names

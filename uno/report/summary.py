@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from uno import run
 from uno.config import Config
 from uno.data.splits import Task
 from uno.errors import ConfigError
-from uno.evaluate import PROTOCOLS
 from uno.methods import METHODS, num_heads
 from uno.report.clusters import Findings
 from uno.report.facts import Facts, training_seconds
 from uno.report.predictions import Predictions
 from uno.report.text import command_line, duration, percent
+from uno.results.evaluate import PROTOCOLS
+from uno.runs import run
 
 EXPLAINED = {
     "task_aware": (

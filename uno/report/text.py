@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from uno.config import Config, ConfigError, flatten, to_dict
+from uno.config import Config, flatten, to_dict
+from uno.errors import ConfigError
 from uno.presets import preset
 
 MAX_NAME = 300

@@ -50,7 +50,7 @@ CIFAR10_JPEG = Benchmark(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A way of counting: ``protocol`` of :mod:`uno.evaluate` on ``split``; ``name`` is for people."""
+    """A way of counting: ``protocol`` of :mod:`uno.results.evaluate` on ``split``; ``name`` is for people."""
 
     name: str
     protocol: str

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from uno.config import Config, override
+from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.report.maps import EXTENT, MIN_POINTS, choose_points, project
 from uno.report.predictions import Predictions, predict
 from uno.reproduce.results import Results
-from uno.run import load_trained, read_config_tree
-from uno.storage import Storage
+from uno.runs.run import load_trained, read_config_tree
 
 COLOURS = 10
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from markupsafe import Markup
 
+from uno.data.files import Storage
 from uno.report.charts import Chart, line_chart
 from uno.report.page import environment
 from uno.report.text import visible
@@ -21,7 +22,6 @@ from uno.reproduce.figures import Figure
 from uno.reproduce.published import Column
 from uno.reproduce.results import ERRORS, Effect, Measured, Results, chance_of_no_effect
 from uno.reproduce.tables import PAPER_ONLY
-from uno.storage import Storage
 
 DASH = "–"  # noqa: RUF001
 MINUS = "−"  # noqa: RUF001

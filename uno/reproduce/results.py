@@ -12,13 +12,13 @@ from typing import Any
 
 from scipy import stats
 
-from uno.config import ConfigError
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.errors import ConfigError
 from uno.reproduce.definitions import Benchmark, Evaluation, Row, Table
 from uno.reproduce.published import Column
 from uno.reproduce.tables import Cell, cell_config, cells
-from uno.run import pretrain_hash
+from uno.runs.run import pretrain_hash
 
 ERRORS = 2.0
 """An effect counts as shown where it is at least so many standard errors from zero: those of its mean over

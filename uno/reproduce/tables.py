@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from uno.config import Config, ConfigError, override
+from uno.config import Config, override
+from uno.errors import ConfigError
 from uno.methods import METHODS, settings
 from uno.presets import preset
 from uno.reproduce import published

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from uno.config import ConfigError
 from uno.data import decode as decode_module
 from uno.data.decode import BadImage, check_bad, decode, decode_many, read_header
+from uno.errors import ConfigError
 
 from .builders import SHARED, encoded, pixels
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from uno.config import Config, ConfigError, override
+from uno.config import Config, override
 from uno.data import ingest
 from uno.data.ingest import choose, free_device_bytes, free_host_bytes
+from uno.errors import ConfigError
 
 
 def config(**values):

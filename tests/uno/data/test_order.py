@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from uno.data.batches import UNLABELED, batch_indices, make_plan, make_pretrain_plan
-from uno.data.order import Order, window_indices
+from uno.data.plan import UNLABELED, Order, batch_indices, make_plan, make_pretrain_plan, window_indices
 
 COMPOSITIONS = st.sampled_from(["proportional", "paired"])
 

@@ -10,14 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from uno.config import Config, ConfigError, override
+from uno.config import Config, override
 from uno.data import pack as module
 from uno.data.decode import decode_many
+from uno.data.files import Storage
 from uno.data.pack import pack
 from uno.data.parquet import ParquetImages
 from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, make_task
-from uno.storage import Storage
+from uno.errors import ConfigError
 
 from .builders import encoded, hf_table, pixels
 

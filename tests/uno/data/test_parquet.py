@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from uno.config import ConfigError
 from uno.data import parquet as module
 from uno.data.parquet import ParquetImages
 from uno.data.rows import Rows
 from uno.data.tables import read_parquet
+from uno.errors import ConfigError
 
 from .builders import encoded, hf_table, pixels, write_hf, write_images
 

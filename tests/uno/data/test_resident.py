@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from uno.config import ConfigError, DataConfig
+from uno.config import DataConfig
 from uno.data.resident import assemble, eval_sets, load_resident
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
+from uno.errors import ConfigError
 
 from .builders import write_images
 

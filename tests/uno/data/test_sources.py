@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from uno.config import ConfigError, DataConfig
+from uno.config import DataConfig
 from uno.data.cifar import CIFAR10, CIFAR100
 from uno.data.decode import decode
 from uno.data.sources import read_rows, recognise
+from uno.errors import ConfigError
 
 from .builders import SHARED, pixels, write_cifar, write_hf, write_images
 

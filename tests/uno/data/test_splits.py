@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from uno.config import ConfigError, DataConfig
+from uno.config import DataConfig
 from uno.data.rows import Rows
 from uno.data.sources import read_digits
 from uno.data.splits import make_task, order_classes, parse_known_classes
+from uno.errors import ConfigError
 
 
 def rows_of(labels, split=None, **options):

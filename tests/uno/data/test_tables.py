@@ -8,12 +8,13 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from uno.config import ConfigError, DataConfig
-from uno.data import filesystem
+from uno.config import DataConfig
+from uno.data import files as filesystem
 from uno.data.decode import decode
 from uno.data.rows import Encoded, Files
 from uno.data.sources import read_rows
 from uno.data.tables import read_parquet, read_table
+from uno.errors import ConfigError
 
 from .builders import encoded, hf_table, pixels, write_hf, write_images
 

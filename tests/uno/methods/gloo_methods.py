@@ -13,8 +13,9 @@ from torch import Tensor
 from tests.uno.gloo_worker import GlooWorker
 from tests.uno.methods.toy import method_config
 from tests.uno.small_run import CPU, copied_tensors, small_sets
-from uno import collectives, methods, run
+from uno import collectives, methods
 from uno.methods import METHODS
+from uno.runs import run
 from uno.state import new_state
 
 OPTIONS = {

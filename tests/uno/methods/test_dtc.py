@@ -7,10 +7,10 @@ import torch
 from tests.uno.methods.toy import TAU, method_config, method_state, naive_cross_entropy
 from tests.uno.small_run import CPU, assert_same, batches_of, copied_tensors, small_sets
 from tests.uno.test_train import StopAt
-from uno import run
+from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted
 from uno.methods import dtc
-from uno.storage import Storage
+from uno.runs import run
 from uno.train import LocalWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")

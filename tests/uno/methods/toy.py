@@ -22,7 +22,7 @@ def method_config(name: str, **overrides) -> Config:
 
 
 def method_state(config: Config) -> TrainState:
-    """A fresh state of the run's method, as ``uno.run`` makes it."""
+    """A fresh state of the run's method, as ``uno.runs.run`` makes it."""
     method = methods.load(config.method)
     model = methods.build_network(config, 5, 5, config.seed).train()
     extra = method.start(config, model, small_sets()[0]) if method.start is not None else {}

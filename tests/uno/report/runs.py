@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from uno.checkpoint import Checkpoint, save_checkpoint
-from uno.config import Config, override
-from uno.config_file import dump_yaml
+from uno.config import Config, dump_yaml, override
+from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.splits import Task, make_task
-from uno.hardware import environment
 from uno.model import build_model
 from uno.presets import preset
-from uno.storage import Storage
+from uno.runs.checkpoint import Checkpoint, save_checkpoint
+from uno.runs.hardware import environment
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

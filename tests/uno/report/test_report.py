@@ -12,14 +12,14 @@ import pytest
 
 from tests.uno.report.reading import Page, requests
 from tests.uno.report.runs import HOSTILE, hostile_task, small_config, write_run
+from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.evaluate import PROTOCOLS
 from uno.report import maps, open_task, write_report
 from uno.report.predictions import Predictions
 from uno.report.text import percent, visible
-from uno.storage import Storage
+from uno.results.evaluate import PROTOCOLS
 
 CONFIG = small_config()
 METRICS = {

@@ -7,12 +7,11 @@ import torch
 from tests.uno.report.runs import hostile_task, small_config
 from tests.uno.reproduce.finished import finish, found, small
 from uno import methods
-from uno.checkpoint import Checkpoint, save_checkpoint
-from uno.config import Config
-from uno.config_file import dump_yaml
+from uno.config import Config, dump_yaml
+from uno.data.files import Storage
 from uno.data.splits import Task
 from uno.reproduce import figures, page
-from uno.storage import Storage
+from uno.runs.checkpoint import Checkpoint, save_checkpoint
 
 
 def at_once(data: np.ndarray, seed: int) -> tuple[str, np.ndarray]:

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.uno.reproduce.finished import finish, found, small
+from uno.data.files import Storage
 from uno.reproduce import page
-from uno.storage import Storage
 
 EVIL = 'nan | in <script>alert("x")</script>\nline'
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.uno.reproduce.finished import finish, found, small
-from uno.config import ConfigError
+from uno.errors import ConfigError
 from uno.reproduce.results import (
     DIFFERENT,
     FEW,

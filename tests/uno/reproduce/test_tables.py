@@ -2,11 +2,11 @@
 
 import pytest
 
-from uno.config import ConfigError
+from uno.errors import ConfigError
 from uno.reproduce import tables
 from uno.reproduce.published import ABLATION, AGNOSTIC, AWARE, SOTA
 from uno.reproduce.tables import PAPER_ONLY, TABLES, cell_config, cells
-from uno.run import pretrain_hash
+from uno.runs.run import pretrain_hash
 
 EVERY = [(name, scale) for name in TABLES for scale in ("small", "full")]
 NOWHERE = {"cifar10": "/a", "cifar100": "/b", "imagenet": "/c", "cifar10-jpeg": "/d"}

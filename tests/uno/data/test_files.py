@@ -1,0 +1,165 @@
+"""Bytes in, bytes out, on a local disk and on what pyarrow knows."""
+
+import errno
+import os
+from urllib.parse import quote
+
+import pytest
+from pyarrow import fs
+
+from uno.data.files import Storage
+from uno.errors import StorageError
+
+
+def memory() -> Storage:
+    """pyarrow's file system in memory: neither local nor an object store, directories must exist."""
+    storage = Storage("mock:///run")
+    assert not storage.is_local
+    return storage
+
+
+@pytest.mark.parametrize("kind", ["local", "file URI", "memory"])
+def test_round_trip(kind, tmp_path):
+    """Kills: parents that are not made, a URI taken for a path, append that replaces, delete that fails."""
+    root = str(tmp_path / "a b" / "run")
+    storage = {
+        "local": lambda: Storage(root),
+        "file URI": lambda: Storage(f"file://{quote(root)}"),
+        "memory": memory,
+    }[kind]()
+    assert storage.list() == [] and storage.list("checkpoints") == [] and not storage.exists("x")
+    storage.write("checkpoints/step_1/tensors", b"\x00\xff" * 1000)
+    storage.write("config.yaml", b"one")
+    storage.write("config.yaml", b"two")
+    storage.append("logs/metrics.jsonl", b"1\n")
+    storage.append("logs/metrics.jsonl", b"2\n")
+    assert storage.read("checkpoints/step_1/tensors") == b"\x00\xff" * 1000
+    assert storage.read("config.yaml") == b"two"
+    assert storage.read("logs/metrics.jsonl") == b"1\n2\n"
+    assert storage.list() == ["checkpoints", "config.yaml", "logs"]
+    assert storage.exists("checkpoints/step_1") and storage.exists()
+    storage.delete("checkpoints")
+    storage.delete("config.yaml")
+    storage.delete("config.yaml")
+    assert storage.list() == ["logs"]
+    if kind != "memory":
+        assert os.path.exists(f"{root}/logs/metrics.jsonl")
+        again = Storage(storage.uri)  # what is handed to workers
+        assert again.is_local and again.read("logs/metrics.jsonl") == b"1\n2\n"
+
+
+def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
+    """A Ray worker has another working directory. Kills: the path kept as given."""
+    monkeypatch.chdir(tmp_path)
+    storage = Storage("runs/demo")
+    assert storage.uri == str(tmp_path / "runs/demo")
+
+
+@pytest.mark.parametrize("root", ["nothing://bucket/run", "s3:///", "://x"])
+def test_a_bad_uri_is_one_line(root):
+    """Kills: pyarrow's own exceptions."""
+    with pytest.raises(StorageError, match="cannot open") as caught:
+        Storage(root)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_are_storage_errors(tmp_path):
+    for storage in (Storage(str(tmp_path)), memory()):
+        with pytest.raises(StorageError, match=r"cannot read .*absent"):
+            storage.read("absent")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"cannot list .*file"):
+        Storage(str(tmp_path)).list("file")
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file_and_no_other(call, tmp_path, monkeypatch):
+    """Kills: writing in place, temporary files left behind, a message without the path."""
+    storage = Storage(str(tmp_path))
+    storage.write("state.json", b"old")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = {
+        "open": ("pathlib.Path.open", full),
+        "fsync": ("os.fsync", full),
+        "replace": ("os.replace", full),
+    }
+    monkeypatch.setattr(*target[call])
+    with pytest.raises(StorageError, match=r"cannot write .*state\.json.*No space left"):
+        storage.write("state.json", b"new")
+    monkeypatch.undo()
+    assert storage.read("state.json") == b"old"
+    assert storage.list() == ["state.json"]
+
+
+def test_writes_are_flushed_before_they_are_named(tmp_path, monkeypatch):
+    """fsync, then rename, then fsync of the directory. Kills: any of them left out or late."""
+    calls = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b)))
+    Storage(str(tmp_path)).write("x", b"1")
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_read_only_directory(tmp_path):
+    """Kills: PermissionError as a traceback."""
+    tmp_path.chmod(0o500)
+    try:
+        for action in (
+            lambda s: s.write("x", b""),
+            lambda s: s.append("x", b""),
+            lambda s: s.write("d/x", b""),
+        ):
+            with pytest.raises(StorageError, match="cannot write"):
+                action(Storage(str(tmp_path)))
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_errors_of_the_file_system_are_storage_errors(tmp_path, monkeypatch):
+    """Kills: an OSError that passes through any method."""
+    storage = memory()
+
+    class Broken:
+        type_name = "mock"
+
+        def __getattr__(self, name):
+            def fail(*args, **kwargs):
+                raise OSError("connection reset")
+
+            return fail
+
+    storage._fs = Broken()
+    for action in (
+        lambda: storage.exists("x"),
+        lambda: storage.list(),
+        lambda: storage.read("x"),
+        lambda: storage.write("x", b""),
+        lambda: storage.append("x", b""),
+        lambda: storage.delete("x"),
+    ):
+        with pytest.raises(StorageError, match=r"run.*connection reset"):
+            action()
+
+
+def test_object_stores_get_no_directory_markers(tmp_path):
+    """Kills: a request per directory and write on S3."""
+    storage = memory()
+    made = []
+
+    class ObjectStore:
+        type_name = "s3"
+
+        def create_dir(self, *args, **kwargs):
+            made.append(args)
+
+        def open_output_stream(self, path):
+            return fs.LocalFileSystem().open_output_stream(str(tmp_path / "object"))
+
+    storage._fs = ObjectStore()
+    storage.write("a/b", b"1")
+    assert not made and (tmp_path / "object").read_bytes() == b"1"

@@ -1,0 +1,246 @@
+"""Streaming batches are resident batches, from any step, whatever goes wrong with single images."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, small_sets
+from uno.config import override
+from uno.data import stream as feed
+from uno.data.bad import BadRows, stand_ins
+from uno.data.files import Storage
+from uno.data.resident import ResidentBatches
+from uno.data.rows import Rows
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.data.stream import (
+    Feed,
+    StreamBatches,
+    StreamSet,
+    ahead,
+    cut_here,
+    stream_facts,
+    streaming_eval_sets,
+    streaming_set,
+)
+from uno.errors import ConfigError
+from uno.runs import run
+from uno.train import LocalWorker
+
+CONFIG = small_config(train__batch_size=24, data__ingest="streaming", compute__threads=2)
+
+
+def digits_task():
+    return make_task(read_rows(CONFIG.data), CONFIG.data)
+
+
+def stream(tmp_path, config=CONFIG, task=None):
+    return streaming_set(config, task or digits_task(), Storage(str(tmp_path)))
+
+
+def batches(train, config=CONFIG, phase=run.DISCOVER, rank=0, world_size=1, last=10):
+    plan = run.plans(config, train.num_labeled, train.num_unlabeled, world_size)[phase]
+    kind = ResidentBatches if not hasattr(train, "cut") else StreamBatches
+    extra = () if kind is ResidentBatches else (CPU, last)
+    return kind(config, train, plan, rank, world_size, *extra)
+
+
+def same(a, b):
+    return torch.equal(a.labels, b.labels) and all(map(torch.equal, a.views, b.views))
+
+
+def pictures(folder: Path, num: int = 40, broken: tuple[int, ...] = ()):
+    """A task of PNG files of different shapes, half of them labeled."""
+    folder.mkdir(exist_ok=True)
+    random = np.random.default_rng(0)
+    paths = []
+    for i in range(num):
+        paths.append(str(folder / f"{i}.png"))
+        Image.fromarray(random.integers(0, 256, (9 + i % 4, 12, 3), dtype=np.uint8)).save(paths[-1])
+        if i in broken:
+            Path(paths[-1]).write_text("not an image")
+    labels = [["cat", "dog"][i % 2] if i < num // 2 else None for i in range(num)]
+    rows = Rows([f"row {i}" for i in range(num)], paths, labels, np.full(num, "train"), "pictures")
+    return make_task(
+        rows, override(CONFIG, {"data.known_classes": None, "data.num_novel": 2, "data.limit": None}).data
+    )
+
+
+@pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, world_size):
+    """Bit for bit, in order, backwards and from the middle; parts end inside steps. Kills: rows, labels or
+    colours of another step or worker, a part's border that loses a row.
+    """
+    monkeypatch.setattr(feed, "PART_ROWS", 7)
+    for rank in range(world_size):
+        expected = batches(small_sets()[0], phase=phase, rank=rank, world_size=world_size)
+        found = batches(stream(tmp_path), phase=phase, rank=rank, world_size=world_size)
+        for step in (0, 1, 2, 6, 7, 3):
+            assert same(found(step), expected(step)), step
+        found.close()
+
+
+def test_nothing_is_cut_beyond_the_last_step(tmp_path, monkeypatch):
+    """And few steps ahead of the consumer. Kills: an unbounded queue, an endless line."""
+    monkeypatch.setattr(feed, "PART_ROWS", 24)
+    done = Counter()
+    train = stream(tmp_path)
+    real = train.cut
+
+    def counting(line):
+        for part in real(line):
+            done["parts"] += 1
+            yield part
+
+    found = batches(feed.StreamSet(**{**vars(train), "cut": counting}), last=9)
+    found(0)
+    found.close()
+    assert done["parts"] <= 1 + 2 + 1
+    for step in range(9):
+        found(step)
+    with pytest.raises(StopIteration):
+        next(found._stream)
+
+
+def test_what_workers_get_holds_no_hidden_label():
+    """Bit-identical whatever the hidden labels are. Kills: a task that travels as it is."""
+    task = digits_task()
+    hidden = (task.labels < 0) & task.is_train
+    shuffled = task.eval_labels.copy()
+    shuffled[hidden] = np.random.default_rng(0).permutation(shuffled[hidden])
+    names = [
+        name if labeled else "?" for name, labeled in zip(task.rows.labels, task.labels >= 0, strict=True)
+    ]
+    other = replace(task, eval_labels=shuffled, rows=replace(task.rows, labels=names))
+    first, second = stream_facts(task), stream_facts(other)
+    assert set(first) == set(second) == {f.name for f in fields(StreamSet)} - {"bad", "cut"} | {"ids"}
+    for name in first:
+        assert pickle.dumps(np.asarray(first[name])) == pickle.dumps(np.asarray(second[name])), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_row_once_in_an_epoch(tmp_path, world_size):
+    """The rows that are really read, with lengths that do not divide, also after a start in the middle."""
+    task = pictures(tmp_path / "images", 46)
+    config = override(CONFIG, {"train.batch_size": 12})
+    train = stream(tmp_path / "run", config, task)
+    plan = run.plans(config, train.num_labeled, train.num_unlabeled, world_size)[run.DISCOVER]
+    seen: Counter[int] = Counter()
+    for rank in range(world_size):
+        for first, last in ((0, 2), (2, plan.steps_per_epoch)):  # a stop in between
+            line = Feed(config, train, plan, rank, world_size, first, last)
+            for refs in line.refs(5):
+                seen.update(refs.rows.tolist())
+            assert sum(len(part.pixels) for part in cut_here(2)(line)) == (last - first) * line.rows_per_step
+    assert set(seen.values()) == {1} and len(seen) == plan.steps_per_epoch * 12
+
+
+def test_a_resumed_stream_learns_the_same(tmp_path, one_thread):
+    """Stopped in the middle of an epoch, weights and journal are those of an uninterrupted run."""
+    config = override(CONFIG, {"compute.threads": 1})
+
+    def train(name, stop_at=None):
+        storage, worker = Storage(str(tmp_path / name)), LocalWorker(CPU)
+        if stop_at is not None:
+            worker.should_stop = lambda step: step == stop_at
+        return run.pretrain(config, streaming_set(config, digits_task(), storage), worker, storage), storage
+
+    whole, there = train("whole")
+    with pytest.raises(Exception, match="stopped at pretrain step 6"):
+        train("parts", stop_at=6)
+    parts, here = train("parts")
+    assert_same(copied_tensors(parts), copied_tensors(whole))
+    assert lines(here)[-1] == lines(there)[-1]
+
+
+def test_bad_images_are_replaced_counted_and_listed(tmp_path):
+    """The next readable row of its kind stands in, with its own label. Kills: black images trained on, a
+    label of the bad row kept, bad rows counted once per epoch.
+    """
+    task = pictures(tmp_path / "images", broken=(3, 30))
+    config = override(CONFIG, {"train.batch_size": 12, "data.max_bad_fraction": 0.05})
+    train = stream(tmp_path / "run", config, task)
+    found = batches(train, config, last=12)
+    clean = batches(stream(tmp_path / "other", config, pictures(tmp_path / "clean")), config, last=12)
+    replaced = 0
+    for step in range(12):
+        line = clean(step)
+        batch, rows = found(step), clean._feed.rows(step)
+        hit = [i for i, row in enumerate(rows) if row in (3, 30)]
+        replaced += len(hit)
+        ok = np.ones(len(rows), bool)
+        ok[hit] = False
+        assert torch.equal(batch.labels, line.labels[torch.from_numpy(stand_ins(ok, 6)[:6])])
+        kept = torch.from_numpy(np.flatnonzero(ok))
+        assert all(torch.equal(a[kept], b[kept]) for a, b in zip(batch.views, line.views, strict=True))
+        assert all(float(view[i].std()) > 0.1 for view in batch.views for i in hit)
+    assert replaced >= 4
+    train.bad.sync(CPU)
+    text = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
+    assert [json.loads(entry)["id"] for entry in text] == ["row 3", "row 30"]
+    again = BadRows(task.rows.ids, task.rows.images, 0.05, Storage(str(tmp_path / "run")))
+    assert len(again) == 2
+
+
+def test_too_many_bad_images_end_the_run(tmp_path):
+    task = pictures(tmp_path / "images", broken=(1, 2, 3))
+    config = override(CONFIG, {"train.batch_size": 12})
+    storage = Storage(str(tmp_path / "run"))
+    train = streaming_set(config, task, storage)
+    with pytest.raises(ConfigError, match=r"of 40 images are unreadable.*bad_samples.jsonl"):
+        run.pretrain(config, train, LocalWorker(CPU), storage)
+
+
+def test_stand_ins():
+    """Kills: a labeled row that stands in for an unlabeled one, the previous row instead of the next."""
+    ok = np.array([True, False, True, False, True, True, False])
+    assert stand_ins(ok, 4).tolist() == [0, 2, 2, 0, 4, 5, 4]
+    assert stand_ins(np.array([False, False, True]), 2) is None
+    assert stand_ins(np.ones(3, bool), 1).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_counts_every_readable_row_once(tmp_path, world_size):
+    """The images and truth of the resident sets, over all workers; a bad one is noted, not counted."""
+    expected = small_sets()[1]["test"]
+    bad = stream(tmp_path).bad
+    found = streaming_eval_sets(CONFIG, digits_task(), bad)["test"]
+    pairs = [pair for rank in range(world_size) for pair in found.batches(7, rank, world_size)]
+    assert torch.equal(torch.cat([images for images, _ in pairs]), expected.images)
+    assert torch.equal(torch.cat([truth for _, truth in pairs]), expected.truth)
+    chosen = found.where(found.truth >= 5)
+    assert torch.equal(chosen.index, expected.index[expected.truth >= 5])
+
+    task = pictures(tmp_path / "images", broken=(4,))
+    few = stream(tmp_path / "run", task=task).bad
+    rows = streaming_eval_sets(CONFIG, task, few)["train"]
+    assert sum(len(truth) for _, truth in rows.batches(3)) == len(rows.truth) - 1 == 19
+    assert len(few) == 1
+
+
+def test_ahead_keeps_order_and_stops():
+    """Kills: results in the order of completion, a pool that outlives its consumer."""
+    started = []
+
+    def work(item):
+        started.append(item)
+        if item == 50:
+            raise ValueError("fifty")
+        return item
+
+    results = ahead(work, iter(range(100)), 3, 4)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    results.close()
+    assert len(started) <= 3 + 4 + 1
+    with pytest.raises(ValueError, match="fifty"):
+        list(ahead(work, iter(range(100)), 2, 3))

@@ -1,0 +1,176 @@
+"""Names for discovered classes: what a person may write, what it does, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from uno.errors import ConfigError, StorageError
+from uno.results.classes import (
+    OutputClass,
+    Suggestion,
+    dump_classes,
+    parse_classes,
+    read_edits,
+    route,
+    suggest,
+    template,
+)
+
+HASH = "0123456789abcdef"
+KNOWN = [OutputClass(i, name, "known", i) for i, name in enumerate(["cat", "dog", "007"])]
+CLASSES = [*KNOWN, *(OutputClass(3 + i, f"novel-{i + 1}", "novel", 3 + i) for i in range(4))]
+HOSTILE = [
+    "</script>",
+    "a: b # c",
+    "'\"",
+    "- x",
+    "yes",
+    "1e3",
+    "é",
+    "😀",
+    "\u202ertl",
+    "x" * 300,
+    "{a}",
+    "&a *a",
+]
+
+
+def edits(*entries, **keys) -> bytes:
+    full = [{"index": 3 + i, "name": f"novel-{i + 1}", "action": "keep"} for i in range(4)]
+    for entry in entries:
+        full[entry["index"] - 3] |= entry
+    return yaml.safe_dump({"model": HASH, "classes": full, **keys}).encode()
+
+
+def read(data: bytes) -> list[OutputClass]:
+    return read_edits(data, "classes.yaml", CLASSES, HASH)
+
+
+def test_a_fresh_file_changes_nothing():
+    similar = (("cat\nname: evil", 0.5), ("</script>", 0.25))
+    text = template(CLASSES, HASH, {3: Suggestion(7, 9, similar, similar)})
+    assert read(text.encode()) == CLASSES
+    assert "7 of 9 sampled rows" in text and "'cat\\nname: evil' 0.50" in text
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_any_name_survives_the_file(name):
+    classes = [*CLASSES[:3], OutputClass(3, name, "novel", 3), *CLASSES[4:6], OutputClass(6, "x", "novel", 3)]
+    if not name.isprintable():
+        with pytest.raises(ConfigError, match="printable"):
+            read(template(classes, HASH, {}).encode())
+        return
+    assert read(template(classes, HASH, {}).encode()) == [
+        *classes[:6],
+        OutputClass(6, "x", "novel", 3),
+    ]
+    assert parse_classes(dump_classes(b"{}", classes)) == classes
+
+
+def test_names_merges_and_drops():
+    found = read(
+        edits(
+            {"index": 3, "name": 7},
+            {"index": 4, "action": " merge  into 7 "},
+            {"index": 5, "action": "drop"},
+            {"index": 6, "name": "like cats", "action": "merge into cat"},
+        )
+    )
+    assert [(c.name, c.into) for c in found[3:]] == [
+        ("7", 3),
+        ("novel-2", 3),
+        ("novel-3", None),
+        ("like cats", 0),
+    ]
+    assert found[:3] == KNOWN
+    kept = {"best_head": 2, "alignment": [[0]]}
+    data = dump_classes(json.dumps(kept).encode(), found)
+    assert parse_classes(data) == found
+    assert kept.items() <= json.loads(data).items()
+
+
+def test_a_second_edit_can_take_the_first_one_back():
+    merged = read(edits({"index": 4, "action": "merge into novel-1"}))
+    assert read_edits(edits(), "classes.yaml", merged, HASH) == CLASSES
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"classes: [", "not valid YAML"),
+        (b"\xff\xfe", "not valid YAML"),
+        (b"a: &x [1]\nb: *x", "aliases"),
+        (b"[" * 100, "nested deeper|not valid YAML"),
+        (b"# " + b"x" * 2_000_000, "larger than"),
+        (b"", "must hold the keys"),
+        (edits(classe=1), "unknown key 'classe'; did you mean 'classes'"),
+        (edits(model="ffff"), "written for another model"),
+        (edits(classes={}), "must be a list"),
+        (edits(classes=[1]), "entry 1 must have"),
+        (edits(classes=[]), r"class 3 \(novel-1\) has no entry"),
+        (edits(classes=[{"index": 3, "name": name} for name in "ab"]), "class 3 has two entries"),
+        (edits(classes=[{"index": 0, "name": "a"}]), "3 to 6, got 0"),
+        (edits(classes=[{"index": "3", "name": "a"}]), "3 to 6, got '3'"),
+        (edits({"index": 3, "nam": "a"}), "unknown key 'nam'; did you mean 'name'"),
+        (edits({"index": 3, "name": ""}), "1 to 300 printable"),
+        (edits({"index": 3, "name": "a\nb"}), "1 to 300 printable"),
+        (edits({"index": 3, "name": None}), "must be text"),
+        (edits({"index": 3, "name": True}), "in quotes"),
+        (edits({"index": 3, "action": "delete"}), "keep, drop or merge into NAME, got 'delete'"),
+        (edits({"index": 3, "action": 5}), "got 5"),
+        (edits({"index": 3, "action": "merge into"}), "got 'merge into'"),
+        (edits({"index": 3, "action": "merge into catt"}), "no class; did you mean 'cat'"),
+        (edits({"index": 3, "action": "merge into novel-1"}), "which is merged itself"),
+        (edits({"index": 3, "action": "merge into novel-2"}, {"index": 4, "action": "drop"}), "is dropped"),
+        (edits({"index": 3, "name": "novel-2"}), "two classes are named 'novel-2'"),
+        (edits({"index": 3, "name": "cat"}), "use action: merge into cat"),
+    ],
+)
+def test_mistakes_are_one_line(data, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        read(data)
+    assert "\n" not in str(error.value) and str(error.value).startswith("classes.yaml")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b'{"classes": []}',
+        b'{"classes": [{"index": 1, "name": "a", "kind": "known"}]}',
+        b'{"classes": [{"index": 0, "name": "a", "kind": "known", "merge_into": 5}]}',
+        b'{"classes": [{"index": 0, "name": 3, "kind": "known"}]}',
+    ],
+)
+def test_damaged_class_lists(data):
+    with pytest.raises(StorageError, match=r"classes.json is damaged"):
+        parse_classes(data)
+
+
+def test_route_adds_merged_and_leaves_out_dropped():
+    """Kills: a merge that overwrites, a drop whose mass goes to the others."""
+    into = [0, 1, 2, 0, 0, None, 6]
+    classes = [OutputClass(i, str(i), "novel", t) for i, t in enumerate(into)]
+    probabilities = torch.rand(5, 7).softmax(dim=-1)
+    found = route(probabilities, classes)
+    torch.testing.assert_close(found[:, 0], probabilities[:, [0, 3, 4]].sum(dim=-1))
+    assert torch.equal(found[:, [3, 4, 5]], torch.zeros(5, 3))
+    assert torch.equal(found[:, [1, 2, 6]], probabilities[:, [1, 2, 6]])
+    torch.testing.assert_close(found.sum(dim=-1), 1 - probabilities[:, 5])
+    assert route(probabilities, CLASSES) is probabilities
+
+
+def test_suggestions_name_the_nearest():
+    features = torch.tensor([[1.0, 0, 0], [0.9, 0.1, 0], [0, 1.0, 0], [0.8, 0.6, 0]])
+    cosines = torch.tensor([[0.9, 0.1, 0.0], [0.7, 0.1, 0.4], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]])
+    found = suggest(features, cosines, torch.tensor([3, 3, 4, 6]), CLASSES)
+    assert found[3].rows == 2 and found[3].total == 4
+    assert [name for name, _ in found[3].known] == ["cat", "007", "dog"]
+    assert found[3].known[0][1] == pytest.approx(0.8)
+    assert [name for name, _ in found[3].novel] == ["novel-4", "novel-2"]  # itself and the empty one are not
+    assert found[5] == Suggestion(0, 4, (), ())

@@ -1,0 +1,192 @@
+"""Constrained k-means against a plain double-precision loop and scikit-learn, and on degenerate input."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.cluster import KMeans
+from sklearn.metrics import silhouette_score
+
+from uno.results.constrained_kmeans import FREE, constrained_kmeans, initial_centers, lloyd, silhouette
+
+
+def blobs(num_blobs, rows, seed=0, noise=0.25, dims=5):
+    generator = np.random.default_rng(seed)
+    centers = generator.standard_normal((num_blobs, dims))
+    truth = np.repeat(np.arange(num_blobs), rows)
+    points = centers[truth] + noise * generator.standard_normal((len(truth), dims))
+    return torch.from_numpy(points), torch.from_numpy(truth)
+
+
+def naive(points, fixed, centers):
+    """Lloyd in float64, one row and one cluster at a time; fixed rows count in their cluster's mean."""
+    points, centers = points.numpy().astype(np.float64), centers.numpy().astype(np.float64).copy()
+    old = None
+    while True:
+        assignment = [
+            int(f) if f != FREE else int(np.argmin([((p - c) ** 2).sum() for c in centers]))
+            for p, f in zip(points, fixed.tolist(), strict=True)
+        ]
+        for k in range(len(centers)):
+            rows = [p for p, a in zip(points, assignment, strict=True) if a == k]
+            if rows:
+                centers[k] = np.mean(rows, axis=0)
+        if assignment == old:
+            cost = sum(((p - centers[a]) ** 2).sum() for p, a in zip(points, assignment, strict=True))
+            return assignment, centers, cost
+        old = assignment
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_a_naive_loop(dtype):
+    """Kills: fixed rows left out of their mean, free rows kept out of fixed clusters, restarts mixed up,
+    stopping one step early, inertia of the free rows only.
+    """
+    points, _ = blobs(6, 20, noise=0.8)
+    fixed = torch.full((120,), FREE)
+    fixed[:10], fixed[20:32] = 0, 1
+    fixed[119] = 1  # an anchor that is far from its cluster
+    generator = torch.Generator().manual_seed(3)
+    starts = initial_centers(points, fixed, 7, 4, generator)
+    found = lloyd(points.to(dtype), fixed, starts.to(dtype))
+    for r in range(4):
+        assignment, centers, cost = naive(points, fixed, starts[r])
+        assert found.assignment[r].tolist() == assignment
+        assert np.allclose(found.centers[r].numpy(), centers, atol=1e-5)
+        assert float(found.inertia[r]) == pytest.approx(cost, rel=1e-5)
+
+
+def test_equals_scikit_learn_without_anchors():
+    """Kills: a wrong mean, distances without the points' norm, assignments one update behind."""
+    points, _ = blobs(5, 30, noise=0.9)
+    free = torch.full((150,), FREE)
+    starts = points[torch.tensor([[0, 40, 80, 100, 149], [1, 2, 3, 4, 5]])]
+    found = lloyd(points, free, starts)
+    for r in range(2):
+        oracle = KMeans(5, init=starts[r].numpy(), n_init=1, tol=0, algorithm="lloyd").fit(points.numpy())
+        assert found.assignment[r].tolist() == oracle.labels_.tolist()
+        assert np.allclose(found.centers[r], oracle.cluster_centers_)
+        assert float(found.inertia[r]) == pytest.approx(oracle.inertia_)
+
+
+def test_anchors_never_leave_and_lead_their_cluster():
+    """Anchors sit on the wrong blob. Kills: anchors that move, re-seeding with an anchor."""
+    points, truth = blobs(4, 25)
+    fixed = torch.full((100,), FREE)
+    fixed[:12], fixed[12], fixed[50:62] = 0, 1, 1  # one row of blob 0 is an anchor of cluster 1
+    for num_clusters in (2, 4, 9):
+        found = constrained_kmeans(points, fixed, num_clusters, 5, seed=0)
+        anchored = fixed != FREE
+        assert torch.equal(found.assignment[anchored], fixed[anchored])
+    best = constrained_kmeans(points, fixed, 4, 10, seed=0)
+    assert (best.assignment[13:25] == 0).all() and (best.assignment[62:75] == 1).all()
+    assert best.assignment[truth == 1].unique().numel() == best.assignment[truth == 3].unique().numel() == 1
+
+
+def test_restarts_choose_the_lowest_inertia_and_the_seed_decides():
+    """20 blobs: single starts merge two. Kills: first or worst restart, seed ignored, uniform seeding."""
+    points, _ = blobs(20, 12, noise=0.05)
+    free = torch.full((240,), FREE)
+    many = [constrained_kmeans(points, free, 20, 10, seed=s) for s in range(3)]
+    one = [constrained_kmeans(points, free, 20, 1, seed=s) for s in range(6)]
+    assert max(float(m.inertia) for m in many) < np.median([float(o.inertia) for o in one])
+    again = constrained_kmeans(points, free, 20, 10, seed=1)
+    assert torch.equal(again.assignment, many[1].assignment)
+    assert len({tuple(o.assignment.tolist()) for o in one}) > 1
+
+
+def test_starts_are_anchor_means_then_spread_out():
+    """Kills: free centres drawn from anchors, or where a centre already is (uniform draws take it often)."""
+    points = torch.cat([torch.zeros(50, 2), torch.tensor([[9.0, 0.0], [0.0, 9.0]])]).double()
+    fixed = torch.full((52,), FREE)
+    fixed[:5] = 0
+    starts = initial_centers(points, fixed, 3, 8, torch.Generator().manual_seed(0))
+    assert (starts[:, 0] == 0).all()
+    assert all({tuple(c) for c in run[1:].tolist()} == {(9.0, 0.0), (0.0, 9.0)} for run in starts)
+
+
+def test_empty_clusters_are_filled_with_far_rows():
+    """Two starts on one place, one far away. Kills: NaN centres, an empty cluster left, one row for two."""
+    points, _ = blobs(5, 10, noise=0.1)
+    starts = torch.cat([points[:1], points[:1], points[:1], torch.full((2, 5), 1e3, dtype=torch.float64)])
+    found = lloyd(points, torch.full((50,), FREE), starts[None])
+    assert found.assignment[0].unique().numel() == 5
+    assert found.centers.isfinite().all() and found.inertia.isfinite().all()
+
+
+def test_empty_clusters_are_not_filled_with_anchors():
+    """The farthest row is an anchor. Kills: re-seeding with an anchor."""
+    points = torch.tensor([[0.0], [0.1], [0.3], [0.7], [9.0]])
+    fixed = torch.tensor([FREE, FREE, FREE, FREE, 0])
+    found = lloyd(points, fixed, torch.tensor([[[0.0], [-1e3]]]), max_iters=1)
+    assert found.assignment.tolist() == [[0, 0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_duplicates_leave_surplus_clusters_empty(dtype):
+    """Three distinct rows, six clusters. Kills: NaN, an endless loop, sums that depend on empty clusters."""
+    points = torch.tensor([[0.1, 0.7], [0.7, 0.3], [0.9, 0.9]], dtype=dtype).repeat(10, 1)
+    fixed = torch.full((30,), FREE)
+    fixed[0] = 0
+    found = constrained_kmeans(points, fixed, 6, 3, seed=0)
+    assert found.assignment.unique().numel() == 3 and float(found.inertia) < 1e-9
+    assert found.centers.isfinite().all()
+    same = constrained_kmeans(torch.ones(8, 3, dtype=dtype), torch.full((8,), FREE), 4, 2, seed=0)
+    assert same.centers.isfinite().all() and float(same.inertia) < 1e-9
+
+
+def test_no_free_centre():
+    """k = 0 without validation classes: only anchors' clusters. Kills: k-means++ without candidates."""
+    points, truth = blobs(2, 10)
+    fixed = torch.where(torch.arange(20) % 2 == 0, truth, FREE)
+    found = constrained_kmeans(points, fixed, 2, 3, seed=0)
+    assert torch.equal(found.assignment, truth)
+    assert torch.equal(constrained_kmeans(points, truth, 2, 3, seed=0).assignment, truth)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "num_clusters", "message"),
+    [
+        ([-1, -1], 1, "must be"),
+        ([1, -1, -1], 2, r"0 \.\. F - 1"),
+        ([0, 1, -1], 1, "do not suit"),
+        ([0, 1, -1], 4, "do not suit"),
+        ([-1, -1, -1], 0, "do not suit"),
+    ],
+)
+def test_refusals(fixed, num_clusters, message):
+    with pytest.raises(ValueError, match=message):
+        constrained_kmeans(torch.eye(3), torch.tensor(fixed), num_clusters, 1, seed=0)
+
+
+def test_not_finite_is_refused():
+    with pytest.raises(ValueError, match="finite"):
+        constrained_kmeans(torch.full((3, 2), torch.nan), torch.full((3,), FREE), 1, 1, seed=0)
+
+
+def test_silhouette_equals_scikit_learn(monkeypatch):
+    """With a cluster of one row, unused indices, in one piece and in pieces.
+
+    Kills: own row counted in the mean, a lone row scored 1, squared distances, an empty cluster as nearest.
+    """
+    points, truth = blobs(4, 15, noise=0.7)
+    truth = truth * 3
+    truth[0] = 50
+    expected = silhouette_score(points.numpy(), truth.numpy())
+    assert silhouette(points, truth, 1000, seed=0) == pytest.approx(expected)
+    monkeypatch.setattr("uno.results.constrained_kmeans.MAX_CELLS", 7 * len(points))
+    assert silhouette(points, truth, 1000, seed=0) == pytest.approx(expected)
+    assert silhouette(points, torch.zeros(60, dtype=torch.int64), 1000, seed=0) == 0
+
+
+def test_silhouette_of_a_sample_is_near_and_bounded(monkeypatch):
+    """Kills: the sample ignored (N^2 distances), a sample that depends on global randomness."""
+    points, truth = blobs(3, 400, noise=0.5)
+    whole = silhouette(points, truth, 5000, seed=0)
+    sizes = []
+    monkeypatch.setattr(
+        torch, "cdist", lambda a, b, cdist=torch.cdist, **k: (sizes.append(len(a) * len(b)), cdist(a, b))[1]
+    )
+    part = silhouette(points, truth, 300, seed=1)
+    assert part == pytest.approx(whole, abs=0.03) and part != whole
+    assert sum(sizes) == 300**2
+    assert silhouette(points, truth, 300, seed=1) == part

@@ -1,0 +1,222 @@
+"""The estimate of the number of classes on synthetic features, and each of its parts by hand."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from uno.data.files import Storage
+from uno.data.resident import TrainSet
+from uno.errors import ConfigError
+from uno.presets import preset
+from uno.results.estimate import RESULT, estimate_num_novel, interval, largest_best, run_here, suggest
+from uno.results.probes import (
+    ClusterJob,
+    Features,
+    Settings,
+    Split,
+    anchor_choices,
+    class_f1,
+    class_splits,
+    pretrain_split,
+    score_clusters,
+    whiten,
+)
+
+QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
+
+
+def synthetic(num_classes, rows=20, noise=0.25, dims=12, seed=0):
+    """(classes' centres + noise, class of each row): unit vectors around well separated directions."""
+    generator = np.random.default_rng(seed)
+    centers = np.linalg.qr(generator.standard_normal((dims, dims)))[0][:num_classes]
+    truth = np.repeat(np.arange(num_classes), rows)
+    points = centers[truth] + noise * generator.standard_normal((len(truth), dims)) / dims**0.5
+    return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32), truth
+
+
+def train_set(num_known=6, rows=4, unlabeled=12):
+    images = torch.randint(0, 256, (num_known * rows, 3, 8, 8), dtype=torch.uint8)
+    labels = torch.arange(num_known).repeat_interleave(rows)
+    more = torch.randint(0, 256, (unlabeled, 3, 8, 8), dtype=torch.uint8)
+    return TrainSet(images, labels, more, num_known, 1)
+
+
+def tasks_with_features(points, truth, num_known, calls):
+    """Tasks whose "pretraining" hands out synthetic features."""
+
+    def tasks(function, shared, items):
+        calls.append(function)
+        if function is not pretrain_split:
+            yield from run_here(function, shared, items)
+            return
+        for position, (_, split) in enumerate(items):
+            labels = np.where(truth < num_known, truth, -1)
+            rest = ~np.isin(labels, split.pretrain)
+            yield position, Features(points[rest], labels[rest])
+
+    return tasks
+
+
+@pytest.mark.parametrize("num_novel", [1, 2, 4])
+def test_finds_the_number_of_separated_classes(tmp_path, num_novel):
+    """6 known and 1, 2 or 4 novel blobs. Only the upper end may be larger: one cluster too many that splits
+    an unlabeled class costs nothing, and ties go to the larger k.
+
+    Kills: k off by the anchors or probes, clusters of the known classes counted, votes of one split only.
+    """
+    points, truth = synthetic(6 + num_novel)
+    calls = []
+    tasks = tasks_with_features(points, truth, 6, calls)
+    names = list("abcdef")
+    found = estimate_num_novel(
+        preset("digits"), train_set(), names, Storage(str(tmp_path)), "cpu", QUICK, tasks
+    )
+    assert found.low == found.num_novel == num_novel
+    assert num_novel <= found.high and num_novel <= found.suggested <= 2 * num_novel
+    assert found.ks == list(range(8)) and found.at_limit == (found.high == 7)
+    curve = found.curves["f1"]
+    assert curve[num_novel] > 0.99 and max(curve[:num_novel]) <= curve[num_novel] > max(
+        curve[num_novel + 1 :]
+    )
+    assert found.sizes["clusters"][found.sizes["ratios"].index(0.3)] == num_novel
+    assert len(found.splits) == 2
+    for split in found.splits:
+        assert sorted(split["pretrain"] + split["probe"]) == names
+        assert len(split["roles"]) == 6 and all(len(role["f1"]) == 8 for role in split["roles"])
+    assert json.loads((tmp_path / RESULT).read_text()) == json.loads(found.to_json())
+    again = estimate_num_novel(
+        preset("digits"),
+        train_set(),
+        names,
+        Storage(str(tmp_path)),
+        "cpu",
+        replace(QUICK, max_novel=4),
+        tasks,
+    )
+    assert again.ks[-1] == 4 and again.key != found.key
+
+
+def test_a_finished_estimate_is_returned_and_another_seed_is_not(tmp_path):
+    """Kills: a key without data, seed or settings; recomputation of what is there."""
+    points, truth = synthetic(8)
+    calls = []
+    tasks = tasks_with_features(points, truth, 6, calls)
+    storage, config, train = Storage(str(tmp_path)), preset("digits"), train_set()
+    settings = replace(QUICK, max_novel=2, num_roles=1)
+
+    def estimate(config=config, train=train, settings=settings):
+        calls.clear()
+        return estimate_num_novel(config, train, list("abcdef"), storage, "cpu", settings, tasks)
+
+    first = estimate()
+    assert len(calls) == 2 and first.at_limit
+    assert estimate() == first and not calls
+    moved = config.model_copy(update={"output": "elsewhere", "discover": config.pretrain})
+    assert estimate(moved) == first and not calls  # what does not touch pretraining
+    for change in (
+        {"config": config.model_copy(update={"seed": 1})},
+        {"train": replace(train, labels=train.labels.flip(0))},
+        {"train": replace(train, unlabeled_images=train.unlabeled_images.flip(0))},
+        {"settings": replace(settings, num_restarts=2)},
+    ):
+        assert estimate(**change).key != first.key and len(calls) == 2
+
+
+def test_too_little_to_go_by(tmp_path):
+    storage = Storage(str(tmp_path))
+    with pytest.raises(ConfigError, match="at least 4 known classes with rows, there are 3"):
+        estimate_num_novel(preset("digits"), train_set(3), list("abc"), storage)
+    with pytest.raises(ConfigError, match="1 unlabeled rows"):
+        estimate_num_novel(preset("digits"), train_set(unlabeled=1), list("abcdef"), storage)
+
+
+@pytest.mark.parametrize(("known", "probes"), [(4, 2), (5, 3), (6, 4), (7, 4), (8, 4), (80, 20)])
+def test_class_splits(known, probes):
+    """The digits' 3 + 4 and the paper's 60 + 20. Kills: equal splits, a class in both parts, probes that
+    are always the same classes.
+    """
+    splits = class_splits(range(10, 10 + known), 3, seed=0)
+    assert len(set(splits)) == 3 == len({split.probe for split in splits})
+    for split in splits:
+        assert len(split.probe) == probes and len(split.pretrain) >= 2
+        assert sorted(split.pretrain + split.probe) == list(range(10, 10 + known))
+    probed = np.bincount([c for split in splits for c in split.probe])[10:]
+    assert probed.max() - probed.min() <= 2
+    assert class_splits(range(10, 10 + known), 3, seed=1) != splits
+    assert len(class_splits(range(4), 9, seed=0)) == 4
+
+
+def test_anchor_choices():
+    """Kills: validation classes missing, one choice repeated, all of 125,970 choices tried."""
+    settings = Settings()
+    assert anchor_choices(Split((0,), (1, 2, 3, 4)), settings, 0) == list(
+        itertools.combinations((1, 2, 3, 4), 2)
+    )
+    assert anchor_choices(Split((0,), (1, 2)), settings, 0) == [(1,), (2,)]
+    many = anchor_choices(Split((0,), tuple(range(1, 21))), settings, 0)
+    assert len(many) == len(set(many)) == 6 and {len(choice) for choice in many} == {12}
+    assert many == anchor_choices(Split((0,), tuple(range(1, 21))), settings, 0)
+
+
+def test_whitening():
+    """Kills: no centring, variances left as they were, all directions kept, rows of other lengths."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([8.0, 4.0, 2.0, 0.1, 0.1])
+    features = torch.randn(4000, 5, generator=generator) * scale + 30
+    points = whiten(features, 0.97)
+    assert points.shape == (4000, 3) and points.dtype == torch.float32  # 64 + 16 of 84 explain .952
+    assert torch.allclose(points.norm(dim=1), torch.ones(4000), atol=1e-5)
+    assert torch.allclose(points.T @ points / 4000, torch.eye(3) / 3, atol=0.02)
+    assert whiten(features, 0.95).shape[1] == 2 and whiten(features, 1.0).shape[1] == 5
+    assert torch.equal(whiten(torch.ones(6, 4), 0.95), torch.zeros(6, 1))
+
+
+def test_class_f1_by_hand():
+    """Kills: accuracy for F1 (unlabeled rows that join cost nothing), greedy pairing, plain counts."""
+    assert class_f1(np.array([[10, 0, 0], [0, 10, 0]]), np.array([10, 10, 30])) == 1
+    assert class_f1(np.array([[10, 0], [0, 10]]), np.array([40, 10])) == pytest.approx((20 / 50 + 1) / 2)
+    assert class_f1(np.array([[5, 5, 0]]), np.array([5, 5, 9])) == pytest.approx(10 / 15)
+    table, totals = np.array([[6, 5], [6, 0]]), np.array([12, 5])
+    assert class_f1(table, totals) == pytest.approx((10 / 16 + 12 / 18) / 2)
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        table = generator.integers(0, 9, (3, 5))
+        totals = table.sum(0) + generator.integers(0, 9, 5)
+        pairs = 2 * table / np.maximum(table.sum(1, keepdims=True) + totals, 1)
+        best = max(
+            np.mean([pairs[i, c] for i, c in enumerate(p)]) for p in itertools.permutations(range(5), 3)
+        )
+        assert class_f1(table, totals) == pytest.approx(best)
+
+
+def test_scores_of_one_k():
+    """Separated blobs: at the true k everything fits; the accuracy is the Hungarian one over validation rows.
+
+    Kills: unlabeled rows scored, anchors scored, clusters numbered as classes (accuracy without matching).
+    """
+    points, truth = synthetic(6)  # probes 0-3, unlabeled 4 and 5
+    labels = np.where(truth < 4, truth, -1)
+    job = ClusterJob(Features(points, labels), Split((), (0, 1, 2, 3)), 0, 0, "cpu", 1, Settings(num_roles=6))
+    right = score_clusters(job, 2)
+    assert [role["anchors"] for role in right] == list(itertools.combinations(range(4), 2))
+    assert all(role["f1"] == role["acc"] == 1 and role["cvi"] > 0.5 for role in right)
+    assert all(role["sizes"] == [20, 20, 0, 0, 0, 0] for role in right)
+    few = score_clusters(job, 0)
+    assert all(role["f1"] < 0.95 for role in few)
+    assert score_clusters(job, 2) == right
+
+
+def test_interval_and_suggestion():
+    """Kills: rounding inwards, minimum and maximum for quantiles, 0 classes, a suggestion above twice low."""
+    assert interval([3, 3, 3], 0.2) == (3, 3)
+    assert interval([1, 3, 3, 3, 3, 3, 3, 3, 3, 9], 0.2) == (3, 3)
+    assert interval([2, 2, 2, 3, 3, 3, 3, 4, 4, 4], 0.2) == (2, 4)
+    assert interval([2, 3, 4, 5], 0.2) == (2, 5)
+    assert interval([0, 0, 0], 0.2) == (1, 1)
+    assert suggest(3, 2, 4) == 4 and suggest(3, 3, 3) == 3
+    assert suggest(3, 2, 7) == 4 and suggest(6, 2, 7) == 6
+    assert largest_best([0.1, 0.5, 0.2, 0.5, 0.4]) == 3 and largest_best([1.0]) == 0

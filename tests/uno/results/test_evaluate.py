@@ -1,0 +1,296 @@
+"""Counting on shards and batches, the metric paths and the console table."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from uno.results import metrics
+from uno.results.evaluate import PROTOCOLS, Confusions, evaluate, format_table, protocol_metrics
+
+
+class Rows(NamedTuple):
+    images: Tensor
+    truth: Tensor
+
+
+H, C_L, C_U, K = 3, 4, 3, 5
+
+
+class Logits(NamedTuple):
+    known: Tensor
+    novel: Tensor | None
+
+
+def random_rows(num_rows: int, seed: int = 0, num_true_novel: int = C_U):
+    generator = torch.Generator().manual_seed(seed)
+    known = torch.randn(num_rows, C_L, generator=generator)
+    novel = torch.randn(H, num_rows, K, generator=generator)
+    truth = torch.randint(-1, C_L + num_true_novel, (num_rows,), generator=generator)
+    return known, novel, truth
+
+
+def counted(known, novel, truth, num_true_novel=C_U):
+    confusions = Confusions.new(H, C_L, num_true_novel, K)
+    confusions.update(known, novel, truth)
+    return confusions
+
+
+def assert_equal(first: Confusions, second: Confusions) -> None:
+    for name in ("known", "novel", "joint"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+def reference(known, novel, truth):
+    """The three matrices by a loop over rows, from the words of METHOD.md 6."""
+    known_counts, novel_counts = np.zeros((C_L, C_L), int), np.zeros((H, C_U, K), int)
+    joint_counts = np.zeros((H, C_L + C_U, C_L + K), int)
+    for row, label in enumerate(truth.tolist()):
+        if label == -1:
+            continue
+        if label < C_L:
+            known_counts[label, int(np.argmax(known[row]))] += 1
+        for head in range(H):
+            if label >= C_L:
+                novel_counts[head, label - C_L, int(np.argmax(novel[head, row]))] += 1
+            joint_counts[head, label, int(np.argmax(np.concatenate([known[row], novel[head, row]])))] += 1
+    return known_counts, novel_counts, joint_counts
+
+
+# ------------------------------------------------------------------------------------------------- counting
+def test_update_equals_a_loop_over_rows():
+    """Kills: argmax over the wrong block, blocks exchanged, one head for all, -1 counted, a row missed."""
+    known, novel, truth = random_rows(200)
+    assert (truth == -1).any()
+    confusions = counted(known, novel, truth)
+    found = [confusions.known, confusions.novel, confusions.joint]
+    for counts, expected in zip(found, reference(known.numpy(), novel.numpy(), truth), strict=True):
+        assert counts.dtype == torch.int64
+        np.testing.assert_array_equal(counts.numpy(), expected)
+
+
+def test_a_tie_between_known_and_novel_is_known():
+    """Kills: >= for >, which sends equal cosines to the cluster."""
+    confusions = Confusions.new(1, 1, 1, 1)
+    confusions.update(torch.tensor([[0.5], [0.5]]), torch.tensor([[[0.5], [0.75]]]), torch.tensor([0, 1]))
+    assert confusions.joint.tolist() == [[[1, 0], [0, 1]]]
+
+
+def test_update_never_waits_for_the_device():
+    """The meta device has no values to wait for. Kills: bincount, boolean selection, .item(), branches."""
+    known, novel, truth = (tensor.to("meta") for tensor in random_rows(16))
+    confusions = Confusions.new(H, C_L, C_U, K, device="meta")
+    confusions.update(known, novel, truth)
+    with pytest.raises(RuntimeError):
+        torch.bincount(truth)
+
+
+def test_merged_batches_and_workers_are_the_whole():
+    """Kills: counts overwritten instead of added, a matrix left out, all_reduce that changes self."""
+    known, novel, truth = random_rows(101)
+    whole = counted(known, novel, truth)
+    shards = [counted(known[r::4], novel[:, r::4], truth[r::4]) for r in range(4)]
+    merged = shards[0].merge(shards[1]).merge(shards[2]).merge(shards[3])
+    assert_equal(merged, whole)
+    # a one-process stand-in for the collective: two workers with equal counts, summed in place
+    before = counted(known, novel, truth)
+    assert_equal(whole.all_reduce(lambda tensor: tensor.mul_(2)), whole.merge(whole))
+    assert_equal(whole, before)
+
+
+def test_update_refuses_other_shapes():
+    """Kills: broadcasting logits that lack the head axis or belong to another model."""
+    known, novel, truth = random_rows(8)
+    confusions = Confusions.new(H, C_L, C_U, K)
+    for bad_known, bad_novel, message in (
+        (known[:, :-1], novel, "known logits"),
+        (known, novel[0], "novel logits"),
+        (known, novel[:2], "novel logits"),
+        (known, None, "novel logits None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            confusions.update(bad_known, bad_novel, truth)
+    with pytest.raises((RuntimeError, IndexError)):
+        confusions.update(known, novel, torch.full_like(truth, C_L + C_U))
+
+
+# ------------------------------------------------------------------------------------------- evaluation sets
+def image_of_row(num_rows: int) -> Tensor:
+    """uint8 images whose first two pixels spell their row number."""
+    images = torch.zeros(num_rows, 3, 2, 2, dtype=torch.uint8)
+    images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(num_rows) % 256, torch.arange(num_rows) // 256
+    return images
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "world_size", "batch_size"), [(300, 1, 300), (300, 1, 7), (301, 4, 32), (3, 4, 2)]
+)
+def test_every_row_is_counted_exactly_once(num_rows, world_size, batch_size):
+    """W workers = 1 worker. Kills: padded sampler, dropped last batch, foreign truth, another view."""
+    known, novel, truth = random_rows(num_rows)
+    seen, sizes = [], []
+
+    def predict_logits(images):
+        assert images.dtype == torch.uint8
+        assert torch.is_inference_mode_enabled()
+        rows = images[:, 0, 0, 0].long() + 256 * images[:, 0, 0, 1].long()
+        seen.extend(rows.tolist())
+        sizes.append(len(rows))
+        views = [(known[rows], novel[:, rows]), (-known[rows], -novel[:, rows])]
+        return Logits(*(torch.stack(logits) for logits in zip(*views, strict=True)))
+
+    total = Confusions.new(H, C_L, C_U, K)
+    for rank in range(world_size):
+        confusions = Confusions.new(H, C_L, C_U, K)
+        result = evaluate(
+            predict_logits, Rows(image_of_row(num_rows), truth), batch_size, confusions, rank, world_size
+        )
+        assert result is confusions
+        total = total.merge(result)
+    assert sorted(seen) == list(range(num_rows))
+    assert 0 < min(sizes) <= max(sizes) <= batch_size
+    assert_equal(total, counted(known, novel, truth))
+    assert total.joint.sum(dim=(1, 2)).tolist() == [int((truth >= 0).sum())] * H
+
+
+def test_evaluate_refuses_unequal_lengths():
+    """Kills: rows without truth silently dropped by zip or slicing."""
+    eval_set = Rows(image_of_row(3), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="3 images but 2 truth"):
+        evaluate(lambda _: Logits(torch.empty(0), None), eval_set, 2, Confusions.new(0, 2, 0, 0))
+
+
+# ---------------------------------------------------------------------------------------------- metric paths
+def expected_keys(split: str) -> set[str]:
+    keys = {f"{split}/novel/task_aware/chance/acc"}
+    for protocol in PROTOCOLS:
+        for which in ("avg", "best"):
+            keys |= {f"{split}/{rows}/{protocol}/acc/{which}" for rows in ("known", "novel", "all")}
+            keys |= {f"{split}/novel/{protocol}/{name}/{which}" for name in ("nmi", "ari", "purity")}
+    return keys
+
+
+def test_protocol_metrics_by_hand():
+    """Two heads on four rows: known class 0 (rows 0, 1), novel classes 1 and 2 (rows 2, 3); clusters 1 and 2.
+
+    Kills: best head chosen by accuracy (head 1 is better everywhere), avg / best exchanged, head axis lost,
+    argmax over the wrong block, blocks exchanged.
+    """
+    known = torch.tensor([[0.1], [0.9], [0.5], [0.1]])
+    novel = torch.tensor([
+        [[0.3, 0.2], [0.1, 0.2], [0.4, 0.3], [0.9, 0.8]],  # own outputs of novel rows: 1, 1; over all: 0, 1
+        [[0.0, 0.0], [0.1, 0.2], [0.3, 0.6], [0.9, 0.8]],  # own: 2, 1; over all: 2, 1
+    ])  # fmt: skip
+    confusions = Confusions.new(2, 1, 2, 2)
+    confusions.update(known, novel, torch.tensor([0, 0, 1, 2]))
+    result = protocol_metrics(confusions, best_head=0, split="test")
+    assert set(result) == expected_keys("test")
+    expected = {
+        "known/task_aware": (1, 1), "novel/task_aware": (0.75, 0.5), "all/task_aware": (0.875, 0.75),
+        # head 0: row 0 -> cluster 1, row 1 -> known, row 2 -> known, row 3 -> cluster 1
+        "known/task_agnostic_official": (0.75, 0.5), "novel/task_agnostic_official": (1, 1),
+        "all/task_agnostic_official": (0.875, 0.75),
+        "known/task_agnostic_joint": (0.75, 0.5), "novel/task_agnostic_joint": (0.75, 0.5),
+        "all/task_agnostic_joint": (0.75, 0.5),
+        "known/task_agnostic_strict": (0.75, 0.5), "novel/task_agnostic_strict": (0.75, 0.5),
+        "all/task_agnostic_strict": (0.75, 0.5),
+    }  # fmt: skip
+    for path, (avg, best) in expected.items():
+        assert (result[f"test/{path}/acc/avg"], result[f"test/{path}/acc/best"]) == (avg, best), path
+    other = protocol_metrics(confusions, best_head=1, split="test")
+    assert other["test/novel/task_aware/acc/best"] == 1
+    assert other["test/novel/task_aware/acc/avg"] == 0.75
+    assert result["test/novel/task_aware/chance/acc"] == pytest.approx(0.75, abs=0.1)
+
+
+def test_permuted_clusters_change_no_metric():
+    """Kills: any metric that reads cluster numbers; heads are permuted independently, K > C_u."""
+    known, novel, truth = random_rows(150)
+    generator = torch.Generator().manual_seed(0)
+    permuted = torch.stack([head[:, torch.randperm(K, generator=generator)] for head in novel])
+    assert not torch.equal(permuted, novel)
+    result = protocol_metrics(counted(known, novel, truth), 1, "train")
+    assert protocol_metrics(counted(known, permuted, truth), 1, "train") == pytest.approx(result, abs=1e-12)
+    assert all(np.isfinite(value) for value in result.values())
+
+
+@pytest.mark.parametrize("num_true_novel", [0, 1, K + 2])
+def test_other_numbers_of_true_classes(num_true_novel):
+    """K clusters for 0, 1 or more true classes than clusters. Kills: square matrices, chance over C_u."""
+    known, novel, truth = random_rows(120, num_true_novel=num_true_novel)
+    result = protocol_metrics(counted(known, novel, truth, num_true_novel), 0, "test")
+    assert all(np.isfinite(value) for value in result.values())
+    if num_true_novel:
+        chance = metrics.chance_accuracy(np.bincount(truth[truth >= C_L] - C_L), num_clusters=K)
+        assert result["test/novel/task_aware/chance/acc"] == chance
+        assert set(result) == expected_keys("test")
+    else:
+        assert all(key.startswith("test/known/") for key in result)
+        assert len(result) == 2 * len(PROTOCOLS)
+
+
+def test_no_rows_and_no_heads():
+    """Kills: NaN for an empty split, a crash in pretraining, an unchecked head index."""
+    known, _, truth = random_rows(50)
+    assert protocol_metrics(Confusions.new(H, C_L, C_U, K), 0, "train") == {}
+    headless = Confusions.new(0, C_L, C_U, 0)
+    headless.update(known, None, truth)
+    result = protocol_metrics(headless, 0, "test")
+    assert set(result) == {"test/known/task_aware/acc/avg", "test/known/task_aware/acc/best"}
+    rows = (truth >= 0) & (truth < C_L)
+    expected = float((known.argmax(-1)[rows] == truth[rows]).double().mean())
+    assert result["test/known/task_aware/acc/avg"] == pytest.approx(expected)
+    for best_head in (-1, H):
+        with pytest.raises(ValueError, match="best_head"):
+            protocol_metrics(Confusions.new(H, C_L, C_U, K), best_head, "train")
+
+
+# ---------------------------------------------------------------------------------------------------- table
+def test_format_table():
+    """Kills: columns exchanged, avg and best exchanged, fractions for percent, lines beyond 80 columns."""
+    values = {}
+    for index, split in enumerate(("train", "test")):
+        confusions = counted(*random_rows(150, seed=index))
+        values |= protocol_metrics(confusions, 2, split)
+    values |= {"baseline/kmeans/novel/acc": 0.8768, "baseline/kmeans_pixels/novel/acc": 1.0}
+    table = format_table(values)
+    assert max(map(len, table.splitlines())) <= 80
+    for protocol in PROTOCOLS:
+        for which in ("avg", "best"):
+            (line,) = [line for line in table.splitlines() if re.match(rf"{protocol} +{which} ", line)]
+            shown = [
+                f"{100 * values[f'{split}/{rows}/{protocol}/acc/{which}']:.1f}"
+                for split in ("train", "test") for rows in ("known", "novel", "all")
+            ]  # fmt: skip
+            assert re.findall(r"\d+\.\d", line) == shown
+    assert re.search(r"^k-means on frozen features .* 87\.7 ", table, re.MULTILINE)
+    assert re.search(r"^k-means on pixels .* 100\.0 ", table, re.MULTILINE)
+    (chance,) = [line for line in table.splitlines() if line.startswith("chance")]
+    levels = [f"{100 * values[f'{split}/novel/task_aware/chance/acc']:.1f}" for split in ("train", "test")]
+    assert re.findall(r"\d+\.\d", chance) == levels
+
+
+def test_format_table_leaves_out_what_is_absent():
+    """Kills: KeyError or invented numbers for a split, group, chance level or baseline that has no truth."""
+    headless = Confusions.new(0, C_L, 0, 0)
+    known, _, truth = random_rows(50)
+    headless.update(known, None, truth)
+    table = format_table(protocol_metrics(headless, 0, "test"))
+    assert "train" not in table.splitlines()[0]
+    assert "k-means" not in table
+    assert "chance" not in table
+    assert len(re.findall(r"\d+\.\d", table)) == 2
+    assert not re.search(r"\d\.\d", format_table({}))
+
+
+def test_uno_metrics_is_what_evaluate_uses():
+    """Kills: a second implementation of a protocol in `evaluate`."""
+    confusions = counted(*random_rows(80))
+    result = protocol_metrics(confusions, 2, "test")
+    strict = metrics.task_agnostic_strict(confusions.joint[2].numpy(), C_L)
+    for key, value in strict.items():
+        rows, name = key.split("/")
+        assert result[f"test/{rows}/task_agnostic_strict/{name}/best"] == value

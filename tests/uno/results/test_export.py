@@ -1,0 +1,170 @@
+"""What other tools load computes what the model computes, in a process that knows nothing of this project."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torchvision
+from torch import nn
+
+from tests.uno.models import tiny_model
+from uno.encoder import SmallResNet
+from uno.errors import ConfigError, NumericsError
+from uno.results import export as exporting
+from uno.results.classes import OutputClass
+from uno.results.export import export, model_card
+
+RESNET18 = {"model__encoder": "resnet18", "data__store_size": 16, "augment__large__size": 16}
+
+
+def features_of(model, images: torch.Tensor) -> torch.Tensor:
+    """In the memory layout that a plain module has: another one rounds differently."""
+    with torch.inference_mode():
+        return model.module.to(memory_format=torch.contiguous_format).features(images)
+
+
+def plain_resnet18(stem: str) -> nn.Module:
+    """torchvision's, and for small images the two layers that the model card names."""
+    encoder = torchvision.models.resnet18()
+    if stem == "small":
+        encoder.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+        encoder.maxpool = nn.Identity()
+    return encoder
+
+
+@pytest.mark.parametrize("stem", ["imagenet", "small"])
+def test_encoder_loads_into_plain_torchvision(tmp_path, stem):
+    model = tiny_model(tmp_path, **RESNET18, model__stem=stem)
+    encoder = plain_resnet18(stem)
+    state = safetensors.torch.load(export(model, "encoder"))
+    missing = encoder.load_state_dict(state, strict=False)
+    assert missing.missing_keys == ["fc.weight", "fc.bias"] and not missing.unexpected_keys
+    encoder.fc = nn.Identity()
+    images = torch.randn(4, 3, 16, 16)
+    with torch.inference_mode():
+        torch.testing.assert_close(encoder.eval()(images), features_of(model, images), rtol=0, atol=1e-6)
+
+
+def test_encoder_loads_into_the_small_resnet(tmp_path):
+    model = tiny_model(tmp_path)
+    encoder = SmallResNet(width=4, blocks=1)
+    encoder.load_state_dict(safetensors.torch.load(export(model, "encoder")))
+    images = torch.randn(4, 3, 8, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(encoder.eval()(images), features_of(model, images), rtol=0, atol=1e-6)
+
+
+FOREIGN = """
+import json, sys
+import numpy as np, torch
+facts = {"classes.json": ""}
+program = torch.export.load("model.pt2", extra_files=facts).module()
+names = [entry["name"] for entry in json.loads(facts["classes.json"])]
+with torch.inference_mode():
+    for name in ("one", "many"):
+        images = torch.from_numpy(np.load(f"{name}.npy"))
+        np.save(f"{name}.out.npy", program(images).numpy())
+assert not {"uno", "pipelines"} & set(sys.modules) and len(names) == 10
+"""
+
+
+@pytest.mark.ray  # several processes
+def test_pt2_computes_the_same_without_this_project(tmp_path):
+    """Kills: another head, no centre crop, no normalisation, no temperature, a fixed batch, merges lost."""
+    model = tiny_model(tmp_path / "run", augment__large__size=6, data__mean=(0.1, 0.2, 0.3))
+    model.classes[7:9] = [OutputClass(7, "a", "novel", 2), OutputClass(8, "b", "novel", None)]
+    (tmp_path / "model.pt2").write_bytes(export(model, "pt2"))
+    batches = {"one": torch.randint(0, 256, (1, 3, 8, 8)), "many": torch.randint(0, 256, (37, 3, 8, 8))}
+    for name, images in batches.items():
+        np.save(tmp_path / f"{name}.npy", images.to(torch.uint8).numpy())
+    subprocess.run([sys.executable, "-c", FOREIGN], check=True, cwd=tmp_path, timeout=120)
+    for name, images in batches.items():
+        expected = model.score(images.to(torch.uint8)).probabilities
+        found = torch.from_numpy(np.load(tmp_path / f"{name}.out.npy"))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["mcl", "dtc"])
+def test_baselines_are_exported_too(tmp_path, method):
+    """Cosines and distances; the export compares itself with the model. Kills: prototypes in place of
+    centres, a similarity network that is handed out.
+    """
+    data = export(tiny_model(tmp_path / "run", method=method), "pt2")
+    program = torch.export.load(io.BytesIO(data)).module()
+    assert program(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape == (2, 10)
+    assert not [name for name, _ in program.named_parameters() if "auxiliary" in name]
+
+
+def test_what_computes_something_else_is_not_handed_out(tmp_path, monkeypatch):
+    model = tiny_model(tmp_path)
+
+    def other_head(projector, head):
+        return one_head(projector, head - 1)
+
+    one_head = exporting._one_head
+    monkeypatch.setattr(exporting, "_one_head", other_head)
+    with pytest.raises(NumericsError, match="differs from the model") as error:
+        export(model, "pt2")
+    assert "\n" not in str(error.value)
+
+
+def test_onnx_computes_the_same_or_says_what_is_missing(tmp_path):
+    model = tiny_model(tmp_path)
+    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
+        with pytest.raises(ConfigError, match=r"pip install 'uno-discovery\[onnx\]'"):
+            export(model, "onnx")
+        return
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(export(model, "onnx"), providers=["CPUExecutionProvider"])
+    images = torch.randint(0, 256, (11, 3, 8, 8)).to(torch.uint8)
+    found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    torch.testing.assert_close(found, model.score(images).probabilities, rtol=0, atol=1e-5)
+
+
+def test_unknown_format(tmp_path):
+    with pytest.raises(ConfigError, match="known are encoder, pt2, onnx"):
+        export(tiny_model(tmp_path), "tflite")
+
+
+METRICS = {"train/novel/task_aware/acc/best": 0.9312, "test/known/task_aware/acc/best": 0.5}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {**RESNET18, "model__stem": "small"}, {**RESNET18, "model__stem": "imagenet"}],
+    ids=["small resnet", "small stem", "imagenet stem"],
+)  # fmt: skip
+def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, options):
+    """Its Python is executed, next to the files it speaks of."""
+    model = tiny_model(tmp_path / "run", **options)
+    facts = {"Data": "digits, fingerprint abc\n# injected"}
+    card = model_card(model.config, 5, 5, 1, facts, METRICS)
+    assert "fingerprint abc # injected" in card and "| 93.1 |  |" in card and "| 50.0 |" in card
+    code = card.split("```python\n")[1].split("```")[0]
+    folder = tmp_path / "run" / "model"
+    if options:  # tracing a ResNet18 takes seconds; the program's lines are the same for all encoders
+        code = code[: code.index("program =")]
+    else:
+        (folder / "model.pt2").write_bytes(export(model, "pt2"))
+    monkeypatch.chdir(folder)
+    code = code.replace('"RUN"', '"."').replace('["image.jpg"]', "images.permute(0, 2, 3, 1).numpy()")
+    space = {"images": torch.randint(0, 256, (2, 3, model.size, model.size)).to(torch.uint8)}
+    exec(compile(code, "card", "exec"), space)
+    assert set(space) >= {"encoder"} and ("probabilities" in space) is not bool(options)
+    assert "Nothing: the data has no labels" in model_card(model.config, 5, 5, 1, {}, {})
+
+
+def test_exported_classes_carry_their_names(tmp_path):
+    model = tiny_model(tmp_path)
+    model.classes[5] = OutputClass(5, "</script> 😀", "novel", 5)
+    facts = {"classes.json": ""}
+    torch.export.load(io.BytesIO(export(model, "pt2")), extra_files=facts)
+    assert json.loads(facts["classes.json"])[5]["name"] == "</script> 😀"

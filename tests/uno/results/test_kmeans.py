@@ -1,0 +1,64 @@
+"""The k-means baseline on real digits and on degenerate input."""
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from uno.results.kmeans import kmeans_baseline
+
+
+@pytest.fixture(scope="module")
+def novel_digits():
+    pixels, labels = load_digits(return_X_y=True)
+    train, _ = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    train = train[labels[train] >= 5]
+    return pixels[train], labels[train]
+
+
+def test_digits_pixels(novel_digits):
+    """Digits 5-9 from pixels: .887-.890 over 5 seeds. Kills: plain accuracy, one cluster less."""
+    pixels, labels = novel_digits
+    result = kmeans_baseline(pixels, labels, 5, seed=0)
+    assert result["acc"] == pytest.approx(0.887, abs=0.01)
+    assert result["nmi"] == pytest.approx(0.766, abs=0.01)
+    assert set(result) == {"acc", "nmi", "ari", "purity"}
+    assert kmeans_baseline(pixels, labels, 5, seed=0) == result
+
+
+def test_poor_starts_are_repeated():
+    """20 blobs: single starts merge two of them (.92) for 3 of 4 seeds. Kills: n_init=1, seed ignored."""
+    truth = np.repeat(np.arange(20), 20)
+    features = np.eye(20)[truth] + 0.2 * np.random.default_rng(0).standard_normal((400, 20))
+    for seed in range(4):
+        assert kmeans_baseline(features, truth, 20, seed)["acc"] > 0.99
+
+
+def test_only_directions_count(novel_digits):
+    """Kills: no l2 normalisation, normalisation of columns, truth that reaches the clustering."""
+    pixels, labels = novel_digits
+    lengths = np.random.default_rng(0).uniform(0.1, 10, (len(pixels), 1))
+    result = kmeans_baseline(pixels, labels, 5, seed=0)
+    assert kmeans_baseline(pixels * lengths, labels, 5, seed=0) == pytest.approx(result)
+    renamed = kmeans_baseline(pixels, (labels - 5 + 2) % 5 + 40, 5, seed=0)
+    assert renamed == pytest.approx(result)
+
+
+def test_rows_without_truth_are_clustered_but_not_scored():
+    """Rectangular: 3 clusters, 2 classes. Kills: -1 scored as a class, truth required to cluster."""
+    features = np.repeat(np.eye(3), 10, axis=0)
+    truth = np.repeat([3, 7, -1], 10)
+    assert kmeans_baseline(features, truth, 3, seed=0) == {"acc": 1, "nmi": 1, "ari": 1, "purity": 1}
+    assert kmeans_baseline(features, np.full(30, -1), 3, seed=0) == {}
+    merged = kmeans_baseline(np.eye(3)[[0, 0, 0, 1, 2, 2]], [0, 0, 1, 1, 2, 2], 3, seed=0)
+    assert merged["acc"] == 5 / 6
+
+
+def test_zero_rows_and_refusals():
+    """Kills: division by zero on a black image, a bare scikit-learn message."""
+    features = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    assert kmeans_baseline(features, [0, 1, 2, 0], 3, seed=0)["acc"] == 1
+    with pytest.raises(ValueError, match="5 clusters cannot be found in 4 rows"):
+        kmeans_baseline(features, [0, 1, 2, 0], 5, seed=0)
+    with pytest.raises(ValueError, match="must be"):
+        kmeans_baseline(features, [0, 1], 2, seed=0)

@@ -1,0 +1,143 @@
+"""A line for whatever is wrong with a run directory; repairs that lose nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.uno.small_run import small_config, train_both
+from uno.data.files import Storage
+from uno.errors import ConfigError, StorageError
+from uno.runs import doctor, lock, run
+from uno.runs.checkpoint import checkpoint_steps
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """All files of a run that ended before its evaluation."""
+    storage = Storage(str(tmp_path_factory.mktemp("trained")))
+    config = small_config(pretrain__epochs=2, discover__epochs=2)
+    run.open_run(config, storage, "f" * 64)
+    train_both(config, storage)
+    folder = storage.root
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file() and "tensorboard" not in str(path)
+    }
+
+
+@pytest.fixture
+def storage(tmp_path, trained):
+    storage = Storage(str(tmp_path / "run"))
+    for name, data in trained.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_bytes(data)
+    return storage
+
+
+def levels(storage: Storage, level: str) -> list[str]:
+    return [str(finding) for finding in doctor.examine(storage) if finding.level == level]
+
+
+NEWEST = "checkpoints/discover/step_00000012"
+
+
+def test_a_sound_run(storage):
+    assert levels(storage, "warning") == levels(storage, "error") == []
+    text = "\n".join(levels(storage, "ok"))
+    assert "pretrain: checkpoints of step 3, 6 verify" in text
+    assert "discover: checkpoints of step 6, 12 verify" in text
+    assert "not finished" in text and "no command is at work" in text
+
+
+def cut(storage, name):
+    storage.write(name, storage.read(name)[:-9])
+
+
+DAMAGE = {
+    "a truncated checkpoint": (lambda s: cut(s, f"{NEWEST}/tensors.safetensors"), "step 12: tensors"),
+    "a checkpoint without its state": (lambda s: s.delete(f"{NEWEST}/state.json"), "state.json is missing"),
+    "a cut line": (lambda s: cut(s, "metrics.jsonl"), "metrics.jsonl: 1 unreadable lines"),
+    "a temporary file": (lambda s: s.write(f"{NEWEST}/.state.json.0a1b2c3d", b""), "unfinished"),
+    "Ray's folder": (lambda s: s.write("ray/attempt-1/x.json", b""), "ray: Ray Train"),
+    "a STOP file": (lambda s: s.write("STOP", b""), "STOP: the request"),
+    "damaged results": (lambda s: s.write("metrics.json", b"{"), "metrics.json is damaged"),
+    "a dead holder": (
+        lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7, "token": "x"}'),
+        "process 7 on gone held the directory and is gone",
+    ),
+    "another torch": (
+        lambda s: s.write(
+            "environment.json",
+            json.dumps(json.loads(s.read("environment.json")) | {"versions": {"torch": "1.0"}}).encode(),
+        ),
+        "torch 1.0 is",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_a_run_survives_is_a_warning(storage, case):
+    damage, says = DAMAGE[case]
+    damage(storage)
+    (line,) = levels(storage, "warning")
+    assert says in line and ";" in line and levels(storage, "error") == []
+
+
+HOPELESS = {
+    "config.yaml": (lambda s: s.write("config.yaml", b"- 1"), "config.yaml is damaged"),
+    "a key of another version": (lambda s: s.append("config.yaml", b"\nno_such_key: 1\n"), "no_such_key"),
+    "environment.json": (lambda s: s.delete("environment.json"), "environment.json is missing"),
+    "all checkpoints": (
+        lambda s: [cut(s, f"checkpoints/discover/step_{step:08d}/state.json") for step in (6, 12)],
+        "none of the 2 checkpoints",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOPELESS)
+def test_what_keeps_a_run_from_resuming_is_an_error(storage, case):
+    damage, says = HOPELESS[case]
+    damage(storage)
+    (line,) = levels(storage, "error")
+    assert says in line and "\n" not in line
+
+
+def test_a_living_holder_is_left_alone(storage):
+    with lock.claim(storage, on_wait=pytest.fail):
+        assert any("is at work here" in line for line in levels(storage, "ok"))
+
+
+def test_repairs_lose_nothing(storage):
+    """Kills: the last valid checkpoint removed, a repair that is not complete."""
+    for case in ("a truncated checkpoint", "a temporary file", "Ray's folder", "a STOP file"):
+        DAMAGE[case][0](storage)
+    assert len(levels(storage, "warning")) == 4
+    (line,) = doctor.heal(storage, thorough=True)
+    assert "removed the damaged checkpoint of discover step 12 (tensors.safetensors is damaged)" in line
+    assert levels(storage, "warning") == levels(storage, "error") == []
+    assert checkpoint_steps(storage, "discover") == [6] and checkpoint_steps(storage, "pretrain") == [3, 6]
+    cut(storage, "checkpoints/discover/step_00000006/state.json")
+    with pytest.raises(StorageError, match="none of the 1 checkpoints"):
+        doctor.heal(storage, thorough=True)
+    assert checkpoint_steps(storage, "discover") == [6]
+
+
+def test_older_damage_is_left_to_the_thorough(storage):
+    cut(storage, "checkpoints/discover/step_00000006/state.json")
+    assert doctor.heal(storage) == [] and checkpoint_steps(storage, "discover") == [6, 12]
+    assert len(doctor.heal(storage, thorough=True)) == 1 and checkpoint_steps(storage, "discover") == [12]
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        doctor.examine(Storage(str(tmp_path)))

@@ -1,0 +1,123 @@
+"""The injector itself, and what a run without Ray makes of its faults."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, train_both
+from uno.data import files as storage_module
+from uno.data.files import Storage
+from uno.errors import ConfigError, StorageError
+from uno.runs import faults
+from uno.runs.checkpoint import checkpoint_steps, load_newest
+from uno.runs.faults import Fault, planned, wasted_steps
+from uno.train import LocalWorker
+
+INTERVAL = 6  # steps between two checkpoints of the small run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    storage = Storage(str(tmp_path_factory.mktemp("undisturbed")))
+    return copied_tensors(train_both(small_config(), storage)), lines(storage)
+
+
+def test_without_the_variable_nothing_is_wrapped(tmp_path, monkeypatch):
+    """Kills: a hook that costs every run something, a file in every run directory."""
+    monkeypatch.delenv(faults.VARIABLE, raising=False)
+    storage = Storage(str(tmp_path))
+    assert faults.in_training(pytest.fail, "discover", 0, storage) is pytest.fail
+    assert faults.in_driver(pytest.fail, storage) is pytest.fail
+    assert storage.list() == []
+
+
+def test_what_the_variable_says():
+    text = "kill-worker:rank=1,step=7; nan:phase=pretrain,step=2 ;full-disk:checkpoint=2"
+    assert planned(text) == [
+        Fault("kill-worker", "discover", 7, 1),
+        Fault("nan", "pretrain", 2, 0),
+        Fault("full-disk", "discover", 2, 0),
+    ]
+    drawn = [planned(f"kill-worker:step=5..80,times=3,seed={seed}") for seed in (0, 0, 1)]
+    steps = [[fault.at for fault in few] for few in drawn]
+    assert steps[0] == steps[1] != steps[2]
+    assert all(len(set(few)) == 3 and min(few) >= 5 and max(few) <= 80 for few in steps)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "explode:step=1", "nan", "nan:", "nan:step=x", "nan:step=-1", "nan:checkpoint=1",
+        "sigterm:rank=1,step=2", "full-disk:step=2", "nan:step=1,phase=evaluate",
+        "nan:step=3..4,times=3", "nan:step=4..3", "nan:step=1,rank=one", "kill-worker:step=1,seed",
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(text):
+    with pytest.raises(ConfigError, match=r"^UNO_FAULTS: ") as caught:
+        planned(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_that_is_not_a_number_is_rolled_back(tmp_path, undisturbed, monkeypatch, caplog):
+    """At the next look (BatchNorm's statistics are spoiled); the same numbers as if it had not happened."""
+    monkeypatch.setenv(faults.VARIABLE, "nan:step=9")
+    storage = Storage(str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        state = train_both(small_config(), storage)
+    assert "non-finite loss at discover step 12; rolled back to step 6" in caplog.text
+    assert_same(copied_tensors(state), undisturbed[0])
+    assert lines(storage) == undisturbed[1]
+    assert wasted_steps(storage) == [3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("full-disk", "No space left on device"), ("read-only", "Read-only file system")]
+)
+def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kind, reason):
+    """One line that names the file; the older checkpoint stays; with room again the run goes on."""
+    monkeypatch.setenv(faults.VARIABLE, f"{kind}:checkpoint=2")
+    real = storage_module._write_local
+    storage = Storage(str(tmp_path))
+    with pytest.raises(StorageError, match=rf"cannot write .*step_00000012/.*{reason}$") as caught:
+        train_both(small_config(), storage)
+    assert "\n" not in str(caught.value)
+    assert storage_module._write_local is real
+    assert checkpoint_steps(storage, "discover") == [6]
+    state = train_both(small_config(), storage, LocalWorker(CPU))
+    assert_same(copied_tensors(state), undisturbed[0])
+    assert wasted_steps(storage) == [INTERVAL]
+    assert load_newest(storage, "discover").step == 18
+
+
+DAMAGE = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "bit flipped": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path, undisturbed, monkeypatch, damage):
+    """The older one is taken; the end is the same. Kills: a start at step 0, damaged weights trained on."""
+    storage = Storage(str(tmp_path))
+    train_both(small_config(), storage)
+    DAMAGE[damage](tmp_path / "checkpoints/discover/step_00000018/tensors.safetensors")
+    monkeypatch.setenv(faults.VARIABLE, "nan:step=999")  # only to have the start noted
+    assert_same(copied_tensors(train_both(small_config(), storage)), undisturbed[0])
+    assert [event["step"] for event in faults._events(storage)] == [18 - INTERVAL]
+    assert lines(storage) == undisturbed[1]
+
+
+def test_wasted_steps_are_counted_from_the_next_start_of_the_phase(tmp_path):
+    storage = Storage(str(tmp_path))
+    for event in (
+        {"event": "start", "phase": "discover", "step": 0},
+        {"event": "fault", "name": "a", "phase": "discover", "step": 9},
+        {"event": "start", "phase": "pretrain", "step": 2},
+        {"event": "start", "phase": "discover", "step": 6},
+        {"event": "fault", "name": "b", "phase": "discover", "step": 17},
+    ):
+        faults._note(storage, event)
+    assert wasted_steps(storage) == [3, 0]

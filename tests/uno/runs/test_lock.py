@@ -1,0 +1,109 @@
+"""Who may write in a run directory: one command, and its workers only while it has it."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from uno.data.files import Storage
+from uno.errors import ConfigError, StorageError
+from uno.runs import lock
+from uno.runs.lock import Claim, ClaimedStorage, claim
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.5)
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return Storage(str(tmp_path))
+
+
+def test_a_free_directory_is_held_and_given_back(storage):
+    with claim(storage, on_wait=pytest.fail) as mine:
+        mine.storage.write("a.txt", b"1")
+        mine.storage.append("a.txt", b"2")
+        assert storage.read("a.txt") == b"12"
+        mine.storage.delete("a.txt")
+        assert storage.list() == [lock.FILE]
+    assert storage.list() == []
+
+
+def test_it_is_given_back_after_an_error(storage):
+    with pytest.raises(ZeroDivisionError), claim(storage, on_wait=pytest.fail):
+        _ = 1 / 0
+    assert storage.list() == []
+
+
+def test_a_living_holder_is_left_alone(storage):
+    lines = []
+    with claim(storage, on_wait=lines.append) as first:
+        with pytest.raises(ConfigError, match="is in use by process"), claim(storage, on_wait=lines.append):
+            pytest.fail("entered")
+        first.storage.write("still.txt", b"mine")
+    assert len(lines) == 1 and "watching 0.5 s" in lines[0]
+
+
+def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
+    """Kills: a lock that a kill -9 leaves for ever; workers that outlive their driver and go on writing."""
+    storage.write(lock.FILE, json.dumps({"host": "gone", "pid": 1, "token": "old", "renewals": 7}).encode())
+    orphan = ClaimedStorage(storage.uri, "old")
+    orphan.write("by-orphan.txt", b"while nobody else has it")
+    with claim(storage, on_wait=lambda line: None):
+        for write in (orphan.write, orphan.append):
+            with pytest.raises(StorageError, match="was taken over by process"):
+                write("by-orphan.txt", b"too late")
+        with pytest.raises(StorageError, match="was taken over by process"):
+            orphan.delete("by-orphan.txt")
+    assert storage.read("by-orphan.txt") == b"while nobody else has it"
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
+def test_a_damaged_lock_is_that_of_a_dead_holder(storage, content):
+    storage.write(lock.FILE, content)
+    with claim(storage, on_wait=lambda line: None) as mine:
+        mine.storage.write("a.txt", b"1")
+
+
+def test_a_lock_released_while_watched_is_taken_at_once(storage):
+    holder = Claim(storage.uri)
+    with claim(storage, on_wait=lambda line: holder.release()):
+        pass
+    assert storage.list() == []
+
+
+def test_a_holder_that_lost_its_claim_does_not_take_it_back(storage):
+    """Kills: a sleeper (laptop, paused container) that wakes up and renews over its successor."""
+    sleeper = Claim(storage.uri)
+    storage.write(lock.FILE, json.dumps({"token": "successor"}).encode())
+    time.sleep(0.4)
+    sleeper.release()
+    assert json.loads(storage.read(lock.FILE)) == {"token": "successor"}
+    with pytest.raises(StorageError, match="was taken over"):
+        sleeper.storage.write("a.txt", b"1")
+
+
+def test_a_new_token_shuts_out_the_workers_of_the_old_one(storage):
+    with claim(storage, on_wait=pytest.fail) as mine:
+        worker = ClaimedStorage(storage.uri, mine.replace_token())
+        worker.check()
+        mine.replace_token()
+        with pytest.raises(StorageError, match="was taken over"):
+            worker.check()
+        mine.storage.check()
+
+
+def test_a_worker_that_cannot_see_the_run_says_so(tmp_path):
+    """Another node without the shared disk: the directory is there, empty."""
+    with pytest.raises(StorageError, match="is not on storage that all nodes share"):
+        ClaimedStorage(str(tmp_path), "token").check()
+
+
+def test_which_files_are_the_locks_own():
+    assert lock.ours("lock.json") and lock.ours(".lock.json.1a2b3c4d")
+    assert not lock.ours("config.yaml") and not lock.ours("my-lock.json")

@@ -1,0 +1,190 @@
+"""The Python interface: ``uno.load("runs/demo").predict(images)``. It mirrors ``uno predict``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+import torch
+from torch import Tensor
+
+from uno.data.decode import BadImage, decode_many, to_rgb
+from uno.data.files import Storage
+from uno.data.rows import Image
+from uno.errors import ConfigError
+from uno.results.classes import OutputClass
+from uno.results.infer import Classifier, Scores, load_classifier
+
+ImageLike = str | PathLike[str] | bytes | np.ndarray | PIL.Image.Image
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The class of one image; without one where the image could not be read, ``reason`` says why."""
+
+    class_index: int | None
+    class_name: str | None
+    kind: str | None  # known | novel
+    probability: float
+    margin: float
+    entropy: float
+    head_agreement: float
+    known_mass: float
+    reason: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """The classes of N images; fields are those of ``uno predict``, as arrays of length N.
+
+    A row that could not be read has class -1, no name, NaN for every number, and a reason.
+    """
+
+    class_index: np.ndarray  # (N,) int64
+    class_name: list[str | None]
+    kind: list[str | None]
+    probability: np.ndarray  # (N,) float32, as those that follow
+    margin: np.ndarray
+    entropy: np.ndarray  # nats
+    head_agreement: np.ndarray
+    known_mass: np.ndarray
+    probabilities: np.ndarray  # (N, C)
+    embedding: np.ndarray  # (N, D)
+    reason: list[str | None]
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.class_index)
+
+    def __getitem__(self, row: int) -> Prediction:
+        """The prediction of one image."""
+        index = int(self.class_index[row])
+        return Prediction(
+            class_index=None if index < 0 else index,
+            class_name=self.class_name[row],
+            kind=self.kind[row],
+            probability=float(self.probability[row]),
+            margin=float(self.margin[row]),
+            entropy=float(self.entropy[row]),
+            head_agreement=float(self.head_agreement[row]),
+            known_mass=float(self.known_mass[row]),
+            reason=self.reason[row],
+        )
+
+    def __iter__(self) -> Iterator[Prediction]:
+        """One prediction after the other."""
+        return (self[row] for row in range(len(self)))
+
+
+class Model:
+    """A trained model. ``classes`` are its outputs, in order; ``size`` the side of its images in pixels."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        self._classifier = classifier
+        self.classes: list[OutputClass] = classifier.classes
+        self.size = classifier.size
+        self.model_hash = classifier.model_hash
+
+    def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
+        """Classify images of any size.
+
+        Args:
+            images: a list of paths or URIs, encoded bytes, PIL images and uint8 arrays (H, W, 3) or (H, W);
+                or one uint8 array (N, H, W, 3); or one uint8 tensor (N, 3, H, W). They are made square as in
+                training: shorter side resized to ``size``, centre crop.
+
+        Raises:
+            ConfigError: something else (it is a ValueError). Unreadable files are rows with a reason instead.
+        """
+        items = _items(images)
+        size, step = self._classifier.size, self._classifier.batch_rows
+        parts: list[Scores] = []
+        reason: list[str | None] = [None] * len(items)
+        for start in range(0, len(items), step):
+            batch = items[start : start + step]
+            names = [str(start + i) for i in range(len(batch))]
+            encoded: list[Image] = [b"" if isinstance(item, BadImage) else item for item in batch]
+            pixels, ok, bad = decode_many(encoded, names, size)
+            for entry in bad:
+                row = int(entry["id"])
+                reason[row] = str(items[row]) if isinstance(items[row], BadImage) else entry["reason"]
+            if ok.any():
+                parts.append(self._classifier.score(pixels[torch.from_numpy(ok)]))
+        return self._predictions(parts, reason)
+
+    def _predictions(self, parts: Sequence[Scores], reason: list[str | None]) -> Predictions:
+        readable = np.array([text is None for text in reason], dtype=bool)
+
+        def column(name: str, *width: int) -> np.ndarray:
+            empty = np.int64(-1) if name == "class_index" else np.float32("nan")
+            full = np.full((len(reason), *width), empty)
+            if parts:
+                full[readable] = np.concatenate([getattr(part, name).numpy() for part in parts])
+            return full
+
+        index = column("class_index")
+        features = int(self._classifier.module.encoder.num_features)  # type: ignore[arg-type]
+        return Predictions(
+            class_index=index,
+            class_name=[None if i < 0 else self.classes[i].name for i in index.tolist()],
+            kind=[None if i < 0 else self.classes[i].kind for i in index.tolist()],
+            probability=column("probability"),
+            margin=column("margin"),
+            entropy=column("entropy"),
+            head_agreement=column("head_agreement"),
+            known_mass=column("known_mass"),
+            probabilities=column("probabilities", len(self.classes)),
+            embedding=column("features", features),
+            reason=reason,
+        )
+
+
+def load(run: str | PathLike[str], device: str = "cpu") -> Model:
+    """The model of a finished run: ``uno.load("runs/demo")``; a copy of its ``model/`` folder does as well.
+
+    Args:
+        run: run directory, path or URI.
+        device: where to compute, "cpu" or "cuda".
+
+    Raises:
+        StorageError: no trained model there, or a damaged one.
+    """
+    return Model(load_classifier(Storage(fspath(run)), device))
+
+
+def _items(images: Any) -> list[Image | BadImage]:
+    """Every image as what ``decode_many`` takes, or why it has no pixels."""
+    if isinstance(images, Tensor):
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise ConfigError(
+                f"a tensor of images must be uint8 (N, 3, H, W), not {images.dtype} {tuple(images.shape)}"
+            )
+        images = images.cpu().permute(0, 2, 3, 1).numpy()
+    if isinstance(images, (str, bytes, PathLike, PIL.Image.Image)) or getattr(images, "ndim", 4) != 4:
+        raise ConfigError("predict takes several images; put a single one in a list: predict([image])")
+    return [_item(image, row) for row, image in enumerate(images)]
+
+
+def _item(image: Any, row: int) -> Image | BadImage:
+    if isinstance(image, (str, bytes)):
+        return image
+    if isinstance(image, PathLike):
+        return str(fspath(image))
+    if isinstance(image, PIL.Image.Image):
+        try:
+            image = np.asarray(to_rgb(PIL.ImageOps.exif_transpose(image)))
+        except (BadImage, OSError) as error:  # OSError: a file opened lazily, and truncated
+            return BadImage(" ".join(str(error).split()))
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3) and image.size:
+        image = np.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image
+        if image.shape[2] == 3:
+            return image
+    what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+    raise ConfigError(
+        f"image {row} is {what}; images are paths, bytes, PIL images or uint8 arrays (H, W, 3) or (H, W)"
+    )

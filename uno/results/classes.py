@@ -1,0 +1,325 @@
+"""What the outputs of a trained model are called, and what becomes of the discovered ones.
+
+``model/classes.json`` lists every output. A discovered class is a cluster until somebody looks at it:
+``classes.yaml`` in the run is where a person gives it a name, merges it into another class or drops it.
+
+The probability of a merged class is added to the class it was merged into. A dropped class is never
+predicted, but its probability is not handed to the others: a row that looks like a dropped class keeps a low
+``probability``, so that it can be told from a row of a real class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from uno.config import MAX_CONFIG_BYTES, refuse_yaml_bombs
+from uno.errors import ConfigError, StorageError
+
+YAML_FILE = "classes.yaml"
+MAX_NAME_LENGTH = 300
+MERGE = "merge into "
+NUM_NEAREST = 3
+
+HEADER = """\
+# Names for the discovered classes. Edit this file, then run: uno classes RUN --apply
+# name:   what predictions call the class.
+# action: keep, drop (never predicted), or merge into NAME (a known class, or the name of another entry).
+"""
+
+
+@dataclass(frozen=True)
+class OutputClass:
+    """One of the C outputs of a model.
+
+    ``into`` is the index of the class that gets its probability: its own, that of the class it was merged
+    into, or None for a dropped class.
+    """
+
+    index: int
+    name: str
+    kind: str  # known | novel
+    into: int | None
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What a discovered class looks like, to somebody who has to name it.
+
+    ``rows`` of ``total`` sampled unlabeled rows were put into it; ``known`` and ``novel`` are the most
+    similar classes, as (name, cosine), most similar first.
+    """
+
+    rows: int
+    total: int
+    known: tuple[tuple[str, float], ...]
+    novel: tuple[tuple[str, float], ...]
+
+
+def parse_classes(data: bytes) -> list[OutputClass]:
+    """The classes in the content of ``classes.json``, by index.
+
+    Raises:
+        StorageError: damaged.
+    """
+    try:
+        entries = json.loads(data)["classes"]
+        classes = [
+            OutputClass(
+                entry["index"],
+                entry["name"],
+                entry["kind"],
+                None if entry.get("drop") else entry.get("merge_into", entry["index"]),
+            )
+            for entry in entries
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise StorageError("classes.json is damaged") from None
+    num = len(classes)
+    sound = all(
+        c.index == i
+        and isinstance(c.name, str)
+        and c.kind in ("known", "novel")
+        and (c.into is None or (type(c.into) is int and 0 <= c.into < num))
+        for i, c in enumerate(classes)
+    )
+    first_novel = sum(c.kind == "known" for c in classes)
+    if not num or not sound or any(c.kind == "known" for c in classes[first_novel:]):
+        raise StorageError("classes.json is damaged")
+    return classes
+
+
+def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
+    """``classes.json`` with the content ``data``, its classes replaced."""
+    entries = []
+    for c in classes:
+        entry: dict[str, Any] = {"index": c.index, "name": c.name, "kind": c.kind}
+        if c.into is None:
+            entry["drop"] = True
+        elif c.into != c.index:
+            entry["merge_into"] = c.into
+        entries.append(entry)
+    return json.dumps(json.loads(data) | {"classes": entries}, indent=1).encode()
+
+
+def route(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
+    """Add the probabilities of merged classes up and take those of dropped ones away: (..., C) -> (..., C).
+
+    Rows sum to one minus the probability of the dropped classes.
+    """
+    if all(c.into == c.index for c in classes):
+        return probabilities
+    device = probabilities.device
+    kept = torch.tensor([c.index for c in classes if c.into is not None], device=device)
+    into = torch.tensor([c.into for c in classes if c.into is not None], device=device)
+    return torch.zeros_like(probabilities).index_add(-1, into, probabilities[..., kept])
+
+
+def names_hash(classes: Sequence[OutputClass]) -> str:
+    """Identifies the names (12 hex digits)."""
+    return hashlib.sha256(json.dumps([c.name for c in classes]).encode()).hexdigest()[:12]
+
+
+def routes_hash(classes: Sequence[OutputClass]) -> str:
+    """Identifies what is merged and dropped (12 hex digits)."""
+    return hashlib.sha256(json.dumps([c.into for c in classes]).encode()).hexdigest()[:12]
+
+
+# ------------------------------------------------------------------------------------------------ suggestions
+def suggest(
+    features: Tensor, known_cosines: Tensor, predicted: Tensor, classes: Sequence[OutputClass]
+) -> dict[int, Suggestion]:
+    """How similar every discovered class is to the others, from N rows of the unlabeled set.
+
+    A known class is as similar as the mean cosine of the rows with its prototype; two discovered classes as
+    the cosine of their mean features.
+
+    Args:
+        features: (N, D) pooled features z.
+        known_cosines: (N, C_l) cosines of the known head.
+        predicted: (N,) output of the best head over [known, novel], in [0, C).
+        classes: all C outputs.
+    """
+    num_known = known_cosines.shape[1]
+    novel = [c for c in classes if c.kind == "novel"]
+    unit = torch.nn.functional.normalize(features.float(), dim=-1)
+    members = torch.nn.functional.one_hot(predicted, len(classes))[:, num_known:].to(unit.dtype)  # (N, C_u)
+    counts = members.sum(dim=0)
+    to_known = members.T @ known_cosines.float() / counts.clamp(min=1).unsqueeze(1)  # (C_u, C_l)
+    means = torch.nn.functional.normalize(members.T @ unit, dim=-1)
+    to_novel = (means @ means.T).fill_diagonal_(-torch.inf)
+    to_novel[:, counts == 0] = -torch.inf
+
+    def nearest(cosines: Tensor, names: Sequence[str]) -> tuple[tuple[str, float], ...]:
+        values, order = cosines.sort(descending=True, stable=True)
+        pairs = zip(order.tolist(), values.tolist(), strict=True)
+        return tuple((names[i], value) for i, value in pairs if value > -torch.inf)[:NUM_NEAREST]
+
+    known_names, novel_names = [c.name for c in classes[:num_known]], [c.name for c in novel]
+    return {
+        c.index: Suggestion(int(counts[i]), len(predicted), nearest(to_known[i], known_names),
+                            nearest(to_novel[i], novel_names))
+        if counts[i] else Suggestion(0, len(predicted), (), ())
+        for i, c in enumerate(novel)
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- the YAML file
+def template(classes: Sequence[OutputClass], model_hash: str, suggestions: Mapping[int, Suggestion]) -> str:
+    """The text of a fresh ``classes.yaml``: every discovered class as it is, suggestions as comments."""
+    lines = [HEADER + f"model: {_scalar(model_hash)}", "classes:"]
+    for c in classes:
+        if c.kind == "known":
+            continue
+        lines.append(f"- index: {c.index}{_comment(suggestions.get(c.index))}")
+        lines.append(f"  name: {_scalar(c.name)}")
+        lines.append(f"  action: {_scalar(_action(c, classes))}")
+    return "\n".join(lines) + "\n"
+
+
+def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str) -> list[OutputClass]:
+    """All classes with the names and actions of an edited ``classes.yaml``.
+
+    Args:
+        data: content of the file.
+        where: its path, for messages.
+        classes: of the model.
+        model_hash: of the model; a file that was written for another one is refused.
+
+    Raises:
+        ConfigError: anything wrong with the file, in one line that names the class.
+    """
+    tree = _parse(data, where)
+    _check_keys(tree, ("model", "classes"), where)
+    if tree.get("model") != model_hash:
+        raise ConfigError(f"{where} was written for another model; move it away and run uno classes again")
+    entries = tree.get("classes")
+    if not isinstance(entries, list):
+        raise ConfigError(f"{where}: classes must be a list of entries with index, name and action")
+    novel = {c.index: c for c in classes if c.kind == "novel"}
+    names: dict[int, str] = {}
+    actions: dict[int, str] = {}
+    for number, entry in enumerate(entries, start=1):
+        index, name, action = _entry(entry, f"{where}: entry {number}", novel)
+        if index in names:
+            raise ConfigError(f"{where}: class {index} has two entries")
+        names[index], actions[index] = name, action
+    missing = [index for index in novel if index not in names]
+    if missing:
+        raise ConfigError(f"{where}: class {missing[0]} ({novel[missing[0]].name}) has no entry")
+    return _resolve(where, classes, names, actions)
+
+
+def _resolve(
+    where: str, classes: Sequence[OutputClass], names: Mapping[int, str], actions: Mapping[int, str]
+) -> list[OutputClass]:
+    """Check names and targets against each other."""
+    targets = {c.name: c.index for c in classes if c.kind == "known"}
+    for index, name in names.items():
+        if actions[index] != "keep":
+            continue
+        if name in targets:
+            raise ConfigError(
+                f"{where}: two classes are named {name!r}; use action: merge into {name}, or another name"
+            )
+        targets[name] = index
+    gone = {name: index for index, name in names.items() if name not in targets}
+    into: dict[int, int | None] = {}
+    for index, action in actions.items():
+        wanted = action.removeprefix(MERGE).strip()
+        if action == "keep":
+            into[index] = index
+        elif action == "drop":
+            into[index] = None
+        elif wanted in targets:
+            into[index] = targets[wanted]
+        elif wanted in gone:
+            what = "dropped" if actions[gone[wanted]] == "drop" else "merged itself"
+            raise ConfigError(f"{where}: class {index} is merged into {wanted!r}, which is {what}")
+        else:
+            near = difflib.get_close_matches(wanted, targets, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{where}: class {index} is merged into {wanted!r}, which is no class{hint}")
+    return [c if c.kind == "known" else replace(c, name=names[c.index], into=into[c.index]) for c in classes]
+
+
+def _entry(entry: Any, where: str, novel: Mapping[int, OutputClass]) -> tuple[int, str, str]:
+    """(index, name, action) of one entry."""
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} must have index, name and action, got {str(entry)[:80]!r}")
+    _check_keys(entry, ("index", "name", "action"), where)
+    index, name, action = entry.get("index"), entry.get("name"), entry.get("action", "keep")
+    if type(index) is not int or index not in novel:
+        known = f"{min(novel)} to {max(novel)}"
+        raise ConfigError(f"{where}: index must be that of a discovered class, {known}, got {index!r}")
+    if type(name) is int:  # `name: 7` means the text
+        name = str(name)
+    if not isinstance(name, str):
+        raise ConfigError(f"{where} (class {index}): name must be text, got {name!r}; put it in quotes")
+    name = name.strip()
+    if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+        raise ConfigError(
+            f"{where} (class {index}): name must have 1 to {MAX_NAME_LENGTH} printable characters"
+        )
+    action = re.sub(r"\A\s*merge\s+into\s+", MERGE, action).strip() if isinstance(action, str) else action
+    if action not in ("keep", "drop") and not (isinstance(action, str) and action.startswith(MERGE)):
+        raise ConfigError(
+            f"{where} (class {index}): action must be keep, drop or merge into NAME, got {action!r}"
+        )
+    return index, name, action
+
+
+def _parse(data: bytes, where: str) -> Mapping[str, Any]:
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        text = data.decode()
+        refuse_yaml_bombs(text)
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where} must hold the keys model and classes")
+    return tree
+
+
+def _check_keys(tree: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
+    for key in tree:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _action(c: OutputClass, classes: Sequence[OutputClass]) -> str:
+    if c.into is None:
+        return "drop"
+    return "keep" if c.into == c.index else MERGE + classes[c.into].name
+
+
+def _scalar(value: str) -> str:
+    """A string as a YAML scalar on one line."""
+    plain = value.isascii() and value.isprintable()
+    dumped = yaml.safe_dump(value, width=1_000_000, default_style=None if plain else '"')
+    return dumped.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def _comment(suggestion: Suggestion | None) -> str:
+    """Names are shown escaped: a line break in one would end the comment."""
+    if suggestion is None:
+        return ""
+    parts = [f"{suggestion.rows} of {suggestion.total} sampled rows"]
+    for title, pairs in (("nearest known", suggestion.known), ("nearest discovered", suggestion.novel)):
+        if pairs:
+            listed = ", ".join(f"{name[:80]!a} {cosine:.2f}" for name, cosine in pairs)
+            parts.append(f"{title}: {listed}")
+    return f"  # {'; '.join(parts)}"

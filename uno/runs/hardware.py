@@ -1,0 +1,77 @@
+"""What this process runs on, in words, for records and run directories."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import shutil
+import sys
+import tempfile
+from typing import Any
+
+import torch
+
+from uno.errors import ConfigError
+from uno.runs.checkpoint import FORMAT_VERSION
+
+
+def hardware(cuda: bool | None = None) -> str:
+    """The GPU, or the processor and its number of cores.
+
+    Args:
+        cuda: whether the GPU does the work; default: where there is one.
+    """
+    if torch.cuda.is_available() if cuda is None else cuda:
+        return str(torch.cuda.get_device_name())
+    return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def environment(fingerprint: str) -> dict[str, Any]:
+    """Command, versions, hardware and the data's fingerprint, for ``environment.json``."""
+    versions = {}
+    for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "format_version": FORMAT_VERSION,
+        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "data_fingerprint": fingerprint,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": hardware(cuda=False),
+        "versions": versions,
+        "gpus": gpus,
+    }
+
+
+def prepare_compiler() -> None:
+    """Before ``torch.compile``: a compiler, and a cache of its own for this kind of processor.
+
+    torch 2.15 finds cached code by the graph alone: code written for one processor's vectors, found again on
+    another (a copied image, a shared temporary directory), computes wrong losses and NaN without a word.
+
+    Raises:
+        ConfigError: where ``torch.compile`` would fail with a traceback in the first step.
+    """
+    if not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
+        raise ConfigError("compute.compile needs a C++ compiler (g++, clang++ or CXX) on every node")
+    vectors = f"{torch.backends.cpu.get_cpu_capability()} {_processor('flags')}"
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    name = "vectors-" + hashlib.sha256(vectors.encode()).hexdigest()[:12]
+    if os.path.basename(folder) != name:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, name)
+
+
+def _processor(field: str = "model name") -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            values = [line.partition(":")[2].strip() for line in file if line.startswith(field)]
+        return values[0]
+    except (OSError, IndexError):
+        return platform.machine()

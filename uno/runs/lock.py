@@ -1,0 +1,185 @@
+"""One command at a time in a run directory: a claim that its holder renews, and that every write checks.
+
+It works on any storage, also on object stores that have no locks, and compares no clocks. A newcomer watches
+a claim that it finds: if it is renewed, its holder lives; if it stays as it is for :data:`PATIENCE_S`, the
+holder was killed, and its token is replaced. Whoever still writes with the old token (workers that outlive
+their driver, a laptop that wakes up) is stopped at its next write. A write that was under way for longer than
+that can only spoil a checkpoint, which its manifest then tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from uno.data.files import Storage
+from uno.errors import ConfigError, StorageError
+
+FILE = "lock.json"
+RENEW_S = 2.0
+PATIENCE_S = 10.0
+
+
+class ClaimedStorage(Storage):
+    """A run directory that can be written only while ``token`` is the one in its lock file.
+
+    Raises:
+        StorageError: from every write, once another command has the directory.
+    """
+
+    def __init__(self, root: str, token: str) -> None:
+        super().__init__(root)
+        self.token = token
+
+    def check(self) -> None:
+        """Raise StorageError unless the claim holds."""
+        found = _read(self)
+        if found is None:
+            raise StorageError(
+                f"{self.path(FILE)} is not visible on {socket.gethostname()}: the run was deleted, "
+                "or --output is not on storage that all nodes share"
+            )
+        if found.get("token") != self.token:
+            raise StorageError(f"{self.uri} was taken over by {_who(found)}; this run stops writing")
+
+    def write(self, name: str, data: bytes) -> None:
+        """As Storage, if the claim holds."""
+        self.check()
+        super().write(name, data)
+
+    def append(self, name: str, data: bytes) -> None:
+        """As Storage, if the claim holds."""
+        self.check()
+        super().append(name, data)
+
+    def delete(self, name: str) -> None:
+        """As Storage, if the claim holds."""
+        self.check()
+        super().delete(name)
+
+
+class Claim:
+    """The holder's side: renews the lock file from a thread until it is released."""
+
+    def __init__(self, root: str) -> None:
+        self._plain = Storage(root)
+        self._mutex = threading.Lock()
+        self._released = threading.Event()
+        self._beats = 0
+        self.storage = ClaimedStorage(root, "")
+        self.replace_token()
+        threading.Thread(target=self._renew, name="uno-lock", daemon=True).start()
+
+    def replace_token(self) -> str:
+        """A new token for this claim: workers that hold the old one can write no more."""
+        with self._mutex:
+            self.storage.token = uuid.uuid4().hex
+            self._write()
+            return self.storage.token
+
+    def release(self) -> None:
+        """Stop renewing and remove the lock file, if it is still ours."""
+        self._released.set()
+        with self._mutex:
+            if self._holds():
+                self._plain.delete(FILE)
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_S):
+            try:
+                with self._mutex:
+                    if (
+                        self._released.is_set()
+                        or (_read(self._plain) or {}).get("token") != self.storage.token
+                    ):
+                        return
+                    self._write()
+            except StorageError:
+                continue  # a full disk: whoever writes results will say so
+
+    def _holds(self) -> bool:
+        return (_read(self._plain) or {}).get("token") == self.storage.token
+
+    def _write(self) -> None:
+        self._beats += 1
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.storage.token}
+        self._plain.write(FILE, json.dumps({**holder, "renewals": self._beats}).encode())
+
+
+@contextmanager
+def claim(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[Claim]:
+    """Hold the run directory ``storage`` for the duration of a ``with``.
+
+    ``on_wait`` gets one line where a claim is found whose holder may be dead.
+
+    Raises:
+        ConfigError: another command is at work there.
+        StorageError: the directory cannot be written.
+    """
+    found = _read(storage)
+    if found is not None:
+        on_wait(f"{storage.uri} is claimed by {_who(found)}; watching {PATIENCE_S:g} s whether it still runs")
+        _wait_for_death(storage, found)
+    mine = Claim(storage.uri)
+    try:
+        yield mine
+    finally:
+        mine.release()
+
+
+def holder(storage: Storage) -> tuple[str, bool] | None:
+    """Who holds the directory, and whether they still renew their claim (watched until they do, or for
+    :data:`PATIENCE_S`); None where nobody does.
+    """
+    found = _read(storage)
+    now = None if found is None else _watch(storage, found)
+    return None if now is None else (_who(now), now != found)
+
+
+def ours(name: str) -> bool:
+    """Whether a file of a run directory is the lock (or what a killed writer left of it)."""
+    return name.lstrip(".").startswith(FILE)
+
+
+def _wait_for_death(storage: Storage, found: dict[str, Any]) -> None:
+    now = _watch(storage, found)
+    if now is not None and now != found:
+        raise ConfigError(
+            f"{storage.uri} is in use by {_who(now)}; wait for it, stop it, or choose another --output"
+        )
+
+
+def _watch(storage: Storage, found: dict[str, Any]) -> dict[str, Any] | None:
+    """The lock file once it differs from ``found``, or after :data:`PATIENCE_S`."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        time.sleep(RENEW_S / 4)
+        now = _read(storage)
+        if now != found:
+            return now
+    return found
+
+
+def _read(storage: Storage) -> dict[str, Any] | None:
+    if not storage.exists(FILE):
+        return None
+    try:
+        tree = json.loads(storage.read(FILE))
+    except ValueError:
+        return {}
+    except StorageError:
+        if storage.exists(FILE):
+            raise
+        return None  # released in between
+    return tree if isinstance(tree, dict) else {}
+
+
+def _who(found: dict[str, Any]) -> str:
+    return f"process {found.get('pid', '?')} on {found.get('host', '?')}"

@@ -1,0 +1,376 @@
+"""A run from its data to results: pretrain, discover, evaluate, save; the same on every worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import yaml
+from safetensors import SafetensorError
+from torch import Tensor
+
+from uno import collectives, methods
+from uno.augment import eval_view
+from uno.config import (
+    Config,
+    PhaseConfig,
+    config_hash,
+    differing_keys,
+    dump_yaml,
+    field_names,
+    flatten,
+    override,
+    to_dict,
+)
+from uno.data.files import Storage
+from uno.data.plan import ROTATION as ROTATION_STREAM
+from uno.data.plan import Plan, make_plan, make_pretrain_plan
+from uno.data.resident import EvalSet, ResidentBatches, RotationBatches, TrainSet
+from uno.data.stream import StreamBatches, StreamedEvalSet, StreamSet
+from uno.errors import ConfigError, StorageError
+from uno.model import Logits, UnoModel, build_model
+from uno.results.evaluate import Confusions, count, protocol_metrics
+from uno.results.kmeans import kmeans_baseline
+from uno.runs import lock
+from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, load_newest
+from uno.runs.hardware import environment, prepare_compiler
+from uno.state import TrainState, new_state
+from uno.steps import pretrain_step, rotation_step
+from uno.train import Phase, Worker, fit
+
+ROTATION, PRETRAIN, DISCOVER = "rotation", "pretrain", "discover"
+PHASES = (ROTATION, PRETRAIN, DISCOVER)  # each has a section of its name in the configuration
+PRETRAIN_IGNORES = (
+    "discover", "method", "model.num_heads", "model.overcluster_factor", "model.hidden_dim",
+    "model.projection_dim", "model.mlp_input", "model.weights", "objective.epsilon", "objective.num_iters",
+    "objective.aggregation", "objective.concat", "objective.pseudo_labels", "data.composition",
+    "data.num_novel", "objective.iic_weight", "objective.iic_view_weight", "objective.rkd_weight",
+    "objective.rkd_temperature", "objective.queue_size", "objective.consistency_weight", "objective.rampup",
+)  # fmt: skip
+"""What pretraining does not depend on (a test proves it); ``objective.temperature`` it does."""
+
+MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
+
+
+def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
+    """Batch plans of the phases; rotation's only where the run has it.
+
+    Raises:
+        ConfigError: batch sizes the workers do not divide, or sets too small for a batch.
+    """
+    size, workers = config.train.batch_size, max(1, num_workers)
+    found = {}
+    if config.rotation.epochs:
+        rows = num_labeled + num_unlabeled
+        found[ROTATION] = make_pretrain_plan(config.seed, size, rows, workers, ROTATION_STREAM)
+    return found | {
+        PRETRAIN: make_pretrain_plan(config.seed, size, num_labeled, workers),
+        DISCOVER: make_plan(config.seed, config.data.composition, size, num_labeled, num_unlabeled, workers),
+    }
+
+
+def pretrain(config: Config, train: TrainSet | StreamSet, worker: Worker, storage: Storage) -> TrainState:
+    """Supervised pretraining of encoder and known head (paper Sec. 4.1); resumes or returns at once if
+    finished. Where the run has rotation epochs, they come first.
+    """
+    model = build_model(config.model, train.num_known, 0, config.seed)
+    if config.rotation.epochs:
+        model.encoder.load_state_dict(rotate(config, train, worker, storage).model.encoder.state_dict())
+    return _fit(config, PRETRAIN, model, train, worker, storage)
+
+
+def pretrain_hash(config: Config) -> str:
+    """Equal for configurations that lead to the same pretraining (12 hex digits)."""
+    defaults = flatten(to_dict(Config()))
+    ignored = [k for k in field_names() if any(k == i or k.startswith(f"{i}.") for i in PRETRAIN_IGNORES)]
+    return config_hash(override(config, {key: defaults[key] for key in ignored}))
+
+
+def rotate(config: Config, train: TrainSet | StreamSet, worker: Worker, storage: Storage) -> TrainState:
+    """Self-supervised pretraining of the encoder on all training rows: tell quarter turns apart.
+
+    What KCL to RS+ start from in their papers' better rows (Gidaris et al. 2018; 200 epochs, batches of 128,
+    rate 0.1, weight decay 5e-4 in AutoNovel's code). Those then freeze the encoder but for its last stage;
+    here it goes on learning.
+    """
+    model = build_model(config.model, 4, 0, config.seed)
+    return _fit(config, ROTATION, model, train, worker, storage)
+
+
+def discover(config: Config, train: TrainSet | StreamSet, worker: Worker, storage: Storage) -> TrainState:
+    """The discovery phase, from the encoder and known prototypes of :func:`pretrain` (or
+    ``config.model.weights``).
+    """
+    model = methods.build_network(config, train.num_known, train.num_novel, config.seed + 1)
+    load_weights_(model, config, storage)
+    return _fit(config, DISCOVER, model, train, worker, storage)
+
+
+def _fit(
+    config: Config, name: str, model: UnoModel, train: TrainSet | StreamSet, worker: Worker, storage: Storage
+) -> TrainState:
+    plan = plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[name]
+    settings: PhaseConfig = getattr(config, name)
+    method = methods.load(config.method)
+    step = {ROTATION: rotation_step, PRETRAIN: pretrain_step, DISCOVER: method.step}[name]
+    phase = Phase(
+        name,
+        settings,
+        plan.steps_per_epoch,
+        plan.labeled_size + plan.unlabeled_size,
+        config.train.max_steps,
+        step,
+    )
+    model = model.to(worker.device).to(memory_format=torch.channels_last)
+    cuda = worker.device.type == "cuda"
+    autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
+    extra: dict[str, Tensor] = {}
+    if name == DISCOVER and method.start is not None and not checkpoint_steps(storage, name):
+        extra = method.start(config, model, train)
+    if config.compute.compile:
+        prepare_compiler()
+        model.encoder.compile()
+    state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
+    state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
+    if name == DISCOVER and config.objective.rkd_weight:
+        state.teacher = _teacher(config, train.num_known, storage).to(worker.device)
+    place = (worker.rank, worker.world_size)
+    if isinstance(train, TrainSet):
+        source = RotationBatches if name == ROTATION else ResidentBatches
+        fit(config, phase, state, source(config, train, plan, *place), worker, storage)
+        return state
+    with closing(StreamBatches(config, train, plan, *place, worker.device, phase.last_step)) as batches:
+        fit(config, phase, state, batches, worker, storage)
+    train.bad.sync(worker.device)
+    return state
+
+
+def _teacher(config: Config, num_known: int, storage: Storage) -> UnoModel:
+    """The network that discovery starts from, frozen.
+
+    Raises:
+        ConfigError: the weights have no head for these known classes.
+    """
+    model = build_model(config.model, num_known, 0, config.seed)
+    if not load_weights_(model, config, storage):
+        raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
+    model.normalize_prototypes_()
+    return model.eval().requires_grad_(False)
+
+
+def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
+    """Carry encoder (and known prototypes) over: from ``config.model.weights`` or this run's pretraining.
+
+    Returns:
+        Whether the known prototypes were carried over.
+
+    Raises:
+        ConfigError: the weights do not fit this encoder.
+        StorageError: there are no weights, or they cannot be read.
+    """
+    source = config.model.weights
+    if source is not None and source.endswith(".safetensors"):
+        folder, _, name = source.rpartition("/")
+        data = Storage(folder or ".").read(name)
+        try:
+            tensors = safetensors.torch.load(data)
+        except (SafetensorError, ValueError) as error:
+            raise StorageError(f"model.weights: {source} is not a safetensors file: {error}") from None
+        encoder = {k: v for k, v in tensors.items() if not k.startswith("fc.")}
+        _load_encoder_(model, encoder, source)
+        return False
+    place = storage if source is None else Storage(source)
+    checkpoint = load_newest(place, PRETRAIN)
+    if checkpoint is None:
+        raise StorageError(f"no pretraining checkpoint in {place.uri}")
+    weights = _strip(checkpoint.tensors, "model/")
+    _load_encoder_(model, _strip(weights, "encoder."), place.uri)
+    if weights["known.weight"].shape == model.known.weight.shape:
+        model.known.load_state_dict({"weight": weights["known.weight"]})
+        return True
+    if source is None:
+        raise ConfigError("the pretrained known head has another number of classes than the data")
+    return False
+
+
+def _load_encoder_(model: UnoModel, tensors: dict[str, Tensor], source: str) -> None:
+    try:
+        model.encoder.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ConfigError(f"model.weights: {source} does not fit the encoder: {reason}") from None
+
+
+def _strip(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def load_trained(config: Config, storage: Storage, num_known: int, num_novel: int) -> tuple[UnoModel, int]:
+    """The discovered model of a run, ready to predict, and the index of its best head.
+
+    Raises:
+        StorageError: the run has no valid discovery checkpoint.
+    """
+    checkpoint = load_newest(storage, DISCOVER)
+    if checkpoint is None:
+        raise StorageError(f"no discovery checkpoint in {storage.uri}: run uno discover first")
+    model = methods.build_network(config, num_known, num_novel, 0)
+    model.load_state_dict(_strip(checkpoint.tensors, "model/"))
+    model.normalize_prototypes_()
+    return model.eval(), int(checkpoint.tensors["head_losses"].argmin())
+
+
+def evaluate_run(
+    config: Config,
+    storage: Storage,
+    train: TrainSet | StreamSet,
+    sets: Mapping[str, EvalSet | StreamedEvalSet],
+    num_true: int,
+    worker: Worker,
+) -> dict[str, float]:
+    """All protocols on both splits, the same on every worker, and on rank 0 the k-means baselines, flat.
+
+    Args:
+        config: of the run.
+        storage: of the run.
+        train: for the numbers of classes.
+        sets: "train" and "test" rows with truth.
+        num_true: true classes, known and novel, that ``truth`` indexes.
+        worker: rows are shared among all workers.
+    """
+    model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
+    model = model.to(worker.device)
+
+    def predict(images: Tensor) -> Logits:
+        return model([_eval_images(images, config)])
+
+    values: dict[str, float] = {}
+    for split, rows in sets.items():
+        counts = Confusions.new(
+            model.num_heads, train.num_known, num_true - train.num_known, train.num_novel, worker.device
+        )
+        batches = rows.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
+        count(predict, batches, counts)
+        values |= protocol_metrics(counts.all_reduce(collectives.sum_), best_head, split)
+    if isinstance(train, StreamSet):
+        train.bad.sync(worker.device)
+    if worker.rank == 0:
+        values |= _baselines(config, storage, train, sets["train"], worker.device)
+    return values
+
+
+def _baselines(
+    config: Config,
+    storage: Storage,
+    train: TrainSet | StreamSet,
+    rows: EvalSet | StreamedEvalSet,
+    device: torch.device,
+) -> dict[str, float]:
+    """k-means on the frozen pretrained features of the novel training rows and, for tiny images, on their
+    pixels.
+    """
+    rows = rows.where(rows.truth >= train.num_known)
+    if len(rows.truth) < train.num_novel:
+        return {}
+    model = build_model(config.model, train.num_known, 0, 0)
+    load_weights_(model, config, storage)
+    model = model.to(device).eval()
+    parts: dict[str, list[Tensor]] = {"kmeans": [], "kmeans_pixels": [], "truth": []}
+    with torch.inference_mode():
+        for images, truth in rows.batches(config.train.eval_batch_size):
+            parts["kmeans"].append(model.features(_eval_images(images.to(device), config)).float().cpu())
+            parts["truth"].append(truth - train.num_known)
+            if images.shape[-1] <= MAX_PIXEL_SIDE:
+                parts["kmeans_pixels"].append(images.flatten(1).float().cpu())
+    points = {name: torch.cat(tensors).numpy() for name, tensors in parts.items() if tensors}
+    classes = points.pop("truth", np.empty(0))
+    if len(classes) < train.num_novel:  # of streamed rows some may be unreadable
+        return {}
+    return {
+        f"baseline/{name}/novel/{metric}": value
+        for name, data in points.items()
+        for metric, value in kmeans_baseline(data, classes, train.num_novel, config.seed).items()
+    }
+
+
+def _eval_images(images: Tensor, config: Config) -> Tensor:
+    size = config.augment.large.size
+    return eval_view(images, min(size, images.shape[-1]), config.data.mean, config.data.std)
+
+
+def save_model(config: Config, storage: Storage, known: list[str], num_novel: int) -> int:
+    """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns the best head."""
+    model, best_head = load_trained(config, storage, len(known), num_novel)
+    weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
+    classes = [{"index": i, "name": name, "kind": "known"} for i, name in enumerate(known)]
+    classes += [
+        {"index": len(known) + i, "name": f"novel-{i + 1}", "kind": "novel"} for i in range(num_novel)
+    ]
+    meta = {"best_head": str(best_head)}
+    storage.write("model/encoder.safetensors", safetensors.torch.save(_strip(weights, "encoder.")))
+    storage.write("model/heads.safetensors", safetensors.torch.save(heads, meta))
+    storage.write(
+        "model/classes.json", json.dumps({"best_head": best_head, "classes": classes}, indent=1).encode()
+    )
+    storage.write("model/config.yaml", dump_yaml(config).encode())
+    return best_head
+
+
+def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
+    """Claim a run directory: write ``config.yaml`` and ``environment.json``, or check that they match.
+
+    Raises:
+        ConfigError: the directory holds a run of another configuration, data set or format (with the
+            differing keys).
+    """
+    if not storage.exists("config.yaml"):
+        others = {name for name in storage.list() if not lock.ours(name)}
+        if others - {"environment.json"}:  # alone, it is what a kill between two writes leaves
+            raise ConfigError(f"{storage.uri} is not empty and holds no run; choose another --output")
+        storage.write("environment.json", json.dumps(environment(fingerprint), indent=1).encode())
+        storage.write("config.yaml", dump_yaml(config).encode())
+        return
+    stored = read_config_tree(storage)
+    keys = differing_keys(stored, config)
+    if keys:
+        raise ConfigError(
+            f"{storage.uri} holds a run with other settings: {', '.join(keys[:6])}"
+            f"{' ...' if len(keys) > 6 else ''}; use those, --fresh, or another --output"
+        )
+    known = _read_environment(storage)
+    if known.get("format_version") != FORMAT_VERSION:
+        raise ConfigError(
+            f"{storage.uri} has format version {known.get('format_version')}, not {FORMAT_VERSION}"
+        )
+    if known.get("data_fingerprint") != fingerprint:
+        raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --fresh")
+
+
+def _read_environment(storage: Storage) -> dict[str, Any]:
+    try:
+        return dict(json.loads(storage.read("environment.json")))
+    except (ValueError, TypeError):
+        raise ConfigError(f"{storage.path('environment.json')} is damaged") from None
+
+
+def read_config_tree(storage: Storage) -> dict[str, Any]:
+    """The stored ``config.yaml`` of a run as a nested dict.
+
+    Raises:
+        ConfigError: there is none or it is damaged.
+    """
+    if not storage.exists("config.yaml"):
+        raise ConfigError(f"{storage.uri} is not a run directory: it has no config.yaml")
+    try:
+        tree = yaml.safe_load(storage.read("config.yaml"))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{storage.path('config.yaml')} is damaged")
+    return tree
