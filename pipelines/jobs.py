@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from uno.data.bad import BAD_SAMPLES
 from uno.data.check import check, format_report
 from uno.data.decode import check_bad, decode_many
 from uno.data.files import Storage
-from uno.data.resident import TrainSet, assemble, eval_sets
+from uno.data.resident import assemble, eval_sets
+from uno.data.sets import EvalData, TrainData
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.data.stream import StreamSet, streaming_eval_sets, streaming_set
+from uno.data.stream import streaming_eval_sets, streaming_set
 from uno.errors import ConfigError, Interrupted
 from uno.report import REPORT, write_report
 from uno.results.evaluate import format_table
@@ -229,25 +231,21 @@ def _run_here(
     torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
     worker = LocalWorker(device, show)
     with on_stop(lambda: setattr(worker, "stop_requested", True), STOPPING):
-        train: TrainSet | StreamSet
-        on_device: TrainSet | StreamSet
+        train: TrainData
+        truth: Callable[[], Mapping[str, EvalData]]
         if config.data.ingest == "streaming":
-            train = on_device = streaming_set(config, task, storage)
+            stream = streaming_set(config, task, storage)
+            train, truth = stream, partial(streaming_eval_sets, config, task, stream.bad)
         else:
             images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
             _account_for(bad, config, task, storage)
-            resident = train = assemble(task, images, ok)
-            on_device = resident.to(device)
+            train, truth = assemble(task, images, ok), partial(eval_sets, task, images, ok)
+        train = train.to(device)
         for phase in phases:
-            (run.pretrain if phase == run.PRETRAIN else run.discover)(config, on_device, worker, storage)
+            (run.pretrain if phase == run.PRETRAIN else run.discover)(config, train, worker, storage)
     if not evaluate:
         return {}
-    sets: dict[str, Any]
-    if isinstance(train, StreamSet):
-        sets = streaming_eval_sets(config, task, train.bad)
-    else:
-        sets = eval_sets(task, images, ok)
-    return run.evaluate_run(config, storage, train, sets, len(task.known) + len(task.novel), worker)
+    return run.evaluate_run(config, storage, train, truth(), len(task.known) + len(task.novel), worker)
 
 
 def local_device(config: Config) -> torch.device:

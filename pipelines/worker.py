@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ from pipelines.console import say
 from uno import collectives
 from uno.config import Config, to_dict
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
+from uno.data.sets import EvalData, TrainData
 from uno.data.splits import Task
-from uno.data.stream import StreamSet
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.runs import faults, run
 from uno.runs.checkpoint import checkpoint_steps
@@ -94,12 +94,17 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     storage.check()  # every rank: the run directory must be one that all nodes see
     worker = RayWorker(storage, loop["stop_file"])
     size, num_known, num_novel = config.data.store_size, loop["num_known"], loop["num_novel"]
-    train: TrainSet | StreamSet
+    train: TrainData
+    truth: Callable[[], Mapping[str, EvalData]]
     if loop["stream"] is None:
         train, images = datasets.train_set(ray.train.get_dataset_shard("images"), size, num_known, num_novel)
-        train = train.to(worker.device)
+        readable = torch.ones(len(images), dtype=torch.bool)
+        readable[torch.tensor(loop["bad_rows"], dtype=torch.int64)] = False
+        truth = partial(datasets.eval_sets, ray.train.get_dataset_shard("truth"), images, readable)
     else:
-        train = streaming.train_set(config, loop, storage)
+        stream = streaming.train_set(config, loop, storage)
+        train, truth = stream, partial(streaming.eval_sets, config, loop, stream)
+    train = train.to(worker.device)
     try:
         for phase in loop["phases"]:
             (run.pretrain if phase == run.PRETRAIN else run.discover)(config, train, worker, storage)
@@ -107,14 +112,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
         return {"interrupted": str(stop)}
     if not loop["evaluate"]:
         return {"metrics": {}}
-    sets: dict[str, Any]
-    if isinstance(train, StreamSet):
-        sets = streaming.eval_sets(config, loop, train)
-    else:
-        readable = torch.ones(len(images), dtype=torch.bool)
-        readable[torch.tensor(loop["bad_rows"], dtype=torch.int64)] = False
-        sets = datasets.eval_sets(ray.train.get_dataset_shard("truth"), images, readable)
-    return {"metrics": run.evaluate_run(config, storage, train, sets, loop["num_true"], worker)}
+    return {"metrics": run.evaluate_run(config, storage, train, truth(), loop["num_true"], worker)}
 
 
 def _quiet_report_lines() -> None:

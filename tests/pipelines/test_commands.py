@@ -19,6 +19,7 @@ import torch
 
 from pipelines import cli, jobs, ray_env
 from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
+from uno.data import resident
 from uno.data.files import Storage
 from uno.model import build_model
 from uno.runs import lock
@@ -348,7 +349,7 @@ def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeyp
 
 def test_numbers_out_of_range_stop_with_code_3(tmp_path, capsys, monkeypatch):
     """A loss that is never finite: code 3, one line, and the step."""
-    real = jobs.run.ResidentBatches.__call__
+    real = resident.ResidentBatches.__call__
 
     def poisoned(self, step):
         batch = real(self, step)
@@ -356,7 +357,7 @@ def test_numbers_out_of_range_stop_with_code_3(tmp_path, capsys, monkeypatch):
             views.mul_(np.nan)
         return batch
 
-    monkeypatch.setattr(jobs.run.ResidentBatches, "__call__", poisoned)
+    monkeypatch.setattr(resident.ResidentBatches, "__call__", poisoned)
     assert cli.main(["discover", *SMALL, "--output", str(tmp_path / "run")]) == 3
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("uno: error: non-finite loss at pretrain step")

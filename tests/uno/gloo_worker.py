@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.uno.small_run import CPU, copied_tensors, small_config, small_sets
 from uno import collectives, steps
 from uno.data.files import Storage
+from uno.data.resident import ResidentBatches
 from uno.errors import Interrupted
 from uno.model import build_model
 from uno.runs import run
@@ -49,10 +50,10 @@ def make_state(worker: GlooWorker) -> TrainState:
     return new_state(model, worker.wrap(model), CONFIG.discover, CPU, False)
 
 
-def batches(worker: GlooWorker) -> run.ResidentBatches:
+def batches(worker: GlooWorker) -> ResidentBatches:
     train = small_sets()[0]
     plan = run.plans(CONFIG, len(train.labels), len(train.unlabeled_images), worker.world_size)[run.DISCOVER]
-    return run.ResidentBatches(CONFIG, train, plan, worker.rank, worker.world_size)
+    return train.batches(CONFIG, plan, worker.rank, worker.world_size)
 
 
 def one_step(worker: GlooWorker) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def batches_of(config: Config, phase: str = run.DISCOVER, train: TrainSet | None
     """``batches(step)`` of a phase on the small set."""
     train = train or small_sets()[0]
     plan = plans(config, len(train.labels), len(train.unlabeled_images), 1)[phase]
-    return run.ResidentBatches(config, train, plan, 0, 1)
+    return train.batches(config, plan)
 
 
 def train_both(config: Config, storage: Storage, worker: LocalWorker | None = None) -> TrainState:

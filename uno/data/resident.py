@@ -1,4 +1,4 @@
-"""Decoded sets in memory: what training may see (TrainSet) and what only evaluation reads (EvalSet)."""
+"""Sets that are decoded once and kept in memory: what training may see, and what only evaluation reads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 from uno.augment import augment
 from uno.config import Config, DataConfig
 from uno.data.decode import check_bad, decode_many
-from uno.data.plan import Plan, augment_generator, batch_indices, worker_share
+from uno.data.plan import ROTATION, Order, Plan, augment_generator
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.results.evaluate import slices
 from uno.steps import Batch
 
 
@@ -52,6 +51,16 @@ class TrainSet:
             unlabeled_images=self.unlabeled_images.to(device),
         )
 
+    def batches(
+        self, config: Config, plan: Plan, rank: int = 0, world_size: int = 1, last: int | None = None
+    ) -> ResidentBatches:
+        """The batches of a phase for worker ``rank``; of the rotation phase every view is turned."""
+        kind = RotationBatches if plan.labeled_stream == ROTATION else ResidentBatches
+        return kind(config, self, plan, rank, world_size)
+
+    def sync(self) -> None:
+        """Nothing to tell: unreadable images were left out before training."""
+
 
 @dataclass(frozen=True, eq=False)
 class EvalSet:
@@ -69,8 +78,9 @@ class EvalSet:
         return EvalSet(self.images[chosen], self.truth[chosen], self.index[chosen])
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images (b,3,S,S), truth (b,)) of this worker's rows, every row once."""
-        return slices(self.images, self.truth, batch_size, rank, world_size)
+        """(images (b,3,S,S), truth (b,)) of this worker's rows ``rank::world_size``, every row once."""
+        images, truth = (rows[rank::world_size].split(batch_size) for rows in (self.images, self.truth))
+        return ((part, of) for part, of in zip(images, truth, strict=True) if len(of))
 
 
 def load_resident(
@@ -117,55 +127,48 @@ class ResidentBatches:
 
     def __init__(self, config: Config, train: TrainSet, plan: Plan, rank: int, world_size: int) -> None:
         self._config, self._train, self._plan = config, train, plan
-        self._rank, self._world_size = rank, world_size
-        size_l, size_u = plan.labeled_size, plan.unlabeled_size
-        positions = (np.arange(size_l), size_l + np.arange(size_u))
-        self._rows = torch.from_numpy(np.concatenate([self._share(part) for part in positions]))
+        self._order = Order(plan, rank, world_size)
 
     def __call__(self, step: int) -> Batch:
         """The batch of global step ``step``."""
-        config, train = self._config, self._train
-        labeled, unlabeled = (
-            torch.from_numpy(self._share(indices).copy()).to(train.labels.device, non_blocking=True)
-            for indices in batch_indices(self._plan, step)
-        )
+        train = self._train
+        labeled, unlabeled = map(self._on_device, self._order.rows(step))
         images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled]])
-        views = _views(config, images, self._plan, step, self._rows)
-        return Batch(views, train.labels[labeled], config.augment.large.num_views, unlabeled)
+        views = self._views(images, step, self._order.positions)
+        return Batch(views, train.labels[labeled], self._config.augment.large.num_views, unlabeled)
 
-    def _share(self, indices: np.ndarray) -> np.ndarray:
-        return worker_share(indices, self._rank, self._world_size)
+    def close(self) -> None:
+        """Nothing is prepared ahead."""
+
+    def _on_device(self, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows.copy()).to(self._train.labels.device, non_blocking=True)
+
+    def _views(self, images: Tensor, step: int, positions: np.ndarray) -> list[Tensor]:
+        """Views of the images (B,3,S,S) that are at ``positions`` (B,) of the global batch."""
+        config, plan = self._config, self._plan
+        generator = augment_generator(config.seed, plan.labeled_stream, step)
+        rows, num_rows = torch.from_numpy(positions), plan.labeled_size + plan.unlabeled_size
+        return augment(images, config.augment, generator, config.data.mean, config.data.std, rows, num_rows)
 
 
-class RotationBatches:
-    """``batches(step)`` of the rotation phase: labeled and unlabeled rows alike, each turned by 0, 90, 180
-    and 270 degrees; view k is turned k times. A pure function of (seed, step, rank).
+class RotationBatches(ResidentBatches):
+    """Batches of the rotation phase: labeled and unlabeled rows alike, each turned by 0, 90, 180 and 270
+    degrees; view k is turned k times.
     """
-
-    def __init__(self, config: Config, train: TrainSet, plan: Plan, rank: int, world_size: int) -> None:
-        self._config, self._train, self._plan = config, train, plan
-        self._rank, self._world_size = rank, world_size
 
     def __call__(self, step: int) -> Batch:
         """The batch of global step ``step``; it has no labels but the turns."""
         train, num_labeled = self._train, len(self._train.labels)
-        indices, _ = batch_indices(self._plan, step)
-        own = worker_share(indices, self._rank, self._world_size)
-        order = np.argsort(own >= num_labeled, kind="stable")  # labeled rows first, as they are stored apart
-        places = worker_share(np.arange(len(indices)), self._rank, self._world_size)[order]
-        labeled, unlabeled = (
-            torch.from_numpy(rows).to(train.labels.device, non_blocking=True)
-            for rows in np.split(own[order], [int((own < num_labeled).sum())])
+        rows, _ = self._order.rows(step)
+        order = np.argsort(rows >= num_labeled, kind="stable")  # labeled rows first, as they are stored apart
+        labeled, unlabeled = np.split(rows[order], [int((rows < num_labeled).sum())])
+        images = torch.cat(
+            [
+                train.labeled_images[self._on_device(labeled)],
+                train.unlabeled_images[self._on_device(unlabeled - num_labeled)],
+            ]
         )
-        images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled - num_labeled]])
-        views = _views(self._config, images, self._plan, step, torch.from_numpy(places))
+        views = self._views(images, step, self._order.positions[order])
         num_large = self._config.augment.large.num_views
         turned = [torch.rot90(views[k % num_large], k, (2, 3)).contiguous() for k in range(4)]
         return Batch(turned, train.labels[:0], 4)
-
-
-def _views(config: Config, images: Tensor, plan: Plan, step: int, rows: Tensor) -> list[Tensor]:
-    """Views of the ``rows`` (B,) int64 of the global batch that ``images`` are."""
-    generator = augment_generator(config.seed, plan.labeled_stream, step)
-    num_rows = plan.labeled_size + plan.unlabeled_size
-    return augment(images, config.augment, generator, config.data.mean, config.data.std, rows, num_rows)

@@ -39,6 +39,7 @@ from uno.steps import Batch
 
 BATCHES_AHEAD = 2
 SYNC_STEPS = 100
+CPU = torch.device("cpu")
 EVAL_BYTES = 64 * 2**20  # decoded pixels of an evaluation batch
 
 Decoded = tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]
@@ -56,21 +57,14 @@ class StreamBatches:
         plan: of the phase.
         rank: of the worker.
         world_size: number of workers.
-        device: of the batches.
         last: step at which the phase ends; nothing is cut beyond.
     """
 
     def __init__(
-        self,
-        config: Config,
-        train: StreamSet,
-        plan: Plan,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        last: int,
+        self, config: Config, train: StreamSet, plan: Plan, rank: int, world_size: int, last: int
     ) -> None:
-        self._config, self._train, self._plan, self._device, self._last = config, train, plan, device, last
+        self._config, self._train, self._plan, self._last = config, train, plan, last
+        self._device = train.device
         self._place = rank, world_size
         self._stream: Generator[Any, None, None] | None = None
         self._next = -1
@@ -90,7 +84,7 @@ class StreamBatches:
         for place, reason in bad.items():
             self._train.bad.add(int(rows[place]), reason)
         if step % SYNC_STEPS == 0 or step % plan.steps_per_epoch == 0:
-            self._train.bad.sync(self._device)
+            self._train.sync()
         num_labeled = self._feed.order.num_labeled
         labels = self._feed.labels(step)
         if bad:
@@ -284,6 +278,7 @@ class StreamSet:
     num_novel: int
     bad: BadRows
     cut: Callable[[Feed], Iterator[Part]]
+    device: torch.device = CPU
 
     @property
     def num_labeled(self) -> int:
@@ -294,6 +289,18 @@ class StreamSet:
     def num_unlabeled(self) -> int:
         """N_u."""
         return len(self.unlabeled)
+
+    def to(self, device: torch.device | str) -> StreamSet:
+        """The same set, with batches on ``device``."""
+        return replace(self, device=torch.device(device))
+
+    def batches(self, config: Config, plan: Plan, rank: int, world_size: int, last: int) -> StreamBatches:
+        """The batches of a phase for worker ``rank``; nothing is cut beyond step ``last``."""
+        return StreamBatches(config, self, plan, rank, world_size, last)
+
+    def sync(self) -> None:
+        """Tell all workers which images proved unreadable, see :meth:`~uno.data.bad.BadRows.sync`."""
+        self.bad.sync(self.device)
 
 
 def stream_facts(task: Task) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from uno.steps import Batch, forward
 
 Step = Callable[[TrainState, Batch, ObjectiveConfig, float], Tensor]
 Start = Callable[[Config, UnoModel, Any], dict[str, Tensor]]
-"""The third is the TrainSet, or a StreamSet unless the method needs the images."""
+"""The third is the training set: a resident TrainSet where the method needs the images."""
 
 
 @dataclass(frozen=True)

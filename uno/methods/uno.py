@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from uno.config import Config
-from uno.data.resident import TrainSet
-from uno.data.stream import StreamSet
+from uno.data.sets import TrainData
 from uno.methods.method import Method
 from uno.model import UnoModel
 from uno.steps import discovery_step
 
 
-def start(config: Config, model: UnoModel, train: TrainSet | StreamSet) -> dict[str, Tensor]:
+def start(config: Config, model: UnoModel, train: TrainData) -> dict[str, Tensor]:
     """An empty queue of projections for Sinkhorn, where the run has one."""
     if not config.objective.queue_size:
         return {}

@@ -30,8 +30,7 @@ from uno.config import (
 from uno.data.files import Storage
 from uno.data.plan import ROTATION as ROTATION_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
-from uno.data.resident import EvalSet, ResidentBatches, RotationBatches, TrainSet
-from uno.data.stream import StreamBatches, StreamedEvalSet, StreamSet
+from uno.data.sets import EvalData, TrainData
 from uno.errors import ConfigError, StorageError
 from uno.model import Logits, UnoModel, build_model
 from uno.results.evaluate import Confusions, count, protocol_metrics
@@ -74,7 +73,7 @@ def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int
     }
 
 
-def pretrain(config: Config, train: TrainSet | StreamSet, worker: Worker, storage: Storage) -> TrainState:
+def pretrain(config: Config, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
     """Supervised pretraining of encoder and known head (paper Sec. 4.1); resumes or returns at once if
     finished. Where the run has rotation epochs, they come first.
     """
@@ -91,7 +90,7 @@ def pretrain_hash(config: Config) -> str:
     return config_hash(override(config, {key: defaults[key] for key in ignored}))
 
 
-def rotate(config: Config, train: TrainSet | StreamSet, worker: Worker, storage: Storage) -> TrainState:
+def rotate(config: Config, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
     """Self-supervised pretraining of the encoder on all training rows: tell quarter turns apart.
 
     What KCL to RS+ start from in their papers' better rows (Gidaris et al. 2018; 200 epochs, batches of 128,
@@ -102,7 +101,7 @@ def rotate(config: Config, train: TrainSet | StreamSet, worker: Worker, storage:
     return _fit(config, ROTATION, model, train, worker, storage)
 
 
-def discover(config: Config, train: TrainSet | StreamSet, worker: Worker, storage: Storage) -> TrainState:
+def discover(config: Config, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
     """The discovery phase, from the encoder and known prototypes of :func:`pretrain` (or
     ``config.model.weights``).
     """
@@ -112,7 +111,7 @@ def discover(config: Config, train: TrainSet | StreamSet, worker: Worker, storag
 
 
 def _fit(
-    config: Config, name: str, model: UnoModel, train: TrainSet | StreamSet, worker: Worker, storage: Storage
+    config: Config, name: str, model: UnoModel, train: TrainData, worker: Worker, storage: Storage
 ) -> TrainState:
     plan = plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
@@ -139,14 +138,9 @@ def _fit(
     state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
     if name == DISCOVER and config.objective.rkd_weight:
         state.teacher = _teacher(config, train.num_known, storage).to(worker.device)
-    place = (worker.rank, worker.world_size)
-    if isinstance(train, TrainSet):
-        source = RotationBatches if name == ROTATION else ResidentBatches
-        fit(config, phase, state, source(config, train, plan, *place), worker, storage)
-        return state
-    with closing(StreamBatches(config, train, plan, *place, worker.device, phase.last_step)) as batches:
+    with closing(train.batches(config, plan, worker.rank, worker.world_size, phase.last_step)) as batches:
         fit(config, phase, state, batches, worker, storage)
-    train.bad.sync(worker.device)
+    train.sync()
     return state
 
 
@@ -228,8 +222,8 @@ def load_trained(config: Config, storage: Storage, num_known: int, num_novel: in
 def evaluate_run(
     config: Config,
     storage: Storage,
-    train: TrainSet | StreamSet,
-    sets: Mapping[str, EvalSet | StreamedEvalSet],
+    train: TrainData,
+    sets: Mapping[str, EvalData],
     num_true: int,
     worker: Worker,
 ) -> dict[str, float]:
@@ -257,8 +251,7 @@ def evaluate_run(
         batches = rows.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
         count(predict, batches, counts)
         values |= protocol_metrics(counts.all_reduce(collectives.sum_), best_head, split)
-    if isinstance(train, StreamSet):
-        train.bad.sync(worker.device)
+    train.sync()
     if worker.rank == 0:
         values |= _baselines(config, storage, train, sets["train"], worker.device)
     return values
@@ -267,8 +260,8 @@ def evaluate_run(
 def _baselines(
     config: Config,
     storage: Storage,
-    train: TrainSet | StreamSet,
-    rows: EvalSet | StreamedEvalSet,
+    train: TrainData,
+    rows: EvalData,
     device: torch.device,
 ) -> dict[str, float]:
     """k-means on the frozen pretrained features of the novel training rows and, for tiny images, on their

@@ -18,13 +18,11 @@ from uno.config import override
 from uno.data import stream as feed
 from uno.data.bad import BadRows, stand_ins
 from uno.data.files import Storage
-from uno.data.resident import ResidentBatches
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import (
     Feed,
-    StreamBatches,
     StreamSet,
     ahead,
     cut_here,
@@ -49,9 +47,7 @@ def stream(tmp_path, config=CONFIG, task=None):
 
 def batches(train, config=CONFIG, phase=run.DISCOVER, rank=0, world_size=1, last=10):
     plan = run.plans(config, train.num_labeled, train.num_unlabeled, world_size)[phase]
-    kind = ResidentBatches if not hasattr(train, "cut") else StreamBatches
-    extra = () if kind is ResidentBatches else (CPU, last)
-    return kind(config, train, plan, rank, world_size, *extra)
+    return train.batches(config, plan, rank, world_size, last)
 
 
 def same(a, b):
@@ -123,7 +119,9 @@ def test_what_workers_get_holds_no_hidden_label():
     ]
     other = replace(task, eval_labels=shuffled, rows=replace(task.rows, labels=names))
     first, second = stream_facts(task), stream_facts(other)
-    assert set(first) == set(second) == {f.name for f in fields(StreamSet)} - {"bad", "cut"} | {"ids"}
+    assert (
+        set(first) == set(second) == {f.name for f in fields(StreamSet)} - {"bad", "cut", "device"} | {"ids"}
+    )
     for name in first:
         assert pickle.dumps(np.asarray(first[name])) == pickle.dumps(np.asarray(second[name])), name
 

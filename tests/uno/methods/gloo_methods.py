@@ -38,7 +38,7 @@ def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
         state.teacher = run.build_model(config.model, 5, 0, 5).eval()
     state.model.eval()
     plan = run.plans(config, len(train.labels), len(train.unlabeled_images), worker.world_size)[run.DISCOVER]
-    batches = run.ResidentBatches(config, train, plan, worker.rank, worker.world_size)
+    batches = train.batches(config, plan, worker.rank, worker.world_size)
     seen = {"loss": method.step(state, batches(0), config.objective, 0.02)}
     for key, parameter in state.model.named_parameters():
         seen[f"grad/{key}"] = parameter.grad.clone()
