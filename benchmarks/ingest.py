@@ -40,7 +40,7 @@ from torchvision.transforms import v2
 from benchmarks.measure import environment, medians, spread, take_turns
 from uno.config import Config, override
 from uno.crops import Cuts
-from uno.data.bad import BadRows
+from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.parquet import ParquetImages
 from uno.data.plan import make_pretrain_plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -12,8 +11,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from pipelines.blocks import image_columns, images_of, pixel_column
 from uno.data.decode import decode_many
-from uno.data.files import is_uri
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task
 
@@ -42,14 +41,14 @@ def truth_of(ray: Any, task: Task) -> Any:
     return ray.data.from_arrow(pa.table(table))
 
 
-def bad_samples(dataset: Any, task: Task) -> list[dict[str, str]]:
-    """The unreadable images as {"id", "reason"}, in row order."""
-    found: dict[int, str] = {}
+def reasons_of(dataset: Any, num_rows: int) -> list[str | None]:
+    """Why an image of the task has no pixels, None where it has, in row order."""
+    reasons: list[str | None] = [None] * num_rows
     columns = dataset.select_columns(["index", "reason"])
     for batch in columns.iter_batches(batch_size=ROWS_PER_BATCH, batch_format="pyarrow"):
-        bad = batch.filter(pa.compute.is_valid(batch["reason"]))
-        found |= dict(zip(bad["index"].to_pylist(), bad["reason"].to_pylist(), strict=True))
-    return [{"id": task.rows.ids[i], "reason": found[i]} for i in sorted(found)]
+        for row, reason in zip(batch["index"].to_pylist(), batch["reason"].to_pylist(), strict=True):
+            reasons[row] = reason
+    return reasons
 
 
 def train_set(shard: Any, size: int, num_known: int, num_novel: int) -> tuple[TrainSet, Tensor]:
@@ -90,53 +89,20 @@ def eval_sets(shard: Any, images: Tensor, readable: Tensor) -> dict[str, EvalSet
 
 def _encoded(task: Task, start: int) -> pa.Table:
     rows = range(start, min(start + ROWS_PER_TASK, len(task.rows)))
-    images = [task.rows.images[i] for i in rows]
-    paths = [_full_path(image) if isinstance(image, str) else None for image in images]
-    pixels = [image if isinstance(image, np.ndarray) else None for image in images]
     return pa.table(
         {
             "index": pa.array(rows, pa.int64()),
             "label": pa.array(task.labels[start : rows.stop]),
             "is_train": pa.array(task.is_train[start : rows.stop]),
-            "path": pa.array(paths, pa.string()),
-            "data": pa.array([_bytes(image) for image in images], pa.large_binary()),
-            "shape": pa.array([None if p is None else list(p.shape) for p in pixels], pa.list_(pa.int32())),
+            **image_columns([task.rows.images[i] for i in rows]),
         }
     )
 
 
-def _full_path(path: str) -> str:
-    """A local path as every process finds it, whatever directory it runs in."""
-    return path if is_uri(path) else os.path.abspath(path)
-
-
-def _bytes(image: Any) -> bytes | None:
-    if isinstance(image, np.ndarray):
-        return image.tobytes()
-    return image if isinstance(image, bytes) else None
-
-
 def _decode(batch: pa.Table, size: int) -> pa.Table:
-    images = list(_images(batch))
-    ids = [str(i) for i in range(len(images))]
-    pixels, ok, bad = decode_many(images, ids, size, threads=1)
-    reasons = {int(entry["id"]): entry["reason"] for entry in bad}
-    raw = pixels.flatten(1).numpy()
-    kept = batch.select(["index", "label", "is_train"])
-    kept = kept.append_column(
-        "image", pa.array([r.tobytes() if o else None for r, o in zip(raw, ok, strict=True)])
-    )
-    return kept.append_column("reason", pa.array([reasons.get(i) for i in range(len(images))], pa.string()))
-
-
-def _images(batch: pa.Table) -> Iterator[bytes | str | np.ndarray]:
-    for path, data, shape in zip(
-        *(batch[name].to_pylist() for name in ("path", "data", "shape")), strict=True
-    ):
-        if shape is not None:
-            yield np.frombuffer(data, np.uint8).reshape(shape)
-        else:
-            yield path if path is not None else data
+    pixels, reasons = decode_many(images_of(batch), size, threads=1)
+    kept = batch.select(["index", "label", "is_train"]).append_column("image", pixel_column(pixels, reasons))
+    return kept.append_column("reason", pa.array(reasons, pa.string()))
 
 
 def _drain(shard: Any, columns: Iterable[str], size: int) -> Iterator[dict[str, np.ndarray]]:

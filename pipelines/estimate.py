@@ -115,14 +115,13 @@ def estimate_num_novel(
     from pipelines import ray_env
     from pipelines.console import say_left_out
     from pipelines.jobs import local_device
-    from uno.data.decode import check_bad, decode_many
+    from uno.data.decode import check_bad, decode_many, readable
     from uno.data.resident import assemble
     from uno.results import estimate
 
-    images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
-    check_bad(bad, len(task.rows), config.data.max_bad_fraction)
-    say_left_out(bad)
-    train = assemble(task, images, ok)
+    images, reasons = decode_many(task.rows.images, config.data.store_size)
+    say_left_out(check_bad(task.rows.ids, reasons, config.data.max_bad_fraction))
+    train = assemble(task, images, readable(reasons))
     if config.compute.workers == 0:
         device: torch.device | str = local_device(config)
         return estimate.estimate_num_novel(config, train, task.known, storage, device, settings, report=say)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 
 from pipelines import ray_env
-from pipelines.blocks import image_columns, images_of
+from pipelines.blocks import image_columns, images_of, pixel_column
 from pipelines.console import Progress, say
 from pipelines.options import RAY_JOB, SWITCHES, overrides
 from pipelines.stop import on_stop
@@ -205,12 +205,10 @@ class Scorer:
     def __call__(self, block: pa.Table) -> pa.Table:
         """A decoded block -> its :func:`uno.results.predictions.result_table`."""
         size = self._model.size
-        ok = block["reason"].is_null().to_numpy(zero_copy_only=False)
         pixels = np.frombuffer(bytearray(b"".join(block["image"].drop_null().to_pylist())), np.uint8)
         images = torch.from_numpy(pixels).view(-1, 3, size, size)
         scores = self._model.score(images) if len(images) else None
-        reasons = {i: text for i, text in enumerate(block["reason"].to_pylist()) if text is not None}
-        return result_table(block["row"].to_numpy(), ok, reasons, scores, self._embedding)
+        return result_table(block["row"].to_numpy(), block["reason"].to_pylist(), scores, self._embedding)
 
 
 # ---------------------------------------------------------------------------------------- blocks on their way
@@ -227,16 +225,9 @@ def _block(rows: Rows, index: np.ndarray) -> pa.Table:
 def _decode(block: pa.Table, size: int, images: ParquetImages | None) -> pa.Table:
     """The same rows with pixels, 3 * size * size bytes each, or the reason why there are none."""
     found = images_of(block) if images is None else images.fetch(block["number"].to_numpy())
-    pixels, ok, bad = decode_many(found, [str(i) for i in range(len(found))], size, threads=1)
-    reasons = {int(entry["id"]): entry["reason"] for entry in bad}
-    raw = [row.tobytes() if fine else None for row, fine in zip(pixels.numpy(), ok, strict=True)]
-    return pa.table(
-        {
-            "row": block["row"],
-            "image": pa.array(raw, pa.large_binary()),
-            "reason": pa.array([reasons.get(i) for i in range(len(found))], pa.string()),
-        }
-    )
+    pixels, reasons = decode_many(found, size, threads=1)
+    columns = {"image": pixel_column(pixels, reasons), "reason": pa.array(reasons, pa.string())}
+    return pa.table({"row": block["row"], **columns})
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -18,9 +18,8 @@ from pipelines.options import Options, overrides
 from pipelines.stop import on_stop
 from pipelines.streaming import store_bytes
 from uno.config import Config, dump_yaml, override
-from uno.data.bad import BAD_SAMPLES
 from uno.data.check import check, format_report
-from uno.data.decode import check_bad, decode_many
+from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, readable
 from uno.data.files import Storage
 from uno.data.resident import assemble, eval_sets
 from uno.data.sets import EvalData, TrainData
@@ -237,8 +236,9 @@ def _run_here(
             stream = streaming_set(config, task, storage)
             train, truth = stream, partial(streaming_eval_sets, config, task, stream.bad)
         else:
-            images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
-            _account_for(bad, config, task, storage)
+            images, reasons = decode_many(task.rows.images, config.data.store_size)
+            _account_for(reasons, config, task, storage)
+            ok = readable(reasons)
             train, truth = assemble(task, images, ok), partial(eval_sets, task, images, ok)
         train = train.to(device)
         for phase in phases:
@@ -292,10 +292,9 @@ def _run_on_ray(
             images, bad_rows = None, []
             if not streams:
                 images = datasets.decode_task(ray, task, config.data.store_size)
-                bad = datasets.bad_samples(images, task)
-                _account_for(bad, config, task, storage)
-                row_of = {name: i for i, name in enumerate(task.rows.ids)}
-                bad_rows = [row_of[entry["id"]] for entry in bad]
+                reasons = datasets.reasons_of(images, len(task.rows))
+                _account_for(reasons, config, task, storage)
+                bad_rows = [row for row, reason in enumerate(reasons) if reason is not None]
             if stopping:
                 raise Interrupted("stopped before training began")
             journal = JournalTail(storage)
@@ -309,16 +308,11 @@ def _run_on_ray(
             )
 
 
-def _account_for(bad: list[dict[str, str]], config: Config, task: Task, storage: Storage) -> None:
+def _account_for(reasons: list[str | None], config: Config, task: Task, storage: Storage) -> None:
     """List unreadable images in ``bad_samples.jsonl``, and stop if there are too many."""
-    if not bad:
-        return
-    storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
-    try:
-        check_bad(bad, len(task.rows), config.data.max_bad_fraction)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; all are in {storage.path(BAD_SAMPLES)}") from None
-    say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
+    bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
+    if bad:
+        say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
 
 
 def _refuse_foreign(storage: Storage) -> None:

@@ -23,8 +23,7 @@ import torch
 from pipelines.blocks import image_columns, images_of
 from uno.config import Config
 from uno.crops import Cuts
-from uno.data.bad import BadRows
-from uno.data.decode import decode_many
+from uno.data.decode import BadRows, decode_many
 from uno.data.files import Storage
 from uno.data.ingest import free_host_bytes
 from uno.data.parquet import ParquetImages
@@ -97,9 +96,7 @@ def decode_on_ray(
         )
         for table in in_spans(run, tables, span_rows):
             pixels = torch.from_numpy(_bytes_of(table["pixels"], 3 * side**2).copy())
-            reasons = {i: text for i, text in enumerate(table["reason"].to_pylist()) if text is not None}
-            ok = table["reason"].is_null().to_numpy(zero_copy_only=False)
-            yield table["task_row"].to_numpy(), pixels.view(-1, 3, side, side), ok, reasons
+            yield table["task_row"].to_numpy(), pixels.view(-1, 3, side, side), table["reason"].to_pylist()
 
     return decoded
 
@@ -247,9 +244,8 @@ def _cut(block: pa.Table, cuts: Cuts, part_rows: int, images: ParquetImages | No
 
 def _decode(block: pa.Table, side: int, images: ParquetImages | None) -> pa.Table:
     found = _images(block, images)
-    pixels, _, bad = decode_many(found, [str(i) for i in range(len(found))], side, threads=1)
-    reasons = {int(entry["id"]): entry["reason"] for entry in bad}
-    table = _pixel_table(pixels.flatten(1).numpy(), [reasons.get(i) for i in range(len(found))])
+    pixels, reasons = decode_many(found, side, threads=1)
+    table = _pixel_table(pixels.flatten(1).numpy(), reasons)
     return table.append_column("task_row", block["task_row"])
 
 

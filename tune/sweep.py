@@ -29,7 +29,7 @@ from tune.objective import Problem, SweepData
 from tune.records import FAILED, FINISHED, RAY_FOLDER, SETTINGS, Trial
 from tune.spaces import Space
 from uno.config import Config, differing_keys, override, to_dict
-from uno.data.decode import check_bad, decode_many
+from uno.data.decode import check_bad, decode_many, readable
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods import num_heads
@@ -72,10 +72,9 @@ def run_sweep(options: SweepOptions) -> int:
     check_options(options)
     # Trials may find a GPU that this process lacks.
     task = prepare(override(config, {"compute.workers": 0, "compute.device": "auto"}))
-    images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.data.store_size)
-    check_bad(bad, len(task.rows), config.data.max_bad_fraction)
-    say_left_out(bad)
-    data = objective.sweep_data(task, images, ok, options.score)
+    images, reasons = decode_many(task.rows.images, config.data.store_size)
+    say_left_out(check_bad(task.rows.ids, reasons, config.data.max_bad_fraction))
+    data = objective.sweep_data(task, images, readable(reasons), options.score)
     problems = objective.problems(data, options.score, options.folds, config.seed, options.hide)
     num_epochs = check_plans(options, problems)
     assert config.output is not None

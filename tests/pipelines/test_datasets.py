@@ -15,7 +15,7 @@ from PIL import Image
 from pipelines import datasets
 from tests.pipelines.small import write_images
 from uno.config import Config, override
-from uno.data.decode import decode_many
+from uno.data.decode import decode_many, readable
 from uno.data.resident import assemble, eval_sets
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
@@ -69,9 +69,10 @@ def small_blocks(monkeypatch, ray_cluster):
 def test_ray_data_equals_the_local_path(ray_cluster, tmp_path, monkeypatch, make):
     monkeypatch.chdir(tmp_path)
     task = make(tmp_path)
-    images, ok, bad = decode_many(task.rows.images, task.rows.ids, SIZE)
+    images, reasons = decode_many(task.rows.images, SIZE)
+    ok = readable(reasons)
     dataset = datasets.decode_task(ray_cluster, task, SIZE)
-    assert datasets.bad_samples(dataset, task) == bad
+    assert datasets.reasons_of(dataset, len(task.rows)) == reasons
 
     train, stored = datasets.train_set(dataset, SIZE, len(task.known), task.num_novel)
     expected = assemble(task, images, ok)

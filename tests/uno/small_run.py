@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from uno.config import Config, override
-from uno.data.decode import decode_many
+from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
 from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
@@ -40,7 +40,8 @@ def small_sets() -> tuple[TrainSet, dict[str, EvalSet]]:
     """100 labeled and 100 unlabeled training rows of the digits, and the rows with truth."""
     config = small_config().data
     task = make_task(read_rows(config), config)
-    images, ok, _ = decode_many(task.rows.images, task.rows.ids, config.store_size, 1)
+    images, reasons = decode_many(task.rows.images, config.store_size, 1)
+    ok = readable(reasons)
     return assemble(task, images, ok), eval_sets(task, images, ok)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.uno.reference import loss_of, targets_of
 from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config, small_sets
-from uno.data.decode import decode_many
+from uno.data.decode import decode_many, readable
 from uno.data.resident import assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -218,7 +218,8 @@ def train_set_with(labels_of_novel_rows):
     novel = [i for i, label in enumerate(rows.labels) if label in {"5", "6", "7", "8", "9"}]
     rows.labels[:] = labels_of_novel_rows(rows.labels, novel)
     task = make_task(rows, config)
-    images, ok, _ = decode_many(task.rows.images, task.rows.ids, config.store_size, 1)
+    images, reasons = decode_many(task.rows.images, config.store_size, 1)
+    ok = readable(reasons)
     return assemble(task, images, ok), task.eval_labels
 
 

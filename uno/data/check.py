@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from uno.config import Config
-from uno.data.decode import MAX_BYTES, BadImage, Header, read_header
+from uno.data.decode import MAX_BYTES, BadImage, read_header
 from uno.data.files import is_uri, read_bytes
 from uno.data.plan import make_plan, make_pretrain_plan
 from uno.data.rows import Image, file_size
@@ -52,8 +52,8 @@ def format_report(task: Task, problems: list[Problem]) -> str:
     """Plain text: source, image sizes, a table of classes, notes and problems."""
     rows, counts = task.rows, _counts(task)
     headers, _ = _headers(task)
-    kinds = Counter(h.format for h in headers)
-    sides = sorted((h.width * h.height, f"{h.width} x {h.height}") for h in headers)
+    kinds = Counter(kind for kind, *_ in headers)
+    sides = sorted((width * height, f"{width} x {height}") for _, width, height in headers)
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
@@ -170,7 +170,7 @@ def _batch_problems(task: Task, config: Config) -> Iterator[Problem]:
         )
 
 
-def _headers(task: Task) -> tuple[list[Header], list[str]]:
+def _headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Headers of a sample of rows, and the reasons of the unreadable ones with their ids."""
     headers, bad = [], []
     num = min(NUM_HEADERS, len(task.rows))

@@ -8,13 +8,15 @@ of 12 megapixels; torchcodec 0.17: 20,000, 430 and 15/s. Pillow is enough.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from typing import Any
 
@@ -25,7 +27,8 @@ from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
-from uno.data.files import read_bytes
+from uno import collectives
+from uno.data.files import Storage, read_bytes
 from uno.data.rows import Chosen, Image, Images
 from uno.errors import ConfigError
 
@@ -45,21 +48,41 @@ UPRIGHT = {
     5: Pillow.Transpose.TRANSPOSE, 6: Pillow.Transpose.ROTATE_270, 7: Pillow.Transpose.TRANSVERSE,
     8: Pillow.Transpose.ROTATE_90,
 }  # fmt: skip
+BATCHES_AHEAD = 2
+"""Batches that :func:`decoded` decodes while the model works."""
+BAD_SAMPLES = "bad_samples.jsonl"
+
+log = logging.getLogger(__name__)
 
 
 class BadImage(Exception):
     """An image that cannot be used; the message is the reason, one line."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """What an image says of itself: ``format`` (JPEG, ..., or 'pixels'), width and height in pixels."""
-
-    format: str
-    width: int
-    height: int
+_lock, _muted, _num_inside = threading.Lock(), ExitStack(), 0
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Mute Pillow's warnings: size is checked here, broken metadata and odd palettes do no harm.
+
+    Filters belong to the process: they are muted while any thread is inside.
+    """
+    global _num_inside
+    with _lock:
+        if _num_inside == 0:
+            _muted.enter_context(warnings.catch_warnings(action="ignore"))
+        _num_inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_inside -= 1
+            if _num_inside == 0:
+                _muted.close()
+
+
+@quiet()
 def decode(image: Image, size: int) -> np.ndarray:
     """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size``, centre crop.
 
@@ -69,8 +92,17 @@ def decode(image: Image, size: int) -> np.ndarray:
     Raises:
         BadImage: missing, too large, not an image, of a refused format, truncated, or corrupt.
     """
-    with quiet():
-        return _decode(image, size)
+    if isinstance(image, np.ndarray):
+        _check_array(image)
+        if image.shape[:2] != (size, size):
+            image = np.asarray(_square(Pillow.fromarray(image), size))
+        return image.transpose(2, 0, 1)
+    with _open(image, size) as picture:
+        square = _square(to_rgb(picture), size)
+        orientation = _orientation(picture)  # later: of a PNG it reads the pixels, and forgives errors
+        if orientation in UPRIGHT:  # a centred square commutes with turns and flips, so turn the small one
+            square = square.transpose(UPRIGHT[orientation])
+        return np.asarray(square).transpose(2, 0, 1)
 
 
 def decode_rgb(image: Image, side: int) -> np.ndarray:
@@ -83,109 +115,143 @@ def decode_rgb(image: Image, side: int) -> np.ndarray:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return image
-    with _open(image) as picture:
-        if picture.format in ("JPEG", "MPO"):
-            picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
+    with _open(image, side) as picture:
         rgb, orientation = to_rgb(picture), _orientation(picture)
         return _pixels(rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb)
 
 
-def decode_many(
-    images: Images, ids: Sequence[str], size: int, threads: int | None = None
-) -> tuple[Tensor, np.ndarray, list[dict[str, str]]]:
-    """All N images -> (uint8 (N,3,size,size), ok bool (N,), [{"id", "reason"}, ...]); bad rows are black.
+def decode_many(images: Images, size: int, threads: int | None = None) -> tuple[Tensor, list[str | None]]:
+    """N images -> (uint8 (N,3,size,size), why an image has no pixels, None where it has); bad ones are black.
 
     ``threads`` decode at once (default: as many as torch uses); Pillow releases the GIL.
     """
-    num = len(images)
-    pixels = torch.zeros(num, 3, size, size, dtype=torch.uint8)
-    out, ok = pixels.numpy(), np.ones(num, dtype=bool)
+    pixels = torch.zeros(len(images), 3, size, size, dtype=torch.uint8)
+    out, reasons = pixels.numpy(), [None] * len(images)  # type: np.ndarray, list[str | None]
 
-    def fill(rows: range) -> list[dict[str, str]]:
-        bad = []
+    def fill(rows: range) -> None:
         for i in rows:
             try:
-                out[i] = _decode(images[i], size)
+                out[i] = decode(images[i], size)
             except BadImage as error:
-                ok[i] = False
-                bad.append({"id": ids[i], "reason": str(error)})
-        return bad
+                reasons[i] = str(error)
 
-    parts = [range(start, min(start + 64, num)) for start in range(0, num, 64)]
     with quiet(), ThreadPoolExecutor(threads or torch.get_num_threads()) as pool:
-        bad = [entry for part in pool.map(fill, parts) for entry in part]
-    return pixels, ok, bad
+        list(pool.map(fill, (range(i, min(i + 64, len(images))) for i in range(0, len(images), 64))))
+    return pixels, reasons
 
 
-def check_bad(bad: Sequence[dict[str, str]], total: int, max_fraction: float) -> None:
-    """Stop when more than ``max_fraction`` of ``total`` images are bad.
+def decoded(
+    images: Images, batches: Iterable[np.ndarray], size: int, threads: int | None = None
+) -> Iterator[tuple[np.ndarray, Tensor, list[str | None]]]:
+    """Batches of row numbers (b,) -> (row numbers, pixels, reasons) of :func:`decode_many`, decoded ahead of
+    whoever works on them by ``threads`` (default: as many as there are cores).
+    """
+    waiting: deque[Future[tuple[Tensor, list[str | None]]]] = deque()
+    taken: deque[np.ndarray] = deque()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="uno-decode")
+    try:
+        for index in batches:
+            taken.append(index)
+            waiting.append(pool.submit(decode_many, Chosen(images, index), size, threads or os.cpu_count()))
+            if len(waiting) > BATCHES_AHEAD:
+                yield taken.popleft(), *waiting.popleft().result()
+        while waiting:
+            yield taken.popleft(), *waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# ------------------------------------------------------------------------------------------------ bad images
+def readable(reasons: Sequence[str | None]) -> np.ndarray:
+    """bool (N,): which images have pixels, from the reasons of :func:`decode_many`."""
+    return np.array([reason is None for reason in reasons], dtype=bool)
+
+
+def check_bad(
+    ids: Sequence[str], reasons: Sequence[str | None], max_fraction: float, storage: Storage | None = None
+) -> list[dict[str, str]]:
+    """The unreadable images of N as {"id", "reason"}, in order; rank 0 lists them in ``storage``.
 
     Raises:
-        ConfigError: with the count and the first reason.
+        ConfigError: more than ``max_fraction`` of all; it tells the count and the first reason.
     """
-    if len(bad) > max_fraction * total:
-        first = bad[0]
+    bad = [{"id": str(ids[i]), "reason": why} for i, why in enumerate(reasons) if why is not None]
+    if bad and storage is not None and collectives.world()[0] == 0:
+        storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
+    if len(bad) > max_fraction * len(reasons):
         raise ConfigError(
-            f"{len(bad)} of {total} images are unreadable, more than data.max_bad_fraction {max_fraction:g} "
-            f"allows; the first is {first['id']}: {first['reason']}"
+            f"{len(bad)} of {len(reasons)} images are unreadable, more than data.max_bad_fraction "
+            f"{max_fraction:g} allows; the first is {bad[0]['id']}: {bad[0]['reason']}"
+            + (f"; all are in {storage.path(BAD_SAMPLES)}" if storage is not None else "")
         )
+    return bad
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Mute Pillow's warnings: size is checked here, broken metadata and odd palettes do no harm.
+class BadRows:
+    """The rows that this worker, and after :meth:`sync` all workers, could not read while training.
 
-    Filters belong to the process: they are muted while any thread is inside.
+    Args:
+        ids: of all N rows of the task.
+        images: of all N rows.
+        max_fraction: of N that may be unreadable.
+        storage: of the run; keeps the list.
     """
-    with _muted.lock:
-        if _muted.threads == 0:
-            _muted.filters = warnings.catch_warnings()
-            _muted.filters.__enter__()
-            warnings.simplefilter("ignore")
-        _muted.threads += 1
-    try:
-        yield
-    finally:
-        with _muted.lock:
-            _muted.threads -= 1
-            if _muted.threads == 0:
-                _muted.filters.__exit__(None, None, None)
+
+    def __init__(self, ids: Sequence[str], images: Images, max_fraction: float, storage: Storage) -> None:
+        self._ids, self._images, self._storage = ids, images, storage
+        self._max_fraction = max_fraction
+        self._reasons = self._listed()
+        self._synced = len(self._reasons)
+
+    def add(self, row: int, reason: str) -> None:
+        """Note that row ``row`` of the task cannot be read."""
+        self._reasons.setdefault(int(row), reason)
+
+    def __len__(self) -> int:
+        """How many are known here."""
+        return len(self._reasons)
+
+    def sync(self, device: torch.device) -> None:
+        """Tell each other; to be called by all workers at the same time. Rank 0 writes the list.
+
+        Raises:
+            ConfigError: there are more than ``max_fraction`` allows.
+        """
+        new = torch.tensor([float(len(self._reasons) > self._synced)], device=device)
+        if not collectives.sum_(new):
+            return
+        flags = torch.zeros(len(self._ids), device=device)
+        flags[torch.tensor(sorted(self._reasons), dtype=torch.int64, device=device)] = 1
+        rows = collectives.sum_(flags).nonzero()[:, 0].tolist()
+        for row in rows:
+            if row not in self._reasons:  # another worker's: no need to send text around
+                _, (reason,) = decode_many(Chosen(self._images, np.array([row])), 1, 1)
+                self._reasons[row] = reason or "read once, not another time"
+        self._synced = len(rows)
+        reasons = [self._reasons.get(row) for row in range(len(self._ids))]
+        check_bad(self._ids, reasons, self._max_fraction, self._storage)
+
+    def _listed(self) -> dict[int, str]:
+        """What the run has listed before it was resumed."""
+        if not self._storage.exists(BAD_SAMPLES):
+            return {}
+        try:
+            entries = [json.loads(line) for line in self._storage.read(BAD_SAMPLES).splitlines()]
+            reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
+        except (ValueError, TypeError, KeyError):
+            log.warning("%s is damaged; it is written anew", self._storage.path(BAD_SAMPLES))
+            return {}
+        return {row: reasons[name] for row, name in enumerate(map(str, self._ids)) if name in reasons}
 
 
-class _Muted:
-    """How many threads are inside :func:`quiet`, and the filters to restore when the last one leaves."""
-
-    def __init__(self) -> None:
-        self.lock, self.threads = threading.Lock(), 0
-        self.filters: Any = None
-
-
-_muted = _Muted()
-
-
-def read_header(image: Image) -> Header:
-    """Format and size without decoding pixels. Raises BadImage as :func:`decode`."""
+# ---------------------------------------------------------------------------------------------------- Pillow
+def read_header(image: Image) -> tuple[str, int, int]:
+    """(format or 'pixels', width, height) without decoding pixels. Raises BadImage as :func:`decode`."""
     if isinstance(image, np.ndarray):
         _check_array(image)
-        return Header("pixels", image.shape[1], image.shape[0])
+        return "pixels", image.shape[1], image.shape[0]
     with quiet(), _open(image) as picture:
-        return Header(str(picture.format), *picture.size)
-
-
-def _decode(image: Image, size: int) -> np.ndarray:
-    if isinstance(image, np.ndarray):
-        _check_array(image)
-        if image.shape[:2] != (size, size):
-            image = np.asarray(_square(Pillow.fromarray(image), size))
-        return image.transpose(2, 0, 1)
-    with _open(image) as picture:
-        if picture.format in ("JPEG", "MPO"):
-            picture.draft(picture.mode, (DRAFT * size, DRAFT * size))
-        square = _square(to_rgb(picture), size)
-        orientation = _orientation(picture)  # later: of a PNG it reads the pixels, and forgives errors
-        if orientation in UPRIGHT:  # a centred square commutes with turns and flips, so turn the small one
-            square = square.transpose(UPRIGHT[orientation])
-        return np.asarray(square).transpose(2, 0, 1)
+        return str(picture.format), *picture.size
 
 
 def _pixels(picture: Pillow.Image) -> np.ndarray:
@@ -230,8 +296,11 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
 
 
 @contextmanager
-def _open(image: bytes | str) -> Iterator[Pillow.Image]:
-    """The picture with its header checked; every error inside, of Pillow or the disk, is a BadImage."""
+def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]:
+    """The picture with its header checked; every error inside, of Pillow or the disk, is a BadImage.
+
+    A JPEG is set to be decoded at the scale that ``side`` allows.
+    """
     try:
         data = read_bytes(image, MAX_BYTES) if isinstance(image, str) else bytes(image)
         if not data:
@@ -244,6 +313,8 @@ def _open(image: bytes | str) -> Iterator[Pillow.Image]:
                 raise BadImage(f"{width} x {height} pixels, more than {MAX_PIXELS}")
             if not width or not height:
                 raise BadImage(f"{width} x {height} pixels")
+            if side is not None and picture.format in ("JPEG", "MPO"):
+                picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
             yield picture
     except BadImage:
         raise
@@ -272,34 +343,3 @@ def _check_array(image: np.ndarray) -> None:
 
 def _one_line(message: Any) -> str:
     return " ".join(str(message).split())[:200]
-
-
-BATCHES_AHEAD = 2  # decoded while the model works
-
-
-def decoded(
-    images: Images, batches: Iterable[np.ndarray], size: int, threads: int | None = None
-) -> Iterator[tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]]:
-    """Decode batches of row numbers ahead of whoever works on them.
-
-    Yields:
-        (row numbers (b,), images uint8 (b, 3, size, size), ok bool (b,), reason by position in the batch).
-    """
-    num_threads = threads or os.cpu_count() or 1
-
-    def decode(index: np.ndarray) -> tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]:
-        names = [str(position) for position in range(len(index))]
-        pixels, ok, bad = decode_many(Chosen(images, index), names, size, num_threads)
-        return index, pixels, ok, {int(entry["id"]): entry["reason"] for entry in bad}
-
-    waiting: list[Future[tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]]] = []
-    pool = ThreadPoolExecutor(1, thread_name_prefix="uno-decode")
-    try:
-        for index in batches:
-            waiting.append(pool.submit(decode, index))
-            if len(waiting) > BATCHES_AHEAD:
-                yield waiting.pop(0).result()
-        while waiting:
-            yield waiting.pop(0).result()
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -22,8 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image as Pillow
 
-from uno.data.bad import BAD_SAMPLES
-from uno.data.decode import MAX_BYTES, BadImage, decode_rgb, quiet
+from uno.data.decode import BAD_SAMPLES, MAX_BYTES, BadImage, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
 from uno.data.parquet import ParquetImages
 from uno.data.plan import window_indices

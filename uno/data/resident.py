@@ -11,7 +11,7 @@ from torch import Tensor
 
 from uno.augment import augment
 from uno.config import Config, DataConfig
-from uno.data.decode import check_bad, decode_many
+from uno.data.decode import check_bad, decode_many, readable
 from uno.data.plan import ROTATION, Order, Plan, augment_generator
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -92,9 +92,9 @@ def load_resident(
         ConfigError: as read_rows and make_task, or more bad images than ``max_bad_fraction``.
     """
     task = make_task(read_rows(config), config)
-    images, ok, bad = decode_many(task.rows.images, task.rows.ids, config.store_size, threads)
-    check_bad(bad, len(task.rows), config.max_bad_fraction)
-    return task, images, ok, bad
+    images, reasons = decode_many(task.rows.images, config.store_size, threads)
+    bad = check_bad(task.rows.ids, reasons, config.max_bad_fraction)
+    return task, images, readable(reasons), bad
 
 
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:

@@ -27,8 +27,7 @@ from torch import Tensor
 from uno.augment import augment_crops
 from uno.config import Config
 from uno.crops import Cuts
-from uno.data.bad import BadRows, stand_ins
-from uno.data.decode import decoded
+from uno.data.decode import BadRows, decoded, readable
 from uno.data.files import Storage
 from uno.data.parquet import ParquetImages
 from uno.data.plan import Order, Plan, augment_generator
@@ -42,8 +41,8 @@ SYNC_STEPS = 100
 CPU = torch.device("cpu")
 EVAL_BYTES = 64 * 2**20  # decoded pixels of an evaluation batch
 
-Decoded = tuple[np.ndarray, Tensor, np.ndarray, dict[int, str]]
-"""Rows of the task (b,), images uint8 (b,3,S,S), ok (b,), reason by place: of :func:`decoded`."""
+Decoded = tuple[np.ndarray, Tensor, list[str | None]]
+"""Rows of the task (b,), images uint8 (b,3,S,S), why a row has none: of :func:`decoded`."""
 
 
 class StreamBatches:
@@ -166,6 +165,27 @@ def _empty(num_rows: int, row_bytes: int, pin: bool) -> Tensor:
     return torch.empty(num_rows, row_bytes, dtype=torch.uint8, pin_memory=pin)
 
 
+def stand_ins(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
+    """Which row takes each place of a batch: itself, or the next readable one of its kind, going round.
+
+    Args:
+        ok: bool (B,), labeled rows first.
+        num_labeled: B_l.
+
+    Returns:
+        int64 (B,), or None where a kind has no readable row at all.
+    """
+    chosen = np.arange(len(ok))
+    for start, stop in ((0, num_labeled), (num_labeled, len(ok))):
+        good = np.flatnonzero(ok[start:stop]) + start
+        bad = np.flatnonzero(~ok[start:stop]) + start
+        if len(bad) and not len(good):
+            return None
+        if len(bad):
+            chosen[bad] = good[np.searchsorted(good, bad) % len(good)]
+    return chosen
+
+
 @dataclass(frozen=True, eq=False)
 class StreamedEvalSet:
     """:class:`~uno.data.resident.EvalSet` of images that are decoded when they are evaluated.
@@ -189,9 +209,11 @@ class StreamedEvalSet:
         own = np.array_split(self.index.numpy(), world_size)[rank]
         truth_of = dict(zip(self.index.tolist(), self.truth.tolist(), strict=True))
         lots = (own[start : start + size] for start in range(0, len(own), size))
-        for rows, images, ok, reasons in self.decode(lots):
-            for place, reason in reasons.items():
-                self.bad.add(int(rows[place]), reason)
+        for rows, images, reasons in self.decode(lots):
+            for row, reason in zip(rows.tolist(), reasons, strict=True):
+                if reason is not None:
+                    self.bad.add(row, reason)
+            ok = readable(reasons)
             truth = torch.tensor([truth_of[row] for row in rows[ok].tolist()], dtype=torch.int64)
             if len(truth):
                 yield (images if ok.all() else images[torch.from_numpy(ok)]), truth

@@ -119,5 +119,4 @@ class Album:
 
     def _images(self, positions: Sequence[int] | NDArray[np.int64], side: int) -> NDArray[np.uint8]:
         rows = self._predictions.index[np.asarray(positions)]
-        ids = [self._task.rows.ids[i] for i in rows]
-        return decode_many(Chosen(self._task.rows.images, rows), ids, side)[0].numpy()
+        return decode_many(Chosen(self._task.rows.images, rows), side)[0].numpy()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from uno.augment import eval_view
 from uno.config import Config
-from uno.data.decode import decode_many
+from uno.data.decode import decode_many, readable
 from uno.data.rows import Chosen
 from uno.data.splits import Task
 from uno.model import UnoModel
@@ -118,8 +118,8 @@ def predict(
     parts: list[tuple[NDArray[np.int64], list[Tensor]]] = []
     for start in range(0, len(rows), CHUNK):
         part = rows[start : start + CHUNK]
-        ids = [task.rows.ids[i] for i in part]
-        images, ok, _ = decode_many(Chosen(task.rows.images, part), ids, config.data.store_size)
+        images, reasons = decode_many(Chosen(task.rows.images, part), config.data.store_size)
+        ok = readable(reasons)
         if not ok.any():
             continue
         views = eval_view(images[torch.from_numpy(ok)].to(device), side, config.data.mean, config.data.std)

@@ -13,7 +13,7 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.data.decode import BadImage, decode_many, to_rgb
+from uno.data.decode import BadImage, decode_many, readable, to_rgb
 from uno.data.files import Storage
 from uno.data.rows import Image
 from uno.errors import ConfigError
@@ -104,15 +104,13 @@ class Model:
         items = _items(images)
         size, step = self._classifier.size, self._classifier.batch_rows
         parts: list[Scores] = []
-        reason: list[str | None] = [None] * len(items)
+        reason: list[str | None] = []
         for start in range(0, len(items), step):
             batch = items[start : start + step]
-            names = [str(start + i) for i in range(len(batch))]
             encoded: list[Image] = [b"" if isinstance(item, BadImage) else item for item in batch]
-            pixels, ok, bad = decode_many(encoded, names, size)
-            for entry in bad:
-                row = int(entry["id"])
-                reason[row] = str(items[row]) if isinstance(items[row], BadImage) else entry["reason"]
+            pixels, reasons = decode_many(encoded, size)
+            reason += [str(a) if isinstance(a, BadImage) else b for a, b in zip(batch, reasons, strict=True)]
+            ok = readable(reasons)
             if ok.any():
                 parts.append(self._classifier.score(pixels[torch.from_numpy(ok)]))
         return self._predictions(parts, reason)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from uno.augment import eval_view
 from uno.config import Config, override
-from uno.data.decode import decoded
+from uno.data.decode import decoded, readable
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.errors import StorageError
@@ -275,7 +275,8 @@ def sample_cosines(
     num = min(SAMPLE_ROWS, len(rows))
     index = np.arange(num) * len(rows) // max(num, 1)
     batches = (index[i : i + model.batch_rows] for i in range(0, num, model.batch_rows))
-    for _, pixels, ok, _ in decoded(rows.images, batches, model.size, threads):
+    for _, pixels, reasons in decoded(rows.images, batches, model.size, threads):
+        ok = readable(reasons)
         if ok.any():
             yield model.cosines(pixels[torch.from_numpy(ok)])
 
@@ -299,11 +300,10 @@ def predict_rows(
         threads: that decode (default: as many as there are cores).
         on_progress: called after every batch with (rows done, N).
     """
-    for index, pixels, ok, reasons in decoded(
-        rows.images, writer.batches(model.batch_rows), model.size, threads
-    ):
-        readable = torch.from_numpy(ok)
-        scores = model.score(pixels[readable]) if ok.any() else None
-        writer.add(result_table(index, ok, reasons, scores, writer.embedding))
+    batches = writer.batches(model.batch_rows)
+    for index, pixels, reasons in decoded(rows.images, batches, model.size, threads):
+        ok = readable(reasons)
+        scores = model.score(pixels[torch.from_numpy(ok)]) if ok.any() else None
+        writer.add(result_table(index, reasons, scores, writer.embedding))
         on_progress(writer.num_done, len(rows))
     return writer.finish()

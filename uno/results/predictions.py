@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import pyarrow.compute
 import pyarrow.fs
 import pyarrow.parquet as pq
 
+from uno.data.decode import readable
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
@@ -78,17 +79,18 @@ class Summary:
 
 
 def result_table(
-    index: np.ndarray, ok: np.ndarray, reasons: Mapping[int, str], scores: Scores | None, embedding: bool
+    index: np.ndarray, reasons: Sequence[str | None], scores: Scores | None, embedding: bool
 ) -> pa.Table:
     """Results of b rows for :meth:`PredictionWriter.add`.
 
     Args:
         index: (b,) row numbers.
-        ok: (b,) bool, which could be read.
-        reasons: by position, for the others.
+        reasons: why a row could not be read, None where it could (b).
         scores: of those that could be read, in order; None where none could.
         embedding: whether to keep the features.
     """
+
+    ok = readable(reasons)
 
     def column(values: Any, kind: pa.DataType) -> pa.Array:
         full = np.zeros(len(index), dtype=kind.to_pandas_dtype())
@@ -100,7 +102,7 @@ def result_table(
         "row": pa.array(index, pa.int64()),
         "class_index": column(scores and scores.class_index, pa.int32()),
         **{name: column(scores and getattr(scores, name), pa.float32()) for name in SCORES},
-        "reason": pa.array([reasons.get(i) for i in range(len(index))], pa.string()),
+        "reason": pa.array(reasons, pa.string()),
     }
     if embedding:
         width = 0 if scores is None else scores.features.shape[1]

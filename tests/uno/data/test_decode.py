@@ -1,6 +1,7 @@
 """Images of many kinds, good and bad."""
 
 import io
+import json
 import struct
 import threading
 import zlib
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from uno.data import decode as decode_module
-from uno.data.decode import BadImage, check_bad, decode, decode_many, read_header
+from uno.data.decode import BadImage, check_bad, decode, decode_many, read_header, readable
+from uno.data.files import Storage
 from uno.errors import ConfigError
 
 from .builders import SHARED, encoded, pixels
@@ -188,32 +190,33 @@ def test_decode_many_counts_every_row(tmp_path):
     """ok + bad = all, in order, whatever the number of threads."""
     good = [encoded(pixels(i), "PNG") for i in range(150)]
     images = [b"bad" if i % 10 == 3 else image for i, image in enumerate(good)]
-    ids = [f"row {i}" for i in range(150)]
     before = threading.active_count()
     for threads in (1, 3, None):
-        out, ok, bad = decode_many(images, ids, 8, threads)
-        assert out.shape == (150, 3, 8, 8) and (~ok).sum() == len(bad) == 15
-        assert [entry["id"] for entry in bad] == [f"row {i}" for i in range(3, 150, 10)]
-        assert set(bad[0]) == {"id", "reason"}
+        out, reasons = decode_many(images, 8, threads)
+        assert out.shape == (150, 3, 8, 8) and len(reasons) == 150
+        assert np.flatnonzero(~readable(reasons)).tolist() == list(range(3, 150, 10))
         for i in (0, 64, 149):
             np.testing.assert_array_equal(out[i], pixels(i).transpose(2, 0, 1))
         assert (out[3] == 0).all()
     assert threading.active_count() == before
-    out, ok, bad = decode_many([], [], 8)
-    assert out.shape == (0, 3, 8, 8) and len(ok) == 0 and bad == []
+    out, reasons = decode_many([], 8)
+    assert out.shape == (0, 3, 8, 8) and reasons == [] and readable(reasons).dtype == bool
 
 
-def test_budget_of_bad_images():
-    bad = [{"id": "x", "reason": "no image data"}, {"id": "y", "reason": "other"}]
-    check_bad(bad, 200, 0.01)
-    check_bad([], 0, 0.0)
-    with pytest.raises(ConfigError, match=r"2 of 199 images are unreadable.*x: no image data"):
-        check_bad(bad, 199, 0.01)
+def test_budget_of_bad_images(tmp_path):
+    storage, ids = Storage(str(tmp_path)), list(map(str, range(200)))
+    reasons = [None, "no image data", *[None] * 197, "other"]
+    assert check_bad([], [], 0.0, storage) == [] == storage.list()
+    bad = [{"id": "1", "reason": "no image data"}, {"id": "199", "reason": "other"}]
+    assert check_bad(ids, reasons, 0.01, storage) == bad
+    assert [json.loads(entry) for entry in storage.read("bad_samples.jsonl").splitlines()] == bad
+    with pytest.raises(ConfigError, match=r"2 of 199 images are unreadable.*1: no image data; all are in .*"):
+        check_bad(ids[1:], reasons[1:], 0.01, storage)
 
 
 def test_headers():
-    assert vars(read_header(encoded(pixels(0, 5, 9), "JPEG"))) == {"format": "JPEG", "width": 9, "height": 5}
-    assert vars(read_header(pixels(0, 5, 9))) == {"format": "pixels", "width": 9, "height": 5}
+    assert read_header(encoded(pixels(0, 5, 9), "JPEG")) == ("JPEG", 9, 5)
+    assert read_header(pixels(0, 5, 9)) == ("pixels", 9, 5)
     with pytest.raises(BadImage):
         read_header(b"x")
 
@@ -232,8 +235,8 @@ def test_large_jpegs_are_drafted_and_stay_close(monkeypatch):
 def test_a_draft_of_real_photographs_is_close(monkeypatch):
     """The number in decode.py: .65 of 255 on average at 32 px."""
     paths = [str(p) for p in sorted((SHARED / "imagenet-fullsize").rglob("*.JPEG"))[:12]]
-    fast, ok, _ = decode_many(paths, paths, 32)
-    assert ok.all()
+    fast, reasons = decode_many(paths, 32)
+    assert readable(reasons).all()
     monkeypatch.setattr(decode_module, "DRAFT", 10_000)
-    full, _, _ = decode_many(paths, paths, 32)
+    full, _ = decode_many(paths, 32)
     assert (fast.float() - full.float()).abs().mean() < 1.0

@@ -12,7 +12,7 @@ from PIL import Image
 
 from uno.config import Config, override
 from uno.data import pack as module
-from uno.data.decode import decode_many
+from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
 from uno.data.pack import pack
 from uno.data.parquet import ParquetImages
@@ -52,7 +52,8 @@ def packed(source, output, shard_bytes=1000, **more):
 
 def by_id(task):
     """What a task says of each id, pixels included."""
-    pixels, ok, _ = decode_many(task.rows.images, task.rows.ids, 8, 1)
+    pixels, reasons = decode_many(task.rows.images, 8, 1)
+    ok = readable(reasons)
     assert ok.all()
     facts = zip(task.labels.tolist(), task.eval_labels.tolist(), task.is_train.tolist(), strict=True)
     return {

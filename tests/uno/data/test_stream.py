@@ -16,7 +16,7 @@ from PIL import Image
 from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, small_sets
 from uno.config import override
 from uno.data import stream as feed
-from uno.data.bad import BadRows, stand_ins
+from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
@@ -26,6 +26,7 @@ from uno.data.stream import (
     StreamSet,
     ahead,
     cut_here,
+    stand_ins,
     stream_facts,
     streaming_eval_sets,
     streaming_set,
