@@ -28,8 +28,9 @@ from uno.data.splits import Task, make_task
 from uno.data.stream import streaming_eval_sets, streaming_set
 from uno.errors import ConfigError, Interrupted
 from uno.report import REPORT, write_report
-from uno.results.evaluate import format_table
+from uno.results.evaluate import evaluate_run, format_table
 from uno.results.export import model_card
+from uno.results.infer import save_model
 from uno.runs import doctor, faults, lock, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.doctor import RESULTS, STOP_FILE
@@ -93,8 +94,9 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
         values = _execute(config, task, phases, evaluate, claim)
         if evaluate:
             facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
-            best_head = run.save_model(config, claim.storage, task.known, task.num_novel)
-            card = model_card(config, len(task.known), task.num_novel, best_head, facts, values)
+            trained = run.load_trained(config, claim.storage, task.num_known, task.num_novel)
+            model = save_model(config, claim.storage, *trained, task.known)
+            card = model_card(config, len(task.known), task.num_novel, model.best_head, facts, values)
             claim.storage.write("model/README.md", card.encode())
             if report:
                 say("predicting every row and writing the report")
@@ -245,7 +247,7 @@ def _run_here(
             (run.pretrain if phase == run.PRETRAIN else run.discover)(config, train, worker, storage)
     if not evaluate:
         return {}
-    return run.evaluate_run(config, storage, train, truth(), len(task.known) + len(task.novel), worker)
+    return evaluate_run(config, storage, train, truth(), len(task.known) + len(task.novel), worker)
 
 
 def local_device(config: Config) -> torch.device:

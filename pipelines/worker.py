@@ -24,6 +24,7 @@ from uno.data.files import Storage
 from uno.data.sets import EvalData, TrainData
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, UnoError
+from uno.results.evaluate import evaluate_run
 from uno.runs import faults, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.doctor import RAY_FOLDER
@@ -112,7 +113,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
         return {"interrupted": str(stop)}
     if not loop["evaluate"]:
         return {"metrics": {}}
-    return {"metrics": run.evaluate_run(config, storage, train, truth(), loop["num_true"], worker)}
+    return {"metrics": evaluate_run(config, storage, train, truth(), loop["num_true"], worker)}
 
 
 def _quiet_report_lines() -> None:

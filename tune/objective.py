@@ -27,19 +27,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from uno import collectives
-from uno.augment import eval_view
 from uno.config import Config
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task
 from uno.errors import ConfigError
-from uno.results.evaluate import Confusions, evaluate, protocol_metrics
+from uno.model import UnoModel
+from uno.results.evaluate import count, protocol_metrics
+from uno.results.forward import forward
 from uno.results.metrics import cluster_accuracy, confusion
 from uno.state import TrainState
 
@@ -206,27 +205,18 @@ def measure(
     """
     model = state.model.eval()
     best_head = state.best_head
-    size = min(config.augment.large.size, problem.scored.images.shape[-1])
-
-    def predict(images: Tensor) -> Any:
-        return model([eval_view(images, size, config.data.mean, config.data.std)])
-
-    counts = Confusions.new(
-        model.num_heads, problem.train.num_known, problem.num_true, problem.train.num_novel, state.device
-    )
-    with torch.inference_mode():
-        evaluate(predict, problem.scored, config.train.eval_batch_size, counts, rank, world)
-        counts = counts.all_reduce(collectives.sum_)
-        metrics = protocol_metrics(counts, best_head, "scored")
-        parts = {"loss": float(state.head_losses.min())}
-        names = {"known": "known", "novel": "novel"}
-        for name, group in names.items():
-            for which in ("best", "avg"):
-                key = f"scored/{group}/task_agnostic_strict/acc/{which}"
-                if key in metrics:
-                    parts[f"{name}_{which}"] = metrics[key]
-        if score == AGREEMENT:
-            parts["agreement"] = _agreement(predict, problem, config.train.eval_batch_size, state.device)
+    rows = problem.scored.batches(config.train.eval_batch_size, rank, world)
+    counts = count(model, config, rows, problem.train.num_known + problem.num_true)
+    metrics = protocol_metrics(counts, best_head, "scored")
+    parts = {"loss": float(state.head_losses.min())}
+    names = {"known": "known", "novel": "novel"}
+    for name, group in names.items():
+        for which in ("best", "avg"):
+            key = f"scored/{group}/task_agnostic_strict/acc/{which}"
+            if key in metrics:
+                parts[f"{name}_{which}"] = metrics[key]
+    if score == AGREEMENT:
+        parts["agreement"] = _agreement(model, config, problem)
     model.train()
     if score != LOSS:
         truth, hidden = problem.scored.truth, problem.train.unlabeled_images
@@ -249,10 +239,13 @@ def harmonic_mean(a: float, b: float) -> float:
     return 2 * a * b / (a + b) if a + b > 0 else 0.0
 
 
-def _agreement(predict: Any, problem: Problem, batch_size: int, device: torch.device) -> float:
+def _agreement(model: UnoModel, config: Config, problem: Problem) -> float:
     """Mean over pairs of heads of the clustering accuracy of one head's clusters against the other's."""
-    images = problem.train.unlabeled_images.cpu()
-    outputs = [predict(part.to(device)).novel[0].argmax(dim=-1).cpu() for part in images.split(batch_size)]
+    outputs = []
+    for part in problem.train.unlabeled_images.split(config.train.eval_batch_size):
+        novel = forward(model, part, config).novel
+        assert novel is not None
+        outputs.append(novel[0].argmax(dim=-1).cpu())
     heads = torch.cat(outputs, dim=1).numpy()
     clusters = problem.train.num_novel
     pairs = combinations(range(len(heads)), 2)

@@ -122,7 +122,7 @@ MUTANTS = {
     "known and novel blocks exchanged": Mutant(
         "uno.results.evaluate", "num_known + novel_output, known_output)",
         "novel_output, num_clusters + known_output)",
-        "results.test_evaluate:test_update_equals_a_loop_over_rows",
+        "results.test_evaluate:test_counts_equal_a_loop_over_rows",
     ),
     "Hungarian per shard": Mutant(
         "uno.results.metrics",

@@ -23,12 +23,12 @@ from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
 from uno import collectives
-from uno.augment import eval_view
 from uno.config import Config, ObjectiveConfig
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.methods.method import Method, forward_two_views, labeled_loss, weight_or
 from uno.model import UnoModel
+from uno.results.forward import features_of
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -101,14 +101,7 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
         ConfigError: more novel classes than features, or than unlabeled rows.
     """
     images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
-    side = min(config.augment.large.size, images.shape[-1])
-    model.eval()
-    features = torch.cat(
-        [
-            model.features(eval_view(part, side, config.data.mean, config.data.std)).float()
-            for part in images.split(config.train.eval_batch_size)
-        ]
-    )
+    features = features_of(model.eval(), images, config)
     model.train()
     if num_novel > min(features.shape):
         raise ConfigError(

@@ -1,62 +1,69 @@
-"""Evaluation (Sec. 4.1): count on every worker, add up, match once.
-
-rows -> `evaluate` -> `Confusions` -> sum over workers -> `protocol_metrics` -> `format_table`.
-"""
+"""Evaluation (Sec. 4.1): every worker counts its rows, the counts are added up, clusters are matched once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from uno import collectives
+from uno.config import Config
+from uno.data.files import Storage
+from uno.data.sets import EvalData, TrainData
+from uno.model import UnoModel
 from uno.results import metrics
+from uno.results.forward import forward
+from uno.results.kmeans import kmeans_baselines
+from uno.runs.run import load_trained
+from uno.train import Worker
 
 PROTOCOLS = ("task_aware", "task_agnostic_official", "task_agnostic_joint", "task_agnostic_strict")
 
 
-class EvalRows(Protocol):
-    """Rows to evaluate, such as :class:`uno.data.resident.EvalSet`."""
+def evaluate_run(
+    config: Config,
+    storage: Storage,
+    train: TrainData,
+    sets: Mapping[str, EvalData],
+    num_true: int,
+    worker: Worker,
+) -> dict[str, float]:
+    """All protocols on both splits, the same on every worker, and on rank 0 the k-means baselines, flat.
 
-    @property
-    def images(self) -> Tensor:
-        """(N, 3, S, S) uint8, any device."""
-
-    @property
-    def truth(self) -> Tensor:
-        """(N,) int64 in [0, C_l + C_u), known classes first, or -1: no truth, the row is not counted."""
-
-
-class ViewLogits(Protocol):
-    """What `uno.model.Logits` and `evaluate` agree on; the first view is evaluated."""
-
-    @property
-    def known(self) -> Tensor:
-        """(V, B, C_l)."""
-
-    @property
-    def novel(self) -> Tensor | None:
-        """(V, H, B, K), or None without cluster heads (pretraining)."""
+    Args:
+        config: of the run.
+        storage: of the run.
+        train: for the numbers of classes.
+        sets: "train" and "test" rows with truth.
+        num_true: true classes, known and novel, that ``truth`` indexes.
+        worker: rows are shared among all workers.
+    """
+    model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
+    model = model.to(worker.device)
+    values: dict[str, float] = {}
+    for split, rows in sets.items():
+        batches = rows.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
+        values |= protocol_metrics(count(model, config, batches, num_true), best_head, split)
+    train.sync()
+    if worker.rank == 0:
+        novel = sets["train"].where(sets["train"].truth >= train.num_known)
+        values |= kmeans_baselines(config, storage, train, novel, worker.device)
+    return values
 
 
 # --------------------------------------------------------------------------------------------------- counting
-@dataclass
-class Confusions:
-    """Int64 counts (rows: true class, columns: output) for every protocol; additive over batches and workers.
+class Confusions(NamedTuple):
+    """Int64 counts (rows: true class, columns: output); additive over batches and workers."""
 
-    `known` (C_l, C_l): known rows over the known outputs. `novel` (H, C_u, K): novel rows over the head's own
-    outputs. `joint` (H, C_l + C_u, C_l + K): all rows over both, known first.
-    """
-
-    known: Tensor
-    novel: Tensor
-    joint: Tensor
+    known: Tensor  # (C_l, C_l) known rows over the known outputs
+    novel: Tensor  # (H, C_u, K) novel rows over the head's own outputs
+    joint: Tensor  # (H, C_l + C_u, C_l + K) all rows over both, known first
 
     @classmethod
-    def new(
+    def zeros(
         cls,
         num_heads: int,
         num_known: int,
@@ -64,129 +71,66 @@ class Confusions:
         num_clusters: int,
         device: torch.device | str = "cpu",
     ) -> Confusions:
-        """Zero counts for H heads, C_l known classes, C_u true novel classes and K clusters of a head.
+        """For H heads, C_l known classes, C_u true novel ones (0: nobody knows them), K clusters a head."""
+        num_true, num_outputs = num_known + num_true_novel, num_known + num_clusters
+        shapes = [
+            (num_known, num_known),
+            (num_heads, num_true_novel, num_clusters),
+            (num_heads, num_true, num_outputs),
+        ]
+        return cls(*(torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes))
 
-        `num_true_novel` is 0 where nobody knows the novel classes; `num_heads` is 0 where the model has none.
-        """
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
-        return cls(
-            known=zeros(num_known, num_known),
-            novel=zeros(num_heads, num_true_novel, num_clusters),
-            joint=zeros(num_heads, num_known + num_true_novel, num_known + num_clusters),
-        )
-
-    def update(self, logits_known: Tensor, logits_novel: Tensor | None, truth: Tensor) -> None:
-        """Count a batch in place, on the device of the counts, without waiting for it.
+    def add_(self, known: Tensor, novel: Tensor, truth: Tensor) -> None:
+        """Count a batch in place, without waiting for the device.
 
         Args:
-            logits_known: (B, C_l).
-            logits_novel: (H, B, K), on the scale of `logits_known`; None without heads (H = 0).
+            known: (B, C_l) logits.
+            novel: (H, B, K) logits on the same scale.
             truth: (B,) int64 in [0, C_l + C_u), or -1: not counted. More is an index error of the device.
-
-        Raises:
-            ValueError: a shape differs from the one announced in `new`.
         """
-        num_heads, _, num_clusters = self.novel.shape
         num_known = len(self.known)
-        if logits_known.shape != (len(truth), num_known):
-            raise ValueError(f"known logits {tuple(logits_known.shape)}, expected {(len(truth), num_known)}")
-        known_best, known_output = logits_known.max(dim=-1)  # (B,)
-        is_known, is_novel = (truth >= 0) & (truth < num_known), truth >= num_known
-        _count_(self.known[None], truth, known_output[None], is_known)
-
-        expected = (num_heads, len(truth), num_clusters) if num_heads else None
-        if expected != (None if logits_novel is None else logits_novel.shape):
-            found = None if logits_novel is None else tuple(logits_novel.shape)
-            raise ValueError(f"novel logits {found}, expected {expected}")
-        if logits_novel is None:
-            return
-        novel_best, novel_output = logits_novel.max(dim=-1)  # (H, B)
-        _count_(self.novel, truth - num_known, novel_output, is_novel)
+        known_best, known_output = known.max(dim=-1)  # (B,)
+        novel_best, novel_output = novel.max(dim=-1)  # (H, B)
         # argmax over [known, novel] without building it; a tie goes to the known output
         output = torch.where(novel_best > known_best, num_known + novel_output, known_output)
-        _count_(self.joint, truth, output, is_known | is_novel)
-
-    def merge(self, other: Confusions) -> Confusions:
-        """The counts of both, for disjoint sets of rows of the same shapes on the same device."""
-        return Confusions(self.known + other.known, self.novel + other.novel, self.joint + other.joint)
-
-    def all_reduce(self, sum_over_workers: Callable[[Tensor], Tensor]) -> Confusions:
-        """The counts of all workers; self stays, though `sum_over_workers` may work in place."""
-        parts = (self.known, self.novel, self.joint)
-        return Confusions(*(sum_over_workers(counts.clone()) for counts in parts))
+        is_novel = truth >= num_known
+        _add_(self.known[None], truth, known_output[None], (truth >= 0) & ~is_novel)
+        _add_(self.novel, truth - num_known, novel_output, is_novel)
+        _add_(self.joint, truth, output, truth >= 0)
 
 
-def _count_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> None:
+def _add_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> None:
     """Add rows to (H, R, P) counts in place: truth (B,), output (H, B), counted (B,) bool.
 
     Rows that are not counted add zero to class 0 instead of being selected away: a selection would have to
     wait for the device to learn its size, as would bincount.
     """
     num_heads, num_classes, num_outputs = counts.shape
-    if num_classes == 0:
-        return
-    cells = torch.where(counted, truth, 0) * num_outputs + output  # (H, B)
-    ones = counted.to(counts.dtype).expand(num_heads, -1)
-    counts.view(num_heads, -1).scatter_add_(1, cells, ones)
+    if num_classes:
+        cells = torch.where(counted, truth, 0) * num_outputs + output  # (H, B)
+        ones = counted.to(counts.dtype).expand(num_heads, -1)
+        counts.view(num_heads, -1).scatter_add_(1, cells, ones)
 
 
-def evaluate(
-    predict_logits: Callable[[Tensor], ViewLogits],
-    eval_set: EvalRows,
-    batch_size: int,
-    confusions: Confusions,
-    rank: int = 0,
-    world_size: int = 1,
+def count(
+    model: UnoModel, config: Config, batches: Iterable[tuple[Tensor, Tensor]], num_true: int
 ) -> Confusions:
-    """Count this worker's rows `rank::world_size`, each exactly once, into `confusions`, and return it.
-
-    No row is repeated to make shares or batches equal, so workers may run a different number of batches:
-    `predict_logits` must not communicate. Give it the bare model in eval mode, not its DDP wrapper.
+    """The counts of all workers, each of which brings its own rows.
 
     Args:
-        predict_logits: (b, 3, S, S) uint8 images on the device of `confusions`, 0 < b <= batch_size ->
-            logits, `known` (V, b, C_l) and `novel` (V, H, b, K) or None; view 0 counts. Applies the
-            evaluation transform.
-        eval_set: (N, 3, S, S) uint8 images and (N,) truth, the same on every worker.
-        batch_size: rows of a batch of this worker.
-        confusions: counts to add to; sum them over workers afterwards (`Confusions.all_reduce`).
-        rank: of this worker.
-        world_size: number of workers.
-
-    Raises:
-        ValueError: images and truth differ in length, or the logits do not fit `confusions`.
+        model: in eval mode, not its DDP wrapper: workers may have different numbers of batches.
+        config: of the run.
+        batches: images uint8 (b, 3, S, S) and truth (b,) as in :meth:`Confusions.add_`, any device.
+        num_true: true classes, known and novel.
     """
-    if len(eval_set.images) != len(eval_set.truth):
-        raise ValueError(f"{len(eval_set.images)} images but {len(eval_set.truth)} truth values")
-    batches = slices(eval_set.images, eval_set.truth, batch_size, rank, world_size)
-    return count(predict_logits, batches, confusions)
-
-
-@torch.inference_mode()
-def count(
-    predict_logits: Callable[[Tensor], ViewLogits],
-    batches: Iterable[tuple[Tensor, Tensor]],
-    confusions: Confusions,
-) -> Confusions:
-    """:func:`evaluate` of batches that come one after another: images (b, 3, S, S) uint8 and truth (b,)."""
-    device = confusions.known.device
+    device = model.known.weight.device
+    num_known, num_clusters = model.num_known, model.num_novel
+    counts = Confusions.zeros(model.num_heads, num_known, num_true - num_known, num_clusters, device)
     for images, truth in batches:
-        logits = predict_logits(images.to(device, non_blocking=True))
-        novel = None if logits.novel is None else logits.novel[0]
-        confusions.update(logits.known[0], novel, truth.to(device, non_blocking=True))
-    return confusions
-
-
-def slices(
-    images: Tensor, truth: Tensor, batch_size: int, rank: int = 0, world_size: int = 1
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """A worker's rows ``rank::world_size`` in batches."""
-    images, truth = images[rank::world_size], truth[rank::world_size]
-    for start in range(0, len(truth), batch_size):
-        yield images[start : start + batch_size], truth[start : start + batch_size]
+        logits = forward(model, images, config)
+        assert logits.novel is not None
+        counts.add_(logits.known[0], logits.novel[0], truth.to(device, non_blocking=True))
+    return Confusions(*map(collectives.sum_, counts))
 
 
 # -------------------------------------------------------------------------------------------------- protocols
@@ -195,24 +139,15 @@ def protocol_metrics(confusions: Confusions, best_head: int, split: str) -> dict
 
     Keys: `{split}/{known|novel|all}/{protocol}/{acc|nmi|ari|purity}/{avg|best}` with the protocols of
     `PROTOCOLS`, and `{split}/novel/task_aware/chance/acc`, the clustering accuracy of random predictions.
-    Known and all rows have `acc` only. A key is absent where no row has truth; without heads only
-    `known/task_aware` remains.
+    Known and all rows have `acc` only. A key is absent where no row has truth.
 
     Args:
         confusions: counts of ALL rows of the split, that is summed over workers.
         best_head: index of the head with the lowest TRAINING cluster loss, never chosen by accuracy.
         split: `train` or `test`.
-
-    Raises:
-        ValueError: `best_head` is not a head.
     """
-    parts = (confusions.known, confusions.novel, confusions.joint)
-    known, novel, joint = (counts.cpu().numpy() for counts in parts)
-    num_known, num_heads = len(known), len(novel)
-    if not 0 <= best_head < max(num_heads, 1):
-        raise ValueError(f"best_head {best_head} of {num_heads} heads")
-    if num_heads == 0:
-        return _avg_and_best([metrics.task_aware(known, np.zeros((0, 0), np.int64))], 0, split, "task_aware")
+    known, novel, joint = (counts.cpu().numpy() for counts in confusions)
+    num_known = len(known)
     agnostic = (metrics.task_agnostic_official, metrics.task_agnostic_joint, metrics.task_agnostic_strict)
     aware = [metrics.task_aware(known, head) for head in novel]
     result = _avg_and_best(aware, best_head, split, "task_aware")

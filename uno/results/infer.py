@@ -20,8 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from uno.augment import eval_view
-from uno.config import Config, override
+from uno.config import Config, dump_yaml, override
 from uno.data.decode import decoded, readable
 from uno.data.files import Storage
 from uno.data.rows import Rows
@@ -29,6 +28,7 @@ from uno.errors import StorageError
 from uno.methods import build_network
 from uno.model import UnoModel
 from uno.results.classes import OutputClass, parse_classes, route
+from uno.results.forward import forward
 from uno.results.metrics import hungarian
 from uno.results.predictions import PredictionWriter, Summary, result_table
 
@@ -92,15 +92,11 @@ class Classifier:
         )
         return Scores(*(tensor.cpu() for tensor in (*results, features)))
 
-    @torch.inference_mode()
     def cosines(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Images uint8 (B, 3, S, S) -> known (B, C_l), novel (H, B, K) and features (B, D), on the device."""
-        side = min(self.config.augment.large.size, self.size)
-        view = eval_view(images.to(self.device), side, self.config.data.mean, self.config.data.std)
-        features = self.module.features(view.contiguous(memory_format=torch.channels_last))
-        logits = self.module.heads(features)
-        assert logits.novel is not None
-        return logits.known[0], logits.novel[0], features.float()
+        logits = forward(self.module, images, self.config)
+        assert logits.novel is not None and logits.features is not None
+        return logits.known[0], logits.novel[0], logits.features[0].float()
 
 
 def score(
@@ -167,7 +163,29 @@ def align_heads(novel: Tensor, best_head: int) -> Tensor:
     return alignment
 
 
-# ---------------------------------------------------------------------------------------------------- loading
+# ----------------------------------------------------------------------------------------- saving and loading
+def save_model(
+    config: Config, storage: Storage, module: UnoModel, best_head: int, known: Sequence[str]
+) -> Classifier:
+    """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns what it holds."""
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
+    heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
+    classes = [{"index": i, "name": name, "kind": "known"} for i, name in enumerate(known)]
+    classes += [
+        {"index": len(known) + i, "name": f"novel-{i + 1}", "kind": "novel"} for i in range(module.num_novel)
+    ]
+    files = {
+        "encoder.safetensors": safetensors.torch.save(encoder),
+        "heads.safetensors": safetensors.torch.save(heads, {"best_head": str(best_head)}),
+        "classes.json": json.dumps({"best_head": best_head, "classes": classes}, indent=1).encode(),
+        "config.yaml": dump_yaml(config).encode(),
+    }
+    for name, data in files.items():
+        storage.write(f"model/{name}", data)
+    return _classifier(files, module, best_head, None, config)
+
+
 def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Classifier:
     """The model of a run directory, or of a copy of its ``model/``.
 
@@ -226,19 +244,21 @@ def build_classifier(files: Mapping[str, bytes], device: torch.device | str = "c
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:160]
         raise StorageError(f"the model's files are damaged or do not belong together: {reason}") from None
-    place = torch.device(device)
-    module = module.eval().requires_grad_(False).to(place).to(memory_format=torch.channels_last)
-    return Classifier(module, config, classes, best_head, aligned, _model_hash(files, config), place)
+    return _classifier(files, module.to(device), best_head, aligned, config)
 
 
-def _model_hash(files: Mapping[str, bytes], config: Config) -> str:
-    """16 hex digits over weights, transform and temperature."""
+def _classifier(
+    files: Mapping[str, bytes], module: UnoModel, best_head: int, alignment: Tensor | None, config: Config
+) -> Classifier:
+    """``model_hash`` is 16 hex digits over weights, transform and temperature."""
     data, side = config.data, config.augment.large.size
     transform = [data.store_size, side, data.mean, data.std, config.objective.temperature]
     digest = hashlib.sha256(json.dumps(transform).encode())
     for name in ("encoder.safetensors", "heads.safetensors"):
         digest.update(hashlib.sha256(files[name]).digest())
-    return digest.hexdigest()[:16]
+    module = module.eval().requires_grad_(False).to(memory_format=torch.channels_last)
+    classes, device = parse_classes(files["classes.json"]), module.known.weight.device
+    return Classifier(module, config, classes, best_head, alignment, digest.hexdigest()[:16], device)
 
 
 def save_alignment(storage: Storage, alignment: Tensor) -> None:

@@ -3,10 +3,52 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 from sklearn.cluster import KMeans
+from torch import Tensor
 
+from uno.config import Config
+from uno.data.files import Storage
+from uno.data.sets import EvalData, TrainData
+from uno.model import build_model
+from uno.results.forward import features_of
 from uno.results.metrics import cluster_metrics, confusion
+from uno.runs.run import load_weights_
+
+MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
+
+
+def kmeans_baselines(
+    config: Config,
+    storage: Storage,
+    train: TrainData,
+    novel: EvalData,
+    device: torch.device,
+) -> dict[str, float]:
+    """k-means on the pretrained features of the ``novel`` training rows and, for tiny images, on their
+    pixels: ``baseline/{kmeans|kmeans_pixels}/novel/{acc|nmi|ari|purity}``; {} with fewer rows than clusters.
+    """
+    if len(novel.truth) < train.num_novel:
+        return {}
+    model = build_model(config.model, train.num_known, 0, 0)
+    load_weights_(model, config, storage)
+    model = model.to(device).eval()
+    parts: dict[str, list[Tensor]] = {"kmeans": [], "kmeans_pixels": [], "truth": []}
+    for images, truth in novel.batches(config.train.eval_batch_size):
+        parts["kmeans"].append(features_of(model, images, config).cpu())
+        parts["truth"].append(truth)
+        if images.shape[-1] <= MAX_PIXEL_SIDE:
+            parts["kmeans_pixels"].append(images.flatten(1).float().cpu())
+    points = {name: torch.cat(tensors).numpy() for name, tensors in parts.items() if tensors}
+    classes = points.pop("truth", np.empty(0))
+    if len(classes) < train.num_novel:  # of streamed rows some may be unreadable
+        return {}
+    return {
+        f"baseline/{name}/novel/{metric}": value
+        for name, data in points.items()
+        for metric, value in kmeans_baseline(data, classes, train.num_novel, config.seed).items()
+    }
 
 
 def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, seed: int) -> dict[str, float]:

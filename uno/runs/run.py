@@ -1,4 +1,4 @@
-"""A run from its data to results: pretrain, discover, evaluate, save; the same on every worker."""
+"""A run from its data to a trained model: pretrain, discover; the same on every worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 import yaml
@@ -15,7 +14,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from uno import collectives, methods
-from uno.augment import eval_view
 from uno.config import (
     Config,
     PhaseConfig,
@@ -30,11 +28,9 @@ from uno.config import (
 from uno.data.files import Storage
 from uno.data.plan import ROTATION as ROTATION_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
-from uno.data.sets import EvalData, TrainData
+from uno.data.sets import TrainData
 from uno.errors import ConfigError, StorageError
-from uno.model import Logits, UnoModel, build_model
-from uno.results.evaluate import Confusions, count, protocol_metrics
-from uno.results.kmeans import kmeans_baseline
+from uno.model import UnoModel, build_model
 from uno.runs import lock
 from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, load_newest
 from uno.runs.hardware import environment, prepare_compiler
@@ -52,8 +48,6 @@ PRETRAIN_IGNORES = (
     "objective.rkd_temperature", "objective.queue_size", "objective.consistency_weight", "objective.rampup",
 )  # fmt: skip
 """What pretraining does not depend on (a test proves it); ``objective.temperature`` it does."""
-
-MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
 
 
 def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
@@ -217,102 +211,6 @@ def load_trained(config: Config, storage: Storage, num_known: int, num_novel: in
     model.load_state_dict(_strip(checkpoint.tensors, "model/"))
     model.normalize_prototypes_()
     return model.eval(), int(checkpoint.tensors["head_losses"].argmin())
-
-
-def evaluate_run(
-    config: Config,
-    storage: Storage,
-    train: TrainData,
-    sets: Mapping[str, EvalData],
-    num_true: int,
-    worker: Worker,
-) -> dict[str, float]:
-    """All protocols on both splits, the same on every worker, and on rank 0 the k-means baselines, flat.
-
-    Args:
-        config: of the run.
-        storage: of the run.
-        train: for the numbers of classes.
-        sets: "train" and "test" rows with truth.
-        num_true: true classes, known and novel, that ``truth`` indexes.
-        worker: rows are shared among all workers.
-    """
-    model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
-    model = model.to(worker.device)
-
-    def predict(images: Tensor) -> Logits:
-        return model([_eval_images(images, config)])
-
-    values: dict[str, float] = {}
-    for split, rows in sets.items():
-        counts = Confusions.new(
-            model.num_heads, train.num_known, num_true - train.num_known, train.num_novel, worker.device
-        )
-        batches = rows.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
-        count(predict, batches, counts)
-        values |= protocol_metrics(counts.all_reduce(collectives.sum_), best_head, split)
-    train.sync()
-    if worker.rank == 0:
-        values |= _baselines(config, storage, train, sets["train"], worker.device)
-    return values
-
-
-def _baselines(
-    config: Config,
-    storage: Storage,
-    train: TrainData,
-    rows: EvalData,
-    device: torch.device,
-) -> dict[str, float]:
-    """k-means on the frozen pretrained features of the novel training rows and, for tiny images, on their
-    pixels.
-    """
-    rows = rows.where(rows.truth >= train.num_known)
-    if len(rows.truth) < train.num_novel:
-        return {}
-    model = build_model(config.model, train.num_known, 0, 0)
-    load_weights_(model, config, storage)
-    model = model.to(device).eval()
-    parts: dict[str, list[Tensor]] = {"kmeans": [], "kmeans_pixels": [], "truth": []}
-    with torch.inference_mode():
-        for images, truth in rows.batches(config.train.eval_batch_size):
-            parts["kmeans"].append(model.features(_eval_images(images.to(device), config)).float().cpu())
-            parts["truth"].append(truth - train.num_known)
-            if images.shape[-1] <= MAX_PIXEL_SIDE:
-                parts["kmeans_pixels"].append(images.flatten(1).float().cpu())
-    points = {name: torch.cat(tensors).numpy() for name, tensors in parts.items() if tensors}
-    classes = points.pop("truth", np.empty(0))
-    if len(classes) < train.num_novel:  # of streamed rows some may be unreadable
-        return {}
-    return {
-        f"baseline/{name}/novel/{metric}": value
-        for name, data in points.items()
-        for metric, value in kmeans_baseline(data, classes, train.num_novel, config.seed).items()
-    }
-
-
-def _eval_images(images: Tensor, config: Config) -> Tensor:
-    size = config.augment.large.size
-    return eval_view(images, min(size, images.shape[-1]), config.data.mean, config.data.std)
-
-
-def save_model(config: Config, storage: Storage, known: list[str], num_novel: int) -> int:
-    """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns the best head."""
-    model, best_head = load_trained(config, storage, len(known), num_novel)
-    weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-    heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    classes = [{"index": i, "name": name, "kind": "known"} for i, name in enumerate(known)]
-    classes += [
-        {"index": len(known) + i, "name": f"novel-{i + 1}", "kind": "novel"} for i in range(num_novel)
-    ]
-    meta = {"best_head": str(best_head)}
-    storage.write("model/encoder.safetensors", safetensors.torch.save(_strip(weights, "encoder.")))
-    storage.write("model/heads.safetensors", safetensors.torch.save(heads, meta))
-    storage.write(
-        "model/classes.json", json.dumps({"best_head": best_head, "classes": classes}, indent=1).encode()
-    )
-    storage.write("model/config.yaml", dump_yaml(config).encode())
-    return best_head
 
 
 def open_run(config: Config, storage: Storage, fingerprint: str) -> None:

@@ -10,6 +10,7 @@ from tests.uno.test_train import StopAt
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted
 from uno.methods import dtc
+from uno.results.forward import features_of
 from uno.runs import run
 from uno.train import LocalWorker
 
@@ -53,12 +54,8 @@ def test_the_start_is_pca_and_k_means():
     """Kills: components of uncentred features, the smallest ones, centres of other points."""
     config = method_config("dtc")
     state = method_state(config)
-    features, head = [], state.model.novel
-    state.model.eval()
-    with torch.no_grad():
-        for part in small_sets()[0].unlabeled_images.split(10):
-            features.append(state.model.features(run._eval_images(part, config)))
-    features = torch.cat(features).double().numpy()
+    head = state.model.novel
+    features = features_of(state.model.eval(), small_sets()[0].unlabeled_images, config).double().numpy()
     centred = features - features.mean(axis=0)
     points = head.reduce(torch.from_numpy(features).float()).detach().double().numpy()
     variances = np.linalg.svd(centred, compute_uv=False)[:5] ** 2

@@ -15,6 +15,8 @@ from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.model import build_model
 from uno.presets import PRESETS, preset
+from uno.results.evaluate import evaluate_run
+from uno.results.infer import load_classifier, save_model
 from uno.runs import run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.train import LocalWorker
@@ -208,7 +210,7 @@ def test_prototypes_are_normalised_before_evaluation(tmp_path):
 def test_evaluation_has_all_protocols_and_baselines(finished):
     """Kills: a split or baseline left out, numbers that change from call to call."""
     train, sets = small_sets()
-    values = run.evaluate_run(CONFIG, finished, train, sets, 10, LocalWorker(CPU))
+    values = evaluate_run(CONFIG, finished, train, sets, 10, LocalWorker(CPU))
     protocols = ["task_aware", *(f"task_agnostic_{name}" for name in ("official", "joint", "strict"))]
     for split in ("train", "test"):
         for group in ("known", "novel", "all"):
@@ -217,7 +219,7 @@ def test_evaluation_has_all_protocols_and_baselines(finished):
                     assert 0 <= values[f"{split}/{group}/{protocol}/acc/{which}"] <= 1
     assert {"baseline/kmeans/novel/acc", "baseline/kmeans_pixels/novel/acc"} <= set(values)
     assert values["train/known/task_aware/acc/best"] > 0.5
-    assert run.evaluate_run(CONFIG, finished, train, sets, 10, LocalWorker(CPU)) == values
+    assert evaluate_run(CONFIG, finished, train, sets, 10, LocalWorker(CPU)) == values
 
 
 def test_saved_model_is_what_is_evaluated(finished, tmp_path):
@@ -225,9 +227,14 @@ def test_saved_model_is_what_is_evaluated(finished, tmp_path):
     storage = Storage(str(tmp_path))
     storage.write("x", b"")
     names = ["zero", "one", "two", "three", "four"]
-    written = run.save_model(CONFIG, finished, names, 5)
     model, best_head = run.load_trained(CONFIG, finished, 5, 5)
-    assert written == best_head
+    written = save_model(CONFIG, finished, model, best_head, names)
+    loaded = load_classifier(finished)
+    assert (written.best_head, written.classes, written.model_hash) == (
+        best_head,
+        loaded.classes,
+        loaded.model_hash,
+    )
     encoder = safetensors.torch.load(finished.read("model/encoder.safetensors"))
     heads = safetensors.torch.load(finished.read("model/heads.safetensors"))
     assert set(encoder) == set(model.encoder.state_dict())
