@@ -30,7 +30,7 @@ from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.presets import preset
-from uno.results.probes import Settings
+from uno.results.estimate import Settings
 
 
 def classes_of(seed: int, num_novel: int) -> tuple[list[int], list[int]]:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if options.print_config:
         print(dump_yaml(config), end="")
         return 0
-    from uno.results.probes import Settings
+    from uno.results.estimate import Settings
 
     settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
     estimate_job(config, settings, options.dry_run, say)
@@ -134,44 +134,39 @@ def estimate_num_novel(
         if gpu and resources.get("GPU", 0) < config.compute.gpus_per_worker:
             raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
         request = {"num_cpus": 1, "num_gpus": config.compute.gpus_per_worker if gpu else 0}
-        tasks = RayTasks(ray, config.compute.workers, request)
+        tasks = ray_tasks(ray, config.compute.workers, request)
         device = "cuda" if gpu else "cpu"
         return estimate.estimate_num_novel(
             config, train, task.known, storage, device, settings, tasks, report=say
         )
 
 
-class RayTasks:
-    """:class:`uno.results.estimate.Tasks` on Ray: at most ``workers`` at once; shared arguments travel once.
-
-    Args:
-        ray: the connected module.
-        workers: tasks under way at any time.
-        request: ``num_cpus`` and ``num_gpus`` of each.
+def ray_tasks(
+    ray: Any, workers: int, request: dict[str, float]
+) -> Callable[[Callable[..., Any], tuple[Any, ...], Sequence[Any]], Iterator[tuple[int, Any]]]:
+    """:data:`uno.results.estimate.Tasks` on Ray: at most ``workers`` at once, each with ``request``
+    (``num_cpus``, ``num_gpus``); shared arguments travel once. An error is raised as it was in the task.
     """
 
-    def __init__(self, ray: Any, workers: int, request: dict[str, float]) -> None:
-        self._ray, self._workers, self._request = ray, workers, request
-
-    def __call__(
-        self, function: Callable[[Any, Any], Any], shared: Sequence[Any], items: Sequence[tuple[int, Any]]
+    def tasks(
+        function: Callable[..., Any], shared: tuple[Any, ...], items: Sequence[Any]
     ) -> Iterator[tuple[int, Any]]:
-        """Results in order of completion. An error of a task is raised as it was raised there."""
-        ray = self._ray
-        stored = [ray.put(value) for value in shared]
-        remote = ray.remote(**self._request)(function)
+        stored = ray.put(shared)
+        remote = ray.remote(**request)(lambda shared, item: function(*shared, item))
         waiting = list(enumerate(items))[::-1]
         pending: dict[Any, int] = {}
         while waiting or pending:
-            while waiting and len(pending) < self._workers:
-                position, (which, item) = waiting.pop()
-                pending[remote.remote(stored[which], item)] = position
+            while waiting and len(pending) < workers:
+                position, item = waiting.pop()
+                pending[remote.remote(stored, item)] = position
             done, _ = ray.wait(list(pending), num_returns=1)
             try:
                 value = ray.get(done[0])
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
             yield pending.pop(done[0]), value
+
+    return tasks
 
 
 def format_estimate(found: Any) -> str:

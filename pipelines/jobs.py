@@ -164,7 +164,7 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
     The estimate is kept beside the run directory: the same command again finds it there.
     """
     from pipelines.estimate import estimate_job
-    from uno.results.probes import Settings
+    from uno.results.estimate import Settings
 
     folder = f"{config.output}-estimate"
     found = estimate_job(override(config, {"output": folder}), Settings(), False, say)

@@ -13,7 +13,7 @@ from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.presets import preset
-from uno.results.probes import Settings
+from uno.results.estimate import Settings
 
 SETTINGS = Settings(num_splits=2, max_novel=3, num_restarts=2, num_roles=2)
 FAST = {
@@ -104,8 +104,7 @@ def _double(shared, item):
 def test_ray_gives_the_same_estimate(tmp_path, ray_cluster):
     """Kills: results in order of completion, other threads or seeds in workers, errors wrapped by Ray."""
     assert run(tmp_path / "here") == run(tmp_path / "ray", workers=2)
-    tasks = estimate.RayTasks(ray_cluster, 2, {"num_cpus": 1})
-    items = [(i % 2, i) for i in range(7)]
-    assert dict(tasks(_double, [100, 200], items)) == {i: 100 * (1 + i % 2) + 2 * i for i in range(7)}
+    tasks = estimate.ray_tasks(ray_cluster, 2, {"num_cpus": 1})
+    assert dict(tasks(_double, (100,), range(7))) == {i: 100 + 2 * i for i in range(7)}
     with pytest.raises(estimate.ConfigError, match=r"^as raised there$"):
-        list(tasks(_double, [0], [(0, "fail")]))
+        list(tasks(_double, (0,), ["fail"]))

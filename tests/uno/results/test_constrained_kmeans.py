@@ -37,10 +37,11 @@ def naive(points, fixed, centers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equals_a_naive_loop(dtype):
-    """Kills: fixed rows left out of their mean, free rows kept out of fixed clusters, restarts mixed up,
-    stopping one step early, inertia of the free rows only.
+def test_equals_a_naive_loop(dtype, monkeypatch):
+    """In pieces of a few rows. Kills: fixed rows left out of their mean, free rows kept out of fixed
+    clusters, restarts mixed up, stopping one step early, inertia of the free rows only.
     """
+    monkeypatch.setattr("uno.results.constrained_kmeans.MAX_CELLS", 300)
     points, _ = blobs(6, 20, noise=0.8)
     fixed = torch.full((120,), FREE)
     fixed[:10], fixed[20:32] = 0, 1
@@ -105,16 +106,15 @@ def test_starts_are_anchor_means_then_spread_out():
 
 
 def test_empty_clusters_are_filled_with_far_rows():
-    """Two starts on one place, one far away. Kills: NaN centres, an empty cluster left, one row for two."""
+    """Three starts on one row, two far away; and a farthest row that is an anchor.
+
+    Kills: NaN centres, an empty cluster left, one row for two clusters, re-seeding with an anchor.
+    """
     points, _ = blobs(5, 10, noise=0.1)
     starts = torch.cat([points[:1], points[:1], points[:1], torch.full((2, 5), 1e3, dtype=torch.float64)])
     found = lloyd(points, torch.full((50,), FREE), starts[None])
     assert found.assignment[0].unique().numel() == 5
     assert found.centers.isfinite().all() and found.inertia.isfinite().all()
-
-
-def test_empty_clusters_are_not_filled_with_anchors():
-    """The farthest row is an anchor. Kills: re-seeding with an anchor."""
     points = torch.tensor([[0.0], [0.1], [0.3], [0.7], [9.0]])
     fixed = torch.tensor([FREE, FREE, FREE, FREE, 0])
     found = lloyd(points, fixed, torch.tensor([[[0.0], [-1e3]]]), max_iters=1)
@@ -143,50 +143,21 @@ def test_no_free_centre():
     assert torch.equal(constrained_kmeans(points, truth, 2, 3, seed=0).assignment, truth)
 
 
-@pytest.mark.parametrize(
-    ("fixed", "num_clusters", "message"),
-    [
-        ([-1, -1], 1, "must be"),
-        ([1, -1, -1], 2, r"0 \.\. F - 1"),
-        ([0, 1, -1], 1, "do not suit"),
-        ([0, 1, -1], 4, "do not suit"),
-        ([-1, -1, -1], 0, "do not suit"),
-    ],
-)
-def test_refusals(fixed, num_clusters, message):
-    with pytest.raises(ValueError, match=message):
-        constrained_kmeans(torch.eye(3), torch.tensor(fixed), num_clusters, 1, seed=0)
+def test_silhouette(monkeypatch):
+    """With a cluster of one row and unused indices, of all rows and of a sample.
 
-
-def test_not_finite_is_refused():
-    with pytest.raises(ValueError, match="finite"):
-        constrained_kmeans(torch.full((3, 2), torch.nan), torch.full((3,), FREE), 1, 1, seed=0)
-
-
-def test_silhouette_equals_scikit_learn(monkeypatch):
-    """With a cluster of one row, unused indices, in one piece and in pieces.
-
-    Kills: own row counted in the mean, a lone row scored 1, squared distances, an empty cluster as nearest.
+    Kills: own row counted in the mean, squared distances, a lone row scored 1, the sample ignored (N^2
+    distances), a sample that depends on global randomness.
     """
-    points, truth = blobs(4, 15, noise=0.7)
-    truth = truth * 3
-    truth[0] = 50
-    expected = silhouette_score(points.numpy(), truth.numpy())
-    assert silhouette(points, truth, 1000, seed=0) == pytest.approx(expected)
-    monkeypatch.setattr("uno.results.constrained_kmeans.MAX_CELLS", 7 * len(points))
-    assert silhouette(points, truth, 1000, seed=0) == pytest.approx(expected)
-    assert silhouette(points, torch.zeros(60, dtype=torch.int64), 1000, seed=0) == 0
-
-
-def test_silhouette_of_a_sample_is_near_and_bounded(monkeypatch):
-    """Kills: the sample ignored (N^2 distances), a sample that depends on global randomness."""
     points, truth = blobs(3, 400, noise=0.5)
+    lone = torch.where(torch.arange(1200) == 0, 50, truth * 3)
+    expected = silhouette_score(points.numpy(), lone.numpy())
+    assert silhouette(points, lone, 5000, seed=0) == pytest.approx(expected)
     whole = silhouette(points, truth, 5000, seed=0)
-    sizes = []
-    monkeypatch.setattr(
-        torch, "cdist", lambda a, b, cdist=torch.cdist, **k: (sizes.append(len(a) * len(b)), cdist(a, b))[1]
-    )
-    part = silhouette(points, truth, 300, seed=1)
-    assert part == pytest.approx(whole, abs=0.03) and part != whole
-    assert sum(sizes) == 300**2
-    assert silhouette(points, truth, 300, seed=1) == part
+    seen, cdist = [], torch.cdist
+    monkeypatch.setattr(torch, "cdist", lambda a, b, **k: seen.append(len(a)) or cdist(a, b, **k))
+    sample = silhouette(points, truth, 300, seed=1)
+    assert sample == pytest.approx(whole, abs=0.03) and sample != whole
+    assert seen == [300]
+    assert silhouette(points, truth, 300, seed=1) == sample
+    assert silhouette(points, truth * 0, 1000, seed=0) == silhouette(points[:9], torch.arange(9), 9, 0) == 0

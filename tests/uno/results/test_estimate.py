@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -12,17 +12,21 @@ from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.presets import preset
-from uno.results.estimate import RESULT, estimate_num_novel, interval, largest_best, run_here, suggest
-from uno.results.probes import (
-    ClusterJob,
+from uno.results.estimate import (
+    RESULT,
     Features,
     Settings,
     Split,
     anchor_choices,
     class_f1,
     class_splits,
+    estimate_num_novel,
+    interval,
+    largest_best,
     pretrain_split,
+    run_here,
     score_clusters,
+    suggest,
     whiten,
 )
 
@@ -45,85 +49,71 @@ def train_set(num_known=6, rows=4, unlabeled=12):
     return TrainSet(images, labels, more, num_known, 1)
 
 
-def tasks_with_features(points, truth, num_known, calls):
-    """Tasks whose "pretraining" hands out synthetic features."""
+@pytest.fixture
+def estimate(tmp_path):
+    """``estimate(points, truth, ...)`` of 6 known classes, whose "pretraining" hands out ``points``."""
 
-    def tasks(function, shared, items):
-        calls.append(function)
-        if function is not pretrain_split:
-            yield from run_here(function, shared, items)
-            return
-        for position, (_, split) in enumerate(items):
-            labels = np.where(truth < num_known, truth, -1)
-            rest = ~np.isin(labels, split.pretrain)
-            yield position, Features(points[rest], labels[rest])
+    def run(points, truth, settings, config=preset("digits"), train=train_set()):  # noqa: B008
+        run.calls = []
 
-    return tasks
+        def tasks(function, shared, items):
+            run.calls.append(function)
+            if function is not pretrain_split:
+                yield from run_here(function, shared, items)
+                return
+            for position, (split, *_) in enumerate(items):
+                labels = np.where(truth < 6, truth, -1)
+                rest = ~np.isin(labels, split.pretrain)
+                yield position, Features(points[rest], labels[rest])
+
+        return estimate_num_novel(
+            config, train, list("abcdef"), Storage(str(tmp_path)), "cpu", settings, tasks
+        )
+
+    return run
 
 
 @pytest.mark.parametrize("num_novel", [1, 2, 4])
-def test_finds_the_number_of_separated_classes(tmp_path, num_novel):
+def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     """6 known and 1, 2 or 4 novel blobs. Only the upper end may be larger: one cluster too many that splits
     an unlabeled class costs nothing, and ties go to the larger k.
 
     Kills: k off by the anchors or probes, clusters of the known classes counted, votes of one split only.
     """
-    points, truth = synthetic(6 + num_novel)
-    calls = []
-    tasks = tasks_with_features(points, truth, 6, calls)
-    names = list("abcdef")
-    found = estimate_num_novel(
-        preset("digits"), train_set(), names, Storage(str(tmp_path)), "cpu", QUICK, tasks
-    )
+    data = synthetic(6 + num_novel)
+    found = estimate(*data, QUICK)
     assert found.low == found.num_novel == num_novel
     assert num_novel <= found.high and num_novel <= found.suggested <= 2 * num_novel
     assert found.ks == list(range(8)) and found.at_limit == (found.high == 7)
     curve = found.curves["f1"]
-    assert curve[num_novel] > 0.99 and max(curve[:num_novel]) <= curve[num_novel] > max(
-        curve[num_novel + 1 :]
-    )
+    assert curve[num_novel] > 0.99
+    assert max(curve[:num_novel]) <= curve[num_novel] > max(curve[num_novel + 1 :])
     assert found.sizes["clusters"][found.sizes["ratios"].index(0.3)] == num_novel
     assert len(found.splits) == 2
     for split in found.splits:
-        assert sorted(split["pretrain"] + split["probe"]) == names
+        assert sorted(split["pretrain"] + split["probe"]) == list("abcdef")
         assert len(split["roles"]) == 6 and all(len(role["f1"]) == 8 for role in split["roles"])
-    assert json.loads((tmp_path / RESULT).read_text()) == json.loads(found.to_json())
-    again = estimate_num_novel(
-        preset("digits"),
-        train_set(),
-        names,
-        Storage(str(tmp_path)),
-        "cpu",
-        replace(QUICK, max_novel=4),
-        tasks,
-    )
+    assert json.loads((tmp_path / RESULT).read_text()) == json.loads(json.dumps(asdict(found)))
+    again = estimate(*data, replace(QUICK, max_novel=4))
     assert again.ks[-1] == 4 and again.key != found.key
 
 
-def test_a_finished_estimate_is_returned_and_another_seed_is_not(tmp_path):
+def test_a_finished_estimate_is_returned_and_another_seed_is_not(estimate):
     """Kills: a key without data, seed or settings; recomputation of what is there."""
-    points, truth = synthetic(8)
-    calls = []
-    tasks = tasks_with_features(points, truth, 6, calls)
-    storage, config, train = Storage(str(tmp_path)), preset("digits"), train_set()
+    data, config, train = synthetic(8), preset("digits"), train_set()
     settings = replace(QUICK, max_novel=2, num_roles=1)
-
-    def estimate(config=config, train=train, settings=settings):
-        calls.clear()
-        return estimate_num_novel(config, train, list("abcdef"), storage, "cpu", settings, tasks)
-
-    first = estimate()
-    assert len(calls) == 2 and first.at_limit
-    assert estimate() == first and not calls
+    first = estimate(*data, settings, config, train)
+    assert len(estimate.calls) == 2 and first.at_limit
     moved = config.model_copy(update={"output": "elsewhere", "discover": config.pretrain})
-    assert estimate(moved) == first and not calls  # what does not touch pretraining
+    for same in (config, moved):  # where, and what follows pretraining, does not matter
+        assert estimate(*data, settings, same, train) == first and not estimate.calls
     for change in (
-        {"config": config.model_copy(update={"seed": 1})},
-        {"train": replace(train, labels=train.labels.flip(0))},
-        {"train": replace(train, unlabeled_images=train.unlabeled_images.flip(0))},
-        {"settings": replace(settings, num_restarts=2)},
+        (settings, config.model_copy(update={"seed": 1}), train),
+        (settings, config, replace(train, labels=train.labels.flip(0))),
+        (settings, config, replace(train, unlabeled_images=train.unlabeled_images.flip(0))),
+        (replace(settings, num_restarts=2), config, train),
     ):
-        assert estimate(**change).key != first.key and len(calls) == 2
+        assert estimate(*data, *change).key != first.key and len(estimate.calls) == 2
 
 
 def test_too_little_to_go_by(tmp_path):
@@ -153,9 +143,8 @@ def test_class_splits(known, probes):
 def test_anchor_choices():
     """Kills: validation classes missing, one choice repeated, all of 125,970 choices tried."""
     settings = Settings()
-    assert anchor_choices(Split((0,), (1, 2, 3, 4)), settings, 0) == list(
-        itertools.combinations((1, 2, 3, 4), 2)
-    )
+    pairs = list(itertools.combinations((1, 2, 3, 4), 2))
+    assert anchor_choices(Split((0,), (1, 2, 3, 4)), settings, 0) == pairs
     assert anchor_choices(Split((0,), (1, 2)), settings, 0) == [(1,), (2,)]
     many = anchor_choices(Split((0,), tuple(range(1, 21))), settings, 0)
     assert len(many) == len(set(many)) == 6 and {len(choice) for choice in many} == {12}
@@ -186,10 +175,8 @@ def test_class_f1_by_hand():
     for _ in range(20):
         table = generator.integers(0, 9, (3, 5))
         totals = table.sum(0) + generator.integers(0, 9, 5)
-        pairs = 2 * table / np.maximum(table.sum(1, keepdims=True) + totals, 1)
-        best = max(
-            np.mean([pairs[i, c] for i, c in enumerate(p)]) for p in itertools.permutations(range(5), 3)
-        )
+        f1 = 2 * table / np.maximum(table.sum(1, keepdims=True) + totals, 1)
+        best = max(f1[range(3), p].mean() for p in itertools.permutations(range(5), 3))
         assert class_f1(table, totals) == pytest.approx(best)
 
 
@@ -200,14 +187,18 @@ def test_scores_of_one_k():
     """
     points, truth = synthetic(6)  # probes 0-3, unlabeled 4 and 5
     labels = np.where(truth < 4, truth, -1)
-    job = ClusterJob(Features(points, labels), Split((), (0, 1, 2, 3)), 0, 0, "cpu", 1, Settings(num_roles=6))
-    right = score_clusters(job, 2)
+    split, settings = Split((), (0, 1, 2, 3)), Settings(num_roles=6)
+
+    def scores(k):
+        return score_clusters([split], [Features(points, labels)], preset("digits"), settings, "cpu", (0, k))
+
+    right = scores(2)
     assert [role["anchors"] for role in right] == list(itertools.combinations(range(4), 2))
     assert all(role["f1"] == role["acc"] == 1 and role["cvi"] > 0.5 for role in right)
     assert all(role["sizes"] == [20, 20, 0, 0, 0, 0] for role in right)
-    few = score_clusters(job, 0)
+    few = scores(0)
     assert all(role["f1"] < 0.95 for role in few)
-    assert score_clusters(job, 2) == right
+    assert scores(2) == right
 
 
 def test_interval_and_suggestion():
