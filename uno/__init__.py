@@ -15,7 +15,7 @@ The paper is the outline:
     Sec. 4.1  Metrics and protocol           uno.results.metrics, uno.results.evaluate
     Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 
-What others proposed: uno.methods (competitors on the same loop), uno.regularizers (terms added to UNO's
+What others proposed: uno.methods (competitors on the same loop), uno.methods.extensions (terms added to UNO's
 objective, off by default).
 
 A trained model: ``uno.load("runs/demo").predict(images)`` (uno.results.api).

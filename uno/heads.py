@@ -8,12 +8,10 @@ separate MLPs.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 
 class Prototypes(nn.Module):
@@ -26,11 +24,6 @@ class Prototypes(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(F.normalize(torch.randn(*shape), dim=-1))
-
-    @torch.no_grad()
-    def normalize_(self) -> None:
-        """Scale prototypes to length one, in place; before each training forward, evaluation and saving."""
-        self.weight.div_(_length(self.weight))
 
     def forward(self, features: Tensor) -> Tensor:
         """(..., B, D) features of any length -> (..., B, K) cosines, see :meth:`cosines`."""
@@ -70,26 +63,4 @@ class StackedProjector(nn.Module):
 
 def unit(vectors: Tensor) -> Tensor:
     """(..., D) -> the same, of length one, in float32 at least; a zero vector stays zero."""
-    return _Unit.apply(vectors.to(torch.promote_types(vectors.dtype, torch.float32)))
-
-
-class _Unit(torch.autograd.Function):
-    """``F.normalize`` in half of its operators: the gradient is ``(g - y <g, y>) / |x|``."""
-
-    @staticmethod
-    def forward(ctx: Any, vectors: Tensor) -> Tensor:
-        length = _length(vectors)
-        directions = vectors / length
-        ctx.save_for_backward(directions, length)
-        return directions
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        directions, length = ctx.saved_tensors
-        along = (grad * directions).sum(dim=-1, keepdim=True)
-        return torch.addcmul(grad, directions, along, value=-1).div_(length)
-
-
-def _length(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min_(1e-12)
+    return F.normalize(vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1)

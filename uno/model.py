@@ -27,6 +27,11 @@ class Logits(NamedTuple):
     features: Tensor | None = None  # (V, B, D)
     directions: Tensor | None = None  # (V, H or 2H, B, P)
 
+    @property
+    def families(self) -> list[Tensor]:
+        """The logits of the cluster heads and, if there are any, of the overclustering heads."""
+        return [family for family in (self.novel, self.over) if family is not None]
+
 
 class UnoModel(nn.Module):
     """Shared encoder E, known head h, cluster heads g_i and overclustering heads o_i.
@@ -53,7 +58,7 @@ class UnoModel(nn.Module):
         self.num_known, self.num_novel, self.num_heads = num_known, num_novel, config.num_heads
         self.normalize_input = config.mlp_input == "normalized"
         self.projector = self.over = None
-        self.novel: Any = None  # Prototypes, or a baseline's head: called and normalised like them
+        self.novel: Any = None  # Prototypes, or a baseline's head
         if num_novel and novel_head is not None:
             self.num_heads, self.novel = 1, novel_head(num_novel, features)
         elif num_novel:
@@ -65,11 +70,14 @@ class UnoModel(nn.Module):
             if config.overcluster_factor:
                 self.over = Prototypes(config.num_heads, config.overcluster_factor * num_novel, projection)
 
+    @torch.no_grad()
     def normalize_prototypes_(self) -> None:
-        """Scale all prototypes to length one, in place."""
-        for head in (self.known, self.novel, self.over):
-            if head is not None:
-                head.normalize_()
+        """Scale all prototypes to length one, in place: before training's forward, evaluation, saving."""
+        for module in self.modules():
+            if isinstance(module, Prototypes):
+                module.weight.div_(
+                    torch.linalg.vector_norm(module.weight, dim=-1, keepdim=True).clamp_min_(1e-12)
+                )
 
     def features(self, images: Tensor) -> Tensor:
         """(B, 3, S, S) normalised images -> (B, D) pooled features z."""
@@ -86,25 +94,22 @@ class UnoModel(nn.Module):
     def heads(self, features: Tensor, num_views: int = 1) -> Logits:
         """(V * B, D) features -> :class:`Logits`."""
         directions = unit(features)
-        known, by_view = (t.unflatten(0, (num_views, -1)) for t in (self.known.cosines(directions), features))
+        known = self.known.cosines(directions).unflatten(0, (num_views, -1))
+        by_view = features.unflatten(0, (num_views, -1))
         if self.novel is None:
             return Logits(known, None, None, by_view)
         if self.projector is None:
-            return Logits(known, _views_first(self.novel(features), num_views), None, by_view)
-        inputs = directions if self.normalize_input else features
-        projections = unit(self.projector(inputs))  # (H or 2H, V * B, P)
-        heads = [head for head in (self.novel, self.over) if head is not None]
-        novel, *over = (
-            _views_first(head.cosines(own), num_views)
-            for head, own in zip(heads, projections.split(self.num_heads), strict=True)
+            novel, over, projections = self.novel(features), None, None
+        else:
+            projections = unit(self.projector(directions if self.normalize_input else features))
+            novel = self.novel.cosines(projections[: self.num_heads])
+            over = None if self.over is None else self.over.cosines(projections[self.num_heads :])
+            projections = projections.detach()
+        novel, over, projections = (
+            None if rows is None else rows.unflatten(1, (num_views, -1)).transpose(0, 1)  # (V, H, B, ...)
+            for rows in (novel, over, projections)
         )
-        detached = _views_first(projections.detach(), num_views)
-        return Logits(known, novel, over[0] if over else None, by_view, detached)
-
-
-def _views_first(logits: Tensor, num_views: int) -> Tensor:
-    """(H, V * B, K) -> (V, H, B, K), a view."""
-    return logits.unflatten(1, (num_views, -1)).transpose(0, 1)
+        return Logits(known, novel, over, by_view, projections)
 
 
 def build_model(

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from uno.config import PhaseConfig
 from uno.model import UnoModel
 
+COUNTERS = ("epoch_losses", "head_losses", "line_loss", "skipped")
+
 
 @dataclass
 class TrainState:
@@ -25,17 +27,17 @@ class TrainState:
     model: UnoModel
     forward: nn.Module  # the model, or its DDP wrapper
     optimizer: torch.optim.Optimizer
+    device: torch.device
+    autocast: bool
     epoch_losses: Tensor
     head_losses: Tensor
     line_loss: Tensor
-    autocast: bool = False
+    skipped: Tensor  # () steps skipped for non-finite gradients
     step: int = 0
-    total_steps: int = 1  # of the phase's schedule, its warm-up and an epoch; set by uno.train.fit
+    total_steps: int = 1  # of the phase's schedule and its warm-up; set by uno.train.fit
     warmup_steps: int = 0
-    steps_per_epoch: int = 1
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a method keeps from step to step
-    teacher: UnoModel | None = None  # frozen, not in the checkpoint
-    skipped: Tensor = field(default_factory=lambda: torch.zeros(()))  # steps skipped for non-finite gradients
+    teacher: nn.Module | None = None  # of rKD; frozen, not in the checkpoint
 
     @property
     def best_head(self) -> int:
@@ -47,42 +49,29 @@ class TrainState:
         """Share of the phase that is done, 0-1."""
         return self.step / self.total_steps
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model lives."""
-        return self.epoch_losses.device
-
 
 def new_state(
     model: UnoModel, forward: nn.Module, phase: PhaseConfig, device: torch.device, autocast: bool
 ) -> TrainState:
-    """State at step 0, with SGD as in the paper; the fused kernel skips steps flagged non-finite without a
-    sync.
-    """
+    """State at step 0, with SGD as in the paper. Its fused kernel skips non-finite steps without waiting."""
+    parameters, num_heads = list(model.parameters()), model.num_heads if model.num_novel else 1
     optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=phase.base_lr,
-        momentum=phase.momentum,
-        weight_decay=phase.weight_decay,
-        fused=True,
+        parameters, phase.base_lr, phase.momentum, weight_decay=phase.weight_decay, fused=True
     )
-    for parameter in model.parameters():
+    for parameter in parameters:
         # Where the very first step is skipped, the fused kernel leaves buffers it makes itself uninitialised.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    num_heads = model.num_heads if model.num_novel else 1
     return TrainState(
         model,
         forward,
         optimizer,
+        device,
+        autocast,
         epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
         head_losses=torch.full((num_heads,), float("inf"), device=device),
         line_loss=torch.zeros(2, dtype=torch.float64, device=device),
-        autocast=autocast,
         skipped=torch.zeros((), device=device),
     )
-
-
-COUNTERS = ("epoch_losses", "head_losses", "line_loss", "skipped")
 
 
 def state_tensors(state: TrainState) -> dict[str, Tensor]:
@@ -96,12 +85,16 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
 
 def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
     """Put stored tensors back, in place; the inverse of :func:`state_tensors`."""
-    model = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-    state.model.load_state_dict(model)
+    state.model.load_state_dict(with_prefix(tensors, "model/"))
     for name, parameter in state.model.named_parameters():
         state.optimizer.state[parameter]["momentum_buffer"].copy_(tensors[f"optimizer/{name}"])
     for name in COUNTERS:
         getattr(state, name).copy_(tensors[name])
-    extra = {k.removeprefix("extra/"): v for k, v in tensors.items() if k.startswith("extra/")}
+    extra = with_prefix(tensors, "extra/")
     state.extra = {name: tensor.to(state.device, copy=True) for name, tensor in extra.items()}
     state.step = step
+
+
+def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with ``prefix``, under the rest of their names."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -6,14 +6,15 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from uno import collectives
-from uno.config import Config, ObjectiveConfig, PhaseConfig, dump_yaml
+from uno.config import Config, PhaseConfig, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
 from uno.runs import faults
@@ -21,13 +22,11 @@ from uno.runs.checkpoint import Checkpoint, load_newest, save_checkpoint
 from uno.runs.journal import Journal
 from uno.schedule import warmup_cosine
 from uno.state import TrainState, load_state_, state_tensors
-from uno.steps import Batch
+from uno.steps import Batch, Step
 
 MAX_SKIPPED_STEPS = 3  # non-finite steps tolerated before rolling back
 
 log = logging.getLogger(__name__)
-
-Step = Callable[[TrainState, Batch, ObjectiveConfig, float], Tensor]
 
 
 class Worker(Protocol):
@@ -125,75 +124,65 @@ def fit(
         NumericsError: non-finite steps persisted after rolling back to the last checkpoint once.
         StorageError: a checkpoint could not be written or none of those present verifies.
     """
-    state.total_steps, state.steps_per_epoch = max(1, phase.total_steps), phase.steps_per_epoch
-    state.warmup_steps = phase.warmup_steps
+    state.total_steps, state.warmup_steps = max(1, phase.total_steps), phase.warmup_steps
     if not resume_(state, storage, phase.name) and phase.last_step == 0:
         _save(config, phase, state, worker, storage)  # a phase without steps ends as it began
-    journal = Journal(storage, phase.name, state.step) if worker.rank == 0 else None
     batches = faults.in_training(batches, phase.name, worker.rank, storage)
-    try:
-        _train(config, phase, state, batches, worker, storage, journal)
-    finally:
-        if journal is not None:
-            journal.close()
-
-
-def _train(
-    config: Config,
-    phase: Phase,
-    state: TrainState,
-    batches: Callable[[int], Batch],
-    worker: Worker,
-    storage: Storage,
-    journal: Journal | None,
-) -> None:
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
-    clock, patience, rolled_back = _Clock(state.step), _Patience(state), False
+    line_start, rolled_back = (state.step, time.perf_counter()), False
+    skipped = tolerated_from = int(state.skipped)  # at the last look; when a series of bad steps began
     state.model.train()
-    while state.step < phase.last_step:
-        if worker.should_stop(state.step):
-            if _finite(state):
-                _save(config, phase, state, worker, storage)
-            at = f"{phase.name} step {state.step} of {phase.last_step}"
-            raise Interrupted(f"stopped at {at}; resume with the same command")
-        lr = phase.lr(state.step)
-        phase.step(state, batches(state.step), config.objective, lr)
+    with closing(Journal(storage if worker.rank == 0 else None, phase.name, state.step)) as journal:
+        while state.step < phase.last_step:
+            if worker.should_stop(state.step):
+                if _finite(state):
+                    _save(config, phase, state, worker, storage)
+                at = f"{phase.name} step {state.step} of {phase.last_step}"
+                raise Interrupted(f"stopped at {at}; resume with the same command")
+            lr = phase.lr(state.step)
+            phase.step(state, batches(state.step), config.objective, lr)
 
-        at_end = state.step == phase.last_step
-        at_epoch_end = at_end or state.step % phase.steps_per_epoch == 0
-        to_log = at_epoch_end or state.step % config.train.log_every == 0
-        to_save = at_end or state.step % save_every == 0
-        if not (to_log or to_save):
-            continue
-        if not (_finite(state) and patience.lasts(state)):
-            at = f"{phase.name} step {state.step}"
-            if rolled_back or not resume_(state, storage, phase.name):
-                raise NumericsError(
-                    f"non-finite loss at {at}; lower {phase.name}.base_lr or check the data's values"
-                )
-            log.warning("non-finite loss at %s; rolled back to step %d", at, state.step)
-            clock, patience, rolled_back = _Clock(state.step), _Patience(state), True
-            if journal is not None:
+            at_end = state.step == phase.last_step
+            at_epoch_end = at_end or state.step % phase.steps_per_epoch == 0
+            to_log = at_epoch_end or state.step % config.train.log_every == 0
+            to_save = at_end or state.step % save_every == 0
+            if not (to_log or to_save):
+                continue
+            before, skipped = skipped, int(state.skipped)
+            if skipped == before:
+                tolerated_from = skipped
+            else:
+                log.warning("skipped %d non-finite steps before step %d", skipped - before, state.step)
+            if not _finite(state) or skipped - tolerated_from > MAX_SKIPPED_STEPS:
+                at = f"{phase.name} step {state.step}"
+                if rolled_back or not resume_(state, storage, phase.name):
+                    raise NumericsError(
+                        f"non-finite loss at {at}; lower {phase.name}.base_lr or check the data's values"
+                    )
+                log.warning("non-finite loss at %s; rolled back to step %d", at, state.step)
+                line_start, rolled_back = (state.step, time.perf_counter()), True
+                skipped = tolerated_from = int(state.skipped)
                 journal.rewind(state.step)
-            continue
-        if at_epoch_end:
-            _finish_epoch_(state)
-        if to_log:
-            metrics = _line(phase, state, lr, clock)
+                continue
             if at_epoch_end:
-                metrics["head_losses"] = state.head_losses.tolist()
-            if journal is not None and math.isfinite(metrics["loss"]):
-                journal.write(metrics)
-            worker.report(metrics)
-        if to_save:
-            _save(config, phase, state, worker, storage)
+                _finish_epoch_(state)
+            if to_log:
+                metrics = _line_(phase, state, lr, *line_start)
+                line_start = (state.step, time.perf_counter())
+                if at_epoch_end:
+                    metrics["head_losses"] = state.head_losses.tolist()
+                if math.isfinite(metrics["loss"]):
+                    journal.write(metrics)
+                worker.report(metrics)
+            if to_save:
+                _save(config, phase, state, worker, storage)
 
 
-def _line(phase: Phase, state: TrainState, lr: float, clock: _Clock) -> dict[str, Any]:
-    """A line of metrics; ``loss`` is the mean since the last line, NaN where every step was skipped."""
-    steps, seconds = clock.lap(state.step)
+def _line_(phase: Phase, state: TrainState, lr: float, start: int, start_time: float) -> dict[str, Any]:
+    """Metrics of the steps from ``start``; ``loss`` is their mean, NaN where every step was skipped."""
     total, count = collectives.sum_(state.line_loss.clone()).tolist()
     state.line_loss.zero_()
+    seconds = time.perf_counter() - start_time
     return {
         "phase": phase.name,
         "event": "epoch" if state.step % phase.steps_per_epoch == 0 else "step",
@@ -203,7 +192,7 @@ def _line(phase: Phase, state: TrainState, lr: float, clock: _Clock) -> dict[str
         "epochs": -(-phase.last_step // phase.steps_per_epoch),
         "loss": total / count if count else math.nan,
         "lr": lr,
-        "images_per_s": steps * phase.images_per_step / seconds,
+        "images_per_s": (state.step - start) * phase.images_per_step / seconds,
         "skipped_steps": int(state.skipped),
     }
 
@@ -234,26 +223,6 @@ def _finite(state: TrainState) -> bool:
     return not bool(collectives.sum_((~finite).float().reshape(1)))
 
 
-class _Patience:
-    """Lasts for :data:`MAX_SKIPPED_STEPS` steps; a look that finds no new skipped step restores it.
-
-    All ranks see the same, because gradients are averaged.
-    """
-
-    def __init__(self, state: TrainState) -> None:
-        self._start = self._seen = int(state.skipped)
-
-    def lasts(self, state: TrainState) -> bool:
-        skipped = int(state.skipped)
-        if skipped == self._seen:
-            self._start = skipped
-        else:
-            new = skipped - self._seen
-            log.warning("skipped %d non-finite steps before step %d", new, state.step)
-        self._seen = skipped
-        return skipped - self._start <= MAX_SKIPPED_STEPS
-
-
 def _save(config: Config, phase: Phase, state: TrainState, worker: Worker, storage: Storage) -> None:
     """Store the state as it is: nothing in it changes, so an extra checkpoint never changes the run."""
     tensors = state_tensors(state)
@@ -263,17 +232,3 @@ def _save(config: Config, phase: Phase, state: TrainState, worker: Worker, stora
         checkpoint = Checkpoint(state.step, tensors, {"phase": phase.name})
         save_checkpoint(storage, phase.name, checkpoint, dump_yaml(config), config.train.keep_checkpoints)
     collectives.barrier(state.device)  # nobody looks for a checkpoint that rank 0 is still writing
-
-
-class _Clock:
-    """Wall time between log lines."""
-
-    def __init__(self, step: int) -> None:
-        self._step, self._time = step, time.perf_counter()
-
-    def lap(self, step: int) -> tuple[int, float]:
-        """(steps, seconds) since the last lap."""
-        now = time.perf_counter()
-        lap = (step - self._step, now - self._time)
-        self._step, self._time = step, now
-        return lap

@@ -123,20 +123,6 @@ def test_layers_start_as_separate_linear_layers_would():
         assert float(weight.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
-def test_prototypes_are_unit_vectors_after_normalisation():
-    """Kills: normalising over clusters or heads, a gradient through it, a new parameter."""
-    for shape in ((4, 6), (3, 4, 6)):
-        head = Prototypes(*shape)
-        torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(shape[:-1]))
-        with torch.no_grad():
-            head.weight.mul_(torch.rand(*shape[:-1], 1) + 0.5)
-        before, parameter = head.weight.clone(), head.weight
-        head.normalize_()
-        assert head.weight is parameter and head.weight.requires_grad
-        torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(shape[:-1]))
-        torch.testing.assert_close(F.cosine_similarity(before, head.weight, dim=-1), torch.ones(shape[:-1]))
-
-
 def test_all_prototypes_of_a_model_are_normalised():
     """Kills: a family left out."""
     model = small_model()

@@ -1,237 +1,352 @@
-"""The tests are tested: mistakes this field made are put into the source, and a named test must fail.
-
-A mutant replaces one piece of text, which must occur exactly once, in a copy of a module; what the copy
-defines takes the place of the original in every loaded module, and the test runs against it.
-"""
+"""The tests are tested: mistakes this field made take a function's place, and a named test must fail."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 
 class Mutant(NamedTuple):
-    """A mistake and the test that sees it."""
+    """A mistake: ``make(original)`` takes the place of ``target``, and ``test`` sees it."""
 
-    module: str
-    original: str
-    mutated: str
+    target: str  # module:name or module:class.name
+    make: Callable[[Any], Any]
     test: str  # module:function, below tests.uno
     arguments: dict = {}  # noqa: RUF012
 
 
+# ----------------------------------------------------------------------------------------------- the mistakes
+def scaled(order: tuple[int, int], detach: bool = True):
+    """Sinkhorn-Knopp that normalises along the dimensions of ``order``, first to last."""
+
+    def sinkhorn(logits, epsilon, num_iters):
+        scores = (logits.detach() if detach else logits) / epsilon
+        for dim in order * num_iters:
+            scores = scores.log_softmax(dim=dim)
+        return scores.exp()
+
+    return lambda original: sinkhorn
+
+
+def padded_loss(mistake: str | None):
+    """The discovery loss with padded targets and concatenated logits, as the paper writes it."""
+
+    def loss(known, families, labels, targets, temperature, concat=True):
+        losses = []
+        if mistake == "no temperature":
+            temperature = 1
+        for novel, target in zip(families, targets, strict=True):
+            num_large, num_views, num_known = len(target), len(known), known.shape[-1]
+            same = torch.eye(num_large, num_views, dtype=known.dtype)
+            pairs = {"itself too": torch.ones_like(same), "unswapped": same}.get(mistake, 1 - same)
+            joint = torch.cat([known.unsqueeze(1).expand(-1, novel.shape[1], -1, -1), novel], dim=-1)
+            log_p = (joint / temperature).log_softmax(dim=-2 if mistake == "over rows" else -1)
+            one_hot = F.one_hot(labels, num_known).to(known.dtype)
+            padded = F.pad(target.to(known.dtype), (num_known, 0))
+            if mistake == "known block":
+                padded = padded.roll(-num_known, dims=-1)
+            wide = F.pad(one_hot, (0, novel.shape[-1])).expand(*padded.shape[:2], -1, -1)
+            y = torch.cat([wide, padded], dim=2)
+            weight = pairs / (num_large * (num_views - 1) * known.shape[1])
+            losses.append(-torch.einsum("vw,vhbk,whbk->h", weight, y, log_p))
+        return torch.stack(losses)
+
+    return lambda original: loss
+
+
+def fields(**replaced):
+    """A function called with some arguments replaced: by a function of them, or an attribute of ``state``."""
+
+    def make(original):
+        def call(*args, **kwargs):
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in replaced.items():
+                    if callable(value):
+                        bound.arguments[name] = value(bound.arguments[name])
+                    else:
+                        patch.setattr(bound.arguments["state"], name, value)
+                return original(*bound.args, **bound.kwargs)
+
+        return call
+
+    return make
+
+
+def cluster_heads_twice(heads):
+    def mutant(self, features, num_views=1):
+        project, half = self.projector.forward, self.num_heads
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.projector, "forward", lambda x: torch.cat([project(x)[:half]] * 2))
+            return heads(self, features, num_views)
+
+    return mutant
+
+
+def mixed_heads(forward):
+    def mutant(self, features):
+        hidden = F.relu(self.bn(self.hidden(features)))
+        hidden = hidden.unflatten(1, (-1, self.num_heads)).permute(2, 0, 1)
+        return torch.baddbmm(self.bias, hidden, self.weight)
+
+    return mutant
+
+
+def kept_epoch(finish_epoch_):
+    def mutant(state):
+        sums = state.epoch_losses.clone()
+        finish_epoch_(state)
+        state.epoch_losses.copy_(sums)
+
+    return mutant
+
+
+def exchanged_blocks(update):
+    def mutant(self, *args):
+        before = self.joint.clone()
+        update(self, *args)
+        self.joint.copy_(before + (self.joint - before).roll(self.novel.shape[2], dims=-1))
+
+    return mutant
+
+
+def per_shard(cluster_accuracy):
+    def mutant(counts):
+        cells = np.repeat(np.arange(counts.size), counts.ravel())
+        shards = np.array_split(np.random.default_rng(0).permutation(cells), 8)
+        parts = [np.bincount(shard, minlength=counts.size).reshape(counts.shape) for shard in shards]
+        return float(np.mean([cluster_accuracy(part) for part in parts]))
+
+    return mutant
+
+
+def official_for_strict(strict):
+    from uno.results import metrics
+
+    return metrics.task_agnostic_official
+
+
+def one_common_feature(same_top_features):
+    def top_set(rows, top):
+        return torch.zeros_like(rows).scatter_(1, rows.topk(top, dim=1).indices, 1)
+
+    return lambda features, others, top: top_set(features, top) @ top_set(others, top).T > 0.5
+
+
+def undetached_pairs(similarity_loss):
+    def mutant(similarity, features, labels):
+        same = (labels[:, None] == labels[None]).float()
+        return F.binary_cross_entropy_with_logits(similarity(features[0], features[1].detach()), same)
+
+    return mutant
+
+
+def labels_from_zero(incremental_loss):
+    def mutant(joint, clusters, temperature):
+        labels = clusters.argmax(dim=-1)
+        return F.cross_entropy(joint.flatten(0, 1) / temperature, labels.repeat(len(joint)))
+
+    return mutant
+
+
+def softmax_over_batch(labeled_loss):
+    def mutant(known, labels, temperature):
+        log_p = (known.flatten(0, 1) / temperature).log_softmax(dim=0)
+        return F.nll_loss(log_p, labels.repeat(len(known)))
+
+    return mutant
+
+
+def short_warmup(warmup_cosine):
+    def mutant(step, total_steps, warmup_steps, base_lr, min_lr):
+        if step < warmup_steps:
+            return min_lr + (base_lr - min_lr) * step / max(1, warmup_steps - 1)
+        return warmup_cosine(step, total_steps, warmup_steps, base_lr, min_lr)
+
+    return mutant
+
+
+def same_turn(batches):
+    def mutant(self, step):
+        batch = batches(self, step)
+        return batch._replace(views=batch.views[:1] * 4)
+
+    return mutant
+
+
+def without(function):
+    """A function that does nothing."""
+    return lambda *args: None
+
+
 NAIVE = "test_objective:test_equals_naive_loop"
 TWO_VIEWS = {"views": "two views", "aggregation": "swap", "hard": False, "concat": True}
-CLUSTERS_STEP = "        scores = scores.log_softmax(dim=over_rows)  # every cluster gets the same mass\n"
-ROWS_STEP = "        scores = scores.log_softmax(dim=over_clusters)  # every row gets mass one\n"
+STACKED = "test_heads:test_stacked_heads_equal_separate_heads_in_train_mode"
+RAW = {"mlp_input": "raw", "num_views": 1}
+SINKHORN, LOSS = "uno.sinkhorn:sinkhorn", "uno.objective:discovery_loss"
+QUEUE = "methods.test_extensions:test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over"
 
 MUTANTS = {
     "softmax for Sinkhorn": Mutant(
-        "uno.sinkhorn", CLUSTERS_STEP, "",
-        "test_sinkhorn:test_clusters_are_used_equally_where_softmax_collapses",
+        SINKHORN, scaled((-1,)), "test_sinkhorn:test_clusters_are_used_equally_where_softmax_collapses"
     ),
     "rows normalised before clusters": Mutant(
-        "uno.sinkhorn", CLUSTERS_STEP + ROWS_STEP, ROWS_STEP + CLUSTERS_STEP,
-        "test_sinkhorn:test_degenerate_logits", {"case": "starved", "epsilon": 0.05},
+        SINKHORN, scaled((-1, -2)), "test_sinkhorn:test_degenerate_logits",
+        {"case": "starved", "epsilon": 0.05},
     ),
     "per-sample maximum subtracted": Mutant(
-        "uno.sinkhorn", "torch.float32)) / epsilon\n",
-        "torch.float32)) / epsilon\n    scores = scores - scores.amax(dim=-1, keepdim=True)\n",
+        SINKHORN, fields(logits=lambda logits: logits - logits.amax(dim=-1, keepdim=True)),
         "test_sinkhorn:test_global_shift_is_exact_but_a_shift_per_sample_is_not",
     ),
     "gradients through targets": Mutant(
-        "uno.sinkhorn", "logits.detach()", "logits", "test_sinkhorn:test_no_gradient"
+        SINKHORN, scaled((-2, -1), detach=False), "test_sinkhorn:test_no_gradient"
     ),
     "a view teaches itself as well": Mutant(
-        "uno.objective", ".fill_diagonal_(", ".clamp_min_(", "test_objective:test_a_view_never_teaches_itself"
+        LOSS, padded_loss("itself too"), "test_objective:test_a_view_never_teaches_itself"
     ),
-    "unswapped views": Mutant(
-        "uno.objective", "known.new_ones(len(targets[0]), num_views).fill_diagonal_(",
-        "torch.eye(len(targets[0]), num_views, dtype=known.dtype).add_(", NAIVE, TWO_VIEWS,
-    ),
-    "temperature missing": Mutant(
-        "uno.objective", "scaled = logits.mT / temperature", "scaled = logits.mT",
-        NAIVE, TWO_VIEWS,
-    ),
-    "softmax over the batch axis": Mutant(
-        "uno.objective", "log_p = logits.log_softmax(dim=-2)", "log_p = logits.log_softmax(dim=-1)",
-        NAIVE, TWO_VIEWS,
-    ),
+    "unswapped views": Mutant(LOSS, padded_loss("unswapped"), NAIVE, TWO_VIEWS),
+    "temperature missing": Mutant(LOSS, padded_loss("no temperature"), NAIVE, TWO_VIEWS),
+    "softmax over the batch axis": Mutant(LOSS, padded_loss("over rows"), NAIVE, TWO_VIEWS),
+    "pseudo-labels on the known block": Mutant(LOSS, padded_loss("known block"), NAIVE, TWO_VIEWS),
     "pretraining's softmax over the batch axis": Mutant(
-        "uno.objective",
-        "F.cross_entropy(_at_least_float32(known).flatten(0, 1) / temperature,",
-        "F.nll_loss((_at_least_float32(known).flatten(0, 1) / temperature).log_softmax(dim=0),",
-        "test_objective:test_pretraining_loss_is_cross_entropy_of_cosines",
+        "uno.objective:labeled_loss", softmax_over_batch,
+        "test_objective:test_labeled_loss_is_cross_entropy_of_cosines",
     ),
-    "pseudo-labels on the known block": Mutant(
-        "uno.objective", "(t * n[..., unlabeled])",
-        "(t[:, :, : known.shape[1]] * known[:, None, : t.shape[2], unlabeled])", NAIVE, TWO_VIEWS,
-    ),
-    "a gradient that leaves the targets out": Mutant(
-        "uno.objective", "weight[f, :, None, None], value=-1", "weight[f, :, None, None], value=0",
-        "test_objective:test_gradients_equal_autograd_through_the_padded_form",
-        {"views": "two views", "concat": True},
-    ),
-    "a gradient of unit vectors along themselves": Mutant(
-        "uno.heads", "along, value=-1)", "along, value=0)",
-        "test_heads:test_stacked_heads_equal_separate_heads_in_train_mode",
-        {"mlp_input": "raw", "num_views": 1},
-    ),
-    "heads mixed by the reshape": Mutant(
-        "uno.heads", "hidden.unflatten(1, (self.num_heads, -1)).transpose(0, 1)",
-        "hidden.unflatten(1, (-1, self.num_heads)).permute(2, 0, 1)",
-        "test_heads:test_stacked_heads_equal_separate_heads_in_train_mode",
-        {"mlp_input": "raw", "num_views": 1},
-    ),
+    "heads mixed by the reshape": Mutant("uno.heads:StackedProjector.forward", mixed_heads, STACKED, RAW),
     "overclustering heads read the cluster heads' projections": Mutant(
-        "uno.model", "projections.split(self.num_heads)", "[projections[: self.num_heads]] * 2",
-        "test_heads:test_stacked_heads_equal_separate_heads_in_train_mode",
-        {"mlp_input": "raw", "num_views": 1},
+        "uno.model:UnoModel.heads", cluster_heads_twice, STACKED, RAW
     ),
     "targets from small crops": Mutant(
-        "uno.steps", "part.detach()[:num_large,", "part.detach()[-num_large:,",
+        "uno.steps:global_targets", fields(families=lambda families: [family.flip(0) for family in families]),
         "test_steps:test_targets_come_from_the_unlabeled_rows_of_large_views",
     ),
     "prototypes not normalised in training": Mutant(
-        "uno.steps", "    state.model.normalize_prototypes_()\n", "",
+        "uno.model:UnoModel.normalize_prototypes_", without,
         "test_steps:test_prototypes_are_normalised_before_the_forward",
     ),
+    "prototypes not normalised at evaluation": Mutant(
+        "uno.model:UnoModel.normalize_prototypes_", without,
+        "runs.test_run:test_prototypes_are_normalised_before_evaluation", {"tmp_path": "tmp"},
+    ),
     "non-finite steps taken": Mutant(
-        "uno.steps", "state.optimizer.found_inf = broken", "state.optimizer.found_inf = 0 * broken",
+        "torch.nn.utils:get_total_norm", lambda original: lambda grads: torch.zeros(()),
         "test_steps:test_a_step_with_a_non_finite_gradient_is_skipped",
         {"good_steps": 0, "value": float("nan")},
     ),
     "a counter left out of the checkpoint": Mutant(
-        "uno.state", '"head_losses", "line_loss", ', '"head_losses", ',
+        "uno.state:COUNTERS", lambda names: names[:-1],
         "test_state:test_every_tensor_of_model_and_optimizer_is_stored",
     ),
     "head tracker never reset": Mutant(
-        "uno.train", "    state.epoch_losses.zero_()\n", "",
+        "uno.train:_finish_epoch_", kept_epoch,
         "test_train:test_best_head_has_the_lowest_loss_over_the_last_epoch", {"storage": "tmp"},
     ),
-    "prototypes not normalised at evaluation": Mutant(
-        "uno.runs.run", "    model.normalize_prototypes_()\n    return model.eval(), int(",
-        "    return model.eval(), int(",
-        "runs.test_run:test_prototypes_are_normalised_before_evaluation", {"tmp_path": "tmp"},
-    ),
     "known and novel blocks exchanged": Mutant(
-        "uno.results.evaluate", "num_known + novel_output, known_output)",
-        "novel_output, num_clusters + known_output)",
+        "uno.results.evaluate:Confusions.add_", exchanged_blocks,
         "results.test_evaluate:test_counts_equal_a_loop_over_rows",
     ),
     "Hungarian per shard": Mutant(
-        "uno.results.metrics",
-        "    return float(matched_counts(counts, hungarian(counts)).sum() / _num_rows(counts))\n",
-        "    cells = np.repeat(np.arange(counts.size), counts.ravel())\n"
-        "    shards = np.array_split(np.random.default_rng(0).permutation(cells), 8)\n"
-        "    parts = [np.bincount(r, minlength=counts.size).reshape(counts.shape) for r in shards]\n"
-        "    return float(np.mean([matched_counts(p, hungarian(p)).sum() / p.sum() for p in parts]))\n",
+        "uno.results.metrics:cluster_accuracy", per_shard,
         "results.test_metrics:test_matching_per_shard_inflates_and_merged_counts_do_not",
     ),
     "strict counted as official": Mutant(
-        "uno.results.metrics",
-        "matched_counts(found, hungarian(found))",
-        "matched_counts(novel, hungarian(novel))",
+        "uno.results.metrics:task_agnostic_strict", official_for_strict,
         "results.test_metrics:test_absorbed_novel_classes_tell_official_from_strict",
     ),
     "one permutation for every epoch": Mutant(
-        "uno.data.plan", "default_rng([seed, stream, epoch, c])", "default_rng([seed, stream, c])",
+        "uno.data.plan:epoch_indices", fields(epoch=lambda epoch: 0),
         "data.test_plan:test_order_is_a_pure_function_of_seed_and_epoch",
     ),
     "one common top feature is enough": Mutant(
-        "uno.methods.rs", "> top - 0.5", "> 0.5",
+        "uno.methods.rs:same_top_features", one_common_feature,
         "methods.test_rs:test_same_top_features_equals_sorting", {"top": 2},
     ),
     "pseudo-labels of the joint head counted from zero": Mutant(
-        "uno.methods.rs_plus", "num_known + clusters.argmax", "clusters.argmax",
+        "uno.methods.rs_plus:incremental_loss", labels_from_zero,
         "methods.test_rs_plus:test_the_step_equals_the_loop",
     ),
     "targets that ignore the clusters' sizes": Mutant(
-        "uno.methods.dtc", "q.square() / q.sum(dim=0)", "q.square()",
+        "uno.methods.dtc:sharpened", lambda original: lambda q: F.normalize(q.square(), p=1, dim=1),
         "methods.test_dtc:test_sharpened_of_known_cases",
     ),
     "features of the similarity network not detached": Mutant(
-        "uno.methods.pairs", "similarity(features[0].detach(), others)", "similarity(features[0], others)",
+        "uno.methods.pairs:similarity_loss", undetached_pairs,
         "methods.test_mcl:test_the_similarity_network_learns_without_moving_the_encoder",
     ),
     "IIC pulls together": Mutant(
-        "uno.regularizers", "return -(own - cross)", "return (own - cross)",
-        "test_regularizers:test_iic_equals_the_loop_over_pairs",
+        "uno.methods.extensions:iic_loss", lambda original: lambda *args: -original(*args),
+        "methods.test_extensions:test_iic_equals_the_loop_over_pairs",
     ),
     "an unfilled queue in Sinkhorn": Mutant(
-        "uno.steps", "state.step < state.warmup_steps or state.step * rows.shape[2] < queue.shape[2]",
-        "state.step < state.warmup_steps",
-        "test_regularizers:test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over",
+        "uno.methods.extensions:past_logits", fields(step=10**9), QUEUE,
         {"warmup_steps": 0, "first": 2, "overcluster_factor": 2},
     ),
     "a queue that takes part in the warm-up": Mutant(
-        "uno.steps", "state.step < state.warmup_steps or state.step *", "state.step *",
-        "test_regularizers:test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over",
+        "uno.methods.extensions:past_logits", fields(warmup_steps=0), QUEUE,
         {"warmup_steps": 3, "first": 3, "overcluster_factor": 2},
     ),
     "all views turned the same way": Mutant(
-        "uno.data.resident", "torch.rot90(views[k % num_large], k, (2, 3))",
-        "torch.rot90(views[k % num_large], 0, (2, 3))",
+        "uno.data.resident:RotationBatches.__call__", same_turn,
         "test_rotation:test_view_k_is_turned_k_times_and_all_rows_take_part",
     ),
     "warm-up divided by its steps less one": Mutant(
-        "uno.schedule", "* step / warmup_steps", "* step / max(1, warmup_steps - 1)",
-        "test_schedule:test_end_points_are_exact", {"warmup_steps": 10},
+        "uno.schedule:warmup_cosine", short_warmup, "test_schedule:test_end_points_are_exact",
+        {"warmup_steps": 10},
     ),
 }  # fmt: skip
 
 
-def apply(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the mutated definitions in the place of the original ones, wherever they are known by name."""
-    module = importlib.import_module(mutant.module)
-    source = Path(str(module.__file__)).read_text()
-    assert source.count(mutant.original) == 1, f"{source.count(mutant.original)} places to mutate"
-    copy = ModuleType(module.__name__)
-    exec(compile(source.replace(mutant.original, mutant.mutated), str(module.__file__), "exec"), vars(copy))
-    replaced = {
-        id(vars(module)[name]): value
-        for name, value in vars(copy).items()
-        if getattr(value, "__module__", None) == module.__name__ and name in vars(module)
-    }
-    assert replaced
-    for name, loaded in list(sys.modules.items()):
-        if name.partition(".")[0] in ("uno", "tests"):
+# ------------------------------------------------------------------------------------------------ their tests
+def replace(target: str, make: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put ``make(original)`` in the place of ``target``, wherever a loaded module knows it by name."""
+    module, _, name = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = name.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    original = getattr(owner, name)
+    mutant = make(original)
+    monkeypatch.setattr(owner, name, mutant)
+    for loaded_name, loaded in list(sys.modules.items()):
+        if not classes and loaded_name.partition(".")[0] in ("uno", "tests"):
             for attribute, value in list(vars(loaded).items()):
-                if id(value) in replaced:
-                    monkeypatch.setattr(loaded, attribute, replaced[id(value)])
+                if value is original:
+                    monkeypatch.setattr(loaded, attribute, mutant)
+
+
+def run(test: str, arguments: dict, tmp_path) -> None:
+    """Run a test function below tests.uno."""
+    from uno.data.files import Storage
+
+    module, function = test.split(":")
+    places = {"storage": Storage(str(tmp_path / "run")), "tmp_path": tmp_path}
+    found = getattr(importlib.import_module(f"tests.uno.{module}"), function)
+    found(**{key: places[key] if value == "tmp" else value for key, value in arguments.items()})
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name, tmp_path, monkeypatch, one_thread):
     """The named test passes on the source as it is (it runs in this lane) and fails on the mutant."""
-    from uno.data.files import Storage
-
     mutant = MUTANTS[name]
-    module, function = mutant.test.split(":")
-    test = getattr(importlib.import_module(f"tests.uno.{module}"), function)
-    places = {"storage": Storage(str(tmp_path / "run")), "tmp_path": tmp_path}
-    arguments = {k: places[k] if v == "tmp" else v for k, v in mutant.arguments.items()}
-    apply(mutant, monkeypatch)
-    with pytest.raises(AssertionError) as caught:
-        test(**arguments)
-    assert caught.traceback[1].name == function
+    importlib.import_module(f"tests.uno.{mutant.test.partition(':')[0]}")  # it knows the original by name
+    replace(mutant.target, mutant.make, monkeypatch)
+    with pytest.raises(AssertionError):
+        run(mutant.test, mutant.arguments, tmp_path)
 
 
-def test_a_copy_without_a_change_passes(tmp_path, monkeypatch, one_thread):
-    """The machinery itself breaks nothing: a mutant that changes a comment is not caught."""
-    for name in ("uno.objective", "uno.sinkhorn", "uno.results.metrics", "uno.steps"):
-        harmless = Mutant(
-            name, "from __future__ import annotations\n", "from __future__ import annotations  #\n", ""
-        )
-        apply(harmless, monkeypatch)
-    from tests.uno import test_objective, test_steps
-    from tests.uno.results import test_metrics
-
-    test_objective.test_equals_naive_loop(**TWO_VIEWS)
-    test_metrics.test_absorbed_novel_classes_tell_official_from_strict()
-    test_steps.test_targets_come_from_the_unlabeled_rows_of_large_views()
+def test_replacing_breaks_nothing(tmp_path, monkeypatch, one_thread):
+    """The machinery and the slow forms without a mistake pass: what is caught is the mistake."""
+    replace(SINKHORN, scaled((-2, -1)), monkeypatch)
+    replace(LOSS, padded_loss(None), monkeypatch)
+    replace("uno.model:UnoModel.heads", fields(), monkeypatch)
+    for test, arguments in ((NAIVE, TWO_VIEWS), (STACKED, RAW), ("test_sinkhorn:test_no_gradient", {})):
+        run(test, arguments, tmp_path)
+    run("test_objective:test_a_view_never_teaches_itself", {}, tmp_path)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.uno.reference import loss_of, targets_of
-from uno.objective import discovery_loss, pretraining_loss, pseudo_labels
+from uno.objective import discovery_loss, labeled_loss, pseudo_labels
 
 AGGREGATIONS = ["swap", "average_pseudo_labels", "average_logits"]
 
@@ -161,17 +161,14 @@ def test_families_are_independent_of_each_other(concat):
     )
 
 
-def test_full_precision_under_autocast_and_no_second_derivative():
-    """Kills: matrix products of the loss in bfloat16, a second derivative that is silently wrong."""
+def test_full_precision_under_autocast():
+    """Kills: matrix products of the loss in bfloat16."""
     known, novel, labels = problem(2, 4, 6, 3, 4, 2)
-    known, novel = known.float().requires_grad_(), novel.float()
+    known, novel = known.float(), novel.float()
     targets = pseudo_labels(novel[:, :, 4:], 0.05, 3)
     plain = discovery_loss(known, [novel], labels, [targets], 0.1)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(discovery_loss(known, [novel], labels, [targets], 0.1), plain)
-    (grad,) = torch.autograd.grad(plain.square().sum(), known, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
 
 
 def test_a_view_never_teaches_itself():
@@ -206,7 +203,7 @@ def test_no_unlabeled_rows_give_plain_cross_entropy():
     )
 
 
-def test_pretraining_loss_is_cross_entropy_of_cosines():
+def test_labeled_loss_is_cross_entropy_of_cosines():
     """Kills: temperature missing, labels not repeated per view."""
     known, _, labels = problem(2, 6, 0, 4, 2, 1)
     naive = np.mean(
@@ -215,4 +212,4 @@ def test_pretraining_loss_is_cross_entropy_of_cosines():
             for v, b in itertools.product(range(2), range(6))
         ]
     )
-    np.testing.assert_allclose(float(pretraining_loss(known, labels, 0.1)), naive, rtol=1e-5)
+    np.testing.assert_allclose(float(labeled_loss(known, labels, 0.1)), naive, rtol=1e-5)

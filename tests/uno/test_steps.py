@@ -97,7 +97,7 @@ def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
     assert state.line_loss.tolist() == [pytest.approx(float(found)), 1] and count == 1 and state.step == 1
 
 
-def test_pretraining_loss_is_cross_entropy_of_the_known_head():
+def test_labeled_loss_is_cross_entropy_of_the_known_head():
     """Kills: one view only, temperature missing, a loss that is not counted."""
     state, batch = fresh_state(CONFIG, num_novel=0), batches_of(CONFIG, run.PRETRAIN)(0)
     known = copy.deepcopy(state.model)(batch.views).known
@@ -156,17 +156,19 @@ def test_bfloat16_changes_the_loss_a_little():
 
 
 def test_bfloat16_follows_the_curve_of_float32():
-    """The stated tolerance of bfloat16: over 20 steps the mean loss within 3 % (found: 0.8 %), every loss
-    within 25 % (found: 11 %; batches of 32 rows amplify any rounding). Kills: bfloat16 that does not learn.
+    """The stated tolerance of bfloat16: over 20 steps the mean loss within 3 %, every loss within 15 %
+    (found: 0.5 and 4 %; a smaller network amplifies any rounding, differently on every processor). Kills:
+    bfloat16 that does not learn.
     """
-    batches, curves = batches_of(CONFIG), []
+    config = small_config(train__batch_size=128, model__width=16)
+    batches, curves = batches_of(config), []
     for autocast in (False, True):
-        state = fresh_state(CONFIG)
+        state = fresh_state(config)
         state.autocast = autocast
-        curves.append([float(discovery_step(state, batches(i), CONFIG.objective, 0.02)) for i in range(20)])
+        curves.append([float(discovery_step(state, batches(i), config.objective, 0.02)) for i in range(20)])
     single, half = np.array(curves)
     assert (single != half).all()
-    np.testing.assert_allclose(half, single, rtol=0.25)
+    np.testing.assert_allclose(half, single, rtol=0.15)
     assert half.mean() == pytest.approx(single.mean(), rel=0.03)
     assert half[-5:].mean() < 0.9 * half[:5].mean()
 

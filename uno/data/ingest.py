@@ -54,7 +54,7 @@ def _needs_resident(config: Config) -> str | None:
     """What of ``config`` reads images other than in training batches."""
     if config.rotation.epochs:
         return "rotation.epochs"
-    return f"method {config.method}" if methods.load(config.method).needs_images else None
+    return f"method {config.method}" if methods.load(config).needs_images else None
 
 
 def free_host_bytes() -> int:

@@ -31,27 +31,30 @@ METHODS = {
 """Name, which is its module's too -> what it is."""
 
 
-def load(name: str) -> Method:
-    """The method called ``name``."""
-    method: Method = import_module(f"uno.methods.{name}").METHOD
+def load(config: Config) -> Method:
+    """The method of a run; UNO with options of later work is the method of :mod:`uno.methods.extensions`."""
+    options = config.objective
+    extended = options.iic_weight or options.iic_view_weight or options.rkd_weight or options.queue_size
+    return _method("extensions" if config.method == "uno" and extended else config.method)
+
+
+def _method(module: str) -> Method:
+    method: Method = import_module(f"uno.methods.{module}").METHOD
     return method
 
 
 def settings(name: str, preset: str) -> dict[str, Any]:
-    """Dotted keys that a method's authors set differently on the data of ``preset``."""
-    known = (
-        name in METHODS and name != "uno"
-    )  # UNO's are the presets: no need to import its module, and torch
-    return dict(load(name).settings.get(preset, {})) if known else {}
+    """Dotted keys that a method's authors set differently on a preset's data; UNO's are the presets."""
+    return {} if name == "uno" or name not in METHODS else dict(_method(name).settings.get(preset, {}))
 
 
 def build_network(config: Config, num_known: int, num_novel: int, seed: int) -> UnoModel:
     """The freshly initialised network of the run's method; ``num_novel`` 0: encoder and known head alone."""
     from uno.model import build_model
 
-    return build_model(config.model, num_known, num_novel, seed, load(config.method).novel_head)
+    return build_model(config.model, num_known, num_novel, seed, load(config).novel_head)
 
 
 def num_heads(config: Config) -> int:
     """Cluster heads H of the run's method."""
-    return config.model.num_heads if load(config.method).novel_head is None else 1
+    return config.model.num_heads if load(config).novel_head is None else 1

@@ -26,8 +26,9 @@ from uno import collectives
 from uno.config import Config, ObjectiveConfig
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
-from uno.methods.method import Method, forward_two_views, labeled_loss, weight_or
+from uno.methods.method import Method, forward_two_views, weight_or
 from uno.model import UnoModel
+from uno.objective import labeled_loss
 from uno.results.forward import features_of
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
@@ -45,9 +46,6 @@ class DistanceHead(nn.Module):
         super().__init__()
         self.reduce = nn.Linear(num_features, num_novel)
         self.weight = nn.Parameter(torch.randn(1, num_novel, num_novel))  # centres u_k
-
-    def normalize_(self) -> None:
-        """Centres have no length to keep."""
 
     def forward(self, features: Tensor) -> Tensor:
         """(N, D) -> (1, N, K) float32 at least."""
@@ -77,8 +75,7 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
         + F.kl_div(log_q[0], state.extra["targets"][batch.rows], reduction="none").mean()
         + weight * F.mse_loss(*log_q.exp())
     )
-    update_(state, loss, loss.unsqueeze(0), lr)
-    return loss.detach().unsqueeze(0)
+    return update_(state, loss, lr)
 
 
 def sharpened(q: Tensor) -> Tensor:

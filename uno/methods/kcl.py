@@ -15,8 +15,9 @@ from torch import Tensor
 
 from uno import collectives
 from uno.config import ObjectiveConfig
-from uno.methods.method import Method, forward_two_views, labeled_loss, novel_probabilities
+from uno.methods.method import Method, forward_two_views, novel_probabilities
 from uno.methods.pairs import pair_head, similar_pairs, similarity_loss
+from uno.objective import labeled_loss
 from uno.state import TrainState
 from uno.steps import Batch, update_
 
@@ -37,8 +38,7 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
         + similarity_loss(similarity, logits.features[:, :num_labeled], batch.labels)
         + contrast / 2
     )
-    update_(state, loss, loss.unsqueeze(0), lr)
-    return loss.detach().unsqueeze(0)
+    return update_(state, loss, lr)
 
 
 def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) -> Tensor:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from uno import collectives
 from uno.config import ObjectiveConfig
 from uno.methods.method import (
     Method,
-    all_rows,
     forward_two_views,
-    labeled_loss,
     novel_probabilities,
     pair_likelihood_loss,
 )
 from uno.methods.pairs import pair_head, similar_pairs, similarity_loss
+from uno.objective import labeled_loss
 from uno.state import TrainState
 from uno.steps import Batch, update_
 
@@ -36,11 +36,12 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
         labeled_loss(logits.known, batch.labels, tau)
         + similarity_loss(similarity, logits.features[:, :num_labeled], batch.labels)
         + pair_likelihood_loss(
-            first, all_rows(second), similar_pairs(similarity, logits.features[:, num_labeled:])
+            first,
+            collectives.gather_rows_with_grad(second, 0),
+            similar_pairs(similarity, logits.features[:, num_labeled:]),
         )
     )
-    update_(state, loss, loss.unsqueeze(0), lr)
-    return loss.detach().unsqueeze(0)
+    return update_(state, loss, lr)
 
 
 METHOD = Method(step, pair_head)

@@ -9,16 +9,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uno import collectives
-from uno.config import Config, ObjectiveConfig
+from uno.config import Config
 from uno.heads import Prototypes
 from uno.model import Logits, UnoModel
 from uno.state import TrainState
-from uno.steps import Batch, forward
+from uno.steps import Batch, Step, forward
 
-Step = Callable[[TrainState, Batch, ObjectiveConfig, float], Tensor]
 Start = Callable[[Config, UnoModel, Any], dict[str, Tensor]]
-"""The third is the training set: a resident TrainSet where the method needs the images."""
+"""From configuration, model and training set to the tensors that the method keeps from step to step."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Method:
     """A discovery method.
 
     ``step`` is one optimizer step. ``novel_head(K, D)`` builds the head that reads the feature: (N, D) ->
-    (1, N, K) logits, with ``weight`` (1, K, ...) and ``normalize_()``; None: UNO's projection heads.
+    (1, N, K) logits, with ``weight`` (1, K, ...); None: UNO's projection heads.
     ``start(config, model, train)`` runs once, before the first step, on every worker alike: it may initialise
     the model in place and returns tensors to keep in ``state.extra`` and in every checkpoint. ``settings``:
     preset -> dotted keys, where the authors' constants depend on the data. ``needs_images``: it reads images
@@ -55,12 +53,6 @@ class NovelHead(nn.Module):
     def weight(self) -> Tensor:
         """(1, K, D)."""
         return self.prototypes.weight
-
-    def normalize_(self) -> None:
-        """Scale prototypes to length one, in place."""
-        for module in (self.prototypes, self.auxiliary):
-            if isinstance(module, Prototypes):
-                module.normalize_()
 
     def forward(self, features: Tensor) -> Tensor:
         """(N, D) features -> (1, N, K) cosines."""
@@ -102,17 +94,6 @@ def consistency_loss(logits: Tensor, temperature: float) -> Tensor:
     """Mean squared difference of the softmax outputs of two views: logits (2, B, K) -> scalar."""
     first, second = (logits / temperature).softmax(dim=-1)
     return F.mse_loss(first, second)
-
-
-def all_rows(tensor: Tensor) -> Tensor:
-    """Rows (N, ...) of all workers, in rank order, with the gradient each worker has to contribute."""
-    return collectives.gather_rows_with_grad(tensor, 0)
-
-
-def labeled_loss(known: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of the labeled rows, mean over views and rows: (V, B, C) logits, B_l labels first."""
-    rows = known[:, : len(labels)].flatten(0, 1) / temperature
-    return F.cross_entropy(rows, labels.repeat(len(known)))
 
 
 def weight_or(given: float | None, published: float) -> float:

@@ -6,12 +6,6 @@ network instead of two, and it follows the features where they go. Its form is t
 hidden layer of 4 D units on both features side by side, without its BatchNorm; features are normalised to
 length one. All pairs of a batch count alike, so what it takes for granted is that novel classes are about as
 many as known ones; a pair is similar where it says more than 1/2.
-
-On the digits preset MCL and KCL stay below k-means, and one seed was taken apart: the network calls every
-pair of known digits right and finds half of the novel pairs at 38 % precision, a worse ranking than the
-cosine of the same features. With the true pairs (a test of the code, not of the method) KCL's step reaches
-100 %, MCL's 80 %: one of its five cosine outputs never gets a row. With a linear head it reaches 100 %, but
-with predicted pairs less than the cosines.
 """
 
 from __future__ import annotations

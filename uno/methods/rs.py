@@ -11,11 +11,6 @@ the mean squared difference 5, rising over 50 of 200 epochs (CIFAR10), 50 over 1
 steps of the learning rate (0.1, divided by 10 after 170 of 200 epochs), batches of 128, and the frozen first
 three stages of the encoder. The authors' known-class loss uses one view, ours both. For their self-supervised
 pretraining see ``--rotation.epochs``.
-
-On the digits preset it stays below k-means, for a reason that was measured: of the pairs of novel rows that
-are of one class only 1.7 % share their five largest of D = 64 pretrained features (80 % of those that do are
-of one class), so that nearly every pair is called different. With the true pairs in place of the ranks (a
-test of the code, not of the method) the same step reaches 100 %.
 """
 
 from __future__ import annotations
@@ -28,14 +23,13 @@ from uno.config import ObjectiveConfig
 from uno.methods.method import (
     Method,
     NovelHead,
-    all_rows,
     consistency_loss,
     forward_two_views,
-    labeled_loss,
     novel_probabilities,
     pair_likelihood_loss,
     weight_or,
 )
+from uno.objective import labeled_loss
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -62,11 +56,10 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
     consistency = consistency_loss(logits.known, tau) + consistency_loss(logits.novel[:, 0], tau)
     loss = (
         labeled_loss(logits.known, batch.labels, tau)
-        + pair_likelihood_loss(first, all_rows(second), similar)
+        + pair_likelihood_loss(first, collectives.gather_rows_with_grad(second, 0), similar)
         + consistency_weight(state, objective) * consistency
     )
-    update_(state, loss, loss.unsqueeze(0), lr)
-    return loss.detach().unsqueeze(0)
+    return update_(state, loss, lr)
 
 
 def consistency_weight(state: TrainState, objective: ObjectiveConfig) -> float:

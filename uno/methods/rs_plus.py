@@ -24,12 +24,11 @@ from uno.methods import rs
 from uno.methods.method import (
     Method,
     NovelHead,
-    all_rows,
     consistency_loss,
     forward_two_views,
-    labeled_loss,
     pair_likelihood_loss,
 )
+from uno.objective import labeled_loss
 from uno.state import TrainState
 from uno.steps import Batch, update_
 
@@ -58,14 +57,13 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
     consistency = consistency_loss(joint, tau) + consistency_loss(clusters, tau)
     loss = (
         labeled_loss(joint, batch.labels, tau)
-        + pair_likelihood_loss(first, all_rows(second), similar)
+        + pair_likelihood_loss(first, collectives.gather_rows_with_grad(second, 0), similar)
         + rs.consistency_weight(state, objective) * consistency
         + INCREMENT
         * rs.ramp(state, objective)
         * incremental_loss(joint[:, num_labeled:], clusters[0, num_labeled:], tau)
     )
-    update_(state, loss, loss.unsqueeze(0), lr)
-    return loss.detach().unsqueeze(0)
+    return update_(state, loss, lr)
 
 
 def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Tensor:

@@ -17,19 +17,21 @@ class Journal:
     """Appends lines of metrics; TensorBoard events only where the run directory is a local path.
 
     Args:
-        storage: the run directory.
+        storage: the run directory; None, on all ranks but the first, writes nothing.
         phase: name of the TensorBoard run under which its numbers appear.
         step: last step already trained; later lines of this phase, written by a run that died or that was
             rolled back, are dropped.
     """
 
-    def __init__(self, storage: Storage, phase: str, step: int) -> None:
+    def __init__(self, storage: Storage | None, phase: str, step: int) -> None:
         self._storage, self._phase, self._events = storage, phase, None
         self.rewind(step)
 
     def rewind(self, step: int) -> None:
         """Drop what was written after ``step``."""
         self.close()
+        if self._storage is None:
+            return
         _drop_lines_after(self._storage, self._phase, step)
         if self._storage.is_local:
             # One directory per phase: purging hides every later step of the directory, whatever its name.
@@ -39,7 +41,8 @@ class Journal:
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line."""
-        self._storage.append(METRICS, (json.dumps(metrics, allow_nan=False) + "\n").encode())
+        if self._storage is not None:
+            self._storage.append(METRICS, (json.dumps(metrics, allow_nan=False) + "\n").encode())
         if self._events is not None:
             for name in CHARTED:
                 self._events.add_scalar(name, metrics[name], metrics["step"])

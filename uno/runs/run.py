@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from contextlib import closing
@@ -11,7 +12,7 @@ import safetensors.torch
 import torch
 import yaml
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from uno import collectives, methods
 from uno.config import (
@@ -100,16 +101,27 @@ def discover(config: Config, train: TrainData, worker: Worker, storage: Storage)
     ``config.model.weights``).
     """
     model = methods.build_network(config, train.num_known, train.num_novel, config.seed + 1)
-    load_weights_(model, config, storage)
-    return _fit(config, DISCOVER, model, train, worker, storage)
+    teacher = None
+    if not load_weights_(model, config, storage) and config.objective.rkd_weight:
+        raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
+    if config.objective.rkd_weight:
+        model.normalize_prototypes_()
+        teacher = copy.deepcopy(nn.Sequential(model.encoder, model.known)).eval().requires_grad_(False)
+    return _fit(config, DISCOVER, model, train, worker, storage, teacher)
 
 
 def _fit(
-    config: Config, name: str, model: UnoModel, train: TrainData, worker: Worker, storage: Storage
+    config: Config,
+    name: str,
+    model: UnoModel,
+    train: TrainData,
+    worker: Worker,
+    storage: Storage,
+    teacher: nn.Module | None = None,
 ) -> TrainState:
     plan = plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
-    method = methods.load(config.method)
+    method = methods.load(config)
     step = {ROTATION: rotation_step, PRETRAIN: pretrain_step, DISCOVER: method.step}[name]
     phase = Phase(
         name,
@@ -130,25 +142,11 @@ def _fit(
         model.encoder.compile()
     state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
     state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
-    if name == DISCOVER and config.objective.rkd_weight:
-        state.teacher = _teacher(config, train.num_known, storage).to(worker.device)
+    state.teacher = None if teacher is None else teacher.to(worker.device)
     with closing(train.batches(config, plan, worker.rank, worker.world_size, phase.last_step)) as batches:
         fit(config, phase, state, batches, worker, storage)
     train.sync()
     return state
-
-
-def _teacher(config: Config, num_known: int, storage: Storage) -> UnoModel:
-    """The network that discovery starts from, frozen.
-
-    Raises:
-        ConfigError: the weights have no head for these known classes.
-    """
-    model = build_model(config.model, num_known, 0, config.seed)
-    if not load_weights_(model, config, storage):
-        raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
-    model.normalize_prototypes_()
-    return model.eval().requires_grad_(False)
 
 
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:

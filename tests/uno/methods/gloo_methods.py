@@ -28,14 +28,15 @@ def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients of the first step, and the state after two, with BatchNorm in eval mode."""
     options = OPTIONS if name == "uno" else {"objective__rampup": 0.0}
     config = method_config(name, train__batch_size=24, **options)
-    method, train = methods.load(name), small_sets()[0]
+    method, train = methods.load(config), small_sets()[0]
     model = methods.build_network(config, 5, 5, 0)
     extra = {} if method.start is None else method.start(config, model, train)
     state = new_state(model, worker.wrap(model), config.discover, CPU, False)
     state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
-    state.total_steps, state.steps_per_epoch = 24, 8
+    state.total_steps = 24
     if name == "uno":
-        state.teacher = run.build_model(config.model, 5, 0, 5).eval()
+        teacher = run.build_model(config.model, 5, 0, 5).eval()
+        state.teacher = torch.nn.Sequential(teacher.encoder, teacher.known)
     state.model.eval()
     plan = run.plans(config, len(train.labels), len(train.unlabeled_images), worker.world_size)[run.DISCOVER]
     batches = train.batches(config, plan, worker.rank, worker.world_size)

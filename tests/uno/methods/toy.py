@@ -23,7 +23,7 @@ def method_config(name: str, **overrides) -> Config:
 
 def method_state(config: Config) -> TrainState:
     """A fresh state of the run's method, as ``uno.runs.run`` makes it."""
-    method = methods.load(config.method)
+    method = methods.load(config)
     model = methods.build_network(config, 5, 5, config.seed).train()
     extra = method.start(config, model, small_sets()[0]) if method.start is not None else {}
     state = new_state(model, model, config.discover, CPU, False)
@@ -34,7 +34,7 @@ def method_state(config: Config) -> TrainState:
 def losses(config: Config, num_steps: int, lr: float = 0.05) -> list[float]:
     """Losses of steps on one and the same batch."""
     state, batch = method_state(config), batches_of(config)(0)
-    step = methods.load(config.method).step
+    step = methods.load(config).step
     return [float(step(state, batch, config.objective, lr)) for _ in range(num_steps)]
 
 

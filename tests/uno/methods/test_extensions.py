@@ -10,10 +10,10 @@ from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_s
 from tests.uno.test_objective import problem
 from uno import methods
 from uno.errors import ConfigError
+from uno.methods.extensions import iic_loss, iic_view_loss, past_logits, rkd_loss, step
 from uno.model import build_model
-from uno.regularizers import iic_loss, iic_view_loss, rkd_loss
 from uno.sinkhorn import sinkhorn
-from uno.steps import discovery_step, global_targets, with_queue
+from uno.steps import global_targets
 
 TAU = 0.1
 SHAPE = {
@@ -87,11 +87,12 @@ def test_weights_scale_their_terms_in_the_step():
     def loss(**overrides):
         config = small_config(**{f"objective__{name}": value for name, value in overrides.items()})
         state = fresh_state(config)
-        state.teacher = build_model(config.model, 5, 0, 3).eval()
+        other = build_model(config.model, 5, 0, 3).eval()
+        state.teacher = torch.nn.Sequential(other.encoder, other.known)
         with torch.no_grad():
             logits = fresh_state(config).model(batch.views)
-            taught = state.teacher([view[len(batch.labels) :] for view in batch.views]).known
-        return float(discovery_step(state, batch, config.objective, 0.0)), logits, taught
+            taught = other([view[len(batch.labels) :] for view in batch.views]).known
+        return float(step(state, batch, config.objective, 0.0)), logits, taught
 
     plain, logits, taught = loss()
     rows = len(batch.labels)
@@ -117,7 +118,7 @@ def test_other_methods_refuse_them():
 def queue_state(size: int, overcluster_factor: int = 2):
     config = small_config(objective__queue_size=size, model__overcluster_factor=overcluster_factor)
     state = fresh_state(config)
-    state.extra = methods.load("uno").start(config, state.model, small_sets()[0])
+    state.extra = methods.load(config).start(config, state.model, small_sets()[0])
     return config, state
 
 
@@ -137,7 +138,8 @@ def test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over(warmup_steps, 
             head.weight.data = F.normalize(torch.randn(head.weight.shape), dim=-1)
         own = [F.normalize(torch.randn(2, 2, 8, 8), dim=-1) for _ in heads]  # 2 labeled rows, 6 unlabeled
         families = [head.cosines(rows) for head, rows in zip(heads, own, strict=True)]
-        targets = global_targets(families, 2, 2, config.objective, state, torch.cat(own, dim=1))
+        rows = torch.cat(own, dim=1)[:, :, 2:]
+        targets = global_targets(families, 2, 2, config.objective, past_logits(state, rows))
         own = [rows[:, :, 2:] for rows in own]
         for i, (head, target) in enumerate(zip(heads, targets, strict=True)):
             seen = torch.cat([own[i], *(rows[i] for rows in past)], dim=2)[:, :, :16]
@@ -151,8 +153,7 @@ def test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over(warmup_steps, 
 def test_a_bad_batch_does_not_stay_in_the_queue():
     """Kills: a NaN that outlives its step."""
     _, state = queue_state(4)
-    bad = [torch.full((2, 2, 6, width), float("nan")) for width in (5, 10, 8, 8)]
-    assert all(logits.isnan().all() for logits in with_queue(state, bad[:2], bad[2:]))
+    assert past_logits(state, torch.full((2, 4, 6, 8), float("nan"))) is None
     assert torch.equal(state.extra["queue"], torch.zeros(2, 2, 4, 16))
 
 
