@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from uno.data.files import is_uri
+from uno.data.files import full_path
 from uno.data.rows import Image
 
 
 def image_columns(images: Sequence[Image]) -> dict[str, Any]:
     """Images as they are: paths as bytes (a path need not be text), encoded, or pixels with a shape."""
     pixels = [image if isinstance(image, np.ndarray) else None for image in images]
-    paths = [os.fsencode(_full_path(image)) if isinstance(image, str) else None for image in images]
+    paths = [os.fsencode(full_path(image)) if isinstance(image, str) else None for image in images]
     data = [image.tobytes() if isinstance(image, np.ndarray) else image for image in images]
     return {
         "path": pa.array(paths, pa.large_binary()),
@@ -42,8 +42,3 @@ def pixel_column(pixels: Tensor, reasons: Sequence[str | None]) -> pa.Array:
     """Decoded images uint8 (n,3,S,S) as raw bytes, null where there is a reason against it."""
     rows = zip(pixels.numpy(), reasons, strict=True)
     return pa.array([row.tobytes() if reason is None else None for row, reason in rows], pa.large_binary())
-
-
-def _full_path(path: str) -> str:
-    """A local path as every process finds it, whatever directory it runs in."""
-    return path if is_uri(path) else os.path.abspath(path)

@@ -36,20 +36,9 @@ class PartStorage(Storage):
         super().__init__(f"{whole.uri}/{name}")
         self._whole = whole
 
-    def write(self, name: str, data: bytes) -> None:
-        """As Storage, if the claim holds."""
+    def check(self) -> None:
+        """Raise StorageError unless the sweep's claim holds."""
         self._whole.check()
-        super().write(name, data)
-
-    def append(self, name: str, data: bytes) -> None:
-        """As Storage, if the claim holds."""
-        self._whole.check()
-        super().append(name, data)
-
-    def delete(self, name: str) -> None:
-        """As Storage, if the claim holds."""
-        self._whole.check()
-        super().delete(name)
 
 
 @dataclass

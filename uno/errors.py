@@ -31,3 +31,8 @@ class Interrupted(UnoError):
     """Stopped from outside after saving; the same command resumes."""
 
     exit_code = 75
+
+
+def one_line(error: object) -> str:
+    """The text of an error of somebody else's, fit for ours: one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300]

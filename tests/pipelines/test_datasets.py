@@ -103,12 +103,6 @@ def test_training_workers_never_receive_hidden_labels(ray_cluster):
     assert tables[0] == tables[1]
 
 
-def test_local_paths_are_full_and_addresses_stay(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert datasets._full_path("a/b.png") == str(tmp_path / "a" / "b.png")
-    assert datasets._full_path("s3://bucket/b.png") == "s3://bucket/b.png"
-
-
 def test_a_jpeg_as_bytes_is_what_it_is_as_a_file(ray_cluster, tmp_path):
     """Kills: a detour that encodes or decodes twice."""
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)

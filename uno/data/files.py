@@ -1,21 +1,24 @@
-"""Files by local path or by any URI that pyarrow's file systems read (s3://, gs://, file://)."""
+"""Files by local path or by any URI that pyarrow knows (s3://, gs://, file://): sources to read, run
+directories to write.
+
+A local name need not be UTF-8: as everywhere in Python a ``str`` carries its bytes, and pyarrow gets bytes.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
-import pyarrow
 import pyarrow as pa
 import pyarrow.fs
-from pyarrow import fs
 
-from uno.errors import ConfigError, StorageError
+from uno.errors import ConfigError, StorageError, one_line
 
 
 class Found(NamedTuple):
@@ -26,33 +29,38 @@ class Found(NamedTuple):
     size: int
 
 
-def normal(path: str) -> str:
-    """``path`` with ``~`` expanded and ``file://`` removed; other URIs unchanged, without a last slash."""
-    if path.startswith("file://"):
-        path = unquote(urlsplit(path).path)
-    return path.rstrip("/") if is_uri(path) else os.path.expanduser(path)
-
-
 def is_uri(path: str) -> bool:
     """Whether ``path`` is a URI of a remote file system."""
     return "://" in path
+
+
+def normal(path: str) -> str:
+    """``path`` with ``~`` expanded and ``file://`` removed; other URIs unchanged, without a last slash."""
+    if path.startswith("file://"):
+        path = unquote(urlsplit(path).path, errors="surrogateescape")
+    return path.rstrip("/") if is_uri(path) else os.path.expanduser(path)
+
+
+def full_path(path: str) -> str:
+    """A local path as every process finds it, whatever directory it runs in; a URI unchanged."""
+    return path if is_uri(path) else os.path.abspath(path)
+
+
+def shown(name: str) -> str:
+    """A file name as valid text: bytes that are not UTF-8 become escapes."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def kind(path: str) -> str:
     """'file', 'directory' or 'missing'.
 
     Raises:
-        ConfigError: a URI that cannot be reached.
+        ConfigError: it cannot be reached.
     """
-    if not is_uri(path):
-        return "directory" if os.path.isdir(path) else "file" if os.path.isfile(path) else "missing"
-    try:
-        files, inner = _remote(path)
-        info = files.get_file_info(inner)
-    except (OSError, pa.ArrowException) as error:
-        raise _unreachable(path, error) from None
-    names = {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}
-    return names.get(info.type, "missing")
+    with _reading(path):
+        files, inner = _locate(path)
+        names = {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}
+        return names.get(files.get_file_info(inner).type, "missing")
 
 
 def walk(root: str) -> list[Found]:
@@ -63,7 +71,15 @@ def walk(root: str) -> list[Found]:
     Raises:
         ConfigError: an unreadable folder, or a link that leaves ``root``.
     """
-    found = _walk_remote(root) if is_uri(root) else _walk_local(root)
+    if is_uri(root):
+        with _reading(root):
+            files, inner = _locate(root)
+            infos = files.get_file_info(pa.fs.FileSelector(inner, recursive=True))
+        prefix = inner.strip("/")
+        named = [(i.path.strip("/").removeprefix(prefix).strip("/"), i.size) for i in infos if i.is_file]
+        found = [Found(name, join(root, name), size) for name, size in named]
+    else:
+        found = _walk_local(root)
     return sorted(f for f in found if not any(hidden(part) for part in PurePosixPath(f.relative).parts))
 
 
@@ -74,16 +90,14 @@ def hidden(name: str) -> bool:
 
 def children(root: str) -> tuple[list[str], list[str]]:
     """Names directly below a directory, sorted: (folders, files). Raises as :func:`walk`."""
-    try:
+    with _reading(root):
         if is_uri(root):
-            files, inner = _remote(root)
+            files, inner = _locate(root)
             infos = files.get_file_info(pa.fs.FileSelector(inner))
             entries = [(i.base_name, i.type == pa.fs.FileType.Directory) for i in infos]
         else:
             with os.scandir(root) as scan:
                 entries = [(e.name, e.is_dir()) for e in scan]
-    except (OSError, pa.ArrowException) as error:
-        raise _unreachable(root, error) from None
     entries = sorted(e for e in entries if not hidden(e[0]))
     return [name for name, is_dir in entries if is_dir], [name for name, is_dir in entries if not is_dir]
 
@@ -106,22 +120,18 @@ def split(path: str) -> tuple[str, str]:
 
 
 def read_bytes(path: str, max_bytes: int) -> bytes:
-    """Content of a file, at most ``max_bytes`` + 1 bytes of it.
-
-    Raises:
-        OSError: missing or unreadable.
-    """
+    """At most ``max_bytes`` + 1 bytes of a file. Raises OSError or pyarrow's ArrowException."""
     if not is_uri(path):
         with open(path, "rb") as file:
             return file.read(max_bytes + 1)
-    files, inner = _remote(path)
+    files, inner = _locate(path)
     with files.open_input_stream(inner) as stream:
         return bytes(stream.read(max_bytes + 1))
 
 
 def open_input(path: str) -> Any:
-    """A random-access file for pyarrow readers; use it in a ``with``. Raises OSError."""
-    files, inner = _remote(path) if is_uri(path) else (pa.fs.LocalFileSystem(), path)
+    """A random-access file for pyarrow's readers; use it in a ``with``. Raises as :func:`read_bytes`."""
+    files, inner = _locate(path)
     return files.open_input_file(inner)
 
 
@@ -147,53 +157,30 @@ def size_of(path: str) -> int:
 
 def _walk_local(root: str) -> list[Found]:
     base = os.path.realpath(root)
-    found: list[Found] = []
-    seen = {base}
-    pending = [("", root)]
+    found, seen, pending = [], {base}, [("", root)]
     while pending:
         prefix, folder = pending.pop()
-        try:
-            with os.scandir(folder) as scan:
-                entries = list(scan)
+        with _reading(folder), os.scandir(folder) as entries:
             for entry in entries:
-                if entry.is_symlink() and not _below(entry.path, base):
+                real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
+                if entry.is_symlink() and not real.startswith(base.rstrip("/") + "/"):
                     raise ConfigError(
                         f"link {entry.path} leads outside the data folder {root}; copy the files"
                     )
-                if entry.is_dir():
-                    real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
-                    if real not in seen:
-                        seen.add(real)
-                        pending.append((f"{prefix}{entry.name}/", entry.path))
-                elif entry.is_file():
+                if entry.is_file():
                     found.append(Found(prefix + entry.name, entry.path, entry.stat().st_size))
-        except OSError as error:
-            raise _unreachable(folder, error) from None
+                elif entry.is_dir() and real not in seen:
+                    seen.add(real)
+                    pending.append((f"{prefix}{entry.name}/", entry.path))
     return found
 
 
-def _below(path: str, base: str) -> bool:
-    return os.path.realpath(path).startswith(base.rstrip("/") + "/")
-
-
-def _walk_remote(root: str) -> list[Found]:
-    try:
-        files, inner = _remote(root)
-        infos = files.get_file_info(pa.fs.FileSelector(inner, recursive=True))
-    except (OSError, pa.ArrowException) as error:
-        raise _unreachable(root, error) from None
-    prefix = inner.strip("/")
-    relatives = [
-        (info.path.strip("/").removeprefix(prefix).strip("/"), info) for info in infos if info.is_file
-    ]
-    return [Found(relative, join(root, relative), info.size) for relative, info in relatives]
-
-
-def _remote(uri: str) -> tuple[Any, str]:
+def _locate(path: str) -> tuple[Any, Any]:
     """File system and the path inside it; one connection per scheme, host and options."""
-    parts = urlsplit(uri, allow_fragments=False)
-    options = f"?{parts.query}" if parts.query else ""
-    files, root = _connect(f"{parts.scheme}://{parts.netloc}", options)
+    if not is_uri(path):
+        return pa.fs.LocalFileSystem(), os.fsencode(path)
+    parts = urlsplit(path, allow_fragments=False)
+    files, root = _connect(f"{parts.scheme}://{parts.netloc}", f"?{parts.query}" if parts.query else "")
     return files, root.rstrip("/") + unquote(parts.path)
 
 
@@ -203,16 +190,19 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
     return files, root
 
 
-def _unreachable(path: str, error: Exception) -> ConfigError:
-    return ConfigError(f"cannot read {path}: {' '.join(str(error).split())[:300]}")
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"cannot read {shown(path)}: {one_line(error)}") from None
 
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
 
 
 class Storage:
-    """Files below one root. Local writes are atomic (temporary file, fsync, rename); object stores are by
-    nature.
+    """Files below one root, to read and to write. A file appears whole or not at all.
 
     Args:
         root: local path (made absolute) or URI; ``file://`` is a local path.
@@ -223,14 +213,17 @@ class Storage:
 
     def __init__(self, root: str) -> None:
         try:
-            if "://" in root:
-                self._fs, self.root = fs.FileSystem.from_uri(root)
+            if is_uri(root):
+                self._fs, self.root = pa.fs.FileSystem.from_uri(root)
             else:
-                self._fs, self.root = fs.LocalFileSystem(), str(Path(root).absolute())
-        except (OSError, pyarrow.ArrowException) as error:
-            raise StorageError(f"cannot open {root}: {error}") from None
-        self.is_local = isinstance(self._fs, fs.LocalFileSystem)
+                self._fs, self.root = pa.fs.LocalFileSystem(), str(Path(root).absolute())
+        except (OSError, pa.ArrowException) as error:
+            raise StorageError(f"cannot open {root}: {one_line(error)}") from None
+        self.is_local = isinstance(self._fs, pa.fs.LocalFileSystem)
         self.uri = self.root if self.is_local else root.rstrip("/")
+
+    def check(self) -> None:
+        """What comes before every change of a file; raises StorageError where none is allowed any more."""
 
     def path(self, name: str) -> str:
         """Full path of ``name`` inside the file system."""
@@ -238,88 +231,105 @@ class Storage:
 
     def exists(self, name: str = "") -> bool:
         """Whether a file or directory of that name is there."""
-        try:
-            return self._fs.get_file_info(self.path(name)).type != fs.FileType.NotFound
-        except OSError as error:
-            raise StorageError(f"cannot look up {self.path(name)}: {error}") from None
-
-    def list(self, name: str = "") -> list[str]:
-        """Sorted base names in a directory; empty where there is none."""
-        try:
-            selector = fs.FileSelector(self.path(name), allow_not_found=True)
-            return sorted(info.base_name for info in self._fs.get_file_info(selector))
-        except OSError as error:
-            raise StorageError(f"cannot list {self.path(name)}: {error}") from None
+        return bool(self._info(name).type != pa.fs.FileType.NotFound)
 
     def size(self, name: str) -> int:
         """Bytes in a file; 0 where there is none."""
-        try:
-            return self._fs.get_file_info(self.path(name)).size or 0
-        except OSError as error:
-            raise StorageError(f"cannot look up {self.path(name)}: {error}") from None
+        return self._info(name).size or 0
+
+    def list(self, name: str = "") -> list[str]:
+        """Sorted base names in a directory; empty where there is none."""
+        with self._errors("list", name):
+            if self.is_local:
+                return sorted(os.listdir(self.path(name))) if self.exists(name) else []
+            selector = pa.fs.FileSelector(self.path(name), allow_not_found=True)
+            return sorted(info.base_name for info in self._fs.get_file_info(selector))
 
     def read(self, name: str, start: int = 0) -> bytes:
         """Content of a file from byte ``start`` on."""
-        try:
-            with self._fs.open_input_file(self.path(name)) as file:
-                file.seek(start)
-                return file.read()
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path(name)}: {error}") from None
+        with self.open(name) as file:
+            file.seek(start)
+            return bytes(file.read())
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        """A file for random reads; errors inside the ``with`` are StorageErrors too."""
+        with self._errors("read", name), self._fs.open_input_file(self._inner(name)) as file:
+            yield file
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; after return it is on the disk, whole."""
-        try:
+        with self.create(name) as file:
+            file.write(data)
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[Any]:
+        """A stream into a new file, which takes its place when the ``with`` ends well, and else never was."""
+        self.check()
+        with self._errors("write", name):
             if self.is_local:
-                _write_local(Path(self.path(name)), data)
-            else:
-                if not self._fs.type_name.startswith(FLAT):
-                    self._fs.create_dir(self.path(name).rpartition("/")[0], recursive=True)
-                with self._fs.open_output_stream(self.path(name)) as file:
-                    file.write(data)
-        except OSError as error:
-            raise StorageError(f"cannot write {self.path(name)}: {error}") from None
+                with create_local(Path(self.path(name))) as file:
+                    yield file
+                return
+            if not self._fs.type_name.startswith(FLAT):
+                self._fs.create_dir(self.path(name).rpartition("/")[0], recursive=True)
+            with self._fs.open_output_stream(self.path(name)) as file:
+                try:
+                    yield file
+                except BaseException:
+                    file.close()
+                    self._fs.delete_file(self.path(name))
+                    raise
 
     def append(self, name: str, data: bytes) -> None:
         """Add to the end of a file; object stores rewrite it."""
-        try:
-            if self.is_local:
-                path = Path(self.path(name))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("ab") as file:
-                    file.write(data)
-            else:
-                self.write(name, (self.read(name) if self.exists(name) else b"") + data)
-        except OSError as error:
-            raise StorageError(f"cannot write {self.path(name)}: {error}") from None
+        if not self.is_local:
+            return self.write(name, (self.read(name) if self.exists(name) else b"") + data)
+        self.check()
+        with self._errors("write", name):
+            path = Path(self.path(name))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(data)
 
     def delete(self, name: str) -> None:
         """Remove a file or a directory with all in it; nothing happens where there is none."""
+        self.check()
+        kind = self._info(name).type
+        with self._errors("delete", name):
+            if kind == pa.fs.FileType.Directory:
+                self._fs.delete_dir(self._inner(name))
+            elif kind == pa.fs.FileType.File:
+                self._fs.delete_file(self._inner(name))
+
+    def _inner(self, name: str) -> str | bytes:
+        return os.fsencode(self.path(name)) if self.is_local else self.path(name)
+
+    def _info(self, name: str) -> Any:
+        with self._errors("look up", name):
+            return self._fs.get_file_info(self._inner(name))
+
+    @contextmanager
+    def _errors(self, what: str, name: str) -> Iterator[None]:
         try:
-            info = self._fs.get_file_info(self.path(name))
-            if info.type == fs.FileType.Directory:
-                if self.is_local:
-                    shutil.rmtree(self.path(name))
-                else:
-                    self._fs.delete_dir(self.path(name))
-            elif info.type == fs.FileType.File:
-                self._fs.delete_file(self.path(name))
-        except OSError as error:
-            raise StorageError(f"cannot delete {self.path(name)}: {error}") from None
+            yield
+        except (OSError, pa.ArrowException) as error:
+            raise StorageError(f"cannot {what} {self.path(name)}: {one_line(error)}") from None
 
 
-def _write_local(path: Path, data: bytes) -> None:
+@contextmanager
+def create_local(path: Path) -> Iterator[Any]:
+    """A stream into a temporary file that takes the place of ``path`` once its bytes are on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

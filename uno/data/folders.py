@@ -11,7 +11,7 @@ from importlib import resources
 import numpy as np
 
 from uno.data import files as filesystem
-from uno.data.files import Found
+from uno.data.files import Found, shown
 from uno.data.rows import Files, Rows
 from uno.errors import ConfigError
 
@@ -42,7 +42,7 @@ def read_images(root: str) -> Rows:
     if not found:
         raise _no_images(root)
     files = Files([f.path for f in found], np.array([f.size for f in found], dtype=np.int64))
-    ids = [_safe(f.relative) for f in found]
+    ids = [shown(f.relative) for f in found]
     return Rows(ids, files, [None] * len(ids), np.full(len(ids), "train"), f"folder:{root}")
 
 
@@ -65,7 +65,7 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     if not others:
         raise _no_images(unlabeled)
     source = f"folders:{labeled}+{unlabeled}"
-    ids = [f"labeled/{name}" for name in known.ids] + [f"unlabeled/{_safe(f.relative)}" for f in others]
+    ids = [f"labeled/{name}" for name in known.ids] + [f"unlabeled/{shown(f.relative)}" for f in others]
     assert isinstance(known.images, Files)
     paths = known.images.paths + [f.path for f in others]
     sizes = np.concatenate([known.images.sizes, [f.size for f in others]])
@@ -137,8 +137,8 @@ def _read(root: str, source: str, splits: dict[str, str]) -> Rows:
             continue
         folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
         kept.append(found)
-        ids.append(_safe(found.relative))
-        labels.append(_safe(folder) if slash else None)
+        ids.append(shown(found.relative))
+        labels.append(shown(folder) if slash else None)
         split.append(splits[prefix])
     if not kept:
         raise _no_images(root)
@@ -157,7 +157,7 @@ def _check_empty(root: str, splits: dict[str, str], ids: Sequence[str]) -> None:
     for prefix in splits:
         filled = {name.removeprefix(prefix).partition("/")[0] for name in ids if name.startswith(prefix)}
         for folder in filesystem.children(filesystem.join(root, prefix) if prefix else root)[0]:
-            if _safe(folder) not in filled:
+            if shown(folder) not in filled:
                 path = filesystem.join(root, prefix + folder)
                 raise ConfigError(f"class folder {path} holds no images; fill or remove it")
 
@@ -174,8 +174,3 @@ def _directory(root: str) -> str:
 
 def _no_images(root: str) -> ConfigError:
     return ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}")
-
-
-def _safe(name: str) -> str:
-    """A file name as valid text: bytes that are not UTF-8 become escapes."""
-    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")

@@ -8,22 +8,18 @@ made from, and removes the shards.
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.fs
 import pyarrow.parquet as pq
 
 from uno.data.decode import readable
-from uno.data.files import Storage
+from uno.data.files import Storage, full_path, shown
 from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, names_hash, routes_hash
@@ -328,40 +324,15 @@ def write_table(storage: Storage, schema: pa.Schema, tables: Iterator[pa.Table])
     Raises:
         StorageError: the file system refuses.
     """
-    try:
-        if not storage.is_local:
-            files, _ = pa.fs.FileSystem.from_uri(storage.uri)
-            with files.open_output_stream(storage.path(FILE)) as stream:
-                _write_pieces(stream, schema, tables)
-            return
-        temporary = Path(storage.path(f".{FILE}.{uuid.uuid4().hex[:8]}"))
-        try:
-            with temporary.open("wb") as stream:
-                _write_pieces(stream, schema, tables)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, storage.path(FILE))
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write {storage.path(FILE)}: {error}") from None
-
-
-def _write_pieces(stream: Any, schema: pa.Schema, tables: Iterator[pa.Table]) -> None:
-    with pq.ParquetWriter(stream, schema, compression="zstd") as writer:
+    with storage.create(FILE) as stream, pq.ParquetWriter(stream, schema, compression="zstd") as writer:
         for table in tables:
             writer.write_table(table.cast(schema))
 
 
 @contextmanager
 def _reading(storage: Storage) -> Iterator[pq.ParquetFile]:
-    path = storage.path(FILE)
-    try:
-        files = pa.fs.LocalFileSystem() if storage.is_local else pa.fs.FileSystem.from_uri(storage.uri)[0]
-        with files.open_input_file(path) as source, pq.ParquetFile(source) as file:
-            yield file
-    except (OSError, pa.ArrowException) as error:
-        raise StorageError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from None
+    with storage.open(FILE) as source, pq.ParquetFile(source) as file:
+        yield file
 
 
 def _read_shard(storage: Storage, shard: int) -> pa.Table:
@@ -396,5 +367,4 @@ def _uri(image: Any) -> str | None:
     """Local paths absolute, and as valid text; None for bytes and pixels."""
     if not isinstance(image, str):
         return None
-    path = image if "://" in image else os.path.abspath(image)
-    return path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    return shown(full_path(image))

@@ -191,19 +191,19 @@ def _prepare_disk(storage: Storage, faults: list[Fault]) -> None:
     """Make the n-th new checkpoint fail on its first file, through the code that a real disk takes."""
     if not faults or not storage.is_local:
         return
-    real, seen = storage_module._write_local, set()
+    real, seen = storage_module.create_local, set()
 
-    def write(path: Path, data: bytes) -> None:
+    def create(path: Path) -> Any:
         folder = path.parent
         if folder.name.startswith("step_") and folder.parent.name == faults[0].phase:
             seen.add(folder.name)
             for fault in faults:
                 if fault.at == len(seen) and _strikes(storage, fault, int(folder.name.removeprefix("step_"))):
-                    storage_module._write_local = real
+                    storage_module.create_local = real
                     raise OSError(DISKS[fault.kind], os.strerror(DISKS[fault.kind]))
-        real(path, data)
+        return real(path)
 
-    storage_module._write_local = write
+    storage_module.create_local = create
 
 
 def _strikes(storage: Storage, fault: Fault, step: int | None = None) -> bool:

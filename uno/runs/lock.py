@@ -49,21 +49,6 @@ class ClaimedStorage(Storage):
         if found.get("token") != self.token:
             raise StorageError(f"{self.uri} was taken over by {_who(found)}; this run stops writing")
 
-    def write(self, name: str, data: bytes) -> None:
-        """As Storage, if the claim holds."""
-        self.check()
-        super().write(name, data)
-
-    def append(self, name: str, data: bytes) -> None:
-        """As Storage, if the claim holds."""
-        self.check()
-        super().append(name, data)
-
-    def delete(self, name: str) -> None:
-        """As Storage, if the claim holds."""
-        self.check()
-        super().delete(name)
-
 
 class Claim:
     """The holder's side: renews the lock file from a thread until it is released."""

@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 from pyarrow import fs
 
-from uno.data.files import Storage
+from uno.data.files import Storage, full_path
 from uno.errors import StorageError
 
 
@@ -18,12 +18,13 @@ def memory() -> Storage:
     return storage
 
 
-@pytest.mark.parametrize("kind", ["local", "file URI", "memory"])
+@pytest.mark.parametrize("kind", ["local", "not UTF-8", "file URI", "memory"])
 def test_round_trip(kind, tmp_path):
     """Kills: parents that are not made, a URI taken for a path, append that replaces, delete that fails."""
-    root = str(tmp_path / "a b" / "run")
+    root = str(tmp_path / ("caf\udce9" if kind == "not UTF-8" else "a b") / "run")
     storage = {
         "local": lambda: Storage(root),
+        "not UTF-8": lambda: Storage(root),
         "file URI": lambda: Storage(f"file://{quote(root)}"),
         "memory": memory,
     }[kind]()
@@ -37,6 +38,15 @@ def test_round_trip(kind, tmp_path):
     assert storage.read("config.yaml") == b"two"
     assert storage.read("logs/metrics.jsonl") == b"1\n2\n"
     assert storage.list() == ["checkpoints", "config.yaml", "logs"]
+    assert storage.size("logs/metrics.jsonl") == 4 and storage.size("absent") == 0
+    with storage.create("streamed") as stream, pytest.raises(KeyError):
+        stream.write(b"12")
+        with storage.create("half") as half:
+            half.write(b"1")
+            raise KeyError
+    with storage.open("streamed") as file:
+        assert file.read_at(1, 1) == b"2" and "half" not in storage.list()
+    storage.delete("streamed")
     assert storage.exists("checkpoints/step_1") and storage.exists()
     storage.delete("checkpoints")
     storage.delete("config.yaml")
@@ -52,7 +62,8 @@ def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
     """A Ray worker has another working directory. Kills: the path kept as given."""
     monkeypatch.chdir(tmp_path)
     storage = Storage("runs/demo")
-    assert storage.uri == str(tmp_path / "runs/demo")
+    assert storage.uri == full_path("runs/demo") == str(tmp_path / "runs/demo")
+    assert full_path("s3://bucket/b.png") == "s3://bucket/b.png"
 
 
 @pytest.mark.parametrize("root", ["nothing://bucket/run", "s3:///", "://x"])

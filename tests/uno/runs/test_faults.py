@@ -78,12 +78,12 @@ def test_a_batch_that_is_not_a_number_is_rolled_back(tmp_path, undisturbed, monk
 def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kind, reason):
     """One line that names the file; the older checkpoint stays; with room again the run goes on."""
     monkeypatch.setenv(faults.VARIABLE, f"{kind}:checkpoint=2")
-    real = storage_module._write_local
+    real = storage_module.create_local
     storage = Storage(str(tmp_path))
     with pytest.raises(StorageError, match=rf"cannot write .*step_00000012/.*{reason}$") as caught:
         train_both(small_config(), storage)
     assert "\n" not in str(caught.value)
-    assert storage_module._write_local is real
+    assert storage_module.create_local is real
     assert checkpoint_steps(storage, "discover") == [6]
     state = train_both(small_config(), storage, LocalWorker(CPU))
     assert_same(copied_tensors(state), undisturbed[0])
