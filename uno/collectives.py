@@ -8,20 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+in_group = dist.is_initialized if dist.is_available() else bool  # bool() is False
+
 
 def world() -> tuple[int, int]:
     """(rank, world size); (0, 1) outside a process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
 
 
 def gather_rows(tensor: Tensor, dim: int) -> Tensor:
     """Concatenate the workers' tensors of equal shape along ``dim``, in rank order, in one collective."""
-    _, size = world()
-    if size == 1:
+    if not in_group():
         return tensor
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world()[1])]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts, dim=dim)
 
@@ -32,12 +31,12 @@ def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
     A loss that is a mean over (own rows x all rows), averaged over workers, so has the gradient of the mean
     over all pairs.
     """
-    return tensor if world()[1] == 1 else _GatherRows.apply(tensor, dim)
+    return _GatherRows.apply(tensor, dim) if in_group() else tensor
 
 
 def mean_with_grad(tensor: Tensor) -> Tensor:
     """Mean of the workers' tensors, with gradient as :func:`gather_rows_with_grad`."""
-    return tensor if world()[1] == 1 else gather_rows_with_grad(tensor.unsqueeze(0), 0).mean(dim=0)
+    return gather_rows_with_grad(tensor.unsqueeze(0), 0).mean(dim=0) if in_group() else tensor
 
 
 class _GatherRows(torch.autograd.Function):
@@ -53,13 +52,15 @@ class _GatherRows(torch.autograd.Function):
 
 def own_rows(tensor: Tensor, dim: int) -> Tensor:
     """This worker's share of rows gathered by :func:`gather_rows`."""
+    if not in_group():
+        return tensor
     rank, size = world()
-    return tensor if size == 1 else tensor.chunk(size, dim=dim)[rank]
+    return tensor.chunk(size, dim=dim)[rank]
 
 
 def sum_(tensor: Tensor) -> Tensor:
     """Sum ``tensor`` over workers, in place."""
-    if world()[1] > 1:
+    if in_group():
         dist.all_reduce(tensor)
     return tensor
 
@@ -71,5 +72,5 @@ def from_first(tensor: Tensor) -> Tensor:
 
 def barrier(device: torch.device) -> None:
     """Wait for all workers."""
-    if world()[1] > 1:
+    if in_group():
         float(sum_(torch.zeros(1, device=device)))

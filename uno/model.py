@@ -27,11 +27,6 @@ class Logits(NamedTuple):
     features: Tensor | None = None  # (V, B, D)
     directions: Tensor | None = None  # (V, H or 2H, B, P)
 
-    @property
-    def families(self) -> list[Tensor]:
-        """The logits of the cluster heads and, if there are any, of the overclustering heads."""
-        return [family for family in (self.novel, self.over) if family is not None]
-
 
 class UnoModel(nn.Module):
     """Shared encoder E, known head h, cluster heads g_i and overclustering heads o_i.

@@ -51,9 +51,11 @@ def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, 
     The loss is that of this worker's rows: the mean of the two families' mean over heads.
     """
     logits = forward(state, batch)
-    targets = global_targets(logits.families, batch.num_large, len(batch.labels), objective)
+    assert logits.novel is not None
+    families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
+    targets = global_targets(families, batch.num_large, len(batch.labels), objective)
     losses = discovery_loss(
-        logits.known, logits.families, batch.labels, targets, objective.temperature, objective.concat
+        logits.known, families, batch.labels, targets, objective.temperature, objective.concat
     )  # (families, H)
     return update_(state, losses.mean(), lr, losses[0])
 

@@ -26,13 +26,15 @@ from uno.steps import Batch, forward, global_targets, update_
 def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
     """:func:`uno.steps.discovery_step` with the terms and the queue that ``objective`` asks for."""
     logits = forward(state, batch)
+    assert logits.novel is not None
+    families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
     past = None
     if "queue" in state.extra:
         assert logits.directions is not None
         past = past_logits(state, logits.directions[: batch.num_large, :, len(batch.labels) :])
-    targets = global_targets(logits.families, batch.num_large, len(batch.labels), objective, past)
+    targets = global_targets(families, batch.num_large, len(batch.labels), objective, past)
     losses = discovery_loss(
-        logits.known, logits.families, batch.labels, targets, objective.temperature, objective.concat
+        logits.known, families, batch.labels, targets, objective.temperature, objective.concat
     )
     loss = losses.mean()
     for term in terms(state, batch, logits, objective):
