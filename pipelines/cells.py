@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pipelines import cli
-from pipelines.stop import on_stop
+from pipelines.console import on_stop
 from uno.config import Config, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError

@@ -1,20 +1,16 @@
-"""What a person sees while a run trains: one live bar on a terminal, plain lines elsewhere. Driver only."""
+"""The person at the keyboard: what they see while a command works, and how they stop it. Driver only."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
-
-
-def say_left_out(bad: Sequence[Mapping[str, str]]) -> None:
-    """One line where images could not be read, in commands that write no list of them."""
-    if bad:
-        first = f"{bad[0]['id']} ({bad[0]['reason']})"
-        say(f"warning: {len(bad)} unreadable images are left out, the first: {first}")
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
@@ -29,49 +25,76 @@ def say(line: str, stream: TextIO | None = None) -> None:
     stream.flush()
 
 
+def say_left_out(bad: Sequence[Mapping[str, str]]) -> None:
+    """One line where images could not be read, in commands that write no list of them."""
+    if bad:
+        first = f"{bad[0]['id']} ({bad[0]['reason']})"
+        say(f"warning: {len(bad)} unreadable images are left out, the first: {first}")
+
+
+@contextmanager
+def on_stop(request: Callable[[], None], line: str | None = None) -> Iterator[None]:
+    """Say ``line`` and call ``request`` at SIGTERM and Ctrl-C; a second Ctrl-C interrupts at once.
+
+    Nothing happens outside the main thread, where Python takes no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if line is not None:
+            say(line)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        request()
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
 class Progress:
     """Shows metric dicts: phase, epoch, epochs, step, total_steps, loss, lr, images_per_s.
 
-    On a terminal a live bar on stderr, one for each phase; elsewhere one plain line per call.
-    Usable as a context manager, and as the callback of a worker's reports.
+    On a terminal a live bar on stderr, one for each phase; elsewhere a plain line at every ``interval``-th
+    step and at a phase's end.
     """
 
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream or sys.stderr
-        self._clock = clock
+    def __init__(
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic, interval: int = 1
+    ) -> None:
+        self._stream, self._clock, self._interval = stream or sys.stderr, clock, interval
         self._phase: str | None = None
         self._start = (0, 0.0)  # step and time of a phase's first metrics, not of step 0: a run may resume
         self._bar: tqdm[Any] | None = None
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
         """Show the newest metrics of a phase."""
+        step, total = metrics["step"], metrics["total_steps"]
         if metrics["phase"] != self._phase:
             self.close()
             self._phase = metrics["phase"]
-            self._start = (metrics["step"], self._clock())
+            self._start = (step, self._clock())
+        text = "  ".join(_parts(metrics, self._eta_s(step, total)))
         if not self.live:
-            say("  ".join(_parts(metrics, self._eta_s(metrics))), self._stream)
+            if step % self._interval == 0 or step == total:
+                say(text, self._stream)
             return
         if self._bar is None:
             layout = "{desc}  {percentage:3.0f}% |{bar}|"
             self._bar = tqdm(
-                total=metrics["total_steps"],
-                file=self._stream,
-                ascii=True,
-                dynamic_ncols=True,
-                bar_format=layout,
+                total=total, file=self._stream, ascii=True, dynamic_ncols=True, bar_format=layout
             )
-        self._bar.n = metrics["step"]
-        self._bar.set_description_str("  ".join(_parts(metrics, self._eta_s(metrics))))
+        self._bar.n = step
+        self._bar.set_description_str(text)
 
     @property
     def live(self) -> bool:
         """Whether this is a bar on a terminal, which takes any number of updates."""
         return self._stream.isatty()
-
-    def say(self, line: str) -> None:
-        """Print a line on stdout without breaking the bar."""
-        say(line)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -87,12 +110,9 @@ class Progress:
         """Close the bar."""
         self.close()
 
-    def _eta_s(self, metrics: Mapping[str, Any]) -> float | None:
-        step, seconds = self._start
-        done = metrics["step"] - step
-        if done <= 0:
-            return None
-        return (self._clock() - seconds) / done * (metrics["total_steps"] - metrics["step"])
+    def _eta_s(self, step: int, total: int) -> float | None:
+        first, seconds = self._start
+        return (self._clock() - seconds) / (step - first) * (total - step) if step > first else None
 
 
 def _parts(metrics: Mapping[str, Any], eta_s: float | None) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from pipelines import cli
 from pipelines.arguments import Arguments
-from uno.runs.doctor import Finding
+from uno.runs.directory import Finding
 
 GIB = 2**30
 LOW_DISK_BYTES = 5 * GIB
@@ -43,18 +43,18 @@ def _examined(target: str, repair: bool) -> list[Finding]:
     from pipelines.console import say
     from uno.data.files import Storage
     from uno.errors import StorageError
-    from uno.runs import doctor, lock, run
+    from uno.runs import directory, lock
 
     storage = Storage(target)
-    run.read_config_tree(storage)
+    directory.read_config_tree(storage)
     if repair:
         with lock.claim(storage, on_wait=say) as claim:
             try:
-                for line in doctor.heal(claim.storage, thorough=True):
+                for line in directory.heal(claim.storage, thorough=True):
                     say(line)
             except StorageError as error:
                 say(f"nothing is repaired: {error}")
-    return doctor.examine(storage)
+    return directory.examine(storage)
 
 
 def _print(findings: list[Finding], code: int) -> int:

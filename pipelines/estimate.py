@@ -69,12 +69,12 @@ def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[st
     Raises:
         UnoError: with its exit code.
     """
-    from pipelines.jobs import local_device
-    from pipelines.stop import on_stop
+    from pipelines.console import on_stop
     from uno.data.files import Storage
     from uno.data.sources import read_rows
     from uno.data.splits import make_task
     from uno.runs import lock
+    from uno.runs.hardware import local_device
 
     if config.compute.workers == 0:
         local_device(config)
@@ -114,10 +114,10 @@ def estimate_num_novel(
 
     from pipelines import ray_env
     from pipelines.console import say_left_out
-    from pipelines.jobs import local_device
     from uno.data.decode import check_bad, decode_many, readable
     from uno.data.resident import assemble
     from uno.results import estimate
+    from uno.runs.hardware import local_device
 
     images, reasons = decode_many(task.rows.images, config.data.store_size)
     say_left_out(check_bad(task.rows.ids, reasons, config.data.max_bad_fraction))

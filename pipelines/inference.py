@@ -19,9 +19,8 @@ import torch
 
 from pipelines import ray_env
 from pipelines.blocks import image_columns, images_of, pixel_column
-from pipelines.console import Progress, say
+from pipelines.console import Progress, on_stop, say
 from pipelines.options import RAY_JOB, SWITCHES, overrides
-from pipelines.stop import on_stop
 from pipelines.worker import worker_resources
 from uno.config import Config, override
 from uno.data.decode import decode_many
@@ -40,6 +39,7 @@ from uno.results.infer import (
     with_alignment,
 )
 from uno.results.predictions import PredictionWriter, Summary, result_table
+from uno.runs.hardware import local_device
 
 OPTIONS = (
     "data.source", "data.labeled", "data.unlabeled", "data.limit", "data.download", "output",
@@ -131,8 +131,6 @@ def _predict(
             say(ray_env.starting_line(config.compute.workers))
             with ray_env.connect() as ray:
                 return predict_on_ray(ray, config, files, rows, writer, show)
-        from pipelines.jobs import local_device
-
         device = local_device(config)
         torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
         return predict_rows(model.to(device), rows, writer, config.compute.threads, show)

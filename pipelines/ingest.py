@@ -12,7 +12,7 @@ from uno.data.parquet import ParquetImages
 from uno.data.rows import base
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.runs import run
+from uno.runs.directory import read_config_tree
 
 
 def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
@@ -23,7 +23,7 @@ def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
     if config.data.ingest == "auto" and config.output is not None and not fresh:
         storage = Storage(config.output)
         if storage.exists("config.yaml"):
-            stored = run.read_config_tree(storage).get("data")
+            stored = read_config_tree(storage).get("data")
             return override(config, {"data.ingest": dict(stored or {}).get("ingest", "auto")}), None
     lazy = override(config, {"data.ingest": "streaming"}).data
     task = make_task(read_rows(lazy), lazy)

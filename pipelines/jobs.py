@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from pipelines import ray_env
-from pipelines.console import Progress, say
+from pipelines.console import Progress, on_stop, say
 from pipelines.ingest import decide
 from pipelines.options import Options, overrides
-from pipelines.stop import on_stop
 from pipelines.streaming import store_bytes
 from uno.config import Config, dump_yaml, override
 from uno.data.check import check, format_report
@@ -31,14 +30,13 @@ from uno.report import REPORT, write_report
 from uno.results.evaluate import evaluate_run, format_table
 from uno.results.export import model_card
 from uno.results.infer import save_model
-from uno.runs import doctor, faults, lock, run
+from uno.runs import ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, STOP_FILE, directory, faults, lock, run
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.doctor import RESULTS, STOP_FILE
+from uno.runs.hardware import local_device
 from uno.runs.journal import JournalTail
 from uno.runs.lock import Claim
 from uno.train import LocalWorker
 
-ESTIMATE = "estimate.json"
 STOPPING = "stopping: saving a checkpoint first"
 
 
@@ -74,23 +72,22 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
         return _dry_run(config, task, phases)
     assert config.output is not None
     storage = Storage(config.output)
-    _refuse_foreign(storage)
-    if storage.exists("config.yaml") and not options.fresh:
-        run.open_run(config, storage, task.rows.fingerprint)
-        finished = doctor.read_results(storage) if evaluate else None
+    if directory.is_run(storage) and not options.fresh:
+        directory.open_run(config, storage, task.rows.fingerprint)
+        finished = directory.read_results(storage) if evaluate else None
         if finished is not None:
             say(f"{storage.uri} is finished; nothing is trained again (--fresh starts over)")
             _show(storage, finished)
             return 0
     if config.model.weights is not None:
-        phases = tuple(phase for phase in phases if phase != run.PRETRAIN)
+        phases = tuple(phase for phase in phases if phase != PRETRAIN)
     with lock.claim(storage, on_wait=say) as claim:
         if options.fresh:
-            _clear(claim.storage)
-        run.open_run(config, claim.storage, task.rows.fingerprint)
+            directory.clear(claim.storage)
+        directory.open_run(config, claim.storage, task.rows.fingerprint)
         _heal(claim.storage)
         if estimate is not None:
-            claim.storage.write(ESTIMATE, estimate)
+            claim.storage.write(ESTIMATE_FILE, estimate)
         values = _execute(config, task, phases, evaluate, claim)
         if evaluate:
             facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
@@ -119,11 +116,11 @@ def evaluate_job(target: str, argv: Sequence[str]) -> int:
         ConfigError: no run there, options that would change it, or other data than it was trained on.
     """
     storage = Storage(target)
-    stored = run.read_config_tree(storage)
+    stored = directory.read_config_tree(storage)
     config = override(override(Config(), stored), {**overrides(argv, "evaluate"), "output": storage.uri})
     config = _with_full_paths(config)
     task = prepare(config)
-    run.open_run(config, storage, task.rows.fingerprint)
+    directory.open_run(config, storage, task.rows.fingerprint)
     with lock.claim(storage, on_wait=say) as claim:
         _heal(claim.storage)
         values = _execute(config, task, (), True, claim)
@@ -134,7 +131,7 @@ def evaluate_job(target: str, argv: Sequence[str]) -> int:
 
 def _heal(storage: Storage) -> None:
     """What killed commands and damaged disks left: said, and removed where nothing is lost by it."""
-    for line in doctor.heal(storage):
+    for line in directory.heal(storage):
         say(f"warning: {line}")
 
 
@@ -153,7 +150,7 @@ def _with_full_paths(config: Config) -> Config:
     if source.endswith(".safetensors"):
         if not Storage(folder or "/").exists(name):
             raise ConfigError(f"model.weights: no such file {source}")
-    elif not checkpoint_steps(Storage(source), run.PRETRAIN):
+    elif not checkpoint_steps(Storage(source), PRETRAIN):
         raise ConfigError(f"model.weights: {source} is no .safetensors file and no run that has pretrained")
     return override(config, {"model.weights": source})
 
@@ -168,7 +165,7 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
 
     folder = f"{config.output}-estimate"
     found = estimate_job(override(config, {"output": folder}), Settings(), False, say)
-    return override(config, {"data.num_novel": found.suggested}), Storage(folder).read(ESTIMATE)
+    return override(config, {"data.num_novel": found.suggested}), Storage(folder).read(ESTIMATE_FILE)
 
 
 def prepare(config: Config, task: Task | None = None) -> Task:
@@ -198,25 +195,14 @@ def prepare(config: Config, task: Task | None = None) -> Task:
 def _execute(
     config: Config, task: Task, phases: tuple[str, ...], evaluate: bool, claim: Claim
 ) -> dict[str, float]:
-    with Progress() as progress:
-        show = faults.in_driver(_interval_only(progress, config.train.log_every), claim.storage)
+    with Progress(interval=config.train.log_every) as progress:
+        show = faults.in_driver(progress, claim.storage)
         job = _run_here if config.compute.workers == 0 else _run_on_ray
         values = job(config, task, phases, evaluate, claim, show)
     if config.data.ingest == "streaming" and claim.storage.exists(BAD_SAMPLES):
         count = len(claim.storage.read(BAD_SAMPLES).splitlines())
         say(f"warning: {count} images were unreadable; see {claim.storage.path(BAD_SAMPLES)}")
     return values
-
-
-def _interval_only(progress: Progress, log_every: int) -> Callable[[dict[str, Any]], None]:
-    """A live bar takes every report; plain lines come at most once per interval and at a phase's end."""
-
-    def show(metrics: dict[str, Any]) -> None:
-        step = metrics["step"]
-        if progress.live or step % log_every == 0 or step == metrics["total_steps"]:
-            progress(metrics)
-
-    return show
 
 
 def _run_here(
@@ -244,22 +230,10 @@ def _run_here(
             train, truth = assemble(task, images, ok), partial(eval_sets, task, images, ok)
         train = train.to(device)
         for phase in phases:
-            (run.pretrain if phase == run.PRETRAIN else run.discover)(config, train, worker, storage)
+            run.run_phase(config, phase, train, worker, storage)
     if not evaluate:
         return {}
     return evaluate_run(config, storage, train, truth(), len(task.known) + len(task.novel), worker)
-
-
-def local_device(config: Config) -> torch.device:
-    """The device of a run without Ray.
-
-    Raises:
-        ConfigError: CUDA was asked for and is not there.
-    """
-    wanted = config.compute.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("compute.device is cuda but PyTorch sees no CUDA device; use --device cpu")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _driver_device(config: Config) -> torch.device:
@@ -317,26 +291,8 @@ def _account_for(reasons: list[str | None], config: Config, task: Task, storage:
         say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
 
 
-def _refuse_foreign(storage: Storage) -> None:
-    """Raise ConfigError for a directory with something in it that is no run."""
-    if storage.exists("config.yaml"):
-        return
-    if any(not lock.ours(name) and name != "environment.json" for name in storage.list()):
-        raise ConfigError(
-            f"{storage.uri} is not empty and holds no run (no config.yaml); nothing there is touched, "
-            "choose another --output"
-        )
-
-
-def _clear(storage: Storage) -> None:
-    """Empty a run directory except for its lock; ``config.yaml`` goes last, so that a rest is still a run."""
-    for name in sorted(storage.list(), key=lambda name: name == "config.yaml"):
-        if not lock.ours(name):
-            storage.delete(name)
-
-
 def _write_results(storage: Storage, values: dict[str, float]) -> None:
-    storage.write(RESULTS, json.dumps(values, indent=1, sort_keys=True).encode())
+    storage.write(RESULTS_FILE, json.dumps(values, indent=1, sort_keys=True).encode())
 
 
 def _show(storage: Storage, values: dict[str, float]) -> None:
@@ -354,7 +310,7 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
     labeled = int((task.is_train & (task.labels >= 0)).sum())
     unlabeled = int((task.is_train & (task.labels < 0)).sum())
     for name, plan in run.plans(config, labeled, unlabeled, config.compute.workers).items():
-        if name in phases or (name == run.ROTATION and run.PRETRAIN in phases):
+        if name in phases or (name == ROTATION and PRETRAIN in phases):
             epochs = getattr(config, name).epochs
             say(
                 f"{name}: {epochs} epochs of {plan.steps_per_epoch} steps of {plan.labeled_size} labeled + "

@@ -31,12 +31,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _report(target: str, argv: Sequence[str]) -> int:
     from pipelines.console import say
-    from pipelines.jobs import local_device
     from pipelines.options import overrides
     from uno.config import Config, override
     from uno.data.files import Storage
     from uno.report import open_task, write_report
-    from uno.runs.run import read_config_tree
+    from uno.runs.directory import read_config_tree
+    from uno.runs.hardware import local_device
 
     storage = Storage(target)
     changes = overrides(argv, "report")

@@ -235,7 +235,7 @@ def _check_stored(place: Path, config: Config) -> None:
     """Raise ConfigError where a directory holds a cell of other settings."""
     from uno.config import Config, differing_keys, override, to_dict
     from uno.data.files import Storage
-    from uno.runs.run import read_config_tree
+    from uno.runs.directory import read_config_tree
 
     if not (place / "config.yaml").exists():
         return
@@ -324,8 +324,8 @@ def _runner(request: Request) -> Iterator[Runner]:
     import torch
 
     from pipelines.cells import ProcessRunner, RayRunner
-    from pipelines.jobs import local_device
     from uno.config import Config, override
+    from uno.runs.hardware import local_device
 
     gpus = torch.cuda.device_count() if request.changes.get("compute.device") != "cpu" else 0
     wants_ray = request.runner == "ray" or (

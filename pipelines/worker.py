@@ -25,9 +25,8 @@ from uno.data.sets import EvalData, TrainData
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.results.evaluate import evaluate_run
-from uno.runs import faults, run
+from uno.runs import PHASES, RAY_FOLDER, faults, run
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.doctor import RAY_FOLDER
 from uno.runs.lock import Claim, ClaimedStorage
 
 STOP_CHECK_STEPS = 10
@@ -108,7 +107,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     train = train.to(worker.device)
     try:
         for phase in loop["phases"]:
-            (run.pretrain if phase == run.PRETRAIN else run.discover)(config, train, worker, storage)
+            run.run_phase(config, phase, train, worker, storage)
     except Interrupted as stop:
         return {"interrupted": str(stop)}
     if not loop["evaluate"]:
@@ -188,7 +187,7 @@ def run_workers(
 
 def _saved_steps(storage: Storage) -> int:
     """Grows with every checkpoint."""
-    return sum(max(checkpoint_steps(storage, phase), default=0) for phase in run.PHASES)
+    return sum(max(checkpoint_steps(storage, phase), default=0) for phase in PHASES)
 
 
 def await_resources(ray: Any, config: Config, give_up: Callable[[], bool]) -> None:

@@ -20,9 +20,8 @@ from typing import Any
 import yaml
 
 from pipelines import ray_env
-from pipelines.console import say, say_left_out
+from pipelines.console import on_stop, say, say_left_out
 from pipelines.jobs import prepare
-from pipelines.stop import on_stop
 from pipelines.worker import use_gpu, worker_resources
 from tune import objective, records, report, spaces
 from tune.objective import Problem, SweepData
@@ -33,7 +32,7 @@ from uno.data.decode import check_bad, decode_many, readable
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods import num_heads
-from uno.runs import lock, run
+from uno.runs import DISCOVER, lock, run
 from uno.runs.lock import Claim
 
 POLL_S = 0.5
@@ -131,7 +130,7 @@ def check_plans(options: SweepOptions, problems: list[Problem]) -> int:
         train = problem.train
         sizes = len(train.labels), len(train.unlabeled_images)
         try:
-            plan = run.plans(config, *sizes, config.compute.workers)[run.DISCOVER]
+            plan = run.plans(config, *sizes, config.compute.workers)[DISCOVER]
         except ConfigError as error:
             raise ConfigError(
                 f"{problem.name} of {sizes[0]} labeled and {sizes[1]} hidden rows: {error}"

@@ -1,6 +1,6 @@
 """One trial: every problem of the objective with every seed, all in step, one epoch after the other.
 
-It runs ``uno.runs.run.pretrain`` and ``discover``, as ``uno discover`` does. An epoch at a time is
+It runs ``uno.runs.run.run_phase``, as ``uno discover`` does. An epoch at a time is
 ``train.max_steps`` moving on: each call resumes bit for bit from the checkpoint of the call before. So all
 problems reach an epoch together, early stopping compares what is comparable, a killed trial goes on where it
 was, and no model but one is in memory.
@@ -27,7 +27,7 @@ from tune.records import PartStorage, read_epochs, trial_name
 from uno import collectives
 from uno.config import Config, dump_yaml, override
 from uno.errors import NumericsError
-from uno.runs import run
+from uno.runs import DISCOVER, PRETRAIN, run
 from uno.runs.lock import ClaimedStorage
 from uno.train import Worker
 
@@ -122,7 +122,7 @@ def run_trial(
         report: called on every rank after each epoch.
 
     Raises:
-        UnoError: as :func:`uno.runs.run.discover`; a score that is not finite is a NumericsError.
+        UnoError: as :func:`uno.runs.run.run_phase`; a score that is not finite is a NumericsError.
     """
     past = read_epochs(storage, index)
     collectives.barrier(worker.device)  # nobody appends before all have read
@@ -167,12 +167,10 @@ def _unit(
 def _advance(unit: Unit, epoch: int, score: str, worker: Worker) -> dict[str, float]:
     """Train one unit to the end of ``epoch`` and measure it."""
     train = unit.problem.train
-    plan = run.plans(unit.config, len(train.labels), len(train.unlabeled_images), worker.world_size)[
-        run.DISCOVER
-    ]
+    plan = run.plans(unit.config, len(train.labels), len(train.unlabeled_images), worker.world_size)[DISCOVER]
     last_step = min(epoch * plan.steps_per_epoch, unit.config.train.max_steps or 10**12)
     config = override(unit.config, {"train.max_steps": last_step})
-    state = run.discover(config, train, worker, unit.storage)
+    state = run.run_phase(config, DISCOVER, train, worker, unit.storage)
     return objective.measure(config, unit.problem, state, score, worker.rank, worker.world_size)
 
 
@@ -215,7 +213,7 @@ def shared_pretraining(
         if worker.rank == 0 and not place.exists("done.json"):
             place.append("starts.log", f"{owner}\n".encode())
             place.write("config.yaml", dump_yaml(config).encode())
-        run.pretrain(config, problem.train, worker, place)
+        run.run_phase(config, PRETRAIN, problem.train, worker, place)
         if worker.rank == 0:
             place.write("done.json", json.dumps({"hidden": problem.hidden, **clock.lap()}).encode())
     return place.uri

@@ -19,12 +19,12 @@ import torch
 
 from pipelines import cli, jobs, ray_env
 from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
+from tests.uno.small_run import wasted_steps
 from uno.data import resident
 from uno.data.files import Storage
 from uno.model import build_model
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.faults import wasted_steps
 
 
 @pytest.fixture(autouse=True)
@@ -322,7 +322,7 @@ def test_a_signal_saves_and_the_same_command_resumes(finished, tmp_path, capsys,
 def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatch):
     """The process dies in the middle of an epoch; its lock file stays, and is found to be dead."""
     monkeypatch.setattr(lock, "RENEW_S", 0.2)
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(lock, "WATCH_S", 0.5)
     output = tmp_path / "run"
     argv = ["discover", *SMALL, "--output", str(output)]
     killed = subprocess.run(

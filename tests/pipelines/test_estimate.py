@@ -55,7 +55,7 @@ def test_hidden_labels_do_not_matter(tmp_path):
 def test_pretraining_is_kept_and_shared(tmp_path, monkeypatch):
     """Other settings of the clustering, and a restart, train nothing again. Kills: keys with too much."""
     first = run(tmp_path)
-    monkeypatch.setattr("uno.runs.run.pretrain", lambda *_: pytest.fail("pretrained again"))
+    monkeypatch.setattr("uno.runs.run.run_phase", lambda *_: pytest.fail("pretrained again"))
     (tmp_path / "estimate.json").unlink()
     assert run(tmp_path) == first
     other = run(tmp_path, max_novel=2)

@@ -15,10 +15,11 @@ import torch
 
 from pipelines import cli, doctor
 from tests.pipelines.small import INTERVAL, LONG, assert_same_weights, lines_of
+from tests.uno.small_run import wasted_steps
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.faults import VARIABLE, wasted_steps
+from uno.runs.faults import VARIABLE
 
 pytestmark = pytest.mark.ray
 
@@ -137,7 +138,7 @@ def test_a_killed_driver_and_rays_own_files_emptied(two, tmp_path, capsys, monke
     """Its workers may go on for a while on a cluster that outlives it; the same command takes over. What Ray
     Train kept of the killed run (its snapshot) is of no use and of no harm.
     """
-    monkeypatch.setattr(lock, "PATIENCE_S", 4)
+    monkeypatch.setattr(lock, "WATCH_S", 4)
     output = tmp_path / "run"
     killed = driver(output, "kill-driver:step=8")
     _, errors = killed.communicate(timeout=120)

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 from pipelines import ray_env
-from pipelines.stop import on_stop
+from pipelines.console import on_stop
 
 
 def test_ray_does_not_take_sigterm_from_us(monkeypatch):

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines.small import INTERVAL, LONG, assert_same_weights, lines_of
+from tests.uno.small_run import wasted_steps
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.faults import VARIABLE, wasted_steps
+from uno.runs.faults import VARIABLE
 
 pytestmark = pytest.mark.ray
 
@@ -78,7 +79,7 @@ def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
 
 def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, client, tmp_path, monkeypatch):
     """kill -9 of the driver while its workers go on, then `ray job stop`, then to the end: equal weights."""
-    monkeypatch.setattr(lock, "PATIENCE_S", 4)
+    monkeypatch.setattr(lock, "WATCH_S", 4)
     storage = Storage(str(tmp_path / "run"))
     argv = ["pipelines.discover", *LONG, "--workers", "2", "--output", storage.root]
     faults = "kill-driver:step=8"  # strikes once, as every fault
@@ -95,7 +96,7 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, clie
     logs = ended(client, stopped)
     assert client.get_job_status(stopped) == "STOPPED"
     assert "resume with the same command" in logs.splitlines()[-1]
-    assert checkpoint_steps(storage, "discover")[-1] < 240 and not storage.exists(lock.FILE)
+    assert checkpoint_steps(storage, "discover")[-1] < 240 and not storage.exists(lock.LOCK_FILE)
 
     code, printed = submit(client, "uno-again", *argv, faults=faults)
     assert code == 0 and client.get_job_status("uno-again") == "SUCCEEDED", printed

@@ -20,8 +20,9 @@ import pytest
 
 from tests.pipelines.small import INTERVAL, LONG, assert_same_weights
 from tests.pipelines.test_cluster_files import end_processes_of
+from tests.uno.small_run import wasted_steps
 from uno.data.files import Storage
-from uno.runs.faults import VARIABLE, wasted_steps
+from uno.runs.faults import VARIABLE
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -49,8 +49,8 @@ def test_epochs_one_by_one_are_the_training_of_uno_discover(options, problem, tm
         chunks = newest(PartStorage(storage, "trials/0000/fold0-seed0"), run.DISCOVER)
     whole = Storage(str(tmp_path / "b"))
     worker = LocalWorker(CPU)
-    run.pretrain(options.config, problem.train, worker, whole)
-    run.discover(options.config, problem.train, worker, whole)
+    run.run_phase(options.config, run.PRETRAIN, problem.train, worker, whole)
+    run.run_phase(options.config, run.DISCOVER, problem.train, worker, whole)
     assert_equal(chunks, newest(whole, run.DISCOVER))
 
 
@@ -137,7 +137,7 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, pr
     method = override(options.config, {"method": "rs"})
     for name, config in (("a", options.config), ("b", other), ("c", method)):
         storage = Storage(str(tmp_path / name))
-        run.pretrain(config, problem.train, LocalWorker(CPU), storage)
+        run.run_phase(config, run.PRETRAIN, problem.train, LocalWorker(CPU), storage)
         found.append(newest(storage, run.PRETRAIN))
     assert_equal(*found[:2])
     assert_equal(*found[1:])

@@ -15,7 +15,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.model import build_model
 from uno.presets import preset
-from uno.runs import run
+from uno.runs import faults, run
 from uno.runs.journal import read_journal
 from uno.runs.run import plans
 from uno.state import TrainState, new_state, state_tensors
@@ -62,8 +62,8 @@ def batches_of(config: Config, phase: str = run.DISCOVER, train: TrainSet | None
 def train_both(config: Config, storage: Storage, worker: LocalWorker | None = None) -> TrainState:
     """Pretraining, then discovery; returns the final state."""
     worker = worker or LocalWorker(CPU)
-    run.pretrain(config, small_sets()[0], worker, storage)
-    return run.discover(config, small_sets()[0], worker, storage)
+    run.run_phase(config, run.PRETRAIN, small_sets()[0], worker, storage)
+    return run.run_phase(config, run.DISCOVER, small_sets()[0], worker, storage)
 
 
 def copied_tensors(state: TrainState) -> dict[str, torch.Tensor]:
@@ -81,3 +81,15 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def lines(storage: Storage) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the clock."""
     return [{k: v for k, v in line.items() if k != "images_per_s"} for line in read_journal(storage)]
+
+
+def wasted_steps(storage: Storage) -> list[int]:
+    """For every fault that struck: the steps that were trained once more because of it."""
+    events = faults.read_events(storage)
+    wasted = []
+    for i, event in enumerate(events):
+        if event["event"] == "fault":
+            starts = (e for e in events[i + 1 :] if e["event"] == "start" and e["phase"] == event["phase"])
+            again = next(starts, None)
+            wasted.append(0 if again is None else max(0, event["step"] - again["step"]))
+    return wasted

@@ -77,7 +77,9 @@ def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
     assert stored.step == 2 * (200 // 24)
     assert lines(whole)[0]["phase"] == "rotation"
     still = config.model_copy(update={"pretrain": config.pretrain.model_copy(update={"epochs": 0})})
-    start = run.pretrain(still, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "c")))
+    start = run.run_phase(
+        still, run.PRETRAIN, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "c"))
+    )
     turned = {
         k.removeprefix("model/encoder."): v
         for k, v in stored.tensors.items()

@@ -16,7 +16,7 @@ from uno.report.facts import Facts, training_seconds
 from uno.report.predictions import Predictions
 from uno.report.text import command_line, duration, percent
 from uno.results.evaluate import PROTOCOLS
-from uno.runs import run
+from uno.runs import PHASES, run
 
 EXPLAINED = {
     "task_aware": (
@@ -198,7 +198,7 @@ def what_was_run(
 
 def _times(config: Config, facts: Facts, task: Task | None) -> list[tuple[str, str]]:
     lines = []
-    sizes = dict.fromkeys(run.PHASES, config.train.batch_size)
+    sizes = dict.fromkeys(PHASES, config.train.batch_size)
     if task is not None:
         labeled = int((task.labels >= 0).sum())
         unlabeled = int((task.is_train & (task.labels < 0)).sum())
@@ -207,7 +207,7 @@ def _times(config: Config, facts: Facts, task: Task | None) -> list[tuple[str, s
             sizes = {name: plan.labeled_size + plan.unlabeled_size for name, plan in plans.items()}
         except ConfigError:  # another number of workers trained it
             pass
-    for phase, name in zip(run.PHASES, ("Rotation", "Pretraining", "Discovery"), strict=True):
+    for phase, name in zip(PHASES, ("Rotation", "Pretraining", "Discovery"), strict=True):
         entries, last = facts.entries(phase), facts.last(phase)
         if entries:
             seconds = training_seconds(entries, sizes[phase])

@@ -16,7 +16,8 @@ from uno.data.splits import Task, make_task
 from uno.report.maps import EXTENT, MIN_POINTS, choose_points, project
 from uno.report.predictions import Predictions, predict
 from uno.reproduce.results import Results
-from uno.runs.run import load_trained, read_config_tree
+from uno.runs.directory import read_config_tree
+from uno.runs.run import load_trained
 
 COLOURS = 10
 

@@ -44,7 +44,7 @@ from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.results.constrained_kmeans import FREE, constrained_kmeans, silhouette
 from uno.results.metrics import Counts, cluster_accuracy, confusion
-from uno.runs import run
+from uno.runs import PRETRAIN, run
 from uno.train import LocalWorker
 
 MIN_KNOWN = 4  # two classes to pretrain on, two to probe with
@@ -305,7 +305,7 @@ def _split_features(
     own = torch.isin(train.labels, torch.tensor(split.pretrain))
     labels = torch.tensor(_positions(train.labels[own], split.pretrain))
     part = TrainSet(train.labeled_images[own], labels, train.unlabeled_images, len(split.pretrain), 1)
-    state = run.pretrain(config, part.to(device), LocalWorker(device), storage)
+    state = run.run_phase(config, PRETRAIN, part.to(device), LocalWorker(device), storage)
 
     labeled = _sample_rows(train.labels, settings.max_rows, config.seed)
     everyone = torch.zeros(len(train.unlabeled_images), dtype=torch.int64)

@@ -1,0 +1,14 @@
+"""A run: its phases, and the names of what every command finds in its directory."""
+
+ROTATION, PRETRAIN, DISCOVER = "rotation", "pretrain", "discover"
+PHASES = (ROTATION, PRETRAIN, DISCOVER)  # each has a section of its name in the configuration
+
+CONFIG_FILE = "config.yaml"  # its presence makes a directory a run
+ENVIRONMENT_FILE = "environment.json"
+LOCK_FILE = "lock.json"
+METRICS_FILE = "metrics.jsonl"  # a line of training a time
+RESULTS_FILE = "metrics.json"  # written last: the mark of a finished run
+ESTIMATE_FILE = "estimate.json"
+FAULTS_FILE = "faults.jsonl"
+STOP_FILE = "STOP"  # asks the workers to save and leave
+RAY_FOLDER = "ray"  # Ray Train's own bookkeeping; a resumed run never reads it

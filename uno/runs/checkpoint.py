@@ -1,4 +1,4 @@
-"""Checkpoints: the only place that knows their file names.
+"""Checkpoints; nothing else knows the names of their files.
 
 ``checkpoints/<phase>/step_00000110/`` holds ``tensors.safetensors``, ``state.json``, ``config.yaml`` and
 ``manifest.json`` (size and SHA-256 of each), which is written last. A directory whose manifest does not
@@ -87,34 +87,41 @@ def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
 
 
 def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
-    """The newest checkpoint that verifies; None where the phase has none.
-
-    Warns about every newer one it skipped.
+    """The newest checkpoint that verifies; None where the phase has none. Warns about newer ones.
 
     Raises:
         StorageError: checkpoints exist but none verifies; starting over must be the user's decision.
     """
-    steps = checkpoint_steps(storage, phase)
-    for step in reversed(steps):
+    newest, problems = read_checkpoints(storage, phase)
+    for step, problem in problems.items():
+        log.warning("skipping checkpoint %s: %s", _directory(phase, step), problem)
+    return newest
+
+
+def read_checkpoints(
+    storage: Storage, phase: str, every: bool = False
+) -> tuple[Checkpoint | None, dict[int, str]]:
+    """The newest checkpoint that verifies, and step -> what is wrong with those that do not: with newer ones,
+    or with ``every`` one.
+
+    Raises:
+        StorageError: there are checkpoints and none verifies.
+    """
+    newest, problems = None, {}
+    for step in reversed(checkpoint_steps(storage, phase)):
         try:
-            return load_checkpoint(storage, phase, step)
+            found = load_checkpoint(storage, phase, step)
+            newest = newest or found
         except StorageError as error:
-            log.warning("skipping checkpoint %s: %s", _directory(phase, step), error)
-    if steps:
+            problems[step] = str(error)
+        if newest is not None and not every:
+            break
+    if problems and newest is None:
         raise StorageError(
-            f"none of the {len(steps)} checkpoints in {storage.path('checkpoints/' + phase)} verifies; "
-            "use --fresh to start over"
+            f"none of the {len(problems)} checkpoints in {storage.path('checkpoints/' + phase)} verifies "
+            f"({problems[max(problems)]}); use --fresh to start over"
         )
-    return None
-
-
-def checkpoint_problem(storage: Storage, phase: str, step: int) -> str | None:
-    """Why :func:`load_checkpoint` would refuse a checkpoint; None where it would not."""
-    try:
-        load_checkpoint(storage, phase, step)
-    except StorageError as error:
-        return str(error)
-    return None
+    return newest, problems
 
 
 def delete_checkpoint(storage: Storage, phase: str, step: int) -> None:

@@ -1,4 +1,4 @@
-"""A seeded fault injector for tests and drills: ``UNO_FAULTS`` kills, poisons and fills disks on purpose.
+"""Faults on purpose, for tests and drills: ``UNO_FAULTS`` kills, poisons and fills disks.
 
 Faults are separated by ``;`` and have the form ``KIND:key=value,...``::
 
@@ -6,15 +6,14 @@ Faults are separated by ``;`` and have the form ``KIND:key=value,...``::
     kill-worker:step=5..80,times=3,seed=0      at three steps drawn from the range
     kill-node:step=7                           kill -9 of the raylets of ranks that are not on Ray's head node
     nan:rank=1,step=7                          that batch is not a number, on one rank
-    full-disk:checkpoint=2                     the second checkpoint finds no space (local paths only)
+    full-disk:checkpoint=2                     the second checkpoint finds no space
     read-only:checkpoint=2                     or a file system that takes no writes
     kill-driver:step=7                         kill -9 of the command itself, once that step is in the journal
     sigterm:step=7                             SIGTERM to it
 
 ``phase=pretrain`` aims at the other phase. Every fault strikes once in the life of a run directory: it is
 noted in ``faults.jsonl`` there before it strikes, as is every step from which training starts or starts
-again, so that :func:`wasted_steps` can tell what it cost. Without the variable nothing here does anything:
-:func:`in_training` and :func:`in_driver` return what they are given.
+again. Without the variable, :func:`in_training` and :func:`in_driver` return what they are given.
 """
 
 from __future__ import annotations
@@ -27,30 +26,24 @@ import random
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from uno.data import files as storage_module
 from uno.data.files import Storage
-from uno.errors import ConfigError
+from uno.errors import ConfigError, StorageError
+from uno.runs import DISCOVER, FAULTS_FILE, PHASES
 from uno.steps import Batch
 
 VARIABLE = "UNO_FAULTS"
-LOG = "faults.jsonl"
-TRAINING = ("kill-worker", "kill-node", "nan")
+RANKED = ("kill-worker", "nan")
 DISKS = {"full-disk": errno.ENOSPC, "read-only": errno.EROFS}
 DRIVER = {"kill-driver": signal.SIGKILL, "sigterm": signal.SIGTERM}
-PHASES = ("rotation", "pretrain", "discover")
+KINDS = (*RANKED, "kill-node", *DISKS, *DRIVER)
 
 log = logging.getLogger(__name__)
 
-Batches = Callable[[int], Batch]
-Show = Callable[[dict[str, Any]], None]
 
-
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One fault: ``at`` is a step, or for disks the number of a checkpoint, counted from 1."""
 
     kind: str
@@ -76,37 +69,31 @@ def planned(text: str | None = None) -> list[Fault]:
 
 def _parse(part: str) -> list[Fault]:
     kind, _, rest = part.partition(":")
+    if kind not in KINDS:
+        raise ConfigError(f"{VARIABLE}: unknown fault {kind!r}; use {', '.join(KINDS)}")
     unit = "checkpoint" if kind in DISKS else "step"
-    keys = {unit, "phase", "times", "seed"} | ({"rank"} if kind in ("kill-worker", "nan") else set())
-    values = {key: value for key, _, value in (pair.partition("=") for pair in rest.split(","))}
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", values.get(unit, ""))
-    phase = values.get("phase", "discover")
-    numbers = {
-        name: values.get(name, default) for name, default in (("rank", "0"), ("times", "1"), ("seed", "0"))
-    }
-    if kind not in (*TRAINING, *DISKS, *DRIVER):
-        raise ConfigError(
-            f"{VARIABLE}: unknown fault {kind!r}; use {', '.join((*TRAINING, *DISKS, *DRIVER))}"
-        )
-    if (
-        not found
-        or values.keys() - keys
-        or phase not in PHASES
-        or not all(map(str.isdecimal, numbers.values()))
-    ):
+    optional = {"phase": DISCOVER, "times": "1", "seed": "0"} | ({"rank": "0"} if kind in RANKED else {})
+    given = dict(pair.partition("=")[::2] for pair in rest.split(","))
+    values = {"rank": "0", **optional, **given}
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", given.get(unit, ""))
+    numbers = [values[name] for name in ("rank", "times", "seed")]
+    known = given.keys() <= {unit, *optional} and values["phase"] in PHASES
+    if not (found and known and all(map(str.isdecimal, numbers))):
         raise ConfigError(
             f"{VARIABLE}: {part!r} is not KIND:key=value,... with {unit}=N or {unit}=N..M and any of "
-            f"{', '.join(sorted(keys - {unit}))}"
+            f"{', '.join(sorted(optional))}"
         )
+    rank, times, seed = map(int, numbers)
     first, last = int(found[1]), int(found[2] or found[1])
-    rank, times, seed = (int(numbers[name]) for name in ("rank", "times", "seed"))
     if last - first + 1 < times:
         raise ConfigError(f"{VARIABLE}: {part!r}: {times} different numbers do not fit into {first}..{last}")
     drawn = sorted(random.Random(seed).sample(range(first, last + 1), times))
-    return [Fault(kind, phase, at, rank) for at in drawn]
+    return [Fault(kind, values["phase"], at, rank) for at in drawn]
 
 
-def in_training(batches: Batches, phase: str, rank: int, storage: Storage) -> Batches:
+def in_training(
+    batches: Callable[[int], Batch], phase: str, rank: int, storage: Storage
+) -> Callable[[int], Batch]:
     """``batches`` of a training process that meets the faults planned for it; itself where there are none."""
     every = planned()
     if not every:
@@ -123,19 +110,14 @@ def in_training(batches: Batches, phase: str, rank: int, storage: Storage) -> Ba
         expected = step + 1
         batch = batches(step)
         for fault in faults:
-            if (
-                fault.kind in TRAINING
-                and fault.at == step
-                and _concerns(fault, rank)
-                and _strikes(storage, fault)
-            ):
+            if fault.at == step and _concerns(fault, rank) and _strikes(storage, fault):
                 _strike(fault, batch)
         return batch
 
     return meet
 
 
-def in_driver(show: Show, storage: Storage) -> Show:
+def in_driver(show: Callable[[dict[str, Any]], None], storage: Storage) -> Callable[[dict[str, Any]], None]:
     """``show`` of a command that meets the faults planned for it; itself where there are none."""
     faults = [fault for fault in planned() if fault.kind in DRIVER]
     if not faults:
@@ -151,32 +133,14 @@ def in_driver(show: Show, storage: Storage) -> Show:
     return meet
 
 
-def wasted_steps(storage: Storage) -> list[int]:
-    """For every fault that struck: the steps that were trained once more because of it."""
-    events = _events(storage)
-    wasted = []
-    for i, event in enumerate(events):
-        if event["event"] == "fault":
-            starts = (e for e in events[i + 1 :] if e["event"] == "start" and e["phase"] == event["phase"])
-            again = next(starts, None)
-            wasted.append(0 if again is None else max(0, event["step"] - again["step"]))
-    return wasted
-
-
 def _concerns(fault: Fault, rank: int) -> bool:
-    if fault.kind == "kill-node":
-        raylet = _raylet()
-        return raylet is not None and "--head" not in raylet
-    return fault.rank == rank
-
-
-def _raylet() -> list[str] | None:
-    """The command line of the parent process, if that is Ray's node manager (Linux)."""
+    if fault.kind != "kill-node":
+        return fault.kind in RANKED and fault.rank == rank
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except OSError:
-        return None
-    return words if words[0].endswith("/raylet") else None
+        return False
+    return words[0].endswith("/raylet") and "--head" not in words  # a node manager of Ray, not the head's
 
 
 def _strike(fault: Fault, batch: Batch) -> None:
@@ -188,27 +152,26 @@ def _strike(fault: Fault, batch: Batch) -> None:
 
 
 def _prepare_disk(storage: Storage, faults: list[Fault]) -> None:
-    """Make the n-th new checkpoint fail on its first file, through the code that a real disk takes."""
-    if not faults or not storage.is_local:
-        return
-    real, seen = storage_module.create_local, set()
+    """From now on, ``storage`` refuses the checkpoint that a fault names, once."""
+    write, seen = storage.write, set()
 
-    def create(path: Path) -> Any:
-        folder = path.parent
-        if folder.name.startswith("step_") and folder.parent.name == faults[0].phase:
-            seen.add(folder.name)
-            for fault in faults:
-                if fault.at == len(seen) and _strikes(storage, fault, int(folder.name.removeprefix("step_"))):
-                    storage_module.create_local = real
-                    raise OSError(DISKS[fault.kind], os.strerror(DISKS[fault.kind]))
-        return real(path)
+    def failing(name: str, data: bytes) -> None:
+        folder, _, step = os.path.dirname(name).partition("/step_")
+        for fault in faults:
+            if folder == f"checkpoints/{fault.phase}":
+                seen.add(step)
+                if len(seen) == fault.at and _strikes(storage, fault, int(step)):
+                    reason = os.strerror(DISKS[fault.kind])
+                    raise StorageError(f"cannot write {storage.path(name)}: {reason}")
+        write(name, data)
 
-    storage_module.create_local = create
+    if faults:
+        storage.write = failing  # type: ignore[method-assign]
 
 
 def _strikes(storage: Storage, fault: Fault, step: int | None = None) -> bool:
     """Whether ``fault`` is still to strike in this run; it is noted, for good."""
-    if any(event.get("name") == fault.name for event in _events(storage)):
+    if any(event.get("name") == fault.name for event in read_events(storage)):
         return False
     log.warning("%s: %s", VARIABLE, fault.name)
     at = fault.at if step is None else step
@@ -216,9 +179,11 @@ def _strikes(storage: Storage, fault: Fault, step: int | None = None) -> bool:
     return True
 
 
-def _events(storage: Storage) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in storage.read(LOG).splitlines()] if storage.exists(LOG) else []
+def read_events(storage: Storage) -> list[dict[str, Any]]:
+    """What ``faults.jsonl`` notes: starts and faults, with phase and step."""
+    lines = storage.read(FAULTS_FILE).splitlines() if storage.exists(FAULTS_FILE) else []
+    return [json.loads(line) for line in lines]
 
 
 def _note(storage: Storage, event: dict[str, Any]) -> None:
-    storage.append(LOG, (json.dumps(event) + "\n").encode())
+    storage.append(FAULTS_FILE, (json.dumps(event) + "\n").encode())

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from uno.config import Config
 from uno.errors import ConfigError
 from uno.runs.checkpoint import FORMAT_VERSION
 
@@ -27,6 +28,18 @@ def hardware(cuda: bool | None = None) -> str:
     if torch.cuda.is_available() if cuda is None else cuda:
         return str(torch.cuda.get_device_name())
     return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def local_device(config: Config) -> torch.device:
+    """The device of a command without Ray.
+
+    Raises:
+        ConfigError: CUDA was asked for and is not there.
+    """
+    wanted = config.compute.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("compute.device is cuda but PyTorch sees no CUDA device; use --device cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def environment(fingerprint: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 from tensorboardX import SummaryWriter
 
 from uno.data.files import Storage
+from uno.runs import METRICS_FILE
 
-METRICS = "metrics.jsonl"
 CHARTED = ("loss", "lr", "images_per_s", "skipped_steps")
 
 
@@ -32,7 +32,10 @@ class Journal:
         self.close()
         if self._storage is None:
             return
-        _drop_lines_after(self._storage, self._phase, step)
+        if self._storage.exists(METRICS_FILE):
+            entries = read_journal(self._storage)
+            kept = [e for e in entries if e.get("phase") != self._phase or e.get("step", 0) <= step]
+            self._storage.write(METRICS_FILE, "".join(json.dumps(e) + "\n" for e in kept).encode())
         if self._storage.is_local:
             # One directory per phase: purging hides every later step of the directory, whatever its name.
             folder = self._storage.path(f"tensorboard/{self._phase}")
@@ -42,7 +45,7 @@ class Journal:
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line."""
         if self._storage is not None:
-            self._storage.append(METRICS, (json.dumps(metrics, allow_nan=False) + "\n").encode())
+            self._storage.append(METRICS_FILE, (json.dumps(metrics, allow_nan=False) + "\n").encode())
         if self._events is not None:
             for name in CHARTED:
                 self._events.add_scalar(name, metrics[name], metrics["step"])
@@ -71,16 +74,16 @@ class JournalTail:
 
     def new_entries(self) -> list[dict[str, Any]]:
         """Entries since the last look. After the file was rewound, those that differ from what was seen."""
-        size = self._storage.size(METRICS)
+        size = self._storage.size(METRICS_FILE)
         if size == self._size:
             return []
         last = self._lines[-1:]
         start = self._size - sum(map(len, last))
-        lines = _whole_lines(self._storage.read(METRICS, start)) if size > self._size else []
+        lines = _whole_lines(self._storage.read(METRICS_FILE, start)) if size > self._size else []
         if lines[: len(last)] == last:
             new = lines[len(last) :]
         else:  # rewritten: a worker group started again or rolled back
-            lines = _whole_lines(self._storage.read(METRICS)) if size else []
+            lines = _whole_lines(self._storage.read(METRICS_FILE)) if size else []
             pairs = zip(lines, self._lines, strict=False)
             same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(lines), len(self._lines)))
             self._lines, new = lines[:same], lines[same:]
@@ -91,13 +94,7 @@ class JournalTail:
 
 def read_journal(storage: Storage) -> list[dict[str, Any]]:
     """All lines of ``metrics.jsonl``; a line cut short by a kill is left out."""
-    return _parsed(storage.read(METRICS).splitlines()) if storage.exists(METRICS) else []
-
-
-def damaged_lines(storage: Storage) -> int:
-    """Number of lines that :func:`read_journal` leaves out."""
-    lines = storage.read(METRICS).splitlines() if storage.exists(METRICS) else []
-    return len(lines) - len(_parsed(lines))
+    return _parsed(storage.read(METRICS_FILE).splitlines()) if storage.exists(METRICS_FILE) else []
 
 
 def _whole_lines(data: bytes) -> list[bytes]:
@@ -114,10 +111,3 @@ def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
         if isinstance(entry, dict):
             entries.append(entry)
     return entries
-
-
-def _drop_lines_after(storage: Storage, phase: str, step: int) -> None:
-    entries = read_journal(storage)
-    kept = [e for e in entries if e.get("phase") != phase or e.get("step", 0) <= step]
-    if storage.exists(METRICS):
-        storage.write(METRICS, "".join(json.dumps(e) + "\n" for e in kept).encode())

@@ -1,7 +1,7 @@
 """One command at a time in a run directory: a claim that its holder renews, and that every write checks.
 
 It works on any storage, also on object stores that have no locks, and compares no clocks. A newcomer watches
-a claim that it finds: if it is renewed, its holder lives; if it stays as it is for :data:`PATIENCE_S`, the
+a claim that it finds: if it is renewed, its holder lives; if it stays as it is for :data:`WATCH_S`, the
 holder was killed, and its token is replaced. Whoever still writes with the old token (workers that outlive
 their driver, a laptop that wakes up) is stopped at its next write. A write that was under way for longer than
 that can only spoil a checkpoint, which its manifest then tells.
@@ -16,15 +16,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
+from uno.runs import LOCK_FILE
 
-FILE = "lock.json"
 RENEW_S = 2.0
-PATIENCE_S = 10.0
+WATCH_S = 10.0
 
 
 class ClaimedStorage(Storage):
@@ -43,7 +43,7 @@ class ClaimedStorage(Storage):
         found = _read(self)
         if found is None:
             raise StorageError(
-                f"{self.path(FILE)} is not visible on {socket.gethostname()}: the run was deleted, "
+                f"{self.path(LOCK_FILE)} is not visible on {socket.gethostname()}: the run was deleted, "
                 "or --output is not on storage that all nodes share"
             )
         if found.get("token") != self.token:
@@ -54,11 +54,11 @@ class Claim:
     """The holder's side: renews the lock file from a thread until it is released."""
 
     def __init__(self, root: str) -> None:
+        self.storage = ClaimedStorage(root, "")
         self._plain = Storage(root)
         self._mutex = threading.Lock()
         self._released = threading.Event()
-        self._beats = 0
-        self.storage = ClaimedStorage(root, "")
+        self._renewals = 0
         self.replace_token()
         threading.Thread(target=self._renew, name="uno-lock", daemon=True).start()
 
@@ -74,28 +74,22 @@ class Claim:
         self._released.set()
         with self._mutex:
             if self._holds():
-                self._plain.delete(FILE)
+                self._plain.delete(LOCK_FILE)
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):
-            try:
-                with self._mutex:
-                    if (
-                        self._released.is_set()
-                        or (_read(self._plain) or {}).get("token") != self.storage.token
-                    ):
-                        return
-                    self._write()
-            except StorageError:
-                continue  # a full disk: whoever writes results will say so
+            with suppress(StorageError), self._mutex:  # a full disk: whoever writes results will say so
+                if self._released.is_set() or not self._holds():
+                    return
+                self._write()
 
     def _holds(self) -> bool:
         return (_read(self._plain) or {}).get("token") == self.storage.token
 
     def _write(self) -> None:
-        self._beats += 1
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.storage.token}
-        self._plain.write(FILE, json.dumps({**holder, "renewals": self._beats}).encode())
+        self._renewals += 1
+        lock = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.storage.token}
+        self._plain.write(LOCK_FILE, json.dumps({**lock, "renewals": self._renewals}).encode())
 
 
 @contextmanager
@@ -108,10 +102,11 @@ def claim(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[Claim]:
         ConfigError: another command is at work there.
         StorageError: the directory cannot be written.
     """
-    found = _read(storage)
-    if found is not None:
-        on_wait(f"{storage.uri} is claimed by {_who(found)}; watching {PATIENCE_S:g} s whether it still runs")
-        _wait_for_death(storage, found)
+    found = holder(storage, on_wait)
+    if found is not None and found[1]:
+        raise ConfigError(
+            f"{storage.uri} is in use by {found[0]}; wait for it, stop it, or choose another --output"
+        )
     mine = Claim(storage.uri)
     try:
         yield mine
@@ -119,48 +114,34 @@ def claim(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[Claim]:
         mine.release()
 
 
-def holder(storage: Storage) -> tuple[str, bool] | None:
+def holder(storage: Storage, on_wait: Callable[[str], None] | None = None) -> tuple[str, bool] | None:
     """Who holds the directory, and whether they still renew their claim (watched until they do, or for
-    :data:`PATIENCE_S`); None where nobody does.
+    :data:`WATCH_S`); None where nobody does.
     """
-    found = _read(storage)
-    now = None if found is None else _watch(storage, found)
+    found = now = _read(storage)
+    if found is not None and on_wait is not None:
+        on_wait(f"{storage.uri} is claimed by {_who(found)}; watching {WATCH_S:g} s whether it still runs")
+    end = time.monotonic() + WATCH_S
+    while now is not None and now == found and time.monotonic() < end:
+        time.sleep(RENEW_S / 4)
+        now = _read(storage)
     return None if now is None else (_who(now), now != found)
 
 
 def ours(name: str) -> bool:
     """Whether a file of a run directory is the lock (or what a killed writer left of it)."""
-    return name.lstrip(".").startswith(FILE)
-
-
-def _wait_for_death(storage: Storage, found: dict[str, Any]) -> None:
-    now = _watch(storage, found)
-    if now is not None and now != found:
-        raise ConfigError(
-            f"{storage.uri} is in use by {_who(now)}; wait for it, stop it, or choose another --output"
-        )
-
-
-def _watch(storage: Storage, found: dict[str, Any]) -> dict[str, Any] | None:
-    """The lock file once it differs from ``found``, or after :data:`PATIENCE_S`."""
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        time.sleep(RENEW_S / 4)
-        now = _read(storage)
-        if now != found:
-            return now
-    return found
+    return name.lstrip(".").startswith(LOCK_FILE)
 
 
 def _read(storage: Storage) -> dict[str, Any] | None:
-    if not storage.exists(FILE):
+    if not storage.exists(LOCK_FILE):
         return None
     try:
-        tree = json.loads(storage.read(FILE))
+        tree = json.loads(storage.read(LOCK_FILE))
     except ValueError:
         return {}
     except StorageError:
-        if storage.exists(FILE):
+        if storage.exists(LOCK_FILE):
             raise
         return None  # released in between
     return tree if isinstance(tree, dict) else {}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from contextlib import closing
-from typing import Any
 
 import safetensors.torch
 import torch
-import yaml
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -19,8 +16,6 @@ from uno.config import (
     Config,
     PhaseConfig,
     config_hash,
-    differing_keys,
-    dump_yaml,
     field_names,
     flatten,
     override,
@@ -32,15 +27,13 @@ from uno.data.plan import Plan, make_plan, make_pretrain_plan
 from uno.data.sets import TrainData
 from uno.errors import ConfigError, StorageError
 from uno.model import UnoModel, build_model
-from uno.runs import lock
-from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, load_newest
-from uno.runs.hardware import environment, prepare_compiler
+from uno.runs import DISCOVER, PRETRAIN, ROTATION
+from uno.runs.checkpoint import checkpoint_steps, load_newest
+from uno.runs.hardware import prepare_compiler
 from uno.state import TrainState, new_state
 from uno.steps import pretrain_step, rotation_step
 from uno.train import Phase, Worker, fit
 
-ROTATION, PRETRAIN, DISCOVER = "rotation", "pretrain", "discover"
-PHASES = (ROTATION, PRETRAIN, DISCOVER)  # each has a section of its name in the configuration
 PRETRAIN_IGNORES = (
     "discover", "method", "model.num_heads", "model.overcluster_factor", "model.hidden_dim",
     "model.projection_dim", "model.mlp_input", "model.weights", "objective.epsilon", "objective.num_iters",
@@ -68,16 +61,6 @@ def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int
     }
 
 
-def pretrain(config: Config, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
-    """Supervised pretraining of encoder and known head (paper Sec. 4.1); resumes or returns at once if
-    finished. Where the run has rotation epochs, they come first.
-    """
-    model = build_model(config.model, train.num_known, 0, config.seed)
-    if config.rotation.epochs:
-        model.encoder.load_state_dict(rotate(config, train, worker, storage).model.encoder.state_dict())
-    return _fit(config, PRETRAIN, model, train, worker, storage)
-
-
 def pretrain_hash(config: Config) -> str:
     """Equal for configurations that lead to the same pretraining (12 hex digits)."""
     defaults = flatten(to_dict(Config()))
@@ -85,52 +68,25 @@ def pretrain_hash(config: Config) -> str:
     return config_hash(override(config, {key: defaults[key] for key in ignored}))
 
 
-def rotate(config: Config, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
-    """Self-supervised pretraining of the encoder on all training rows: tell quarter turns apart.
+def run_phase(config: Config, name: str, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
+    """Train one phase of a run, from its newest checkpoint; returns at once where it is finished.
 
-    What KCL to RS+ start from in their papers' better rows (Gidaris et al. 2018; 200 epochs, batches of 128,
-    rate 0.1, weight decay 5e-4 in AutoNovel's code). Those then freeze the encoder but for its last stage;
-    here it goes on learning.
+    Rotation: tell quarter turns of all training rows apart, what KCL to RS+ start from in their papers'
+    better rows (Gidaris et al. 2018). Those then freeze the encoder but for its last stage; here it goes on
+    learning. Pretraining: encoder and known head on the labeled rows (paper Sec. 4.1), after the rotation
+    epochs that the run may have. Discovery: from that encoder and its known prototypes, or from
+    ``config.model.weights``.
+
+    Raises:
+        UnoError: as :func:`uno.train.fit` and :func:`load_weights_`.
     """
-    model = build_model(config.model, 4, 0, config.seed)
-    return _fit(config, ROTATION, model, train, worker, storage)
-
-
-def discover(config: Config, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
-    """The discovery phase, from the encoder and known prototypes of :func:`pretrain` (or
-    ``config.model.weights``).
-    """
-    model = methods.build_network(config, train.num_known, train.num_novel, config.seed + 1)
-    teacher = None
-    if not load_weights_(model, config, storage) and config.objective.rkd_weight:
-        raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
-    if config.objective.rkd_weight:
-        model.normalize_prototypes_()
-        teacher = copy.deepcopy(nn.Sequential(model.encoder, model.known)).eval().requires_grad_(False)
-    return _fit(config, DISCOVER, model, train, worker, storage, teacher)
-
-
-def _fit(
-    config: Config,
-    name: str,
-    model: UnoModel,
-    train: TrainData,
-    worker: Worker,
-    storage: Storage,
-    teacher: nn.Module | None = None,
-) -> TrainState:
     plan = plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
     method = methods.load(config)
     step = {ROTATION: rotation_step, PRETRAIN: pretrain_step, DISCOVER: method.step}[name]
-    phase = Phase(
-        name,
-        settings,
-        plan.steps_per_epoch,
-        plan.labeled_size + plan.unlabeled_size,
-        config.train.max_steps,
-        step,
-    )
+    batch_rows = plan.labeled_size + plan.unlabeled_size
+    phase = Phase(name, settings, plan.steps_per_epoch, batch_rows, config.train.max_steps, step)
+    model, teacher = _new_network(config, name, train, worker, storage)
     model = model.to(worker.device).to(memory_format=torch.channels_last)
     cuda = worker.device.type == "cuda"
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
@@ -147,6 +103,30 @@ def _fit(
         fit(config, phase, state, batches, worker, storage)
     train.sync()
     return state
+
+
+def _new_network(
+    config: Config, name: str, train: TrainData, worker: Worker, storage: Storage
+) -> tuple[UnoModel, nn.Module | None]:
+    """What a phase starts from at its step 0, and the frozen teacher that discovery may have.
+
+    Raises:
+        ConfigError: a teacher is wanted and the weights have no head for these known classes.
+    """
+    if name != DISCOVER:
+        model = build_model(config.model, 4 if name == ROTATION else train.num_known, 0, config.seed)
+        if name == PRETRAIN and config.rotation.epochs:
+            rotated = run_phase(config, ROTATION, train, worker, storage).model
+            model.encoder.load_state_dict(rotated.encoder.state_dict())
+        return model, None
+    model = methods.build_network(config, train.num_known, train.num_novel, config.seed + 1)
+    known_too = load_weights_(model, config, storage)
+    if not config.objective.rkd_weight:
+        return model, None
+    if not known_too:
+        raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
+    model.normalize_prototypes_()
+    return model, copy.deepcopy(nn.Sequential(model.encoder, model.known)).eval().requires_grad_(False)
 
 
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
@@ -209,57 +189,3 @@ def load_trained(config: Config, storage: Storage, num_known: int, num_novel: in
     model.load_state_dict(_strip(checkpoint.tensors, "model/"))
     model.normalize_prototypes_()
     return model.eval(), int(checkpoint.tensors["head_losses"].argmin())
-
-
-def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
-    """Claim a run directory: write ``config.yaml`` and ``environment.json``, or check that they match.
-
-    Raises:
-        ConfigError: the directory holds a run of another configuration, data set or format (with the
-            differing keys).
-    """
-    if not storage.exists("config.yaml"):
-        others = {name for name in storage.list() if not lock.ours(name)}
-        if others - {"environment.json"}:  # alone, it is what a kill between two writes leaves
-            raise ConfigError(f"{storage.uri} is not empty and holds no run; choose another --output")
-        storage.write("environment.json", json.dumps(environment(fingerprint), indent=1).encode())
-        storage.write("config.yaml", dump_yaml(config).encode())
-        return
-    stored = read_config_tree(storage)
-    keys = differing_keys(stored, config)
-    if keys:
-        raise ConfigError(
-            f"{storage.uri} holds a run with other settings: {', '.join(keys[:6])}"
-            f"{' ...' if len(keys) > 6 else ''}; use those, --fresh, or another --output"
-        )
-    known = _read_environment(storage)
-    if known.get("format_version") != FORMAT_VERSION:
-        raise ConfigError(
-            f"{storage.uri} has format version {known.get('format_version')}, not {FORMAT_VERSION}"
-        )
-    if known.get("data_fingerprint") != fingerprint:
-        raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --fresh")
-
-
-def _read_environment(storage: Storage) -> dict[str, Any]:
-    try:
-        return dict(json.loads(storage.read("environment.json")))
-    except (ValueError, TypeError):
-        raise ConfigError(f"{storage.path('environment.json')} is damaged") from None
-
-
-def read_config_tree(storage: Storage) -> dict[str, Any]:
-    """The stored ``config.yaml`` of a run as a nested dict.
-
-    Raises:
-        ConfigError: there is none or it is damaged.
-    """
-    if not storage.exists("config.yaml"):
-        raise ConfigError(f"{storage.uri} is not a run directory: it has no config.yaml")
-    try:
-        tree = yaml.safe_load(storage.read("config.yaml"))
-    except (yaml.YAMLError, ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{storage.path('config.yaml')} is damaged")
-    return tree

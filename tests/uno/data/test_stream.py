@@ -152,7 +152,9 @@ def test_a_resumed_stream_learns_the_same(tmp_path, one_thread):
         storage, worker = Storage(str(tmp_path / name)), LocalWorker(CPU)
         if stop_at is not None:
             worker.should_stop = lambda step: step == stop_at
-        return run.pretrain(config, streaming_set(config, digits_task(), storage), worker, storage), storage
+        return run.run_phase(
+            config, run.PRETRAIN, streaming_set(config, digits_task(), storage), worker, storage
+        ), storage
 
     whole, there = train("whole")
     with pytest.raises(Exception, match="stopped at pretrain step 6"):
@@ -197,7 +199,7 @@ def test_too_many_bad_images_end_the_run(tmp_path):
     storage = Storage(str(tmp_path / "run"))
     train = streaming_set(config, task, storage)
     with pytest.raises(ConfigError, match=r"of 40 images are unreadable.*bad_samples.jsonl"):
-        run.pretrain(config, train, LocalWorker(CPU), storage)
+        run.run_phase(config, run.PRETRAIN, train, LocalWorker(CPU), storage)
 
 
 def test_stand_ins():

@@ -110,11 +110,13 @@ def test_a_stopped_run_resumes_to_the_bit(tmp_path):
     config, ends = method_config("dtc", discover__epochs=4), []
     for stops in ((), (3, 14)):
         storage = Storage(str(tmp_path / f"run{len(stops)}"))
-        run.pretrain(config, small_sets()[0], LocalWorker(CPU), storage)
+        run.run_phase(config, run.PRETRAIN, small_sets()[0], LocalWorker(CPU), storage)
         for stop in stops:
             with pytest.raises(Interrupted):
-                run.discover(config, small_sets()[0], StopAt(stop), storage)
-        ends.append(copied_tensors(run.discover(config, small_sets()[0], LocalWorker(CPU), storage)))
+                run.run_phase(config, run.DISCOVER, small_sets()[0], StopAt(stop), storage)
+        ends.append(
+            copied_tensors(run.run_phase(config, run.DISCOVER, small_sets()[0], LocalWorker(CPU), storage))
+        )
     assert {"extra/targets", "extra/probabilities"} <= set(ends[0])
     assert_same(ends[1], ends[0])
 

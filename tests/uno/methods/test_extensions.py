@@ -168,11 +168,13 @@ def test_the_queue_survives_a_checkpoint(tmp_path):
     config, ends = small_config(objective__queue_size=40, objective__rkd_weight=0.1), []
     for stops in ((), (4, 11)):
         storage = Storage(str(tmp_path / f"run{len(stops)}"))
-        run.pretrain(config, small_sets()[0], LocalWorker(torch.device("cpu")), storage)
+        run.run_phase(config, run.PRETRAIN, small_sets()[0], LocalWorker(torch.device("cpu")), storage)
         for stop in stops:
             with pytest.raises(Interrupted):
-                run.discover(config, small_sets()[0], StopAt(stop), storage)
-        state = run.discover(config, small_sets()[0], LocalWorker(torch.device("cpu")), storage)
+                run.run_phase(config, run.DISCOVER, small_sets()[0], StopAt(stop), storage)
+        state = run.run_phase(
+            config, run.DISCOVER, small_sets()[0], LocalWorker(torch.device("cpu")), storage
+        )
         ends.append(copied_tensors(state))
     assert ends[0]["extra/queue"].abs().sum() > 0
     assert_same(ends[1], ends[0])

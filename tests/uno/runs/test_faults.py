@@ -6,13 +6,21 @@ import logging
 
 import pytest
 
-from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, train_both
+from tests.uno.small_run import (
+    CPU,
+    assert_same,
+    copied_tensors,
+    lines,
+    small_config,
+    train_both,
+    wasted_steps,
+)
 from uno.data import files as storage_module
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.runs import faults
 from uno.runs.checkpoint import checkpoint_steps, load_newest
-from uno.runs.faults import Fault, planned, wasted_steps
+from uno.runs.faults import Fault, planned
 from uno.train import LocalWorker
 
 INTERVAL = 6  # steps between two checkpoints of the small run
@@ -106,7 +114,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path, undisturbed, m
     DAMAGE[damage](tmp_path / "checkpoints/discover/step_00000018/tensors.safetensors")
     monkeypatch.setenv(faults.VARIABLE, "nan:step=999")  # only to have the start noted
     assert_same(copied_tensors(train_both(small_config(), storage)), undisturbed[0])
-    assert [event["step"] for event in faults._events(storage)] == [18 - INTERVAL]
+    assert [event["step"] for event in faults.read_events(storage)] == [18 - INTERVAL]
     assert lines(storage) == undisturbed[1]
 
 

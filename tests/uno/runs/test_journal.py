@@ -7,7 +7,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from uno.data.files import Storage
-from uno.runs.journal import METRICS, Journal, JournalTail, read_journal
+from uno.runs import METRICS_FILE
+from uno.runs.journal import Journal, JournalTail, read_journal
 
 
 def line(step: int, phase: str = "discover", **more) -> dict:
@@ -54,12 +55,12 @@ def test_a_line_cut_short_is_left_out_and_overwritten(tmp_path):
     """Kills: a crash on the half line of a killed run, the next line glued to it."""
     storage = Storage(str(tmp_path))
     write(storage, "discover", 0, [1, 2])
-    whole = storage.read(METRICS)
+    whole = storage.read(METRICS_FILE)
     for cut in (whole[:-1], whole[:-5], whole[: len(whole) // 2 + 3], whole + b"7\n", whole + b"\xff\xfe\n"):
-        storage.write(METRICS, cut)
+        storage.write(METRICS_FILE, cut)
         assert steps(storage)[0] == 1
         write(storage, "discover", 2, [3])
-        lines = storage.read(METRICS).splitlines()
+        lines = storage.read(METRICS_FILE).splitlines()
         assert [json.loads(entry)["step"] for entry in lines][-1] == 3
         assert steps(storage) in ([1, 2, 3], [1, 3])
 
@@ -125,13 +126,13 @@ def test_the_tail_shows_each_line_once(tmp_path, uri):
         journal.write(line(step, images_per_s=7.0))
     journal.close()
     assert [entry["step"] for entry in tail.new_entries()] == [2, 3, 4, 5]
-    storage.append(METRICS, b'{"step": 6, ')
+    storage.append(METRICS_FILE, b'{"step": 6, ')
     assert tail.new_entries() == []
-    storage.append(METRICS, b'"phase": "discover"}\n')
+    storage.append(METRICS_FILE, b'"phase": "discover"}\n')
     assert [entry["step"] for entry in tail.new_entries()] == [6]
     reads = []
     storage.read = lambda *args: reads.append(args)
     assert tail.new_entries() == [] and not reads
-    storage.delete(METRICS)
+    storage.delete(METRICS_FILE)
     del storage.read
     assert tail.new_entries() == [] and tail.new_entries() == []

@@ -16,7 +16,7 @@ from uno.runs.lock import Claim, ClaimedStorage, claim
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(lock, "RENEW_S", 0.1)
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(lock, "WATCH_S", 0.5)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_free_directory_is_held_and_given_back(storage):
         mine.storage.append("a.txt", b"2")
         assert storage.read("a.txt") == b"12"
         mine.storage.delete("a.txt")
-        assert storage.list() == [lock.FILE]
+        assert storage.list() == [lock.LOCK_FILE]
     assert storage.list() == []
 
 
@@ -51,7 +51,9 @@ def test_a_living_holder_is_left_alone(storage):
 
 def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
     """Kills: a lock that a kill -9 leaves for ever; workers that outlive their driver and go on writing."""
-    storage.write(lock.FILE, json.dumps({"host": "gone", "pid": 1, "token": "old", "renewals": 7}).encode())
+    storage.write(
+        lock.LOCK_FILE, json.dumps({"host": "gone", "pid": 1, "token": "old", "renewals": 7}).encode()
+    )
     orphan = ClaimedStorage(storage.uri, "old")
     orphan.write("by-orphan.txt", b"while nobody else has it")
     with claim(storage, on_wait=lambda line: None):
@@ -65,7 +67,7 @@ def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
 def test_a_damaged_lock_is_that_of_a_dead_holder(storage, content):
-    storage.write(lock.FILE, content)
+    storage.write(lock.LOCK_FILE, content)
     with claim(storage, on_wait=lambda line: None) as mine:
         mine.storage.write("a.txt", b"1")
 
@@ -80,10 +82,10 @@ def test_a_lock_released_while_watched_is_taken_at_once(storage):
 def test_a_holder_that_lost_its_claim_does_not_take_it_back(storage):
     """Kills: a sleeper (laptop, paused container) that wakes up and renews over its successor."""
     sleeper = Claim(storage.uri)
-    storage.write(lock.FILE, json.dumps({"token": "successor"}).encode())
+    storage.write(lock.LOCK_FILE, json.dumps({"token": "successor"}).encode())
     time.sleep(0.4)
     sleeper.release()
-    assert json.loads(storage.read(lock.FILE)) == {"token": "successor"}
+    assert json.loads(storage.read(lock.LOCK_FILE)) == {"token": "successor"}
     with pytest.raises(StorageError, match="was taken over"):
         sleeper.storage.write("a.txt", b"1")
 

@@ -17,7 +17,7 @@ from uno.model import build_model
 from uno.presets import PRESETS, preset
 from uno.results.evaluate import evaluate_run
 from uno.results.infer import load_classifier, save_model
-from uno.runs import run
+from uno.runs import directory, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.train import LocalWorker
 
@@ -36,7 +36,7 @@ def finished(tmp_path_factory) -> Storage:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     storage = Storage(str(tmp_path_factory.mktemp("finished")))
-    run.open_run(CONFIG, storage, "print")
+    directory.open_run(CONFIG, storage, "print")
     train_both(CONFIG, storage)
     torch.set_num_threads(before)
     return storage
@@ -49,26 +49,26 @@ def test_the_same_config_opens_its_run_again(storage, name, recipe):
     """Kills: a value that YAML does not give back (1e-5 as text, tuples, None)."""
     config = preset(name, recipe)
     for _ in range(2):
-        run.open_run(config, storage, "print")
-    assert override(Config(), run.read_config_tree(storage)) == config
+        directory.open_run(config, storage, "print")
+    assert override(Config(), directory.read_config_tree(storage)) == config
 
 
 def test_other_settings_are_refused_with_their_keys(storage):
     """Kills: a run continued under other settings, keys not named, keys that do not matter refused."""
-    run.open_run(CONFIG, storage, "print")
+    directory.open_run(CONFIG, storage, "print")
     changed = small_config(objective__epsilon=0.1, discover__epochs=4)
     with pytest.raises(
         ConfigError, match=r"other settings: discover\.epochs, objective\.epsilon; use those, --fresh"
     ) as caught:
-        run.open_run(changed, storage, "print")
+        directory.open_run(changed, storage, "print")
     assert caught.value.exit_code == 2
     with pytest.raises(ConfigError, match=r"\.\.\."):
-        run.open_run(preset("cifar10"), storage, "print")
+        directory.open_run(preset("cifar10"), storage, "print")
 
 
 def test_what_does_not_change_learning_may_differ(storage):
     """Kills: a resume refused for another device, place or logging interval."""
-    run.open_run(CONFIG, storage, "print")
+    directory.open_run(CONFIG, storage, "print")
     changes = {
         "output": "elsewhere", "compute.workers": 2, "compute.device": "cpu", "compute.threads": 3,
         "train.log_every": 7, "train.keep_checkpoints": 5, "train.checkpoint_every_epochs": 3,
@@ -77,41 +77,41 @@ def test_what_does_not_change_learning_may_differ(storage):
     assert {key if key in RESUMABLE_CHANGES else key.split(".")[0] for key in changes} == set(
         RESUMABLE_CHANGES
     )
-    run.open_run(override(CONFIG, changes), storage, "print")
+    directory.open_run(override(CONFIG, changes), storage, "print")
 
 
 def test_other_data_and_formats_are_refused(storage):
     """Kills: weights of one data set continued on another."""
-    run.open_run(CONFIG, storage, "print")
+    directory.open_run(CONFIG, storage, "print")
     with pytest.raises(ConfigError, match="trained on other data"):
-        run.open_run(CONFIG, storage, "other")
+        directory.open_run(CONFIG, storage, "other")
     facts = json.loads(storage.read("environment.json"))
     assert facts["data_fingerprint"] == "print" and "torch" in facts["versions"]
     storage.write("environment.json", json.dumps(facts | {"format_version": 99}).encode())
     with pytest.raises(ConfigError, match="format version 99, not 1"):
-        run.open_run(CONFIG, storage, "print")
+        directory.open_run(CONFIG, storage, "print")
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b"3"])
 def test_damaged_files_of_a_run_are_one_line(storage, content):
     """Kills: tracebacks of json and yaml."""
-    run.open_run(CONFIG, storage, "print")
+    directory.open_run(CONFIG, storage, "print")
     storage.write("environment.json", content)
     with pytest.raises(ConfigError, match=r"environment\.json is damaged"):
-        run.open_run(CONFIG, storage, "print")
+        directory.open_run(CONFIG, storage, "print")
     storage.write("config.yaml", content)
     with pytest.raises(ConfigError, match=r"config\.yaml is damaged"):
-        run.open_run(CONFIG, storage, "print")
+        directory.open_run(CONFIG, storage, "print")
 
 
 def test_a_directory_of_something_else_is_left_alone(storage):
     """Kills: a run written among somebody's files."""
     storage.write("thesis.tex", b"years of work")
-    with pytest.raises(ConfigError, match=r"is not empty and holds no run; choose another --output"):
-        run.open_run(CONFIG, storage, "print")
+    with pytest.raises(ConfigError, match=r"holds no run \(no config\.yaml\); .* choose another"):
+        directory.open_run(CONFIG, storage, "print")
     assert storage.list() == ["thesis.tex"]
     with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.yaml"):
-        run.read_config_tree(storage)
+        directory.read_config_tree(storage)
 
 
 def test_a_kill_while_claiming_does_not_block_the_directory(storage, monkeypatch):
@@ -125,9 +125,9 @@ def test_a_kill_while_claiming_does_not_block_the_directory(storage, monkeypatch
 
     monkeypatch.setattr(Storage, "write", killed)
     with pytest.raises(KeyboardInterrupt):
-        run.open_run(CONFIG, storage, "print")
+        directory.open_run(CONFIG, storage, "print")
     monkeypatch.undo()
-    run.open_run(CONFIG, storage, "print")
+    directory.open_run(CONFIG, storage, "print")
     assert storage.read("config.yaml").decode() == dump_yaml(CONFIG)
 
 
@@ -186,7 +186,7 @@ def test_weights_that_cannot_be_read_are_one_line(storage, content):
 def test_no_pretraining_is_an_error(storage):
     """Kills: discovery from a random encoder without a word."""
     with pytest.raises(StorageError, match="no pretraining checkpoint"):
-        run.discover(CONFIG, small_sets()[0], LocalWorker(CPU), storage)
+        run.run_phase(CONFIG, run.DISCOVER, small_sets()[0], LocalWorker(CPU), storage)
     with pytest.raises(StorageError, match="run uno discover first"):
         run.load_trained(CONFIG, storage, 5, 5)
 

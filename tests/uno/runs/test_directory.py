@@ -10,14 +10,14 @@ import pytest
 from tests.uno.small_run import small_config, train_both
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
-from uno.runs import doctor, lock, run
+from uno.runs import directory, lock
 from uno.runs.checkpoint import checkpoint_steps
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(lock, "RENEW_S", 0.1)
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(lock, "WATCH_S", 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
     """All files of a run that ended before its evaluation."""
     storage = Storage(str(tmp_path_factory.mktemp("trained")))
     config = small_config(pretrain__epochs=2, discover__epochs=2)
-    run.open_run(config, storage, "f" * 64)
+    directory.open_run(config, storage, "f" * 64)
     train_both(config, storage)
     folder = storage.root
     return {
@@ -45,7 +45,7 @@ def storage(tmp_path, trained):
 
 
 def levels(storage: Storage, level: str) -> list[str]:
-    return [str(finding) for finding in doctor.examine(storage) if finding.level == level]
+    return [str(finding) for finding in directory.examine(storage) if finding.level == level]
 
 
 NEWEST = "checkpoints/discover/step_00000012"
@@ -122,22 +122,22 @@ def test_repairs_lose_nothing(storage):
     for case in ("a truncated checkpoint", "a temporary file", "Ray's folder", "a STOP file"):
         DAMAGE[case][0](storage)
     assert len(levels(storage, "warning")) == 4
-    (line,) = doctor.heal(storage, thorough=True)
+    (line,) = directory.heal(storage, thorough=True)
     assert "removed the damaged checkpoint of discover step 12 (tensors.safetensors is damaged)" in line
     assert levels(storage, "warning") == levels(storage, "error") == []
     assert checkpoint_steps(storage, "discover") == [6] and checkpoint_steps(storage, "pretrain") == [3, 6]
     cut(storage, "checkpoints/discover/step_00000006/state.json")
     with pytest.raises(StorageError, match="none of the 1 checkpoints"):
-        doctor.heal(storage, thorough=True)
+        directory.heal(storage, thorough=True)
     assert checkpoint_steps(storage, "discover") == [6]
 
 
 def test_older_damage_is_left_to_the_thorough(storage):
     cut(storage, "checkpoints/discover/step_00000006/state.json")
-    assert doctor.heal(storage) == [] and checkpoint_steps(storage, "discover") == [6, 12]
-    assert len(doctor.heal(storage, thorough=True)) == 1 and checkpoint_steps(storage, "discover") == [12]
+    assert directory.heal(storage) == [] and checkpoint_steps(storage, "discover") == [6, 12]
+    assert len(directory.heal(storage, thorough=True)) == 1 and checkpoint_steps(storage, "discover") == [12]
 
 
 def test_no_run(tmp_path):
     with pytest.raises(ConfigError, match="is not a run directory"):
-        doctor.examine(Storage(str(tmp_path)))
+        directory.examine(Storage(str(tmp_path)))
