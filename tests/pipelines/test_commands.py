@@ -46,7 +46,7 @@ class FirstTwo:
 
 @pytest.fixture(autouse=True)
 def quick_maps(monkeypatch):
-    monkeypatch.setattr("uno.report.maps.TSNE", FirstTwo)
+    monkeypatch.setattr("sklearn.manifold.TSNE", FirstTwo)
 
 
 @pytest.fixture

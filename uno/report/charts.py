@@ -1,78 +1,134 @@
-"""Drawings as numbers: paths and ticks of line charts and heat maps. The templates turn them into SVG."""
+"""Everything that is drawn, as numbers: line charts, heat maps and t-SNE maps; the templates make it SVG."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from uno.report.text import short, visible
 from uno.results.metrics import Counts
 
-WIDTH, HEIGHT = 360, 150
+WIDTH, HEIGHT, WIDE = 360, 150, 720
 MAX_CURVE_POINTS = 300
+COLOURS = 10
+
 LEVELS = 10
-LABEL = 18
-"""Characters of a name beside a heat map; the rest is read by pointer or in the tables."""
 MAX_MATRIX = 160
 """Classes or outputs up to which a heat map is drawn."""
 
+MAX_POINTS = 1_500  # three maps take 14 s on one core; 2,000 points take 20 s
+MIN_POINTS = 10
+PCA_DIMENSIONS = 50
+EXTENT = 1000
+"""Coordinates of a map are integers in [0, EXTENT]."""
 
-@dataclass(frozen=True)
-class Line:
-    """One curve: its name, SVG path, last value as text; ``single``: it is one point."""
+
+# ------------------------------------------------------------------------------------------------ line charts
+class Series(NamedTuple):
+    """A curve to draw. ``kind`` is its style, by default one of ten colours."""
 
     name: str
+    points: Sequence[tuple[float, float]]
+    kind: str = ""
+    opacity: float = 1
+
+
+class Dot(NamedTuple):
+    """A mark in a line chart and the words a pointer finds there."""
+
+    x: float
+    y: float
+    kind: str
+    text: str
+
+
+class Line(NamedTuple):
+    """A drawn curve: name, style, SVG path, last value as text."""
+
+    name: str
+    kind: str
     path: str
     last: str
-    single: bool
+    opacity: float
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart of WIDTH x HEIGHT; ticks are (position, label)."""
+    """A drawing of ``width`` x ``height``; ticks are (position, label)."""
 
     title: str
     x_label: str
     lines: list[Line]
+    dots: list[Dot]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
-    width: int = WIDTH
+    width: int
     height: int = HEIGHT
 
 
 def line_chart(
-    title: str, x_label: str, series: Sequence[tuple[str, Sequence[tuple[float, float]]]]
+    title: str,
+    x_label: str,
+    series: Sequence[Series],
+    dots: Sequence[Dot] = (),
+    *,
+    x_range: tuple[float, float] | None = None,
+    y_range: tuple[float, float] | None = None,
+    x_ticks: Sequence[tuple[float, str]] | None = None,
+    width: int = WIDTH,
 ) -> Chart | None:
-    """A chart of named (x, y) series from zero upwards, without non-finite points; None if none is left."""
-    kept = [(name, [p for p in points if all(map(math.isfinite, p))]) for name, points in series]
-    kept = [(name, points) for name, points in kept if points]
-    if not kept:
+    """A chart without the points that are not finite; None if none is left.
+
+    Args:
+        title: of the figure.
+        x_label: below the axis.
+        series: curves.
+        dots: marks over them.
+        x_range: of the axis; by default that of the points.
+        y_range: likewise, from zero upwards.
+        x_ticks: (x, label); by default round whole numbers.
+        width: WIDTH or WIDE.
+    """
+    kept = [s._replace(points=[p for p in s.points if all(map(math.isfinite, p))]) for s in series]
+    kept = [s for s in kept if s.points]
+    points = [*(p for s in kept for p in s.points), *((d.x, d.y) for d in dots)]
+    if not points:
         return None
-    xs = [x for _, points in kept for x, _ in points]
-    ys = [y for _, points in kept for _, y in points]
-    x_low, x_high = min(xs), max(max(xs), min(xs) + 1)
-    y_low, y_high = min(0.0, min(ys)), max(ys)
-    y_high = y_high if y_high > y_low else y_low + 1
+    xs, ys = zip(*points, strict=True)
+    x_low, x_high = x_range or (min(xs), max(xs))
+    y_low, y_high = y_range or (min(0.0, *ys), max(ys))
+    x_high, y_high = (high if high > low else low + 1 for low, high in ((x_low, x_high), (y_low, y_high)))
 
     def at_x(x: float) -> float:
-        return round((x - x_low) / (x_high - x_low) * WIDTH, 1)
+        return round((x - x_low) / (x_high - x_low) * width, 1)
 
     def at_y(y: float) -> float:
         return round(HEIGHT - (y - y_low) / (y_high - y_low) * HEIGHT, 1)
 
     lines = []
-    for name, points in kept:
-        thin = [points[i] for i in _thinned(len(points))]
-        path = "L".join(f"{at_x(x):g} {at_y(y):g}" for x, y in thin)
-        dot = "h0" if len(thin) == 1 else ""
-        lines.append(Line(name, f"M{path}{dot}", f"{points[-1][1]:.3g}", len(thin) == 1))
-    x_ticks = [(at_x(x), f"{x:,.0f}") for x in ticks(x_low, x_high) if x == int(x)]
-    y_ticks = [(at_y(y), f"{y:g}") for y in ticks(y_low, y_high)]
-    return Chart(title, x_label, lines, x_ticks, y_ticks)
+    for i, s in enumerate(kept):
+        chosen = np.linspace(0, len(s.points) - 1, min(len(s.points), MAX_CURVE_POINTS)).round().astype(int)
+        path = "L".join(f"{at_x(s.points[j][0]):g} {at_y(s.points[j][1]):g}" for j in chosen)
+        kind, dot = s.kind or f"k{i % COLOURS}", "h0" if len(chosen) == 1 else ""
+        lines.append(
+            Line(s.name, kind + " point" * bool(dot), f"M{path}{dot}", f"{s.points[-1][1]:.3g}", s.opacity)
+        )
+    if x_ticks is None:
+        x_ticks = [(x, f"{x:,.0f}") for x in ticks(x_low, x_high) if x == int(x)]
+    return Chart(
+        title,
+        x_label,
+        lines,
+        [dot._replace(x=at_x(dot.x), y=at_y(dot.y)) for dot in dots],
+        [(at_x(x), label) for x, label in x_ticks],
+        [(at_y(y), f"{y:g}") for y in ticks(y_low, y_high)],
+        width,
+    )
 
 
 def ticks(low: float, high: float, num: int = 4) -> list[float]:
@@ -84,19 +140,15 @@ def ticks(low: float, high: float, num: int = 4) -> list[float]:
     return [float(f"{i * step:.10g}") for i in range(first, last + 1)]
 
 
-def _thinned(num: int) -> list[int]:
-    if num <= MAX_CURVE_POINTS:
-        return list(range(num))
-    return sorted({round(i * (num - 1) / (MAX_CURVE_POINTS - 1)) for i in range(MAX_CURVE_POINTS)})
-
-
+# -------------------------------------------------------------------------------------------------- heat maps
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A confusion matrix as a heat map.
+    """A confusion matrix as a heat map of ``cell`` pixels a cell.
 
     ``shades`` are (opacity, path of unit squares), ``outline`` the path of matched cells, ``numbers`` are
-    (x, y, count, light text?) where cells are large enough. ``cells`` [row, column, count], for the script.
-    ``row_space``, ``column_space``: length of the longest label in characters.
+    (x, y, count, light text?) where cells are large enough, ``cells`` [row, column, count] for the script.
+    ``correct`` of ``total`` rows are in matched cells. A rule follows the ``num_known`` first classes.
+    ``confusions`` are the largest mistakes: class, output, count, share of the class.
     """
 
     key: str
@@ -105,16 +157,13 @@ class Matrix:
     row_names: list[str]
     column_names: list[str]
     cell: int
-    row_space: int
-    column_space: int
     shades: list[tuple[float, str]]
     outline: str
     numbers: list[tuple[int, int, int, bool]]
     cells: list[list[int]]
     correct: int
     total: int
-    num_known_rows: int
-    num_known_columns: int
+    num_known: int
     confusions: list[tuple[str, str, int, float]]
 
 
@@ -136,47 +185,110 @@ def matrix(
         counts: rows are true classes, columns outputs.
         names: of rows and columns.
         matching: (R,) output of each class or -1.
-        num_known: rows that are known classes; a rule is drawn after them.
+        num_known: rows that are known classes.
     """
     total = int(counts.sum())
     if not total or max(counts.shape) > MAX_MATRIX:
         return None
     matched = [int(m) for m in matching if m >= 0]
     order = matched + [p for p in range(counts.shape[1]) if p not in set(matched)]
-    place = {p: i for i, p in enumerate(order)}
     shown = counts[:, order]
     share = shown / np.maximum(1, shown.sum(axis=1, keepdims=True))
     level = np.ceil(share * LEVELS).astype(int)
-    shades = []
-    for value in range(1, LEVELS + 1):
-        path = "".join(f"M{c} {r}h1v1h-1z" for r, c in np.argwhere(level == value))
-        if path:
-            shades.append((value / LEVELS, path))
-    outline = "".join(f"M{place[int(m)]} {r}h1v1h-1z" for r, m in enumerate(matching) if m >= 0)
-    size = max(shown.shape)
-    cell = int(min(34, max(9, 620 // size)))
-    filled = [(int(r), int(c)) for r, c in np.argwhere(shown > 0)]
-    numbers = [(c, r, int(shown[r, c]), share[r, c] > 0.55) for r, c in filled] if cell >= 26 else []
-    wrong = sorted(
-        ((int(shown[r, c]), r, c) for r, c in filled if matching[r] != order[c]), key=lambda w: (-w[0], w[1:])
-    )
+    is_match = np.array(order) == matching[:, None]  # (R, P)
+
+    def squares(where: NDArray[np.bool_]) -> str:
+        return "".join(f"M{c} {r}h1v1h-1z" for r, c in np.argwhere(where))
+
+    cell = int(min(34, max(9, 620 // max(shown.shape))))
+    filled = [(r, c, int(shown[r, c])) for r, c in np.argwhere(shown > 0).tolist()]
+    wrong = sorted((-n, r, c) for r, c, n in filled if not is_match[r, c])
     rows, columns = list(names[0]), [names[1][p] for p in order]
     return Matrix(
-        key, title, caption, rows, columns, cell, _longest(rows), _longest(columns), shades, outline, numbers,
-        [[r, c, int(shown[r, c])] for r, c in filled],
-        sum(int(counts[r, m]) for r, m in enumerate(matching) if m >= 0),
+        key,
+        title,
+        caption,
+        rows,
+        columns,
+        cell,
+        [(v / LEVELS, squares(level == v)) for v in range(1, LEVELS + 1) if (level == v).any()],
+        squares(is_match),
+        [(c, r, n, share[r, c] > 0.55) for r, c, n in filled] if cell >= 26 else [],
+        [[r, c, n] for r, c, n in filled],
+        int(shown[is_match].sum()),
         total,
-        num_known if 0 < num_known < len(rows) else 0,
-        num_known if 0 < num_known < len(rows) else 0,
-        [(rows[r], columns[c], n, float(share[r, c])) for n, r, c in wrong[:10]],
-    )  # fmt: skip
+        num_known if num_known < len(rows) else 0,
+        [(rows[r], columns[c], -n, float(share[r, c])) for n, r, c in wrong[:10]],
+    )
 
 
-def _longest(names: Sequence[str]) -> int:
-    return max(len(short(name, LABEL)) for name in names)
+# ------------------------------------------------------------------------------------------------------- maps
+@dataclass(frozen=True, eq=False)
+class Map:
+    """Points int (P, 2) in the plane, and how they were placed."""
+
+    title: str
+    caption: str
+    xy: NDArray[np.int64]
+    extent: int = EXTENT
 
 
-def payload(figure: Matrix) -> dict[str, Any]:
-    """What the script needs of a heat map."""
-    rows, columns = ([visible(n, 120) for n in names] for names in (figure.row_names, figure.column_names))
-    return {"rows": rows, "columns": columns, "cells": figure.cells}
+def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
+    """At most MAX_POINTS of ``num_rows`` positions, ascending, uniformly drawn."""
+    return np.sort(np.random.default_rng([seed, 6]).permutation(num_rows)[:MAX_POINTS])
+
+
+def draw_map(title: str, caption: str, data: NDArray[np.float32], seed: int) -> Map | None:
+    """PCA, then t-SNE, of data (P, D); None for fewer than MIN_POINTS points, or where all coincide."""
+    from sklearn.decomposition import PCA
+    from sklearn.manifold import TSNE
+
+    data = np.nan_to_num(data.astype(np.float64))
+    spread = data.std(axis=0).max(initial=0)
+    if len(data) < MIN_POINTS or data.shape[1] < 2 or spread <= 1e-6 * np.abs(data).max():
+        return None
+    dimensions = min(PCA_DIMENSIONS, *data.shape)
+    perplexity = min(30.0, (len(data) - 1) / 3)
+    with threadpool_limits(1):  # more threads spin: 4-10 times slower where the cores are shared
+        reduced = PCA(dimensions, svd_solver="full", random_state=seed).fit_transform(data / data.std())
+        xy = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(
+            reduced.astype(np.float32)
+        )
+    low, high = xy.min(axis=0), xy.max(axis=0)
+    scale = (EXTENT - 40) / max(1e-9, float((high - low).max()))
+    placed = np.rint((xy - (low + high) / 2) * scale + EXTENT / 2).astype(np.int64)
+    how = f"PCA to {dimensions} dimensions, then t-SNE (perplexity {perplexity:.0f})."
+    return Map(title, f"{caption} {how}", placed)
+
+
+def map_groups(
+    classes: NDArray[np.int64],
+    names: Sequence[str],
+    num_known: int,
+    colours: Sequence[int],
+    maps: Sequence[Map],
+) -> list[dict[str, Any]]:
+    """The dots of every class, those without one first: index, name, kind, colour; a path and the middle in
+    each map.
+
+    Args:
+        classes: (P,) of the points, -1: none.
+        names: of the classes.
+        num_known: the first of them, which are drawn as squares.
+        colours: of the classes, 0 to 9.
+        maps: of the same points.
+    """
+    groups = []
+    for index in np.unique(classes).tolist():
+        mine = [m.xy[classes == index] for m in maps]
+        groups.append(
+            {
+                "index": index,
+                "name": names[index] if index >= 0 else "no truth",
+                "kind": "none" if index < 0 else "known" if index < num_known else "novel",
+                "colour": f"k{colours[index]}" if index >= 0 else "k-none",
+                "paths": ["".join(f"M{x} {y}h0" for x, y in xy) for xy in mine],
+                "middles": [np.median(xy, axis=0).astype(int).tolist() for xy in mine],
+            }
+        )
+    return groups

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from uno.config import Config
-from uno.report.clusters import Findings
-from uno.report.facts import Facts
-from uno.report.predictions import Predictions
+from uno.report.facts import Facts, Findings, Sample
 
 UNUSED = 0.02  # of an equal share: such a class is as good as empty
 UNEVEN = 3.0  # largest over smallest class; pseudo-labels are forced to be equally frequent
 MIN_ROWS = 20
 SIMILAR = 0.5  # cosine of prototypes; digits stay below .2
-LOW_AGREEMENT = 0.8
+LOW_AGREEMENT = 0.85
 LOW_CONFIDENCE = 0.5
 ABSORBED = 0.1
 
@@ -30,146 +27,131 @@ CHECKED = (
     f"more than {ABSORBED:.0%} of the unlabeled images taken for known classes, "
     "accuracy not above k-means, skipped training steps, unfinished phases, unreadable images"
 )
-"""What :func:`problems` looks for, for the page."""
+"""What :func:`warnings` looks for, for the page."""
+
+Warnings = Iterator[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A warning: what was seen, and what it may mean or what to do."""
+def warnings(
+    config: Config, facts: Facts, sample: Sample | None, findings: Findings | None
+) -> list[tuple[str, str]]:
+    """All warnings, the gravest first: what was seen, and what it may mean or what to do.
 
-    title: str
-    advice: str
-
-
-def problems(
-    config: Config, facts: Facts, predictions: Predictions | None, findings: Findings | None
-) -> list[Problem]:
-    """All warnings, the gravest first; class names are in quotes and not escaped."""
-    found: list[Problem] = []
-    if predictions is not None and findings is not None:
-        found += _clusters(config, predictions, findings)
-        found += _doubts(findings)
+    Class names are in quotes and not escaped.
+    """
+    found: list[tuple[str, str]] = []
+    if sample is not None and findings is not None and findings.num_unlabeled:
+        found += [*_sizes(config, sample, findings), *_look_alikes(sample, findings)]
+        found += _doubts(sample, findings)
     return [*found, *_training(facts), *_results(facts)]
 
 
-def _clusters(config: Config, predictions: Predictions, findings: Findings) -> Iterator[Problem]:
-    counts = np.array([cluster.count for cluster in findings.clusters])
-    total = int(findings.unlabeled.sum())
-    if not total or len(counts) < 2:
+def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
+    clusters = findings.clusters
+    if len(clusters) < 2:
         return
-    equal = counts.sum() / len(counts)
-    unused = counts <= UNUSED * max(equal, 1)
-    names = [cluster.name for cluster in findings.clusters]
-    if unused.any():
-        listed = _list([name for name, empty in zip(names, unused, strict=True) if empty])
-        yield Problem(
-            f"Collapse: {unused.sum()} of {len(counts)} discovered classes take almost no image ({listed})",
+    num, total = len(clusters), findings.num_unlabeled
+    equal = sum(c.count for c in clusters) / num
+    used = [c for c in clusters if c.count > UNUSED * max(equal, 1)]
+    unused = [c.name for c in clusters if c not in used]
+    if unused:
+        yield (
+            f"Collapse: {len(unused)} of {num} discovered classes take almost no image ({_list(unused)})",
             "Train longer, raise --objective.epsilon, or ask for fewer classes (--num-novel).",
         )
-    used = counts[~unused]
-    if len(used) > 1 and used.max() > UNEVEN * used.min():
-        big, small = names[int(counts.argmax())], names[int(np.where(unused, counts.max(), counts).argmin())]
-        yield Problem(
-            f"Imbalance: “{big}” has {used.max():,} images and “{small}” {used.min():,}; "
+    big, small = (f(used, key=lambda c: c.count, default=clusters[0]) for f in (max, min))
+    if big.count > UNEVEN * small.count:
+        yield (
+            f"Imbalance: “{big.name}” has {big.count:,} images and “{small.name}” {small.count:,}; "
             f"an equal share is {equal:,.0f}",
             "Pseudo-labels assume equally frequent classes. If yours are not, a large class may be split "
             "or small ones merged; look at both galleries.",
         )
-    few = [
-        c.name for c, empty in zip(findings.clusters, unused, strict=True) if not empty and c.count < MIN_ROWS
-    ]
-    if few and not predictions.is_sample:
-        yield Problem(
+    few = [c.name for c in used if c.count < MIN_ROWS]
+    if few and sample.is_whole:
+        yield (
             f"Few images: {_count(len(few), 'discovered class', 'discovered classes')} with fewer than "
             f"{MIN_ROWS} unlabeled images ({_list(few)})",
             "Their numbers say little; more unlabeled images or fewer classes would help.",
         )
     factor = config.model.overcluster_factor if config.method == "uno" else 0
-    if factor and not predictions.is_sample and total < MIN_ROWS * factor * len(counts):
-        yield Problem(
-            f"Few images per cluster: {total:,} unlabeled images for {factor * len(counts)} overclusters",
+    if sample.is_whole and total < MIN_ROWS * factor * num:
+        yield (
+            f"Few images per cluster: {total:,} unlabeled images for {factor * num} overclusters",
             f"Below {MIN_ROWS} images each, lower --model.overcluster-factor (now {factor}).",
         )
-    yield from _similar(predictions, names)
 
 
-def _similar(predictions: Predictions, names: list[str]) -> Iterator[Problem]:
-    upper = np.argwhere(np.triu(predictions.similarity > SIMILAR, k=1))
-    if len(upper):
-        a, b = max(upper.tolist(), key=lambda pair: float(predictions.similarity[pair[0], pair[1]]))
-        yield Problem(
-            f"Look-alikes: {_count(len(upper), 'pair', 'pairs')} of discovered classes with similar "
-            f"prototypes, most so “{names[a]}” and “{names[b]}” (cosine {predictions.similarity[a, b]:.2f})",
+def _look_alikes(sample: Sample, findings: Findings) -> Warnings:
+    pairs = np.triu(sample.similarity, k=1)
+    if (pairs > SIMILAR).any():
+        a, b = (findings.clusters[i].name for i in np.unravel_index(pairs.argmax(), pairs.shape))
+        yield (
+            f"Look-alikes: {_count((pairs > SIMILAR).sum(), 'pair', 'pairs')} of discovered classes with "
+            f"similar prototypes, most so “{a}” and “{b}” (cosine {pairs.max():.2f})",
             "They may be one class: compare their galleries, then merge them (uno classes) or ask for fewer.",
         )
 
 
-def _doubts(findings: Findings) -> Iterator[Problem]:
-    mine = findings.unlabeled
-    if not mine.any():
-        return
-    if (
-        findings.agreement is not None
-        and (agreement := float(findings.agreement[mine].mean())) < LOW_AGREEMENT
-    ):
-        yield Problem(
-            f"Heads disagree: on average only {agreement:.0%} of the other heads confirm an image's class",
+def _doubts(sample: Sample, findings: Findings) -> Warnings:
+    if sample.num_heads > 1 and findings.mean_agreement < LOW_AGREEMENT:
+        yield (
+            f"Heads disagree: on average only {findings.mean_agreement:.0%} of the heads give an image the "
+            "same class",
             "The grouping depends on a head's random start: train longer or try another number of classes.",
         )
-    confidence = float(np.median(findings.confidence[mine]))
-    if confidence < LOW_CONFIDENCE:
-        yield Problem(
-            f"Low confidence: the median probability of an unlabeled image's class is {confidence:.0%}",
+    if findings.median_confidence < LOW_CONFIDENCE:
+        yield (
+            "Low confidence: the median probability of an unlabeled image's class is "
+            f"{findings.median_confidence:.0%}",
             "Treat single predictions with care; training may have been too short.",
         )
     if findings.absorbed > ABSORBED:
-        yield Problem(
+        yield (
             f"{findings.absorbed:.0%} of the unlabeled images are taken for known classes",
             "Expected only if the unlabeled images really contain known classes; otherwise novel ones are "
             "being absorbed.",
         )
 
 
-def _training(facts: Facts) -> Iterator[Problem]:
+def _training(facts: Facts) -> Warnings:
     for phase in ("pretrain", "discover"):
         last = facts.last(phase)
-        step, total, epochs = last.get("step", 0), last.get("total_steps", 0), last.get("epochs", 0)
+        step, total, skipped = (last.get(key, 0) for key in ("step", "total_steps", "skipped_steps"))
         if step < total:
-            yield Problem(
+            yield (
                 f"Unfinished: the {phase} phase stopped at step {step:,} of {total:,}",
                 "The command of the run, given again, resumes it.",
             )
-        skipped = last.get("skipped_steps", 0)
         if skipped:
-            yield Problem(
+            yield (
                 f"{_count(skipped, 'step', 'steps')} of {phase} skipped because the loss was not finite",
-                f"Lower --{phase}.base-lr if there are more than a handful ({epochs} epochs were trained).",
+                f"Lower --{phase}.base-lr if there are more than a handful "
+                f"({last.get('epochs', 0)} epochs were trained).",
             )
     if not facts.entries("discover") and not facts.metrics:
-        yield Problem("No discovery phase is recorded in this directory", "Run uno discover first.")
+        yield "No discovery phase is recorded in this directory", "Run uno discover first."
 
 
-def _results(facts: Facts) -> Iterator[Problem]:
+def _results(facts: Facts) -> Warnings:
     ours = facts.metrics.get("train/novel/task_aware/acc/avg")
     for key, name in (("kmeans", "the frozen features"), ("kmeans_pixels", "the pixels")):
         baseline = facts.metrics.get(f"baseline/{key}/novel/acc")
         if ours is not None and baseline is not None and ours <= baseline:
-            yield Problem(
+            yield (
                 f"No better than k-means: {ours:.1%} of the novel images are right, k-means on {name} gets "
                 f"{baseline:.1%}",
                 "Discovery did not help here; see the learning curves.",
             )
     if facts.bad:
-        yield Problem(
-            f"{_count(len(facts.bad), 'image', 'images')} could not be read and so left out", "Listed below."
-        )
+        images = _count(len(facts.bad), "image", "images")
+        yield f"{images} could not be read and so left out", "Listed below."
     if facts.unreadable:
-        yield Problem(
-            f"{', '.join(facts.unreadable)} could not be read", "What depends on it is missing on this page."
-        )
+        missing = "What depends on it is missing on this page."
+        yield f"{', '.join(facts.unreadable)} could not be read", missing
 
 
-def _list(names: list[str]) -> str:
+def _list(names: Sequence[str]) -> str:
     quoted = [f"“{name}”" for name in names[:4]]
     return ", ".join(quoted) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 

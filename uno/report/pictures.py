@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 
@@ -11,11 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from uno.data.decode import decode_many
-from uno.data.rows import Chosen
-from uno.data.splits import Task
-from uno.report.clusters import Findings
-from uno.report.predictions import Predictions
+from uno.report.facts import Decode, Sample
 
 BUDGET_BYTES = 2_800_000  # of all galleries; the page stays below 5 MB
 SHEET_BYTES = 700_000
@@ -27,7 +22,7 @@ SHEET_COLUMNS = 40
 
 @dataclass(frozen=True)
 class Strip:
-    """Images side by side: what they are, their positions among the predicted rows, one data URI."""
+    """Images side by side: what they are, their positions in the sample, one data URI."""
 
     title: str
     rows: list[int]
@@ -57,66 +52,57 @@ class Album:
     """Draws strips until :data:`BUDGET_BYTES` are spent; after that ``full`` is true.
 
     Args:
-        task: of the run.
-        predictions: rows to choose from.
-        findings: of the same rows.
+        decode: rows of the run.
+        sample: rows to choose from.
         size: side of the stored images.
         num_classes: that share the budget; many classes get fewer, smaller and coarser pictures.
         seed: of the random choice.
     """
 
-    def __init__(
-        self, task: Task, predictions: Predictions, findings: Findings, size: int, num_classes: int, seed: int
-    ) -> None:
-        self._task, self._predictions, self._findings = task, predictions, findings
+    def __init__(self, decode: Decode, sample: Sample, size: int, num_classes: int, seed: int) -> None:
+        self._decode, self._sample = decode, sample
         self._left, self._generator = BUDGET_BYTES, np.random.default_rng([seed, 7])
         many = num_classes > 24
-        self.num = 8 if many else 10
+        self._num, self._quality = (8, 60) if many else (10, 80)
         self.side = min(size, 32 if many else MAX_SIDE)
-        self._quality = 60 if many else 80
         self.full = False
 
     def strips(self, members: NDArray[np.int64]) -> list[Strip]:
-        """Most confident, random and least confident of ``members``, positions among the predicted rows.
+        """Most confident, random and least confident of ``members``, positions in the sample.
 
         Each image is in one strip at most; [] when there are no members or the budget is spent.
         """
         if self.full or not len(members):
             return []
-        ranked = members[np.argsort(-self._findings.confidence[members], kind="stable")]
-        share = min(self.num, -(-len(ranked) // 3))
-        top, rest = ranked[:share], ranked[share:]
-        low = rest[-share:][::-1] if len(rest) else rest
-        middle = rest[: len(rest) - len(low)]
-        random = np.sort(self._generator.permutation(len(middle))[: self.num])
-        chosen = (("Most confident", top), ("Random", middle[random]), ("Least confident", low))
-        strips = [self._strip(title, rows) for title, rows in chosen if len(rows)]
+        ranked = self._ranked(members)
+        share = min(self._num, -(-len(ranked) // 3))
+        rest = ranked[share:]
+        middle, low = rest[:-share], rest[-share:][::-1]
+        random = middle[np.sort(self._generator.permutation(len(middle))[: self._num])]
+        chosen = (("Most confident", ranked[:share]), ("Random", random), ("Least confident", low))
+        strips = [self._strip(title, rows, self.side) for title, rows in chosen if len(rows)]
         self._left -= sum(len(strip.uri) for strip in strips)
         self.full = self._left < 0
         return strips
 
-    def preview(self, members: NDArray[np.int64], num: int = 6) -> Strip | None:
+    def preview(self, members: NDArray[np.int64]) -> Strip | None:
         """The few most confident of ``members``, small."""
-        if not len(members):
-            return None
-        ranked = members[np.argsort(-self._findings.confidence[members], kind="stable")][:num]
-        return self._strip("Most confident", ranked, min(self.side, 28))
+        ranked = self._ranked(members)[:6]
+        return self._strip("Most confident", ranked, min(self.side, 28)) if len(members) else None
 
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
         """One picture of all ``positions``, and its side; coarser until it fits :data:`SHEET_BYTES`."""
         side = min(self.side, SHEET_SIDE)
-        images = self._images(positions, side)
-        uri = ""
+        images = self._decode(self._sample.index[positions], side)[0].numpy()
         for quality in (70, 50, 30, 10):
             uri = encode(images, SHEET_COLUMNS, quality)
             if len(uri) <= SHEET_BYTES:
                 break
         return uri, side
 
-    def _strip(self, title: str, rows: NDArray[np.int64], side: int | None = None) -> Strip:
-        images = self._images(rows, side or self.side)
-        return Strip(title, rows.tolist(), encode(images, len(rows), self._quality))
+    def _ranked(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
+        return members[np.argsort(-self._sample.confidence[members], kind="stable")]
 
-    def _images(self, positions: Sequence[int] | NDArray[np.int64], side: int) -> NDArray[np.uint8]:
-        rows = self._predictions.index[np.asarray(positions)]
-        return decode_many(Chosen(self._task.rows.images, rows), side)[0].numpy()
+    def _strip(self, title: str, rows: NDArray[np.int64], side: int) -> Strip:
+        images = self._decode(self._sample.index[rows], side)[0].numpy()
+        return Strip(title, rows.tolist(), encode(images, len(rows), self._quality))

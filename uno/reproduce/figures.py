@@ -4,52 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.report.maps import EXTENT, MIN_POINTS, choose_points, project
-from uno.report.predictions import Predictions, predict
+from uno.report.charts import COLOURS, Map, choose_points, draw_map, map_groups
+from uno.report.facts import Sample, decoder, look, open_model
 from uno.reproduce.results import Results
 from uno.runs.directory import read_config_tree
-from uno.runs.run import load_trained
-
-COLOURS = 10
 
 
-@dataclass(frozen=True)
-class Group:
-    """The dots of one true class."""
+class Panel(NamedTuple):
+    """A map and its dots, see :func:`uno.report.charts.map_groups`."""
 
-    name: str
-    kind: str
-    colour: int
-    path: str
-    middle: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One map."""
-
-    title: str
-    caption: str
-    groups: list[Group]
+    map: Map
+    groups: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Maps side by side; coordinates are in [0, extent]."""
+    """Maps side by side."""
 
     title: str
     caption: str
     panels: list[Panel]
-    extent: int = EXTENT
 
 
 def draw(found: Results, say: Callable[[str], None]) -> list[Figure]:
@@ -80,19 +64,16 @@ def draw(found: Results, say: Callable[[str], None]) -> list[Figure]:
     return figures
 
 
-def _look(place: str) -> tuple[Task, Predictions, int]:
-    """What a run's model says of its training rows; and the seed of the drawing."""
+def _look(place: str) -> tuple[Task, Sample, int]:
+    """What a run's model says of its rows; and the seed of the drawing."""
     storage = Storage(place)
     config = override(Config(), read_config_tree(storage))
     task = make_task(read_rows(config.data), config.data)
-    model, best_head = load_trained(config, storage, len(task.known), task.num_novel)
-    import torch
-
-    predictions = predict(config, task, model.eval(), best_head, torch.device("cpu"))
-    return task, predictions, config.seed
+    model = open_model(config, storage, task, torch.device("cpu"))
+    return task, look(config, task, model, decoder(task)), config.seed
 
 
-def _all_classes(name: str, task: Task, found: Predictions, seed: int) -> list[Panel]:
+def _all_classes(name: str, task: Task, found: Sample, seed: int) -> list[Panel]:
     rows = np.flatnonzero(task.is_train[found.index])
     rows = rows[choose_points(len(rows), seed)]
     logits = np.concatenate([found.known[rows], found.novel[rows].reshape(len(rows), -1)], axis=1)
@@ -100,14 +81,14 @@ def _all_classes(name: str, task: Task, found: Predictions, seed: int) -> list[P
     return _panels(spaces, task, found, rows, seed)
 
 
-def _novel_classes(task: Task, found: Predictions, seed: int) -> list[Panel]:
+def _novel_classes(task: Task, found: Sample, seed: int) -> list[Panel]:
     rows = np.flatnonzero((task.is_train & (task.labels < 0))[found.index])
     rows = rows[choose_points(len(rows), seed)]
     spaces = [
         ("Shared feature space", found.features[rows]),
         ("Cluster-head logits", found.novel[rows].reshape(len(rows), -1)),
     ]
-    if found.over.size:
+    if found.over is not None:
         spaces.append(("Overclustering-head logits", found.over[rows].reshape(len(rows), -1)))
     return _panels(spaces, task, found, rows, seed)
 
@@ -115,24 +96,12 @@ def _novel_classes(task: Task, found: Predictions, seed: int) -> list[Panel]:
 def _panels(
     spaces: list[tuple[str, NDArray[np.float32]]],
     task: Task,
-    found: Predictions,
+    found: Sample,
     rows: NDArray[np.int64],
     seed: int,
 ) -> list[Panel]:
-    """One map for each space; rows are positions among the predicted ones."""
-    if len(rows) < MIN_POINTS:
-        return []
-    truth = task.eval_labels[found.index[rows]]
-    names, panels = [*task.known, *task.novel], []
-    for title, data in spaces:
-        with threadpool_limits(1):  # as in uno.report.maps
-            how, xy = project(data, seed)
-        groups = []
-        for index in np.unique(truth[truth >= 0]):
-            mine = xy[truth == index]
-            path = "".join(f"M{x} {y}h0" for x, y in mine)
-            x, y = np.median(mine, axis=0).astype(int).tolist()
-            kind = "known" if index < task.num_known else "novel"
-            groups.append(Group(names[index], kind, int(index) % COLOURS, path, (x, y)))
-        panels.append(Panel(title, f"{len(rows):,} images; {how}.", groups))
-    return panels
+    """One map for each space; rows are positions in the sample."""
+    truth, names = task.eval_labels[found.index[rows]], [*task.known, *task.novel]
+    colours = [i % COLOURS for i in range(len(names))]
+    drawn = [draw_map(title, f"{len(rows):,} images.", data, seed) for title, data in spaces]
+    return [Panel(m, map_groups(truth, names, task.num_known, colours, [m])) for m in drawn if m is not None]

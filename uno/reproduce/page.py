@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import io
 import json
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from markupsafe import Markup
 
 from uno.data.files import Storage
-from uno.report.charts import Chart, line_chart
-from uno.report.page import environment
-from uno.report.text import visible
+from uno.report.charts import Chart, Series, line_chart
+from uno.report.page import render, visible
 from uno.reproduce.definitions import DIGITS, Benchmark, Evaluation, Row
 from uno.reproduce.figures import Figure
 from uno.reproduce.published import Column
@@ -270,29 +266,24 @@ def charts(found: Results) -> list[Chart]:
     return [chart for chart in drawn if chart is not None]
 
 
-def _points(name: str, values: dict[int, float]) -> tuple[str, list[tuple[float, float]]]:
-    return name, [(float(x), y) for x, y in sorted(values.items())]
+def _points(name: str, values: dict[int, float]) -> Series:
+    return Series(name, [(float(x), y) for x, y in sorted(values.items())])
 
 
 def html(found: Results, command: str, figures: list[Figure]) -> str:
     """One page that opens from disk: no script, no request."""
-    style = (resources.files("uno.report") / "templates" / "report.css").read_text("utf-8")
-    page = (
-        environment()
-        .get_template("reproduce.html")
-        .render(
-            table=found.table,
-            style=Markup(style),
-            grids=[("Results", results_grid(found)), ("Effects", effects_grid(found))],
-            explanations=explanations(found),
-            decision=decision(found),
-            charts=charts(found),
-            figures=figures,
-            facts=facts(found, command),
-            generated=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        )
+    return render(
+        "reproduce.html",
+        {
+            "table": found.table,
+            "grids": [("Results", results_grid(found)), ("Effects", effects_grid(found))],
+            "explanations": explanations(found),
+            "decision": decision(found),
+            "charts": charts(found),
+            "figures": figures,
+            "facts": facts(found, command),
+        },
     )
-    return page.encode("utf-8", "replace").decode()
 
 
 # ------------------------------------------------------------------------------------------------------ files

@@ -16,9 +16,9 @@ from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.report import maps, open_task, write_report
-from uno.report.predictions import Predictions
-from uno.report.text import percent, visible
+from uno.report import charts, open_task, write_report
+from uno.report.facts import Sample
+from uno.report.page import percent, visible
 from uno.results.evaluate import PROTOCOLS
 
 CONFIG = small_config()
@@ -179,8 +179,8 @@ def test_fifty_and_fifty_classes_stay_below_five_megabytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Noise compresses worst, and here every class has a full gallery."""
-    monkeypatch.setattr(Predictions, "outputs", lambda self, head: self.index % 100)
-    monkeypatch.setattr(maps, "project", lambda data, seed: ("at random", _scattered(len(data))))
+    monkeypatch.setattr(Sample, "output", property(lambda self: self.index % 100))
+    monkeypatch.setattr("uno.report.draw_map", lambda *map_: charts.Map("t", "c", _scattered(len(map_[2]))))
     config = small_config(**{"data.store_size": 32, "augment.large.size": 8})
     generator = np.random.default_rng(0)
     names = [f"class {i}" for i in range(100)]

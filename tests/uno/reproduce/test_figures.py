@@ -10,14 +10,15 @@ from uno import methods
 from uno.config import Config, dump_yaml
 from uno.data.files import Storage
 from uno.data.splits import Task
+from uno.report.charts import EXTENT, Map
 from uno.reproduce import figures, page
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 
 
-def at_once(data: np.ndarray, seed: int) -> tuple[str, np.ndarray]:
+def at_once(title: str, caption: str, data: np.ndarray, seed: int) -> Map:
     """Instead of t-SNE: remembers what it was to draw."""
     SEEN.append(data.shape)
-    return "at random", np.random.default_rng(seed).integers(0, figures.EXTENT, (len(data), 2))
+    return Map(title, caption, np.random.default_rng(seed).integers(0, EXTENT, (len(data), 2)))
 
 
 SEEN: list[tuple[int, ...]] = []
@@ -45,27 +46,27 @@ def results(tmp_path):
 
 def test_both_figures(results, monkeypatch):
     """Kills: unlabeled rows left out of Fig. 4, labeled ones in the appendix's, logits of one head."""
-    monkeypatch.setattr(figures, "project", at_once)
+    monkeypatch.setattr(figures, "draw_map", at_once)
     SEEN.clear()
     said: list[str] = []
     four, appendix = figures.draw(results, said.append)
     assert len(said) == 2
-    assert [panel.title for panel in four.panels] == [
+    assert [panel.map.title for panel in four.panels] == [
         "UNO: shared feature space", "UNO: logits", "RS+: shared feature space", "RS+: logits",
     ]  # fmt: skip
-    assert [panel.title for panel in appendix.panels] == [
+    assert [panel.map.title for panel in appendix.panels] == [
         "Shared feature space", "Cluster-head logits", "Overclustering-head logits",
     ]  # fmt: skip
     # 120 of the training rows, 60 of them unlabeled; 2 heads of 5 clusters, 15 overclusters; RS+ has one head
     assert SEEN == [(120, 64), (120, 15), (120, 64), (120, 10), (60, 64), (60, 10), (60, 30)]
     assert all(len(panel.groups) == 10 for panel in four.panels)
-    assert [g.kind for g in four.panels[0].groups] == ["known"] * 5 + ["novel"] * 5
-    assert {g.kind for panel in appendix.panels for g in panel.groups} == {"novel"}
-    assert sum(g.path.count("M") for g in four.panels[0].groups) == 120
+    assert [g["kind"] for g in four.panels[0].groups] == ["known"] * 5 + ["novel"] * 5
+    assert {g["kind"] for panel in appendix.panels for g in panel.groups} == {"novel"}
+    assert sum(g["paths"][0].count("M") for g in four.panels[0].groups) == 120
 
 
 def test_a_missing_run_leaves_its_maps_out(results, monkeypatch):
-    monkeypatch.setattr(figures, "project", at_once)
+    monkeypatch.setattr(figures, "draw_map", at_once)
     (results.output / "cells" / "digits-rs-plus-seed0" / "metrics.json").unlink()
     four, appendix = figures.draw(results, lambda line: None)
     assert len(four.panels) == 2 and len(appendix.panels) == 3
@@ -73,7 +74,7 @@ def test_a_missing_run_leaves_its_maps_out(results, monkeypatch):
 
 def test_class_names_are_inert_on_the_page(results, monkeypatch):
     """Kills: a class name that runs in a browser."""
-    monkeypatch.setattr(figures, "project", at_once)
+    monkeypatch.setattr(figures, "draw_map", at_once)
 
     def hostile(*_: object) -> Task:
         return hostile_task(small_config(), rows_per_class=20)

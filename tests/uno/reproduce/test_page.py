@@ -99,4 +99,4 @@ def test_curves_over_the_number_of_classes(tmp_path):
     charts = page.charts(found(tmp_path, table, 2))
     assert [line.name for line in charts[0].lines] == ["UNO", "RS", "RS+", "chance"]
     assert {line.name: line.last for line in charts[1].lines} == {"RS": "11.1", "RS+": "11.1"}
-    assert not any(line.single for line in charts[0].lines)
+    assert not any("point" in line.kind for line in charts[0].lines)

@@ -1,0 +1,240 @@
+"""What the page says and shows: classes, warnings, commands, drawings, pictures."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pillow
+
+from pipelines.options import parse
+from tests.uno.report.runs import hostile_task, small_config, write_run
+from uno.config import flatten, override, to_dict
+from uno.data.sources import read_rows
+from uno.data.splits import Task, make_task
+from uno.presets import preset
+from uno.report import charts, checks, origin, page, pictures
+from uno.report.facts import Facts, Sample, choose_rows, decoder, find, look, open_model
+from uno.results.infer import align_heads, score
+
+
+def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
+    """Every head is sure of ``outputs`` (M,)."""
+    num, num_novel = len(task.rows), task.num_novel
+    known = np.where(np.arange(task.num_known) == outputs[:, None], 0.9, -0.1).astype(np.float32)
+    novel = np.where(np.arange(num_novel) == outputs[:, None] - task.num_known, 0.9, -0.1).astype(np.float32)
+    return Sample(
+        np.arange(num),
+        np.random.default_rng(0).normal(size=(num, 8)).astype(np.float32),
+        known,
+        novel[:, None].repeat(num_heads, axis=1),
+        None,
+        outputs[:, None].repeat(num_heads, axis=1),
+        np.full(num, 0.99, np.float32),
+        np.eye(num_novel, dtype=np.float32),
+        0,
+        num,
+    )
+
+
+@pytest.fixture(scope="module")
+def digits() -> Task:
+    config = small_config(**{"data.limit": 200})
+    return make_task(read_rows(config.data), config.data)
+
+
+def names_of(task: Task) -> list[str]:
+    return [*task.known, *(f"novel-{i + 1}" for i in range(task.num_novel))]
+
+
+def warned(task: Task, sample: Sample, facts: Facts | None = None) -> str:
+    findings = find(task, sample, names_of(task))
+    return " | ".join(seen for seen, _ in checks.warnings(small_config(), facts or Facts(), sample, findings))
+
+
+def test_classes_are_those_of_the_best_head(digits: Task) -> None:
+    sample = sample_of(digits, digits.eval_labels)
+    sample.votes[:, 1] = 0
+    found = find(digits, sample, names_of(digits))
+    unlabeled = (digits.labels < 0) & digits.is_train
+    sizes = [int((unlabeled & (digits.eval_labels == 5 + k)).sum()) for k in range(5)]
+    assert [c.count for c in found.clusters] == sizes
+    assert [c.majority for c in found.clusters] == [(name, 1.0) for name in digits.novel]
+    assert found.absorbed == 0 and found.mean_agreement == pytest.approx(2 / 3)
+    assert np.allclose(found.pairs, [[1, 0, 1], [0, 1, 0], [1, 0, 1]])
+
+
+def test_agreement_is_that_of_the_predictions(tmp_path: Path) -> None:
+    """Kills: an alignment of heads of the report's own, the best head left out or counted by luck."""
+    config = small_config(**{"data.limit": 120, "model.num_heads": 3})
+    task = make_task(read_rows(config.data), config.data)
+    storage = write_run(tmp_path, config, task)
+    model = open_model(config, storage, task, torch.device("cpu"))
+    sample = look(config, task, model, decoder(task))
+    pixels, _ = decoder(task)(np.arange(len(task.rows)), config.data.store_size)
+    known, novel, _ = model.cosines(pixels)
+    unlabeled = torch.from_numpy(task.is_train & (task.labels < 0))
+    alignment = align_heads(novel[:, unlabeled], model.best_head)
+    temperature = config.objective.temperature
+    expected = score(known, novel, temperature, model.best_head, model.classes, alignment)
+    found = find(task, sample, names_of(task))
+    assert (sample.output == expected[0].numpy()).all()
+    assert np.allclose(sample.confidence, expected[1].numpy(), atol=1e-6)
+    assert np.allclose(found.agreement, expected[4].numpy())
+
+
+def test_images_at_hand_are_not_decoded_again(digits: Task) -> None:
+    pixels, ok = decoder(digits)(np.arange(len(digits.rows)), 8)
+    assert ok.all()
+    hidden = replace(digits, rows=replace(digits.rows, images=np.zeros((len(ok), 1, 1, 3), np.uint8)))
+    again, readable = decoder(hidden, (pixels, ok))(np.array([7, 3]), 8)
+    assert (again == pixels[[7, 3]]).all() and readable.all()
+    half = decoder(hidden, (pixels, ok))(np.array([7]), 4)[0]
+    assert half.shape == (1, 3, 4, 4) and abs(half.float().mean() - pixels[7].float().mean()) < 1
+
+
+def test_a_good_run_has_no_cluster_warnings(digits: Task) -> None:
+    titles = warned(digits, sample_of(digits, digits.eval_labels))
+    assert titles.startswith("Few images per cluster") and titles.count("|") == 1  # 100 rows, no journal
+
+
+def test_warnings_about_sizes(digits: Task) -> None:
+    truth = digits.eval_labels
+    assert "Collapse: 1 of 5 discovered classes" in warned(
+        digits, sample_of(digits, np.where(truth == 9, 8, truth))
+    )
+    uneven = truth.copy()
+    uneven[np.flatnonzero(truth == 9)[4:]] = 8
+    assert "Imbalance: “novel-4”" in warned(digits, sample_of(digits, uneven))
+    absorbed = sample_of(digits, np.where(truth == 7, 1, truth))
+    assert "of the unlabeled images are taken for known classes" in warned(digits, absorbed)
+    assert "Collapse: 5 of 5" in warned(digits, sample_of(digits, truth * 0))
+
+
+def test_warnings_about_doubt(digits: Task) -> None:
+    sure = sample_of(digits, digits.eval_labels)
+    twins = sure.similarity.copy()
+    twins[1, 3] = twins[3, 1] = 0.9
+    assert "Look-alikes: 1 pair " in warned(digits, replace(sure, similarity=twins))
+    votes = sure.votes.copy()
+    votes[:, 1:] = np.random.default_rng(0).integers(0, 10, votes[:, 1:].shape)
+    assert "Heads disagree" in warned(digits, replace(sure, votes=votes))
+    assert "Heads disagree" not in warned(digits, replace(sure, votes=votes[:, :1]))
+    assert "Low confidence" in warned(digits, replace(sure, confidence=sure.confidence * 0.4))
+
+
+def test_warnings_about_training(digits: Task) -> None:
+    line = {"phase": "discover", "step": 5, "total_steps": 10, "skipped_steps": 2, "epochs": 1}
+    facts = Facts({"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5}, journal=[line])
+    titles = warned(digits, sample_of(digits, digits.eval_labels), facts)
+    assert "Unfinished: the discover phase stopped at step 5 of 10" in titles
+    assert "2 steps of discover skipped" in titles and "No better than k-means: 40.0%" in titles
+
+
+def test_a_sample_keeps_the_shares(digits: Task) -> None:
+    rows = choose_rows(digits, 100, seed=0)
+    assert len(rows) <= 100 and (np.diff(rows) > 0).all() and (choose_rows(digits, 100, 0) == rows).all()
+    assert abs(digits.is_train[rows].mean() - digits.is_train.mean()) < 0.03
+    assert (choose_rows(digits, 10_000, 0) == np.arange(len(digits.rows))).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"objective.concat": False, "train.max_steps": 3, "data.limit": 7},
+        {"data.source": "folder:/a b/'c'", "data.mean": (0.1, 0.2, 0.3), "data.known_classes": "first:2"},
+        {"data.labeled": "/x/one", "data.unlabeled": "/x/two", "data.known_classes": None},
+        {"preset": "custom", "data.source": "parquet:/d", "data.known_classes": None, "data.num_novel": 4},
+    ],
+)
+def test_the_printed_command_leads_to_the_configuration(changes: dict[str, object]) -> None:
+    """Kills: a flag that the command line does not know, a lost quote, a difference left out."""
+    config = override(preset("digits"), changes)
+    argv = shlex.split(origin.command_line(config))
+    again = parse(argv[2:], argv[1]).config
+    skipped = {"output"} if config.data.labeled is None else {"output", "data.source"}
+    kept, want = ({k: v for k, v in flatten(to_dict(c)).items() if k not in skipped} for c in (again, config))
+    assert kept == want
+
+
+def test_formats() -> None:
+    assert page.visible("a\nb\u202ec") == "a\\nb\\u202ec" and page.visible("é א") == "é א"
+    assert len(page.visible("x" * 400)) == 300 and page.short("abcdef", 4) == "abc…"
+    assert [page.duration(s) for s in (7.4, 700, 11100)] == ["7 s", "12 min", "3 h 05 min"]
+    assert page.percent(0.12345) == "12.3"
+
+
+def test_training_time_counts_each_step_once() -> None:
+    entries = [{"step": step, "images_per_s": speed} for step, speed in ((10, 100.0), (20, 50.0), (20, 1.0))]
+    assert origin.training_seconds(entries, 100) == pytest.approx(10 + 20)
+
+
+def test_line_chart_places_points_and_skips_nan() -> None:
+    points = [(0, 0.0), (10, 2.0), (5, float("nan"))]
+    chart = charts.line_chart("t", "step", [charts.Series("a", points)], [charts.Dot(5, 1, "best", "words")])
+    assert chart is not None and chart.lines[0].path == f"M0 {charts.HEIGHT}L{charts.WIDTH} 0"
+    assert chart.dots == [charts.Dot(charts.WIDTH / 2, charts.HEIGHT / 2, "best", "words")]
+    assert [label for _, label in chart.y_ticks] == ["0", "0.5", "1", "1.5", "2"]
+    assert charts.line_chart("t", "x", [charts.Series("a", [])]) is None
+    many = charts.line_chart("t", "x", [charts.Series("a", [(i, 1.0) for i in range(9999)])])
+    assert many is not None and many.lines[0].path.count("L") < charts.MAX_CURVE_POINTS
+
+
+def test_matrix_columns_follow_the_matching() -> None:
+    counts, names = np.array([[0, 9, 1], [7, 0, 0]]), (["a", "b"], ["x", "y", "z"])
+    figure = charts.matrix("k", "t", "c", counts, names, np.array([1, 0]), 1)
+    assert figure is not None and figure.column_names == ["y", "x", "z"]
+    assert (figure.correct, figure.total) == (16, 17)
+    assert figure.cells == [[0, 0, 9], [0, 2, 1], [1, 1, 7]]
+    assert figure.outline == "M0 0h1v1h-1zM1 1h1v1h-1z"
+    assert figure.confusions == [("a", "z", 1, pytest.approx(0.1))]
+    assert charts.matrix("k", "t", "c", counts * 0, names, np.array([1, 0]), 1) is None
+
+
+def test_maps_repeat_and_keep_groups_apart() -> None:
+    data = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
+    first, second = (charts.draw_map("t", "c", data, 1) for _ in range(2))
+    assert first is not None and second is not None and (first.xy == second.xy).all()
+    assert first.xy.min() >= 0 and first.xy.max() <= charts.EXTENT
+    classes = np.arange(60) % 3 - 1
+    groups = charts.map_groups(classes, ["a", "b"], 1, [4, 5], [first])
+    assert [(g["kind"], g["colour"]) for g in groups] == [
+        ("none", "k-none"),
+        ("known", "k4"),
+        ("novel", "k5"),
+    ]
+    assert all(g["paths"][0].count("M") == 20 for g in groups)
+
+
+@pytest.mark.parametrize("noise", [0, 1e-8])
+def test_identical_images_have_no_map(noise: float) -> None:
+    """t-SNE would divide by zero, then crash."""
+    generator = np.random.default_rng(0)
+    data = np.tile(generator.normal(size=8), (50, 1)) + noise * generator.normal(size=(50, 8))
+    assert charts.draw_map("t", "c", data.astype(np.float32), 0) is None
+    assert charts.draw_map("t", "c", np.eye(4, dtype=np.float32), 0) is None  # too few
+
+
+def test_pictures_are_in_order() -> None:
+    images = np.array([10, 20, 30], np.uint8)[:, None, None, None] + np.zeros((3, 3, 8, 8), np.uint8)
+    data = pictures.encode(images, 2, 80).partition("base64,")[2]
+    picture = np.asarray(Pillow.open(BytesIO(base64.b64decode(data))))
+    assert picture.shape == (16, 16) and picture[0, 0] == 10 and picture[0, 8] == 20 and picture[8, 0] == 30
+
+
+def test_strips_show_each_image_once() -> None:
+    task = hostile_task(small_config(), rows_per_class=10)
+    album = pictures.Album(decoder(task), sample_of(task, task.eval_labels), 8, 10, seed=0)
+    strips = album.strips(np.arange(25))
+    rows = [row for strip in strips for row in strip.rows]
+    assert len(strips) == 3 and len(set(rows)) == len(rows)
+    assert [s.title for s in album.strips(np.arange(1))] == ["Most confident"]
+    album.full = True
+    assert album.strips(np.arange(5)) == []
