@@ -24,20 +24,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import safetensors.torch
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from benchmarks.measure import environment, medians, spread, take_turns
-from uno.config import dump_yaml, override
+from uno.config import override
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_inputs
 from uno.model import build_model
 from uno.presets import preset
-from uno.results.infer import load_classifier, predict_rows, read_model_files
-from uno.results.predictions import PredictionWriter
+from uno.results.infer import decoder, load_classifier, read_model_files, save_model
+from uno.results.predictions import PredictionWriter, predict_rows
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "cifar10-jpeg"
 BATCH = 256
@@ -84,16 +83,7 @@ def write_run(folder: Path) -> None:
     """An untrained CIFAR10 model as a run directory."""
     config = override(preset("cifar10"), {"data.source": "digits"})
     model = build_model(config.model, 5, 5, seed=0)
-    weights = model.state_dict()
-    heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
-    classes = [{"index": i, "name": str(i), "kind": "known" if i < 5 else "novel"} for i in range(10)]
-    facts = {"best_head": 0, "classes": classes, "alignment": [list(range(5))] * config.model.num_heads}
-    (folder / "model").mkdir(parents=True)
-    (folder / "model" / "config.yaml").write_text(dump_yaml(config))
-    (folder / "model" / "classes.json").write_text(json.dumps(facts))
-    (folder / "model" / "encoder.safetensors").write_bytes(safetensors.torch.save(encoder))
-    (folder / "model" / "heads.safetensors").write_bytes(safetensors.torch.save(heads))
+    save_model(config, Storage(str(folder)), model, 0, [str(i) for i in range(5)])
 
 
 def main() -> int:
@@ -138,7 +128,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     def here() -> None:
         writer = PredictionWriter(output(), rows, model, embedding=False)
-        predict_rows(model, rows, writer)
+        predict_rows(model, decoder(model, rows), writer)
         found["uno"] = pq.read_table(folder / "out")["class_index"].to_numpy()
 
     methods = {"plain": loop, "uno --workers 0": here}
@@ -154,7 +144,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
             def on_ray() -> None:
                 writer = PredictionWriter(output(), rows, model, embedding=False)
-                predict_on_ray(ray, config, read_model_files(storage), rows, writer, lambda done, total: None)
+                predict_on_ray(ray, config, read_model_files(storage), writer, lambda done, total: None)
 
             methods[f"uno --workers {options.workers}"] = on_ray
             seconds = take_turns(methods, options.repeats)

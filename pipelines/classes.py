@@ -65,39 +65,34 @@ def _apply(storage: Storage, model: Classifier, edited: list[OutputClass]) -> st
     if found is None:
         storage.write(name, data)
         return "applied to the model; the run has no predictions"
-    if (found.model_hash, found.routes) == (model.model_hash, routes_hash(edited)):
+    if (found["model_hash"], found["routes"]) == (model.model_hash, routes_hash(edited)):
         storage.write(name, data)
         predictions.rename(storage, edited)
         return "applied to model and predictions"
     task = own_task(model.config)  # before anything is written
     storage.write(name, data)
-    summary = predict_run(model.config, storage, task)
+    _, summary = predict_run(model.config, storage, task)
     return f"applied to the model; {summary.rows:,} rows predicted again: {summary.path}"
 
 
 def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     """What the discovered classes look like; nothing where the run's data cannot be read any more."""
-    import torch
-
     from pipelines.console import say
     from pipelines.inference import own_task, unlabeled_rows
     from uno.errors import UnoError
     from uno.results.classes import suggest
-    from uno.results.infer import sample_cosines
+    from uno.results.infer import decoder, sample_cosines
 
     try:
-        rows = unlabeled_rows(own_task(model.config))
-        parts = [
-            (features.cpu(), known.cpu(), torch.cat([known, novel[model.best_head]], dim=-1).argmax(-1).cpu())
-            for known, novel, features in sample_cosines(model, rows)
-        ]
+        task = own_task(model.config)
+        sample = sample_cosines(model, decoder(model, task.rows), unlabeled_rows(task))
     except UnoError as error:
         say(f"warning: no suggestions, the run's data cannot be read: {error}")
         return {}
-    if not parts:
+    if sample is None:
         return {}
-    features, known, predicted = (torch.cat(column) for column in zip(*parts, strict=True))
-    return suggest(features, known, predicted, model.classes)
+    known, novel, features = sample
+    return suggest(known, novel[model.best_head], features, model.classes)
 
 
 def _lines(classes: Sequence[OutputClass]) -> list[str]:

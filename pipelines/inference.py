@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from pipelines import ray_env
 from pipelines.blocks import image_columns, images_of, pixel_column
@@ -32,13 +33,14 @@ from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.results.infer import (
     Classifier,
+    Decode,
     build_classifier,
+    decoder,
     load_classifier,
-    predict_rows,
     read_model_files,
     with_alignment,
 )
-from uno.results.predictions import PredictionWriter, Summary, result_table
+from uno.results.predictions import PredictionWriter, Summary, predict_rows, result_table
 from uno.runs.hardware import local_device
 
 OPTIONS = (
@@ -70,13 +72,20 @@ def predict_job(target: str, argv: Sequence[str], embedding: bool) -> int:
     rows = _limited(rows, limit)
     output = Storage(os.path.expanduser(str(given.get("output", storage.uri))))
     model = _aligned(model, storage, config)
+    writer = PredictionWriter(output, rows, model, embedding, replace="output" not in given)
     with on_stop(_stop):
-        summary = _predict(config, model, storage, rows, output, embedding, replace="output" not in given)
+        summary = _predict(config, model, storage, decoder(model, rows, config.compute.threads), writer)
     say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
     return 0
 
 
-def predict_run(config: Config, storage: Storage, task: Task) -> Summary:
+def predict_run(
+    config: Config,
+    storage: Storage,
+    task: Task,
+    model: Classifier | None = None,
+    images: tuple[Tensor, Sequence[str | None]] | None = None,
+) -> tuple[Classifier, Summary]:
     """The last step of a run: ``predictions.parquet`` in its directory, for every row of its own data.
 
     On Ray where the run was and there are many rows. Predictions of an earlier model are replaced.
@@ -85,15 +94,22 @@ def predict_run(config: Config, storage: Storage, task: Task) -> Summary:
         config: of the run.
         storage: of the run, with ``model/`` in it.
         task: its rows.
+        model: that of ``model/``, where it is loaded.
+        images: what ``decode_many`` gave for all rows, where the run has it in memory.
+
+    Returns:
+        The model, its heads aligned, and what was written.
 
     Raises:
         UnoError: as ``uno predict``.
     """
-    if len(task.rows) < RAY_PAYS_ROWS:
+    if images is not None or len(task.rows) < RAY_PAYS_ROWS:
         config = override(config, {"compute.workers": 0})
-    model = load_classifier(storage)
-    model = with_alignment(model, storage, unlabeled_rows(task), config.compute.threads)
-    return _predict(config, model, storage, task.rows, storage, embedding=False, replace=True)
+    model = load_classifier(storage) if model is None else model
+    decode = decoder(model, task.rows, config.compute.threads, images)
+    model = with_alignment(model, storage, decode, unlabeled_rows(task))
+    writer = PredictionWriter(storage, task.rows, model, embedding=False, replace=True)
+    return model, _predict(config, model, storage, decode, writer)
 
 
 def own_task(config: Config) -> Task:
@@ -105,24 +121,17 @@ def own_task(config: Config) -> Task:
     return make_task(read_rows(config.data), config.data)
 
 
-def unlabeled_rows(task: Task) -> Rows:
-    """The training rows whose classes were discovered."""
-    return task.rows.take(np.flatnonzero(task.is_train & (task.labels < 0)))
+def unlabeled_rows(task: Task) -> np.ndarray:
+    """Numbers of the training rows whose classes were discovered."""
+    return np.flatnonzero(task.is_train & (task.labels < 0))
 
 
 def _predict(
-    config: Config,
-    model: Classifier,
-    storage: Storage,
-    rows: Rows,
-    output: Storage,
-    embedding: bool,
-    replace: bool,
+    config: Config, model: Classifier, storage: Storage, decode: Decode, writer: PredictionWriter
 ) -> Summary:
     """Here or on Ray, as ``config.compute`` says."""
-    writer = PredictionWriter(output, rows, model, embedding, replace)
     if writer.num_done and not writer.complete:
-        say(f"{writer.num_done:,} of {len(rows):,} rows are there already; continuing")
+        say(f"{writer.num_done:,} of {writer.num_rows:,} rows are there already; continuing")
     with _progress(writer.num_done) as show:
         if writer.complete:
             return writer.finish()
@@ -130,17 +139,15 @@ def _predict(
             files = read_model_files(storage)
             say(ray_env.starting_line(config.compute.workers))
             with ray_env.connect() as ray:
-                return predict_on_ray(ray, config, files, rows, writer, show)
-        device = local_device(config)
+                return predict_on_ray(ray, config, files, writer, show)
         torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
-        return predict_rows(model.to(device), rows, writer, config.compute.threads, show)
+        return predict_rows(model.to(local_device(config)), decode, writer, show)
 
 
 def predict_on_ray(
     ray: Any,
     config: Config,
     files: Mapping[str, bytes],
-    rows: Rows,
     writer: PredictionWriter,
     on_progress: Callable[[int, int], None],
 ) -> Summary:
@@ -152,8 +159,7 @@ def predict_on_ray(
         ray: the connected module.
         config: says how many actors and on what.
         files: the model, see :func:`uno.results.infer.read_model_files`.
-        rows: N rows.
-        writer: of the same rows.
+        writer: of the rows.
         on_progress: called with (rows done, N).
 
     Raises:
@@ -161,7 +167,7 @@ def predict_on_ray(
     """
     resources = worker_resources(config, ray.cluster_resources())
     model = build_classifier(files)
-    num_workers = config.compute.workers
+    num_workers, rows = config.compute.workers, writer.rows
     blocks = [_block(rows, index) for index in writer.batches(model.batch_rows)]
     images, _ = base(rows.images, np.empty(0, np.int64))
     decode = partial(_decode, size=model.size, images=images if isinstance(images, ParquetImages) else None)
@@ -263,7 +269,8 @@ def _aligned(model: Classifier, storage: Storage, config: Config) -> Classifier:
         return model
     try:
         task = own_task(config)
-        return with_alignment(model, storage, unlabeled_rows(task), config.compute.threads)
+        decode = decoder(model, task.rows, config.compute.threads)
+        return with_alignment(model, storage, decode, unlabeled_rows(task))
     except UnoError as error:
         say(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
         return model

@@ -181,7 +181,7 @@ def test_export_writes_and_says_what(run, tmp_path, capsys):
 def test_predict_run_replaces_what_an_earlier_model_said(run):
     model = load_classifier(Storage(str(run)))
     task = inference.own_task(model.config)
-    first = inference.predict_run(model.config, Storage(str(run)), task)
+    _, first = inference.predict_run(model.config, Storage(str(run)), task)
     assert (first.rows, first.ok, first.bad) == (1797, 1797, 0)
     heads = run / "model" / "heads.safetensors"
     weights = safetensors.torch.load(heads.read_bytes())

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from PIL import Image
 
@@ -19,7 +18,7 @@ from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.model import UnoModel
 from uno.presets import preset
-from uno.results.infer import Classifier, load_classifier
+from uno.results.infer import Classifier, load_classifier, save_model
 
 TINY = {
     "model.width": 4, "model.num_heads": 3, "model.overcluster_factor": 2, "model.hidden_dim": 16,
@@ -38,20 +37,13 @@ def write_model(run: Path, aligned: bool = True, num_novel: int = 5, **overrides
             buffer.uniform_(0.5, 2, generator=generator)
     if model.eval().projector is not None:
         _spread_prototypes_(model, config)
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
-    heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    classes = [{"index": i, "name": str(i), "kind": "known"} for i in range(5)]
-    classes += [{"index": 5 + i, "name": f"novel-{i + 1}", "kind": "novel"} for i in range(num_novel)]
-    facts: dict[str, Any] = {"best_head": min(1, model.num_heads - 1), "classes": classes}
+    storage, best_head = Storage(str(run)), min(1, model.num_heads - 1)
+    save_model(config, storage, model, best_head, [str(i) for i in range(5)])
+    storage.write("config.yaml", dump_yaml(config).encode())
     if aligned:
+        facts = json.loads(storage.read("model/classes.json"))
         facts["alignment"] = [list(range(num_novel))] * model.num_heads
-    (run / "model").mkdir(parents=True)
-    (run / "config.yaml").write_text(dump_yaml(config))
-    (run / "model" / "config.yaml").write_text(dump_yaml(config))
-    (run / "model" / "classes.json").write_text(json.dumps(facts))
-    (run / "model" / "encoder.safetensors").write_bytes(safetensors.torch.save(encoder))
-    (run / "model" / "heads.safetensors").write_bytes(safetensors.torch.save(heads))
+        storage.write("model/classes.json", json.dumps(facts).encode())
     return config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
@@ -13,12 +14,12 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.data.decode import BadImage, decode_many, readable, to_rgb
+from uno.data.decode import BadImage, decoded, readable, to_rgb
 from uno.data.files import Storage
 from uno.data.rows import Image
 from uno.errors import ConfigError
 from uno.results.classes import OutputClass
-from uno.results.infer import Classifier, Scores, load_classifier
+from uno.results.infer import NUMBERS, Classifier, Scores, load_classifier, score_rows
 
 ImageLike = str | PathLike[str] | bytes | np.ndarray | PIL.Image.Image
 
@@ -68,11 +69,7 @@ class Predictions:
             class_index=None if index < 0 else index,
             class_name=self.class_name[row],
             kind=self.kind[row],
-            probability=float(self.probability[row]),
-            margin=float(self.margin[row]),
-            entropy=float(self.entropy[row]),
-            head_agreement=float(self.head_agreement[row]),
-            known_mass=float(self.known_mass[row]),
+            **{name: float(getattr(self, name)[row]) for name in NUMBERS},
             reason=self.reason[row],
         )
 
@@ -102,42 +99,33 @@ class Model:
             ConfigError: something else (it is a ValueError). Unreadable files are rows with a reason instead.
         """
         items = _items(images)
-        size, step = self._classifier.size, self._classifier.batch_rows
-        parts: list[Scores] = []
+        broken = {row: str(item) for row, item in enumerate(items) if isinstance(item, BadImage)}
+        encoded: list[Image] = [b"" if isinstance(item, BadImage) else item for item in items]
+        model = self._classifier
         reason: list[str | None] = []
-        for start in range(0, len(items), step):
-            batch = items[start : start + step]
-            encoded: list[Image] = [b"" if isinstance(item, BadImage) else item for item in batch]
-            pixels, reasons = decode_many(encoded, size)
-            reason += [str(a) if isinstance(a, BadImage) else b for a, b in zip(batch, reasons, strict=True)]
-            ok = readable(reasons)
-            if ok.any():
-                parts.append(self._classifier.score(pixels[torch.from_numpy(ok)]))
-        return self._predictions(parts, reason)
-
-    def _predictions(self, parts: Sequence[Scores], reason: list[str | None]) -> Predictions:
-        readable = np.array([text is None for text in reason], dtype=bool)
+        parts: list[Scores] = []
+        batches = np.split(np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows))
+        for index, reasons, scores in score_rows(model, partial(decoded, encoded, size=model.size), batches):
+            reason += [broken.get(row, text) for row, text in zip(index.tolist(), reasons, strict=True)]
+            parts += [] if scores is None else [scores]
+        ok = readable(reason)
 
         def column(name: str, *width: int) -> np.ndarray:
             empty = np.int64(-1) if name == "class_index" else np.float32("nan")
             full = np.full((len(reason), *width), empty)
             if parts:
-                full[readable] = np.concatenate([getattr(part, name).numpy() for part in parts])
+                full[ok] = np.concatenate([getattr(part, name).numpy() for part in parts])
             return full
 
         index = column("class_index")
-        features = int(self._classifier.module.encoder.num_features)  # type: ignore[arg-type]
+        classes = [self.classes[i] if i >= 0 else None for i in index.tolist()]
         return Predictions(
             class_index=index,
-            class_name=[None if i < 0 else self.classes[i].name for i in index.tolist()],
-            kind=[None if i < 0 else self.classes[i].kind for i in index.tolist()],
-            probability=column("probability"),
-            margin=column("margin"),
-            entropy=column("entropy"),
-            head_agreement=column("head_agreement"),
-            known_mass=column("known_mass"),
+            class_name=[c and c.name for c in classes],
+            kind=[c and c.kind for c in classes],
+            **{name: column(name) for name in NUMBERS},
             probabilities=column("probabilities", len(self.classes)),
-            embedding=column("features", features),
+            embedding=column("features", int(model.module.encoder.num_features)),  # type: ignore[arg-type]
             reason=reason,
         )
 

@@ -136,7 +136,7 @@ def routes_hash(classes: Sequence[OutputClass]) -> str:
 
 # ------------------------------------------------------------------------------------------------ suggestions
 def suggest(
-    features: Tensor, known_cosines: Tensor, predicted: Tensor, classes: Sequence[OutputClass]
+    known: Tensor, novel: Tensor, features: Tensor, classes: Sequence[OutputClass]
 ) -> dict[int, Suggestion]:
     """How similar every discovered class is to the others, from N rows of the unlabeled set.
 
@@ -144,17 +144,16 @@ def suggest(
     the cosine of their mean features.
 
     Args:
+        known: (N, C_l) cosines of the known head.
+        novel: (N, K) cosines of the best cluster head.
         features: (N, D) pooled features z.
-        known_cosines: (N, C_l) cosines of the known head.
-        predicted: (N,) output of the best head over [known, novel], in [0, C).
         classes: all C outputs.
     """
-    num_known = known_cosines.shape[1]
-    novel = [c for c in classes if c.kind == "novel"]
+    num_known, predicted = known.shape[1], torch.cat([known, novel], dim=-1).argmax(dim=-1)
     unit = torch.nn.functional.normalize(features.float(), dim=-1)
     members = torch.nn.functional.one_hot(predicted, len(classes))[:, num_known:].to(unit.dtype)  # (N, C_u)
     counts = members.sum(dim=0)
-    to_known = members.T @ known_cosines.float() / counts.clamp(min=1).unsqueeze(1)  # (C_u, C_l)
+    to_known = members.T @ known.float() / counts.clamp(min=1).unsqueeze(1)  # (C_u, C_l)
     means = torch.nn.functional.normalize(members.T @ unit, dim=-1)
     to_novel = (means @ means.T).fill_diagonal_(-torch.inf)
     to_novel[:, counts == 0] = -torch.inf
@@ -164,13 +163,15 @@ def suggest(
         pairs = zip(order.tolist(), values.tolist(), strict=True)
         return tuple((names[i], value) for i, value in pairs if value > -torch.inf)[:NUM_NEAREST]
 
-    known_names, novel_names = [c.name for c in classes[:num_known]], [c.name for c in novel]
+    names = [c.name for c in classes]
     return {
-        c.index: Suggestion(int(counts[i]), len(predicted), nearest(to_known[i], known_names),
-                            nearest(to_novel[i], novel_names))
-        if counts[i] else Suggestion(0, len(predicted), (), ())
-        for i, c in enumerate(novel)
-    }  # fmt: skip
+        num_known + i: Suggestion(
+            count, len(predicted), nearest(to_known[i], names), nearest(to_novel[i], names[num_known:])
+        )
+        if count
+        else Suggestion(0, len(predicted), (), ())
+        for i, count in enumerate(counts.int().tolist())
+    }
 
 
 # --------------------------------------------------------------------------------------------- the YAML file

@@ -1,16 +1,15 @@
-"""From a run's ``model/`` to a class for every image: probabilities, how sure, and which heads agree.
+"""A trained model and what it says of images: probabilities, how sure it is, and which heads agree.
 
-``model/`` is all it takes: no checkpoint, no training data. ``Classifier`` scores pixels, ``predict_rows``
-runs it over a whole source in this process, with decoding threads ahead of the model;
-``pipelines.predict`` does the same on Ray.
+``model/`` of a run is all it takes: no checkpoint, no training data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,19 +23,20 @@ from uno.config import Config, dump_yaml, override
 from uno.data.decode import decoded, readable
 from uno.data.files import Storage
 from uno.data.rows import Rows
-from uno.errors import StorageError
+from uno.errors import StorageError, one_line
 from uno.methods import build_network
-from uno.model import UnoModel
+from uno.model import Logits, UnoModel
 from uno.results.classes import OutputClass, parse_classes, route
 from uno.results.forward import forward
 from uno.results.metrics import hungarian
-from uno.results.predictions import PredictionWriter, Summary, result_table
 
 MODEL_FILES = ("config.yaml", "classes.json", "encoder.safetensors", "heads.safetensors")
 BATCH_BYTES = 64 * 2**20  # decoded pixels of a batch
 MAX_BATCH_ROWS = 256
-BATCHES_AHEAD = 2  # decoded while the model works
 SAMPLE_ROWS = 10_000  # to align heads and to suggest names
+
+Decode = Callable[[Iterable[np.ndarray]], Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]]
+"""Batches of row numbers (b,) -> (row numbers, uint8 (b, 3, S, S), why a row has no pixels or None)."""
 
 
 class Scores(NamedTuple):
@@ -50,6 +50,10 @@ class Scores(NamedTuple):
     known_mass: Tensor  # (B,) probability of all known classes
     probabilities: Tensor  # (B, C) float32
     features: Tensor  # (B, D) pooled features z
+
+
+NUMBERS = Scores._fields[1:6]
+"""Columns of the predictions that are one number a row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,70 +84,47 @@ class Classifier:
 
     def to(self, device: torch.device | str) -> Classifier:
         """This model on ``device``; it moves, it is not copied."""
-        place = torch.device(device)
-        return replace(self, module=self.module.to(place), device=place)
+        return replace(self, module=self.module.to(device), device=torch.device(device))
 
     @torch.inference_mode()
     def score(self, images: Tensor) -> Scores:
         """Classify images uint8 (B, 3, S, S), B <= :attr:`batch_rows`; results are on the CPU."""
-        known, novel, features = self.cosines(images)
-        results = score(
-            known, novel, self.config.objective.temperature, self.best_head, self.classes, self.alignment
-        )
-        return Scores(*(tensor.cpu() for tensor in (*results, features)))
-
-    def cosines(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Images uint8 (B, 3, S, S) -> known (B, C_l), novel (H, B, K) and features (B, D), on the device."""
-        logits = forward(self.module, images, self.config)
-        assert logits.novel is not None and logits.features is not None
-        return logits.known[0], logits.novel[0], logits.features[0].float()
+        logits, temperature = forward(self.module, images, self.config), self.config.objective.temperature
+        scores = score(logits, temperature, self.best_head, self.classes, self.alignment)
+        return Scores(*(tensor.cpu() for tensor in scores))
 
 
 def score(
-    known: Tensor,
-    novel: Tensor,
+    logits: Logits,
     temperature: float,
     best_head: int,
     classes: Sequence[OutputClass],
     alignment: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Cosines of B images -> the fields of :class:`Scores` up to ``probabilities``.
+) -> Scores:
+    """Cosines of B images under one view -> what ``best_head`` says, and how many heads say the same.
 
     The probabilities are the softmax over [known, novel] outputs of the best head at the training temperature
     (Eq. 1), with merged classes added up and dropped ones left out. Every other head votes the same way, its
     clusters renumbered by ``alignment``; the best head counts, so agreement is at least 1 / H.
-
-    Args:
-        known: (B, C_l) cosines.
-        novel: (H, B, K) cosines of all cluster heads.
-        temperature: tau.
-        best_head: the head whose probabilities are reported.
-        classes: C = C_l + K outputs.
-        alignment: (H, K) as in :class:`Classifier`; None: agreement is NaN.
     """
-    num_heads, num_rows, num_clusters = novel.shape
-    if alignment is None:
-        heads, best = novel[best_head : best_head + 1], 0
-    else:
-        order = alignment.to(novel.device)[:, None, :].expand(num_heads, num_rows, num_clusters)
-        heads, best = novel.gather(2, order), best_head
-    joint = torch.cat([known.expand(len(heads), -1, -1), heads], dim=-1) / temperature
-    routed = route(joint.softmax(dim=-1), classes)  # (H, B, C)
-    votes = routed.argmax(dim=-1)  # (H, B)
-    probabilities, class_index = routed[best], votes[best]
-    top = probabilities.topk(2, dim=-1).values
-    rest = (1 - probabilities.sum(dim=-1)).clamp(min=0)  # of dropped classes
-    if all(c.into is not None for c in classes):
-        rest = torch.zeros_like(rest)
-    entropy = -(
-        torch.special.xlogy(probabilities, probabilities).sum(dim=-1) + torch.special.xlogy(rest, rest)
-    )
+    assert logits.novel is not None and logits.features is not None
+    known, novel = logits.known[0], logits.novel[0]  # (B, C_l), (H, B, K)
+    if alignment is not None:
+        novel = novel.gather(2, alignment.to(novel.device)[:, None].expand(novel.shape))
+    joint = torch.cat([known.expand(len(novel), *known.shape), novel], dim=-1) / temperature
+    heads = route(joint.softmax(dim=-1), classes)  # (H, B, C)
+    votes = heads.argmax(dim=-1)  # (H, B)
+    probabilities, class_index = heads[best_head], votes[best_head]
+    first, second = probabilities.topk(2, dim=-1).values.unbind(dim=-1)
+    entropy = torch.special.entr(probabilities).sum(dim=-1)
+    if any(c.into is None for c in classes):
+        entropy = entropy + torch.special.entr((1 - probabilities.sum(dim=-1)).clamp(min=0))
     agreement = (votes == class_index).float().mean(dim=0)
     if alignment is None:
         agreement = torch.full_like(agreement, torch.nan)
     known_mass = probabilities[:, : known.shape[1]].sum(dim=-1)
-    margin = top[:, 0] - top[:, 1]
-    return class_index, top[:, 0], margin, entropy, agreement, known_mass, probabilities
+    features = logits.features[0].float()
+    return Scores(class_index, first, first - second, entropy, agreement, known_mass, probabilities, features)
 
 
 def align_heads(novel: Tensor, best_head: int) -> Tensor:
@@ -163,7 +144,7 @@ def align_heads(novel: Tensor, best_head: int) -> Tensor:
     return alignment
 
 
-# ----------------------------------------------------------------------------------------- saving and loading
+# -------------------------------------------------------------------------------------------- model/ of a run
 def save_model(
     config: Config, storage: Storage, module: UnoModel, best_head: int, known: Sequence[str]
 ) -> Classifier:
@@ -171,9 +152,10 @@ def save_model(
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    classes = [{"index": i, "name": name, "kind": "known"} for i, name in enumerate(known)]
-    classes += [
-        {"index": len(known) + i, "name": f"novel-{i + 1}", "kind": "novel"} for i in range(module.num_novel)
+    names = [*known, *(f"novel-{i + 1}" for i in range(module.num_novel))]
+    classes = [
+        {"index": i, "name": name, "kind": "known" if i < len(known) else "novel"}
+        for i, name in enumerate(names)
     ]
     files = {
         "encoder.safetensors": safetensors.torch.save(encoder),
@@ -183,7 +165,7 @@ def save_model(
     }
     for name, data in files.items():
         storage.write(f"model/{name}", data)
-    return _classifier(files, module, best_head, None, config)
+    return _classifier(files, module, config, best_head, None)
 
 
 def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Classifier:
@@ -224,31 +206,32 @@ def build_classifier(files: Mapping[str, bytes], device: torch.device | str = "c
     classes = parse_classes(files["classes.json"])
     num_known = sum(c.kind == "known" for c in classes)
     try:
-        tree = yaml.safe_load(files["config.yaml"])
-        config = override(Config(), tree)
+        config = override(Config(), yaml.safe_load(files["config.yaml"]))
         facts = json.loads(files["classes.json"])
-        best_head, alignment = int(facts["best_head"]), facts.get("alignment")
         encoder = safetensors.torch.load(files["encoder.safetensors"])
         heads = safetensors.torch.load(files["heads.safetensors"])
         module = build_network(config, num_known, len(classes) - num_known, seed=0)
         module.load_state_dict({**{f"encoder.{k}": v for k, v in encoder.items()}, **heads})
-        shape = (module.num_heads, module.num_novel)
-        aligned = None if alignment is None else torch.tensor(alignment, dtype=torch.int64).view(shape)
+        best_head, alignment = int(facts["best_head"]), facts.get("alignment")
         if not 0 <= best_head < module.num_heads:
             raise ValueError(f"best head {best_head}")
-        if aligned is not None and not bool(((aligned >= 0) & (aligned < module.num_novel)).all()):
-            raise ValueError("alignment out of range")
+        if alignment is not None:
+            alignment = torch.tensor(alignment, dtype=torch.int64)
+            numbers = torch.arange(module.num_novel).expand(module.num_heads, -1)
+            if not torch.equal(alignment.sort(dim=-1).values, numbers):
+                raise ValueError("alignment of other heads")
     except (
         RuntimeError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError,
         safetensors.SafetensorError,
     ) as error:  # fmt: skip
-        reason = " ".join(str(error).split())[:160]
-        raise StorageError(f"the model's files are damaged or do not belong together: {reason}") from None
-    return _classifier(files, module.to(device), best_head, aligned, config)
+        raise StorageError(
+            f"the model's files are damaged or do not belong together: {one_line(error)}"
+        ) from None
+    return _classifier(files, module.to(device), config, best_head, alignment)
 
 
 def _classifier(
-    files: Mapping[str, bytes], module: UnoModel, best_head: int, alignment: Tensor | None, config: Config
+    files: Mapping[str, bytes], module: UnoModel, config: Config, best_head: int, alignment: Tensor | None
 ) -> Classifier:
     """``model_hash`` is 16 hex digits over weights, transform and temperature."""
     data, side = config.data, config.augment.large.size
@@ -261,69 +244,77 @@ def _classifier(
     return Classifier(module, config, classes, best_head, alignment, digest.hexdigest()[:16], device)
 
 
-def save_alignment(storage: Storage, alignment: Tensor) -> None:
-    """Keep the result of :func:`align_heads` in the run's ``classes.json``."""
-    name = model_folder(storage) + "classes.json"
-    facts = json.loads(storage.read(name)) | {"alignment": alignment.tolist()}
-    storage.write(name, json.dumps(facts, indent=1).encode())
-
-
-def with_alignment(model: Classifier, storage: Storage, unlabeled: Rows, threads: int | None) -> Classifier:
-    """``model`` with its heads aligned on at most 10,000 rows, evenly spaced, and saved; as it is if it has
-    been done.
+# ------------------------------------------------------------------------------------------- rows of a source
+def decoder(
+    model: Classifier,
+    rows: Rows,
+    threads: int | None = None,
+    images: tuple[Tensor, Sequence[str | None]] | None = None,
+) -> Decode:
+    """How the pixels of ``rows`` are got.
 
     Args:
-        model: to align.
-        storage: of its run.
-        unlabeled: the unlabeled training rows.
-        threads: that decode.
+        model: that they are for.
+        rows: N rows.
+        threads: that decode (default: as many as there are cores), ahead of the model.
+        images: what ``decode_many`` gave for all N rows, where that has been done.
     """
-    if model.alignment is not None:
-        return model
-    parts = [novel.cpu() for _, novel, _ in sample_cosines(model, unlabeled, threads)]
-    if not parts:
-        return model
-    alignment = align_heads(torch.cat(parts, dim=1), model.best_head)
-    save_alignment(storage, alignment)
-    return replace(model, alignment=alignment)
+    if images is None:
+        return partial(decoded, rows.images, size=model.size, threads=threads)
+    pixels, reasons = images
+
+    def kept(batches: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
+        for index in batches:
+            yield index, pixels[torch.from_numpy(index)], [reasons[row] for row in index]
+
+    return kept
+
+
+def score_rows(
+    model: Classifier, decode: Decode, batches: Iterable[np.ndarray]
+) -> Iterator[tuple[np.ndarray, Sequence[str | None], Scores | None]]:
+    """Batches of row numbers (b,) -> them, why a row could not be read, and scores of the others in order;
+    None where none could.
+    """
+    for index, pixels, reasons in decode(batches):
+        ok = readable(reasons)
+        yield index, reasons, model.score(pixels[torch.from_numpy(ok)]) if ok.any() else None
 
 
 def sample_cosines(
-    model: Classifier, rows: Rows, threads: int | None = None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """:meth:`Classifier.cosines` of at most 10,000 rows, evenly spaced, in batches of readable ones."""
+    model: Classifier, decode: Decode, rows: np.ndarray
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Of at most 10,000 of ``rows`` int64 (N,), evenly spaced: cosines known (M, C_l) and novel (H, M, K),
+    and features (M, D), on the CPU; None where none can be read.
+    """
     num = min(SAMPLE_ROWS, len(rows))
-    index = np.arange(num) * len(rows) // max(num, 1)
-    batches = (index[i : i + model.batch_rows] for i in range(0, num, model.batch_rows))
-    for _, pixels, reasons in decoded(rows.images, batches, model.size, threads):
+    chosen = rows[np.arange(num) * len(rows) // max(num, 1)]
+    parts = []
+    for _, pixels, reasons in decode(
+        chosen[i : i + model.batch_rows] for i in range(0, num, model.batch_rows)
+    ):
         ok = readable(reasons)
         if ok.any():
-            yield model.cosines(pixels[torch.from_numpy(ok)])
+            logits = forward(model.module, pixels[torch.from_numpy(ok)], model.config)
+            tensors = (logits.known, logits.novel, logits.features)
+            parts.append([tensor[0].cpu() for tensor in tensors if tensor is not None])
+    if not parts:
+        return None
+    known, novel, features = (torch.cat(column, dim=-2) for column in zip(*parts, strict=True))
+    return known, novel, features
 
 
-# --------------------------------------------------------------------------------------------------- the loop
-def predict_rows(
-    model: Classifier,
-    rows: Rows,
-    writer: PredictionWriter,
-    threads: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Summary:
-    """Classify all rows that ``writer`` still lacks, here, and finish the table.
-
-    Memory is that of a few batches and one shard, however many rows there are.
-
-    Args:
-        model: what classifies.
-        rows: N rows.
-        writer: of the same rows; says what is missing and whether embeddings are wanted.
-        threads: that decode (default: as many as there are cores).
-        on_progress: called after every batch with (rows done, N).
+def with_alignment(model: Classifier, storage: Storage, decode: Decode, unlabeled: np.ndarray) -> Classifier:
+    """``model`` with its heads aligned on a sample of the ``unlabeled`` training rows int64 (N_u,), and that
+    kept in the run's ``classes.json``; as it is where it has been done, or no row can be read.
     """
-    batches = writer.batches(model.batch_rows)
-    for index, pixels, reasons in decoded(rows.images, batches, model.size, threads):
-        ok = readable(reasons)
-        scores = model.score(pixels[torch.from_numpy(ok)]) if ok.any() else None
-        writer.add(result_table(index, reasons, scores, writer.embedding))
-        on_progress(writer.num_done, len(rows))
-    return writer.finish()
+    if model.alignment is not None:
+        return model
+    sample = sample_cosines(model, decode, unlabeled)
+    if sample is None:
+        return model
+    alignment = align_heads(sample[1], model.best_head)
+    name = model_folder(storage) + "classes.json"
+    facts = json.loads(storage.read(name)) | {"alignment": alignment.tolist()}
+    storage.write(name, json.dumps(facts, indent=1).encode())
+    return replace(model, alignment=alignment)

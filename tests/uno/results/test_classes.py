@@ -168,7 +168,8 @@ def test_route_adds_merged_and_leaves_out_dropped():
 def test_suggestions_name_the_nearest():
     features = torch.tensor([[1.0, 0, 0], [0.9, 0.1, 0], [0, 1.0, 0], [0.8, 0.6, 0]])
     cosines = torch.tensor([[0.9, 0.1, 0.0], [0.7, 0.1, 0.4], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]])
-    found = suggest(features, cosines, torch.tensor([3, 3, 4, 6]), CLASSES)
+    novel = 2.0 * torch.nn.functional.one_hot(torch.tensor([0, 0, 1, 3]), 4)
+    found = suggest(cosines, novel, features, CLASSES)
     assert found[3].rows == 2 and found[3].total == 4
     assert [name for name, _ in found[3].known] == ["cat", "007", "dog"]
     assert found[3].known[0][1] == pytest.approx(0.8)

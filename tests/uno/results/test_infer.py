@@ -20,10 +20,11 @@ from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_digits, read_inputs
 from uno.errors import ConfigError, StorageError
+from uno.model import Logits
 from uno.results import predictions
 from uno.results.classes import OutputClass
-from uno.results.infer import align_heads, load_classifier, predict_rows, score, with_alignment
-from uno.results.predictions import FILE, SHARD_ROWS, PredictionWriter
+from uno.results.infer import NUMBERS, align_heads, decoder, load_classifier, score, with_alignment
+from uno.results.predictions import FILE, SHARD_ROWS, PredictionWriter, predict_rows
 
 
 def classes_of(num_known: int, num_novel: int, into: dict[int, int | None] | None = None):
@@ -37,13 +38,17 @@ def rows_of(source: str | Path) -> Rows:
 
 def predict_all(model, rows: Rows, output: Path, **options) -> pa.Table:
     writer = PredictionWriter(Storage(str(output)), rows, model, options.pop("embedding", False), **options)
-    summary = predict_rows(model, rows, writer, threads=1)
+    summary = predict_rows(model, decoder(model, rows, threads=1), writer)
     table = pq.read_table(output / FILE)
     assert summary.ok + summary.bad == summary.rows == len(table) == len(rows)
     return table
 
 
 # ----------------------------------------------------------------------------------------------------- scores
+def logits_of(known, novel) -> Logits:
+    return Logits(known[None], novel[None], None, torch.zeros(1, len(known), 2))
+
+
 def reference(known, novel, temperature, best, into, alignment):
     """One row, in double precision, from the definitions."""
     num_known, (num_heads, num_clusters) = len(known), novel.shape
@@ -76,7 +81,7 @@ def test_score_equals_the_definition(into):
     novel = torch.rand(3, 20, 4, generator=generator) * 2 - 1
     alignment = torch.tensor([[2, 0, 1, 3], [0, 1, 2, 3], [3, 1, 0, 2]])
     classes = classes_of(4, 4, into)
-    found = score(known, novel, 0.1, 1, classes, alignment)
+    found = score(logits_of(known, novel), 0.1, 1, classes, alignment)[:-1]
     targets = [c.into for c in classes]
     for row in range(20):
         expected = reference(
@@ -98,10 +103,10 @@ def test_heads_that_only_number_their_clusters_differently_agree():
     assert alignment[1].tolist() == [0, 1, 2, 3, 4]
     for head, order in ((0, orders[0]), (2, orders[1])):
         assert torch.equal(order[alignment[head]], torch.arange(5))
-    known = torch.rand(200, 3, generator=generator) - 1
-    assert score(known, novel, 0.1, 1, classes_of(3, 5), alignment)[4].eq(1).all()
+    logits = logits_of(torch.rand(200, 3, generator=generator) - 1, novel)
+    assert score(logits, 0.1, 1, classes_of(3, 5), alignment).head_agreement.eq(1).all()
     unaligned = torch.arange(5).expand(3, 5)
-    assert score(known, novel, 0.1, 1, classes_of(3, 5), unaligned)[4].mean() < 0.8
+    assert score(logits, 0.1, 1, classes_of(3, 5), unaligned).head_agreement.mean() < 0.8
 
 
 def test_alignment_is_a_permutation_where_clusters_are_empty():
@@ -116,7 +121,7 @@ def test_alignment_is_kept_with_the_model(tmp_path):
     storage = Storage(str(tmp_path))
     model = load_classifier(storage)
     assert model.alignment is None
-    aligned = with_alignment(model, storage, read_digits().take(np.arange(100)), threads=1)
+    aligned = with_alignment(model, storage, decoder(model, read_digits(), threads=1), np.arange(100))
     assert torch.equal(load_classifier(storage).alignment, aligned.alignment)
     assert aligned.model_hash == load_classifier(storage).model_hash == model.model_hash
 
@@ -189,7 +194,7 @@ def test_every_digit_and_every_damaged_file_has_a_row(tmp_path):
         row = by_id[f"damaged/{name}"]
         assert (row["status"] == "ok") is fine, (name, row["reason"])
         assert row["uri"] == str(tmp_path / "in" / "damaged" / name)
-        results = ("class_index", "class_name", "kind", *predictions.SCORES, "embedding")
+        results = ("class_index", "class_name", "kind", *NUMBERS, "embedding")
         assert all((row[column] is not None) is fine for column in results), name
         assert (row["reason"] is None) is fine
         assert fine or ("\n" not in row["reason"] and row["reason"])
