@@ -42,9 +42,9 @@ from uno.config import Config, override
 from uno.crops import Cuts
 from uno.data.decode import BadRows
 from uno.data.files import Storage
-from uno.data.parquet import ParquetImages
 from uno.data.plan import make_pretrain_plan
 from uno.data.stream import Feed, Part, StreamSet, cut_here
+from uno.data.tables import ParquetImages
 from uno.presets import preset
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -26,10 +26,10 @@ from pipelines.worker import worker_resources
 from uno.config import Config, override
 from uno.data.decode import decode_many
 from uno.data.files import Storage
-from uno.data.parquet import ParquetImages
 from uno.data.rows import Rows, base
 from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
+from uno.data.tables import ParquetImages
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.results.infer import (
     Classifier,

@@ -8,10 +8,10 @@ from pipelines.console import say
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.ingest import choose, free_device_bytes, free_host_bytes
-from uno.data.parquet import ParquetImages
 from uno.data.rows import base
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
+from uno.data.tables import ParquetImages
 from uno.runs.directory import read_config_tree
 
 

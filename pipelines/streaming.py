@@ -26,8 +26,7 @@ from uno.crops import Cuts
 from uno.data.decode import BadRows, decode_many
 from uno.data.files import Storage
 from uno.data.ingest import free_host_bytes
-from uno.data.parquet import ParquetImages
-from uno.data.rows import Chosen, Images, Paths
+from uno.data.rows import Chosen, Files, Images
 from uno.data.splits import Task
 from uno.data.stream import (
     PART_BYTES,
@@ -40,6 +39,7 @@ from uno.data.stream import (
     stream_facts,
     streamed_eval_sets,
 )
+from uno.data.tables import ParquetImages
 from uno.errors import UnoError
 
 SPAN_BYTES = 128 * 2**20  # of images that are in memory and travel with their references
@@ -227,7 +227,7 @@ def _image_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
     """How images travel: numbers of Parquet rows, paths, or whatever is in memory."""
     if isinstance(images, ParquetImages):
         return {"row": pa.array(rows)}
-    if isinstance(images, Paths):
+    if isinstance(images, Files):
         nothing = {"data": pa.nulls(len(rows), pa.large_binary()), "shape": pa.nulls(len(rows))}
         return {"path": images.column.take(pa.array(rows)), **nothing}
     return image_columns([images[int(row)] for row in rows])

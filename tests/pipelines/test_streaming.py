@@ -16,10 +16,10 @@ from uno.config import Config, override
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.pack import pack
-from uno.data.parquet import ParquetImages
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import Feed, cut_here, streaming_set
+from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.runs import run

@@ -14,7 +14,7 @@ from uno.config import Config
 from uno.data.decode import MAX_BYTES, BadImage, read_header
 from uno.data.files import is_uri, read_bytes
 from uno.data.plan import make_plan, make_pretrain_plan
-from uno.data.rows import Image, file_size
+from uno.data.rows import Files, Image, base
 from uno.data.splits import Task
 from uno.errors import ConfigError
 
@@ -219,15 +219,16 @@ def _duplicate_problems(task: Task) -> Iterator[Problem]:
 
 def _copies(task: Task) -> tuple[list[list[int]], bool]:
     """Groups of rows with equal content, and whether all were compared. Only files of equal size are read."""
-    images = task.rows.images
-    sizes = [file_size(images, row) for row in range(len(images))]
-    same_size = Counter(size for size in sizes if size is not None)
+    images, index = base(task.rows.images, np.arange(len(task.rows)))
+    candidates = np.ones(len(index), dtype=bool)
+    if isinstance(images, Files):
+        sizes = images.sizes[index]
+        _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+        candidates = (sizes >= 0) & (sizes <= MAX_BYTES) & (counts[same] > 1)
     groups: dict[bytes, list[int]] = defaultdict(list)
     left = MAX_HASHED_BYTES
-    for row, size in enumerate(sizes):
-        if size is not None and (size < 0 or size > MAX_BYTES or same_size[size] == 1):
-            continue
-        content = _content(images[row])
+    for row in np.flatnonzero(candidates).tolist():
+        content = _content(images[int(index[row])])
         left -= len(content)
         if left < 0:
             break

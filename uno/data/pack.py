@@ -24,10 +24,9 @@ from PIL import Image as Pillow
 
 from uno.data.decode import BAD_SAMPLES, MAX_BYTES, BadImage, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
-from uno.data.parquet import ParquetImages
 from uno.data.plan import window_indices
-from uno.data.rows import Encoded, Image, Rows, base, file_size
-from uno.data.tables import PACKED, PACKING
+from uno.data.rows import Files, Image, Rows, base
+from uno.data.tables import PACKED, PACKING, ParquetImages
 from uno.errors import ConfigError
 
 GROUP_BYTES = 8 * 2**20
@@ -179,14 +178,10 @@ def _sizes(rows: Rows) -> np.ndarray:
     if isinstance(images, ParquetImages):
         groups = images.groups(index)
         return images.group_bytes[groups] // np.bincount(groups)[groups]
-    if isinstance(images, Encoded):
-        return np.array([len(images[i]) for i in index], dtype=np.int64)
-    sizes = [file_size(rows.images, row) for row in range(len(rows))]
-    return np.array([_weight(rows.images[row]) if s is None else max(s, 0) for row, s in enumerate(sizes)])
-
-
-def _weight(image: Image) -> int:
-    return image.nbytes if isinstance(image, np.ndarray) else len(image)
+    if isinstance(images, Files):
+        return np.maximum(images.sizes[index], 0)
+    found = (images[i] for i in index.tolist())
+    return np.array([image.nbytes if isinstance(image, np.ndarray) else len(image) for image in found])
 
 
 # --------------------------------------------------------------------------------------------------- a shard

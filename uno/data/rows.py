@@ -14,15 +14,20 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from uno.data.parquet import ParquetImages
+from uno.data.files import full_path
 from uno.errors import ConfigError
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
+SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}
+"""What sources call their splits -> ours."""
 
 
 class Images(Protocol):
-    """Anything indexable by row number: a list, an array (N,H,W,3), or one of the classes below."""
+    """Anything indexable by row number: a list, an array (N,H,W,3), or one of the classes below.
+
+    Where it has a method ``facts(rows)``, that tells the content of rows apart without reading it.
+    """
 
     def __len__(self) -> int:
         """Number of images."""
@@ -31,32 +36,20 @@ class Images(Protocol):
         """The Image of a row."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Files:
-    """Images on a file system: paths or URIs, and sizes in bytes (-1: no such file)."""
-
-    paths: list[str]
-    sizes: np.ndarray
-
-    def __len__(self) -> int:
-        """Number of files."""
-        return len(self.paths)
-
-    def __getitem__(self, row: int) -> str:
-        """The path of a row."""
-        return self.paths[row]
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Paths of files in one Arrow column: a million of them share memory between processes."""
+    """Images on a file system: paths and URIs as bytes in one Arrow column, which processes share, and int64
+    sizes (N,) in bytes (-1: not known).
+    """
 
     column: Any
+    sizes: np.ndarray
 
     @classmethod
-    def of(cls, files: Files) -> Paths:
-        """The same paths; a path need not be text, so they become bytes."""
-        return cls(pa.array([os.fsencode(_full_path(path)) for path in files.paths], pa.large_binary()))
+    def of(cls, paths: Sequence[str], sizes: Sequence[int]) -> Files:
+        """Local paths become absolute; '' stays, a file that is not there."""
+        full = [os.fsencode(path and full_path(path)) for path in paths]
+        return cls(pa.array(full, pa.large_binary()), np.array(sizes, dtype=np.int64))
 
     def __len__(self) -> int:
         """Number of files."""
@@ -66,8 +59,12 @@ class Paths:
         """The path of a row."""
         return os.fsdecode(self.column[int(row)].as_py())
 
+    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+        """Sizes: a moved data set is the same one."""
+        return (str(size).encode() for size in self.sizes[rows].tolist())
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Encoded:
     """A binary Arrow column; a row becomes Python bytes when read. ``paths`` serves rows without bytes."""
 
@@ -84,7 +81,7 @@ class Encoded:
         return self.paths[row] if row in self.paths else self.column[row].as_py() or b""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chosen:
     """Some rows of other images, in the order of ``index`` int64 (N,); nothing is copied."""
 
@@ -98,6 +95,13 @@ class Chosen:
     def __getitem__(self, row: int) -> Image:
         """The image of a chosen row."""
         return self.images[int(self.index[row])]
+
+
+def base(images: Images, rows: np.ndarray) -> tuple[Images, np.ndarray]:
+    """The images that ``rows`` int64 (n,) are chosen from in the end, and their row numbers there."""
+    while isinstance(images, Chosen):
+        rows, images = images.index[rows], images.images
+    return images, rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,10 +154,8 @@ class Rows:
         """What evaluation takes for each row's true class: ``eval_labels`` where given, else the label."""
         if self.eval_labels is None:
             return self.labels
-        return [
-            label if given is None else given
-            for label, given in zip(self.labels, self.eval_labels, strict=True)
-        ]
+        pairs = zip(self.labels, self.eval_labels, strict=True)
+        return [label if given is None else given for label, given in pairs]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -163,42 +165,15 @@ class Rows:
         Parquet files that are not loaded enter with the size of every row group.
         """
         digest = hashlib.sha256(json.dumps([self.ids, self.labels, self.split.tolist()]).encode())
-        for content in _contents(self.images, range(len(self))):
+        images, index = base(self.images, np.arange(len(self)))
+        facts = getattr(images, "facts", None)
+        for content in facts(index) if facts else (_content(images[i]) for i in index.tolist()):
             digest.update(len(content).to_bytes(8, "little"))
             digest.update(content)
         return digest.hexdigest()
 
 
-def base(images: Images, rows: np.ndarray) -> tuple[Images, np.ndarray]:
-    """The images that ``rows`` int64 (n,) are chosen from in the end, and their row numbers there."""
-    while isinstance(images, Chosen):
-        rows, images = images.index[rows], images.images
-    return images, rows
-
-
-def file_size(images: Images, row: int) -> int | None:
-    """Size in bytes where row ``row`` is a file, else None."""
-    while isinstance(images, Chosen):
-        row, images = int(images.index[row]), images.images
-    return int(images.sizes[row]) if isinstance(images, Files) else None
-
-
-def _full_path(path: str) -> str:
-    """A local path as every process finds it, whatever directory it runs in."""
-    return path if "://" in path else os.path.abspath(path)
-
-
-def _contents(images: Images, index: Sequence[int]) -> Iterator[bytes]:
-    if isinstance(images, Chosen):
-        yield from _contents(images.images, [int(images.index[i]) for i in index])
-    elif isinstance(images, Files):
-        yield from (str(int(images.sizes[i])).encode() for i in index)
-    elif isinstance(images, ParquetImages):
-        yield from images.facts(index)
-    else:
-        for i in index:
-            image = images[i]
-            if isinstance(image, np.ndarray):
-                yield str(image.shape).encode() + image.tobytes()
-            else:
-                yield image.encode(errors="surrogateescape") if isinstance(image, str) else image
+def _content(image: Image) -> bytes:
+    if isinstance(image, np.ndarray):
+        return str(image.shape).encode() + image.tobytes()
+    return os.fsencode(image)

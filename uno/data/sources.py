@@ -5,15 +5,18 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import resources
 
 import numpy as np
+import pyarrow as pa
 
 from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data.cifar import CIFAR10, CIFAR100, read_cifar
-from uno.data.folders import is_wnid, read_folder, read_imagenet, read_images, read_two_folders
-from uno.data.rows import Rows
+from uno.data.files import Found, children, join, shown
+from uno.data.rows import SPLITS, Files, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.errors import ConfigError
 
@@ -34,6 +37,7 @@ INPUT_READERS: dict[str, Reader] = READERS | {
     "table": lambda path, config: read_table(path, images_only=True),
 }
 """How to read what is only to be predicted: labels, class folders and splits mean nothing there."""
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def read_rows(config: DataConfig) -> Rows:
@@ -63,8 +67,22 @@ def _read(config: DataConfig, readers: dict[str, Reader]) -> Rows:
     prefix, path = _split_prefix(source)
     path = filesystem.normal(path)
     if filesystem.kind(path) == "missing" and not (config.download and prefix in ("cifar10", "cifar100")):
-        raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{_hint(source)}")
+        near = difflib.get_close_matches(source.lower(), ["digits", *READERS], n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0] + ('' if near[0] == 'digits' else ':DIR')!r}?" if near else ""
+        raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
     return readers[prefix or recognise(path)](path, config)
+
+
+def _split_prefix(source: str) -> tuple[str | None, str]:
+    match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
+    if not match or os.path.exists(source):
+        return None, source
+    prefix, path = match.groups()
+    if prefix not in READERS:
+        near = difflib.get_close_matches(prefix.lower(), READERS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}:{path}?" if near else f"known are digits, {':, '.join(READERS)}:"
+        raise ConfigError(f"unknown data source {prefix + ':'!r}; {hint}")
+    return prefix, path
 
 
 def recognise(path: str) -> str:
@@ -79,7 +97,7 @@ def recognise(path: str) -> str:
         if suffix not in names:
             raise ConfigError(f"{path}: a file source must end in .parquet, .csv or .jsonl")
         return names[suffix]
-    folders, files = filesystem.children(path)
+    folders, files = children(path)
     cifar = [c.prefix for c in (CIFAR10, CIFAR100) if c.folder in folders or set(c.files) <= set(files)]
     if len(cifar) > 1:
         raise ConfigError(f"{path} holds CIFAR10 and CIFAR100; say which: cifar10:{path} or cifar100:{path}")
@@ -87,7 +105,7 @@ def recognise(path: str) -> str:
         return cifar[0]
     if any(name.endswith(".parquet") for name in files):
         return "parquet"
-    train = filesystem.children(filesystem.join(path, "train"))[0] if "train" in folders else []
+    train = children(join(path, "train"))[0] if "train" in folders else []
     if train and all(is_wnid(name) for name in train):
         return "imagenet"
     if not train and any(f.relative.endswith(".parquet") for f in filesystem.walk(path)):
@@ -113,18 +131,155 @@ def read_digits() -> Rows:
     )
 
 
-def _split_prefix(source: str) -> tuple[str | None, str]:
-    match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
-    if not match or os.path.exists(source):
-        return None, source
-    prefix, path = match.groups()
-    if prefix not in READERS:
-        near = difflib.get_close_matches(prefix.lower(), READERS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}:{path}?" if near else f"known are digits, {':, '.join(READERS)}:"
-        raise ConfigError(f"unknown data source {prefix + ':'!r}; {hint}")
-    return prefix, path
+# --------------------------------------------------------------------------------------------------- folders
+def read_folder(root: str) -> Rows:
+    """Class subfolders of ``root``, or of its train/ and test/ (or val/); loose images are unlabeled.
+
+    Raises:
+        ConfigError: no images, or a class folder without any.
+    """
+    folders, _ = children(_directory(root))
+    splits = {"": "train"}
+    if "train" in folders and children(join(root, "train"))[0]:
+        splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
+    return _labeled(root, f"folder:{root}", splits)
 
 
-def _hint(source: str) -> str:
-    near = difflib.get_close_matches(source.lower(), ["digits", *READERS], n=1, cutoff=0.6)
-    return f"; did you mean {near[0] + ('' if near[0] == 'digits' else ':DIR')!r}?" if near else ""
+def read_images(root: str) -> Rows:
+    """Every image below ``root``, unlabeled; names of folders mean nothing.
+
+    Raises:
+        ConfigError: no images.
+    """
+    found = _images(root)
+    return _rows(found, [None] * len(found), ["train"] * len(found), f"folder:{root}")
+
+
+def read_two_folders(labeled: str, unlabeled: str) -> Rows:
+    """``labeled`` as :func:`read_folder` without loose images; ``unlabeled``: any images below it.
+
+    Raises:
+        ConfigError: as read_folder, loose images in ``labeled``, or one folder inside the other.
+    """
+    first, second = (os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled))
+    if first.startswith(second) or second.startswith(first):
+        raise ConfigError(f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate folders")
+    known, others = read_folder(labeled), read_images(unlabeled)
+    loose = [name for name, label in zip(known.ids, known.labels, strict=True) if label is None]
+    if loose:
+        raise ConfigError(
+            f"--labeled {labeled}: {len(loose)} images are in no class subfolder, e.g. {loose[0]}"
+        )
+    assert isinstance(known.images, Files) and isinstance(others.images, Files)
+    return Rows(
+        ids=[f"labeled/{name}" for name in known.ids] + [f"unlabeled/{name}" for name in others.ids],
+        images=Files(
+            pa.concat_arrays([known.images.column, others.images.column]),
+            np.concatenate([known.images.sizes, others.images.sizes]),
+        ),
+        labels=known.labels + others.labels,
+        split=np.concatenate([known.split, others.split]),
+        source=f"folders:{labeled}+{unlabeled}",
+        notes=known.notes,
+    )
+
+
+def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
+    """train/ and val/ with wnid subfolders. With ``use_split``: known = not held out, novel = a subset.
+
+    Args:
+        root: the folder that holds train/.
+        split: 'A', 'B' or 'C', the novel subset.
+        use_split: False keeps all classes and declares none known (benchmark with known_classes).
+
+    Raises:
+        ConfigError: another layout, or no known or no novel wnid present.
+    """
+    folders, _ = children(_directory(root))
+    if "train" not in folders:
+        raise ConfigError(f"imagenet:{root}: no folder train there; expected train/WNID/ and val/WNID/")
+    splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
+    rows = _labeled(root, f"imagenet:{root}", splits)
+    for name, label in zip(rows.ids, rows.labels, strict=True):
+        if label is None or not is_wnid(label):
+            raise ConfigError(
+                f"imagenet:{root}: image {name} is not in a wnid subfolder such as n01440764; "
+                f"sort it into one, or use folder:{root}"
+            )
+    return _imagenet_split(rows, split) if use_split else rows
+
+
+def is_wnid(name: str) -> bool:
+    """Whether ``name`` looks like n01440764."""
+    return re.fullmatch(r"n[0-9]{8}", name) is not None
+
+
+def imagenet_wnids(file: str) -> list[str]:
+    """The wnids of one of the package's lists, e.g. 'held_out_118' or 'novel_30_A'."""
+    text = resources.files("uno.data").joinpath("imagenet_splits", f"{file}.txt").read_text("utf-8")
+    return text.split()
+
+
+def _imagenet_split(rows: Rows, split: str) -> Rows:
+    held_out, novel = set(imagenet_wnids("held_out_118")), set(imagenet_wnids(f"novel_30_{split}"))
+    present = {label for label in rows.labels if label is not None}
+    known = sorted(present - held_out)
+    if not known or not present & novel:
+        missing = f"novel wnid of split {split}" if known else "known wnid"
+        raise ConfigError(
+            f"{rows.source}: none of its {len(present)} classes is a {missing}; choose another "
+            "--data.imagenet-split, or name known classes with --known-classes first:N"
+        )
+    left_out = present & held_out - novel
+    kept = np.flatnonzero([label not in left_out for label in rows.labels])
+    note = f"{len(left_out)} held-out classes that are not in split {split} are left out"
+    notes = (*rows.notes, note) if left_out else rows.notes
+    return replace(rows.take(kept), known=tuple(known), notes=notes)
+
+
+def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
+    """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class."""
+    images = _images(root)
+    labels: list[str | None] = []
+    split, kept = [], []
+    filled = {prefix: set[str]() for prefix in splits}
+    for found in images:
+        prefix = next((p for p in splits if found.relative.startswith(p)), None)
+        if prefix is None:
+            continue
+        folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
+        filled[prefix].add(folder)
+        kept.append(found)
+        labels.append(shown(folder) if slash else None)
+        split.append(splits[prefix])
+    for prefix, folders in filled.items():
+        for folder in children(join(root, prefix) if prefix else root)[0] if kept else ():
+            if folder not in folders:
+                path = shown(join(root, prefix + folder))
+                raise ConfigError(f"class folder {path} holds no images; fill or remove it")
+    notes = []
+    if len(kept) < len(images):
+        notes.append(f"{len(images) - len(kept)} images outside {', '.join(splits)} are left out")
+    if None in labels and any(labels):
+        notes.append(f"{labels.count(None)} images outside class subfolders are unlabeled")
+    return _rows(kept, labels, split, source, *notes)
+
+
+def _rows(
+    found: Sequence[Found], labels: list[str | None], split: list[str], source: str, *notes: str
+) -> Rows:
+    if not found:
+        root = source.partition(":")[2]
+        raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}")
+    ids, paths, sizes = [shown(f.relative) for f in found], [f.path for f in found], [f.size for f in found]
+    return Rows(ids, Files.of(paths, sizes), labels, np.array(split), source, notes=notes)
+
+
+def _images(root: str) -> list[Found]:
+    return [f for f in filesystem.walk(_directory(root)) if f.relative.lower().endswith(EXTENSIONS)]
+
+
+def _directory(root: str) -> str:
+    if filesystem.kind(root) != "directory":
+        raise ConfigError(f"{root or '(empty path)'} is not a folder")
+    return root

@@ -29,10 +29,10 @@ from uno.config import Config
 from uno.crops import Cuts
 from uno.data.decode import BadRows, decoded, readable
 from uno.data.files import Storage
-from uno.data.parquet import ParquetImages
 from uno.data.plan import Order, Plan, augment_generator
-from uno.data.rows import Chosen, Files, Images, Paths, base
+from uno.data.rows import Chosen, Images, base
 from uno.data.splits import Task
+from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 from uno.steps import Batch
 
@@ -330,7 +330,7 @@ def stream_facts(task: Task) -> dict[str, Any]:
     images, index = base(task.rows.images, np.arange(len(task.rows)))
     labeled, unlabeled = task.is_train & (task.labels >= 0), task.is_train & (task.labels < 0)
     return {
-        "images": Paths.of(images) if isinstance(images, Files) else images,
+        "images": images,
         "index": index,
         "labeled": np.flatnonzero(labeled),
         "labels": torch.from_numpy(task.labels[labeled]),

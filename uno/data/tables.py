@@ -9,7 +9,9 @@ import csv
 import io
 import json
 import posixpath
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,20 +20,20 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from uno.data import files as filesystem
-from uno.data.parquet import ParquetImages
-from uno.data.rows import Encoded, Files, Images, Rows
-from uno.errors import ConfigError
+from uno.data.rows import SPLITS, Encoded, Files, Images, Rows
+from uno.errors import ConfigError, one_line
 
 IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
-SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
 MAX_TABLE_BYTES = 2**30
+GROUPS_KEPT = 4  # row groups in memory for access row by row
 PACKING = "pack.json"
 PACKED = "uno"
 """What ``uno.data.pack`` leaves: a file beside its shards, and a key of their metadata."""
 
 
+# --------------------------------------------------------------------------------------------------- Parquet
 def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Rows:
     """All *.parquet files of a folder, or one file; images stay in the Arrow column.
 
@@ -42,121 +44,183 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
     Raises:
         ConfigError: no or unreadable files, missing columns, or values of the wrong type.
     """
+    source = f"parquet:{path}"
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
         files = [(name, path)]
     else:
-        root = path
-        found = filesystem.walk(path)
+        root, found = path, filesystem.walk(path)
         files = [(f.relative, f.path) for f in found if f.relative.endswith(".parquet")]
         _check_complete(path, [f.path for f in found if f.relative == PACKING])
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
-    source = f"parquet:{path}"
-    tables: list[pa.Table] = []
-    all_names: set[tuple[str, ...]] = set()
-    kept: set[str | None] = set()  # the image column that was left in the files
-    known: tuple[str, ...] = ()
-    for name, file in files:
-        table, schema, own_names, left = _read_file(name, file, images_only, lazy)
-        tables.append(table)
-        all_names.add(tuple(own_names))
-        kept.add(left)
-        known = known or _known_classes(schema)
-    if len(kept) > 1:
+    parts = [_read_file(name, file, images_only, lazy) for name, file in files]
+    tables, names, known, left = zip(*parts, strict=True)
+    if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
-    if len(all_names) > 1:
+    if len(set(names)) > 1:
         raise ConfigError(f"{source}: the class names in the metadata differ between files")
-    names = list(all_names.pop())
     try:
         table = pa.concat_tables(tables, promote_options="default")
     except pa.ArrowException as error:
-        raise ConfigError(f"{source}: the files have different columns: {_one_line(error)}") from None
+        raise ConfigError(f"{source}: the files have different columns: {one_line(error)}") from None
     if not len(table):
         raise ConfigError(f"{source}: no rows")
-    labels = _labels(source, table["label"], names)
+    has_truth = "eval_label" in table.column_names
     return Rows(
-        ids=[f"row-{i}" if value is None else str(value) for i, value in enumerate(table["id"].to_pylist())],
-        images=ParquetImages(root, [file for _, file in files], column)
-        if (column := kept.pop()) is not None
-        else _images(source, root, table, images_only),
-        labels=labels,
+        ids=_ids(table["id"].to_pylist()),
+        images=ParquetImages(root, [file for _, file in files], left[0])
+        if left[0]
+        else _images(source, root, table["image"], images_only),
+        labels=_labels(source, table["label"], names[0]),
         split=_splits(source, table["split"].to_pylist()),
         source=source,
-        class_names=tuple(names),
-        known=known,
-        eval_labels=_labels(source, table["eval_label"], names)
-        if "eval_label" in table.column_names
-        else None,
+        class_names=names[0],
+        known=next(filter(None, known), ()),
+        eval_labels=_labels(source, table["eval_label"], names[0]) if has_truth else None,
     )
 
 
-def read_table(path: str, images_only: bool = False) -> Rows:
-    """A .csv or .jsonl file with columns path (or image), and where present id, label, split and eval_label.
+class ParquetImages:
+    """The image column of Parquet files. A row becomes bytes (or a path) when it is read.
 
-    Paths are relative to the file and stay in its folder. An empty label is none. With ``images_only`` as in
-    :func:`read_parquet`; a row without a path is then an unreadable image.
+    A row group is read as a whole: rows in order, or many at once with :meth:`fetch`, are cheap; single rows
+    are not. Page checksums are verified where the files have them. A pickled one carries references only.
 
-    Raises:
-        ConfigError: unreadable, missing columns, or a path that leaves the folder.
+    Args:
+        root: folder that paths are relative to.
+        files: full paths or URIs.
+        column: the image column, bytes or struct<bytes, path>.
     """
-    root, name = filesystem.split(path)
-    columns = _read_jsonl(path) if name.lower().endswith(".jsonl") else _read_csv(path)
-    source = f"table:{path}"
-    if images_only:
-        columns = {name: column for name, column in columns.items() if name not in TRAINING_COLUMNS}
-    image = next((name for name in ("path", "image") if name in columns), None)
-    if image is None:
-        raise ConfigError(f"{source}: needs a column path or image; it has {', '.join(columns) or 'none'}")
-    num = len(columns[image])
-    if not num:
-        raise ConfigError(f"{source}: no rows")
-    missing = [None] * num
-    ids = columns.get("id", missing)
-    labels, truth = ([_name(source, v) for v in columns.get(c, missing)] for c in ("label", "eval_label"))
-    return Rows(
-        ids=[f"row-{i}" if given in (None, "") else str(given) for i, given in enumerate(ids)],
-        images=_files(source, root, columns[image], images_only),
-        labels=labels,
-        split=_splits(source, columns.get("split", missing)),
-        source=source,
-        eval_labels=truth if "eval_label" in columns else None,
-    )
+
+    def __init__(self, root: str, files: Sequence[str], column: str) -> None:
+        self.root, self.files, self.column = root, list(files), column
+        footers = [_footer(file) for file in self.files]
+        groups = [(i, g, m.row_group(g)) for i, m in enumerate(footers) for g in range(m.num_row_groups)]
+        self._numbers = [(i, g) for i, g, _ in groups]  # of each row group: file, number in the file
+        self._starts = np.cumsum([0, *(group.num_rows for *_, group in groups)])
+        self.group_bytes = np.array([_column_bytes(group, column) for *_, group in groups], dtype=np.int64)
+        self._forget()
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return int(self._starts[-1])
+
+    def __getitem__(self, row: int) -> bytes | str:
+        """The bytes of a row, or its path."""
+        group = int(self.groups(row))
+        with self._lock:
+            column = self._recent(group)
+        return self._value(column, int(row - self._starts[group]))
+
+    def groups(self, rows: Any) -> np.ndarray:
+        """int64 (n,): the row group of each of ``rows``, numbered over all files."""
+        return np.searchsorted(self._starts, rows, side="right") - 1
+
+    def fetch(self, rows: np.ndarray) -> list[bytes | str]:
+        """The images of ``rows`` int64 (n,), in that order; every row group they are in is read once.
+
+        Raises:
+            ConfigError: a damaged or missing file.
+        """
+        groups = self.groups(rows)
+        found: list[Any] = [None] * len(rows)
+        for group in np.unique(groups).tolist():
+            column = self._read(group)
+            for i in np.flatnonzero(groups == group).tolist():
+                found[i] = self._value(column, int(rows[i] - self._starts[group]))
+        return found
+
+    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+        """Of each row its row group's bytes and its number there."""
+        groups = self.groups(rows)
+        pairs = zip((rows - self._starts[groups]).tolist(), self.group_bytes[groups].tolist(), strict=True)
+        return (f"{number} of {size}".encode() for number, size in pairs)
+
+    def _read(self, group: int) -> Any:
+        i, number = self._numbers[group]
+        options = {"metadata": _footer(self.files[i]), "page_checksum_verification": True}
+        try:
+            with (
+                filesystem.open_input(self.files[i]) as file,
+                pa.parquet.ParquetFile(file, **options) as parquet,
+            ):
+                return parquet.read_row_group(number, [self.column])[self.column].combine_chunks()
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(
+                f"cannot read row group {number} of {self.files[i]}: {one_line(error)}"
+            ) from None
+
+    def _value(self, column: Any, number: int) -> bytes | str:
+        value = column[number].as_py()
+        if isinstance(value, dict):
+            path = value.get("path")
+            value = value["bytes"] or (filesystem.inside(self.root, path) if path else None)
+        return value or b""
+
+    def _forget(self) -> None:
+        self._lock, self._recent = threading.Lock(), lru_cache(GROUPS_KEPT)(self._read)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What has been read stays here."""
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_recent")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With nothing read yet."""
+        vars(self).update(state)
+        self._forget()
+
+
+@lru_cache(maxsize=1024)
+def _footer(path: str) -> Any:
+    try:
+        with filesystem.open_input(path) as file:
+            return pa.parquet.read_metadata(file)
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"cannot read Parquet file {path}: {one_line(error)}") from None
+
+
+def _column_bytes(group: Any, column: str) -> int:
+    """Compressed bytes of a column, with its children, in a row group."""
+    chunks = (group.column(i) for i in range(group.num_columns))
+    return sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] == column)
 
 
 def _read_file(
     name: str, path: str, images_only: bool, lazy: bool
-) -> tuple[pa.Table, pa.Schema, list[str], str | None]:
-    """One Parquet file as columns id, image, label, split; its schema; the class names of that ([]: none);
-    and the name of its image column if that was not read, because it holds bytes and ``lazy`` was asked for.
+) -> tuple[pa.Table, tuple[str, ...], tuple[str, ...], str | None]:
+    """One Parquet file as columns id, image, label, split; the class names and the known classes that its
+    metadata declare; the name of its image column if that was left there, because it holds bytes.
     """
     try:
         with (
             filesystem.open_input(path) as file,
             pa.parquet.ParquetFile(file, page_checksum_verification=True) as parquet,
         ):
-            schema = parquet.schema_arrow
+            schema, num = parquet.schema_arrow, parquet.metadata.num_rows
             image = next((c for c in IMAGE_COLUMNS if c in schema.names), None)
             label = None if images_only else next((c for c in LABEL_COLUMNS if c in schema.names), None)
             if image is None:
                 present = ", ".join(schema.names)[:300]
                 raise ConfigError(f"{path}: needs a column {' or '.join(IMAGE_COLUMNS)}; it has {present}")
-            lazy = lazy and not _is_text(schema.field(image).type)
-            wanted = ("id",) if images_only else (label, "id", "split", "eval_label")
-            wanted = wanted if lazy else (image, *wanted)
-            table = parquet.read([c for c in wanted if c in schema.names])
-            num = parquet.metadata.num_rows
+            if len(set(schema.names)) < len(schema.names):
+                raise ConfigError(f"{path}: two columns have one name")
+            left = image if lazy and not _is_text(schema.field(image).type) else None
+            wanted = {"id"} if images_only else {"id", label, "split", "eval_label"}
+            wanted |= set() if left else {image}
+            table = parquet.read([c for c in schema.names if c in wanted])
             given = {c: table[c].cast(pa.string()) for c in ("id", "split") if c in table.column_names}
     except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"cannot read Parquet file {path}: {_one_line(error)}") from None
-    data = {
-        "id": pa.array([f"{name}#{i}" for i in range(num)], pa.string()),
-        "image": pa.nulls(num) if lazy else table[image],
+        raise ConfigError(f"cannot read Parquet file {path}: {one_line(error)}") from None
+    columns = {
+        "id": pa.array([f"{filesystem.shown(name)}#{i}" for i in range(num)], pa.string()),
+        "image": pa.nulls(num) if left else table[image],
         "label": table[label] if label else pa.nulls(num, pa.string()),
         "split": pa.array([_split_of(name)] * num, pa.string()),
+        **given,
+        **{c: table[c] for c in ("eval_label",) if c in table.column_names},
     }
-    given |= {c: table[c] for c in ("eval_label",) if c in table.column_names}
-    return pa.table(data | given), schema, _class_names(path, schema, label), image if lazy else None
+    return pa.table(columns), _class_names(path, schema, label), _known_classes(schema), left
 
 
 def _check_complete(path: str, packing: Sequence[str]) -> None:
@@ -179,32 +243,29 @@ def _known_classes(schema: pa.Schema) -> tuple[str, ...]:
     return tuple(map(str, known)) if isinstance(known, list) else ()
 
 
-def _class_names(path: str, schema: pa.Schema, label: str | None) -> list[str]:
-    """Names of a ClassLabel column as Hugging Face stores them, [] where there are none."""
+def _class_names(path: str, schema: pa.Schema, label: str | None) -> tuple[str, ...]:
+    """Names of a ClassLabel column as Hugging Face stores them, () where there are none."""
     if label is None or b"huggingface" not in (schema.metadata or {}):
-        return []
+        return ()
     try:
         feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][label]
         names = feature.get("names", [])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # metadata of another kind: the labels then speak for themselves
-    if (
-        not isinstance(names, list)
-        or any(not isinstance(n, str) for n in names)
-        or len({*names}) < len(names)
-    ):
+        return ()  # metadata of another kind: the labels then speak for themselves
+    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not texts or len(set(names)) < len(names):
         raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
-    return names
+    return tuple(names)
 
 
 def _split_of(name: str) -> str:
     """train-00000-of-00004.parquet, train/0000.parquet -> 'train'; unknown names are training rows."""
-    folder, base = posixpath.split(name)
-    words = [base.removesuffix(".parquet").split("-")[0], posixpath.basename(folder)]
+    folder, file = posixpath.split(name)
+    words = [file.removesuffix(".parquet").split("-")[0], posixpath.basename(folder)]
     return next((SPLITS[w] for w in words if w in SPLITS), "train")
 
 
-def _labels(source: str, column: Any, names: list[str]) -> list[str | None]:
+def _labels(source: str, column: Any, names: Sequence[str]) -> list[str | None]:
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     values = column.to_pylist()
@@ -218,17 +279,8 @@ def _labels(source: str, column: Any, names: list[str]) -> list[str | None]:
     raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
 
 
-def _splits(source: str, values: Sequence[Any]) -> np.ndarray:
-    splits = [SPLITS.get(str(v).lower()) if v not in (None, "") else "train" for v in values]
-    if None in splits:
-        wrong = values[splits.index(None)]
-        raise ConfigError(f"{source}: split must be train, test or validation, not {wrong!r}")
-    return np.array(splits)
-
-
-def _images(source: str, root: str, table: pa.Table, images_only: bool) -> Images:
+def _images(source: str, root: str, column: Any, images_only: bool) -> Images:
     """The image column: bytes where there are bytes, else files below ``root``."""
-    column = table["image"]
     if _is_text(column.type):
         return _files(source, root, column.to_pylist(), images_only)
     if _is_binary(column.type):
@@ -241,29 +293,41 @@ def _images(source: str, root: str, table: pa.Table, images_only: bool) -> Image
     if not len(empty) or "path" not in fields:
         return Encoded(content, {})
     paths = pa.compute.struct_field(column, "path").take(pa.array(empty)).to_pylist()
-    named = [(int(i), path) for i, path in zip(empty, paths, strict=True) if path]
-    files = _files(source, root, [path for _, path in named], images_only)
-    return Encoded(content, {i: files[j] for j, (i, _) in enumerate(named)})
+    named = {int(i): path for i, path in zip(empty, paths, strict=True) if path}
+    files = _files(source, root, list(named.values()), images_only)
+    return Encoded(content, {i: files[j] for j, i in enumerate(named)})
 
 
-def _files(source: str, root: str, relatives: Sequence[Any], may_lack: bool) -> Files:
-    paths = []
-    for i, relative in enumerate(relatives):
-        if may_lack and not relative:
-            paths.append("")  # no file has this name
-            continue
-        if not isinstance(relative, str) or not relative:
-            raise ConfigError(f"{source}: row {i} has no image path")
-        path = filesystem.inside(root, relative)
-        if path is None:
-            raise ConfigError(
-                f"{source}: row {i}: path {relative!r} leaves the folder {root}; move the image there"
-            )
-        paths.append(path)
-    sizes = np.array([filesystem.size_of(path) for path in paths], dtype=np.int64)
-    if len(sizes) and not filesystem.is_uri(root) and (sizes < 0).all():
-        raise ConfigError(f"{source}: none of its {len(paths)} images is below {root}, e.g. {relatives[0]!r}")
-    return Files(paths, sizes)
+# --------------------------------------------------------------------------------------------- CSV and JSONL
+def read_table(path: str, images_only: bool = False) -> Rows:
+    """A .csv or .jsonl file with columns path (or image), and where present id, label, split and eval_label.
+
+    Paths are relative to the file and stay in its folder. An empty label is none. With ``images_only`` as in
+    :func:`read_parquet`; a row without a path is then an unreadable image.
+
+    Raises:
+        ConfigError: unreadable, missing columns, or a path that leaves the folder.
+    """
+    root, name = filesystem.split(path)
+    columns = _read_jsonl(path) if name.lower().endswith(".jsonl") else _read_csv(path)
+    source = f"table:{path}"
+    if images_only:
+        columns = {name: column for name, column in columns.items() if name not in TRAINING_COLUMNS}
+    image = next((name for name in ("path", "image") if name in columns), None)
+    if image is None:
+        raise ConfigError(f"{source}: needs a column path or image; it has {', '.join(columns) or 'none'}")
+    if not columns[image]:
+        raise ConfigError(f"{source}: no rows")
+    missing = [None] * len(columns[image])
+    labels, truth = ([_name(source, v) for v in columns.get(c, missing)] for c in ("label", "eval_label"))
+    return Rows(
+        ids=_ids(columns.get("id", missing)),
+        images=_files(source, root, columns[image], images_only),
+        labels=labels,
+        split=_splits(source, columns.get("split", missing)),
+        source=source,
+        eval_labels=truth if "eval_label" in columns else None,
+    )
 
 
 def _read_csv(path: str) -> dict[str, list[Any]]:
@@ -273,8 +337,8 @@ def _read_csv(path: str) -> dict[str, list[Any]]:
         records = list(reader)
     except csv.Error as error:
         raise ConfigError(f"{path} is not CSV: {error}") from None
-    if any(None in record for record in records):
-        row = next(i for i, record in enumerate(records) if None in record)
+    row = next((i for i, record in enumerate(records) if None in record), None)
+    if row is not None:
         raise ConfigError(f"{path}: row {row} has more values than the {len(fields)} columns")
     return {name: [record[name] for record in records] for name in fields}
 
@@ -286,8 +350,10 @@ def _read_jsonl(path: str) -> dict[str, list[Any]]:
             continue
         try:
             record = json.loads(line)
+            if "\\u" in line:
+                json.dumps(record, ensure_ascii=False).encode()  # half a surrogate pair is no text
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} line {number} is not JSON: {_one_line(error)}") from None
+            raise ConfigError(f"{path} line {number} is not JSON: {one_line(error)}") from None
         if not isinstance(record, dict):
             raise ConfigError(f"{path} line {number} must be an object, not {type(record).__name__}")
         records.append(record)
@@ -301,8 +367,8 @@ def _text(path: str) -> str:
         if len(data) > MAX_TABLE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_TABLE_BYTES} bytes; use Parquet")
         return data.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {_one_line(error)}") from None
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
 
 
 def _name(source: str, label: Any) -> str | None:
@@ -313,13 +379,42 @@ def _name(source: str, label: Any) -> str | None:
     return str(label)
 
 
+# ---------------------------------------------------------------------------------------------- both of them
+def _ids(values: Sequence[Any]) -> list[str]:
+    return [f"row-{i}" if value in (None, "") else str(value) for i, value in enumerate(values)]
+
+
+def _splits(source: str, values: Sequence[Any]) -> np.ndarray:
+    splits = [SPLITS.get(str(v).lower()) if v not in (None, "") else "train" for v in values]
+    if None in splits:
+        wrong = values[splits.index(None)]
+        raise ConfigError(f"{source}: split must be train, test or validation, not {wrong!r}")
+    return np.array(splits)
+
+
+def _files(source: str, root: str, relatives: Sequence[Any], may_lack: bool) -> Files:
+    paths = []
+    for i, relative in enumerate(relatives):
+        if may_lack and not relative:
+            paths.append("")
+            continue
+        if not isinstance(relative, str) or not relative:
+            raise ConfigError(f"{source}: row {i} has no image path")
+        path = filesystem.inside(root, relative)
+        if path is None:
+            raise ConfigError(
+                f"{source}: row {i}: path {relative!r} leaves the folder {root}; move the image there"
+            )
+        paths.append(path)
+    sizes = [filesystem.size_of(path) for path in paths]
+    if sizes and not filesystem.is_uri(root) and max(sizes) < 0:
+        raise ConfigError(f"{source}: none of its {len(paths)} images is below {root}, e.g. {relatives[0]!r}")
+    return Files.of(paths, sizes)
+
+
 def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _is_binary(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

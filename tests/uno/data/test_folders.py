@@ -5,8 +5,7 @@ import os
 import pytest
 
 from uno.config import DataConfig
-from uno.data.folders import imagenet_wnids, read_folder, read_imagenet, read_two_folders
-from uno.data.sources import read_rows
+from uno.data.sources import imagenet_wnids, read_folder, read_imagenet, read_rows, read_two_folders
 from uno.errors import ConfigError
 
 from .builders import write_images

@@ -15,9 +15,9 @@ from uno.data import pack as module
 from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
 from uno.data.pack import pack
-from uno.data.parquet import ParquetImages
 from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, make_task
+from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 
 from .builders import encoded, hf_table, pixels

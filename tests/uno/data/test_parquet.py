@@ -7,10 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from uno.data import parquet as module
-from uno.data.parquet import ParquetImages
+from uno.data import tables as module
 from uno.data.rows import Rows
-from uno.data.tables import read_parquet
+from uno.data.tables import ParquetImages, read_parquet
 from uno.errors import ConfigError
 
 from .builders import encoded, hf_table, pixels, write_hf, write_images
@@ -46,17 +45,16 @@ def test_rows_are_what_they_are_when_all_is_read(files):
 
 def test_a_row_group_is_read_once(files, monkeypatch):
     """Kills: a read per row, a cache without a limit, bytes that travel with the references."""
+    read, real = [], ParquetImages._read
+    monkeypatch.setattr(ParquetImages, "_read", lambda self, g: read.append(g) or real(self, g))
     images = read_parquet(str(files), lazy=True).images
-    read = []
-    real = ParquetImages._read_group
-    monkeypatch.setattr(ParquetImages, "_read_group", lambda self, g: read.append(g) or real(self, g))
     assert images.groups(np.arange(17)).tolist() == [0] * 4 + [1] * 4 + [2] * 2 + [3] * 4 + [4] * 3
     images.fetch(np.array([16, 0, 3, 15, 1]))
     assert read == [0, 4]
     read.clear()
     for row in range(17):
         images[row]
-    assert read == [0, 1, 2, 3, 4] and len(images._kept) == module.GROUPS_KEPT
+    assert read == [0, 1, 2, 3, 4] and images._recent.cache_info().currsize == module.GROUPS_KEPT
     assert len(pickle.dumps(images)) < 2000
 
 
