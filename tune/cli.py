@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tune import objective, spaces
+from tune import spaces
+from tune.score import FOLDS, SCORES
 from tune.sweep import SweepOptions, run_sweep
 from uno.config import dump_yaml
 from uno.errors import ConfigError
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add("--trials", type=int, default=16, help="configurations to try (default: 16)")
     add("--search", default="random", choices=("random", "optuna"), help="default: random")
     add(
-        "--score", default=objective.FOLDS, choices=objective.SCORES,
+        "--score", default=FOLDS, choices=tuple(SCORES),
         help="what trials are compared by: folds (default: known classes hidden in turn), loss, agreement; "
         "oracle uses the true labels and is for research only",
     )  # fmt: skip

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from tune import objective, records
+from tune import records
 from tune.records import FAILED, FINISHED, Trial
+from tune.score import SCORES
 from tune.spaces import Domain
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def render(summary: Summary) -> str:
         "default": next((trial for trial in ranked if trial.index == 0), None),
         "ranked": ranked,
         "others": others,
-        "sentence": objective.SENTENCES[summary.settings["score"]],
+        "sentence": SCORES[summary.settings["score"]],
         "counts": {
             kind: sum(t.status == kind for t in summary.trials) for kind in ("finished", "stopped", "failed")
         },

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from tune import objective
-from tune.objective import SweepData
 from tune.records import RAY_FOLDER, read_json, trial_name
+from tune.score import SweepData, make_folds
 from tune.trial import RemoteGate, run_trial
 from uno.config import Config, override
 from uno.errors import StorageError, UnoError
@@ -83,9 +82,9 @@ def _run(
 ) -> None:
     base = override(Config(), sweep["config"])
     overrides = read_json(storage, f"{trial_name(index)}/trial.json")["overrides"]
-    problems = objective.problems(data, sweep["score"], sweep["folds"], base.seed, sweep["hide"])
+    folds = make_folds(data, sweep["score"], sweep["folds"], base.seed, sweep["hide"])
     configs = trial_configs(base, overrides, sweep["seeds"])
-    run_trial(index, configs, problems, sweep["score"], sweep["num_epochs"], worker, storage, gate, report)
+    run_trial(index, configs, folds, sweep["score"], sweep["num_epochs"], worker, storage, gate, report)
 
 
 def _start_workers(index: int, sweep: dict[str, Any]) -> None:

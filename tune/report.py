@@ -18,8 +18,8 @@ import yaml
 from scipy import stats
 
 from tune import page, records, spaces
-from tune.objective import ORACLE
 from tune.records import FAILED, STOPPED, Trial
+from tune.score import ORACLE
 from tune.spaces import Space
 from uno.data.files import Storage
 

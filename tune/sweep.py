@@ -23,9 +23,9 @@ from pipelines import ray_env
 from pipelines.console import on_stop, say, say_left_out
 from pipelines.jobs import prepare
 from pipelines.worker import use_gpu, worker_resources
-from tune import objective, records, report, spaces
-from tune.objective import Problem, SweepData
+from tune import records, report, spaces
 from tune.records import FAILED, FINISHED, RAY_FOLDER, SETTINGS, Trial
+from tune.score import AGREEMENT, FOLDS, SCORES, Fold, SweepData, make_folds, sweep_data
 from tune.spaces import Space
 from uno.config import Config, differing_keys, override, to_dict
 from uno.data.decode import check_bad, decode_many, readable
@@ -50,7 +50,7 @@ class SweepOptions:
     space_name: str = "uno"
     trials: int = 16
     search: str = "random"
-    score: str = objective.FOLDS
+    score: str = FOLDS
     folds: int = 2
     hide: int | None = None
     seeds: int = 1
@@ -73,16 +73,16 @@ def run_sweep(options: SweepOptions) -> int:
     task = prepare(override(config, {"compute.workers": 0, "compute.device": "auto"}))
     images, reasons = decode_many(task.rows.images, config.data.store_size)
     say_left_out(check_bad(task.rows.ids, reasons, config.data.max_bad_fraction))
-    data = objective.sweep_data(task, images, readable(reasons), options.score)
-    problems = objective.problems(data, options.score, options.folds, config.seed, options.hide)
-    num_epochs = check_plans(options, problems)
+    data = sweep_data(task, images, readable(reasons), options.score)
+    folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
+    num_epochs = check_plans(options, folds)
     assert config.output is not None
     storage = Storage(config.output)
     with lock.claim(storage, on_wait=say) as claim:
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
         trials = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
         if len(trials) < options.trials:
-            _describe(options, data, problems, num_epochs)
+            _describe(options, data, folds, num_epochs)
             _run_missing(options, data, num_epochs, claim, len(trials))
         else:
             say(f"{storage.uri}: all {len(trials)} trials have a result; nothing is run again")
@@ -109,8 +109,12 @@ def check_options(options: SweepOptions) -> None:
             raise ConfigError(f"--{name} must be at least 1, got {value}")
     spaces.check_space(options.space, options.config)
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
-    objective.check_score(options.score, (*heads, num_heads(options.config)))
-    if options.config.model.weights is not None and options.score == objective.FOLDS:
+    if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
+        raise ConfigError(
+            "--score agreement compares heads: every trial needs two or more, and baselines have one "
+            "(model.num_heads)"
+        )
+    if options.config.model.weights is not None and options.score == FOLDS:
         raise ConfigError(
             "--score folds pretrains anew for each fold: --weights may have been trained on the classes it "
             "hides; use --score agreement, or leave --weights out"
@@ -119,21 +123,21 @@ def check_options(options: SweepOptions) -> None:
         raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
 
 
-def check_plans(options: SweepOptions, problems: list[Problem]) -> int:
+def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
     """Number of epochs of a trial that have steps to take.
 
     Raises:
         ConfigError: a problem is too small for the batch size.
     """
     config, epochs = options.config, 1
-    for problem in problems:
-        train = problem.train
+    for fold in folds:
+        train = fold.train
         sizes = len(train.labels), len(train.unlabeled_images)
         try:
             plan = run.plans(config, *sizes, config.compute.workers)[DISCOVER]
         except ConfigError as error:
             raise ConfigError(
-                f"{problem.name} of {sizes[0]} labeled and {sizes[1]} hidden rows: {error}"
+                f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden rows: {error}"
             ) from None
         steps = min(config.train.max_steps or 10**12, config.discover.epochs * plan.steps_per_epoch)
         epochs = max(epochs, math.ceil(steps / plan.steps_per_epoch))
@@ -146,7 +150,7 @@ def settings_of(options: SweepOptions, fingerprint: str, num_epochs: int) -> dic
         "score": options.score,
         "search": options.search,
         "space_name": options.space_name,
-        "folds": options.folds if options.score == objective.FOLDS else None,
+        "folds": options.folds if options.score == FOLDS else None,
         "hide": options.hide,
         "seeds": options.seeds,
         "asha": options.asha,
@@ -187,14 +191,14 @@ def _plain(value: Any) -> Any:
     return yaml.safe_load(yaml.safe_dump(value))
 
 
-def _describe(options: SweepOptions, data: SweepData, problems: list[Problem], num_epochs: int) -> None:
+def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:
     say(f"{options.trials} trials of up to {num_epochs} epochs over the space {options.space_name}:")
     for domain in options.space:
         say(f"  {domain.key:<28}{domain.describe()}")
-    say(f"score: {objective.SENTENCES[options.score]}")
-    if options.score == objective.FOLDS:
+    say(f"score: {SCORES[options.score]}")
+    if options.score == FOLDS:
         say(
-            f"{len(problems)} folds: {len(problems[0].hidden)} of {data.num_known} known classes hidden; "
+            f"{len(folds)} folds: {len(folds[0].hidden)} of {data.num_known} known classes hidden; "
             f"{int(data.unlabeled.sum())} unlabeled rows take no part"
         )
 

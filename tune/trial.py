@@ -1,8 +1,8 @@
-"""One trial: every problem of the objective with every seed, all in step, one epoch after the other.
+"""One trial: every fold of the objective with every seed, all in step, one epoch after the other.
 
 It runs ``uno.runs.run.run_phase``, as ``uno discover`` does. An epoch at a time is
 ``train.max_steps`` moving on: each call resumes bit for bit from the checkpoint of the call before. So all
-problems reach an epoch together, early stopping compares what is comparable, a killed trial goes on where it
+folds reach an epoch together, early stopping compares what is comparable, a killed trial goes on where it
 was, and no model but one is in memory.
 """
 
@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tune import objective
 from tune.records import PartStorage, read_epochs, trial_name
+from tune.score import Fold, measure
 from uno import collectives
 from uno.config import Config, dump_yaml, override
 from uno.errors import NumericsError
@@ -89,10 +89,10 @@ class RemoteGate:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One problem with one seed."""
+    """One fold with one seed."""
 
     name: str
-    problem: objective.Problem
+    fold: Fold
     config: Config
     storage: PartStorage
 
@@ -100,7 +100,7 @@ class Unit:
 def run_trial(
     index: int,
     configs: list[Config],
-    problems: list[objective.Problem],
+    folds: list[Fold],
     score: str,
     num_epochs: int,
     worker: Worker,
@@ -113,7 +113,7 @@ def run_trial(
     Args:
         index: of the trial.
         configs: one for each seed.
-        problems: of the objective.
+        folds: of the objective.
         score: its name.
         num_epochs: of the discovery phase that have steps to take.
         worker: this process, or a rank of a worker group.
@@ -131,13 +131,11 @@ def run_trial(
     if len(past) >= num_epochs:
         return
     clock = _Clock(worker)
-    units = [
-        _unit(index, config, problem, worker, storage, gate) for config in configs for problem in problems
-    ]
+    units = [_unit(index, config, fold, worker, storage, gate) for config in configs for fold in folds]
     clock.lap()  # pretraining is accounted for where it is trained
     for epoch in range(len(past) + 1, num_epochs + 1):
         parts = [_advance(unit, epoch, score, worker) for unit in units]
-        line = {"epoch": epoch, **_combined(parts, len(problems)), **clock.lap()}
+        line = {"epoch": epoch, **_combined(parts, len(folds)), **clock.lap()}
         broken = [name for name in ("score", "loss") if not math.isfinite(line[name])]
         if broken:
             raise NumericsError(f"the {broken[0]} of epoch {epoch} is not finite: training diverged")
@@ -150,54 +148,52 @@ def run_trial(
 def _unit(
     index: int,
     config: Config,
-    problem: objective.Problem,
+    fold: Fold,
     worker: Worker,
     storage: ClaimedStorage,
     gate: Keys,
 ) -> Unit:
-    problem = replace(problem, train=problem.train.to(worker.device))
-    weights = config.model.weights or shared_pretraining(config, problem, worker, storage, gate)
-    name = f"{problem.name}-seed{config.seed}"
+    fold = replace(fold, train=fold.train.to(worker.device))
+    weights = config.model.weights or shared_pretraining(config, fold, worker, storage, gate)
+    name = f"{fold.name}-seed{config.seed}"
     settings = {"model.weights": weights, "train.checkpoint_every_epochs": 10**6, "train.keep_checkpoints": 1}
-    return Unit(
-        name, problem, override(config, settings), PartStorage(storage, f"{trial_name(index)}/{name}")
-    )
+    return Unit(name, fold, override(config, settings), PartStorage(storage, f"{trial_name(index)}/{name}"))
 
 
 def _advance(unit: Unit, epoch: int, score: str, worker: Worker) -> dict[str, float]:
     """Train one unit to the end of ``epoch`` and measure it."""
-    train = unit.problem.train
+    train = unit.fold.train
     plan = run.plans(unit.config, len(train.labels), len(train.unlabeled_images), worker.world_size)[DISCOVER]
     last_step = min(epoch * plan.steps_per_epoch, unit.config.train.max_steps or 10**12)
     config = override(unit.config, {"train.max_steps": last_step})
     state = run.run_phase(config, DISCOVER, train, worker, unit.storage)
-    return objective.measure(config, unit.problem, state, score, worker.rank, worker.world_size)
+    return measure(config, unit.fold, state, score, worker.rank, worker.world_size)
 
 
-def _combined(parts: list[dict[str, float]], num_problems: int) -> dict[str, Any]:
-    """Means over problems and seeds; ``spread`` is the deviation over seeds, each a mean of problems."""
+def _combined(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
+    """Means over folds and seeds; ``spread`` is the deviation over seeds, each a mean of folds."""
     means = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
     seeds = [
-        statistics.fmean(part["score"] for part in parts[start : start + num_problems])
-        for start in range(0, len(parts), num_problems)
+        statistics.fmean(part["score"] for part in parts[start : start + num_folds])
+        for start in range(0, len(parts), num_folds)
     ]
     spread = {"spread": statistics.stdev(seeds)} if len(seeds) > 1 else {}
-    rows = sum(part["rows"] for part in parts[:num_problems]) if "rows" in parts[0] else 0
+    rows = sum(part["rows"] for part in parts[:num_folds]) if "rows" in parts[0] else 0
     return {**means, **spread, "scores": [part["score"] for part in parts], "rows": rows}
 
 
 # ------------------------------------------------------------------------------------------------ pretraining
-def pretrain_key(config: Config, problem: objective.Problem) -> str:
+def pretrain_key(config: Config, fold: Fold) -> str:
     """Equal for trials that can share a pretraining: hash of all it depends on."""
-    hidden = hashlib.sha256(json.dumps(problem.hidden).encode()).hexdigest()[:6]
+    hidden = hashlib.sha256(json.dumps(fold.hidden).encode()).hexdigest()[:6]
     return f"{run.pretrain_hash(config)}-{hidden}"
 
 
 def shared_pretraining(
-    config: Config, problem: objective.Problem, worker: Worker, storage: ClaimedStorage, gate: Keys
+    config: Config, fold: Fold, worker: Worker, storage: ClaimedStorage, gate: Keys
 ) -> str:
-    """Directory of the pretraining of ``config`` on ``problem``; trained unless there or on its way."""
-    key, owner = pretrain_key(config, problem), uuid.uuid4().hex
+    """Directory of the pretraining of ``config`` on ``fold``; trained unless there or on its way."""
+    key, owner = pretrain_key(config, fold), uuid.uuid4().hex
     place = PartStorage(storage, f"pretrain/{key}")
     while True:
         mine = worker.rank == 0 and not place.exists("done.json") and gate.acquire(key, owner)
@@ -213,9 +209,9 @@ def shared_pretraining(
         if worker.rank == 0 and not place.exists("done.json"):
             place.append("starts.log", f"{owner}\n".encode())
             place.write("config.yaml", dump_yaml(config).encode())
-        run.run_phase(config, PRETRAIN, problem.train, worker, place)
+        run.run_phase(config, PRETRAIN, fold.train, worker, place)
         if worker.rank == 0:
-            place.write("done.json", json.dumps({"hidden": problem.hidden, **clock.lap()}).encode())
+            place.write("done.json", json.dumps({"hidden": fold.hidden, **clock.lap()}).encode())
     return place.uri
 
 

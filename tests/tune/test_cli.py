@@ -6,8 +6,9 @@ import pytest
 
 from pipelines import ray_env
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
-from tune import objective, sweep
+from tune import sweep
 from tune.cli import main, parse
+from tune.score import make_folds
 from uno.errors import ConfigError
 
 
@@ -79,8 +80,8 @@ def test_other_settings_are_refused_with_their_names(tmp_path):
 def test_epochs_that_have_steps_to_take(tmp_path):
     for words, epochs in (([], 2), (["--max-steps", "2"], 1), (["--max-steps", "1000"], 2)):
         options = tiny_options(tmp_path, *words)
-        problems = objective.problems(tiny_data(options.config), "folds", 2, 0)
-        assert sweep.check_plans(options, problems) == epochs
+        folds = make_folds(tiny_data(options.config), "folds", 2, 0)
+        assert sweep.check_plans(options, folds) == epochs
 
 
 @pytest.mark.parametrize(

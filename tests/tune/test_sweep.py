@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
-from tune import objective, records
+from tune import records
 from tune.process import trial_configs
+from tune.score import make_folds
 from tune.sweep import run_sweep
 from tune.trial import pretrain_key
 from uno.data.files import Storage
@@ -65,9 +66,9 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     assert "batch_size 5000" in found[4]["reason"]
     assert records.best_trial(records.read_trials(storage)).index in (0, 1, 2)
 
-    problems = objective.problems(tiny_data(options.config), "folds", 2, 0)
+    folds = make_folds(tiny_data(options.config), "folds", 2, 0)
     configs = [trial_configs(options.config, t, 1)[0] for t in trials]
-    expected = {pretrain_key(config, problem) for config in configs[:4] for problem in problems}
+    expected = {pretrain_key(config, fold) for config in configs[:4] for fold in folds}
     assert len(expected) == 6  # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
     done = {key for key in storage.list("pretrain") if storage.exists(f"pretrain/{key}/done.json")}
     assert done == expected

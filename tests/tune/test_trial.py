@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.tune.tiny import CPU, claimed, run_tiny, tiny_data, tiny_options
-from tune import objective, records, trial
+from tune import records, trial
 from tune.process import note_failure, trial_configs
 from tune.records import PartStorage
+from tune.score import make_folds
 from tune.trial import Gate, pretrain_key, shared_pretraining
 from uno.config import field_names, override
 from uno.data.files import Storage
@@ -28,8 +29,8 @@ def options(tmp_path):
 
 
 @pytest.fixture
-def problem(options):
-    return objective.problems(tiny_data(options.config), "folds", 1, 0)[0]
+def fold(options):
+    return make_folds(tiny_data(options.config), "folds", 1, 0)[0]
 
 
 def newest(storage, phase):
@@ -42,15 +43,15 @@ def assert_equal(a, b):
 
 
 # -------------------------------------------------------------------------------------------------- training
-def test_epochs_one_by_one_are_the_training_of_uno_discover(options, problem, tmp_path):
+def test_epochs_one_by_one_are_the_training_of_uno_discover(options, fold, tmp_path):
     """Kills: a schedule that restarts with every epoch, a state that is not resumed."""
     with claimed(tmp_path / "a") as storage:
         run_tiny(options, tiny_data(options.config), storage)
         chunks = newest(PartStorage(storage, "trials/0000/fold0-seed0"), run.DISCOVER)
     whole = Storage(str(tmp_path / "b"))
     worker = LocalWorker(CPU)
-    run.run_phase(options.config, run.PRETRAIN, problem.train, worker, whole)
-    run.run_phase(options.config, run.DISCOVER, problem.train, worker, whole)
+    run.run_phase(options.config, run.PRETRAIN, fold.train, worker, whole)
+    run.run_phase(options.config, run.DISCOVER, fold.train, worker, whole)
     assert_equal(chunks, newest(whole, run.DISCOVER))
 
 
@@ -76,7 +77,7 @@ def test_a_killed_trial_goes_on_with_the_same_numbers(options, tmp_path):
 
 
 def test_a_score_that_is_not_finite_is_a_numerics_error(options, tmp_path, monkeypatch):
-    monkeypatch.setattr(objective, "measure", lambda *args: {"score": float("nan"), "loss": 1.0})
+    monkeypatch.setattr(trial, "measure", lambda *args: {"score": float("nan"), "loss": 1.0})
     with claimed(tmp_path / "a") as storage, pytest.raises(NumericsError, match="epoch 1"):
         run_tiny(options, tiny_data(options.config), storage)
 
@@ -101,17 +102,6 @@ def test_seeds_of_a_trial(options):
     assert all(c.objective.epsilon == 0.1 for c in configs)
 
 
-def test_rows_are_those_of_all_folds_and_of_one_seed(options, tmp_path):
-    """They set the standard error of a score; kills: counting a row once for each seed."""
-    options = tiny_options(tmp_path, "--folds", "2", "--seeds", "2", "--discover.epochs", "1")
-    data = tiny_data(options.config)
-    with claimed(tmp_path / "a") as storage:
-        (line,) = run_tiny(options, data, storage, num_epochs=1)
-    problems = objective.problems(data, "folds", 2, 0)
-    assert line["rows"] == sum(len(problem.scored.truth) for problem in problems)
-    assert len(line["scores"]) == 4
-
-
 # ----------------------------------------------------------------------------------------------- pretraining
 CHANGES = {
     "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
@@ -124,7 +114,7 @@ CHANGES = {
 }  # fmt: skip
 
 
-def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, problem, tmp_path):
+def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, fold, tmp_path):
     """Kills: a key that changes pretraining and is left out: a trial would start from another's weights."""
     other = override(options.config, CHANGES)
     covered = {
@@ -137,11 +127,11 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, pr
     method = override(options.config, {"method": "rs"})
     for name, config in (("a", options.config), ("b", other), ("c", method)):
         storage = Storage(str(tmp_path / name))
-        run.run_phase(config, run.PRETRAIN, problem.train, LocalWorker(CPU), storage)
+        run.run_phase(config, run.PRETRAIN, fold.train, LocalWorker(CPU), storage)
         found.append(newest(storage, run.PRETRAIN))
     assert_equal(*found[:2])
     assert_equal(*found[1:])
-    assert len({pretrain_key(config, problem) for config in (options.config, other, method)}) == 1
+    assert len({pretrain_key(config, fold) for config in (options.config, other, method)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -149,22 +139,20 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, pr
     [("objective.temperature", 0.2), ("seed", 1), ("pretrain.base_lr", 0.2), ("augment.large.jitter", 0.1),
      ("train.batch_size", 16), ("model.width", 8)],
 )  # fmt: skip
-def test_everything_else_makes_another_pretraining(options, problem, key, value):
-    assert pretrain_key(options.config, problem) != pretrain_key(
-        override(options.config, {key: value}), problem
-    )
+def test_everything_else_makes_another_pretraining(options, fold, key, value):
+    assert pretrain_key(options.config, fold) != pretrain_key(override(options.config, {key: value}), fold)
 
 
 def test_each_fold_has_its_own_pretraining(options):
-    problems = objective.problems(tiny_data(options.config), "folds", 2, 0)
-    assert len({pretrain_key(options.config, p) for p in problems}) == 2
+    folds = make_folds(tiny_data(options.config), "folds", 2, 0)
+    assert len({pretrain_key(options.config, p) for p in folds}) == 2
 
 
-def test_pretraining_is_trained_once(options, problem, tmp_path):
+def test_pretraining_is_trained_once(options, fold, tmp_path):
     with claimed(tmp_path / "a") as storage:
         places = {
             shared_pretraining(
-                override(options.config, {"model.num_heads": n}), problem, LocalWorker(CPU), storage, Gate()
+                override(options.config, {"model.num_heads": n}), fold, LocalWorker(CPU), storage, Gate()
             )
             for n in (2, 3)
         }
@@ -187,12 +175,12 @@ def test_the_gate_admits_one_living_owner(monkeypatch):
     assert gate.acquire("key", "a")  # b died
 
 
-def test_a_failed_pretraining_frees_the_gate(options, problem, tmp_path, monkeypatch):
+def test_a_failed_pretraining_frees_the_gate(options, fold, tmp_path, monkeypatch):
     def fail(*args):
         raise NumericsError("no")
 
     monkeypatch.setattr(run, "pretrain", fail)
     gate = Gate()
     with claimed(tmp_path / "a") as storage, pytest.raises(NumericsError):
-        shared_pretraining(options.config, problem, LocalWorker(CPU), storage, gate)
-    assert gate.acquire(pretrain_key(options.config, problem), "another")
+        shared_pretraining(options.config, fold, LocalWorker(CPU), storage, gate)
+    assert gate.acquire(pretrain_key(options.config, fold), "another")

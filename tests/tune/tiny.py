@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from tune import objective, process, records
+from tune import process, records
 from tune.cli import parse
+from tune.score import FOLDS, SweepData, make_folds, sweep_data
 from tune.sweep import SweepOptions
 from tune.trial import Gate, run_trial
 from uno.config import Config
@@ -35,12 +36,12 @@ def tiny_options(output: Path | str, *more: str) -> SweepOptions:
     return parse([*TINY, "--output", str(output), *more])[0]
 
 
-def tiny_data(config: Config, score: str = objective.FOLDS, relabel: Any = None) -> objective.SweepData:
+def tiny_data(config: Config, score: str = FOLDS, relabel: Any = None) -> SweepData:
     """What trials see; ``relabel`` changes the true labels (N,) that only evaluation may read."""
     task, images, ok, _ = load_resident(config.data, threads=1)
     if relabel is not None:
         object.__setattr__(task, "eval_labels", relabel(task.eval_labels.copy()))
-    return objective.sweep_data(task, images, ok, score)
+    return sweep_data(task, images, ok, score)
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def claimed(folder: Path) -> Iterator[ClaimedStorage]:
 
 def run_tiny(
     options: SweepOptions,
-    data: objective.SweepData,
+    data: SweepData,
     storage: ClaimedStorage,
     index: int = 0,
     overrides: dict[str, Any] | None = None,
@@ -60,10 +61,10 @@ def run_tiny(
     num_epochs: int = 2,
 ) -> list[dict[str, Any]]:
     """One trial in this process, without Ray; its epochs without the clock."""
-    problems = objective.problems(data, options.score, options.folds, options.config.seed, options.hide)
+    folds = make_folds(data, options.score, options.folds, options.config.seed, options.hide)
     configs = process.trial_configs(options.config, overrides or {}, options.seeds)
     sink = report or (lambda line: None)
-    run_trial(index, configs, problems, options.score, num_epochs, LocalWorker(CPU), storage, Gate(), sink)
+    run_trial(index, configs, folds, options.score, num_epochs, LocalWorker(CPU), storage, Gate(), sink)
     return timeless(records.read_epochs(storage, index))
 
 

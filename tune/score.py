@@ -1,0 +1,223 @@
+"""What a trial is scored by. Nobody has the true labels of the novel classes, so nobody may tune on them.
+
+``folds`` (default). Known classes play novel ones: a fold hides some of the known classes, discovers them
+from the other known classes, and is scored by ``strict`` clustering accuracy of the hidden rows together with
+plain accuracy of held-out rows of the classes that stayed known. The two are combined by their harmonic mean,
+as in generalised zero-shot learning (Xian et al., CVPR 2017): 0 where one is lost, and a gain on the weaker
+counts more; the hidden classes alone count where classes are too small to hold a row out. A fold hides the
+share of classes that is novel in the real problem, and folds take turns through the known classes, so that
+each is hidden about equally often.
+
+Accuracies are means over heads, not the best head's, which is noisier and saturates on the easier problem of
+a fold (chosen on the digits, by true labels, on 8 configurations); a run still reports the best head.
+
+The real unlabeled rows take no part in the folds: they have no labels to be scored by, and as training rows
+they would be a third kind that the real run does not have. Test rows take no part either; held out is every
+fifth labeled row of a class. So a sweep reads ``Task.labels`` and nothing else.
+
+``loss`` and ``agreement`` run the real problem: the cluster loss of the best head (comparable only where
+neither temperature nor the number of clusters is searched), and the mean clustering agreement of all pairs of
+heads on the unlabeled rows. ``oracle`` scores the real problem by the true labels: for research on benchmarks
+only, and everything it writes says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from uno.config import Config
+from uno.data.resident import EvalSet, TrainSet
+from uno.data.splits import Task
+from uno.errors import ConfigError
+from uno.model import UnoModel
+from uno.results.evaluate import count, protocol_metrics
+from uno.results.forward import forward
+from uno.results.metrics import cluster_accuracy, confusion
+from uno.state import TrainState
+
+FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"
+SCORES = {
+    FOLDS: "known classes hidden in turn and rediscovered: harmonic mean of strict accuracy on the hidden "
+    "classes and accuracy on held-out rows of the known ones, each a mean over heads",
+    LOSS: "minus the training cluster loss of the best head, no labels",
+    AGREEMENT: "mean clustering agreement of all pairs of heads on the unlabeled rows, no labels",
+    ORACLE: "ORACLE: true labels of the novel classes; for research on benchmarks, never a result",
+}
+HELD_OUT_EVERY = 5  # of each known class, to measure known accuracy on rows that were not trained on
+FOLD_STREAM = 11  # of the seed's randomness: which known classes are hidden
+
+
+@dataclass(frozen=True, eq=False)
+class SweepData:
+    """What trials see of a data set: ``images`` uint8 (N,3,S,S), ``labels`` int64 (N,) known class or -1.
+
+    ``labels`` are of training rows that decoded; ``unlabeled`` bool (N,) marks the training rows to discover.
+    ``oracle`` int64 (N,), true novel class from 0 or -1, exists only for the oracle score.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    unlabeled: np.ndarray
+    num_known: int
+    num_novel: int
+    oracle: np.ndarray | None = None
+
+
+def sweep_data(task: Task, images: Tensor, ok: np.ndarray, score: str) -> SweepData:
+    """What ``score`` may see of a task; ``Task.eval_labels`` are read for the oracle alone."""
+    usable = task.is_train & ok
+    oracle = None
+    if score == ORACLE:
+        oracle = np.where(usable, np.maximum(task.eval_labels - len(task.known), -1), -1)
+        if oracle.max(initial=-1) < 0:
+            raise ConfigError("--score oracle needs the true novel classes, and this data set has none")
+    labels, unlabeled = np.where(usable, task.labels, -1), usable & (task.labels < 0)
+    return SweepData(images.numpy(), labels, unlabeled, len(task.known), task.num_novel, oracle)
+
+
+# ------------------------------------------------------------------------------------------------------ folds
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """One discovery problem of a trial: what is trained on, and rows with their class to be scored by.
+
+    ``hidden`` names the pseudo-novel classes; empty for the real problem.
+    """
+
+    name: str
+    train: TrainSet
+    scored: EvalSet
+    hidden: tuple[int, ...] = ()
+
+
+def make_folds(data: SweepData, score: str, num_folds: int, seed: int, hide: int | None = None) -> list[Fold]:
+    """The problems that every trial solves, all of one sweep the same: the real one, or folds.
+
+    Raises:
+        ConfigError: as :func:`hidden_classes`.
+    """
+    if score != FOLDS:
+        labels = data.labels  # of the real unlabeled rows -1, unless the oracle knows better
+        if data.oracle is not None:
+            labels = np.where(data.unlabeled & (data.oracle >= 0), data.num_known + data.oracle, labels)
+        return [_fold("real", data, labels, data.unlabeled, data.num_known, data.num_novel)]
+    folds: list[Fold] = []
+    for hidden in hidden_classes(data.num_known, data.num_novel, num_folds, seed, hide):
+        visible = [c for c in range(data.num_known) if c not in hidden]
+        renumbered = np.full(data.num_known + 1, -1)  # the last entry is that of label -1
+        renumbered[[*visible, *hidden]] = np.arange(data.num_known)
+        name, labels, novel = f"fold{len(folds)}", renumbered[data.labels], np.isin(data.labels, hidden)
+        folds.append(_fold(name, data, labels, novel, len(visible), len(hidden), hidden))
+    return folds
+
+
+def _fold(
+    name: str,
+    data: SweepData,
+    labels: np.ndarray,
+    novel: np.ndarray,
+    num_known: int,
+    num_novel: int,
+    hidden: tuple[int, ...] = (),
+) -> Fold:
+    """``labels`` int64 (N,): class within the fold, known first, or -1; ``novel`` bool (N,): to discover."""
+    held_out = np.zeros(len(labels), dtype=bool)  # classes of fewer rows keep them all
+    for c in range(data.num_known):
+        held_out[np.flatnonzero(data.labels == c)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]] = True
+    labeled = np.flatnonzero((data.labels >= 0) & ~novel & ~held_out)
+    unlabeled = np.flatnonzero(novel)
+    rows = np.concatenate([np.flatnonzero(held_out & ~novel), unlabeled])
+
+    def images(chosen: np.ndarray) -> Tensor:
+        return torch.from_numpy(data.images[chosen])
+
+    classes = torch.from_numpy(labels)
+    train = TrainSet(images(labeled), classes[labeled], images(unlabeled), num_known, num_novel)
+    return Fold(name, train, EvalSet(images(rows), classes[rows], torch.from_numpy(rows)), hidden)
+
+
+def hidden_classes(
+    num_known: int, num_novel: int, folds: int, seed: int, hide: int | None = None
+) -> list[tuple[int, ...]]:
+    """Which known classes each fold hides: windows of one permutation, so that all are hidden about as often.
+
+    ``hide`` classes at once; by default the share of classes that is novel in the real problem, at least two
+    and at most all but one.
+
+    Raises:
+        ConfigError: too few known classes.
+    """
+    if num_known < 3:
+        raise ConfigError(
+            f"--score folds hides known classes and needs at least 3 of them, the data has {num_known}; "
+            "use --score agreement"
+        )
+    if hide is None:
+        hide = math.floor(num_known * num_novel / (num_known + num_novel) + 0.5)
+        hide = min(max(hide, 2), num_known - 1)
+    if not 2 <= hide < num_known:
+        raise ConfigError(
+            f"--hide {hide}: must be from 2 to {num_known - 1}, one less than the known classes"
+        )
+    order = np.random.default_rng([seed, FOLD_STREAM]).permutation(num_known).tolist()
+    distinct = num_known // math.gcd(hide, num_known)
+    if folds > distinct:
+        raise ConfigError(
+            f"--folds {folds}: {num_known} known classes, {hide} hidden at once, give {distinct}"
+        )
+    return [tuple(sorted(order[(fold * hide + i) % num_known] for i in range(hide))) for fold in range(folds)]
+
+
+# ----------------------------------------------------------------------------------------------------- scores
+def measure(
+    config: Config, fold: Fold, state: TrainState, score: str, rank: int, world: int
+) -> dict[str, float]:
+    """Score and its parts after an epoch, the same on every worker; ``score`` is to be maximised.
+
+    ``rows`` are those that a score which is a share of rows was measured on.
+    """
+    model, train, truth = state.model.eval(), fold.train, fold.scored.truth
+    num_true = max(train.num_known, int(truth.max()) + 1)
+    batches = fold.scored.batches(config.train.eval_batch_size, rank, world)
+    metrics = protocol_metrics(count(model, config, batches, num_true), state.best_head, "scored")
+    parts = {"loss": float(state.head_losses.min())}
+    for group, which in product(("known", "novel"), ("best", "avg")):
+        key = f"scored/{group}/task_agnostic_strict/acc/{which}"
+        if key in metrics:
+            parts[f"{group}_{which}"] = metrics[key]
+    if score == AGREEMENT:
+        parts |= {"agreement": _agreement(model, config, train), "rows": float(train.num_unlabeled)}
+    elif score != LOSS:
+        parts["rows"] = float((truth >= 0).sum())
+    model.train()
+    return {"score": combined(parts, score), **parts}
+
+
+def combined(parts: Mapping[str, float], score: str) -> float:
+    """One number of the parts; of accuracies the harmonic mean, 0 where one is 0."""
+    if score == LOSS:
+        return -parts["loss"]
+    if score == AGREEMENT:
+        return parts["agreement"]
+    novel, known = parts["novel_avg"], parts.get("known_avg")
+    if known is None:
+        return novel
+    return 2 * known * novel / (known + novel) if known + novel > 0 else 0.0
+
+
+def _agreement(model: UnoModel, config: Config, train: TrainSet) -> float:
+    """Mean over pairs of heads of the clustering accuracy of one head's clusters against the other's."""
+    outputs = []
+    for images in train.unlabeled_images.split(config.train.eval_batch_size):
+        novel = forward(model, images, config).novel
+        assert novel is not None
+        outputs.append(novel[0].argmax(dim=-1).cpu())
+    heads, clusters = torch.cat(outputs, dim=1).numpy(), train.num_novel
+    tables = [confusion(a, b, clusters, clusters) for a, b in combinations(heads, 2)]
+    return float(np.mean([cluster_accuracy(table) for table in tables]))
