@@ -1,4 +1,4 @@
-"""Runs as processes of their own: a queue of jobs, on this machine or in Ray actors.
+"""Runs as processes of their own, on this machine or in Ray actors, each after the one it starts from.
 
 A job is ``uno pretrain`` or ``uno discover`` with a configuration file, in a directory below one output
 directory. How each attempt ended, and after how many seconds, stands in ``attempts.jsonl`` there.
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -31,8 +31,7 @@ MAX_REASON = 300
 UNFINISHED = (Interrupted.exit_code, 130, -signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL, 137, 143)
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A run: ``name`` is its directory, ``needs`` that of the one it starts from, ``label`` is for people."""
 
     name: str
@@ -41,16 +40,9 @@ class Job:
     needs: str | None = None
 
 
-class Ended(NamedTuple):
-    """How a process ended."""
-
-    job: Job
-    code: int
-    seconds: float
-
-
+# ----------------------------------------------------------------------------------------------- the attempts
 @dataclass
-class History:
+class Attempts:
     """What ``attempts.jsonl`` says of a job: seconds of all attempts, exit code and reason of the last."""
 
     seconds: float = 0.0
@@ -68,14 +60,14 @@ class History:
         return self.code == NumericsError.exit_code
 
 
-def read_history(output: Path) -> dict[str, History]:
+def read_attempts(output: Path) -> dict[str, Attempts]:
     """Every job of ``output`` that was started, by name. A line that a kill cut short is left out."""
-    found: dict[str, History] = {}
+    found: dict[str, Attempts] = {}
     path = output / ATTEMPTS
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             entry = json.loads(line)
-            job = found.setdefault(entry["job"], History())
+            job = found.setdefault(entry["job"], Attempts())
             job.seconds += entry["seconds"]
             job.code, job.reason = entry["code"], entry["reason"]
         except (ValueError, KeyError, TypeError):
@@ -83,108 +75,23 @@ def read_history(output: Path) -> dict[str, History]:
     return found
 
 
-class Runner(Protocol):
-    """Where processes run."""
+# --------------------------------------------------------------------------------------------- the processes
+class Process(Protocol):
+    """What is asked of a :class:`subprocess.Popen`, or of its like on another node."""
 
-    capacity: int
+    def poll(self) -> int | None:
+        """Exit code; None while it runs."""
 
-    def start(self, job: Job, command: list[str], log: Path) -> None:
-        """Start a process; its output is appended to ``log``."""
-
-    def wait(self) -> Ended | None:
-        """The next process that has ended, or None after a moment."""
-
-    def stop(self) -> None:
-        """Ask all processes to save and end."""
+    def terminate(self) -> None:
+        """Ask it to save and end."""
 
 
-class ProcessRunner:
-    """Processes of this machine, ``capacity`` at a time."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._running: list[tuple[Job, subprocess.Popen[bytes], float]] = []
-
-    def start(self, job: Job, command: list[str], log: Path) -> None:
-        """As Runner."""
-        self._running.append((job, _spawn(command, log), time.monotonic()))
-
-    def wait(self) -> Ended | None:
-        """As Runner."""
-        for entry in self._running:
-            job, process, since = entry
-            code = process.poll()
-            if code is not None:
-                self._running.remove(entry)
-                return Ended(job, code, time.monotonic() - since)
-        time.sleep(POLL_S)
-        return None
-
-    def stop(self) -> None:
-        """As Runner."""
-        for _, process, _ in self._running:
-            process.terminate()
+Start = Callable[[list[str], Path], Process]
+"""Starts a command whose output is appended to a file."""
 
 
-class RayRunner:
-    """Ray actors on a cluster whose nodes share the output directory, as many as its resources hold.
-
-    Actors, since a task can only be cancelled, and Ray's interrupt may get lost on its way.
-
-    Args:
-        ray: the connected module.
-        request: ``num_cpus`` and ``num_gpus`` of a process.
-        capacity: processes at a time.
-    """
-
-    def __init__(self, ray: Any, request: dict[str, float], capacity: int) -> None:
-        self.capacity, self._ray = capacity, ray
-        self._actor = ray.remote(max_concurrency=2, **request)(_Cell)
-        self._running: dict[Any, tuple[Job, Any]] = {}
-
-    def start(self, job: Job, command: list[str], log: Path) -> None:
-        """As Runner."""
-        cell = self._actor.remote()
-        self._running[cell.run.remote(command, str(log))] = job, cell
-
-    def wait(self) -> Ended | None:
-        """As Runner. A process whose node is lost counts as interrupted."""
-        done, _ = self._ray.wait(list(self._running), num_returns=1, timeout=1.0)
-        if not done:
-            return None
-        job, _ = self._running.pop(done[0])
-        try:
-            code, seconds = self._ray.get(done[0])
-        except self._ray.exceptions.RayError:
-            return Ended(job, Interrupted.exit_code, 0.0)
-        return Ended(job, code, seconds)
-
-    def stop(self) -> None:
-        """As Runner."""
-        for _, cell in self._running.values():
-            cell.stop.remote()
-
-
-class _Cell:
-    """A process on whatever node Ray chose; its two methods run side by side."""
-
-    def __init__(self) -> None:
-        self._stopping = threading.Event()
-
-    def run(self, command: list[str], log: str) -> tuple[int, float]:
-        since = time.monotonic()
-        process = _spawn(command, Path(log))
-        while process.poll() is None:
-            if self._stopping.wait(POLL_S):
-                process.terminate()
-                process.wait()
-        return process.returncode, time.monotonic() - since
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-
-def _spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start_here(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """A process of this machine; it ends with the driver."""
     with log.open("ab") as file:  # a session of its own: Ctrl-C reaches the driver, which forwards it
         return subprocess.Popen(
             command,
@@ -196,14 +103,64 @@ def _spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-@dataclass
-class Queue:
-    """Runs ``jobs`` in ``output``, each after the one it needs; ``on_end`` gets every end with its reason."""
+class RayProcess:
+    """A process in a Ray actor on whatever node has room; all nodes share the output directory.
 
-    output: Path
-    runner: Runner
-    on_end: Callable[[Ended, str], None]
-    stopping: bool = field(default=False, init=False)
+    An actor, since a task can only be cancelled, and Ray's interrupt may get lost on its way.
+
+    Args:
+        ray: the connected module.
+        resources: ``num_cpus`` and ``num_gpus`` of the process.
+        command: to run.
+        log: file its output is appended to.
+    """
+
+    def __init__(self, ray: Any, resources: dict[str, float], command: list[str], log: Path) -> None:
+        self._ray = ray
+        self._actor = ray.remote(max_concurrency=2, **resources)(_Actor).remote()
+        self._code = self._actor.run.remote(command, str(log))
+
+    def poll(self) -> int | None:
+        """As Process. One whose node is lost counts as interrupted."""
+        if not self._ray.wait([self._code], timeout=0)[0]:
+            return None
+        try:
+            return int(self._ray.get(self._code))
+        except self._ray.exceptions.RayError:
+            return Interrupted.exit_code
+
+    def terminate(self) -> None:
+        """As Process."""
+        self._actor.stop.remote()
+
+
+class _Actor:
+    """Its two methods run side by side."""
+
+    def __init__(self) -> None:
+        self._stopping = threading.Event()
+
+    def run(self, command: list[str], log: str) -> int:
+        process = start_here(command, Path(log))
+        while process.poll() is None:
+            if self._stopping.wait(POLL_S):
+                process.terminate()
+                process.wait()
+        return process.returncode
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+
+# ------------------------------------------------------------------------------------------------- the queue
+class Queue:
+    """Jobs in ``output``, ``capacity`` at a time; ``on_end`` gets every one that ended, with its attempt."""
+
+    def __init__(
+        self, output: Path, start: Start, capacity: int, on_end: Callable[[Job, Attempts], None]
+    ) -> None:
+        self._output, self._start, self._capacity, self._on_end = output, start, capacity, on_end
+        self._running: list[tuple[Job, Process, float]] = []
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs; one that needs a failed one fails with it.
@@ -211,58 +168,56 @@ class Queue:
         Raises:
             Interrupted: after SIGTERM or SIGINT, with all processes saved and ended.
         """
-        waiting, running = list(jobs), 0
-        ahead = {job.name for job in jobs}
-        with on_stop(self._stop):
-            while running or (waiting and not self.stopping):
-                while running < self.runner.capacity and not self.stopping:
-                    job = next((j for j in waiting if j.needs not in ahead), None)
-                    if job is None:
-                        break
+        stopping = threading.Event()
+        waiting, ahead = list(jobs), {job.name for job in jobs}
+        with on_stop(stopping.set):
+            while (waiting or self._running) and not stopping.is_set():
+                ready = [job for job in waiting if job.needs not in ahead]
+                for job in ready[: self._capacity - len(self._running)]:
                     waiting.remove(job)
-                    self._start(job)
-                    running += 1
-                ended = self.runner.wait() if running else None
-                if ended is None:
-                    continue
-                running -= 1
-                reason = self._note(ended)
-                if ended.code == 0:
-                    ahead.discard(ended.job.name)
-                elif not self.stopping:
-                    waiting = self._give_up(ended, reason, waiting)
-        if self.stopping:
-            raise Interrupted("stopped; resume with the same command")
+                    self._running.append((job, self._started(job), time.monotonic()))
+                ended = self._ended()
+                for job, attempt in ended:
+                    if attempt.code == 0:
+                        ahead.discard(job.name)
+                        continue
+                    for lost in [other for other in waiting if other.needs == job.name]:
+                        waiting.remove(lost)
+                        self._note(lost, Attempts(0.0, attempt.code, f"pretraining: {attempt.reason}"))
+                if not ended:
+                    stopping.wait(POLL_S)
+            if not stopping.is_set():
+                return
+            for _, process, _ in self._running:
+                process.terminate()
+            while self._running:
+                self._ended()
+                time.sleep(POLL_S)
+        raise Interrupted("stopped; resume with the same command")
 
-    def _start(self, job: Job) -> None:
-        place = self.output / job.name
-        storage = Storage(str(place.parent))
-        storage.write(f"{place.name}.yaml", dump_yaml(job.config).encode())
-        command = [sys.executable, "-m", "pipelines.cells", place.parent.name, "--config", f"{place}.yaml"]
-        self.runner.start(job, [*command, "--output", str(place)], Path(f"{place}.log"))
+    def _started(self, job: Job) -> Process:
+        run = self._output / job.name
+        Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
+        command = [sys.executable, "-m", "pipelines.cells", run.parent.name, "--config", f"{run}.yaml"]
+        return self._start([*command, "--output", str(run)], Path(f"{run}.log"))
 
-    def _note(self, ended: Ended) -> str:
-        """Add a line to ``attempts.jsonl``, and say why a process failed."""
-        reason = "" if ended.code == 0 else last_line(Path(f"{self.output / ended.job.name}.log"))
-        entry = {
-            "job": ended.job.name, "seconds": round(ended.seconds, 2), "code": ended.code, "reason": reason
-        }  # fmt: skip
-        Storage(str(self.output)).append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
-        self.on_end(ended, reason)
-        return reason
+    def _ended(self) -> list[tuple[Job, Attempts]]:
+        """The jobs that have ended since the last call, noted."""
+        ended = []
+        for entry in list(self._running):
+            job, process, since = entry
+            code = process.poll()
+            if code is not None:
+                self._running.remove(entry)
+                reason = last_line(Path(f"{self._output / job.name}.log")) if code else ""
+                ended.append((job, Attempts(time.monotonic() - since, code, reason)))
+                self._note(*ended[-1])
+        return ended
 
-    def _give_up(self, ended: Ended, reason: str, waiting: list[Job]) -> list[Job]:
-        """The jobs that do not need the one that ended; the others are noted as failed with it."""
-        for job in [job for job in waiting if job.needs == ended.job.name]:
-            entry = {"job": job.name, "seconds": 0.0, "code": ended.code, "reason": f"pretraining: {reason}"}
-            Storage(str(self.output)).append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
-            self.on_end(Ended(job, ended.code, 0.0), entry["reason"])  # type: ignore[arg-type]
-        return [job for job in waiting if job.needs != ended.job.name]
-
-    def _stop(self) -> None:
-        if not self.stopping:
-            self.stopping = True
-            self.runner.stop()
+    def _note(self, job: Job, attempt: Attempts) -> None:
+        entry = {"job": job.name, **asdict(attempt), "seconds": round(attempt.seconds, 2)}
+        Storage(str(self._output)).append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
+        self._on_end(job, attempt)
 
 
 def last_line(log: Path) -> str:

@@ -10,25 +10,31 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipelines import cli
+import torch
+
+from pipelines import cli, ray_env
+from pipelines.cells import Attempts, Job, Queue, RayProcess, Start, read_attempts, start_here
 from pipelines.console import say
-from uno.errors import ConfigError, NumericsError, StorageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pipelines.cells import Ended, Job, Runner
-    from uno.config import Config
-    from uno.reproduce.definitions import Table
-    from uno.reproduce.tables import Cell
+from pipelines.options import RAY_JOB, overrides
+from uno.config import Config, differing_keys, override, to_dict
+from uno.data.check import check
+from uno.data.files import Storage
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
+from uno.reproduce import documents, effects
+from uno.reproduce.experiments import REFERENCE, Cell, Table, build, cells, names
+from uno.runs import lock
+from uno.runs.directory import read_config_tree
+from uno.runs.hardware import local_device
 
 DATA_OPTIONS = {
     "cifar10": "CIFAR10 in torchvision's layout",
@@ -47,13 +53,12 @@ the table changes wins. Finished cells are read, not repeated; a larger --seeds 
 
 @dataclass(frozen=True)
 class Request:
-    """What ``uno reproduce`` was asked to do."""
+    """What ``uno reproduce`` was asked to do; ``changes``: dotted keys that hold for every cell."""
 
     table: Table
     scale: str
-    seeds: int
+    cells: list[Cell]
     output: Path
-    directories: Mapping[str, str]
     changes: Mapping[str, Any]
     parallel: int | None
     runner: str
@@ -76,12 +81,11 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """The options that are not fields of the configuration."""
     from pipelines.arguments import Arguments
-    from uno.reproduce.tables import TABLES
 
     new = Arguments("uno reproduce", "Run a table or figure of the paper and write it beside its numbers.")
     new.epilog = EPILOG
     add = new.add_argument
-    add("table", metavar="TABLE", help=", ".join(TABLES))
+    add("table", metavar="TABLE", help=", ".join(names()))
     add("--scale", choices=("small", "full"), default="small", help="default: small, for two CPU cores")
     add("--seeds", type=int, help="runs of each row (default: 3; tsne: 1)")
     add("--output", metavar="DIR", help="default: runs/reproduce-TABLE (-full); for Ray nodes a shared one")
@@ -104,11 +108,8 @@ def parse(argv: Sequence[str]) -> Request:
         ConfigError: an unknown table or option, or data that ``full`` needs and nobody named.
         SystemExit: after ``--help``.
     """
-    from pipelines.options import RAY_JOB, overrides
-    from uno.reproduce import tables
-
     own, rest = parser().parse_known_args(list(argv))
-    table = tables.build(own.table, own.scale)
+    table = build(own.table, own.scale)
     changes = overrides(rest, "reproduce")
     for key in changes:
         if key in OWN_KEYS:
@@ -116,7 +117,8 @@ def parse(argv: Sequence[str]) -> Request:
     for name in ("seeds", "parallel"):
         if getattr(own, name) is not None and getattr(own, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(own, name)}")
-    directories = {name: _directory(own, name) for name in DATA_OPTIONS if _directory(own, name)}
+    given = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
+    directories = {o: os.path.abspath(os.path.expanduser(path)) for o, path in given.items() if path}
     table = _select(table, own, directories)
     output = own.output or f"runs/reproduce-{own.table}{'-full' if own.scale == 'full' else ''}"
     if "://" in output:
@@ -127,17 +129,13 @@ def parse(argv: Sequence[str]) -> Request:
         )
     if own.scale == "small":
         changes = {"compute.threads": 1, **changes}
+    changes = {"compute.workers": 0, **changes}
     return Request(
-        table, own.scale, own.seeds or table.seeds, Path(os.path.expanduser(output)).absolute(), directories,
-        {"compute.workers": 0, **changes}, own.parallel, own.runner, own.record and Path(own.record),
-        own.dry_run, shlex.join(["uno", "reproduce", *_without(argv, "--output", "--record", "--parallel")]),
+        table, own.scale, cells(table, own.seeds or table.seeds, directories, changes),
+        Path(os.path.expanduser(output)).absolute(), changes, own.parallel, own.runner,
+        own.record and Path(own.record), own.dry_run,
+        shlex.join(["uno", "reproduce", *_without(argv, "--output", "--record", "--parallel")]),
     )  # fmt: skip
-
-
-def _directory(own: argparse.Namespace, option: str) -> str:
-    return os.path.abspath(os.path.expanduser(getattr(own, option.replace("-", "_")) or "")) * bool(
-        getattr(own, option.replace("-", "_"))
-    )
 
 
 def _without(argv: Sequence[str], *names: str) -> list[str]:
@@ -154,31 +152,24 @@ def _without(argv: Sequence[str], *names: str) -> list[str]:
 
 def _select(table: Table, own: argparse.Namespace, directories: Mapping[str, str]) -> Table:
     """The data sets and rows that were asked for and are there."""
-    wanted = table.benchmarks
-    if own.datasets:
-        known = {benchmark.key: benchmark for benchmark in wanted}
-        for name in own.datasets:
+    benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
+    rows = {row.key: row for row in table.rows}
+    for option, wanted, known in (("datasets", own.datasets, benchmarks), ("rows", own.rows, rows)):
+        for name in wanted or ():
             if name not in known:
-                raise ConfigError(f"--datasets {name}: {table.name} has {', '.join(known)}")
-        wanted = tuple(known[name] for name in own.datasets)
-    elif own.scale == "small":  # what is not there is not missed
-        wanted = tuple(b for b in wanted if b.option is None or b.option in directories)
-    missing = dict.fromkeys(b.option for b in wanted if b.option and b.option not in directories)
+                raise ConfigError(f"--{option} {name}: {table.name} has {', '.join(known)}")
+    sets = [benchmarks[name] for name in own.datasets or benchmarks]
+    if own.scale == "small" and not own.datasets:  # what is not there is not missed
+        sets = [benchmark for benchmark in sets if benchmark.option in (None, *directories)]
+    missing = dict.fromkeys(b.option for b in sets if b.option and b.option not in directories)
     if missing:
-        options = " and ".join(f"--{option} DIR ({DATA_OPTIONS[option]})" for option in missing if option)
-        only = f", or only some of it: --datasets {wanted[0].key}" if len(wanted) > 1 else ""
+        options = " and ".join(f"--{option} DIR ({DATA_OPTIONS[option]})" for option in missing)
+        only = f", or only some of it: --datasets {sets[0].key}" if len(sets) > 1 else ""
         raise ConfigError(f"{table.name} at this scale needs {options}{only}")
-    rows = table.rows
-    if own.rows:
-        known_rows = {row.key for row in rows}
-        for name in own.rows:
-            if name not in known_rows:
-                raise ConfigError(f"--rows {name}: {table.name} has {', '.join(row.key for row in rows)}")
-        kept = {*own.rows, table.reference} | {
-            key for row in rows if row.key in own.rows for key in (row.of, row.versus)
-        }
-        rows = tuple(row for row in rows if row.key in kept)
-    return replace(table, benchmarks=wanted, rows=rows)
+    named = [rows[name] for name in own.rows or rows]
+    kept = {REFERENCE, *(key for row in named for key in (row.key, row.of, row.versus))}
+    chosen = tuple(row for row in table.rows if row.key in kept)
+    return table.model_copy(update={"benchmarks": tuple(sets), "rows": chosen})
 
 
 # ------------------------------------------------------------------------------------------------------- plan
@@ -188,39 +179,26 @@ def plan(request: Request) -> list[Job]:
     Raises:
         ConfigError: data that is not there or cannot be trained on, or a directory of other settings.
     """
-    from pipelines.cells import Job, read_history
-    from uno.config import override
-    from uno.reproduce.tables import cell_config
-    from uno.runs.run import pretrain_hash
-
-    history = read_history(request.output)
+    attempts = read_attempts(request.output)
     jobs: dict[str, Job] = {}
     checked: set[str] = set()
-    for cell in all_cells(request):
-        config = cell_config(cell, request.directories, request.changes)
-        _check_data(config, checked)
-        shared, name = f"pretrain/{pretrain_hash(config)}", f"cells/{cell.slug}"
-        weights = str(request.output / shared)
-        with_weights = override(config, {"model.weights": weights})
-        _check_stored(request.output / name, with_weights)
-        past = history.get(name)
-        if (request.output / name / "metrics.json").exists() or (past and past.hopeless):
+    for cell in request.cells:
+        _check_data(cell.config, checked)
+        run, shared = request.output / cell.name, request.output / cell.pretraining
+        config = override(cell.config, {"model.weights": str(shared)})
+        _check_stored(run, config)
+        if (run / "metrics.json").exists() or attempts.get(cell.name, Attempts()).hopeless:
             continue
-        pretrained = history.get(shared)
-        if pretrained is None or pretrained.code != 0 or not (request.output / shared).exists():
+        if not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
-            jobs.setdefault(shared, Job(shared, config, label))
+            jobs.setdefault(cell.pretraining, Job(cell.pretraining, cell.config, label))
         label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
-        jobs[name] = Job(name, with_weights, label, shared)
+        jobs[cell.name] = Job(cell.name, config, label, cell.pretraining)
     return list(jobs.values())
 
 
 def _check_data(config: Config, checked: set[str]) -> None:
     """The preflight checks of a run, once for each data set and its classes."""
-    from uno.data.check import check
-    from uno.data.sources import read_rows
-    from uno.data.splits import make_task
-
     data = config.data if config.data.num_novel != "auto" else config.data.model_copy(update={"num_novel": 1})
     key = repr((data, config.train.batch_size, config.augment))
     if key in checked:
@@ -231,121 +209,95 @@ def _check_data(config: Config, checked: set[str]) -> None:
         raise ConfigError(f"{data.source}: {errors[0].message}")
 
 
-def _check_stored(place: Path, config: Config) -> None:
+def _check_stored(run: Path, config: Config) -> None:
     """Raise ConfigError where a directory holds a cell of other settings."""
-    from uno.config import Config, differing_keys, override, to_dict
-    from uno.data.files import Storage
-    from uno.runs.directory import read_config_tree
-
-    if not (place / "config.yaml").exists():
+    if not (run / "config.yaml").exists():
         return
-    stored = override(Config(), read_config_tree(Storage(str(place))))  # fields it does not know: defaults
-    keys = differing_keys(to_dict(stored), config)
+    stored = override(Config(), read_config_tree(Storage(str(run))))  # fields it does not know: defaults
     free = {"model.weights", *(["data.num_novel"] if config.data.num_novel == "auto" else [])}
-    keys = [key for key in keys if key not in free]
+    keys = [key for key in differing_keys(to_dict(stored), config) if key not in free]
     if keys:
-        raise ConfigError(f"{place} was run with other settings: {', '.join(keys[:6])}; use another --output")
+        raise ConfigError(f"{run} was run with other settings: {', '.join(keys[:6])}; use another --output")
 
 
-def all_cells(request: Request) -> list[Cell]:
-    """Every cell of the table, finished or not."""
-    from uno.reproduce.tables import cells
-
-    return cells(request.table, request.seeds)
-
-
-def _describe(request: Request, jobs: list[Job]) -> None:
+def _describe(request: Request, jobs: Sequence[Job]) -> None:
     """The cells that are missing, and their cost where a cell's is known."""
-    cells, num_cells = [job for job in jobs if job.needs is not None], len(all_cells(request))
-    say(f"{request.table.title}: {num_cells} cells, {num_cells - len(cells)} of them have a result")
+    missing = [cell for cell in request.cells if cell.name in {job.name for job in jobs}]
+    num_cells = len(request.cells)
+    say(f"{request.table.title}: {num_cells} cells, {num_cells - len(missing)} of them have a result")
     for job in jobs:
         say(f"  {job.label}")
-    known = {benchmark.key: benchmark.minutes for benchmark in request.table.benchmarks}
-    minutes = [known[key] for key in known for job in cells if job.label.startswith(f"{key} ")]
-    parallel = request.parallel or _default_parallel(request)
+    minutes = [cell.benchmark.minutes for cell in missing]
     if None in minutes:
         say("nobody has measured what these cells cost; the first finished one says")
     else:
-        total = sum(m for m in minutes if m is not None) / parallel
-        say(f"about {total:.0f} minutes, {parallel} cells at a time")
+        parallel = request.parallel or _default_parallel(request.changes)
+        say(f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {parallel} cells at a time")
 
 
-def _default_parallel(request: Request) -> int:
-    import torch
-
-    if request.changes["compute.workers"]:
-        return 1  # a cell is many processes
-    if torch.cuda.is_available() and request.changes.get("compute.device") != "cpu":
-        return max(1, torch.cuda.device_count())
-    threads = int(request.changes.get("compute.threads") or os.cpu_count() or 1)
-    return max(1, (os.cpu_count() or 1) // threads)
-
-
-# ------------------------------------------------------------------------------------------------------- run
-def run_missing(request: Request, jobs: list[Job]) -> None:
+# -------------------------------------------------------------------------------------------------------- run
+def run_missing(request: Request, jobs: Sequence[Job]) -> None:
     """Run ``jobs``, one console line for each that ends.
 
     Raises:
         Interrupted: after SIGTERM or SIGINT; all that was trained is kept.
     """
-    from pipelines.cells import Queue
-    from uno.data.files import Storage
-    from uno.runs import lock
-
     if not jobs:
         say(f"{request.output}: every cell has a result; nothing is run again")
         return
-    with lock.claim(Storage(str(request.output)), on_wait=say), _runner(request) as runner:
+    with lock.claim(Storage(str(request.output)), on_wait=say), _runner(request) as (start, capacity):
         for folder in ("cells", "pretrain"):
             (request.output / folder).mkdir(parents=True, exist_ok=True)
-        say(f"{len(jobs)} jobs, {min(len(jobs), runner.capacity)} at a time; logs in {request.output}/cells")
-        Queue(request.output, runner, _Console(jobs, runner.capacity)).run(jobs)
+        say(f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in {request.output}/cells")
+        Queue(request.output, start, capacity, _Console(len(jobs))).run(jobs)
 
 
 class _Console:
     """One line for each job that ends."""
 
-    def __init__(self, jobs: list[Job], capacity: int) -> None:
-        self._left, self._capacity, self._since = [job.needs for job in jobs], capacity, time.monotonic()
-        self._total = len(jobs)
+    def __init__(self, num_jobs: int) -> None:
+        self._num_jobs, self._done, self._since = num_jobs, 0, time.monotonic()
 
-    def __call__(self, ended: Ended, reason: str) -> None:
-        """Say how a job ended, and when the last one may: cells take longer than pretrainings."""
-        self._left.remove(ended.job.needs)
-        done, elapsed = self._total - len(self._left), time.monotonic() - self._since
-        how = "done" if ended.code == 0 else f"ended with {ended.code}: {reason}"
-        eta = f", about {elapsed / done * len(self._left) / 60:.0f} min left" if self._left else ""
-        say(f"{done}/{self._total}  {ended.job.label}: {how}  ({ended.seconds:.0f} s{eta})")
+    def __call__(self, job: Job, attempt: Attempts) -> None:
+        """Say how a job ended, and when the last one may."""
+        self._done += 1
+        left = self._num_jobs - self._done
+        how = "done" if attempt.code == 0 else f"ended with {attempt.code}: {attempt.reason}"
+        minutes = (time.monotonic() - self._since) / self._done * left / 60
+        eta = f", about {minutes:.0f} min left" if left else ""
+        say(f"{self._done}/{self._num_jobs}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
 
 
 @contextmanager
-def _runner(request: Request) -> Iterator[Runner]:
-    """Processes here, or Ray actors with the resources of a cell."""
-    import torch
+def _runner(request: Request) -> Iterator[tuple[Start, int]]:
+    """What starts a cell, as a process here or in a Ray actor with its resources; and how many fit."""
 
-    from pipelines.cells import ProcessRunner, RayRunner
-    from uno.config import Config, override
-    from uno.runs.hardware import local_device
-
-    gpus = torch.cuda.device_count() if request.changes.get("compute.device") != "cpu" else 0
-    wants_ray = request.runner == "ray" or (
-        request.runner == "auto" and ("RAY_ADDRESS" in os.environ or gpus > 1)
-    )
-    if not wants_ray or request.changes["compute.workers"]:  # cells that start Ray themselves
-        local_device(override(Config(), request.changes))
-        yield ProcessRunner(request.parallel or _default_parallel(request))
+    changes = request.changes
+    gpus = torch.cuda.device_count() if changes.get("compute.device") != "cpu" else 0
+    several = "RAY_ADDRESS" in os.environ or gpus > 1
+    wants_ray = request.runner == "ray" or (request.runner == "auto" and several)
+    if not wants_ray or changes["compute.workers"]:  # cells that start Ray themselves
+        local_device(override(Config(), changes))
+        yield start_here, request.parallel or _default_parallel(changes)
         return
-    from pipelines import ray_env
-
     with ray_env.connect() as ray:
         cluster = ray.cluster_resources()
-        gpu = cluster.get("GPU", 0) > 0 and request.changes.get("compute.device") != "cpu"
-        share = float(request.changes.get("compute.gpus_per_worker", 1.0)) if gpu else 0.0
-        cpus = float(request.changes.get("compute.threads") or 1)
-        cpus = min(cpus, max(1.0, cluster.get("CPU", 1.0)))
+        gpu = cluster.get("GPU", 0) > 0 and changes.get("compute.device") != "cpu"
+        share = float(changes.get("compute.gpus_per_worker", 1.0)) if gpu else 0.0
+        cpus = min(float(changes.get("compute.threads") or 1), max(1.0, cluster.get("CPU", 1.0)))
         fits = int(cluster["GPU"] / share) if share else int(cluster.get("CPU", 1.0) / cpus)
-        capacity = max(1, min(fits, request.parallel or fits))
-        yield RayRunner(ray, {"num_cpus": 0 if share else cpus, "num_gpus": share}, capacity)
+        resources = {"num_cpus": 0 if share else cpus, "num_gpus": share}
+        yield partial(RayProcess, ray, resources), max(1, min(fits, request.parallel or fits))
+
+
+def _default_parallel(changes: Mapping[str, Any]) -> int:
+    """Cells at a time on this machine."""
+    if changes["compute.workers"]:
+        return 1  # a cell is many processes
+    if torch.cuda.is_available() and changes.get("compute.device") != "cpu":
+        return max(1, torch.cuda.device_count())
+    cores = os.cpu_count() or 1
+    return max(1, cores // int(changes.get("compute.threads") or cores))
 
 
 # ----------------------------------------------------------------------------------------------------- tables
@@ -353,42 +305,35 @@ def write_tables(request: Request) -> int:
     """Write Markdown, Parquet, HTML and, where asked for, the record; show the table. Returns 0.
 
     Raises:
-        NumericsError: some cells diverged; the tables are written and say so.
-        StorageError: some cells failed otherwise.
+        ConfigError, NumericsError, StorageError: some cells failed; the tables are written and say so.
+        Interrupted: some have no result yet.
     """
-    from pipelines.cells import read_history
-    from uno.data.files import Storage
-    from uno.errors import Interrupted
-    from uno.reproduce import page, results
-
-    history = read_history(request.output)
-    found = results.read(
-        request.table, request.output, request.directories, request.changes, request.seeds,
-        {name: past.seconds for name, past in history.items()},
-        {name: past.reason for name, past in history.items() if past.failed},
+    attempts = read_attempts(request.output)
+    found = effects.read(
+        request.table, request.cells, request.output, request.changes,
+        {name: past.seconds for name, past in attempts.items()},
+        {name: past.reason for name, past in attempts.items() if past.failed},
     )  # fmt: skip
     figures = []
-    if request.table.figures:
+    if request.table.maps:
         from uno.reproduce.figures import draw
 
-        figures = draw(found, say)
-    storage = Storage(str(request.output))
-    page.write(storage, found, request.scale, request.command, figures)
+        figures = draw(request.cells, request.output, say)
+    described = (found, request.scale, request.command, figures)
+    documents.write(Storage(str(request.output)), *described)
     if request.record is not None:
-        page.write_record(Storage(str(request.record)), found, request.scale, request.command, figures)
-    say("")
-    say(page.markdown_table(found))
-    say("")
+        documents.write_record(Storage(str(request.record)), *described)
+    say(f"\n{documents.markdown(found)}\n")
     name = request.table.name
     say(f"tables in {request.output}: {name}.md, {name}.parquet, {name}.html")
     if found.failures:
         name, reason = next(iter(found.failures.items()))
-        kind = {2: ConfigError, 3: NumericsError}.get(history[name].code, StorageError)
-        raise kind(f"{len(found.failures)} of {len(all_cells(request))} cells failed, {name} first: {reason}")
+        kind = {2: ConfigError, 3: NumericsError}.get(attempts[name].code, StorageError)
+        raise kind(f"{len(found.failures)} of {len(request.cells)} cells failed, {name} first: {reason}")
     if found.missing:
         raise Interrupted(f"{len(found.missing)} cells have no result yet")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(cli.guard(main, sys.argv[1:]))
+    cli.run(main)

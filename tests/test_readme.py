@@ -10,7 +10,7 @@ import pytest
 from pipelines import cli
 from pipelines.options import parse
 from uno.errors import ConfigError
-from uno.reproduce.page import spread
+from uno.reproduce.documents import spread
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -2,49 +2,47 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipelines import cells, cli, reproduce
-from pipelines.cells import Ended, Job, Queue, read_history
+from pipelines.cells import Job, Queue, RayProcess, read_attempts
 from tests.pipelines.small import SMALL
-from uno.config import Config, override
+from tests.test_readme import commands
+from uno.config import Config, dump_yaml, override
 from uno.errors import ConfigError, Interrupted
-from uno.runs.run import pretrain_hash
 
 TINY = [word for word in SMALL if word not in ("--preset", "digits")]
 
 
-class FakeRunner:
-    """Ends every job at once; ``codes`` by name, ``started`` in order; cells leave metrics."""
+class Processes:
+    """Instead of processes: each ends at once with its code of ``codes``; cells leave metrics."""
 
-    def __init__(self, output: Path, codes: dict[str, int] | None = None, capacity: int = 2) -> None:
-        self.capacity, self.started, self._codes, self._output = capacity, [], codes or {}, output
-        self._running: list[Job] = []
-        self.most = 0
+    def __init__(self, codes: dict[str, int] | None = None) -> None:
+        self.codes, self.started, self.running, self.most = codes or {}, [], 0, 0
 
-    def start(self, job, command, log):
-        self.started.append(job.name)
-        self._running.append(job)
-        self.most = max(self.most, len(self._running))
-        place = self._output / job.name
-        place.mkdir(parents=True, exist_ok=True)
-        code = self._codes.get(job.name, 0)
-        log.write_text(f"chatter\nuno: error: {job.name} says why\n" if code else "done\n")
-        if code == 0 and job.needs:
-            (place / "metrics.json").write_text("{}")
+    def __call__(self, command: list[str], log: Path):
+        name = f"{log.parent.name}/{log.stem}"
+        code = self.codes.get(name, 0)
+        self.started.append(name)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        log.with_suffix("").mkdir(parents=True, exist_ok=True)
+        log.write_text(f"chatter\nuno: error: {name} says why\n" if code else "done\n")
+        if code == 0 and name.startswith("cells/"):
+            (log.with_suffix("") / "metrics.json").write_text("{}")
+        return SimpleNamespace(poll=lambda: self.end(code), terminate=lambda: None)
 
-    def wait(self):
-        job = self._running.pop()
-        return Ended(job, self._codes.get(job.name, 0), 2.0)
-
-    def stop(self):
-        pass
+    def end(self, code: int) -> int:
+        self.running -= 1
+        return code
 
 
 @pytest.fixture
@@ -56,12 +54,13 @@ def request_of(tmp_path):
 
 
 def run(request, codes=None):
-    jobs = reproduce.plan(request)
-    runner, ends = FakeRunner(request.output, codes), []
+    """Run what is missing; the processes, and the attempts by name as the console was told."""
+    processes, told = Processes(codes), {}
     for folder in ("cells", "pretrain"):
         (request.output / folder).mkdir(parents=True, exist_ok=True)
-    Queue(request.output, runner, lambda ended, reason: ends.append((ended.job.name, reason))).run(jobs)
-    return runner, ends
+    queue = Queue(request.output, processes, 2, lambda job, attempt: told.update({job.name: attempt}))
+    queue.run(reproduce.plan(request))
+    return processes, told
 
 
 # --------------------------------------------------------------------------------------------- command line
@@ -89,7 +88,7 @@ def test_mistakes_are_one_line_and_nothing_starts(words, message, capsys, tmp_pa
     assert cli.guard(reproduce.main, words) == 2
     err = capsys.readouterr().err.strip()
     assert "\n" not in err
-    assert __import__("re").search(message, err), err
+    assert re.search(message, err), err
     assert not list(tmp_path.iterdir())
 
 
@@ -114,8 +113,8 @@ def test_a_missing_device_is_found_before_anything_starts(tmp_path, capsys):
 
 def test_cells_of_many_workers_run_one_at_a_time(request_of):
     """Kills: as many Ray runs at a time as there are cores or GPUs."""
-    assert reproduce._default_parallel(request_of("--workers", "2")) == 1
-    assert reproduce._default_parallel(request_of("--device", "cpu")) == (os.cpu_count() or 1)
+    assert reproduce._default_parallel(request_of("--workers", "2").changes) == 1
+    assert reproduce._default_parallel(request_of("--device", "cpu").changes) == (os.cpu_count() or 1)
 
 
 def test_a_ray_job_needs_an_absolute_output(monkeypatch):
@@ -127,8 +126,6 @@ def test_a_ray_job_needs_an_absolute_output(monkeypatch):
 
 
 def test_the_commands_of_the_readme_parse():
-    from tests.test_readme import commands
-
     found = [words[2:] for words in commands() if words[1] == "reproduce"]
     assert len(found) >= 4
     for words in found:
@@ -160,48 +157,40 @@ def test_pretrainings_are_shared_and_come_first(request_of):
     """Kills: a cell before its pretraining, a pretraining for each cell, weights of another seed."""
     request = request_of()
     jobs = reproduce.plan(request)
-    assert len(reproduce.all_cells(request)) == 8 and len(jobs) == 8 + 4
+    assert len(request.cells) == 8 and len(jobs) == 8 + 4
     by_name = {job.name: job for job in jobs}
-    for job in jobs:
-        if job.needs:
-            assert job.config.model.weights == str(request.output / job.needs)
-            own = override(job.config, {"model.weights": None})
-            assert job.needs == f"pretrain/{pretrain_hash(own)}"
-            assert by_name[job.needs].config.seed == job.config.seed
-            assert by_name[job.needs].config.augment.weak == job.config.augment.weak
-    runner, _ = run(request)
-    order = runner.started
+    for cell in request.cells:
+        job, shared = by_name[cell.name], by_name[cell.pretraining]
+        assert job.config == override(cell.config, {"model.weights": str(request.output / job.needs)})
+        assert job.needs == cell.pretraining and shared.needs is None
+        assert (shared.config.seed, shared.config.augment.weak) == (cell.seed, cell.config.augment.weak)
+    processes, _ = run(request)
+    order = processes.started
     assert all(order.index(job.needs) < order.index(job.name) for job in jobs if job.needs)
-    assert runner.most == 2
+    assert processes.most == 2
 
 
 def test_finished_cells_are_never_repeated(request_of):
-    """Kills: a second run of anything, and seeds that cannot be added."""
-    run(request_of())
-    assert reproduce.plan(request_of()) == []
-    more = reproduce.plan(request_of("--seeds", "3"))
-    assert [job.label.rpartition(" ")[2] for job in more] == ["2"] * 6
-
-
-def test_a_lost_cell_is_run_again(request_of):
+    """Kills: a second run of anything, seeds that cannot be added, a lost cell that stays lost."""
     request = request_of()
     run(request)
+    assert reproduce.plan(request) == []
+    more = reproduce.plan(request_of("--seeds", "3"))
+    assert [job.label.rpartition(" ")[2] for job in more] == ["2"] * 6
     (request.output / "cells" / "digits-uno-seed1" / "metrics.json").unlink()
     assert [job.name for job in reproduce.plan(request)] == ["cells/digits-uno-seed1"]
 
 
 def test_failures_are_noted_and_only_divergence_is_final(request_of):
     """Kills: a diverged cell that is run for ever, a full disk that is never tried again."""
+    diverged, full, stopped = (f"cells/digits-{run}" for run in ("uno-seed0", "no-concat-seed0", "uno-seed1"))
     request = request_of()
-    codes = {"cells/digits-uno-seed0": 3, "cells/digits-no-concat-seed0": 4, "cells/digits-uno-seed1": 75}
-    _, ends = run(request, codes)
-    assert dict(ends)["cells/digits-uno-seed0"] == "cells/digits-uno-seed0 says why"
-    history = read_history(request.output)
-    assert history["cells/digits-uno-seed0"].failed and history["cells/digits-no-concat-seed0"].failed
-    assert not history["cells/digits-uno-seed1"].failed
-    again = {job.name for job in reproduce.plan(request)}
-    assert again == {"cells/digits-no-concat-seed0", "cells/digits-uno-seed1"}
-    assert history["cells/digits-uno-seed0"].seconds == 2.0
+    _, told = run(request, {diverged: 3, full: 4, stopped: 75})
+    assert told[diverged].reason == f"{diverged} says why"
+    attempts = read_attempts(request.output)
+    assert attempts[diverged].failed and attempts[full].failed and not attempts[stopped].failed
+    assert attempts[diverged].seconds == pytest.approx(told[diverged].seconds, abs=0.01)
+    assert {job.name for job in reproduce.plan(request)} == {full, stopped}
 
 
 def test_a_failed_pretraining_fails_its_cells(request_of):
@@ -209,12 +198,12 @@ def test_a_failed_pretraining_fails_its_cells(request_of):
     request = request_of()
     jobs = reproduce.plan(request)
     shared = next(job.needs for job in jobs if job.needs and job.config.augment.weak)
-    runner, _ = run(request, {shared: 3})
+    processes, told = run(request, {shared: 3})
     lost = [job.name for job in jobs if job.needs == shared]
-    assert lost and not set(lost) & set(runner.started)
-    history = read_history(request.output)
-    assert all(history[name].reason == f"pretraining: {shared} says why" for name in lost)
-    assert len(runner.started) == len(jobs) - len(lost)
+    assert lost and not set(lost) & set(processes.started)
+    assert len(processes.started) == len(jobs) - len(lost) and len(told) == len(jobs)
+    attempts = read_attempts(request.output)
+    assert all(attempts[name].reason == f"pretraining: {shared} says why" for name in lost)
 
 
 def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, monkeypatch):
@@ -222,7 +211,6 @@ def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, mo
     Kills: constants that get lost on the way, or are those of CIFAR10.
     """
     from pipelines.options import parse
-    from uno.config import dump_yaml
 
     monkeypatch.setattr(reproduce, "_check_data", lambda config, checked: None)
     words = ["sota", "--scale", "full", "--datasets", "cifar10", "cifar100-20", "--seeds", "1", "--dry-run"]
@@ -240,33 +228,30 @@ def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, mo
 def test_a_directory_of_other_settings_is_refused(request_of):
     """Kills: a table of mixed settings."""
     request = request_of()
-    place = request.output / "cells" / "digits-uno-seed0"
-    place.mkdir(parents=True)
+    run_dir = request.output / "cells" / "digits-uno-seed0"
+    run_dir.mkdir(parents=True)
     config = next(job.config for job in reproduce.plan(request) if job.name == "cells/digits-uno-seed0")
-    from uno.config import dump_yaml
-
-    (place / "config.yaml").write_text(dump_yaml(config))
+    (run_dir / "config.yaml").write_text(dump_yaml(config))
     assert reproduce.plan(request)
-    (place / "config.yaml").write_text(dump_yaml(override(config, {"objective.epsilon": 0.2})))
+    (run_dir / "config.yaml").write_text(dump_yaml(override(config, {"objective.epsilon": 0.2})))
     with pytest.raises(ConfigError, match=r"other settings: objective\.epsilon; use another --output"):
         reproduce.plan(request)
 
 
-def test_history_survives_a_line_cut_short(tmp_path):
+def test_attempts_survive_a_line_cut_short(tmp_path):
     line = json.dumps({"job": "cells/a", "seconds": 1.5, "code": 0, "reason": ""})
     (tmp_path / cells.ATTEMPTS).write_text(f'{line}\n{line}\n{{"job": "cells/b", "sec')
-    assert list(read_history(tmp_path)) == ["cells/a"]
-    assert read_history(tmp_path)["cells/a"].seconds == 3.0
+    assert {name: past.seconds for name, past in read_attempts(tmp_path).items()} == {"cells/a": 3.0}
 
 
 def test_a_signal_stops_the_queue(tmp_path):
     """Kills: a driver that starts the next cell after SIGTERM."""
-    jobs = [Job(f"cells/{i}", Config(), str(i), "none") for i in range(3)]
-    runner = FakeRunner(tmp_path, capacity=1)
+    jobs = [Job(f"cells/{i}", Config(), str(i)) for i in range(3)]
     (tmp_path / "cells").mkdir()
+    processes = Processes()
     with pytest.raises(Interrupted):
-        Queue(tmp_path, runner, lambda *_: os.kill(os.getpid(), signal.SIGTERM)).run(jobs)
-    assert runner.started == ["cells/0"]
+        Queue(tmp_path, processes, 1, lambda *_: os.kill(os.getpid(), signal.SIGTERM)).run(jobs)
+    assert processes.started == ["cells/0"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -274,8 +259,8 @@ def test_a_process_ends_with_its_driver(tmp_path):
     """Kills: cells that go on training for a driver that was killed."""
     child = "import threading, time; from pipelines.cells import end_with_parent as e\n"
     child += "threading.Thread(target=e, daemon=True).start(); time.sleep(100)"
-    parent = "import sys; from pathlib import Path; from pipelines.cells import _spawn\n"
-    parent += f"print(_spawn([sys.executable, '-c', {child!r}], Path({str(tmp_path / 'log')!r})).pid)"
+    parent = "import sys; from pathlib import Path; from pipelines.cells import start_here\n"
+    parent += f"print(start_here([sys.executable, '-c', {child!r}], Path({str(tmp_path / 'log')!r})).pid)"
     ended = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=60)
     pid = int(ended.stdout)
     for _ in range(200):
@@ -318,29 +303,21 @@ SAVES += "print('ready', flush=True)\ntime.sleep(60)"
 
 @pytest.mark.ray
 def test_cells_on_ray(ray_cluster, tmp_path):
-    """Exit codes and times come back; stop() lets a process save. Kills: processes that wait in turn."""
-    (tmp_path / "cells").mkdir()
-    runner = cells.RayRunner(ray_cluster, {"num_cpus": 1}, 2)
-    for i, code in enumerate((0, 3)):
-        job = Job(f"cells/{i}", Config(), str(i))
-        runner.start(
-            job, [sys.executable, "-c", f"print('said'); raise SystemExit({code})"], tmp_path / str(i)
-        )
-    ended = []
-    while len(ended) < 2:
-        ended += [one for one in [runner.wait()] if one is not None]
-    assert {(e.job.name, e.code) for e in ended} == {("cells/0", 0), ("cells/1", 3)}
-    assert all(e.seconds > 0 for e in ended) and (tmp_path / "1").read_text() == "said\n"
-    runner.start(Job("cells/2", Config(), "2"), [sys.executable, "-c", SAVES], tmp_path / "2")
-    while not (tmp_path / "2").exists() or "ready" not in (tmp_path / "2").read_text():
+    """Exit codes come back; terminate() lets a process save. Kills: processes that wait in turn."""
+
+    def start(name, script):
+        return RayProcess(ray_cluster, {"num_cpus": 1}, [sys.executable, "-c", script], tmp_path / name)
+
+    def code(process):
+        while process.poll() is None:
+            time.sleep(0.1)
+        return process.poll()
+
+    done, failed = (start(str(i), f"print('said'); raise SystemExit({i})") for i in (0, 3))
+    assert (code(done), code(failed)) == (0, 3) and (tmp_path / "3").read_text() == "said\n"
+    saving, log = start("saving", SAVES), tmp_path / "saving"
+    while not log.exists() or "ready" not in log.read_text():
+        assert saving.poll() is None
         time.sleep(0.1)
-    runner.stop()
-    stopped = None
-    while stopped is None:
-        stopped = runner.wait()
-    assert stopped.code == Interrupted.exit_code
-    for _ in range(100):
-        if "saved" in (tmp_path / "2").read_text():
-            return
-        time.sleep(0.1)
-    pytest.fail("the process could not save")
+    saving.terminate()
+    assert code(saving) == Interrupted.exit_code and "saved" in log.read_text()

@@ -2,11 +2,9 @@
 
 Modules in the order of a table's making::
 
-    published     the paper's numbers, as they stand there
-    definitions   what tables are made of: data sets, rows, ways of counting
-    tables        every table as data
-    results       metrics of finished runs -> means, spreads, effects, verdicts
-    page          results -> Markdown, Parquet, HTML
+    experiments   every table: rows, data sets, ways of counting, the paper's numbers -> cells to run
+    effects       metrics of finished cells -> means, spreads, effects, verdicts
+    documents     these -> Markdown, Parquet, HTML, a record
     figures       t-SNE maps of checkpoints (Fig. 4 and the appendix's)
 
 ``pipelines.reproduce`` runs what is missing and calls these. A *cell* is one run: a row, a data set, a seed.

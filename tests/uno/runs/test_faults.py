@@ -15,7 +15,6 @@ from tests.uno.small_run import (
     train_both,
     wasted_steps,
 )
-from uno.data import files as storage_module
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.runs import faults
@@ -86,12 +85,10 @@ def test_a_batch_that_is_not_a_number_is_rolled_back(tmp_path, undisturbed, monk
 def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kind, reason):
     """One line that names the file; the older checkpoint stays; with room again the run goes on."""
     monkeypatch.setenv(faults.VARIABLE, f"{kind}:checkpoint=2")
-    real = storage_module.create_local
     storage = Storage(str(tmp_path))
     with pytest.raises(StorageError, match=rf"cannot write .*step_00000012/.*{reason}$") as caught:
         train_both(small_config(), storage)
     assert "\n" not in str(caught.value)
-    assert storage_module.create_local is real
     assert checkpoint_steps(storage, "discover") == [6]
     state = train_both(small_config(), storage, LocalWorker(CPU))
     assert_same(copied_tensors(state), undisturbed[0])

@@ -1,0 +1,123 @@
+"""Means, paired effects, verdicts, and what a table says where runs are missing."""
+
+import math
+
+import pytest
+
+from tests.uno.reproduce.finished import finished, small
+from uno.errors import ConfigError
+from uno.reproduce.effects import (
+    DIFFERENT,
+    FEW,
+    NOT_SHOWN,
+    OPPOSITE,
+    SAME,
+    SHOWN,
+    Measured,
+    chance_of_no_effect,
+    published_effects,
+    verdict,
+)
+
+DROP = {"uno": 0.0, "no-concat": 0.20, "no-overclustering": 0.0, "weak-augmentation": -0.05}
+
+
+def accuracy(row, evaluation, group, seed):
+    """Seeds differ by a lot, the differences to UNO by little: only pairing shows them."""
+    return 0.60 + 0.15 * seed - DROP[row] + 0.001 * (seed if row != "uno" else 0)
+
+
+THREE, FOUR = -100 * 3 / 178, -100 * 4 / 178 - 1e-9  # images of the digits' novel test rows
+SD = 10 * math.sqrt(3) / 2  # |mean| = 2 sd / sqrt(n) is the border
+
+
+@pytest.mark.parametrize(
+    ("differences", "claim", "num_rows", "expected"),
+    [
+        ([-10.0, -11.0, -9.0], "lower", 1000, SHOWN),
+        ([-10.0, 9.0, -11.0], "lower", 1000, NOT_SHOWN),
+        ([10.0, 11.0, 9.0], "lower", 1000, OPPOSITE),
+        ([0.1, -0.1, 0.3], "lower", 1000, OPPOSITE),
+        ([0.0, 0.0, 0.0], "lower", 1000, NOT_SHOWN),
+        ([-50.0], "lower", 1000, FEW),
+        ([10.0, 11.0, 9.0], "higher", 1000, SHOWN),
+        ([-10.0, -11.0, -9.0], "higher", 1000, OPPOSITE),
+        ([0.0, 0.0, 0.0], "higher", 1000, NOT_SHOWN),
+        ([0.5, -0.5, 0.2], "same", 1000, SAME),
+        ([-10.0, -11.0, -9.0], "same", 1000, DIFFERENT),
+        ([10.0, 11.0, 9.0], "same", 1000, DIFFERENT),
+        ([THREE] * 3, "lower", 178, NOT_SHOWN),
+        ([FOUR] * 3, "lower", 178, SHOWN),
+        ([-10.001 + SD, -10.001, -10.001 - SD], "lower", 10**6, SHOWN),
+        ([-9.999 + SD, -9.999, -9.999 - SD], "lower", 10**6, NOT_SHOWN),
+    ],
+)
+def test_verdicts(differences, claim, num_rows, expected):
+    """Kills: a verdict from the sign alone, from one seed, or that ignores the paper's sign; agreement of
+    seeds that share their images taken for certainty; sd for the standard error, n - 1 for n.
+    """
+    assert verdict(differences, claim, num_rows) == expected
+
+
+def test_how_weak_a_verdict_of_three_seeds_is():
+    """Student's t with two degrees of freedom, from a table: P(|t| > 2) = .1835."""
+    assert chance_of_no_effect(3) == pytest.approx(0.1835, abs=1e-4)
+    assert chance_of_no_effect(1) is None
+
+
+def test_means_effects_and_rows(tmp_path):
+    """Kills: unpaired effects, sd with n, a fraction for a percentage, the wrong head or split."""
+    results = finished(tmp_path, small("ablation"), 3, accuracy)
+    strict = "task-agnostic, strict"
+    uno = results.values["digits", "uno", strict, "novel"]
+    assert uno.values == pytest.approx([60, 75, 90])
+    assert (uno.mean, uno.sd) == (pytest.approx(75), pytest.approx(15))
+    assert len(results.effects) == 3 * 6
+    concat = results.effects["digits", "no-concat", "task-aware", "all"]
+    assert concat.measured.mean == pytest.approx(-19.9) and concat.measured.sd == pytest.approx(0.1)
+    assert concat.verdict == SHOWN and concat.published["CIFAR10, Tab. 2"] == -5.6
+    assert results.effects["digits", "weak-augmentation", "task-aware", "novel"].verdict == OPPOSITE
+    assert results.values["digits", "chance", "task-aware", "novel"].values == [25.0] * 3
+    assert ("digits", "chance", strict, "novel") not in results.values
+    assert results.hardware == ["Testium, 2 cores"] and results.versions["torch"] == "2.11"
+    assert results.total_minutes == pytest.approx(12)
+
+
+def test_a_row_may_be_compared_to_another_than_the_reference(tmp_path):
+    """Rotation pretraining of RS+ against RS+. Kills: all effects against UNO."""
+    accuracies = {"uno": 0.9, "uno-rotation": 0.8, "rs-plus": 0.5, "rs-plus-rotation": 0.6}
+    results = finished(tmp_path, small("rotation"), 3, lambda row, *_: accuracies[row])
+    effects = {effect.row.key: effect for effect in results.effects.values()}
+    assert list(effects) == ["uno-rotation", "rs-plus-rotation"]
+    assert effects["rs-plus-rotation"].measured.mean == pytest.approx(10)
+    assert effects["rs-plus-rotation"].verdict == SHOWN and effects["uno-rotation"].verdict == OPPOSITE
+
+
+def test_only_seeds_that_both_rows_have_are_compared():
+    one, other = Measured({0: 50.0, 1: 60.0}), Measured({1: 70.0, 2: 90.0})
+    assert one.minus(other).by_seed == {1: -10.0}
+
+
+def test_failed_and_missing_cells_are_told_apart(tmp_path):
+    """Kills: a failed seed that is silently left out of the mean."""
+    lost = ("cells/digits-no-concat-seed1", "cells/digits-no-concat-seed2")
+    failed = {lost[0]: "loss is nan", "cells/other": "?"}
+    results = finished(tmp_path, small("ablation"), 3, accuracy, lost, failed)
+    assert results.failures == {lost[0]: "loss is nan"} and results.missing == [lost[1]]
+    assert {e.verdict for e in results.effects.values() if e.row.key == "no-concat"} == {FEW}
+
+
+def test_a_damaged_result_is_named(tmp_path):
+    path = tmp_path / "cells" / "digits-uno-seed0" / "metrics.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=str(path)):
+        finished(tmp_path, small("ablation"), 1, accuracy, ("cells/digits-uno-seed0",))
+
+
+def test_published_effects():
+    table = small("sota")
+    found = published_effects(table, table.row("rs"), table.evaluations[0], "novel")
+    assert found["CIFAR100-20, Tab. 3, baselines pretrained with self-supervision"] == -11.8
+    assert len(found) == 6
+    assert len(published_effects(table, table.row("kcl"), table.evaluations[0], "novel")) == 5

@@ -1,0 +1,123 @@
+"""The paper's tables as data: what they train exists, what they quote has a source."""
+
+import pytest
+
+from uno.errors import ConfigError
+from uno.reproduce.experiments import build, cells, names
+
+NOWHERE = {"cifar10": "/a", "cifar100": "/b", "imagenet": "/c", "cifar10-jpeg": "/d"}
+
+
+def plan(name, scale="small", seeds=1, benchmark="digits", **changes):
+    """Cells of a data set, or of all."""
+    todo = cells(build(name, scale), seeds, NOWHERE, changes)
+    return [cell for cell in todo if benchmark in (None, cell.benchmark.key)]
+
+
+@pytest.mark.parametrize("scale", ["small", "full"])
+@pytest.mark.parametrize("name", names())
+def test_a_table_is_consistent(name, scale):
+    """Kills: an override that the schema does not have; a row that overwrites another's directory or reads
+    one that is not trained; an effect in an evaluation that the table does not have; published numbers of
+    rows that do not exist.
+    """
+    table = build(name, scale)
+    rows = {row.key: row for row in table.rows}
+    assert len(rows) == len(table.rows)
+    assert all(rows[row.trained].of is None and (not row.claim or row.versus in rows) for row in table.rows)
+    assert not table.effects or any(row.claim for row in table.rows)
+    assert table.effects.keys() <= {e.name for e in table.evaluations}
+    assert {group for groups in table.effects.values() for group in groups} <= set(table.groups)
+    for column in table.published:
+        assert column.source.startswith(("Tab.", "appendix, Tab."))
+        assert column.numbers.keys() <= {e.name for e in table.evaluations}
+        for evaluation, quoted in column.numbers.items():
+            assert scale == "small" or quoted.keys() <= rows.keys()
+            for row in quoted:
+                numbers = column.read(row, evaluation)
+                assert len(numbers) == len(table.groups)
+                assert all(0 < mean < 100 for mean, _ in numbers)
+    todo = cells(table, 2, NOWHERE, {"compute.threads": 1})
+    trained = [row for row in table.rows if row.of is None]
+    assert len({cell.name for cell in todo}) == len(todo) == 2 * len(table.benchmarks) * len(trained)
+    for cell in todo:
+        assert cell.config.seed == cell.seed and cell.config.compute.threads == 1
+        assert cell.config.data.source == cell.benchmark.source.format(NOWHERE.get(cell.benchmark.option))
+
+
+def test_cells_mean_the_same_in_every_table():
+    """Tables may share a directory. Kills: one row key for two configurations."""
+    for scale in ("small", "full"):
+        seen = {}
+        for name in names():
+            for cell in plan(name, scale, benchmark=None):
+                assert seen.setdefault(cell.name, cell.config) == cell.config, (name, cell.name)
+
+
+def test_published_numbers_as_printed():
+    """Two cells of each kind, read off the paper by hand."""
+    one, other = build("ablation", "full").published
+    assert one.read("no-concat", "task-agnostic, official") == [(48.5, None), (83.3, None), (65.9, None)]
+    assert other.read("uno", "task-aware") == [(78.8, None), (52.0, None), (65.4, None)]
+    column = build("sota", "small").published[1]
+    assert column.read("rs-plus", "task-aware") == [(75.2, 4.2)]
+    assert column.read("uno-avg", "task-aware") == [(84.5, 1.0)]
+    assert column.read("nobody", "task-aware") == column.read("uno", "nothing") == []
+
+
+def test_what_the_ablation_changes():
+    """Kills: a removal that removes something else; a preset that wins over the command line, or that over a
+    row.
+    """
+    changes = {"discover.epochs": 7, "model.overcluster_factor": 5, "recipe": "v2"}
+    found = {cell.row.key: cell.config for cell in plan("ablation", **changes)}
+    assert [
+        (key, c.objective.concat, c.model.overcluster_factor, c.augment.weak) for key, c in found.items()
+    ] == [
+        ("uno", True, 5, False), ("no-concat", False, 5, False),
+        ("no-overclustering", True, 0, False), ("weak-augmentation", True, 5, True),
+    ]  # fmt: skip
+    assert {(c.discover.epochs, c.model.mlp_input) for c in found.values()} == {(7, "raw")}
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("ablation", {"weak-augmentation"}), ("sota", set()), ("task-agnostic", set()), ("unknown-k", set()),
+     ("extensions", set()), ("rotation", {"uno-rotation", "rs-plus-rotation"})],
+)  # fmt: skip
+def test_rows_share_their_pretraining(name, others):
+    """Kills: a row that starts from other weights than UNO, a pretraining shared between seeds."""
+    todo = plan(name, seeds=2)
+    shared = {cell.pretraining for cell in todo if cell.row.key not in others}
+    assert len(shared) == 2
+    assert {cell.row.key for cell in todo if cell.pretraining not in shared} == others
+
+
+@pytest.mark.parametrize("name", ["sota", "task-agnostic", "unknown-k", "num-novel"])
+def test_full_scale_takes_the_constants_that_a_methods_authors_set_on_the_data(name):
+    """Han et al.'s code: consistency 50 (RS), 25 (RS+) on CIFAR100, 10 on ImageNet; the command line wins.
+    Kills: CIFAR10's constants everywhere, a row that overwrites them.
+    """
+    expected = {
+        ("rs", "cifar100"): (50.0, 0.75), ("rs_plus", "cifar100"): (25.0, 0.75),
+        ("rs", "imagenet"): (10.0, 50 / 90), ("rs_plus", "imagenet"): (10.0, 50 / 90),
+    }  # fmt: skip
+    seen = set()
+    for cell in plan(name, "full", benchmark=None):
+        objective, key = cell.config.objective, (cell.config.method, cell.benchmark.key.split("-")[0])
+        assert (objective.consistency_weight, objective.rampup) == expected.get(key, (None, None)), cell.name
+        seen.add(key)
+    assert seen & set(expected)
+    todo = plan(name, "full", benchmark=None, **{"objective.rampup": 0.5})
+    assert {cell.config.objective.rampup for cell in todo} == {0.5}
+
+
+def test_num_novel_keeps_the_number_of_classes():
+    for scale, total in (("small", 10), ("full", 100)):
+        for cell in plan("num-novel", scale, benchmark=None):
+            assert cell.config.data.known_classes == f"first:{total - cell.row.x}"
+
+
+def test_unknown_table_names_the_nearest():
+    with pytest.raises(ConfigError, match="unknown table 'ablations'; did you mean 'ablation'"):
+        build("ablations", "small")

@@ -1,0 +1,308 @@
+"""Results as Markdown, Parquet and HTML: grids of texts for people, one long table for programs, a record."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from uno.data.files import Storage
+from uno.report.charts import Chart, Series, line_chart
+from uno.report.page import render, visible
+from uno.reproduce.effects import ERRORS, Results, chance_of_no_effect
+from uno.reproduce.experiments import REFERENCE, Benchmark, Evaluation, Row
+from uno.reproduce.figures import Figure
+
+DASH = "–"  # noqa: RUF001
+MINUS = "−"  # noqa: RUF001
+
+Grid = list[list[str]]
+"""A table of texts, its head first."""
+
+
+# ------------------------------------------------------------------------------------------------------ texts
+def spread(mean: float, sd: float | None, signed: bool = False) -> str:
+    """``98.1 ± 0.8``, or the mean alone."""
+    text = f"{mean:.1f}"
+    if signed:
+        text = "0.0" if float(text) == 0 else f"{mean:+.1f}".replace("-", MINUS)
+    return text if sd is None else f"{text} ± {sd:.1f}"
+
+
+def results_grid(found: Results) -> Grid:
+    """Rows x evaluations, the paper's numbers beside the measured ones; groups share a cell."""
+    table = found.table
+    pairs = [(row.key, evaluation.name) for row in table.rows for evaluation in table.evaluations]
+    published = [column for column in table.published if any(column.read(*pair) for pair in pairs)]
+    head = ["", f"evaluation ({' / '.join(table.groups)})", *(f"paper: {c.title}" for c in published)]
+    for benchmark in table.benchmarks:
+        head += [f"measured: {benchmark.name}", "n", "minutes"]
+    grid = [head]
+    for row in table.rows:
+        for evaluation in table.evaluations:
+            paper = [column.read(row.key, evaluation.name) for column in published]
+            texts = [" / ".join(spread(*number) for number in numbers) or DASH for numbers in paper]
+            for benchmark in table.benchmarks:
+                texts += _measured(found, benchmark, row, evaluation)
+            if any(text not in (DASH, "", "0") for text in texts):
+                grid.append([row.name, f"{evaluation.name}, {evaluation.split}", *texts])
+    return grid
+
+
+def _measured(found: Results, benchmark: Benchmark, row: Row, evaluation: Evaluation) -> list[str]:
+    """Accuracy, number of seeds and mean minutes of a run."""
+    keys = [(benchmark.key, row.key, evaluation.name, group) for group in found.table.groups]
+    values = [found.values.get(key) for key in keys]
+    num_seeds = max((len(value.by_seed) for value in values if value), default=0)
+    text = " / ".join(spread(v.mean, v.sd) if v else DASH for v in values) if num_seeds else DASH
+    cell = f"cells/{benchmark.key}-{row.trained}-seed"
+    if num_failed := sum(name.startswith(cell) for name in found.failures):
+        text += f"; {num_failed} of {found.seeds} failed"
+    minutes = found.minutes.get((benchmark.key, row.key), [])
+    return [text, str(num_seeds), f"{sum(minutes) / len(minutes):.1f}" if minutes else ""]
+
+
+def effects_grid(found: Results) -> Grid:
+    """Differences to the reference row, the paper's beside the measured ones."""
+    effects = found.effects.values()
+    columns = [c.title for c in found.table.published if any(c.title in e.published for e in effects)]
+    grid = [["", "evaluation", *(f"paper: {title}" for title in columns), "measured", "n", "verdict"]]
+    for effect in effects:
+        several = f", {effect.benchmark.name}" if len(found.table.benchmarks) > 1 else ""
+        paper = [effect.published.get(title) for title in columns]
+        grid.append(
+            [
+                f"{effect.row.name}{several}",
+                f"{effect.group}, {effect.evaluation.name}, {effect.evaluation.split}",
+                *(DASH if value is None else spread(value, None, signed=True) for value in paper),
+                spread(effect.measured.mean, effect.measured.sd, signed=True),
+                str(len(effect.measured.by_seed)),
+                effect.verdict,
+            ]
+        )
+    return grid
+
+
+def explanations(found: Results) -> list[str]:
+    """What a reader has to know: units, seeds, spreads, verdicts, times, failures."""
+    table = found.table
+    said = [
+        "Percent; mean ± standard deviation over seeds; last epoch; no number was chosen by accuracy. "
+        "Minutes are those of one run, on cores it may share; pretraining is extra and shared "
+        f"({found.pretrain_minutes:.1f} minutes for {found.num_pretrainings})."
+    ]
+    if table.published and any(benchmark.key == "digits" for benchmark in table.benchmarks):
+        said.append("The paper's numbers are of other data than the digits: compare the differences.")
+    chance = chance_of_no_effect(found.seeds)
+    if found.effects and chance is not None:
+        named = " (or the row that is named)" if any(row.versus != REFERENCE for row in table.rows) else ""
+        said.append(
+            f"Effects are differences to {table.row(REFERENCE).name}{named} of the same seed. "
+            f"Shown: with its paper's sign, at least {ERRORS:g} standard errors from zero, over seeds and "
+            "as a count of at least 4 images. "
+            f"With {found.seeds} seeds an effect of zero looks so clear in {100 * chance:.0f} % of cases: "
+            "where n is small a verdict is a hint."
+        )
+    said += [*table.notes, *found.remarks]
+    if found.changes:
+        said.append("Changed for all cells: " + ", ".join(f"{k} {v}" for k, v in found.changes.items()) + ".")
+    said += [f"{name.partition('/')[2]} failed: {reason}" for name, reason in found.failures.items()]
+    if found.missing:
+        said.append(f"{len(found.missing)} cells have no result yet: the table is not finished.")
+    return said
+
+
+def decision(found: Results) -> str:
+    """Which effects of the paper show, row by row."""
+    rows: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for effect in found.effects.values():
+        name = f"{effect.row.name[0].upper()}{effect.row.name[1:]}, {effect.benchmark.name}"
+        rows[name].append((effect.verdict, f"{effect.group}, {effect.evaluation.name}"))
+    said = []
+    for name, verdicts in rows.items():
+        texts = []
+        for verdict in dict(verdicts):
+            where = [group for one, group in verdicts if one == verdict]
+            several = f" ({len(where)} of {len(verdicts)}: {'; '.join(where)})" if len(verdicts) > 1 else ""
+            texts.append(f"{verdict}{several}")
+        said.append(f"{name}: {', '.join(texts)}.")
+    return " ".join(said) or "No verdict: nothing is compared by numbers here."
+
+
+def facts(found: Results, command: str) -> dict[str, str]:
+    """Command, hardware, versions and times."""
+    return {
+        "command": command,
+        "hardware": "; ".join(found.hardware) or DASH,
+        "versions": ", ".join(f"{name} {value}" for name, value in found.versions.items() if value),
+        "minutes": f"{found.total_minutes:.1f} in all, as the sum of all processes",
+    }
+
+
+# --------------------------------------------------------------------------------------------------- Markdown
+def markdown(found: Results) -> str:
+    """Title, question, results, effects and explanations."""
+    parts = [f"## {found.table.title}", found.table.question, _markdown_table(results_grid(found))]
+    if found.effects:
+        parts += ["Effects:", _markdown_table(effects_grid(found))]
+    parts.append("\n".join(f"- {_inert(text)}" for text in explanations(found)))
+    return "\n\n".join(parts)
+
+
+def _markdown_table(grid: Grid) -> str:
+    rows = [grid[0], ["---"] * len(grid[0]), *grid[1:]]
+    return "\n".join("| " + " | ".join(map(_inert, row)) + " |" for row in rows)
+
+
+def _inert(text: str) -> str:
+    """Text of a Markdown table's cell: markup, bars and line breaks are shown, not obeyed."""
+    shown = visible(" ".join(text.split()), 2000)
+    return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+
+
+# ---------------------------------------------------------------------------------------------------- Parquet
+SCHEMA = pa.schema(
+    dict.fromkeys(
+        ("table", "scale", "row", "name", "head", "protocol", "split", "data", "group"), pa.string()
+    )
+    | {"published": pa.float64(), "published_sd": pa.float64(), "source": pa.string()}
+    | {"mean": pa.float64(), "sd": pa.float64(), "n": pa.int64()}
+    | {"values": pa.list_(pa.float64()), "seeds": pa.list_(pa.int64())}
+    | {"minutes": pa.float64(), "hardware": pa.string()}
+    | {"effect": pa.float64(), "effect_sd": pa.float64(), "verdict": pa.string()}
+)
+
+
+def long_table(found: Results, scale: str) -> pa.Table:
+    """One line for each row, evaluation, group and data set, the paper's among them."""
+    table, lines = found.table, []
+    for row in table.rows:
+        for evaluation in table.evaluations:
+            common = {
+                "table": table.name, "scale": scale, "row": row.key, "name": row.name,
+                "head": row.head, "protocol": evaluation.protocol, "split": evaluation.split,
+            }  # fmt: skip
+            for column in table.published:
+                numbers = column.read(row.key, evaluation.name)
+                for group, (mean, sd) in zip(table.groups, numbers, strict=False):
+                    paper = {"published": mean, "published_sd": sd, "source": column.title}
+                    lines.append({**common, "data": column.data, "group": group, **paper})
+            for benchmark in table.benchmarks:
+                for group in table.groups:
+                    fields = _measured_fields(found, benchmark, row, evaluation, group)
+                    if fields:
+                        lines.append({**common, "data": benchmark.name, "group": group, **fields})
+    return pa.Table.from_pylist(lines, schema=SCHEMA)
+
+
+def _measured_fields(
+    found: Results, benchmark: Benchmark, row: Row, evaluation: Evaluation, group: str
+) -> dict[str, Any]:
+    key = (benchmark.key, row.key, evaluation.name, group)
+    values, effect = found.values.get(key), found.effects.get(key)
+    if values is None:
+        return {}
+    minutes = found.minutes.get((benchmark.key, row.trained), [])
+    fields: dict[str, Any] = {
+        "mean": values.mean, "sd": values.sd, "n": len(values.by_seed), "values": values.values,
+        "seeds": sorted(values.by_seed), "hardware": "; ".join(found.hardware),
+        "minutes": sum(minutes) / len(minutes) if minutes else None,
+    }  # fmt: skip
+    if effect is not None:
+        measured = effect.measured
+        fields |= {"effect": measured.mean, "effect_sd": measured.sd, "verdict": effect.verdict}
+    return fields
+
+
+# ------------------------------------------------------------------------------------------------------- HTML
+def charts(found: Results) -> list[Chart]:
+    """Accuracy over the rows' ``x`` for each series, and the margin of UNO relative to its accuracy."""
+    drawn: list[Chart | None] = []
+    evaluation, label = found.table.evaluations[0], found.table.x_label
+    for benchmark in found.table.benchmarks:
+        series: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        for row in found.table.rows:
+            values = found.values.get((benchmark.key, row.key, evaluation.name, "novel"))
+            if row.x is not None and row.series is not None and values is not None:
+                series[row.series][row.x] = values.mean
+        title = f"{benchmark.name}: novel accuracy, percent, {evaluation.name}, {evaluation.split}"
+        drawn.append(line_chart(title, label, [_points(*one) for one in series.items()]))
+        ours = series.pop("UNO", {})
+        series.pop("chance", None)
+        margins = [
+            _points(name, {x: 100 * (ours[x] - y) / ours[x] for x, y in other.items() if ours.get(x)})
+            for name, other in series.items()
+        ]
+        drawn.append(line_chart(f"{benchmark.name}: margin of UNO, percent of its accuracy", label, margins))
+    return [chart for chart in drawn if chart is not None]
+
+
+def _points(name: str, values: dict[int, float]) -> Series:
+    return Series(name, [(float(x), y) for x, y in sorted(values.items())])
+
+
+def html(found: Results, command: str, figures: Sequence[Figure]) -> str:
+    """One page that opens from disk: no script, no request."""
+    grids = {"Results": results_grid(found)} | ({"Effects": effects_grid(found)} if found.effects else {})
+    context = {
+        "table": found.table,
+        "grids": grids,
+        "explanations": explanations(found),
+        "decision": decision(found),
+        "charts": charts(found),
+        "figures": figures,
+        "facts": facts(found, command),
+    }
+    return render("reproduce.html", context, package="uno.reproduce")
+
+
+# ------------------------------------------------------------------------------------------------------ files
+def write(storage: Storage, found: Results, scale: str, command: str, figures: Sequence[Figure]) -> None:
+    """``TABLE.md``, ``TABLE.parquet`` and ``TABLE.html``: tables may share a directory and its cells."""
+    name = found.table.name
+    storage.write(f"{name}.md", (markdown(found) + "\n").encode())
+    buffer = io.BytesIO()
+    pq.write_table(long_table(found, scale), buffer)
+    storage.write(f"{name}.parquet", buffer.getvalue())
+    storage.write(f"{name}.html", html(found, command, figures).encode())
+
+
+def write_record(
+    storage: Storage, found: Results, scale: str, command: str, figures: Sequence[Figure]
+) -> None:
+    """``README.md``, ``result.json`` (hardware, versions, raw values, decision) and figures as HTML."""
+    where = facts(found, command)
+    text = [
+        f"# {found.table.question}",
+        f"    {command}",
+        markdown(found).split("\n\n", 2)[2],
+        f"Hardware: {where['hardware']}. {where['versions']}. Minutes: {where['minutes']}.",
+        f"Decision: {_inert(decision(found))}",
+    ]
+    if figures or charts(found):
+        text.append("Drawings: [figures.html](figures.html).")
+        storage.write("figures.html", html(found, command, figures).encode())
+    storage.write("README.md", ("\n\n".join(text) + "\n").encode())
+    row = {
+        "question": found.table.question,
+        **where,
+        "minutes": round(found.total_minutes, 2),
+        "scale": scale,
+        "n": found.seeds,
+        "changes": dict(found.changes),
+        "failures": dict(found.failures),
+        "missing": found.missing,
+        "decision": decision(found),
+        "notes": explanations(found),
+        "lines": [_present(line) for line in long_table(found, scale).to_pylist()],
+    }
+    storage.write("result.json", (json.dumps(row, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def _present(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if value is not None}

@@ -1,0 +1,262 @@
+"""What finished runs say about a table: means and spreads over seeds, effects paired by seed, verdicts."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scipy.special import stdtr
+
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.errors import ConfigError
+from uno.reproduce.experiments import REFERENCE, Benchmark, Cell, Evaluation, Row, Table
+
+ERRORS = 2.0
+"""An effect counts as shown where it is at least so many standard errors from zero: those of its mean over
+seeds, and those of counting images."""
+
+SHOWN, SAME = "shown", "no difference shown, as in the paper"
+NOT_SHOWN, OPPOSITE = "not shown at this scale", "not shown at this scale: the sign is opposite"
+DIFFERENT, FEW = "a difference the paper does not have", "no verdict from one seed"
+
+Key = tuple[str, str, str, str]
+"""Benchmark, row, evaluation, group."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Accuracies, or differences of accuracies, in percent by seed."""
+
+    by_seed: Mapping[int, float]
+
+    @property
+    def values(self) -> list[float]:
+        """In the order of seeds."""
+        return [self.by_seed[seed] for seed in sorted(self.by_seed)]
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def sd(self) -> float | None:
+        """Standard deviation over seeds (n - 1); None of one."""
+        return statistics.stdev(self.values) if len(self.by_seed) > 1 else None
+
+    def minus(self, other: Measured) -> Measured:
+        """Differences of the seeds that both have."""
+        both = self.by_seed.keys() & other.by_seed.keys()
+        return Measured({seed: self.by_seed[seed] - other.by_seed[seed] for seed in both})
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The difference of a row to the one it is compared to, paired by seed, and the paper's, by column."""
+
+    benchmark: Benchmark
+    row: Row
+    evaluation: Evaluation
+    group: str
+    measured: Measured
+    verdict: str
+    published: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Results:
+    """A table and what is known of its cells.
+
+    ``minutes[benchmark key, row key]`` of each cell, its pretraining left out; ``pretrain_minutes``: of all
+    pretrainings together. ``failures`` (with reasons) and ``missing`` name cells. ``hardware`` and
+    ``versions`` are those of the runs, ``changes`` the command line's.
+    """
+
+    table: Table
+    seeds: int
+    values: Mapping[Key, Measured]
+    effects: Mapping[Key, Effect]
+    minutes: Mapping[tuple[str, str], list[float]]
+    pretrain_minutes: float
+    num_pretrainings: int
+    failures: Mapping[str, str]
+    missing: list[str]
+    hardware: list[str]
+    versions: Mapping[str, str]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
+
+    @property
+    def total_minutes(self) -> float:
+        """Of all processes, one after the other."""
+        return sum(map(sum, self.minutes.values())) + self.pretrain_minutes
+
+
+def read(
+    table: Table,
+    cells: Sequence[Cell],
+    output: Path,
+    changes: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    failed: Mapping[str, str],
+) -> Results:
+    """Collect what the finished cells of a table measured.
+
+    Args:
+        table: what they belong to.
+        cells: all of them, finished or not.
+        output: directory with ``cells/SLUG/metrics.json``.
+        changes: dotted keys of the command line.
+        seconds: that each cell and pretraining took, by its name (``cells/SLUG``).
+        failed: reasons of failed cells, by name.
+
+    Raises:
+        ConfigError: a result that cannot be read.
+    """
+    values: defaultdict[Key, dict[int, float]] = defaultdict(dict)
+    minutes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    failures, missing, environments, remarks = {}, [], [], []
+    for cell in cells:
+        metrics = _read_json(output / cell.name / "metrics.json")
+        if metrics is None:
+            if cell.name in failed:
+                failures[cell.name] = failed[cell.name]
+            else:
+                missing.append(cell.name)
+            continue
+        minutes[cell.benchmark.key, cell.row.key].append(seconds.get(cell.name, 0.0) / 60)
+        environments.append(_read_json(output / cell.name / "environment.json") or {})
+        for key, value in _readings(table, cell, metrics):
+            values[key][cell.seed] = 100 * value
+        if cell.config.data.num_novel == "auto":
+            estimate = _read_json(output / cell.name / "estimate.json") or {}
+            remarks.append(f"{cell.row.name}, seed {cell.seed}: {estimate.get('suggested', '?')} classes")
+    on_gpu = changes.get("compute.device") != "cpu"
+    measured = {key: Measured(by_seed) for key, by_seed in values.items()}
+    pretrainings = {cell.pretraining for cell in cells}
+    return Results(
+        table, max(cell.seed for cell in cells) + 1, measured, _effects(table, cells, measured), minutes,
+        sum(seconds.get(name, 0.0) for name in pretrainings) / 60, len(pretrainings), failures, missing,
+        sorted({_hardware(environment, on_gpu) for environment in environments}),
+        {name: _versions(environments, name) for name in ("python", "torch", "torchvision", "numpy")},
+        {key: value for key, value in changes.items() if not key.startswith("compute.")}, remarks,
+    )  # fmt: skip
+
+
+def _readings(table: Table, cell: Cell, metrics: Mapping[str, Any]) -> Iterator[tuple[Key, float]]:
+    """Every number of a table that one cell's metrics hold, as fractions."""
+    for row in table.rows:
+        for evaluation in table.evaluations if row.trained == cell.row.key else ():
+            for group in table.groups:
+                path = f"{evaluation.split}/{group}/{evaluation.protocol}/acc/{row.head}"
+                if row.metric is not None:  # a number of novel rows, task-aware
+                    fits = group == "novel" and evaluation.protocol == "task_aware"
+                    path = row.metric.format(split=evaluation.split) if fits else ""
+                if path in metrics:
+                    yield (cell.benchmark.key, row.key, evaluation.name, group), float(metrics[path])
+
+
+def _effects(table: Table, cells: Sequence[Cell], values: Mapping[Key, Measured]) -> dict[Key, Effect]:
+    """Rows against the row each is compared to, where both have values of the same seeds."""
+    num_rows = _row_counts(cells) if table.effects else {}
+    compared = [
+        (benchmark, row, evaluation, group)
+        for benchmark in table.benchmarks
+        for row in table.rows
+        if row.claim is not None
+        for evaluation in table.evaluations
+        for group in table.effects.get(evaluation.name, ())
+    ]
+    effects = {}
+    for benchmark, row, evaluation, group in compared:
+        key, other = ((benchmark.key, k, evaluation.name, group) for k in (row.key, row.versus))
+        difference = values.get(key, Measured({})).minus(values.get(other, Measured({})))
+        if difference.by_seed:
+            count = num_rows[benchmark.key, evaluation.split, group]
+            found = verdict(difference.values, str(row.claim), count)
+            published = published_effects(table, row, evaluation, group)
+            effects[key] = Effect(benchmark, row, evaluation, group, difference, found, published)
+    return effects
+
+
+def published_effects(table: Table, row: Row, evaluation: Evaluation, group: str) -> dict[str, float]:
+    """The paper's differences of ``row`` to the one it is compared to, in points, by title of the column."""
+    found, index = {}, table.groups.index(group)
+    for column in table.published:
+        one, other = (column.read(key, evaluation.name) for key in (row.key, row.versus))
+        if one and other:
+            found[column.title] = round(one[index][0] - other[index][0], 1)
+    return found
+
+
+def verdict(differences: Sequence[float], claim: str, num_rows: int) -> str:
+    """What paired differences (row - reference) say of the paper's claim, ``lower``, ``higher`` or ``same``.
+
+    ``shown`` asks for a mean at least :data:`ERRORS` standard errors below (above) zero. All seeds share the
+    measured images, so agreement of seeds alone proves little: D images that only one of two models has right
+    have a standard error of at least sqrt(D), and a difference of less than 4 images is never shown.
+
+    Args:
+        differences: in percent, one for each seed.
+        claim: ``lower``, ``higher`` or ``same``.
+        num_rows: that each accuracy was measured on.
+    """
+    if len(differences) < 2:
+        return FEW
+    mean = statistics.fmean(differences)
+    counting = 100 * math.sqrt(abs(mean) / 100 / num_rows)
+    error = max(statistics.stdev(differences) / math.sqrt(len(differences)), counting)
+    clear = mean != 0 and abs(mean) >= ERRORS * error
+    if claim == "same":
+        return DIFFERENT if clear else SAME
+    if (mean > 0) if claim == "lower" else (mean < 0):
+        return OPPOSITE
+    return SHOWN if clear else NOT_SHOWN
+
+
+def chance_of_no_effect(seeds: int) -> float | None:
+    """Two-sided probability that no effect at all looks as clear as :data:`ERRORS` errors (Student's t)."""
+    return None if seeds < 2 else float(2 * stdtr(seeds - 1, -ERRORS))
+
+
+def _row_counts(cells: Sequence[Cell]) -> dict[tuple[str, str, str], int]:
+    """Rows with truth that accuracies are measured on, by (benchmark, split, group)."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for cell in cells:
+        if (cell.row.key, cell.seed) != (REFERENCE, 0):
+            continue
+        task = make_task(read_rows(cell.config.data), cell.config.data)
+        for split, member in (("train", task.is_train), ("test", ~task.is_train)):
+            truth = task.eval_labels[member]
+            novel = int((truth >= task.num_known).sum())
+            numbers = {"all": int((truth >= 0).sum()), "novel": novel}
+            numbers["known"] = numbers["all"] - novel
+            counts |= {(cell.benchmark.key, split, group): number for group, number in numbers.items()}
+    return counts
+
+
+def _versions(environments: Sequence[Mapping[str, Any]], name: str) -> str:
+    found = {e.get("versions", {}).get(name) or e.get(name) for e in environments}
+    return ", ".join(sorted(str(version) for version in found if version))
+
+
+def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
+    gpus = environment.get("gpus") or []
+    return str(gpus[0] if gpus and on_gpu else environment.get("processor", "unknown hardware"))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON mapping; None where there is no file. ConfigError: it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise ConfigError(f"{path} is damaged; delete its directory to run it again") from None

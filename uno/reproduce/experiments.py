@@ -1,0 +1,216 @@
+"""The paper's tables and figures, and two of ours: what is trained, how it is counted, what the paper says.
+
+They stand in ``experiments.yaml``, the numbers of the paper in ``published.yaml``. The scale ``full`` is its
+own: CIFAR10, CIFAR100 and ImageNet from the user's disk, with its recipe. ``small`` is for two CPU cores: the
+embedded digits and, where its directory is given, a subset of CIFAR10-JPEG.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from string import Template
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+from uno.config import Config, override
+from uno.errors import ConfigError
+from uno.methods import settings
+from uno.presets import preset
+from uno.runs.run import pretrain_hash
+
+REFERENCE = "uno"
+"""Key of the row that others are compared to, unless they say otherwise."""
+
+
+class Entry(BaseModel):
+    """A frozen entry of ``experiments.yaml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Benchmark(Entry):
+    """A data set with its split into known and novel classes.
+
+    ``source`` has a place for the directory of the command line's ``option``; the digits need none.
+    ``minutes`` are one cell's on one core (measured), None where nobody has measured them.
+    """
+
+    key: str
+    name: str
+    preset: str
+    option: str | None = None
+    source: str = "digits"
+    overrides: dict[str, Any] = {}
+    minutes: float | None = None
+
+
+class Evaluation(Entry):
+    """A way of counting: ``protocol`` of :mod:`uno.results.evaluate` on ``split``; ``name`` is for people."""
+
+    name: str
+    protocol: str
+    split: str
+
+
+class Row(Entry):
+    """What is trained, or another reading of what another row trained.
+
+    ``of``: the row whose runs are read (default: its own). ``head``: avg or best. ``metric``: path that is
+    read for the novel group instead of the evaluation's. ``claim``: what its paper says of it against the row
+    ``versus`` (default: the reference row). ``series`` and ``x`` place it in a chart.
+    """
+
+    key: str
+    name: str
+    overrides: dict[str, Any] = {}
+    of: str | None = None
+    head: str = "best"
+    metric: str | None = None
+    claim: Literal["lower", "higher", "same"] | None = None
+    versus: str = REFERENCE
+    series: str | None = None
+    x: int | None = None
+
+    @property
+    def trained(self) -> str:
+        """Key of the row whose runs hold the numbers."""
+        return self.of or self.key
+
+
+class Column(Entry):
+    """Published numbers of one data set: ``numbers[evaluation][row]``, one for each group."""
+
+    data: str
+    source: str
+    remark: str = ""
+    numbers: dict[str, dict[str, Any]]
+
+    @property
+    def title(self) -> str:
+        """Data set and source, for the head of a column."""
+        return ", ".join(filter(None, (self.data, self.source, self.remark)))
+
+    def read(self, row: str, evaluation: str) -> list[tuple[float, float | None]]:
+        """(mean, standard deviation or None) for each group; empty where the paper has none."""
+        words = str(self.numbers.get(evaluation, {}).get(row, "")).split()
+        pairs = [word.partition("±") for word in words]
+        return [(float(mean), float(sd) if sd else None) for mean, _, sd in pairs]
+
+
+class Table(Entry):
+    """A table or figure; ``effects``: groups by evaluation in which rows are compared to each other."""
+
+    name: str
+    title: str
+    question: str
+    rows: tuple[Row, ...]
+    evaluations: tuple[Evaluation, ...]
+    groups: tuple[str, ...]
+    benchmarks: tuple[Benchmark, ...]
+    published: tuple[Column, ...] = ()
+    effects: dict[str, tuple[str, ...]] = {}
+    notes: tuple[str, ...] = ()
+    x_label: str = ""
+    seeds: int = 3
+    maps: bool = False
+
+    def row(self, key: str) -> Row:
+        """The row of that key."""
+        return next(row for row in self.rows if row.key == key)
+
+
+@cache
+def _load(file: str) -> dict[str, Any]:
+    text = (resources.files("uno.reproduce") / file).read_text("utf-8")
+    return dict(yaml.safe_load(text))
+
+
+def names() -> list[str]:
+    """Of all tables."""
+    return list(_load("experiments.yaml")["tables"])
+
+
+def build(name: str, scale: str) -> Table:
+    """The table of that name at ``full`` or ``small`` scale.
+
+    Raises:
+        ConfigError: no table of that name.
+    """
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "choose from " + ", ".join(names())
+        raise ConfigError(f"unknown table {name!r}; {hint}")
+    tree = dict(_load("experiments.yaml")["tables"][name])
+    own = {"small": tree.pop("small"), "full": tree.pop("full")}[scale]
+    fills = own.get("fill", [{}])
+    tree |= {key: [*tree.get(key, ()), *own.get(key, ())] for key in ("benchmarks", "rows", "notes")}
+    tree["rows"] = [row for values in fills for row in _fill(tree["rows"], values)]
+    tree |= {key: _fill(tree[key], fills[0]) for key in ("notes", "x_label") if key in tree}
+    return Table.model_validate({"name": name, "published": _load("published.yaml").get(name, ()), **tree})
+
+
+def _fill(node: Any, values: Mapping[str, Any]) -> Any:
+    """``node`` with the ``$words`` of all its texts replaced by their values."""
+    if isinstance(node, str):
+        return Template(node).safe_substitute(values)
+    if isinstance(node, dict):
+        return {key: _fill(value, values) for key, value in node.items()}
+    return [_fill(value, values) for value in node] if isinstance(node, list) else node
+
+
+# ------------------------------------------------------------------------------------------------------ cells
+@dataclass(frozen=True)
+class Cell:
+    """One run: a row on a data set with a seed."""
+
+    row: Row
+    benchmark: Benchmark
+    seed: int
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """Its directory below the output."""
+        return f"cells/{self.benchmark.key}-{self.row.key}-seed{self.seed}"
+
+    @property
+    def pretraining(self) -> str:
+        """Directory of the pretraining it starts from, shared by all cells that train it alike."""
+        return f"pretrain/{pretrain_hash(self.config)}"
+
+
+def cells(table: Table, seeds: int, directories: Mapping[str, str], changes: Mapping[str, Any]) -> list[Cell]:
+    """All runs of a table, seed by seed, so that an unfinished table compares complete seeds.
+
+    A configuration is preset < data set < what the authors of the row's method set there < ``changes`` < row,
+    then the seed.
+
+    Args:
+        table: what to run.
+        seeds: runs of each row.
+        directories: of the data sets, by the benchmark's ``option``.
+        changes: dotted keys of the command line that hold for every run.
+
+    Raises:
+        ConfigError: a key that the schema does not have, or a value out of range.
+    """
+    found = []
+    for benchmark in table.benchmarks:
+        source = benchmark.source.format(directories.get(benchmark.option or "", ""))
+        base = preset(benchmark.preset, str(changes.get("recipe", "paper")))
+        base = override(base, {"data.source": source, **benchmark.overrides})
+        for row in table.rows:
+            if row.of is None:
+                method = str(row.overrides.get("method", changes.get("method", base.method)))
+                config = override(override(base, settings(method, benchmark.preset)), changes)
+                found += [
+                    Cell(row, benchmark, seed, override(config, {**row.overrides, "seed": seed}))
+                    for seed in range(seeds)
+                ]
+    return sorted(found, key=lambda cell: cell.seed)
