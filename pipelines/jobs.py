@@ -180,8 +180,7 @@ def prepare(config: Config, task: Task | None = None) -> Task:
         if problem.level == "error":
             raise ConfigError(problem.message)
         say(f"warning: {problem.message}")
-    labeled = int((task.is_train & (task.labels >= 0)).sum())
-    unlabeled = int((task.is_train & (task.labels < 0)).sum())
+    labeled, unlabeled = _sizes(task)
     run.plans(config, labeled, unlabeled, config.compute.workers)
     if config.compute.workers == 0:
         local_device(config)
@@ -190,6 +189,12 @@ def prepare(config: Config, task: Task | None = None) -> Task:
         f"{unlabeled:,} unlabeled rows, {task.num_novel} classes to discover"
     )
     return task
+
+
+def _sizes(task: Task) -> tuple[int, int]:
+    """Numbers of labeled and of unlabeled training rows."""
+    labeled = int((task.is_train & (task.labels >= 0)).sum())
+    return labeled, int(task.is_train.sum()) - labeled
 
 
 def _execute(
@@ -279,9 +284,7 @@ def _run_on_ray(
                 for metrics in journal.new_entries():
                     show(metrics)
 
-            return worker.run_workers(
-                ray, config, task, images, bad_rows, phases, evaluate, claim, STOP_FILE, poll
-            )
+            return worker.run_workers(ray, config, task, images, bad_rows, phases, evaluate, claim, poll)
 
 
 def _account_for(reasons: list[str | None], config: Config, task: Task, storage: Storage) -> None:
@@ -307,9 +310,7 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
 def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
     """The data report, one step of each phase in a scratch directory, and the plan."""
     say(format_report(task, check(task, config)))
-    labeled = int((task.is_train & (task.labels >= 0)).sum())
-    unlabeled = int((task.is_train & (task.labels < 0)).sum())
-    for name, plan in run.plans(config, labeled, unlabeled, config.compute.workers).items():
+    for name, plan in run.plans(config, *_sizes(task), config.compute.workers).items():
         if name in phases or (name == ROTATION and PRETRAIN in phases):
             epochs = getattr(config, name).epochs
             say(

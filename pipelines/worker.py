@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from uno.data.sets import EvalData, TrainData
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.results.evaluate import evaluate_run
-from uno.runs import PHASES, RAY_FOLDER, faults, run
+from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, faults, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.lock import Claim, ClaimedStorage
 
@@ -40,14 +41,14 @@ log = logging.getLogger(__name__)
 class RayWorker:
     """One rank of a Ray Train worker group."""
 
-    def __init__(self, storage: Storage, stop_file: str) -> None:
+    def __init__(self, storage: Storage) -> None:
         import ray.train
         import ray.train.torch
 
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device = ray.train.torch.get_device()
-        self._storage, self._stop_file = storage, stop_file
+        self._storage = storage
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """DDP for several workers, with SyncBatchNorm on GPUs (gloo has none); one worker trains the bare
@@ -76,7 +77,7 @@ class RayWorker:
         """Whether the driver left a STOP file; looked up by rank 0 every few steps, agreed on by all."""
         if step % STOP_CHECK_STEPS:
             return False
-        found = self.rank == 0 and self._storage.exists(self._stop_file)
+        found = self.rank == 0 and self._storage.exists(STOP_FILE)
         return bool(collectives.sum_(torch.tensor([float(found)], device=self.device)))
 
 
@@ -84,15 +85,14 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     """What every worker runs: ``train_loop_per_worker``. Only plain dicts come in and go out."""
     import ray.train
 
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
-    _quiet_report_lines()
+    quiet_ray_train()
     os.environ[faults.VARIABLE] = loop["faults"]  # a cluster that runs already has its own environment
     config = Config.model_validate(loop["config"])
     share = (os.cpu_count() or 1) // ray.train.get_context().get_local_world_size()
     torch.set_num_threads(config.compute.threads or max(1, share))
     storage = ClaimedStorage(loop["output"], loop["token"])
     storage.check()  # every rank: the run directory must be one that all nodes see
-    worker = RayWorker(storage, loop["stop_file"])
+    worker = RayWorker(storage)
     size, num_known, num_novel = config.data.store_size, loop["num_known"], loop["num_novel"]
     train: TrainData
     truth: Callable[[], Mapping[str, EvalData]]
@@ -115,11 +115,12 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     return {"metrics": evaluate_run(config, storage, train, truth(), loop["num_true"], worker)}
 
 
-def _quiet_report_lines() -> None:
+def quiet_ray_train() -> None:
     """Ray 2.60 logs every report through a logger named after a file, which LoggingConfig does not reach."""
     import ray.train.v2._internal.execution.context as context
 
-    context.logger.setLevel(logging.WARNING)
+    for logger in (logging.getLogger("ray.train"), context.logger):
+        logger.setLevel(logging.WARNING)
 
 
 def run_workers(
@@ -131,7 +132,6 @@ def run_workers(
     phases: tuple[str, ...],
     evaluate: bool,
     claim: Claim,
-    stop_file: str,
     on_poll: Callable[[], None],
 ) -> dict[str, float]:
     """Train on ``config.compute.workers`` Ray workers and return the metrics of rank 0.
@@ -142,7 +142,7 @@ def run_workers(
 
     Raises:
         ConfigError: the cluster has too few CPUs or GPUs.
-        Interrupted: a file ``stop_file`` was seen in the run directory; the state is saved.
+        Interrupted: a STOP file was seen in the run directory; the state is saved.
         UnoError: whatever a worker raised.
     """
     storage = claim.storage
@@ -150,7 +150,6 @@ def run_workers(
     loop = {
         "config": to_dict(config),
         "output": storage.uri,
-        "stop_file": stop_file,
         "phases": list(phases),
         "evaluate": evaluate,
         "num_known": len(task.known),
@@ -173,7 +172,7 @@ def run_workers(
             outcome = _fit_in_thread(loop, sources, resources, config, storage, on_poll)
             break
         except Exception as error:
-            failure = _cause(error)
+            failure = cause_of(error)
             before, saved = saved, _saved_steps(storage)
             deaths = 1 if saved > before else deaths + 1
             if isinstance(failure, UnoError) or deaths == MAX_DEATHS:
@@ -209,24 +208,21 @@ def await_resources(ray: Any, config: Config, give_up: Callable[[], bool]) -> No
                 raise
             if not asked:
                 say(f"{problem}; waiting up to {GROWTH_S / 60:g} minutes for the cluster to grow")
-                _ask_autoscaler(config)
+                each = {"CPU": config.compute.cpus_per_worker or 1.0}
+                if config.compute.device == "cuda":
+                    each["GPU"] = config.compute.gpus_per_worker
+                _ask_autoscaler([each] * config.compute.workers + [{"CPU": 1.0}])
                 asked = True
         if give_up():
             raise Interrupted("stopped while the cluster was growing")
         time.sleep(POLL_S)
     if asked:
-        _ask_autoscaler(None)  # what was asked for would otherwise be kept for ever
+        _ask_autoscaler([])  # what was asked for would otherwise be kept for ever
 
 
-def _ask_autoscaler(config: Config | None) -> None:
+def _ask_autoscaler(bundles: list[dict[str, float]]) -> None:
     from ray.autoscaler.sdk import request_resources
 
-    bundles = []
-    if config is not None:
-        each = {"CPU": config.compute.cpus_per_worker or 1.0}
-        if config.compute.device == "cuda":
-            each["GPU"] = config.compute.gpus_per_worker
-        bundles = [each] * config.compute.workers + [{"CPU": 1.0}]
     request_resources(bundles=bundles)
 
 
@@ -294,23 +290,19 @@ def _fit_in_thread(
             logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
         ),
     )
-    results: list[Any] = []
-    errors: list[BaseException] = []
+    outcome: Future[Any] = Future()
 
     def fit() -> None:
         try:
-            results.append(trainer.fit())
+            outcome.set_result(trainer.fit())
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=fit, name="ray-train", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(POLL_S)
+    threading.Thread(target=fit, name="ray-train", daemon=True).start()
+    while not outcome.done():
+        wait([outcome], POLL_S)
         on_poll()
-    if errors:
-        raise errors[0]
-    return results[0].return_value
+    return outcome.result().return_value
 
 
 def _reason(failure: BaseException) -> str:
@@ -321,7 +313,7 @@ def _reason(failure: BaseException) -> str:
     return f"{name}: {failure}".splitlines()[0][:200]
 
 
-def _cause(error: BaseException) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """The exception that explains a failed fit: the user's error first, a lost peer last."""
     failures = list(getattr(error, "worker_failures", {}).values())
     for failure in failures:

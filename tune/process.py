@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import traceback
 from contextlib import suppress
@@ -95,7 +94,7 @@ def _start_workers(index: int, sweep: dict[str, Any]) -> None:
     import ray.tune
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    from pipelines.worker import _cause
+    from pipelines.worker import cause_of
 
     _name_the_cluster(ray)
     trainer = ray.train.torch.TorchTrainer(
@@ -116,7 +115,7 @@ def _start_workers(index: int, sweep: dict[str, Any]) -> None:
     try:
         trainer.fit()
     except Exception as error:
-        cause = _cause(error)
+        cause = cause_of(error)
         raise cause if isinstance(cause, Exception) else error from None
 
 
@@ -138,7 +137,7 @@ def _train_loop(loop: dict[str, Any]) -> None:
     import ray
     import ray.train
 
-    from pipelines.worker import RayWorker, _quiet_report_lines
+    from pipelines.worker import RayWorker, quiet_ray_train
 
     class TrialWorker(RayWorker):
         """A rank that reports scores only, and ends when its trial is stopped."""
@@ -150,13 +149,12 @@ def _train_loop(loop: dict[str, Any]) -> None:
             """Never: Tune kills the workers of a stopped trial."""
             return False
 
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
-    _quiet_report_lines()
+    quiet_ray_train()
     index, sweep = loop["index"], loop["sweep"]
     torch.set_num_threads(sweep["threads"])
     storage = ClaimedStorage(sweep["output"], sweep["token"])
     storage.check()
-    worker = TrialWorker(storage, "")
+    worker = TrialWorker(storage)
 
     def report(line: dict[str, Any]) -> None:
         ray.train.report({"epoch": line["epoch"], "score": line["score"]})

@@ -46,7 +46,7 @@ def group(tmp_path, monkeypatch):
         task = SimpleNamespace(known=["a", "b"], novel=["c"], num_novel=1)
         config = override(Config(), {"compute.workers": 2})
         with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
-            return worker.run_workers(RAY, config, task, "images", [], (), True, mine, "STOP", lambda: None)
+            return worker.run_workers(RAY, config, task, "images", [], (), True, mine, lambda: None)
 
     run_group.started = started
     return run_group
@@ -98,12 +98,12 @@ def test_a_stop_is_handed_on(group):
 def test_the_cause_is_not_the_lost_peer():
     group = RuntimeError("group")
     group.worker_failures = {0: RuntimeError("Connection closed by peer"), 1: KeyError("real")}
-    assert isinstance(worker._cause(group), KeyError)
+    assert isinstance(worker.cause_of(group), KeyError)
     group.worker_failures = {0: RuntimeError("Connection closed by peer")}
-    assert worker._cause(group) is group
+    assert worker.cause_of(group) is group
     group.controller_failure = TimeoutError("no nodes")
     group.worker_failures = {}
-    assert isinstance(worker._cause(group), TimeoutError)
+    assert isinstance(worker.cause_of(group), TimeoutError)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_cluster_that_was_there_before_may_grow(monkeypatch, capsys):
         worker.await_resources(SimpleNamespace(cluster_resources=dict), config, lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     worker.await_resources(ray, config, lambda: False)
-    assert asked == [config, None]
+    assert asked == [[{"CPU": 1.0, "GPU": 1.0}] * 2 + [{"CPU": 1.0}], []]
     assert "waiting up to 10 minutes for the cluster to grow" in capsys.readouterr().out
     with pytest.raises(Interrupted):
         worker.await_resources(SimpleNamespace(cluster_resources=dict), config, lambda: True)
