@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.uno.methods.toy import method_config
 from tests.uno.small_run import CPU, copied_tensors, small_config, small_sets
-from uno import collectives, steps
+from uno import collectives, methods, steps
 from uno.data.files import Storage
 from uno.data.resident import ResidentBatches
 from uno.errors import Interrupted
+from uno.methods import METHODS
 from uno.model import build_model
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
@@ -29,6 +31,12 @@ COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier",
     "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
 )  # fmt: skip
+
+
+OPTIONS = {
+    "objective__iic_weight": 0.5, "objective__iic_view_weight": 0.5, "objective__rkd_weight": 0.5,
+    "objective__queue_size": 12,
+}  # fmt: skip
 
 
 class GlooWorker(LocalWorker):
@@ -124,6 +132,30 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
+    """Gradients of the first step, and the state after two, with BatchNorm in eval mode."""
+    options = OPTIONS if name == "uno" else {"objective__rampup": 0.0}
+    config = method_config(name, train__batch_size=24, **options)
+    method, train = methods.load(config), small_sets()[0]
+    model = methods.build_network(config, 5, 5, 0)
+    extra = {} if method.start is None else method.start(config, model, train)
+    state = new_state(model, worker.wrap(model), config.discover, CPU, False)
+    state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
+    state.total_steps = 24
+    if name == "uno":
+        teacher = build_model(config.model, 5, 0, 5).eval()
+        state.teacher = torch.nn.Sequential(teacher.encoder, teacher.known)
+    state.model.eval()
+    plan = run.plans(config, len(train.labels), len(train.unlabeled_images), worker.world_size)[run.DISCOVER]
+    batches = train.batches(config, plan, worker.rank, worker.world_size)
+    seen = {"loss": method.step(state, batches(0), config.objective, 0.02)}
+    for key, parameter in state.model.named_parameters():
+        seen[f"grad/{key}"] = parameter.grad.clone()
+    method.step(state, batches(1), config.objective, 0.02)
+    kept = {k: v for k, v in copied_tensors(state).items() if "epoch" not in k and "line" not in k}
+    return seen | {f"state/{key}": tensor for key, tensor in kept.items()}
+
+
 def main(rank: int, world_size: int, folder: Path) -> None:
     """Run everything and store the tensors."""
     torch.set_num_threads(1)
@@ -134,6 +166,9 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     assert collectives.world() == (rank, world_size)
     worker = GlooWorker(rank, world_size)
     tensors = {f"step/{k}": v for k, v in one_step(worker).items()}
+    if world_size <= 2:
+        by_method = {f"{name}/{k}": v for name in METHODS for k, v in two_steps(name, worker).items()}
+        tensors |= {f"method/{k}": v.detach() for k, v in by_method.items()}
     if world_size > 1:
         tensors |= {f"nan/{k}": v for k, v in nan_on_one_rank(worker).items()}
         tensors |= {f"phase/{k}": v for k, v in whole_phase(worker, folder).items()}

@@ -10,6 +10,7 @@ import torch
 
 from tests.uno.gloo_worker import main
 from uno import collectives
+from uno.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +87,8 @@ def test_workers_equal_one_worker(tmp_path, one_thread, world_size):
     assert [(int(share["nan/skipped"]), bool(share["nan/kept"])) for share in shares] == [
         (1, True)
     ] * world_size
+    if world_size == 2:
+        check_methods(whole, shares)
 
     for share in shares:
         assert share["phase/clean/stored"] == share["phase/resumed/stored"] == 16
@@ -98,3 +101,24 @@ def test_workers_equal_one_worker(tmp_path, one_thread, world_size):
                 torch.testing.assert_close(other, share[name], atol=1e-5, rtol=1e-4)
                 if "/model/" in name:
                     assert torch.equal(share[name], shares[0][name]), name
+
+
+def check_methods(whole: dict[str, torch.Tensor], shares: list[dict[str, torch.Tensor]]) -> None:
+    """Two workers take the steps of one, for every method in the registry.
+
+    Kills: pairs of a worker's own rows, the gradient of other workers' rows lost or counted twice, a queue or
+    a memory that differs between workers, IIC's means per worker, a teacher's weights per worker.
+    """
+    names = [name for name in whole if name.startswith("method/")]
+    assert {name.split("/")[1] for name in names} == set(METHODS)
+    for name in names:
+        if name.endswith("/loss"):
+            mean = (shares[0][name] + shares[1][name]) / 2
+            torch.testing.assert_close(mean, whole[name], atol=1e-4, rtol=1e-4)
+            continue
+        for share in shares:
+            torch.testing.assert_close(
+                share[name], whole[name], atol=2e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        if "/extra/" in name:
+            assert torch.equal(shares[0][name], shares[1][name]), name
