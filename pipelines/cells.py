@@ -230,14 +230,15 @@ def last_line(log: Path) -> str:
 # --------------------------------------------------------------------------------------------- in the process
 def main(argv: Sequence[str]) -> int:
     """``python -m pipelines.cells pretrain|cells --config FILE --output DIR``: one job."""
+    from pipelines.commands import DISCOVER, PRETRAIN
     from pipelines.jobs import run_job
     from pipelines.options import parse
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
     if kind == "pretrain":
-        return run_job(parse(rest, "pretrain"), ("pretrain",), evaluate=False)
-    return run_job(parse(rest, "discover"), ("pretrain", "discover"), evaluate=True, report=False)
+        return run_job(parse(rest, PRETRAIN), ("pretrain",), evaluate=False)
+    return run_job(parse(rest, DISCOVER), ("pretrain", "discover"), evaluate=True, report=False)
 
 
 def end_with_parent() -> None:

@@ -10,33 +10,37 @@ import shutil
 from collections.abc import Iterator, Sequence
 
 from pipelines import cli
-from pipelines.arguments import Arguments
+from pipelines.options import Argument, Command, parse, switch
+from uno.errors import ConfigError
 from uno.runs.directory import Finding
 
 GIB = 2**30
 LOW_DISK_BYTES = 5 * GIB
 LOW_SHM_BYTES = GIB  # Ray puts its object store on the disk where /dev/shm is smaller than the store
 UNSOUND = 4
-REPAIRABLE = "--repair"
+DOCTOR = Command(
+    "doctor",
+    {
+        "RUN": Argument("The run directory; without it, the machine is checked.", str | None),
+        "--repair": switch(
+            "Remove what is provably of no use: unfinished writes, Ray's bookkeeping, damaged checkpoints "
+            "where an older one verifies."
+        ),
+    },
+    "none",
+)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a line for every finding. Returns 0 if sound, 4 if the run cannot resume, 2 if the machine cannot
     run.
     """
-    parser = Arguments("uno doctor", "Check this machine, or a run directory: a line for each finding.")
-    parser.add_argument("run", metavar="RUN", nargs="?", help="run directory; without it, the machine")
-    parser.add_argument(
-        REPAIRABLE, action="store_true",
-        help="remove what is provably of no use: unfinished writes, Ray's bookkeeping, damaged checkpoints "
-        "where an older one verifies",
-    )  # fmt: skip
-    options = parser.parse_args(argv)
-    if options.run is None:
-        if options.repair:
-            parser.error(f"{REPAIRABLE} needs a run directory")
-        return _print(list(machine()), 2)
-    return _print(_examined(options.run, options.repair), UNSOUND)
+    own = parse(argv, DOCTOR).own
+    if own.run is not None:
+        return _print(_examined(own.run, own.repair), UNSOUND)
+    if own.repair:
+        raise ConfigError("--repair needs a run directory")
+    return _print(list(machine()), 2)
 
 
 def _examined(target: str, repair: bool) -> list[Finding]:
@@ -89,7 +93,6 @@ def machine() -> Iterator[Finding]:
 
 def _ray() -> Iterator[Finding]:
     from pipelines import ray_env
-    from uno.errors import ConfigError
 
     if importlib.util.find_spec("ray") is None:
         yield Finding("warning", "Ray is not installed: --workers 0 only", "pip install 'uno-discovery[ray]'")

@@ -6,24 +6,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from pydantic import PositiveInt
+
 from pipelines import cli
+from pipelines.options import DRY_RUN, PRINT_CONFIG, Argument, Command, parse
 from uno.config import Config, dump_yaml
 from uno.errors import ConfigError, Interrupted
 
-USAGE = """\
-usage: uno estimate-classes [--data SOURCE --known-classes ...] [OPTIONS]
-
-Estimate how many classes the unlabeled images hold, from at least 4 known classes: some are hidden in turn,
-and the number of clusters that finds them again is the estimate (an interval). Writes DIR/estimate.json.
-
-  --data SOURCE        digits, cifar10:DIR, folder:DIR, parquet:DIR, ... or a path.
-  --known-classes ...  first:N, names with commas, or a file: hides the other labels.
-  --output DIR         Where results and the encoders go; default: the run directory + "-estimate".
-  --workers N          Tasks that run at once on Ray; 0 (default): this process, without Ray. The result is
-                       the same.
-  --max-novel N        Largest number tried; default: the number of known classes, at least 10.
-  --num-splits N       Splits of the known classes (default 3); each pretrains an encoder.
-  --preset, --recipe, --seed, --config, --pretrain.*, --model.*, --device, ...: as for uno pretrain."""
+ESTIMATE = Command(
+    "estimate-classes",
+    {
+        **PRINT_CONFIG,
+        **DRY_RUN,
+        "--max-novel": Argument(
+            "Largest number tried; default: the number of known classes, at least 10.", PositiveInt | None
+        ),
+        "--num-splits": Argument("Splits of the known classes; each pretrains an encoder.", PositiveInt, 3),
+    },
+    output="runs/{preset}-seed{seed}-estimate",
+    text="""
+From at least 4 known classes: some are hidden in turn, and the number of clusters that finds them again is
+the estimate, an interval, in DIR/estimate.json. --known-classes hides the other labels; --output DIR is for
+results and encoders; --workers N tasks run at once on Ray, with the same result.
+""",
+)
 
 ADVICE = (
     "too few classes merge real ones, too many split them, which uno classes can merge again. When in doubt "
@@ -33,30 +39,15 @@ ADVICE = (
 
 def main(argv: Sequence[str]) -> int:
     """Estimate, write ``estimate.json``, print the table."""
-    if "-h" in argv or "--help" in argv:
-        print(USAGE)
+    options = parse(argv, ESTIMATE)
+    if options.own.print_config:
+        print(dump_yaml(options.config), end="")
         return 0
-    from pipelines.arguments import Arguments
     from pipelines.console import say
-    from pipelines.options import overrides, parse
-
-    parser = Arguments("uno estimate-classes", "Estimate the number of novel classes.")
-    parser.add_argument("--max-novel", type=int, default=None)
-    parser.add_argument("--num-splits", type=int, default=3)
-    own, rest = parser.parse_known_args(list(argv))
-    if own.num_splits < 1 or (own.max_novel is not None and own.max_novel < 1):
-        raise ConfigError("--num-splits and --max-novel must be at least 1")
-    options = parse(rest, "estimate-classes")
-    config = options.config
-    if "output" not in overrides(rest, "estimate-classes"):
-        config = config.model_copy(update={"output": f"{config.output}-estimate"})
-    if options.print_config:
-        print(dump_yaml(config), end="")
-        return 0
     from uno.results.estimate import Settings
 
-    settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
-    estimate_job(config, settings, options.dry_run, say)
+    settings = Settings(num_splits=options.own.num_splits, max_novel=options.own.max_novel)
+    estimate_job(options.config, settings, options.own.dry_run, say)
     return 0
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from pipelines import ray_env
 from pipelines.blocks import image_columns, images_of, pixel_column
 from pipelines.console import Progress, on_stop, say
-from pipelines.options import RAY_JOB, SWITCHES, overrides
 from pipelines.worker import worker_resources
 from uno.config import Config, override
 from uno.data.decode import decode_many
@@ -43,23 +42,17 @@ from uno.results.infer import (
 from uno.results.predictions import PredictionWriter, Summary, predict_rows, result_table
 from uno.runs.hardware import local_device
 
-OPTIONS = (
-    "data.source", "data.labeled", "data.unlabeled", "data.limit", "data.download", "output",
-    "compute.workers", "compute.device", "compute.gpus_per_worker", "compute.cpus_per_worker",
-    "compute.threads",
-)  # fmt: skip
 RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
 INTERVAL_S = 5.0  # between two lines of progress
 
 
-def predict_job(target: str, argv: Sequence[str], embedding: bool) -> int:
-    """``uno predict``: classify a source with the model of run ``target``. Returns 0.
+def predict_job(target: str, given: Mapping[str, Any], embedding: bool) -> int:
+    """``uno predict``: classify a source with the model of run ``target``; ``given``: dotted keys. Returns 0.
 
     Raises:
         ConfigError: options or data that make no sense; a directory with other predictions.
         Interrupted: stopped by a signal; finished shards are kept.
     """
-    given = _options(argv)
     storage = Storage(target)
     model = load_classifier(storage)
     compute = {key: value for key, value in given.items() if key.startswith("compute.")}
@@ -70,7 +63,7 @@ def predict_job(target: str, argv: Sequence[str], embedding: bool) -> int:
     limit = data.pop("data.limit", None)
     rows = read_inputs(override(Config(), data).data) if data else own_task(config).rows
     rows = _limited(rows, limit)
-    output = Storage(os.path.expanduser(str(given.get("output", storage.uri))))
+    output = Storage(str(given.get("output", storage.uri)))
     model = _aligned(model, storage, config)
     writer = PredictionWriter(output, rows, model, embedding, replace="output" not in given)
     with on_stop(_stop):
@@ -235,27 +228,6 @@ def _decode(block: pa.Table, size: int, images: ParquetImages | None) -> pa.Tabl
 
 
 # ------------------------------------------------------------------------------------------------ the command
-def _options(argv: Sequence[str]) -> dict[str, Any]:
-    """Dotted options, checked.
-
-    Raises:
-        ConfigError: an option of training, or a relative output inside a Ray job.
-    """
-    switch = next((word for word in argv if word in SWITCHES), None)
-    if switch:
-        raise ConfigError(f"uno predict has no {switch}; see uno predict --help")
-    given = overrides(argv, "predict")
-    wrong = next((key for key in given if key not in OPTIONS), None)
-    if wrong:
-        raise ConfigError(f"{wrong} is fixed by the trained model; see uno predict --help for what is not")
-    if "data.source" in given and "data.labeled" in given:
-        raise ConfigError("give either --data or --labeled and --unlabeled, not both")
-    output = str(given.get("output", "/"))
-    if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
-        raise ConfigError(f"inside a Ray job --output must be an absolute path or a URI, not {output!r}")
-    return given
-
-
 def _limited(rows: Rows, limit: Any) -> Rows:
     override(Config(), {"data.limit": limit})  # checks it
     if limit is None or limit >= len(rows):

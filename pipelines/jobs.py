@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from pipelines import ray_env
 from pipelines.console import Progress, on_stop, say
 from pipelines.ingest import decide
-from pipelines.options import Options, overrides
+from pipelines.options import Options
 from pipelines.streaming import store_bytes
 from uno.config import Config, dump_yaml, override
 from uno.data.check import check, format_report
@@ -53,7 +53,7 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
         UnoError: with its exit code; a :class:`ConfigError` before any worker starts.
     """
     config = options.config
-    if options.print_config:
+    if options.own.print_config:
         print(dump_yaml(config), end="")
         return 0
     from pipelines.inference import predict_run
@@ -63,16 +63,16 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
     config = _with_full_paths(config)
     estimate = None
     if config.data.num_novel == "auto":
-        if options.dry_run:
+        if options.own.dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
         config, estimate = _with_estimated_classes(config)
-    config, task = decide(config, options.fresh)
+    config, task = decide(config, options.own.fresh)
     task = prepare(config, task)
-    if options.dry_run:
+    if options.own.dry_run:
         return _dry_run(config, task, phases)
     assert config.output is not None
     storage = Storage(config.output)
-    if directory.is_run(storage) and not options.fresh:
+    if directory.is_run(storage) and not options.own.fresh:
         directory.open_run(config, storage, task.rows.fingerprint)
         finished = directory.read_results(storage) if evaluate else None
         if finished is not None:
@@ -82,7 +82,7 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
     if config.model.weights is not None:
         phases = tuple(phase for phase in phases if phase != PRETRAIN)
     with lock.claim(storage, on_wait=say) as claim:
-        if options.fresh:
+        if options.own.fresh:
             directory.clear(claim.storage)
         directory.open_run(config, claim.storage, task.rows.fingerprint)
         _heal(claim.storage)
@@ -108,16 +108,15 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
     return 0
 
 
-def evaluate_job(target: str, argv: Sequence[str]) -> int:
-    """Evaluate the run in directory ``target`` again; ``argv`` may change where that happens, not what is
-    evaluated.
+def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
+    """Evaluate the run in directory ``target`` again; ``given`` dotted keys say where that happens.
 
     Raises:
         ConfigError: no run there, options that would change it, or other data than it was trained on.
     """
     storage = Storage(target)
     stored = directory.read_config_tree(storage)
-    config = override(override(Config(), stored), {**overrides(argv, "evaluate"), "output": storage.uri})
+    config = override(override(Config(), stored), {**given, "output": storage.uri})
     config = _with_full_paths(config)
     task = prepare(config)
     directory.open_run(config, storage, task.rows.fingerprint)

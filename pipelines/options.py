@@ -1,93 +1,174 @@
-"""The command line as one resolved :class:`~uno.config.Config`: defaults < preset < YAML < command line.
+"""The command line of every command, from one declaration: its own arguments and the schema's fields.
 
-The flags are the schema's fields (``--objective.epsilon``) and their short aliases (``--batch-size``). Values
-start from the preset that was given, on the command line or in a file; otherwise from ``digits`` for the
-digits and from ``custom`` for any other data. A preset's known classes are those of its own data set: with
-another kind of source they are dropped unless they are given too, because hiding the labels of somebody
-else's classes would be a silent mistake.
-
-tyro renders ``--help`` from the schema; values are converted here and checked by pydantic, so that an error
-is one line with the field's name.
+The flags are the schema's fields (``--objective.epsilon``), their short forms (``--batch-size``) and what a
+:class:`Command` adds. Precedence: defaults < preset < YAML < command line. Values start from the preset that
+was given, on the command line or in a file; otherwise from ``digits`` for the digits and from ``custom`` for
+any other data. A preset's known classes are those of its own data set: with another kind of source they are
+dropped unless they are given too, because hiding the labels of somebody else's classes would be a silent
+mistake. pydantic checks every value, so that an error is one line with the field's name.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import shutil
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
-from types import NoneType
-from typing import Annotated, Any, NoReturn, get_args, get_origin
+from dataclasses import dataclass
+from functools import cached_property
+from types import NoneType, SimpleNamespace
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
-import tyro
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from uno.config import Config, load_yaml, override
+from pipelines.cli import SENTENCES
+from uno.config import Config, about, describe, flatten, load_yaml, override
 from uno.errors import ConfigError
 from uno.methods import settings
 from uno.presets import PRESETS, preset
 
-SWITCHES = {
-    "--print-config": "Print the resolved configuration as YAML and stop.",
-    "--dry-run": "Check the data, take one step, print the plan and stop.",
-    "--fresh": "Start over: ignore the checkpoints of an earlier run in the same directory.",
-}
-STARTS_OVER = ("demo", "discover", "pretrain")  # the commands that have --fresh
-
-OUTPUTS = {"demo": "runs/demo", "tune": "runs/tune-{preset}-seed{seed}", "data": None}
-DEFAULT_OUTPUT = "runs/{preset}-seed{seed}"
-
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
 
-RULES = f"""\
-Order: defaults < preset < --config FILE < command line. Presets: {", ".join(PRESETS)}.
-Without --preset: digits for the digits, custom (the paper's CIFAR10 settings) for any other data.
-A preset's known classes apply only to its own kind of data. None switches an optional value off.
-The values below are those that this very command line leads to."""
+
+class Argument(NamedTuple):
+    """One argument; where it is not a field of the schema, ``key`` is empty.
+
+    A bool is a switch, list[str] takes words; what has no default and may not be None must be given.
+    """
+
+    sentence: str
+    type: Any = str
+    default: Any = None
+    key: str = ""
+    negated: bool = False  # the second form of a boolean field, --objective.no-concat
+
+    @property
+    def required(self) -> bool:
+        """Whether the command cannot do without it."""
+        return self.default is None and NoneType not in get_args(self.type)
+
+    @property
+    def most_words(self) -> int:
+        """The words that may follow it."""
+        kind = get_origin(self.type)
+        if self.type is bool:
+            return 1 if self.key and not self.negated else 0
+        return len(get_args(self.type)) if kind is tuple else MANY if kind is list else 1
+
+
+MANY = 10**6
+
+
+def switch(sentence: str) -> Argument:
+    """An argument without a value, off unless given."""
+    return Argument(sentence, bool, False)
+
+
+PRINT_CONFIG = {"--print-config": switch("Print the resolved configuration as YAML and stop.")}
+DRY_RUN = {"--dry-run": switch("Check the data, take one step, print the plan and stop.")}
+RUN = {"RUN": Argument("The run directory, a path or a URI.")}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command's line may hold.
+
+    ``arguments``: its own; a name without dashes is positional. ``takes``: ``all`` fields of the schema, to
+    make one configuration; ``changes`` to configurations there are; the ``few`` that name the command; none.
+    ``output``: the directory where none is given. ``text``: for ``--help``, after the command's sentence.
+    """
+
+    name: str
+    arguments: Mapping[str, Argument]
+    takes: Literal["all", "changes", "few", "none"] = "all"
+    output: str | None = "runs/{preset}-seed{seed}"
+    text: str = ""
+
+    @property
+    def usage(self) -> str:
+        """``uno evaluate RUN [OPTIONS]``."""
+        names = [n if a.required else f"[{n}]" for n, a in self.arguments.items() if not n.startswith("-")]
+        return " ".join(["uno", self.name, *names, "[OPTIONS]"])
+
+    def flags(self) -> dict[str, Argument]:
+        """All arguments by name, those of the schema first."""
+        schema = {} if self.takes == "none" else dict(schema_flags())
+        if schema:
+            schema["--config"] = Argument("YAML file; repeatable, the last one wins.")
+        return {**schema, **self.arguments, "--help": switch("Print this and exit.")}
+
+    def may_change(self, key: str) -> bool:
+        """Whether a field of the schema is an option of this command."""
+        return self.takes != "few" or self.name in about(key).commands.split()
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a command was asked to do."""
+    """A command line, read: ``own.dry_run`` is ``--dry-run``; ``file`` and ``line`` are the dotted keys that
+    the ``--config`` files and the command line itself set.
+    """
 
-    config: Config
-    print_config: bool = False
-    dry_run: bool = False
-    fresh: bool = False
-    config_files: tuple[str, ...] = ()
+    command: Command
+    own: SimpleNamespace
+    file: Mapping[str, Any]
+    line: Mapping[str, Any]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The dotted keys that were set, without presets and defaults."""
+        return {**self.file, **self.line}
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration that the line leads to, with the command's output.
+
+        Raises:
+            ConfigError: a value out of range, data given in two ways, a relative output inside a Ray job.
+        """
+        config = _layer(self.file, self.line)
+        output = config.output or self.command.output
+        if output is not None:
+            output = checked_output(output.format(preset=config.preset, seed=config.seed))
+        return override(config, {"output": output})
 
 
-def parse(argv: Sequence[str], command: str) -> Options:
-    """Options of ``uno COMMAND ARGV...``; ``--help`` prints the fields with their values and exits.
+def parse(argv: Sequence[str], command: Command) -> Options:
+    """Options of ``uno COMMAND ARGV...``; ``--help`` prints them and exits.
 
     Raises:
-        ConfigError: unknown flag or preset, value of the wrong type or out of range, unreadable config file,
-            relative output inside a Ray job.
-        SystemExit: after ``--help``, with code 0.
+        ConfigError: unknown flag, missing argument, value of the wrong type, unreadable config file.
+        SystemExit: after ``--help`` with code 0, and with 2 where arguments are needed and there are none.
     """
-    if "--help" in argv or "-h" in argv:
+    asked = "--help" in argv or "-h" in argv
+    if asked or (not argv and any(argument.required for argument in command.arguments.values())):
         _print_help([token for token in argv if token not in ("--help", "-h")], command)
-    values, switches, files = _scan(argv, command)
-    config = _layer(_read(files), values)
-    config = override(config, {"output": _output(config, command)})
-    return Options(config, config_files=tuple(files), **{name: True for name in switches})
+        raise SystemExit(0 if asked else 2)
+    options = _read(argv, command)
+    for name, argument in command.arguments.items():
+        if argument.required and getattr(options.own, _attribute(name)) is None:
+            raise ConfigError(f"{name} {'is missing' if name[0] == '-' else 'comes first'}: {command.usage}")
+    for key in options.given:
+        if not command.may_change(key):
+            raise ConfigError(
+                f"{key} is fixed by the trained model; see uno {command.name} --help for what is not"
+            )
+    return options
 
 
-def overrides(argv: Sequence[str], command: str) -> dict[str, Any]:
-    """The dotted keys that ``argv`` (and its config files) sets, without presets and defaults. Raises as
-    :func:`parse`.
+def checked_output(output: str) -> str:
+    """A directory to write to, ``~`` replaced.
+
+    Raises:
+        ConfigError: it is relative and this is a Ray job.
     """
-    values, _, files = _scan(argv, command)
-    return {**_read(files), **values}
-
-
-def _read(files: Sequence[str]) -> dict[str, Any]:
-    """Dotted values of all config files; a later file wins."""
-    values: dict[str, Any] = {}
-    for path in files:
-        values |= load_yaml(path)
-    return values
+    output = os.path.expanduser(output)
+    if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
+        raise ConfigError(
+            f"inside a Ray job --output must be an absolute path or a URI, not {output!r}: "
+            "the job's working directory is deleted with the job"
+        )
+    return output
 
 
 def _layer(file: Mapping[str, Any], line: Mapping[str, Any]) -> Config:
@@ -115,46 +196,89 @@ def _kind(source: Any) -> str:
     return str(source).partition(":")[0]
 
 
-def _output(config: Config, command: str) -> str | None:
-    """The run directory: as given, or the command's default; None for commands that write none."""
-    default = OUTPUTS.get(command, DEFAULT_OUTPUT)
-    if default is None and config.output is None:
+# ------------------------------------------------------------------------------------------------ the parser
+def schema_flags(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Argument]]:
+    """Every flag of the schema and what it sets; a field's long form comes first, its short one next."""
+    for name, info in model.model_fields.items():
+        key, kind = f"{prefix}{name}", info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from schema_flags(kind, f"{key}.")
+            continue
+        flag, short = Argument(info.description or "", kind, key=key), about(key).flag
+        yield f"--{_dashed(key)}", flag
+        if short:
+            yield f"--{short}", flag
+        if kind is bool:
+            yield f"--{_dashed(prefix)}no-{_dashed(name)}", flag._replace(negated=True)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _attribute(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+def _read(argv: Sequence[str], command: Command) -> Options:
+    flags = command.flags()
+    own = {_attribute(name): argument.default for name, argument in command.arguments.items()}
+    positional = [name for name in command.arguments if not name.startswith("-")]
+    file: dict[str, Any] = {}
+    line: dict[str, Any] = {}
+    for name, words in _groups(argv):
+        if name and name not in flags:
+            _unknown(name, list(flags))
+        most = flags[name].most_words if name else 0
+        words, surplus = words[:most], words[most:]
+        while positional and surplus:
+            own[_attribute(positional[0])] = _checked(positional[0], surplus.pop(0), command)
+            positional.pop(0)
+        if not name and surplus:
+            raise ConfigError(f"unexpected argument {surplus[0]!r}; options start with --")
+        if not name:
+            continue
+        value = _value(name, flags[name], [*words, *surplus])
+        if name in command.arguments:
+            own[_attribute(name)] = _checked(name, value, command)
+        elif name == "--config":
+            file |= load_yaml(value)
+        else:
+            line[flags[name].key] = value
+    return Options(command, SimpleNamespace(**own), file, line)
+
+
+def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """``x --a 1 2 --b=3`` -> ``("", [x]), ("--a", [1, 2]), ("--b", [3])``; names get dashes."""
+    name, words = "", list[str]()
+    for token in argv:
+        if token.startswith("--"):
+            yield name, words
+            name, equals, word = token.partition("=")
+            name, words = _dashed(name), [word] if equals else []
+        else:
+            words.append(token)
+    yield name, words
+
+
+def _value(name: str, argument: Argument, words: Sequence[str]) -> Any:
+    """The words after a flag as what pydantic gets; it does the rest.
+
+    Raises:
+        ConfigError: too few or too many words.
+    """
+    types, most = get_args(argument.type) or (argument.type,), argument.most_words
+    if bool in types and not words:
+        return not argument.negated
+    wanted = {0: "no value", 1: "one value", MANY: "values"}.get(most, f"{most} values")
+    if not words or "" in words:
+        raise ConfigError(f"{name} needs {wanted}")
+    if len(words) > most or (most != MANY and len(words) < most):
+        raise ConfigError(f"{name} takes {wanted}, got {' '.join(map(repr, words))}")
+    if NoneType in types and words[0].lower() == "none":
         return None
-    output = config.output or str(default).format(preset=config.preset, seed=config.seed)
-    output = os.path.expanduser(output)
-    if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
-        raise ConfigError(
-            f"inside a Ray job --output must be an absolute path or a URI, not {output!r}: "
-            "the job's working directory is deleted with the job"
-        )
-    return output
-
-
-@dataclass(frozen=True)
-class _Flag:
-    key: str  # dotted field
-    type: Any
-    negated: bool = False  # the second form of a boolean, --objective.no-concat
-
-    def value(self, name: str, words: Sequence[str]) -> Any:
-        """The words after a flag as what pydantic gets; it does the rest.
-
-        Raises:
-            ConfigError: too few or too many words.
-        """
-        types = get_args(self.type) or (self.type,)
-        if bool in types and not words:
-            return not self.negated
-        count = len(types) if get_origin(self.type) is tuple else 1
-        wanted = {0: "no value", 1: "one value"}.get(0 if self.negated else count, f"{count} values")
-        if not words or "" in words:
-            raise ConfigError(f"{name} needs {wanted}")
-        if self.negated or len(words) != count:
-            raise ConfigError(f"{name} takes {wanted}, got {' '.join(map(repr, words))}")
-        if NoneType in types and words[0].lower() == "none":
-            return None
-        converted = [_number(word) if int in types or float in types else word for word in words]
-        return converted if get_origin(self.type) is tuple else converted[0]
+    converted = [_number(word) if int in types or float in types else word for word in words]
+    return converted if most > 1 else converted[0]
 
 
 def _number(word: str) -> int | float | str:
@@ -166,68 +290,11 @@ def _number(word: str) -> int | float | str:
     return word
 
 
-def _fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, info in model.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from _fields(info.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", info
-
-
-def schema_flags() -> dict[str, str]:
-    """Every flag of the schema, aliases included, and the dotted field it sets."""
-    return {name: flag.key for name, flag in _flags().items()}
-
-
-def _flags() -> dict[str, _Flag]:
-    flags = {}
-    for key, info in _fields():
-        dashed = key.replace("_", "-")
-        aliases = [alias for extra in info.metadata for alias in getattr(extra, "aliases", None) or ()]
-        for name in (f"--{dashed}", *aliases):
-            flags[name] = _Flag(key, info.annotation)
-        if info.annotation is bool:
-            section, _, leaf = dashed.rpartition(".")
-            flags[f"--{section}.no-{leaf}"] = _Flag(key, bool, negated=True)
-    return flags
-
-
-def _scan(argv: Sequence[str], command: str) -> tuple[dict[str, Any], list[str], list[str]]:
-    """``argv`` -> (field values by dotted key, names of the switches that are on, config files)."""
-    flags, switches = _flags(), _switches(command)
-    values: dict[str, Any] = {}
-    turned_on: list[str] = []
-    files: list[str] = []
-    for name, words in _group(argv):
-        if name == "--config":
-            files.append(_Flag("config", str).value(name, words))
-        elif name in switches:
-            if words:
-                raise ConfigError(f"{name} takes no value, got {words[0]!r}")
-            turned_on.append(name[2:].replace("-", "_"))
-        elif name in flags:
-            values[flags[name].key] = flags[name].value(name, words)
-        else:
-            _unknown(name, [*flags, *switches, "--config", "--help"])
-    return values, turned_on, files
-
-
-def _switches(command: str) -> dict[str, str]:
-    return {name: text for name, text in SWITCHES.items() if name != "--fresh" or command in STARTS_OVER}
-
-
-def _group(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """``--a 1 2 --b=3`` -> ``[("--a", ["1", "2"]), ("--b", ["3"])]``; underscores in names become dashes."""
-    groups: list[tuple[str, list[str]]] = []
-    for token in argv:
-        if token.startswith("--"):
-            name, equals, word = token.partition("=")
-            groups.append((name.replace("_", "-"), [word] if equals else []))
-        elif groups:
-            groups[-1][1].append(token)
-        else:
-            raise ConfigError(f"unexpected argument {token!r}; options start with --")
-    return groups
+def _checked(name: str, value: Any, command: Command) -> Any:
+    try:
+        return TypeAdapter(command.arguments[name].type).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {describe(error)}") from None
 
 
 def _unknown(name: str, known: Sequence[str]) -> NoReturn:
@@ -237,21 +304,62 @@ def _unknown(name: str, known: Sequence[str]) -> NoReturn:
     raise ConfigError(f"unknown option {name}; {hint}")
 
 
-def _print_help(argv: Sequence[str], command: str) -> NoReturn:
-    """Every flag with a sentence and its value (a preset's, where ``argv`` has a mistake); exits with 0."""
+# ---------------------------------------------------------------------------------------------------- --help
+RULES = f"""
+Order: defaults < preset < --config FILE < command line. Presets: {", ".join(PRESETS)}.
+Without --preset: digits for the digits, custom (the paper's CIFAR10 settings) for any other data.
+A preset's known classes apply only to its own kind of data. None switches an optional value off.
+The values below are those that this very command line leads to.
+"""
+
+
+def _print_help(argv: Sequence[str], command: Command) -> None:
+    """Every argument with a sentence and its value: a preset's, where ``argv`` has a mistake."""
+    print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}")
+    width = max(60, shutil.get_terminal_size().columns - 1)
+    for paragraph in filter(
+        None, f"{command.text}\n\n{RULES if command.takes == 'all' else ''}".split("\n\n")
+    ):
+        print(f"\n{textwrap.fill(' '.join(paragraph.split()), width)}")
+    print()
+    flags = command.flags()
+    values = _values(argv, command) if command.takes == "all" else {}
+    forms: dict[str, list[str]] = {}
+    for name, argument in flags.items():
+        if not argument.key or command.may_change(argument.key):
+            forms.setdefault(argument.key or name, []).append(name)
+    section = ""
+    for key, names in sorted(forms.items(), key=lambda item: bool(flags[item[1][0]].key)):
+        argument = flags[names[0]]
+        if argument.key and section != (section := key.rpartition(".")[0] or "run"):
+            print(f"\n{section}:")
+        value = values.get(key, argument.default if argument.default not in (False, ()) else None)
+        if isinstance(value, tuple):
+            value = " ".join(map(str, value))
+        shown = f" (default: {value})" if key in values or value is not None else ""
+        print(f"  {', '.join(names)} {_placeholder(argument.type) if names[0][0] == '-' else ''}".rstrip())
+        print(
+            textwrap.fill(argument.sentence + shown, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        )
+
+
+def _values(argv: Sequence[str], command: Command) -> dict[str, Any]:
     try:
-        values, _, files = _scan(argv, command)
-        config = _layer(_read(files), values)
+        config = _read(argv, command).config
     except ConfigError:
         config = preset("digits")
+    return flatten(config.model_dump())
 
-    def entry(name: str, kind: Any, default: Any, **texts: str) -> tuple[str, Any, Any]:
-        flag = Annotated[kind, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name=name, **texts)]
-        return name.replace("-", "_"), flag, field(default=default)
 
-    file = entry("config", str | None, None, metavar="FILE", help="YAML file; repeatable, the last one wins.")
-    switches = [entry(name[2:], bool, False, help=text) for name, text in _switches(command).items()]
-    fields = ("fields", Annotated[Config, tyro.conf.arg(name="")], field(default=config))
-    line = make_dataclass("CommandLine", [file, *switches, fields])
-    tyro.cli(line, prog=f"uno {command}", description=RULES, args=["--help"])
-    raise SystemExit(0)
+def _placeholder(kind: Any) -> str:
+    """What stands for the value: ``INT``, ``FLOAT FLOAT``, ``{paper,v2}``, ``INT|auto|None``."""
+    parts, origin = get_args(kind), get_origin(kind)
+    if not parts:
+        return {bool: "", int: "INT", float: "FLOAT", NoneType: "None"}.get(kind, "STR")
+    if origin is Literal:
+        return parts[0] if len(parts) == 1 else "{" + ",".join(parts) + "}"
+    if origin is tuple:
+        return " ".join(map(_placeholder, parts))
+    if origin is list:
+        return f"{_placeholder(parts[0])} ..."
+    return _placeholder(parts[0]) if hasattr(kind, "__metadata__") else "|".join(map(_placeholder, parts))

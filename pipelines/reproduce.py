@@ -7,7 +7,6 @@ repeated, so the same command continues what was stopped or killed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import time
@@ -16,14 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
+from pydantic import PositiveInt
 
 from pipelines import cli, ray_env
 from pipelines.cells import Attempts, Job, Queue, RayProcess, Start, read_attempts, start_here
 from pipelines.console import say
-from pipelines.options import RAY_JOB, overrides
+from pipelines.options import RAY_JOB, Argument, Command, switch
+from pipelines.options import parse as options_of
 from uno.config import Config, differing_keys, override, to_dict
 from uno.data.check import check
 from uno.data.files import Storage
@@ -45,10 +47,33 @@ DATA_OPTIONS = {
 OWN_KEYS = ("seed", "output", "preset", "data.source", "data.labeled", "data.unlabeled", "model.weights")
 """What a table decides for its cells; everything else can be changed for all of them at once."""
 
-EPILOG = """\
-Options of uno discover hold for every cell (--discover.epochs 100, --recipe v2, --device cuda); what a row of
-the table changes wins. Finished cells are read, not repeated; a larger --seeds adds to them.
-"""
+REPRODUCE = Command(
+    "reproduce",
+    {
+        "TABLE": Argument(f"{', '.join(names())}."),
+        "--scale": Argument("small is for two CPU cores.", Literal["small", "full"], "small"),
+        "--seeds": Argument("Runs of each row; default: 3, tsne: 1.", PositiveInt | None),
+        "--output": Argument(
+            "Default: runs/reproduce-TABLE (-full); for Ray nodes a shared one.", str | None
+        ),
+        **{f"--{option}": Argument(f"{text}.", str | None) for option, text in DATA_OPTIONS.items()},
+        "--datasets": Argument("Only these data sets of the table.", list[str], ()),
+        "--rows": Argument("Only these rows, and the reference row.", list[str], ()),
+        "--parallel": Argument("Cells at a time; default: cores / threads, or the GPUs.", PositiveInt | None),
+        "--runner": Argument(
+            "auto: Ray where RAY_ADDRESS is set or there are several GPUs.",
+            Literal["auto", "processes", "ray"],
+            "auto",
+        ),
+        "--record": Argument("Also write README.md and result.json there.", str | None),
+        "--dry-run": switch("List the cells and what they would cost."),
+    },
+    "changes",
+    text="""
+The other options hold for every cell (--discover.epochs 100, --recipe v2, --device cuda); what a row of the
+table changes wins. Finished cells are read, not repeated; a larger --seeds adds to them.
+""",
+)
 
 
 @dataclass(frozen=True)
@@ -78,29 +103,6 @@ def main(argv: Sequence[str]) -> int:
     return write_tables(request)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options that are not fields of the configuration."""
-    from pipelines.arguments import Arguments
-
-    new = Arguments("uno reproduce", "Run a table or figure of the paper and write it beside its numbers.")
-    new.epilog = EPILOG
-    add = new.add_argument
-    add("table", metavar="TABLE", help=", ".join(names()))
-    add("--scale", choices=("small", "full"), default="small", help="default: small, for two CPU cores")
-    add("--seeds", type=int, help="runs of each row (default: 3; tsne: 1)")
-    add("--output", metavar="DIR", help="default: runs/reproduce-TABLE (-full); for Ray nodes a shared one")
-    for option, text in DATA_OPTIONS.items():
-        add(f"--{option}", metavar="DIR", help=text)
-    add("--datasets", nargs="+", metavar="NAME", help="only these data sets of the table")
-    add("--rows", nargs="+", metavar="ROW", help="only these rows, and the reference row")
-    add("--parallel", type=int, metavar="N", help="cells at a time (default: cores / threads, or the GPUs)")
-    add("--runner", choices=("auto", "processes", "ray"), default="auto",
-        help="auto: Ray where RAY_ADDRESS is set or there are several GPUs")  # fmt: skip
-    add("--record", metavar="DIR", help="also write README.md and result.json there")
-    add("--dry-run", action="store_true", help="list the cells and what they would cost")
-    return new
-
-
 def parse(argv: Sequence[str]) -> Request:
     """The request of a command line.
 
@@ -108,15 +110,12 @@ def parse(argv: Sequence[str]) -> Request:
         ConfigError: an unknown table or option, or data that ``full`` needs and nobody named.
         SystemExit: after ``--help``.
     """
-    own, rest = parser().parse_known_args(list(argv))
+    options = options_of(argv, REPRODUCE)
+    own, changes = options.own, options.given
     table = build(own.table, own.scale)
-    changes = overrides(rest, "reproduce")
     for key in changes:
         if key in OWN_KEYS:
             raise ConfigError(f"{key} is for the table to choose; uno reproduce has --seeds and --output")
-    for name in ("seeds", "parallel"):
-        if getattr(own, name) is not None and getattr(own, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(own, name)}")
     given = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
     directories = {o: os.path.abspath(os.path.expanduser(path)) for o, path in given.items() if path}
     table = _select(table, own, directories)
@@ -150,7 +149,7 @@ def _without(argv: Sequence[str], *names: str) -> list[str]:
     return kept
 
 
-def _select(table: Table, own: argparse.Namespace, directories: Mapping[str, str]) -> Table:
+def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) -> Table:
     """The data sets and rows that were asked for and are there."""
     benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
     rows = {row.key: row for row in table.rows}

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipelines import cli
-from pipelines.options import parse
+from pipelines import commands as commands_module
+from pipelines.commands import DISCOVER
+from pipelines.estimate import ESTIMATE
+from pipelines.options import Command, parse
+from tune.cli import TUNE
 from uno.errors import ConfigError
 from uno.reproduce.documents import spread
 
@@ -31,12 +35,16 @@ def test_every_command_line_parses(tmp_path, monkeypatch):
     best.write_text("objective: {epsilon: 0.05}\n")
     found = commands()
     assert len(found) >= 8
+    declared = {
+        c.name: c for c in (*vars(commands_module).values(), ESTIMATE, TUNE) if isinstance(c, Command)
+    }
     for _, command, *words in found:
         assert command in cli.SENTENCES
-        if command in ("discover", "pretrain", "estimate-classes"):
-            assert parse(words, command).config.preset
+        if command in declared:
+            options = parse(words, declared[command])
+            assert options.command.takes != "all" or options.config.preset
     with pytest.raises(ConfigError):
-        parse(["--no-such-flag", "1"], "discover")
+        parse(["--no-such-flag", "1"], DISCOVER)
 
 
 def test_links_and_paths_exist():

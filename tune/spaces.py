@@ -18,16 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from uno.config import Config, field_names, flatten, load_yaml, override, to_dict
+from uno.config import Config, about, field_names, flatten, load_yaml, override, resumable, to_dict
 from uno.errors import ConfigError
 
 SCALES = ("linear", "log", "int")
-FIXED = ("preset", "recipe", "seed", "output", "data", "compute", "train.max_steps", "train.log_every")
-NOT_SEARCHED = (
-    "model.weights", "train.keep_checkpoints", "train.checkpoint_every_epochs", "train.eval_batch_size",
-    "discover.epochs",
-)  # fmt: skip
-"""Keys that name the problem or the machine, or (epochs) what early stopping compares trials by."""
 
 
 @dataclass(frozen=True)
@@ -70,43 +64,15 @@ class Domain:
 
 Space = tuple[Domain, ...]
 
-UNO: Space = (
-    Domain(
-        "objective.epsilon", 0.01, 0.25, "log",
-        reason="paper .05; below .01 targets are one-hot and swap between clusters, above .25 near uniform",
+UNO = ("objective.epsilon", "objective.temperature", "model.num_heads", "model.overcluster_factor")
+SPACES = {
+    "uno": UNO,
+    "full": (
+        *UNO, "discover.base_lr", "discover.weight_decay", "augment.large.crop_scale", "objective.num_iters",
+        "augment.large.jitter",
     ),
-    Domain(
-        "objective.temperature", choices=(0.05, 0.07, 0.1, 0.14, 0.2),
-        reason="paper .1; steps of 1.4, not a range: pretraining depends on it and is trained once a value",
-    ),
-    Domain(
-        "model.num_heads", 2, 8, "int",
-        reason="paper 4; restarts of the clustering, of which the best is taken; cost grows with them",
-    ),
-    Domain(
-        "model.overcluster_factor", choices=(0, 1, 2, 3, 5, 8),
-        reason="paper 3, authors' later 3-10; 0 switches overclustering off",
-    ),
-)  # fmt: skip
-
-FULL: Space = (
-    *UNO,
-    Domain(
-        "discover.base_lr", 0.02, 0.5, "log", reason="paper .1, authors' later .4; beyond .5 it diverges"
-    ),
-    Domain("discover.weight_decay", 1e-5, 1e-3, "log", reason="paper 1e-4, authors' later 1.5e-4"),
-    Domain(
-        "augment.large.crop_scale", choices=((0.3, 1.0), (0.5, 1.0), (0.8, 1.0)),
-        reason="paper .8, authors' later .5; where the preset takes no resized crops it is left out",
-    ),
-    Domain("objective.num_iters", 1, 10, "int", reason="paper 3; beyond 10 Sinkhorn has converged"),
-    Domain(
-        "augment.large.jitter", choices=(0.0, 0.25, 0.5, 0.8, 1.0),
-        reason="strength of the colour augmentation: the share of views it touches (paper .5)",
-    ),
-)  # fmt: skip
-
-SPACES: dict[str, Space] = {"uno": UNO, "full": FULL}
+}  # fmt: skip
+"""Named spaces: keys, in the order of their draws; the schema has the domain of each."""
 
 
 def load_space(name: str, config: Config) -> Space:
@@ -116,13 +82,19 @@ def load_space(name: str, config: Config) -> Space:
         ConfigError: no such space or file, an unknown key, a bound the schema refuses, or an empty domain.
     """
     if name in SPACES:
-        space = tuple(domain for domain in SPACES[name] if _has_effect(domain.key, config))
+        space = tuple(_domain(key) for key in SPACES[name] if _has_effect(key, config))
     elif name.endswith((".yaml", ".yml")) or os.path.exists(name):
         space = _from_file(name)
     else:
         raise ConfigError(f"unknown space {name!r}; choose {', '.join(SPACES)} or give a .yaml file")
     check_space(space, config)
     return space
+
+
+def _domain(key: str) -> Domain:
+    domain = about(key).search
+    assert isinstance(domain, Mapping), f"the schema has no domain of {key}"
+    return Domain(key, **domain)
 
 
 def check_space(space: Space, config: Config) -> None:
@@ -134,13 +106,16 @@ def check_space(space: Space, config: Config) -> None:
         if domain.key not in known:
             override(config, {domain.key: None})  # raises, and names the nearest key
             raise ConfigError(f"{domain.key!r} is a section, not a key")
-        if domain.key in NOT_SEARCHED or any(
-            domain.key == f or domain.key.startswith(f"{f}.") for f in FIXED
-        ):
+        if not searchable(domain.key):
             raise ConfigError(f"{domain.key} cannot be searched: it is the same for all trials of a sweep")
         _check_domain(domain)
         for value in (*domain.ends, domain.at(0.37)):  # between the ends: a whole number needs scale int
             override(config, {domain.key: value})
+
+
+def searchable(key: str) -> bool:
+    """Whether trials may differ in it: not the problem, the machine, or what early stopping compares by."""
+    return bool(about(key).search) and not resumable(key) and key != "discover.epochs"
 
 
 def _check_domain(domain: Domain) -> None:

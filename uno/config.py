@@ -1,7 +1,8 @@
 """The one schema of a run: YAML files, the command line, Tune samples and checkpoints all speak these fields.
 
 Every class is frozen and rejects unknown keys, NaN, infinities and values out of range with the field's name.
-Values come from presets (``uno.presets``); the defaults here are the paper's CIFAR10 settings.
+Values come from presets (``uno.presets``); the defaults here are the paper's CIFAR10 settings. What the rest
+of the program must know of a field stands with it (:class:`About`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,34 @@ import json
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
-from tyro.conf import arg
 
 from uno.errors import ConfigError
-from uno.methods import METHODS
+
+
+class About(NamedTuple):
+    """What a field is to the rest of the program; a section's holds for its fields unless they differ.
+
+    ``scope``: ``pretrain`` changes pretraining and what follows, ``discover`` only discovery, ``run`` how a
+    run is logged and kept, ``place`` where it executes; the last two may differ when a run resumes.
+    ``flag``: its short form on the command line. ``commands``: those that take it besides training.
+    ``search``: the domain of ``uno tune``'s own spaces; False: the same in all trials of a sweep.
+    """
+
+    scope: Literal["pretrain", "discover", "run", "place"] = "pretrain"
+    flag: str | None = None
+    commands: str = ""
+    search: Mapping[str, Any] | bool = True
+
+
+def field(default: Any, sentence: str = "", **more: Any) -> Any:
+    """A field of the schema; ``more``: members of :class:`About`, and limits as pydantic names them."""
+    about = {name: more.pop(name) for name in About._fields if name in more}
+    return Field(default, description=sentence, json_schema_extra=about, **more)
+
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Range = tuple[float, float]
@@ -31,54 +52,42 @@ class _Frozen(BaseModel):
     )
 
 
+# fmt: off
 class DataConfig(_Frozen):
     """Where the images are, which classes are known, and how rows become batches."""
 
-    source: Annotated[str, arg(aliases=["--data"])] = Field(
-        "digits",
-        description="digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, or a path.",
-    )
-    labeled: Annotated[str | None, arg(aliases=["--labeled"])] = Field(
-        None,
-        description="Folder with one subfolder per known class; use together with --unlabeled, not --data.",
-    )
-    unlabeled: Annotated[str | None, arg(aliases=["--unlabeled"])] = Field(
-        None, description="Folder of images without labels, flat or nested; names are ignored."
-    )
-    known_classes: Annotated[str | None, arg(aliases=["--known-classes"])] = Field(
-        None,
-        description="Benchmark mode on labeled data: first:N, names with commas, or a text file of names.",
-    )
-    num_novel: Annotated[PositiveInt | Literal["auto"] | None, arg(aliases=["--num-novel"])] = Field(
-        None, description="Classes to discover; auto estimates; default: as many as --known-classes hides."
-    )
-    imagenet_split: Literal["A", "B", "C"] = Field(
-        "A",
-        description="Which 30 held-out ImageNet classes are novel (imagenet:DIR without --known-classes).",
-    )
-    limit: Annotated[int | None, arg(aliases=["--limit"])] = Field(
-        None, ge=1, description="Use at most this many rows of each split, spread evenly over the classes."
-    )
-    download: bool = Field(False, description="Allow cifar10:DIR and cifar100:DIR to download the data.")
-    store_size: int = Field(32, ge=4, le=1024, description="Side of the stored square images, in pixels.")
-    mean: tuple[float, float, float] = Field(
-        (0.4914, 0.4822, 0.4465), description="Channel means subtracted after scaling to 0-1."
-    )
-    std: tuple[float, float, float] = Field(
-        (0.2470, 0.2435, 0.2616), description="Channel standard deviations divided by after scaling to 0-1."
-    )
-    composition: Literal["proportional", "paired"] = Field(
-        "proportional",
-        description="Labeled to unlabeled rows of a batch: as in the data, or 1:1 (the shorter cycles).",
-    )
-    ingest: Literal["auto", "resident", "streaming"] = Field(
-        "auto",
-        description="resident: decode once, keep uint8 images in memory; streaming: decode in every epoch; "
-        "auto: resident where the set fits.",
-    )
-    max_bad_fraction: Probability = Field(
-        0.01, description="Stop when more than this share of images is unreadable."
-    )
+    source: str = field("digits",
+        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, or a path.", flag="data",
+        commands="predict report")
+    labeled: str | None = field(None,
+        "Folder with one subfolder per known class; with --unlabeled, not --data.", flag="labeled",
+        commands="predict report")
+    unlabeled: str | None = field(None, "Folder of images without labels, flat or nested; names are ignored.",
+        flag="unlabeled", commands="predict report")
+    known_classes: str | None = field(None,
+        "Hide the other labels: first:N, names with commas, or a text file of names.", flag="known-classes")
+    num_novel: PositiveInt | Literal["auto"] | None = field(None,
+        "Classes to discover; auto estimates; default: what --known-classes hides.", flag="num-novel",
+        scope="discover")
+    imagenet_split: Literal["A", "B", "C"] = field("A",
+        "Which 30 held-out ImageNet classes are novel (imagenet:DIR without --known-classes).")
+    limit: int | None = field(None,
+        "Use at most this many rows of each split, spread evenly over the classes.", flag="limit",
+        commands="predict", ge=1)
+    download: bool = field(False, "Allow cifar10:DIR and cifar100:DIR to download the data.",
+        commands="predict report")
+    store_size: int = field(32, "Side of the stored square images, in pixels.", ge=4, le=1024)
+    mean: tuple[float, float, float] = field((0.4914, 0.4822, 0.4465),
+        "Channel means subtracted after scaling to 0-1.")
+    std: tuple[float, float, float] = field((0.2470, 0.2435, 0.2616),
+        "Channel standard deviations, divided by after that.")
+    composition: Literal["proportional", "paired"] = field("proportional",
+        "Labeled to unlabeled rows of a batch: as in the data, or 1:1 (the shorter cycles).",
+        scope="discover")
+    ingest: Literal["auto", "resident", "streaming"] = field("auto",
+        "resident: decode once, keep uint8 images in memory; streaming: decode in every epoch; "
+        "auto: resident where the set fits.")
+    max_bad_fraction: Probability = field(0.01, "Stop when more than this share of images is unreadable.")
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
@@ -92,42 +101,32 @@ class DataConfig(_Frozen):
 class ViewConfig(_Frozen):
     """How one kind of view is cut from an image; probabilities of 0 switch an operation off."""
 
-    num_views: int = Field(2, ge=0, le=8, description="Views of this kind per image.")
-    size: int = Field(32, ge=4, le=1024, description="Side of the view in pixels.")
-    crop: Literal["none", "pad", "resized", "pad_or_resized"] = Field(
-        "pad_or_resized",
-        description="Random crop after padding, random-resized crop, or one of the two at random.",
-    )
-    crop_padding: int = Field(
-        4, ge=0, le=256, description="Zero padding on each side before a random crop, pixels."
-    )
-    crop_scale: Range = Field(
-        (0.8, 1.0), description="Area of a random-resized crop, as a share of the image."
-    )
-    flip: Probability = Field(0.5, description="Probability of a horizontal flip.")
-    affine: Probability = Field(0.0, description="Probability of a random affine map.")
-    affine_degrees: float = Field(
-        0.0, ge=0, le=180, description="Rotation is uniform in +- this many degrees."
-    )
-    affine_translate: Probability = Field(
-        0.0, description="Shift is uniform in +- this share of the side, per axis."
-    )
-    affine_scale: Range = Field((1.0, 1.0), description="Range of the isotropic zoom.")
-    affine_shear: float = Field(
-        0.0, ge=0, le=60, description="Shear along x is uniform in +- this many degrees."
-    )
-    jitter: Probability = Field(0.5, description="Probability of colour jitter.")
-    brightness: float = Field(0.3, ge=0, le=1, description="Brightness factor is uniform in 1 +- this.")
-    contrast: float = Field(0.3, ge=0, le=1, description="Contrast factor is uniform in 1 +- this.")
-    saturation: float = Field(0.15, ge=0, le=1, description="Saturation factor is uniform in 1 +- this.")
-    hue: float = Field(
-        0.1, ge=0, le=0.5, description="Hue shift is uniform in +- this share of the colour circle."
-    )
-    grey: Probability = Field(0.1, description="Probability of conversion to grey.")
-    solarize: Probability = Field(0.0, description="Probability of solarize with a uniform random threshold.")
-    equalize: Probability = Field(0.0, description="Probability of histogram equalization.")
-    blur: Probability = Field(0.0, description="Probability of Gaussian blur.")
-    blur_sigma: Range = Field((0.1, 2.0), description="Range of the blur's standard deviation, pixels.")
+    num_views: int = field(2, "Views of this kind per image.", ge=0, le=8)
+    size: int = field(32, "Side of the view in pixels.", ge=4, le=1024)
+    crop: Literal["none", "pad", "resized", "pad_or_resized"] = field("pad_or_resized",
+        "Random crop after padding, random-resized crop, or one of the two at random.")
+    crop_padding: int = field(4, "Zero padding on each side before a random crop, pixels.", ge=0, le=256)
+    crop_scale: Range = field((0.8, 1.0), "Area of a random-resized crop, as a share of the image.",
+        search=dict(choices=((0.3, 1.0), (0.5, 1.0), (0.8, 1.0)),
+        reason="paper .8, authors' later .5; where the preset takes no resized crops it is left out"))
+    flip: Probability = field(0.5, "Probability of a horizontal flip.")
+    affine: Probability = field(0.0, "Probability of a random affine map.")
+    affine_degrees: float = field(0.0, "Rotation is uniform in +- this many degrees.", ge=0, le=180)
+    affine_translate: Probability = field(0.0, "Shift is uniform in +- this share of the side, per axis.")
+    affine_scale: Range = field((1.0, 1.0), "Range of the isotropic zoom.")
+    affine_shear: float = field(0.0, "Shear along x is uniform in +- this many degrees.", ge=0, le=60)
+    jitter: Probability = field(0.5, "Probability of colour jitter.",
+        search=dict(choices=(0.0, 0.25, 0.5, 0.8, 1.0),
+        reason="strength of the colour augmentation: the share of views it touches (paper .5)"))
+    brightness: float = field(0.3, "Brightness factor is uniform in 1 +- this.", ge=0, le=1)
+    contrast: float = field(0.3, "Contrast factor is uniform in 1 +- this.", ge=0, le=1)
+    saturation: float = field(0.15, "Saturation factor is uniform in 1 +- this.", ge=0, le=1)
+    hue: float = field(0.1, "Hue shift is uniform in +- this share of the colour circle.", ge=0, le=0.5)
+    grey: Probability = field(0.1, "Probability of conversion to grey.")
+    solarize: Probability = field(0.0, "Probability of solarize with a uniform random threshold.")
+    equalize: Probability = field(0.0, "Probability of histogram equalization.")
+    blur: Probability = field(0.0, "Probability of Gaussian blur.")
+    blur_sigma: Range = field((0.1, 2.0), "Range of the blur's standard deviation, pixels.")
 
     @model_validator(mode="after")
     def _check(self) -> ViewConfig:
@@ -145,7 +144,7 @@ class AugmentConfig(_Frozen):
 
     large: ViewConfig = ViewConfig()
     small: ViewConfig = ViewConfig(num_views=0, size=18, crop="resized", crop_scale=(0.3, 0.8))
-    weak: bool = Field(False, description="Crop and flip only (the paper's weak augmentation, Tab. 2).")
+    weak: bool = field(False, "Crop and flip only (the paper's weak augmentation, Tab. 2).")
 
     @model_validator(mode="after")
     def _check(self) -> AugmentConfig:
@@ -157,168 +156,155 @@ class AugmentConfig(_Frozen):
 class ModelConfig(_Frozen):
     """Encoder and heads (paper Sec. 3.1, 3.3, 4.1)."""
 
-    encoder: Literal["resnet_small", "resnet18", "resnet34", "resnet50"] = Field(
-        "resnet18", description="Encoder architecture; resnet_small is He et al. 2016, Sec. 4.2."
-    )
-    stem: Literal["small", "imagenet"] = Field(
-        "small",
-        description="3x3 stride-1 convolution without pooling (small images), or torchvision's 7x7 stem.",
-    )
-    width: int = Field(16, ge=4, le=512, description="resnet_small: channels of the first stage.")
-    blocks: int = Field(1, ge=1, le=18, description="resnet_small: residual blocks per stage.")
-    num_heads: int = Field(4, ge=1, le=32, description="Cluster heads and overclustering heads, each (n).")
-    overcluster_factor: int = Field(
-        3,
-        ge=0,
-        le=50,
-        description="Clusters of an overclustering head over novel classes (m); 0: no such heads.",
-    )
-    hidden_dim: int = Field(2048, ge=1, le=65536, description="Hidden units of a projection head.")
-    projection_dim: int = Field(256, ge=1, le=16384, description="Outputs of a projection head.")
-    weights: Annotated[str | None, arg(aliases=["--weights"])] = Field(
-        None, description="Start discovery from this run directory or encoder .safetensors: no pretraining."
-    )
-    mlp_input: Literal["normalized", "raw"] = Field(
-        "normalized",
-        description="Projection heads read the l2-normalised feature (paper) or the raw one (v2).",
-    )
+    encoder: Literal["resnet_small", "resnet18", "resnet34", "resnet50"] = field("resnet18",
+        "Encoder architecture; resnet_small is He et al. 2016, Sec. 4.2.")
+    stem: Literal["small", "imagenet"] = field("small",
+        "3x3 stride-1 convolution without pooling (small images), or torchvision's 7x7 stem.")
+    width: int = field(16, "resnet_small: channels of the first stage.", ge=4, le=512)
+    blocks: int = field(1, "resnet_small: residual blocks per stage.", ge=1, le=18)
+    num_heads: int = field(4, "Cluster heads and overclustering heads, each (n).", ge=1, le=32,
+        scope="discover", search=dict(low=2, high=8, scale="int",
+        reason="paper 4; restarts of the clustering, of which the best is taken; cost grows with them"))
+    overcluster_factor: int = field(3,
+        "Clusters of an overclustering head over novel classes (m); 0: no such heads.", ge=0, le=50,
+        scope="discover", search=dict(choices=(0, 1, 2, 3, 5, 8),
+        reason="paper 3, authors' later 3-10; 0 switches overclustering off"))
+    hidden_dim: int = field(2048, "Hidden units of a projection head.", ge=1, le=65536, scope="discover")
+    projection_dim: int = field(256, "Outputs of a projection head.", ge=1, le=16384, scope="discover")
+    weights: str | None = field(None,
+        "Discover from this run directory or encoder .safetensors: no pretraining.", flag="weights",
+        scope="discover", search=False)
+    mlp_input: Literal["normalized", "raw"] = field("normalized",
+        "Projection heads read the l2-normalised feature (paper) or the raw one (v2).", scope="discover")
 
 
 class ObjectiveConfig(_Frozen):
     """The unified objective and its pseudo-labels (paper Sec. 3.1, 3.2)."""
 
-    temperature: float = Field(0.1, gt=0, le=100, description="Softmax temperature tau.")
-    epsilon: float = Field(0.05, ge=1e-4, le=10, description="Entropy weight of Sinkhorn-Knopp.")
-    num_iters: int = Field(3, ge=1, le=1000, description="Sinkhorn-Knopp iterations.")
-    aggregation: Literal["swap", "average_pseudo_labels", "average_logits"] = Field(
-        "swap", description="How the views' pseudo-labels are combined (paper, appendix)."
-    )
-    concat: bool = Field(
-        True, description="One softmax over known and novel outputs; off: two separate losses."
-    )
-    pseudo_labels: Literal["soft", "hard"] = Field("soft", description="Soft pseudo-labels, or their argmax.")
-    iic_weight: float = Field(
-        0,
-        ge=0,
-        le=100,
-        description="IIC: pushes labeled and unlabeled rows' outputs apart (published: 0.05).",
-    )
-    iic_view_weight: float = Field(
-        0, ge=0, le=100, description="IIC: pulls the outputs of an image's views together (published: 0.01)."
-    )
-    rkd_weight: float = Field(
-        0,
-        ge=0,
-        le=100,
-        description="rKD: distils the pretrained known head's outputs on unlabeled rows (0.1).",
-    )
-    rkd_temperature: float = Field(4, gt=0, le=100, description="Temperature of rKD's softmax, besides tau.")
-    queue_size: int = Field(
-        0,
-        ge=0,
-        le=10**6,
-        description="Past unlabeled rows that Sinkhorn sees besides the batch's own, once warm-up is over.",
-    )
-    consistency_weight: float | None = Field(
-        None, ge=0, le=10**4, description="Baselines: weight of the views' agreement; default: their paper's."
-    )
-    rampup: float | None = Field(
-        None, ge=0, le=1, description="Baselines: share of the phase in which that weight rises."
-    )
+    temperature: float = field(0.1, "Softmax temperature tau.", gt=0, le=100, scope="pretrain",
+        search=dict(choices=(0.05, 0.07, 0.1, 0.14, 0.2),
+        reason="paper .1; steps of 1.4, not a range: pretraining depends on it and is trained once a value"))
+    epsilon: float = field(0.05, "Entropy weight of Sinkhorn-Knopp.", ge=1e-4, le=10,
+        search=dict(low=0.01, high=0.25, scale="log",
+        reason="paper .05; below .01 targets are one-hot and swap between clusters, above .25 near uniform"))
+    num_iters: int = field(3, "Sinkhorn-Knopp iterations.", ge=1, le=1000,
+        search=dict(low=1, high=10, scale="int", reason="paper 3; beyond 10 Sinkhorn has converged"))
+    aggregation: Literal["swap", "average_pseudo_labels", "average_logits"] = field("swap",
+        "How the views' pseudo-labels are combined (paper, appendix).")
+    concat: bool = field(True, "One softmax over known and novel outputs; off: two separate losses.")
+    pseudo_labels: Literal["soft", "hard"] = field("soft", "Soft pseudo-labels, or their argmax.")
+    iic_weight: float = field(0, "IIC: pushes labeled and unlabeled rows' outputs apart (0.05).",
+        ge=0, le=100)
+    iic_view_weight: float = field(0, "IIC: pulls an image's views together (0.01).", ge=0, le=100)
+    rkd_weight: float = field(0, "rKD: distils the pretrained known head's outputs on unlabeled rows (0.1).",
+        ge=0, le=100)
+    rkd_temperature: float = field(4, "Temperature of rKD's softmax, besides tau.", gt=0, le=100)
+    queue_size: int = field(0,
+        "Past unlabeled rows that Sinkhorn sees besides the batch's own, after warm-up.", ge=0, le=10**6)
+    consistency_weight: float | None = field(None,
+        "Baselines: weight of the views' agreement; default: their paper's.", ge=0, le=10**4)
+    rampup: float | None = field(None, "Baselines: share of the phase in which that weight rises.",
+        ge=0, le=1)
 
 
 class PhaseConfig(_Frozen):
     """One training phase: SGD with momentum, linear warm-up, cosine decay."""
 
-    epochs: int = Field(200, ge=0, le=100_000, description="Length of the phase in epochs.")
-    base_lr: float = Field(0.1, gt=0, le=100, description="Learning rate after warm-up.")
-    min_lr: float = Field(0.001, ge=0, le=100, description="Learning rate at the first and last step.")
-    warmup_epochs: float = Field(10, ge=0, le=100_000, description="Length of the linear warm-up in epochs.")
-    momentum: float = Field(0.9, ge=0, lt=1, description="SGD momentum.")
-    weight_decay: float = Field(1e-4, ge=0, le=1, description="SGD weight decay, all parameters.")
+    epochs: int = field(200, "Length of the phase in epochs.", ge=0, le=100_000)
+    base_lr: float = field(0.1, "Learning rate after warm-up.", gt=0, le=100,
+        search=dict(low=0.02, high=0.5, scale="log",
+        reason="paper .1, authors' later .4; beyond .5 it diverges"))
+    min_lr: float = field(0.001, "Learning rate at the first and last step.", ge=0, le=100)
+    warmup_epochs: float = field(10, "Length of the linear warm-up in epochs.", ge=0, le=100_000)
+    momentum: float = field(0.9, "SGD momentum.", ge=0, lt=1)
+    weight_decay: float = field(1e-4, "SGD weight decay, all parameters.", ge=0, le=1,
+        search=dict(low=1e-5, high=1e-3, scale="log", reason="paper 1e-4, authors' later 1.5e-4"))
 
 
 class TrainConfig(_Frozen):
     """What both phases share."""
 
-    batch_size: Annotated[int, arg(aliases=["--batch-size"])] = Field(
-        512, ge=2, le=1_000_000, description="Global batch size in images, over all workers."
-    )
-    max_steps: Annotated[int | None, arg(aliases=["--max-steps"])] = Field(
-        None, ge=1, description="Stop each phase after this many steps (schedules keep their full length)."
-    )
-    log_every: int = Field(50, ge=1, description="Steps between two lines of metrics.")
-    checkpoint_every_epochs: int = Field(10, ge=1, description="Epochs between two checkpoints.")
-    keep_checkpoints: int = Field(2, ge=1, description="Checkpoints kept per phase.")
-    eval_batch_size: int = Field(1024, ge=1, description="Rows per evaluation batch on each worker.")
+    batch_size: int = field(512, "Global batch size in images, over all workers.", ge=2, le=1_000_000,
+        flag="batch-size")
+    max_steps: int | None = field(None,
+        "Stop each phase after this many steps (schedules keep their full length).", ge=1, flag="max-steps",
+        search=False)
+    log_every: int = field(50, "Steps between two lines of metrics.", ge=1, scope="run")
+    checkpoint_every_epochs: int = field(10, "Epochs between two checkpoints.", ge=1, scope="run")
+    keep_checkpoints: int = field(2, "Checkpoints kept per phase.", ge=1, scope="run")
+    eval_batch_size: int = field(1024, "Rows per evaluation batch on each worker.", ge=1, scope="run",
+        commands="evaluate")
 
 
 class ComputeConfig(_Frozen):
     """Where the run executes; may differ between a run and its resumption."""
 
-    workers: Annotated[int, arg(aliases=["--workers"])] = Field(
-        0, ge=0, le=4096, description="Ray Train workers; 0 trains in this process without Ray."
-    )
-    device: Annotated[Literal["auto", "cpu", "cuda"], arg(aliases=["--device"])] = Field(
-        "auto", description="auto takes CUDA where there is one."
-    )
-    gpus_per_worker: Annotated[float, arg(aliases=["--gpus-per-worker"])] = Field(
-        1.0, ge=0, le=16, description="GPUs reserved for each Ray worker when the device is cuda."
-    )
-    cpus_per_worker: float | None = Field(
-        None, gt=0, description="CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers)."
-    )
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        "PACK", description="Ray's strategy: workers on few nodes, or spread over many."
-    )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU."
-    )
-    compile: bool = Field(False, description="torch.compile the encoder; needs a C++ compiler, and a minute.")
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads per worker; default: all cores / workers."
-    )
+    workers: int = field(0, "Ray workers; 0 works in this process without Ray.", ge=0, le=4096,
+        flag="workers", commands="evaluate predict report")
+    device: Literal["auto", "cpu", "cuda"] = field("auto", "auto takes CUDA where there is one.",
+        flag="device", commands="evaluate predict report")
+    gpus_per_worker: float = field(1.0, "GPUs reserved for each Ray worker when the device is cuda.", ge=0,
+        le=16, flag="gpus-per-worker", commands="evaluate predict report")
+    cpus_per_worker: float | None = field(None,
+        "CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers).", gt=0,
+        commands="evaluate predict report")
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field("PACK",
+        "Ray's strategy: workers on few nodes, or spread over many.")
+    precision: Literal["auto", "fp32", "bf16"] = field("auto",
+        "Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU.")
+    compile: bool = field(False, "torch.compile the encoder; needs a C++ compiler, and a minute.")
+    threads: int | None = field(None, "CPU threads per worker; default: all cores / workers.", ge=1,
+        commands="evaluate predict report")
+
+
+Method = Literal["uno", "rs", "rs_plus", "mcl", "dtc", "kcl"]  # the keys of uno.methods.METHODS
 
 
 class Config(_Frozen):
     """A whole run of pretraining and discovery."""
 
-    preset: str = Field(
-        "custom", description="Settings to start from; default digits, and custom where other data is given."
-    )
-    recipe: Literal["paper", "v2"] = Field(
-        "paper", description="The paper's settings or the authors' improved ones."
-    )
-    method: str = Field("uno", description=f"Discovery method: {', '.join(METHODS)}.")
-    seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random number of the run.")
-    output: str | None = Field(
-        None, description="Run directory, a path or a URI; default runs/PRESET-seedSEED."
-    )
-    data: DataConfig = DataConfig()
+    preset: str = field("custom",
+        "Settings to start from; default digits, and custom where other data is given.", search=False)
+    recipe: Literal["paper", "v2"] = field("paper", "The paper's settings or the authors' improved ones.",
+        search=False)
+    method: Method = field("uno", "Discovery method.", scope="discover")
+    seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False)
+    output: str | None = field(None, "Run directory, a path or a URI; default runs/PRESET-seedSEED.",
+        scope="place", commands="predict")
+    data: DataConfig = field(DataConfig(), search=False)
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = ModelConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: ObjectiveConfig = field(ObjectiveConfig(), scope="discover")
     rotation: PhaseConfig = PhaseConfig(epochs=0, weight_decay=5e-4)
     pretrain: PhaseConfig = PhaseConfig()
-    discover: PhaseConfig = PhaseConfig()
+    discover: PhaseConfig = field(PhaseConfig(), scope="discover")
     train: TrainConfig = TrainConfig()
-    compute: ComputeConfig = ComputeConfig()
+    compute: ComputeConfig = field(ComputeConfig(), scope="place", commands="evaluate report")
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         for name in ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size"):
             if self.method != "uno" and getattr(self.objective, name):
                 raise ValueError(f"objective.{name} belongs to method uno, not to {self.method}")
         return self
+# fmt: on
 
 
-RESUMABLE_CHANGES = (
-    "output", "compute", "train.log_every", "train.keep_checkpoints", "train.checkpoint_every_epochs",
-    "train.eval_batch_size",
-)  # fmt: skip
-"""Keys (or prefixes) that may differ between a run and its resumption: they do not change what is learnt."""
+def about(key: str) -> About:
+    """What the schema says of a dotted key, a field's or a section's."""
+    found, model = About(), Config  # type: tuple[About, Any]
+    for name in key.split("."):
+        info = getattr(model, "model_fields", {}).get(name)
+        if info is None:
+            break
+        found = found._replace(**(info.json_schema_extra or {}))
+        model = info.annotation
+    return found
+
+
+def resumable(key: str) -> bool:
+    """Whether a key may differ between a run and its resumption: it does not change what is learnt."""
+    return about(key).scope in ("run", "place")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -380,23 +366,19 @@ def describe(error: ValidationError) -> str:
 
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
-    """Dotted keys in which a stored config tree and ``new`` differ, without :data:`RESUMABLE_CHANGES`.
+    """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``.
 
     ``data.ingest: auto`` differs from nothing: a run stores what it was decided to be.
     """
     a, b = flatten(old), flatten(to_dict(new))
-    keys = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
     if "auto" in (a.get("data.ingest"), b.get("data.ingest")):
-        keys = [k for k in keys if k != "data.ingest"]
-    return [k for k in keys if not any(k == free or k.startswith(free + ".") for free in RESUMABLE_CHANGES)]
+        a["data.ingest"] = b["data.ingest"]
+    return [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not resumable(k)]
 
 
 def config_hash(config: Config) -> str:
     """Hash of everything that changes what is learnt (12 hex digits)."""
-    flat = flatten(to_dict(config))
-    kept = {
-        k: v for k, v in flat.items() if not any(k == f or k.startswith(f + ".") for f in RESUMABLE_CHANGES)
-    }
+    kept = {key: value for key, value in flatten(to_dict(config)).items() if not resumable(key)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -421,10 +403,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         text = data.decode()
         refuse_yaml_bombs(text)
         tree = yaml.safe_load(text) or {}
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: not UTF-8, month 13, an integer of 5000 digits
+    except (yaml.YAMLError, ValueError) as error:  # not UTF-8, month 13, an integer of 5000 digits
         raise ConfigError(f"config file {path}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"config file {path} must hold a mapping of keys, not a {type(tree).__name__}")

@@ -236,7 +236,7 @@ def test_evaluate_reproduces_the_results(finished, capsys):
 
 def test_evaluate_refuses_what_is_no_run(tmp_path, capsys):
     assert "is not a run directory" in refused(capsys, "evaluate", str(tmp_path))
-    assert "the run directory comes first" in refused(capsys, "evaluate", "--workers", "0")
+    assert "RUN comes first" in refused(capsys, "evaluate", "--workers", "0")
 
 
 def test_pretrain_then_discover_equals_discover(finished, tmp_path, capsys):

@@ -82,8 +82,8 @@ def test_command(tmp_path, capsys, monkeypatch):
     ("argv", "message"),
     [
         (["--known-classes", "first:3"], "at least 4 known classes"),
-        (["--max-novel", "0"], "must be at least 1"),
-        (["--num-splits", "two"], "invalid int value"),
+        (["--max-novel", "0"], "--max-novel: Input should be greater than 0"),
+        (["--num-splits", "two"], "--num-splits: Input should be a valid integer"),
         (["--nonsense", "1"], "unknown option --nonsense"),
     ],
 )

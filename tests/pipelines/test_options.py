@@ -7,13 +7,15 @@ import pytest
 import yaml
 
 from pipelines import options
-from pipelines.options import parse, schema_flags
+from pipelines.commands import DATA, DEMO, DISCOVER
+from pipelines.options import Command, parse, schema_flags
+from tune.cli import TUNE
 from uno.config import Config, config_hash, dump_yaml, field_names, flatten, to_dict
 from uno.errors import ConfigError
 from uno.presets import preset
 
 
-def config(*argv: str, command: str = "discover") -> Config:
+def config(*argv: str, command: Command = DISCOVER) -> Config:
     return parse(argv, command).config
 
 
@@ -30,9 +32,9 @@ def file(tmp_path):
 
 
 def test_no_arguments_are_the_digits():
-    got = parse([], "discover")
+    got = parse([], DISCOVER)
     assert config_hash(got.config) == config_hash(preset("digits"))
-    assert (got.print_config, got.dry_run, got.fresh, got.config_files) == (False, False, False, ())
+    assert (got.own.print_config, got.own.dry_run, got.own.fresh, got.given) == (False, False, False, {})
 
 
 def test_each_layer_overrides_the_one_before(file):
@@ -47,7 +49,6 @@ def test_each_layer_overrides_the_one_before(file):
     assert got.objective.epsilon == 0.2  # first file
     assert got.objective.num_iters == 8  # second file
     assert got.discover.epochs == 9  # command line
-    assert parse(["--config", first, f"--config={second}"], "discover").config_files == (first, second)
 
 
 def test_a_preset_on_the_command_line_beats_the_files(file):
@@ -112,7 +113,7 @@ def test_a_source_on_the_command_line_replaces_the_two_folders_of_a_file(file):
 
 
 def test_every_field_is_a_flag_and_every_alias_sets_its_field():
-    flags = schema_flags()
+    flags = {name: flag.key for name, flag in schema_flags()}
     assert sorted(set(flags.values())) == sorted(field_names())
     short = {
         name: key for name, key in flags.items() if name[2:].replace("-", "_") != key and ".no-" not in name
@@ -152,10 +153,10 @@ def test_values_are_read_as_their_fields_say(argv, key, value):
 
 
 def test_switches():
-    got = parse(["--dry-run", "--print-config", "--fresh", "--seed", "3"], "demo")
-    assert (got.dry_run, got.print_config, got.fresh, got.config.seed) == (True, True, True, 3)
+    got = parse(["--dry-run", "--print-config", "--fresh", "--seed", "3"], DEMO)
+    assert (got.own.dry_run, got.own.print_config, got.own.fresh, got.config.seed) == (True, True, True, 3)
     with pytest.raises(ConfigError, match="unknown option --fresh"):
-        parse(["--fresh"], "data")
+        parse(["check", "--fresh"], DATA)
 
 
 MISTAKES = [
@@ -236,9 +237,9 @@ def test_a_mistake_in_a_file_is_one_line(text, message, file):
 def test_default_output():
     assert config().output == "runs/digits-seed0"
     assert config("--preset", "cifar100_50", "--seed", "3").output == "runs/cifar100_50-seed3"
-    assert config(command="demo").output == "runs/demo"
-    assert config(command="tune").output != config().output  # a sweep is not a run
-    assert config(command="data").output is None
+    assert config(command=DEMO).output == "runs/demo"
+    assert config(command=TUNE).output != config().output  # a sweep is not a run
+    assert config("check", command=DATA).output is None
     assert config("--output", "here").output == "here"
     assert config("--output", "~/run").output == os.path.expanduser("~/run")
 
@@ -246,14 +247,14 @@ def test_default_output():
 def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
     monkeypatch.setenv(options.RAY_JOB, "{}")
     for argv in ([], ["--output", "runs/x"], ["--output", "./x"]):
-        for command in ("discover", "demo"):
+        for command in (DISCOVER, DEMO):
             with pytest.raises(
                 ConfigError, match="inside a Ray job --output must be an absolute path or a URI"
             ):
                 config(*argv, command=command)
     for output in ("/data/run", "s3://bucket/run"):
         assert config("--output", output).output == output
-    assert config(command="data").output is None
+    assert config("check", command=DATA).output is None
 
 
 def test_the_variable_is_the_one_that_ray_sets():
@@ -277,7 +278,7 @@ def test_the_variable_is_the_one_that_ray_sets():
 def help_text(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
 
-    def run(*argv: str, command: str = "discover") -> str:
+    def run(*argv: str, command: Command = DISCOVER) -> str:
         with pytest.raises(SystemExit) as end:
             parse([*argv, "--help"], command)
         assert end.value.code == 0
@@ -288,8 +289,8 @@ def help_text(capsys, monkeypatch):
 
 def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):
     text = help_text("--preset", "cifar10", "--recipe", "v2", "--discover.epochs", "77")
-    for name in (*schema_flags(), *options.SWITCHES, "--config"):
-        assert f"{name} " in text or f"{name}," in text, name
+    for name in (*DISCOVER.flags(),):
+        assert f" {name} " in text or f" {name}," in text, name
 
     def sentences(model):
         for info in model.model_fields.values():
@@ -305,8 +306,8 @@ def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):
 
 
 def test_help_survives_a_mistake_elsewhere_and_knows_its_command(help_text):
-    assert "usage: uno pretrain" in help_text("--nonsense", command="pretrain")
-    assert "--fresh" not in help_text(command="data")
+    assert "usage: uno demo" in help_text("--nonsense", command=DEMO)
+    assert "--fresh" not in help_text(command=DATA)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from pipelines import cli, inference
+from pipelines import cli, inference, options
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
 from uno.data.files import Storage
 from uno.data.sources import read_digits
@@ -97,13 +97,13 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
         (2, "need --output", [run, "--data", "digits"]),
         (2, "no such file or folder", [run, "--data", "/no/such", "--output", out]),
         (2, "is fixed by the trained model", [run, "--data", "digits", "--output", out, "--seed", "1"]),
-        (2, "has no --dry-run", [run, "--data", "digits", "--output", out, "--dry-run"]),
+        (2, "unknown option --dry-run", [run, "--data", "digits", "--output", out, "--dry-run"]),
         (2, "unknown option --embeding", [run, "--data", "digits", "--output", out, "--embeding"]),
         (2, "not both", [run, "--data", "x", "--labeled", "a", "--unlabeled", "b", "--output", out]),
         (2, "greater than or equal to 1", [run, "--data", "digits", "--limit", 0, "--output", out]),
     ):
         assert words in refused(capsys, code, "predict", *argv)
-    monkeypatch.setenv(inference.RAY_JOB, "{}")
+    monkeypatch.setenv(options.RAY_JOB, "{}")
     assert "absolute path or a URI" in refused(
         capsys, 2, "predict", run, "--data", "digits", "--output", "out"
     )
@@ -164,7 +164,7 @@ def test_a_wrong_edit_changes_nothing(run, capsys):
     before = (run / "model" / "classes.json").read_bytes()
     assert "use action: merge into 4" in refused(capsys, 2, "classes", run, "--apply")
     assert (run / "model" / "classes.json").read_bytes() == before
-    assert "unrecognized arguments" in refused(capsys, 2, "classes", run, "--aply")
+    assert "did you mean --apply?" in refused(capsys, 2, "classes", run, "--aply")
     assert "no trained model" in refused(capsys, 4, "classes", run / "nothing")
 
 

@@ -43,8 +43,8 @@ def test_report_without_checkpoint(run: Storage, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv, reason",
     [
-        (["--device", "cpu"], "the run directory comes first"),
-        (["{run}", "--objective.epsilon", "0.1"], "is a setting of the run"),
+        (["--device", "cpu"], "RUN comes first"),
+        (["{run}", "--objective.epsilon", "0.1"], "is fixed by the trained model"),
         (["/nowhere"], "is not a run directory"),
     ],
 )
@@ -56,5 +56,5 @@ def test_report_refuses(
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main(["--help"]) == 0 and report.main([]) == 2
+    assert cli.guard(report.main, ["--help"]) == 0 and cli.guard(report.main, []) == 2
     assert "usage: uno report RUN" in capsys.readouterr().out

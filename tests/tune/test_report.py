@@ -8,11 +8,15 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.tune.tiny import TINY, fake_sweep, tiny_options
 from tune import page, records, report
-from tune.spaces import UNO, current
+from tune.spaces import current, load_space
 from uno.config import differing_keys, override, to_dict
+from uno.presets import preset
+
+UNO = load_space("uno", preset("digits"))
 
 VALUES = {
     "objective.epsilon": 0.03, "objective.temperature": 0.07,
@@ -78,7 +82,7 @@ def test_the_standard_error_is_the_binomial_one():
 def test_best_yaml_is_taken_by_uno_discover_as_it_is(tmp_path, storage, options):
     report.write(storage)
     path = storage.path("best.yaml")
-    config = parse(["--config", path], "discover").config
+    config = parse(["--config", path], DISCOVER).config
     wanted = override(options.config, VALUES)
     assert differing_keys(to_dict(wanted), config) == []
     text = storage.read("best.yaml").decode()
@@ -91,7 +95,7 @@ def test_the_winner_may_be_overridden_and_lists_all_keys_even_of_the_default(tmp
     only = [{"overrides": current(UNO, options.config), "scores": [0.1] * 3, "status": "finished"}]
     storage = fake_sweep(tmp_path / "s", options, only)
     report.write(storage)
-    config = parse(["--config", storage.path("best.yaml"), "--objective.epsilon", "0.5"], "discover").config
+    config = parse(["--config", storage.path("best.yaml"), "--objective.epsilon", "0.5"], DISCOVER).config
     assert config.objective.epsilon == 0.5
     text = storage.read("best.yaml").decode()
     assert all(domain.key in text for domain in UNO)

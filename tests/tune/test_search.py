@@ -7,7 +7,10 @@ import pytest
 from tests.tune.tiny import fake_sweep, tiny_options
 from tune import records, spaces
 from tune.records import FAILED, FINISHED, STOPPED
-from tune.spaces import UNO
+from tune.spaces import load_space
+from uno.presets import preset
+
+UNO = load_space("uno", preset("digits"))
 
 pytestmark = pytest.mark.ray
 

@@ -9,12 +9,13 @@ import pytest
 
 from tune import spaces
 from tune.page import position
-from tune.spaces import FULL, SPACES, UNO, Domain
+from tune.spaces import SPACES, Domain
 from uno.config import flatten, override, to_dict
 from uno.errors import ConfigError
 from uno.presets import PRESETS, preset
 
 DIGITS = preset("digits")
+UNO, FULL = (spaces.load_space(name, preset("cifar10")) for name in ("uno", "full"))
 
 
 @pytest.mark.parametrize("name", SPACES)

@@ -14,12 +14,11 @@ from tune.process import note_failure, trial_configs
 from tune.records import PartStorage
 from tune.score import make_folds
 from tune.trial import Gate, pretrain_key, shared_pretraining
-from uno.config import field_names, override
+from uno.config import about, field_names, override
 from uno.data.files import Storage
 from uno.errors import NumericsError, StorageError
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
-from uno.runs.run import PRETRAIN_IGNORES
 from uno.train import LocalWorker
 
 
@@ -117,9 +116,7 @@ CHANGES = {
 def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, fold, tmp_path):
     """Kills: a key that changes pretraining and is left out: a trial would start from another's weights."""
     other = override(options.config, CHANGES)
-    covered = {
-        key for key in field_names() if any(key == p or key.startswith(f"{p}.") for p in PRETRAIN_IGNORES)
-    }
+    covered = {key for key in field_names() if about(key).scope == "discover"}
     assert {k for k in covered if not k.startswith("discover.")} == {*CHANGES, "method", "model.weights"} - {
         "discover.base_lr"
     }

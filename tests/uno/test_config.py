@@ -2,6 +2,7 @@
 
 import difflib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -9,6 +10,8 @@ import yaml
 from uno.config import (
     MAX_CONFIG_BYTES,
     Config,
+    Method,
+    about,
     config_hash,
     differing_keys,
     dump_yaml,
@@ -19,6 +22,7 @@ from uno.config import (
     to_dict,
 )
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
+from uno.methods import METHODS
 from uno.presets import preset
 
 GOLDEN = Path(__file__).parent / "golden" / "fields.txt"
@@ -36,12 +40,32 @@ def yaml_file(tmp_path):
 
 def test_the_field_list_is_frozen():
     """Users write fields in files: a renamed one breaks them, a new one costs every reader a line."""
-    stored, now = GOLDEN.read_text().split(), field_names()
+    stored, now = GOLDEN.read_text().split(), list(field_names())
     diff = "\n".join(difflib.unified_diff(stored, now, "golden", "schema", lineterm="", n=0))
     assert stored == now, (
         f"the schema's fields changed:\n{diff}\nIf that is meant, say so in CHANGELOG.md and run:\n"
         "python -c \"from uno.config import field_names; print(*field_names(), sep='\\n')\" > " + str(GOLDEN)
     )
+
+
+def test_scopes():
+    """Kills: a run that resumes with other settings, a pretraining shared by runs that need their own."""
+    scopes = {
+        "run": ("train.log_every", "train.keep_checkpoints"),
+        "place": ("output", "compute.threads", "compute.of_another_version"),
+        "pretrain": (
+            "preset",
+            "data.mean",
+            "model.width",
+            "objective.temperature",
+            "pretrain.epochs",
+            "of.another",
+        ),
+        "discover": ("method", "data.num_novel", "model.num_heads", "objective.epsilon", "discover.epochs"),
+    }
+    assert {
+        scope: tuple(k for k in keys if about(k).scope == scope) for scope, keys in scopes.items()
+    } == scopes
 
 
 def test_every_field_has_a_sentence():
@@ -67,6 +91,7 @@ def test_every_field_has_a_sentence():
         ({"data.labeled": "a"}, "data: labeled and unlabeled must be given together"),
         ({"augment.large.num_views": 1}, "augment: large.num_views must be at least 2: swapped prediction"),
         ({"augment.large.crop_scale": [0.9, 0.1]}, "augment.large: crop_scale must satisfy 0 < low <= high"),
+        ({"method": "dino"}, "method: Input should be 'uno', 'rs', 'rs_plus', 'mcl', 'dtc' or 'kcl' (got"),
         ({"recipe": "v3"}, "recipe: Input should be 'paper' or 'v2' (got 'v3')"),
         ({"seed": 2**31}, "seed: Input should be less than 2147483648 (got 2147483648)"),
         ({"data.num_novel": "seven"}, "data.num_novel: Input should be a valid integer, unable to parse"),
@@ -81,6 +106,10 @@ def test_a_mistake_is_one_short_line_that_names_the_field(overrides, message):
         override(Config(), overrides)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_the_methods_are_those_of_the_registry():
+    assert get_args(Method) == tuple(METHODS)
 
 
 def test_configs_are_frozen():

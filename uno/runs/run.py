@@ -15,8 +15,8 @@ from uno import collectives, methods
 from uno.config import (
     Config,
     PhaseConfig,
+    about,
     config_hash,
-    field_names,
     flatten,
     override,
     to_dict,
@@ -33,15 +33,6 @@ from uno.runs.hardware import prepare_compiler
 from uno.state import TrainState, new_state
 from uno.steps import pretrain_step, rotation_step
 from uno.train import Phase, Worker, fit
-
-PRETRAIN_IGNORES = (
-    "discover", "method", "model.num_heads", "model.overcluster_factor", "model.hidden_dim",
-    "model.projection_dim", "model.mlp_input", "model.weights", "objective.epsilon", "objective.num_iters",
-    "objective.aggregation", "objective.concat", "objective.pseudo_labels", "data.composition",
-    "data.num_novel", "objective.iic_weight", "objective.iic_view_weight", "objective.rkd_weight",
-    "objective.rkd_temperature", "objective.queue_size", "objective.consistency_weight", "objective.rampup",
-)  # fmt: skip
-"""What pretraining does not depend on (a test proves it); ``objective.temperature`` it does."""
 
 
 def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
@@ -64,8 +55,7 @@ def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int
 def pretrain_hash(config: Config) -> str:
     """Equal for configurations that lead to the same pretraining (12 hex digits)."""
     defaults = flatten(to_dict(Config()))
-    ignored = [k for k in field_names() if any(k == i or k.startswith(f"{i}.") for i in PRETRAIN_IGNORES)]
-    return config_hash(override(config, {key: defaults[key] for key in ignored}))
+    return config_hash(override(config, {k: v for k, v in defaults.items() if about(k).scope == "discover"}))
 
 
 def run_phase(config: Config, name: str, train: TrainData, worker: Worker, storage: Storage) -> TrainState:

@@ -1,0 +1,318 @@
+"""What each command's line may hold and what it does with it; heavy modules are imported when it runs.
+
+``uno estimate-classes`` and ``uno doctor`` are in :mod:`pipelines.estimate` and :mod:`pipelines.doctor`,
+``uno reproduce`` and ``uno tune`` in :mod:`pipelines.reproduce` and :mod:`tune.sweep`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import PositiveInt
+
+from pipelines.options import (
+    DRY_RUN,
+    PRINT_CONFIG,
+    RUN,
+    Argument,
+    Command,
+    Options,
+    checked_output,
+    parse,
+    switch,
+)
+from uno.config import Config, override
+from uno.errors import ConfigError, UnoError
+
+if TYPE_CHECKING:
+    from uno.data.files import Storage
+    from uno.results.classes import OutputClass, Suggestion
+    from uno.results.infer import Classifier
+
+DEMO_WORKERS = 2
+SHARD_MB = 128
+FRESH = switch("Start over: ignore the checkpoints of an earlier run in the same directory.")
+TRAINING = {**PRINT_CONFIG, **DRY_RUN, "--fresh": FRESH}
+
+DEMO = Command("demo", TRAINING, output="runs/demo")
+PRETRAIN = Command("pretrain", TRAINING)
+DISCOVER = Command("discover", TRAINING)
+EVALUATE = Command("evaluate", RUN, "few", text="From its checkpoints and its data: RUN/metrics.json again.")
+PREDICT = Command(
+    "predict",
+    {**RUN, "--embedding": switch("Also write the pooled features, a list of floats.")},
+    "few",
+    text="""
+Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
+(known or novel), probability, margin, entropy, head_agreement, known_mass, status (ok or bad), reason,
+model_hash. An unreadable image is a row with a reason. Labels, where there are any, mean nothing. The same
+command after an interruption continues.
+
+Without --data: the data that RUN was trained on, and RUN/predictions.parquet; with it --output DIR is
+needed. --limit N takes at most N rows, evenly spaced.
+""",
+)
+REPORT = Command(
+    "report",
+    RUN,
+    "few",
+    text="RUN/report.html opens from disk and needs no network. --data SOURCE says where moved data is now.",
+)
+CLASSES = Command(
+    "classes",
+    {**RUN, "--apply": switch("Put classes.yaml into model and predictions.")},
+    "none",
+    text="""
+Writes RUN/classes.yaml, one entry for each discovered class, to edit by hand: its name, and keep, drop or
+merge into another. A file that is there is checked and left as it is.
+""",
+)
+EXPORT = Command(
+    "export",
+    {
+        "RUN": Argument("The run directory, or a copy of its model/ folder."),
+        "--format": Argument(
+            "encoder: safetensors under torchvision's keys; pt2: torch.export, uint8 images -> "
+            "probabilities; onnx: the same for ONNX runtimes.",
+            Literal["encoder", "pt2", "onnx"],
+        ),
+        "--output": Argument("A file; default: RUN/model/ and the format's usual name.", str | None),
+    },
+    "none",
+)
+DATA = Command(
+    "data",
+    {
+        "ACTION": Argument("check or pack.", Literal["check", "pack"]),
+        "--shard-mb": Argument(f"pack: size of a shard; default {SHARD_MB}.", PositiveInt | None),
+    },
+    output=None,
+    text="""
+check: print classes, counts and problems, as a run would find them; exit code 2 if it could not succeed.
+
+pack: write the rows of any source to --output DIR as Parquet shards with checksums, shuffled, encoded
+images as they are; --data parquet:DIR then reads the same data. Every image is decoded once: unreadable
+ones are listed in DIR/bad_samples.jsonl and left out. DIR is a path or a URI (s3://, gs://); the same
+command goes on after a kill. With --known-classes the rows that a run with it would see as labeled lie
+together; all labels are kept.
+""",
+)
+
+
+def demo(argv: Sequence[str]) -> int:
+    """The whole job on the embedded digits, through Ray on this machine."""
+    return train(parse(["--workers", str(DEMO_WORKERS), *argv], DEMO))
+
+
+def pretrain(argv: Sequence[str]) -> int:
+    """Train encoder and known head; ``discover`` with the same options goes on from there."""
+    from pipelines.jobs import run_job
+
+    return run_job(parse(argv, PRETRAIN), ("pretrain",), evaluate=False)
+
+
+def discover(argv: Sequence[str]) -> int:
+    """Pretrain unless weights are given, discover, evaluate."""
+    return train(parse(argv, DISCOVER))
+
+
+def train(options: Options) -> int:
+    """Both phases and the evaluation."""
+    from pipelines.jobs import run_job
+
+    return run_job(options, ("pretrain", "discover"), evaluate=True)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Evaluate a run and rewrite its ``metrics.json``."""
+    options = parse(argv, EVALUATE)
+    from pipelines.jobs import evaluate_job
+
+    return evaluate_job(options.own.run, options.given)
+
+
+def predict(argv: Sequence[str]) -> int:
+    """Predict, count, say where the table is."""
+    options = parse(argv, PREDICT)
+    given = options.given
+    if "data.source" in given and "data.labeled" in given:
+        raise ConfigError("give either --data or --labeled and --unlabeled, not both")
+    if "output" in given:
+        given["output"] = checked_output(str(given["output"]))
+    from pipelines.inference import predict_job
+
+    return predict_job(options.own.run, given, options.own.embedding)
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write the report of a run and print its path."""
+    options = parse(argv, REPORT)
+    from pipelines.console import say
+    from uno.data.files import Storage
+    from uno.report import open_task, write_report
+    from uno.runs.directory import read_config_tree
+    from uno.runs.hardware import local_device
+
+    storage = Storage(options.own.run)
+    stored = override(Config(), read_config_tree(storage))
+    config = override(stored, {**options.given, "output": storage.uri})
+    task, note = open_task(config, storage)
+    if note:
+        say(f"warning: {note}")
+    say(f"report in {write_report(config, storage, task, device=local_device(config), note=note)}")
+    return 0
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write the model as a file for other tools, and say what it is."""
+    own = parse(argv, EXPORT).own
+    from pipelines.console import say
+    from uno.data.files import Storage
+    from uno.results.export import FORMATS, can_check_onnx, export
+    from uno.results.infer import load_classifier, model_folder
+
+    storage = Storage(own.run)
+    model = load_classifier(storage)
+    data = export(model, own.format)
+    folder, name = storage, model_folder(storage) + FORMATS[own.format]
+    if own.output:
+        parent, _, name = os.path.expanduser(own.output).rpartition("/")
+        folder = Storage(parent or ("/" if own.output.startswith("/") else "."))
+    folder.write(name, data)
+    side, checked = model.size, "checked against the model"
+    if own.format == "onnx" and not can_check_onnx():
+        checked = "NOT checked: onnxruntime is not installed"
+    takes = f"; images uint8 (B, 3, {side}, {side}) -> probabilities (B, {len(model.classes)})"
+    say(f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}{takes if own.format != 'encoder' else ''}")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- data
+def data(argv: Sequence[str]) -> int:
+    """Check a data set, or pack it into shards."""
+    options = parse(argv, DATA)
+    if options.own.action == "pack":
+        return pack_data(options.config, options.own.shard_mb or SHARD_MB)
+    if options.own.shard_mb is not None:
+        raise ConfigError("--shard-mb is for uno data pack")
+    from pipelines.ingest import decide
+    from uno.data.check import check, format_report
+    from uno.data.sources import read_rows
+    from uno.data.splits import make_task
+
+    config, task = decide(options.config, fresh=True)
+    task = task or make_task(read_rows(config.data), config.data)
+    problems = check(task, config)
+    print(format_report(task, problems))
+    return 2 if any(problem.level == "error" for problem in problems) else 0
+
+
+def pack_data(config: Config, shard_mb: int) -> int:
+    """Write a source as Parquet shards.
+
+    Raises:
+        ConfigError: no --output, or one that holds something else.
+    """
+    import numpy as np
+
+    from pipelines.console import Progress, say
+    from uno.data.files import Storage
+    from uno.data.pack import pack
+    from uno.data.sources import read_rows
+    from uno.data.splits import labeled_rows, limit_rows
+
+    if config.output is None:
+        raise ConfigError("uno data pack needs --output DIR, the place for the shards")
+    rows = read_rows(override(config, {"data.ingest": "streaming"}).data)
+    if config.data.limit is not None:
+        rows = rows.take(limit_rows(rows, config.data.limit))
+    labeled = np.asarray(labeled_rows(rows, config.data) & (rows.split == "train"))
+    threads = config.compute.threads or os.cpu_count() or 1
+    with Progress() as progress:
+
+        def show(done: int, total: int) -> None:
+            progress({"phase": "pack", "step": done, "total_steps": total})
+
+        packed = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, threads, show)
+    say(
+        f"{packed.rows:,} rows, {packed.packed:,} packed, {packed.bad:,} bad, {packed.shards:,} shards: "
+        f"{config.output}"
+    )
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------- classes
+def classes(argv: Sequence[str]) -> int:
+    """Write ``RUN/classes.yaml``, check it, or apply it."""
+    own = parse(argv, CLASSES).own
+    from pipelines.console import say
+    from uno.data.files import Storage
+    from uno.results.classes import YAML_FILE, read_edits, template
+    from uno.results.infer import load_classifier
+    from uno.runs import lock
+
+    storage = Storage(own.run)
+    model = load_classifier(storage)
+    path = storage.path(YAML_FILE)
+    if not storage.exists(YAML_FILE):
+        storage.write(YAML_FILE, template(model.classes, model.model_hash, _suggestions(model)).encode())
+        say(f"{path} is written: edit it, then run uno classes {own.run} --apply")
+        return 0
+    edited = read_edits(storage.read(YAML_FILE), path, model.classes, model.model_hash)
+    for c in edited:
+        if c.kind == "novel":
+            fate = "  dropped" if c.into is None else f"  merged into {edited[c.into].name}"
+            say(f"  {c.index:4}  {c.name}{fate if c.into != c.index else ''}")
+    if own.apply:
+        with lock.claim(storage, on_wait=say) as claim:
+            say(_apply(claim.storage, model, edited))
+    else:
+        say(f"{path} is valid; uno classes {own.run} --apply puts it into model and predictions")
+    return 0
+
+
+def _apply(storage: Storage, model: Classifier, edited: list[OutputClass]) -> str:
+    """Write ``classes.json`` and bring the run's predictions in line; what was done, in one line.
+
+    Raises:
+        UnoError: the predictions must be made again, and the data cannot be read; nothing was changed.
+    """
+    from pipelines.inference import own_task, predict_run
+    from uno.results import predictions
+    from uno.results.classes import dump_classes, routes_hash
+    from uno.results.infer import model_folder
+
+    found = predictions.read_identity(storage)
+    hashes = {"model_hash": model.model_hash, "routes": routes_hash(edited)}
+    same_rows = found is not None and hashes.items() <= found.items()
+    task = None if found is None or same_rows else own_task(model.config)  # before anything is written
+    name = f"{model_folder(storage)}classes.json"
+    storage.write(name, dump_classes(storage.read(name), edited))
+    if found is None:
+        return "applied to the model; the run has no predictions"
+    if task is None:
+        predictions.rename(storage, edited)
+        return "applied to model and predictions"
+    _, summary = predict_run(model.config, storage, task)
+    return f"applied to the model; {summary.rows:,} rows predicted again: {summary.path}"
+
+
+def _suggestions(model: Classifier) -> dict[int, Suggestion]:
+    """What the discovered classes look like; nothing where the run's data cannot be read any more."""
+    from pipelines.console import say
+    from pipelines.inference import own_task, unlabeled_rows
+    from uno.results.classes import suggest
+    from uno.results.infer import decoder, sample_cosines
+
+    try:
+        task = own_task(model.config)
+        sample = sample_cosines(model, decoder(model, task.rows), unlabeled_rows(task))
+    except UnoError as error:
+        say(f"warning: no suggestions, the run's data cannot be read: {error}")
+        return {}
+    if sample is None:
+        return {}
+    known, novel, features = sample
+    return suggest(known, novel[model.best_head], features, model.classes)
