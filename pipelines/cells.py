@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pipelines import cli
 from pipelines.console import on_stop
@@ -76,20 +76,6 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
 
 
 # --------------------------------------------------------------------------------------------- the processes
-class Process(Protocol):
-    """What is asked of a :class:`subprocess.Popen`, or of its like on another node."""
-
-    def poll(self) -> int | None:
-        """Exit code; None while it runs."""
-
-    def terminate(self) -> None:
-        """Ask it to save and end."""
-
-
-Start = Callable[[list[str], Path], Process]
-"""Starts a command whose output is appended to a file."""
-
-
 def start_here(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A process of this machine; it ends with the driver."""
     with log.open("ab") as file:  # a session of its own: Ctrl-C reaches the driver, which forwards it
@@ -104,15 +90,9 @@ def start_here(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 class RayProcess:
-    """A process in a Ray actor on whatever node has room; all nodes share the output directory.
+    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``.
 
-    An actor, since a task can only be cancelled, and Ray's interrupt may get lost on its way.
-
-    Args:
-        ray: the connected module.
-        resources: ``num_cpus`` and ``num_gpus`` of the process.
-        command: to run.
-        log: file its output is appended to.
+    It runs in an actor, since a task can only be cancelled, and Ray's interrupt may get lost on its way.
     """
 
     def __init__(self, ray: Any, resources: dict[str, float], command: list[str], log: Path) -> None:
@@ -121,7 +101,7 @@ class RayProcess:
         self._code = self._actor.run.remote(command, str(log))
 
     def poll(self) -> int | None:
-        """As Process. One whose node is lost counts as interrupted."""
+        """Exit code, None while it runs; one whose node is lost counts as interrupted."""
         if not self._ray.wait([self._code], timeout=0)[0]:
             return None
         try:
@@ -130,7 +110,7 @@ class RayProcess:
             return Interrupted.exit_code
 
     def terminate(self) -> None:
-        """As Process."""
+        """Ask it to save and end."""
         self._actor.stop.remote()
 
 
@@ -150,6 +130,11 @@ class _Actor:
 
     def stop(self) -> None:
         self._stopping.set()
+
+
+Process = subprocess.Popen[bytes] | RayProcess
+Start = Callable[[list[str], Path], Process]
+"""Starts a command whose output is appended to a file."""
 
 
 # ------------------------------------------------------------------------------------------------- the queue

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -64,7 +65,7 @@ def _measured(found: Results, benchmark: Benchmark, row: Row, evaluation: Evalua
     if num_failed := sum(name.startswith(cell) for name in found.failures):
         text += f"; {num_failed} of {found.seeds} failed"
     minutes = found.minutes.get((benchmark.key, row.key), [])
-    return [text, str(num_seeds), f"{sum(minutes) / len(minutes):.1f}" if minutes else ""]
+    return [text, str(num_seeds), f"{statistics.fmean(minutes):.1f}" if minutes else ""]
 
 
 def effects_grid(found: Results) -> Grid:
@@ -166,10 +167,9 @@ def _inert(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- Parquet
+TEXTS = ("table", "scale", "row", "name", "head", "protocol", "split", "data", "group")
 SCHEMA = pa.schema(
-    dict.fromkeys(
-        ("table", "scale", "row", "name", "head", "protocol", "split", "data", "group"), pa.string()
-    )
+    dict.fromkeys(TEXTS, pa.string())
     | {"published": pa.float64(), "published_sd": pa.float64(), "source": pa.string()}
     | {"mean": pa.float64(), "sd": pa.float64(), "n": pa.int64()}
     | {"values": pa.list_(pa.float64()), "seeds": pa.list_(pa.int64())}
@@ -180,43 +180,43 @@ SCHEMA = pa.schema(
 
 def long_table(found: Results, scale: str) -> pa.Table:
     """One line for each row, evaluation, group and data set, the paper's among them."""
-    table, lines = found.table, []
-    for row in table.rows:
-        for evaluation in table.evaluations:
-            common = {
-                "table": table.name, "scale": scale, "row": row.key, "name": row.name,
-                "head": row.head, "protocol": evaluation.protocol, "split": evaluation.split,
-            }  # fmt: skip
-            for column in table.published:
-                numbers = column.read(row.key, evaluation.name)
-                for group, (mean, sd) in zip(table.groups, numbers, strict=False):
-                    paper = {"published": mean, "published_sd": sd, "source": column.title}
-                    lines.append({**common, "data": column.data, "group": group, **paper})
-            for benchmark in table.benchmarks:
-                for group in table.groups:
-                    fields = _measured_fields(found, benchmark, row, evaluation, group)
-                    if fields:
-                        lines.append({**common, "data": benchmark.name, "group": group, **fields})
+    table = found.table
+    lines = [
+        {
+            "table": table.name, "scale": scale, "row": row.key, "name": row.name, "head": row.head,
+            "protocol": evaluation.protocol, "split": evaluation.split, **fields,
+        }
+        for row in table.rows
+        for evaluation in table.evaluations
+        for fields in [*_published_fields(found, row, evaluation), *_measured_fields(found, row, evaluation)]
+    ]  # fmt: skip
     return pa.Table.from_pylist(lines, schema=SCHEMA)
 
 
-def _measured_fields(
-    found: Results, benchmark: Benchmark, row: Row, evaluation: Evaluation, group: str
-) -> dict[str, Any]:
-    key = (benchmark.key, row.key, evaluation.name, group)
-    values, effect = found.values.get(key), found.effects.get(key)
-    if values is None:
-        return {}
-    minutes = found.minutes.get((benchmark.key, row.trained), [])
-    fields: dict[str, Any] = {
-        "mean": values.mean, "sd": values.sd, "n": len(values.by_seed), "values": values.values,
-        "seeds": sorted(values.by_seed), "hardware": "; ".join(found.hardware),
-        "minutes": sum(minutes) / len(minutes) if minutes else None,
-    }  # fmt: skip
-    if effect is not None:
-        measured = effect.measured
-        fields |= {"effect": measured.mean, "effect_sd": measured.sd, "verdict": effect.verdict}
-    return fields
+def _published_fields(found: Results, row: Row, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    for column in found.table.published:
+        numbers = column.read(row.key, evaluation.name)
+        for group, (mean, sd) in zip(found.table.groups, numbers, strict=False):
+            paper = {"published": mean, "published_sd": sd, "source": column.title}
+            yield {"data": column.data, "group": group, **paper}
+
+
+def _measured_fields(found: Results, row: Row, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    for benchmark in found.table.benchmarks:
+        minutes = found.minutes.get((benchmark.key, row.trained), [])
+        for group in found.table.groups:
+            key = (benchmark.key, row.key, evaluation.name, group)
+            if (values := found.values.get(key)) is None:
+                continue
+            fields = {
+                "data": benchmark.name, "group": group, "mean": values.mean, "sd": values.sd,
+                "n": len(values.by_seed), "values": values.values, "seeds": sorted(values.by_seed),
+                "minutes": statistics.fmean(minutes), "hardware": "; ".join(found.hardware),
+            }  # fmt: skip
+            if (effect := found.effects.get(key)) is not None:
+                measured = effect.measured
+                fields |= {"effect": measured.mean, "effect_sd": measured.sd, "verdict": effect.verdict}
+            yield fields
 
 
 # ------------------------------------------------------------------------------------------------------- HTML
@@ -288,6 +288,7 @@ def write_record(
         text.append("Drawings: [figures.html](figures.html).")
         storage.write("figures.html", html(found, command, figures).encode())
     storage.write("README.md", ("\n\n".join(text) + "\n").encode())
+    lines = long_table(found, scale).to_pylist()
     row = {
         "question": found.table.question,
         **where,
@@ -299,10 +300,6 @@ def write_record(
         "missing": found.missing,
         "decision": decision(found),
         "notes": explanations(found),
-        "lines": [_present(line) for line in long_table(found, scale).to_pylist()],
+        "lines": [{k: v for k, v in line.items() if v is not None} for line in lines],
     }
     storage.write("result.json", (json.dumps(row, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def _present(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if value is not None}

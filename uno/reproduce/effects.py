@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy.special import stdtr
 
@@ -57,8 +58,7 @@ class Measured:
         return Measured({seed: self.by_seed[seed] - other.by_seed[seed] for seed in both})
 
 
-@dataclass(frozen=True)
-class Effect:
+class Effect(NamedTuple):
     """The difference of a row to the one it is compared to, paired by seed, and the paper's, by column."""
 
     benchmark: Benchmark
@@ -74,7 +74,7 @@ class Effect:
 class Results:
     """A table and what is known of its cells.
 
-    ``minutes[benchmark key, row key]`` of each cell, its pretraining left out; ``pretrain_minutes``: of all
+    ``minutes[benchmark key, row key]`` of each cell, without its pretraining; ``pretrain_minutes`` of all
     pretrainings together. ``failures`` (with reasons) and ``missing`` name cells. ``hardware`` and
     ``versions`` are those of the runs, ``changes`` the command line's.
     """
@@ -87,11 +87,11 @@ class Results:
     pretrain_minutes: float
     num_pretrainings: int
     failures: Mapping[str, str]
-    missing: list[str]
-    hardware: list[str]
+    missing: Sequence[str]
+    hardware: Sequence[str]
     versions: Mapping[str, str]
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    remarks: Sequence[str] = ()
+    changes: Mapping[str, Any]
+    remarks: Sequence[str]
 
     @property
     def total_minutes(self) -> float:
@@ -107,42 +107,41 @@ def read(
     seconds: Mapping[str, float],
     failed: Mapping[str, str],
 ) -> Results:
-    """Collect what the finished cells of a table measured.
+    """Collect what the finished ones of ``cells``, all those of a table, measured.
 
     Args:
         table: what they belong to.
-        cells: all of them, finished or not.
-        output: directory with ``cells/SLUG/metrics.json``.
+        cells: with ``metrics.json`` in their directories below ``output``.
+        output: directory.
         changes: dotted keys of the command line.
-        seconds: that each cell and pretraining took, by its name (``cells/SLUG``).
+        seconds: that each cell and pretraining took, by its name.
         failed: reasons of failed cells, by name.
 
     Raises:
         ConfigError: a result that cannot be read.
     """
-    values: defaultdict[Key, dict[int, float]] = defaultdict(dict)
+    by_seed: defaultdict[Key, dict[int, float]] = defaultdict(dict)
     minutes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     failures, missing, environments, remarks = {}, [], [], []
     for cell in cells:
-        metrics = _read_json(output / cell.name / "metrics.json")
-        if metrics is None:
-            if cell.name in failed:
-                failures[cell.name] = failed[cell.name]
-            else:
-                missing.append(cell.name)
-            continue
-        minutes[cell.benchmark.key, cell.row.key].append(seconds.get(cell.name, 0.0) / 60)
-        environments.append(_read_json(output / cell.name / "environment.json") or {})
-        for key, value in _readings(table, cell, metrics):
-            values[key][cell.seed] = 100 * value
-        if cell.config.data.num_novel == "auto":
-            estimate = _read_json(output / cell.name / "estimate.json") or {}
-            remarks.append(f"{cell.row.name}, seed {cell.seed}: {estimate.get('suggested', '?')} classes")
+        run = output / cell.name
+        if cell.name in failed and not (run / "metrics.json").exists():
+            failures[cell.name] = failed[cell.name]
+        elif not (run / "metrics.json").exists():
+            missing.append(cell.name)
+        else:
+            minutes[cell.benchmark.key, cell.row.key].append(seconds.get(cell.name, 0.0) / 60)
+            environments.append(_read_json(run / "environment.json"))
+            for key, value in _readings(table, cell, _read_json(run / "metrics.json")):
+                by_seed[key][cell.seed] = 100 * value
+            if cell.config.data.num_novel == "auto":
+                suggested = _read_json(run / "estimate.json").get("suggested", "?")
+                remarks.append(f"{cell.row.name}, seed {cell.seed}: {suggested} classes")
     on_gpu = changes.get("compute.device") != "cpu"
-    measured = {key: Measured(by_seed) for key, by_seed in values.items()}
+    values = {key: Measured(numbers) for key, numbers in by_seed.items()}
     pretrainings = {cell.pretraining for cell in cells}
     return Results(
-        table, max(cell.seed for cell in cells) + 1, measured, _effects(table, cells, measured), minutes,
+        table, max(cell.seed for cell in cells) + 1, values, _effects(table, cells, values), minutes,
         sum(seconds.get(name, 0.0) for name in pretrainings) / 60, len(pretrainings), failures, missing,
         sorted({_hardware(environment, on_gpu) for environment in environments}),
         {name: _versions(environments, name) for name in ("python", "torch", "torchvision", "numpy")},
@@ -166,23 +165,16 @@ def _readings(table: Table, cell: Cell, metrics: Mapping[str, Any]) -> Iterator[
 def _effects(table: Table, cells: Sequence[Cell], values: Mapping[Key, Measured]) -> dict[Key, Effect]:
     """Rows against the row each is compared to, where both have values of the same seeds."""
     num_rows = _row_counts(cells) if table.effects else {}
-    compared = [
-        (benchmark, row, evaluation, group)
-        for benchmark in table.benchmarks
-        for row in table.rows
-        if row.claim is not None
-        for evaluation in table.evaluations
-        for group in table.effects.get(evaluation.name, ())
-    ]
-    effects = {}
-    for benchmark, row, evaluation, group in compared:
-        key, other = ((benchmark.key, k, evaluation.name, group) for k in (row.key, row.versus))
-        difference = values.get(key, Measured({})).minus(values.get(other, Measured({})))
-        if difference.by_seed:
-            count = num_rows[benchmark.key, evaluation.split, group]
-            found = verdict(difference.values, str(row.claim), count)
-            published = published_effects(table, row, evaluation, group)
-            effects[key] = Effect(benchmark, row, evaluation, group, difference, found, published)
+    effects, none = {}, Measured({})
+    for benchmark, row, evaluation in itertools.product(table.benchmarks, table.rows, table.evaluations):
+        for group in table.effects.get(evaluation.name, ()) if row.claim else ():
+            key, other = ((benchmark.key, k, evaluation.name, group) for k in (row.key, row.versus))
+            difference = values.get(key, none).minus(values.get(other, none))
+            if difference.by_seed:
+                count = num_rows[benchmark.key, evaluation.split, group]
+                found = verdict(difference.values, str(row.claim), count)
+                published = published_effects(table, row, evaluation, group)
+                effects[key] = Effect(benchmark, row, evaluation, group, difference, found, published)
     return effects
 
 
@@ -252,11 +244,9 @@ def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
     return str(gpus[0] if gpus and on_gpu else environment.get("processor", "unknown hardware"))
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON mapping; None where there is no file. ConfigError: it is damaged."""
-    if not path.exists():
-        return None
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON mapping, {} where there is no file. ConfigError: it is damaged."""
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text())) if path.exists() else {}
     except (ValueError, TypeError):
         raise ConfigError(f"{path} is damaged; delete its directory to run it again") from None
