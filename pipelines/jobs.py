@@ -93,7 +93,7 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
             facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
             trained = run.load_trained(config, claim.storage, task.num_known, task.num_novel)
             model = save_model(config, claim.storage, *trained, task.known)
-            card = model_card(config, len(task.known), task.num_novel, model.best_head, facts, values)
+            card = model_card(model, facts, values)
             claim.storage.write("model/README.md", card.encode())
             if report:
                 say("predicting every row and writing the report")

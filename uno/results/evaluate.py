@@ -147,12 +147,17 @@ def protocol_metrics(confusions: Confusions, best_head: int, split: str) -> dict
         split: `train` or `test`.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
-    num_known = len(known)
     agnostic = (metrics.task_agnostic_official, metrics.task_agnostic_joint, metrics.task_agnostic_strict)
-    aware = [metrics.task_aware(known, head) for head in novel]
-    result = _avg_and_best(aware, best_head, split, "task_aware")
+    heads = {"task_aware": [metrics.task_aware(known, head) for head in novel]}
     for name, protocol in zip(PROTOCOLS[1:], agnostic, strict=True):
-        result |= _avg_and_best([protocol(head, num_known) for head in joint], best_head, split, name)
+        heads[name] = [protocol(head, len(known)) for head in joint]
+    result = {}
+    for name, per_head in heads.items():
+        for key, best in per_head[best_head].items():
+            rows, metric = key.split("/")
+            path = f"{split}/{rows}/{name}/{metric}"
+            result[f"{path}/avg"] = float(np.mean([head[key] for head in per_head]))
+            result[f"{path}/best"] = best
     class_counts = novel[0].sum(axis=1)
     if class_counts.sum():
         chance = metrics.chance_accuracy(class_counts, novel.shape[2])
@@ -160,24 +165,12 @@ def protocol_metrics(confusions: Confusions, best_head: int, split: str) -> dict
     return result
 
 
-def _avg_and_best(
-    per_head: list[dict[str, float]], best_head: int, split: str, protocol: str
-) -> dict[str, float]:
-    result = {}
-    for key, best in per_head[best_head].items():
-        rows, metric = key.split("/")
-        path = f"{split}/{rows}/{protocol}/{metric}"
-        result[f"{path}/avg"] = float(np.mean([head[key] for head in per_head]))
-        result[f"{path}/best"] = best
-    return result
-
-
 # ------------------------------------------------------------------------------------------------------ table
-_BASELINES = {
+BASELINES = {
     "baseline/kmeans/novel/acc": "k-means on frozen features",
     "baseline/kmeans_pixels/novel/acc": "k-means on pixels",
 }
-_LEGEND = """\
+LEGEND = """\
 avg / best: mean over heads / the head with the lowest training cluster loss
 official: novel rows matched to any output    joint: one matching of all rows
 strict: novel rows matched to novel outputs only, predicted known = error"""
@@ -193,11 +186,14 @@ def format_table(values: Mapping[str, float]) -> str:
     splits = [split for split in ("train", "test") if any(key.startswith(f"{split}/") for key in values)]
     groups = ("known", "novel", "all")
 
-    def cell(key: str) -> str:
-        return f"{100 * values[key]:7.1f}" if key in values else " " * 7
-
     def line(name: str, cells: list[str]) -> str:
         return f"{name:<32}" + "".join(f" |{cell}" for cell in cells)
+
+    def row(name: str, keys: list[str]) -> list[str]:
+        """A line of the table, three cells a split; nothing where no value is there."""
+        texts = [f"{100 * values[key]:7.1f}" if key in values else " " * 7 for key in keys]
+        cells = ["".join(texts[i : i + 3]) for i in range(0, len(texts), 3)]
+        return [line(name, cells)] if any(key in values for key in keys) else []
 
     lines = [
         line("", [f"{split:^21}" for split in splits]),
@@ -206,11 +202,11 @@ def format_table(values: Mapping[str, float]) -> str:
     lines.append("-" * len(lines[-1]))
     for protocol in PROTOCOLS:
         for which in ("avg", "best"):
-            keys = [[f"{split}/{group}/{protocol}/acc/{which}" for group in groups] for split in splits]
-            if any(key in values for row in keys for key in row):
-                lines.append(line(f"{protocol:<24}{which}", ["".join(map(cell, row)) for row in keys]))
-    chance = [f"{split}/novel/task_aware/chance/acc" for split in splits]
-    if any(key in values for key in chance):
-        lines.append(line("chance (random predictions)", [f"{'':7}{cell(key)}{'':7}" for key in chance]))
-    lines += [f"{name:<32}  {'':7}{cell(key)}  novel" for key, name in _BASELINES.items() if key in values]
-    return "\n".join(text.rstrip() for text in [*lines, *_LEGEND.splitlines()])
+            keys = [f"{split}/{group}/{protocol}/acc/{which}" for split in splits for group in groups]
+            lines += row(f"{protocol:<24}{which}", keys)
+    chance = [key for split in splits for key in ("", f"{split}/novel/task_aware/chance/acc", "")]
+    lines += row("chance (random predictions)", chance)
+    for key, name in BASELINES.items():
+        if key in values:
+            lines.append(f"{name:<32}  {'':7}{100 * values[key]:7.1f}  novel")
+    return "\n".join(text.rstrip() for text in [*lines, *LEGEND.splitlines()])

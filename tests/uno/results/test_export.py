@@ -106,8 +106,8 @@ def test_baselines_are_exported_too(tmp_path, method):
 def test_what_computes_something_else_is_not_handed_out(tmp_path, monkeypatch):
     model = tiny_model(tmp_path)
 
-    def other_head(projector, head):
-        return one_head(projector, head - 1)
+    def other_head(model, head):
+        return one_head(model, head - 1)
 
     one_head = exporting._one_head
     monkeypatch.setattr(exporting, "_one_head", other_head)
@@ -146,7 +146,7 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
     """Its Python is executed, next to the files it speaks of."""
     model = tiny_model(tmp_path / "run", **options)
     facts = {"Data": "digits, fingerprint abc\n# injected"}
-    card = model_card(model.config, 5, 5, 1, facts, METRICS)
+    card = model_card(model, facts, METRICS)
     assert "fingerprint abc # injected" in card and "| 93.1 |  |" in card and "| 50.0 |" in card
     code = card.split("```python\n")[1].split("```")[0]
     folder = tmp_path / "run" / "model"
@@ -159,7 +159,7 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
     space = {"images": torch.randint(0, 256, (2, 3, model.size, model.size)).to(torch.uint8)}
     exec(compile(code, "card", "exec"), space)
     assert set(space) >= {"encoder"} and ("probabilities" in space) is not bool(options)
-    assert "Nothing: the data has no labels" in model_card(model.config, 5, 5, 1, {}, {})
+    assert "Nothing: the data has no labels" in model_card(model, {}, {})
 
 
 def test_exported_classes_carry_their_names(tmp_path):

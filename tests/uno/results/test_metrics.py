@@ -53,13 +53,11 @@ def test_confusion_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("truth", "predicted", "message"),
-    [([0, 2], [0, 0], "1 of 2 truth"), ([0, 1], [3, 4], "2 of 2 predicted"), ([-2], [0], "1 of 1 truth"),
-     ([0], [-1], "1 of 1 predicted"), ([0, 1], [0], "one \\(N,\\) vector")],
-)  # fmt: skip
-def test_confusion_refuses_values_outside_their_range(truth, predicted, message):
+    ("truth", "predicted"), [([0, 2], [0, 0]), ([0], [3]), ([-2], [0]), ([0], [-1]), ([0, 1], [0])]
+)
+def test_confusion_refuses_values_outside_their_range(truth, predicted):
     """Kills: no range check (the value lands in a neighbouring cell), any negative truth ignored."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"values lie outside|one .* vector"):
         metrics.confusion(truth, predicted, 2, 3)
 
 
@@ -123,19 +121,20 @@ def test_chance_accuracy():
     first = metrics.chance_accuracy([20, 30], 3)
     np.random.seed(2)
     assert metrics.chance_accuracy([20, 30], 3) == first != metrics.chance_accuracy([20, 30], 3, seed=1)
-    for class_counts, num_clusters in (([0, 0], 2), ([], 2), ([3], 0)):
-        with pytest.raises(ValueError, match="no chance level"):
-            metrics.chance_accuracy(class_counts, num_clusters)
 
 
 # ------------------------------------------------------------------------------------------ partition metrics
-@few
-@given(matrices(6))
-def test_nmi_and_ari_equal_scikit_learn(counts):
-    """Kills: geometric / maximum normalisation, log of zero, unadjusted Rand index, wrong trivial cases."""
+def assert_equal_scikit_learn(counts):
     truth, predicted = expand(counts)
     assert metrics.nmi(counts) == pytest.approx(normalized_mutual_info_score(truth, predicted), abs=1e-10)
     assert metrics.ari(counts) == pytest.approx(adjusted_rand_score(truth, predicted), abs=1e-10)
+
+
+@few
+@given(matrices(6))
+def test_nmi_and_ari_equal_scikit_learn(counts):
+    """Kills: geometric / maximum normalisation, log of zero, unadjusted Rand index."""
+    assert_equal_scikit_learn(counts)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +142,7 @@ def test_nmi_and_ari_equal_scikit_learn(counts):
 )
 def test_trivial_partitions_equal_scikit_learn(counts):
     """Kills: 0 / 0 for one class and one cluster, for single rows, for all-singleton partitions."""
-    truth, predicted = expand(np.array(counts))
-    assert metrics.nmi(np.array(counts)) == pytest.approx(normalized_mutual_info_score(truth, predicted))
-    assert metrics.ari(np.array(counts)) == pytest.approx(adjusted_rand_score(truth, predicted))
+    assert_equal_scikit_learn(np.array(counts))
 
 
 def test_large_counts_do_not_overflow():
@@ -156,19 +153,16 @@ def test_large_counts_do_not_overflow():
     assert metrics.cluster_accuracy(counts) == agree
 
 
-def test_purity_and_accuracy_by_hand():
-    """Kills: majority of each class (row maxima), one-to-one purity, accuracy after matching."""
-    counts = np.array([[5, 4, 0], [1, 2, 3], [0, 0, 1]])
-    assert metrics.purity(counts) == (5 + 4 + 3) / 16  # row maxima: 9, one-to-one: 10
-    assert metrics.accuracy(counts) == (5 + 2 + 1) / 16
-    assert metrics.accuracy(counts[:, [1, 0, 2]]) == (4 + 1 + 1) / 16
+def test_purity_by_hand():
+    """Kills: majority of each class (row maxima: 9), one-to-one purity (10)."""
+    assert metrics.purity(np.array([[5, 4, 0], [1, 2, 3], [0, 0, 1]])) == (5 + 4 + 3) / 16
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0), (2, 3)])
 def test_no_rows_have_no_metric(shape):
     """Kills: NaN or 0 for an empty matrix."""
     empty = np.zeros(shape, np.int64)
-    for metric in (metrics.cluster_accuracy, metrics.accuracy, metrics.purity, metrics.nmi, metrics.ari):
+    for metric in (metrics.cluster_accuracy, metrics.purity, metrics.nmi, metrics.ari):
         with pytest.raises(ValueError, match="without rows"):
             metric(empty)
     assert metrics.cluster_metrics(empty) == {}
