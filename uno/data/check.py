@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from uno.config import Config
 from uno.data.decode import MAX_BYTES, BadImage, read_header
 from uno.data.files import is_uri, read_bytes
-from uno.data.plan import make_plan, make_pretrain_plan
+from uno.data.plan import Plan, make_plan, make_pretrain_plan
 from uno.data.rows import Files, Image, base
 from uno.data.splits import Task
 from uno.errors import ConfigError
@@ -25,60 +24,50 @@ MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
 
 
-Level = Literal["error", "warning"]
-
-
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """``error``: the run cannot succeed. ``warning``: it runs, but look at this."""
 
-    level: Level
+    level: Literal["error", "warning"]
     message: str
 
 
 def check(task: Task, config: Config) -> list[Problem]:
     """Everything suspicious about ``task``, errors first; reads at most 2 GiB of images and decodes none."""
-    problems = [
-        *_class_problems(task),
-        *_cluster_problems(task, config),
-        *_batch_problems(task, config),
-        *_image_problems(task),
-        *_duplicate_problems(task),
-    ]
-    return sorted(problems, key=lambda problem: problem.level)
+    headers, bad = _headers(task)
+    sample = len(headers) + len(bad)
+    unreadable = [f"{len(bad)} of a sample of {sample} images are unreadable, e.g. {bad[0]}"] if bad else []
+    errors = [*_errors(task, config), *(() if headers else unreadable)]
+    warnings = [*_warnings(task, config), *(unreadable if headers else ()), *_duplicates(task)]
+    return [Problem("error", text) for text in errors] + [Problem("warning", text) for text in warnings]
 
 
 def format_report(task: Task, problems: list[Problem]) -> str:
     """Plain text: source, image sizes, a table of classes, notes and problems."""
-    rows, counts = task.rows, _counts(task)
+    rows, counts = task.rows, _counts(task).tolist()
     headers, _ = _headers(task)
-    kinds = Counter(kind for kind, *_ in headers)
-    sides = sorted((width * height, f"{width} x {height}") for _, width, height in headers)
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
         f"rows         {len(rows)} ({int(task.is_train.sum())} train, {int((~task.is_train).sum())} test)",
         f"classes      {len(task.known)} known, {task.num_novel} to discover",
     ]
-    if sides:
-        formats = ", ".join(f"{n} {name}" for name, n in kinds.most_common())
+    if headers:
+        kinds = Counter(kind for kind, *_ in headers).most_common()
+        formats = ", ".join(f"{number} {name}" for name, number in kinds)
+        sides = sorted((width * height, f"{width} x {height}") for _, width, height in headers)
         lines.append(
             f"images       {sides[0][1]} to {sides[-1][1]} pixels ({formats}; sample of {len(headers)})"
         )
-    names = [_printable(name) for name in task.known + task.novel]
-    width = min(max([len(name) for name in names] + [len("(no truth)")]), 40)
+    names = [_printable(name) for name in task.known + task.novel] + ["(no truth)"]
+    kinds_of = ["known"] * len(task.known) + ["novel"] * len(task.novel) + [""]
+    width = min(max(map(len, names)), 40)
     lines += ["", f"{'class':<{width}}  kind   {'labeled':>8} {'unlabeled':>10} {'test':>8}"]
-    for i, name in enumerate(names):
-        kind = "known" if i < len(task.known) else "novel"
-        labeled, unlabeled, test = counts[i]
-        lines.append(f"{name[:width]:<{width}}  {kind}  {labeled:>8} {unlabeled:>10} {test:>8}")
-    if any(counts[-1]):
-        lines.append(
-            f"{'(no truth)':<{width}}         {counts[-1][0]:>8} {counts[-1][1]:>10} {counts[-1][2]:>8}"
-        )
+    for name, kind, (labeled, unlabeled, test) in zip(names, kinds_of, counts, strict=True):
+        if kind or labeled or unlabeled or test:
+            lines.append(f"{name[:width]:<{width}}  {kind:<5}  {labeled:>8} {unlabeled:>10} {test:>8}")
     lines.append("")
     lines += [f"note: {note}" for note in task.notes]
-    lines += [f"{problem.level}: {problem.message}" for problem in problems]
+    lines += [f"{level}: {message}" for level, message in problems]
     errors = sum(problem.level == "error" for problem in problems)
     lines.append(f"{errors} errors, {len(problems) - errors} warnings")
     return "\n".join(lines)
@@ -92,81 +81,78 @@ def _counts(task: Task) -> np.ndarray:
     return counts
 
 
-def _class_problems(task: Task) -> Iterator[Problem]:
-    names, num_known = task.known + task.novel, len(task.known)
-    if task.labels.max(initial=-1) >= num_known or task.eval_labels.max(initial=-1) >= len(names):
-        yield Problem(
-            "error", f"a label is outside the list of {num_known} known + {len(task.novel)} novel classes"
-        )
-        return
-    both = sorted(set(task.known) & set(task.novel))
-    if both:
-        yield Problem("error", f"known and novel classes overlap: {_list(both)}")
-    seen: dict[str, str] = {}
-    for name in names:
-        other = seen.setdefault(" ".join(name.casefold().split()), name)
-        if other != name:
-            yield Problem("warning", f"classes {other!r} and {name!r} differ only in case or spaces")
-    if num_known == 1:
-        yield Problem(
-            "warning", f"only one known class, {task.known[0]!r}: pretraining has nothing to tell apart"
-        )
-    if task.num_novel == 1:
-        yield Problem("warning", "num_novel is 1: every unlabeled row will fall into the one novel class")
-    if task.novel and task.num_novel < len(task.novel):
-        yield Problem(
-            "warning",
-            f"num_novel {task.num_novel} is below the {len(task.novel)} hidden classes: some share a cluster",
-        )
-    counts = _counts(task)[:-1]
-    train = counts[:, 0] + counts[:, 1]
-    for kind, members in (("known", range(num_known)), ("novel", range(num_known, len(names)))):
-        empty = [names[i] for i in members if train[i] == 0]
-        single = [names[i] for i in members if train[i] == 1]
-        if empty:
-            level: Level = "error" if kind == "known" else "warning"
-            yield Problem(level, f"{len(empty)} {kind} classes have no training image: {_list(empty)}")
-        if single:
-            yield Problem(
-                "warning", f"{len(single)} {kind} classes have a single training image: {_list(single)}"
-            )
+def _classes_with(task: Task, num_rows: int) -> Iterator[tuple[str, str]]:
+    """(known or novel, '3 known classes' and their names) with that many training rows."""
+    train = _counts(task)[:-1, :2].sum(axis=1).tolist()
+    for kind, names, counts in (
+        ("known", task.known, train[: len(task.known)]),
+        ("novel", task.novel, train[len(task.known) :]),
+    ):
+        found = [_printable(name) for name, count in zip(names, counts, strict=True) if count == num_rows]
+        what = "no training image" if num_rows == 0 else "a single training image"
+        if found:
+            listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+            yield kind, f"{len(found)} {kind} classes have {what}: {listed}"
 
 
-def _cluster_problems(task: Task, config: Config) -> Iterator[Problem]:
-    unlabeled = int((task.is_train & (task.labels < 0)).sum())
-    factor = max(1, config.model.overcluster_factor)
-    if unlabeled < task.num_novel:
-        yield Problem(
-            "error", f"{unlabeled} unlabeled rows are fewer than the {task.num_novel} classes to discover"
-        )
-    elif unlabeled < task.num_novel * factor:
-        yield Problem(
-            "warning",
-            f"{unlabeled} unlabeled rows are fewer than the {task.num_novel * factor} clusters of an "
-            f"overclustering head; lower --model.overcluster-factor (now {factor})",
-        )
+def _sizes(task: Task) -> tuple[int, int]:
+    """Labeled and unlabeled training rows."""
+    return int((task.is_train & (task.labels >= 0)).sum()), int((task.is_train & (task.labels < 0)).sum())
 
 
-def _batch_problems(task: Task, config: Config) -> Iterator[Problem]:
-    labeled = int((task.is_train & (task.labels >= 0)).sum())
-    unlabeled = int((task.is_train & (task.labels < 0)).sum())
+def _plan(task: Task, config: Config) -> Plan | str:
+    """The plan of discovery, or why there is none."""
+    labeled, unlabeled = _sizes(task)
     size, workers = config.train.batch_size, max(1, config.compute.workers)
     try:
         make_pretrain_plan(config.seed, size, labeled, workers)
-        plan = make_plan(config.seed, config.data.composition, size, labeled, unlabeled, workers)
+        return make_plan(config.seed, config.data.composition, size, labeled, unlabeled, workers)
     except ConfigError as error:
-        yield Problem("error", str(error))
+        return str(error)
+
+
+def _errors(task: Task, config: Config) -> Iterator[str]:
+    yield from (text for kind, text in _classes_with(task, 0) if kind == "known")
+    _, unlabeled = _sizes(task)
+    if unlabeled < task.num_novel:
+        yield f"{unlabeled} unlabeled rows are fewer than the {task.num_novel} classes to discover"
+    plan = _plan(task, config)
+    if isinstance(plan, str):
+        yield plan
+
+
+def _warnings(task: Task, config: Config) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for name in task.known + task.novel:
+        other = seen.setdefault(" ".join(name.casefold().split()), name)
+        if other != name:
+            yield f"classes {other!r} and {name!r} differ only in case or spaces"
+    if task.num_known == 1:
+        yield f"only one known class, {task.known[0]!r}: pretraining has nothing to tell apart"
+    if task.num_novel == 1:
+        yield "num_novel is 1: every unlabeled row will fall into the one novel class"
+    if task.num_novel < len(task.novel):
+        hidden = f"the {len(task.novel)} hidden classes"
+        yield f"num_novel {task.num_novel} is below {hidden}: some share a cluster"
+    yield from (text for kind, text in _classes_with(task, 0) if kind == "novel")
+    yield from (text for _, text in _classes_with(task, 1))
+    labeled, unlabeled = _sizes(task)
+    factor, size = max(1, config.model.overcluster_factor), config.train.batch_size
+    if task.num_novel <= unlabeled < task.num_novel * factor:
+        yield (
+            f"{unlabeled} unlabeled rows are fewer than the {task.num_novel * factor} clusters of an "
+            f"overclustering head; lower --model.overcluster-factor (now {factor})"
+        )
+    plan = _plan(task, config)
+    if isinstance(plan, str):
         return
     if labeled < size:
-        yield Problem(
-            "warning", f"{labeled} labeled rows are fewer than batch_size {size}: pretraining takes them all"
-        )
-    rows_per_class = plan.unlabeled_size / task.num_novel
-    if rows_per_class < MIN_ROWS_PER_CLUSTER:
-        yield Problem(
-            "warning",
+        yield f"{labeled} labeled rows are fewer than batch_size {size}: pretraining takes them all"
+    if plan.unlabeled_size / task.num_novel < MIN_ROWS_PER_CLUSTER:
+        yield (
             f"a batch has {plan.unlabeled_size} unlabeled rows for {task.num_novel} classes, "
-            f"{rows_per_class:.1f} each; pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size",
+            f"{plan.unlabeled_size / task.num_novel:.1f} each; pseudo-labels need {MIN_ROWS_PER_CLUSTER} or "
+            "more: raise batch_size"
         )
 
 
@@ -182,39 +168,23 @@ def _headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     return headers, bad
 
 
-def _image_problems(task: Task) -> Iterator[Problem]:
-    headers, bad = _headers(task)
-    if bad:
-        level: Level = "warning" if headers else "error"
-        yield Problem(
-            level, f"{len(bad)} of a sample of {len(headers) + len(bad)} images are unreadable, e.g. {bad[0]}"
-        )
-
-
-def _duplicate_problems(task: Task) -> Iterator[Problem]:
+def _duplicates(task: Task) -> Iterator[str]:
     """Exact copies (same bytes or pixels) in both splits, both labeled and unlabeled, or under two labels."""
     groups, complete = _copies(task)
-    splits, sides, classes = [], [], []
+    found: dict[str, list[list[int]]] = defaultdict(list)
     for group in groups:
+        labels = {int(task.labels[i]) for i in group if task.is_train[i]}
         if len({bool(task.is_train[i]) for i in group}) == 2:
-            splits.append(group)
-        train = [i for i in group if task.is_train[i]]
-        if len({bool(task.labels[i] >= 0) for i in train}) == 2:
-            sides.append(group)
-        if len({int(task.labels[i]) for i in train if task.labels[i] >= 0}) > 1:
-            classes.append(group)
-    for found, text in (
-        (splits, "images are in train and in test"),
-        (sides, "images are labeled and unlabeled at once"),
-        (classes, "images have two different known labels"),
-    ):
-        if found:
-            example = " = ".join(task.rows.ids[i] for i in found[0][:3])
-            yield Problem("warning", f"{len(found)} {text}, e.g. {example}")
+            found["images are in train and in test"].append(group)
+        if -1 in labels and len(labels) > 1:
+            found["images are labeled and unlabeled at once"].append(group)
+        if len(labels - {-1}) > 1:
+            found["images have two different known labels"].append(group)
+    for text, copies in found.items():
+        example = " = ".join(task.rows.ids[i] for i in copies[0][:3])
+        yield f"{len(copies)} {text}, e.g. {example}"
     if not complete:
-        yield Problem(
-            "warning", f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of images"
-        )
+        yield f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of images"
 
 
 def _copies(task: Task) -> tuple[list[list[int]], bool]:
@@ -246,10 +216,6 @@ def _content(image: Image) -> bytes:
         return b"" if is_uri(image) else read_bytes(image, MAX_BYTES)
     except OSError:
         return b""  # decoding reports it
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(_printable(name) for name in names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _printable(name: str) -> str:

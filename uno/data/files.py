@@ -120,7 +120,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 def read_bytes(path: str, max_bytes: int) -> bytes:
-    """At most ``max_bytes`` + 1 bytes of a file. Raises OSError or pyarrow's ArrowException."""
+    """At most ``max_bytes`` + 1 bytes of a file. Raises OSError."""
     if not is_uri(path):
         with open(path, "rb") as file:
             return file.read(max_bytes + 1)
@@ -186,7 +186,10 @@ def _locate(path: str) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=16)
 def _connect(host: str, options: str) -> tuple[Any, str]:
-    files, root = pa.fs.FileSystem.from_uri(host + options)
+    try:
+        files, root = pa.fs.FileSystem.from_uri(host + options)
+    except pa.ArrowException as error:
+        raise OSError(one_line(error)) from None
     return files, root
 
 

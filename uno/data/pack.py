@@ -1,4 +1,4 @@
-"""Writing a data set as Parquet shards that stream well: a million small files is slow everywhere.
+"""Parquet shards that stream well: a million small files is slow everywhere.
 
 Rows are shuffled, the same way every time; labeled and unlabeled rows never share a row group, so neither
 is read for the other's sake. Every page has a checksum. Encoded images keep their bytes, pixels become PNG.
@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +26,7 @@ from uno.data.files import Storage, read_bytes
 from uno.data.plan import window_indices
 from uno.data.rows import Files, Image, Rows, base
 from uno.data.tables import PACKED, PACKING, ParquetImages
-from uno.errors import ConfigError
+from uno.errors import ConfigError, one_line
 
 GROUP_BYTES = 8 * 2**20
 GROUP_ROWS = 500
@@ -35,8 +34,7 @@ WINDOW_SHARDS = 4  # of a Parquet source, mixed at once
 FORMAT = 1
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """What came of it: ``rows`` = ``packed`` + ``bad``."""
 
     rows: int
@@ -68,9 +66,12 @@ def pack(
         StorageError: it cannot be written.
     """
     shards = _shards(rows, labeled, shard_bytes)
+    digest = hashlib.sha256()  # of the rows of every row group: other options put other rows there
+    for group in chain.from_iterable(shards.values()):
+        digest.update(len(group).to_bytes(8, "little") + group.astype("<i8").tobytes())
     plan = {
         "format": FORMAT, "fingerprint": rows.fingerprint, "rows": len(rows), "shards": list(shards),
-        "groups_sha256": _digest(shards),
+        "groups_sha256": digest.hexdigest(),
     }  # fmt: skip
     _claim(output, plan)
     bad: list[dict[str, str]] = []
@@ -87,7 +88,7 @@ def pack(
     output.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
     counts = {"packed": len(rows) - len(bad), "bad": len(bad)}
     output.write(PACKING, json.dumps({**plan, **counts, "finished": True}, indent=1).encode())
-    return Packed(len(rows), counts["packed"], counts["bad"], len(shards))
+    return Packed(len(rows), **counts, shards=len(shards))
 
 
 def _claim(output: Storage, plan: dict[str, Any]) -> None:
@@ -111,40 +112,43 @@ def _bad_of(output: Storage, name: str) -> list[dict[str, str]] | None:
     if not output.exists(name):
         return None
     try:
-        found = json.loads(_metadata(output.read(name))[PACKED])["bad"]
+        metadata = pa.parquet.read_schema(io.BytesIO(output.read(name))).metadata
+        return list(json.loads(metadata[PACKED.encode()])["bad"])
     except (pa.ArrowException, KeyError, ValueError, TypeError):
         return None
-    return list(found)
 
 
 # ------------------------------------------------------------------------------------------- what goes where
-def _digest(shards: Mapping[str, list[np.ndarray]]) -> str:
-    """Of the rows of every row group: other options put other rows there."""
-    digest = hashlib.sha256()
-    for group in chain.from_iterable(shards.values()):
-        digest.update(len(group).to_bytes(8, "little") + group.astype("<i8").tobytes())
-    return digest.hexdigest()
-
-
 def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list[np.ndarray]]:
     """File name -> its row groups, each int64 row numbers."""
     sizes = _sizes(rows)
-    files: list[tuple[str, list[np.ndarray]]] = []
+    shards: dict[str, list[np.ndarray]] = {}
     for split in ("train", "test"):
-        parts: list[list[np.ndarray]] = [[]]
+        files: list[list[np.ndarray]] = [[]]
         filled = 0
         for kind in (True, False):
             members = np.flatnonzero((rows.split == split) & (labeled == kind))
             for group in _groups(_order(rows, members, sizes, shard_bytes), sizes):
-                parts[-1].append(group)
+                files[-1].append(group)
                 filled += int(sizes[group].sum())
                 if filled >= shard_bytes:
-                    parts.append([])
+                    files.append([])
                     filled = 0
-        files += [(split, part) for part in parts if part]
-    totals = {split: sum(name == split for name, _ in files) for split in ("train", "test")}
-    numbers = {"train": iter(range(len(files))), "test": iter(range(len(files)))}
-    return {f"{s}-{next(numbers[s]):05d}-of-{totals[s]:05d}.parquet": groups for s, groups in files}
+        files = [groups for groups in files if groups]
+        shards |= {f"{split}-{i:05d}-of-{len(files):05d}.parquet": groups for i, groups in enumerate(files)}
+    return shards
+
+
+def _sizes(rows: Rows) -> np.ndarray:
+    """Bytes of every image, or the mean of their row group; int64 (N,)."""
+    images, index = base(rows.images, np.arange(len(rows)))
+    if isinstance(images, ParquetImages):
+        groups = images.groups(index)
+        return images.group_bytes[groups] // np.bincount(groups)[groups]
+    if isinstance(images, Files):
+        return np.maximum(images.sizes[index], 0)
+    found = (images[i] for i in index.tolist())
+    return np.array([image.nbytes if isinstance(image, np.ndarray) else len(image) for image in found])
 
 
 def _order(rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int) -> np.ndarray:
@@ -172,18 +176,6 @@ def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
         yield order[start:]
 
 
-def _sizes(rows: Rows) -> np.ndarray:
-    """Bytes of every image, or the mean of their row group; int64 (N,)."""
-    images, index = base(rows.images, np.arange(len(rows)))
-    if isinstance(images, ParquetImages):
-        groups = images.groups(index)
-        return images.group_bytes[groups] // np.bincount(groups)[groups]
-    if isinstance(images, Files):
-        return np.maximum(images.sizes[index], 0)
-    found = (images[i] for i in index.tolist())
-    return np.array([image.nbytes if isinstance(image, np.ndarray) else len(image) for image in found])
-
-
 # --------------------------------------------------------------------------------------------------- a shard
 def _shard(
     rows: Rows, groups: list[np.ndarray], pool: ThreadPoolExecutor
@@ -191,44 +183,45 @@ def _shard(
     """The content of a file, and the rows that are not in it."""
     order = np.concatenate(groups)
     images, index = base(rows.images, order)
-    found: list[Any] = (
-        images.fetch(index) if isinstance(images, ParquetImages) else [images[i] for i in index]
-    )
+    found: Any = images.fetch(index) if isinstance(images, ParquetImages) else map(images.__getitem__, index)
     with quiet():
-        encoded = list(pool.map(_encode, found))
-    bad = [
-        {"id": rows.ids[row], "reason": str(one)}
-        for row, one in zip(order.tolist(), encoded, strict=True)
-        if isinstance(one, BadImage)
-    ]
-    schema = _schema(rows, bad)
-    sink, start = io.BytesIO(), 0
+        encoded = dict(zip(order.tolist(), pool.map(_encode, found), strict=True))
+    reasons = {row: one for row, one in encoded.items() if isinstance(one, str)}
+    bad = [{"id": rows.ids[row], "reason": reason} for row, reason in reasons.items()]
+    schema, sink = _schema(rows, bad), io.BytesIO()
     options = {
         "write_page_checksum": True,
         "compression": {name: "none" if name == "image" else "zstd" for name in schema.names},
         "use_dictionary": ["label", "split"],
         "write_statistics": ["label", "split"],  # of images they would be whole images
     }
+    number: dict[str | None, Any] = {name: i for i, name in enumerate(rows.class_names)}
     with pa.parquet.ParquetWriter(sink, schema, **options) as writer:
         for group in groups:
-            content = encoded[start : start + len(group)]
-            start += len(group)
-            kept = [i for i, one in enumerate(content) if isinstance(one, bytes)]
+            kept = [row for row in group.tolist() if row not in reasons]
+            labels = [rows.labels[row] for row in kept]
+            columns: dict[str, Any] = {
+                "id": [rows.ids[row] for row in kept],
+                "image": [encoded[row] for row in kept],
+                "label": [number.get(label) for label in labels] if number else labels,
+                "split": rows.split[kept].tolist(),
+            }
+            if rows.eval_labels is not None:
+                columns["eval_label"] = [rows.eval_labels[row] for row in kept]
             if kept:
-                good = [one for one in content if isinstance(one, bytes)]
-                writer.write_table(_table(rows, group[kept], good, schema))
+                writer.write_table(pa.table(columns, schema=schema))
     return sink.getvalue(), bad
 
 
-def _encode(image: Image) -> bytes | BadImage:
-    """The bytes to store; the reason where they cannot be decoded."""
+def _encode(image: Image) -> bytes | str:
+    """The bytes to store; as text the reason why they cannot be decoded."""
     try:
         content = image if not isinstance(image, str) else read_bytes(image, MAX_BYTES)
         decode_rgb(content, MAX_BYTES)  # at full scale
     except BadImage as error:
-        return error
+        return str(error)
     except OSError as error:
-        return BadImage(" ".join(str(error.strerror or error).split()))
+        return one_line(error.strerror or error)
     if isinstance(content, np.ndarray):
         file = io.BytesIO()
         Pillow.fromarray(content).save(file, "PNG")
@@ -246,25 +239,3 @@ def _schema(rows: Rows, bad: list[dict[str, str]]) -> pa.Schema:
         names = {"names": list(rows.class_names), "_type": "ClassLabel"}
         metadata["huggingface"] = json.dumps({"info": {"features": {"label": names}}})
     return pa.schema(fields, metadata=metadata)
-
-
-def _table(rows: Rows, index: np.ndarray, images: list[bytes], schema: pa.Schema) -> pa.Table:
-    labels: list[Any] = [rows.labels[i] for i in index]
-    if rows.class_names:
-        number = {name: i for i, name in enumerate(rows.class_names)}
-        labels = [None if label is None else number[label] for label in labels]
-
-    columns: dict[str, Any] = {
-        "id": [rows.ids[i] for i in index],
-        "image": images,
-        "label": labels,
-        "split": rows.split[index].tolist(),
-    }
-    if rows.eval_labels is not None:
-        columns["eval_label"] = [rows.eval_labels[i] for i in index]
-    return pa.table(columns, schema=schema)
-
-
-def _metadata(data: bytes) -> dict[str, str]:
-    metadata = pa.parquet.read_schema(io.BytesIO(data)).metadata
-    return {key.decode(): value.decode() for key, value in metadata.items()}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from uno.config import DataConfig
+from uno.data.files import read_bytes
 from uno.data.rows import Rows
 from uno.errors import ConfigError
 
@@ -55,19 +56,28 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     """
     if config.num_novel == "auto":
         raise ConfigError("num_novel auto must be estimated first: uno estimate-classes")
-    classes = order_classes({label for label in rows.labels if label is not None}, rows.class_names)
+    source, is_train = rows.source, rows.split == "train"
+    classes = order_classes(rows.labels, rows.class_names)
     if not classes:
-        raise ConfigError(f"{rows.source}: no row has a label; known classes need labeled rows")
-    is_train = rows.split == "train"
-    if config.known_classes is not None or rows.known:
-        known, novel = _benchmark_classes(rows, config, classes)
+        raise ConfigError(f"{source}: no row has a label; known classes need labeled rows")
+    chosen = _known_classes(rows, config, classes)
+    if chosen is not None:
+        if len(chosen) == len(classes) and None not in rows.labels:
+            raise ConfigError(
+                f"all {len(classes)} classes of {source} are known: none is left to discover; "
+                "name fewer with --known-classes"
+            )
+        novel = [name for name in classes if name not in chosen]
         num_novel = config.num_novel or len(novel)
-        if num_novel == 0:
-            raise ConfigError(f"{rows.source}: every class is known; give --num-novel for the unlabeled rows")
+        if not num_novel:
+            raise ConfigError(f"{source}: every class is known; give --num-novel for the unlabeled rows")
     else:
-        known, num_novel = _open_classes(rows, config, classes, is_train)
-        true_names = order_classes({name for name in rows.truth if name is not None}, rows.class_names)
-        novel = [name for name in true_names if name not in known]
+        chosen = _classes_of_labeled_rows(rows, is_train)
+        novel = [name for name in order_classes(rows.truth, rows.class_names) if name not in chosen]
+        if config.num_novel is None:
+            raise ConfigError(f"{source}: give --num-novel, the number of classes among the unlabeled rows")
+        num_novel = config.num_novel
+    known = [name for name in classes if name in chosen]
     if config.limit is not None:
         kept = limit_rows(rows, config.limit)
         rows, is_train = rows.take(kept), is_train[kept]
@@ -78,14 +88,15 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
 
 def _indices(names: list[str | None], classes: list[str]) -> np.ndarray:
     """int64 (N,): position of each name in ``classes``, -1 where there is none."""
-    index = {name: i for i, name in enumerate(classes)}
-    return np.array([-1 if name is None else index.get(name, -1) for name in names], dtype=np.int64)
+    index: dict[str | None, int] = {name: i for i, name in enumerate(classes)}
+    return np.array([index.get(name, -1) for name in names], dtype=np.int64)
 
 
-def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[str]:
-    """Class names in the declared order, or else sorted with numbers by value: 2 before 10."""
+def order_classes(names: Iterable[str | None], declared: Iterable[str] = ()) -> list[str]:
+    """The different names in the declared order, or else sorted with numbers by value: 2 before 10."""
     rank = {name: i for i, name in enumerate(declared)}
-    return sorted(names, key=lambda name: (rank.get(name, len(rank)), _natural(name)))
+    different = {name for name in names if name is not None}
+    return sorted(different, key=lambda name: (rank.get(name, len(rank)), _natural(name)))
 
 
 def _natural(name: str) -> tuple[object, ...]:
@@ -101,41 +112,29 @@ def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
     Raises:
         ConfigError: as :func:`parse_known_classes`.
     """
-    classes = order_classes({label for label in rows.labels if label is not None}, rows.class_names)
-    chosen = set(rows.known) or set(classes)
-    if config.known_classes is not None:
-        chosen = parse_known_classes(config.known_classes, classes)
+    classes = order_classes(rows.labels, rows.class_names)
+    chosen = _known_classes(rows, config, classes) or set(classes)
     return np.array([label in chosen for label in rows.labels])
 
 
-def _benchmark_classes(rows: Rows, config: DataConfig, classes: list[str]) -> tuple[list[str], list[str]]:
-    if config.known_classes is None:
-        chosen = set(rows.known)
-    else:
-        chosen = parse_known_classes(config.known_classes, classes)
-    if len(chosen) == len(classes) and None not in rows.labels:
-        raise ConfigError(
-            f"all {len(classes)} classes of {rows.source} are known: none is left to discover; "
-            "name fewer with --known-classes"
-        )
-    return [c for c in classes if c in chosen], [c for c in classes if c not in chosen]
+def _known_classes(rows: Rows, config: DataConfig, classes: list[str]) -> set[str] | None:
+    """What the user or the source names; None where the labels themselves say it."""
+    if config.known_classes is not None:
+        return parse_known_classes(config.known_classes, classes)
+    return set(rows.known) or None
 
 
-def _open_classes(
-    rows: Rows, config: DataConfig, classes: list[str], is_train: np.ndarray
-) -> tuple[list[str], int]:
-    train_labels = {rows.labels[i] for i in np.flatnonzero(is_train)}
-    present = train_labels - {None}
+def _classes_of_labeled_rows(rows: Rows, is_train: np.ndarray) -> set[str]:
+    labels = {rows.labels[i] for i in np.flatnonzero(is_train)}
+    present = {label for label in labels if label is not None}
     if not present:
         raise ConfigError(f"{rows.source}: no training row has a label; known classes need labeled rows")
-    if None not in train_labels:
+    if None not in labels:
         raise ConfigError(
             f"{rows.source}: every training row is labeled, so there is nothing to discover; give "
             "--known-classes first:N to hide the other labels (benchmark), or add rows without a label"
         )
-    if not isinstance(config.num_novel, int):
-        raise ConfigError(f"{rows.source}: give --num-novel, the number of classes among the unlabeled rows")
-    return [c for c in classes if c in present], config.num_novel
+    return present
 
 
 def parse_known_classes(value: str, classes: list[str]) -> set[str]:
@@ -160,21 +159,19 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
             near = difflib.get_close_matches(name, classes, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"classes are {', '.join(classes[:8])}, ..."
             raise ConfigError(f"{where}: no class {name!r} in the data; {hint}")
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ConfigError(f"{where}: class {twice[0]!r} is given twice")
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: class {name!r} is given twice")
     return set(names)
 
 
 def _read_names(path: str) -> list[str]:
     try:
-        with open(os.path.expanduser(path), encoding="utf-8") as file:
-            text = file.read(MAX_NAMES_BYTES + 1)
+        text = read_bytes(os.path.expanduser(path), MAX_NAMES_BYTES)
+        if len(text) > MAX_NAMES_BYTES:
+            raise ConfigError(f"known_classes file {path} is larger than {MAX_NAMES_BYTES} bytes")
+        return [line.strip() for line in text.decode().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read known_classes file {path}: {error}") from None
-    if len(text) > MAX_NAMES_BYTES:
-        raise ConfigError(f"known_classes file {path} is larger than {MAX_NAMES_BYTES} bytes")
-    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def limit_rows(rows: Rows, limit: int) -> np.ndarray:
@@ -184,21 +181,16 @@ def limit_rows(rows: Rows, limit: int) -> np.ndarray:
     kept = []
     for split in ("train", "test"):
         groups: dict[str | None, list[int]] = {}
-        for i in np.flatnonzero(rows.split == split):
-            groups.setdefault(rows.labels[i], []).append(int(i))
+        for i in np.flatnonzero(rows.split == split).tolist():
+            groups.setdefault(rows.labels[i], []).append(i)
         if len(groups) > limit:
             raise ConfigError(f"--limit {limit} is below the {len(groups)} classes of the {split} rows")
-        left, todo = limit, len(groups)
-        unlabeled = groups.pop(None, [])
-        if unlabeled:
-            num = sum(map(len, groups.values())) + len(unlabeled)
-            share = min(max(1, round(limit * len(unlabeled) / num)), limit - len(groups), len(unlabeled))
-            kept += [unlabeled[j] for j in np.arange(share) * len(unlabeled) // share]
-            left, todo = left - share, todo - 1
-        for members in sorted(
-            groups.values(), key=len
-        ):  # ties stay in order of the first row, whatever the names
+        left, todo, num = limit, len(groups), sum(map(len, groups.values()))
+        # Unlabeled rows first, then small classes; ties stay in order of the first row, whatever the names.
+        for label, members in sorted(groups.items(), key=lambda item: (item[0] is not None, len(item[1]))):
             share = min(len(members), left // todo)
+            if label is None:
+                share = min(len(members), limit - todo + 1, max(1, round(limit * len(members) / num)))
             kept += [members[j] for j in np.arange(share) * len(members) // share]
             left, todo = left - share, todo - 1
     return np.sort(np.array(kept, dtype=np.int64))

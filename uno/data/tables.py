@@ -367,7 +367,7 @@ def _text(path: str) -> str:
         if len(data) > MAX_TABLE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_TABLE_BYTES} bytes; use Parquet")
         return data.decode("utf-8-sig")
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
 
 
