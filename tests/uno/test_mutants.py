@@ -6,12 +6,15 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
+from tests.uno.reference import padded_loss
 
 
 class Mutant(NamedTuple):
@@ -36,30 +39,9 @@ def scaled(order: tuple[int, int], detach: bool = True):
     return lambda original: sinkhorn
 
 
-def padded_loss(mistake: str | None):
-    """The discovery loss with padded targets and concatenated logits, as the paper writes it."""
-
-    def loss(known, families, labels, targets, temperature, concat=True):
-        losses = []
-        if mistake == "no temperature":
-            temperature = 1
-        for novel, target in zip(families, targets, strict=True):
-            num_large, num_views, num_known = len(target), len(known), known.shape[-1]
-            same = torch.eye(num_large, num_views, dtype=known.dtype)
-            pairs = {"itself too": torch.ones_like(same), "unswapped": same}.get(mistake, 1 - same)
-            joint = torch.cat([known.unsqueeze(1).expand(-1, novel.shape[1], -1, -1), novel], dim=-1)
-            log_p = (joint / temperature).log_softmax(dim=-2 if mistake == "over rows" else -1)
-            one_hot = F.one_hot(labels, num_known).to(known.dtype)
-            padded = F.pad(target.to(known.dtype), (num_known, 0))
-            if mistake == "known block":
-                padded = padded.roll(-num_known, dims=-1)
-            wide = F.pad(one_hot, (0, novel.shape[-1])).expand(*padded.shape[:2], -1, -1)
-            y = torch.cat([wide, padded], dim=2)
-            weight = pairs / (num_large * (num_views - 1) * known.shape[1])
-            losses.append(-torch.einsum("vw,vhbk,whbk->h", weight, y, log_p))
-        return torch.stack(losses)
-
-    return lambda original: loss
+def padded(mistake: str | None):
+    """The loss as the paper writes it, with a mistake."""
+    return lambda original: partial(padded_loss, mistake=mistake)
 
 
 def fields(**replaced):
@@ -210,12 +192,12 @@ MUTANTS = {
         SINKHORN, scaled((-2, -1), detach=False), "test_sinkhorn:test_no_gradient"
     ),
     "a view teaches itself as well": Mutant(
-        LOSS, padded_loss("itself too"), "test_objective:test_a_view_never_teaches_itself"
+        LOSS, padded("itself too"), "test_objective:test_a_view_never_teaches_itself"
     ),
-    "unswapped views": Mutant(LOSS, padded_loss("unswapped"), NAIVE, TWO_VIEWS),
-    "temperature missing": Mutant(LOSS, padded_loss("no temperature"), NAIVE, TWO_VIEWS),
-    "softmax over the batch axis": Mutant(LOSS, padded_loss("over rows"), NAIVE, TWO_VIEWS),
-    "pseudo-labels on the known block": Mutant(LOSS, padded_loss("known block"), NAIVE, TWO_VIEWS),
+    "unswapped views": Mutant(LOSS, padded("unswapped"), NAIVE, TWO_VIEWS),
+    "temperature missing": Mutant(LOSS, padded("no temperature"), NAIVE, TWO_VIEWS),
+    "softmax over the batch axis": Mutant(LOSS, padded("over rows"), NAIVE, TWO_VIEWS),
+    "pseudo-labels on the known block": Mutant(LOSS, padded("known block"), NAIVE, TWO_VIEWS),
     "pretraining's softmax over the batch axis": Mutant(
         "uno.objective:labeled_loss", softmax_over_batch,
         "test_objective:test_labeled_loss_is_cross_entropy_of_cosines",
@@ -345,7 +327,7 @@ def test_mutant_is_caught(name, tmp_path, monkeypatch, one_thread):
 def test_replacing_breaks_nothing(tmp_path, monkeypatch, one_thread):
     """The machinery and the slow forms without a mistake pass: what is caught is the mistake."""
     replace(SINKHORN, scaled((-2, -1)), monkeypatch)
-    replace(LOSS, padded_loss(None), monkeypatch)
+    replace(LOSS, padded(None), monkeypatch)
     replace("uno.model:UnoModel.heads", fields(), monkeypatch)
     for test, arguments in ((NAIVE, TWO_VIEWS), (STACKED, RAW), ("test_sinkhorn:test_no_gradient", {})):
         run(test, arguments, tmp_path)
