@@ -12,22 +12,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from scipy import stats
 
-from tune import page, records, spaces
-from tune.records import FAILED, STOPPED, Trial
-from tune.score import ORACLE
-from tune.spaces import Space
+from tune import records, spaces
+from tune.records import FAILED, FINISHED, STOPPED, Trial
+from tune.score import ORACLE, SCORES
+from tune.spaces import Domain, Space
 from uno.data.files import Storage
+from uno.report.charts import WIDE, Chart, Dot, Series, line_chart, ticks
+from uno.report.page import render, short
 
-PARTS = (
-    "spread", "known_best", "novel_best", "known_avg", "novel_avg", "loss", "agreement",
+NUMBERS = (
+    "score", "spread", "known_best", "novel_best", "known_avg", "novel_avg", "loss", "agreement",
     "seconds", "cpu_seconds", "gpu_seconds",
 )  # fmt: skip
 """Numbers of an epoch that become columns, where a trial has them."""
+MAX_CURVES = 200
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Summary:
-    """A sweep read back from its directory."""
+    """A sweep read back from its directory.
+
+    ``ranked`` are its sound trials, best first; ``best`` is the one that ``best.yaml`` takes, if any
+    finished; ``importance`` as :func:`importance` gives it.
+    """
 
     settings: dict[str, Any]
     space: Space
     trials: list[Trial]
+    ranked: list[Trial]
+    best: Trial | None
     cost: Cost
     importance: list[tuple[str, float]]
 
@@ -61,9 +71,9 @@ class Summary:
         return self.settings["score"] == ORACLE
 
     @property
-    def num_epochs(self) -> int:
-        """Epochs of a trial that is not stopped."""
-        return int(self.settings["epochs"])
+    def keeps_given(self) -> bool:
+        """Whether the configuration as given wins although another has a higher score."""
+        return self.best is not None and self.best is not self.ranked[0]
 
 
 def read(storage: Storage) -> Summary:
@@ -72,10 +82,28 @@ def read(storage: Storage) -> Summary:
     Raises:
         ConfigError: it holds no sweep.
     """
-    settings = records.read_settings(storage)
-    trials = records.read_trials(storage)
-    space = spaces.from_tree(settings["space"])
-    return Summary(settings, space, trials, _cost(storage, settings, trials), importance(space, trials))
+    settings, trials = records.read_settings(storage), records.read_trials(storage)
+    space, ranked = spaces.from_tree(settings["space"]), records.ranking(trials)
+    pretrained = [
+        records.read_json(storage, f"pretrain/{name}/done.json") for name in storage.list("pretrain")
+    ]
+    lines = [line for trial in trials for line in trial.epochs] + pretrained
+    sound = [trial for trial in trials if trial.status in (FINISHED, STOPPED)]
+    planned = len(sound) * int(settings["epochs"])
+    seconds, cpu_seconds, gpu_seconds = (
+        sum(line.get(key, 0.0) for line in lines) for key in ("seconds", "cpu_seconds", "gpu_seconds")
+    )
+    cost = Cost(
+        seconds,
+        cpu_seconds,
+        gpu_seconds,
+        epochs=sum(trial.last_epoch for trial in trials),
+        saved=1 - sum(trial.last_epoch for trial in sound) / planned if planned else 0.0,
+        pretrainings=sum(map(bool, pretrained)),
+        pretrain_s=sum(line.get("seconds", 0.0) for line in pretrained),
+    )
+    best = records.best_trial(trials)
+    return Summary(settings, space, trials, ranked, best, cost, importance(space, ranked))
 
 
 def write(storage: Storage) -> Summary:
@@ -83,46 +111,24 @@ def write(storage: Storage) -> Summary:
     summary = read(storage)
     brand = f"{ORACLE}-" if summary.oracle else ""
     storage.write(f"{brand}sweep.parquet", table_bytes(summary))
-    text = best_yaml(summary)
-    if text is not None:
-        storage.write(f"{brand}best.yaml", text.encode())
-    storage.write(f"{brand}sweep.html", page.render(summary).encode())
+    if summary.best is not None:
+        storage.write(f"{brand}best.yaml", best_yaml(summary, summary.best).encode())
+    storage.write(f"{brand}sweep.html", page(summary).encode())
     return summary
 
 
-def _cost(storage: Storage, settings: dict[str, Any], trials: Sequence[Trial]) -> Cost:
-    pretrained = [
-        records.read_json(storage, f"pretrain/{name}/done.json") for name in storage.list("pretrain")
-    ]
-    lines = [line for trial in trials for line in trial.epochs] + pretrained
-    sound = [t for t in trials if t.status is not None and t.status != FAILED]
-    planned = len(sound) * int(settings["epochs"])
-    return Cost(
-        seconds=sum(line.get("seconds", 0.0) for line in lines),
-        cpu_seconds=sum(line.get("cpu_seconds", 0.0) for line in lines),
-        gpu_seconds=sum(line.get("gpu_seconds", 0.0) for line in lines),
-        epochs=sum(trial.last_epoch for trial in trials),
-        saved=1 - sum(trial.last_epoch for trial in sound) / planned if planned else 0.0,
-        pretrainings=sum(bool(p) for p in pretrained),
-        pretrain_s=sum(p.get("seconds", 0.0) for p in pretrained),
-    )
-
-
-def importance(space: Space, trials: Sequence[Trial]) -> list[tuple[str, float]]:
+def importance(space: Space, ranked: Sequence[Trial]) -> list[tuple[str, float]]:
     """Absolute Spearman correlation of each searched key with the trials' ranks, largest first.
 
     Choices count by their position in the space. It sees monotone effects of one key at a time: a key with a
     best value in the middle, or one that matters only together with another, looks unimportant.
     """
-    ranked = records.ranking(list(trials))
-    if len(ranked) < 4:
-        return []
     found = []
-    for domain in space:
-        values = [page.position(domain, trial.overrides[domain.key]) for trial in ranked]
-        if len(set(values)) < 2:
-            continue
-        found.append((domain.key, abs(float(stats.spearmanr(values, range(len(values))).statistic))))
+    for domain in space if len(ranked) >= 4 else ():
+        values = [position(domain, trial.overrides[domain.key]) for trial in ranked]
+        if len(set(values)) > 1:
+            rho = stats.spearmanr(values, range(len(values))).statistic
+            found.append((domain.key, abs(float(rho))))
     return sorted(found, key=lambda entry: (-entry[1], entry[0]))
 
 
@@ -130,81 +136,189 @@ def importance(space: Space, trials: Sequence[Trial]) -> list[tuple[str, float]]
 def table_bytes(summary: Summary) -> bytes:
     """Parquet, one row for every trial and epoch (one without epoch for a trial that never finished one).
 
-    Columns: trial, status, reason, objective, epoch, score, parts of the score, and the searched keys.
+    Columns: trial, status, reason, objective, epoch, the score and its parts, and the searched keys.
     """
-    rows = []
-    for trial in summary.trials:
-        head = {"trial": trial.index, "status": trial.status or "unfinished", "reason": trial.reason}
-        head["objective"] = summary.settings["score"]
-        values = {key: list(v) if isinstance(v, tuple) else v for key, v in trial.overrides.items()}
-        for line in trial.epochs or [{}]:
-            parts = {name: line.get(name) for name in PARTS}
-            rows.append({**head, "epoch": line.get("epoch"), "score": line.get("score"), **parts, **values})
-    names = ["trial", "status", "reason", "objective", "epoch", "score", *PARTS]
-    kinds: dict[str, pa.DataType] = {name: pa.float64() for name in ("score", *PARTS)}
-    kinds |= {"trial": pa.int64(), "epoch": pa.int64(), "status": pa.string(), "reason": pa.string()}
-    columns = {name: pa.array([row[name] for row in rows], kinds.get(name)) for name in names}
+    fields = {"trial": pa.int64(), "status": pa.string(), "reason": pa.string(), "objective": pa.string()}
+    fields |= {"epoch": pa.int64(), **dict.fromkeys(NUMBERS, pa.float64())}
+    objective = summary.settings["score"]
+    rows = [
+        {"trial": trial.index, "status": trial.status or "unfinished", "reason": trial.reason}
+        | {"objective": objective, **{name: line.get(name) for name in ("epoch", *NUMBERS)}}
+        | trial.overrides
+        for trial in summary.trials
+        for line in trial.epochs or [{}]
+    ]
+    columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in fields.items()}
     columns |= {domain.key: pa.array([row[domain.key] for row in rows]) for domain in summary.space}
     buffer = io.BytesIO()
-    marks = {"objective": summary.settings["score"], "oracle": str(summary.oracle).lower()}
+    marks = {"objective": objective, "oracle": str(summary.oracle).lower()}
     pq.write_table(pa.table(columns).replace_schema_metadata(marks), buffer)
     return buffer.getvalue()
 
 
-def best_yaml(summary: Summary) -> str | None:
+def best_yaml(summary: Summary, best: Trial) -> str:
     """What ``uno discover --config`` takes as it is: the given options and the winner's values, all searched
-    keys. None where no trial finished.
+    keys.
     """
-    best = records.best_trial(summary.trials)
-    if best is None:
-        return None
-    values = {key: list(v) if isinstance(v, tuple) else v for key, v in best.overrides.items()}
-    comment = (
-        f"trial {best.index} of {len(summary.trials)}, score {best.score:.4f} ({summary.settings['score']}); "
-        "uno discover --config best.yaml"
-    )
-    lines = [f"# {comment}"]
+    given = {key: value for key, value in summary.settings["given"].items() if key not in best.overrides}
+    lines = [
+        f"# trial {best.index} of {len(summary.trials)}, score {best.score:.4f} "
+        f"({summary.settings['score']}); uno discover --config best.yaml"
+    ]
     if summary.oracle:
         lines.insert(
             0, "# ORACLE: chosen by the true labels of the novel classes. Not a result; research only."
         )
-    given = {key: value for key, value in summary.settings["given"].items() if key not in values}
-    lines.append(yaml.safe_dump(given, sort_keys=False).rstrip() if given else "")
-    lines += ["# searched:", yaml.safe_dump(values, sort_keys=False).rstrip()]
-    return "\n".join(line for line in lines if line) + "\n"
+    if given:
+        lines.append(yaml.safe_dump(given, sort_keys=False).rstrip())
+    return "\n".join([*lines, "# searched:", yaml.safe_dump(best.overrides, sort_keys=False)])
 
 
 def format_table(summary: Summary, most: int = 10) -> str:
-    """The console table: the best trials, the others counted, the cost."""
-    ranked = records.ranking(summary.trials)
-    default = next((trial for trial in summary.trials if trial.index == 0), None)
-    shown = ranked[:most]
-    if default is not None and default not in shown and default in ranked:
-        shown = [*shown, default]
-    heads = [domain.key.rpartition(".")[2] for domain in summary.space]
-    rows = [["trial", "epochs", "score", *heads]]
-    for trial in shown:
-        name = f"{trial.index}{' (as given)' if trial.index == 0 else ''}"
-        spread = "" if math.isnan(trial.spread) else f" +- {trial.spread:.4f}"
-        epochs = f"{trial.last_epoch}{' stopped' if trial.status == STOPPED else ''}"
-        values = [str(trial.overrides[domain.key]) for domain in summary.space]
-        rows.append([name, epochs, f"{trial.score:.4f}{spread}", *values])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    """The console table: the best trials and the one as given, the others counted, the cost."""
+    ranked, cost = summary.ranked, summary.cost
+    rows = [["trial", "epochs", "score", *(domain.key.rpartition(".")[2] for domain in summary.space)]]
+    for rank, trial in enumerate(ranked):
+        if rank < most or trial.index == 0:
+            name = f"{trial.index}{' (as given)' if trial.index == 0 else ''}"
+            spread = "" if math.isnan(trial.spread) else f" +- {trial.spread:.4f}"
+            epochs = f"{trial.last_epoch}{' stopped' if trial.status == STOPPED else ''}"
+            values = [str(trial.overrides[domain.key]) for domain in summary.space]
+            rows.append([name, epochs, f"{trial.score:.4f}{spread}", *values])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     failed = sum(trial.status == FAILED for trial in summary.trials)
-    cost = summary.cost
     lines.append(
         f"{len(ranked)} trials, {failed} failed; {cost.epochs} epochs, stopping saved "
         f"{100 * cost.saved:.0f} %; {cost.pretrainings} pretrainings; {cost.cpu_seconds:.0f} CPU s"
     )
-    best = records.best_trial(summary.trials)
-    if best is not None and best is not ranked[0]:
+    if summary.best is not None and summary.keeps_given:
         lines.append(
-            f"best.yaml keeps the values as given: none beats their {best.score:.4f} by more than a "
+            f"best.yaml keeps the values as given: none beats their {summary.best.score:.4f} by more than a "
             "standard error"
         )
     if summary.oracle:
         lines.insert(0, "ORACLE: scored by the true labels of the novel classes; not a result")
     return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------- the page
+def page(summary: Summary) -> str:
+    """``sweep.html``."""
+    trials, ranked = summary.trials, summary.ranked
+    charts = [best_so_far(summary), learning_curves(summary)]
+    scatters = [scatter(domain, summary) for domain in summary.space]
+    context = {
+        "summary": summary,
+        "default": next((trial for trial in ranked if trial.index == 0), None),
+        "others": [trial for trial in trials if trial not in ranked],
+        "sentence": SCORES[summary.settings["score"]],
+        "statuses": [trial.status for trial in trials],
+        "charts": [chart for chart in charts if chart is not None],
+        "scatters": [chart for chart in scatters if chart is not None],
+        "parallel": parallel(summary) if len(ranked) > 1 else None,
+    }
+    return render("sweep.html", context, package="tune")
+
+
+def position(domain: Domain, value: Any) -> float:
+    """Where a value lies in its domain, 0 to 1, the inverse of :meth:`Domain.at`; clipped outside."""
+    marks = domain.choices or (domain.low, domain.high)
+    value = tuple(value) if isinstance(value, list) else value
+    if value in marks:
+        return marks.index(value) / max(1, len(marks) - 1)
+    if not all(isinstance(number, int | float) for number in (value, *marks)):
+        return 0.0
+    scale = math.log if domain.scale == "log" else float
+    return float(np.interp(scale(value), [scale(mark) for mark in marks], np.linspace(0, 1, len(marks))))
+
+
+def domain_ticks(domain: Domain) -> list[tuple[float, str]]:
+    """About five values of a domain: (position, text)."""
+    values = domain.choices[:: max(1, len(domain.choices) // 6)]
+    if not domain.choices:
+        values = tuple(dict.fromkeys(domain.at(share) for share in (0, 0.25, 0.5, 0.75, 1 - 1e-12)))
+    return [(position(domain, value), _text(value)) for value in values]
+
+
+def best_so_far(summary: Summary) -> Chart | None:
+    """Score of each trial by its number, and the best of the finished ones up to there."""
+    shown = _scored(summary)
+    steps: list[tuple[float, float]] = []
+    for trial in sorted(shown, key=lambda t: t.index):
+        top = steps[-1][1] if steps else -math.inf
+        steps.append((trial.index, top))
+        if trial.status == FINISHED and trial.score > top:
+            steps.append((trial.index, trial.score))
+    dots = [_dot(summary, trial, trial.index) for trial in shown]
+    return _chart("Best so far", "trial", [Series("best so far", steps, "best")], dots, width=WIDE)
+
+
+def learning_curves(summary: Summary) -> Chart | None:
+    """Score by epoch, a line for each trial: where early stopping cut."""
+    shown = _scored(summary)[-MAX_CURVES:]
+    series = [
+        Series(f"trial {t.index}", [(e["epoch"], e["score"]) for e in t.epochs], _kind(summary, t))
+        for t in shown
+    ]
+    dots = [_dot(summary, trial, trial.last_epoch) for trial in shown]
+    x_range = (1, int(summary.settings["epochs"]))
+    return _chart("Score by epoch", "epoch", series, dots, x_range=x_range, width=WIDE)
+
+
+def scatter(domain: Domain, summary: Summary) -> Chart | None:
+    """Score over the values of one key."""
+    dots = [_dot(summary, t, position(domain, t.overrides[domain.key])) for t in _scored(summary)]
+    return _chart(domain.key, "", [], dots, x_range=(0, 1), x_ticks=domain_ticks(domain))
+
+
+def parallel(summary: Summary) -> dict[str, Any]:
+    """Parallel coordinates: a line for each ranked trial through its values to its score, the best on top."""
+    ranked, space = summary.ranked, summary.space
+    low, high = _around([trial.score for trial in ranked])
+    series = []
+    for rank, trial in reversed(list(enumerate(ranked))):
+        heights = [position(domain, trial.overrides[domain.key]) for domain in space]
+        points = list(enumerate([*heights, (trial.score - low) / (high - low)]))
+        faded = 1 if trial is summary.best else round(0.85 - 0.65 * rank / len(ranked), 2)
+        series.append(Series(f"trial {trial.index}", points, _kind(summary, trial), faded))
+    axes = [(domain.key.rpartition(".")[2], domain_ticks(domain)) for domain in space]
+    axes.append(("score", [((score - low) / (high - low), f"{score:g}") for score in ticks(low, high)]))
+    chart = line_chart("", "", series, x_range=(0, len(space)), y_range=(0, 1), width=WIDE)
+    return {"chart": chart, "axes": axes}
+
+
+def _scored(summary: Summary) -> list[Trial]:
+    """Trials with a score; the best last, so that it is drawn on top."""
+    shown = [trial for trial in summary.trials if math.isfinite(trial.score)]
+    return sorted(shown, key=lambda trial: trial is summary.best)
+
+
+def _chart(title: str, x_label: str, series: list[Series], dots: list[Dot], **how: Any) -> Chart | None:
+    """A chart of scores, which need not begin at zero."""
+    scores = [dot.y for dot in dots] + [y for s in series for _, y in s.points]
+    return line_chart(title, x_label, series, dots, y_range=_around(scores), **how)
+
+
+def _around(values: Sequence[float]) -> tuple[float, float]:
+    """The range of the finite values, with a little air."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    air = (max(finite) - min(finite)) * 0.06 or 0.05
+    return min(finite) - air, max(finite) + air
+
+
+def _dot(summary: Summary, trial: Trial, x: float) -> Dot:
+    values = ", ".join(f"{key.rpartition('.')[2]} {_text(value)}" for key, value in trial.overrides.items())
+    how = f"{trial.status or 'unfinished'}, epoch {trial.last_epoch}"
+    words = f"trial {trial.index} ({how}): {trial.score:.4f}; {values}"
+    return Dot(x, trial.score, _kind(summary, trial), words)
+
+
+def _kind(summary: Summary, trial: Trial) -> str:
+    return "best" if trial is summary.best else trial.status or "unfinished"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "-".join(map(_text, value))
+    return f"{value:.2g}" if isinstance(value, float) else short(value, 14)
