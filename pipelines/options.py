@@ -294,7 +294,7 @@ def _checked(name: str, value: Any, command: Command) -> Any:
     try:
         return TypeAdapter(command.arguments[name].type).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{name}: {describe(error)}") from None
+        raise ConfigError(describe(error, name)) from None
 
 
 def _unknown(name: str, known: Sequence[str]) -> NoReturn:

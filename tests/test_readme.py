@@ -12,7 +12,7 @@ from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
 from pipelines.estimate import ESTIMATE
 from pipelines.options import Command, parse
-from tune.cli import TUNE
+from tune.sweep import TUNE
 from uno.errors import ConfigError
 from uno.reproduce.documents import spread
 

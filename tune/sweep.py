@@ -13,21 +13,24 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import Field, PositiveInt
 
-from pipelines import ray_env
+from pipelines import cli, ray_env
 from pipelines.console import on_stop, say, say_left_out
 from pipelines.jobs import prepare
+from pipelines.options import PRINT_CONFIG, Argument, Command, switch
+from pipelines.options import parse as parse_line
 from pipelines.worker import use_gpu, worker_resources
 from tune import records, report, spaces
 from tune.records import FAILED, FINISHED, RAY_FOLDER, SETTINGS, Trial
 from tune.score import AGREEMENT, FOLDS, SCORES, Fold, SweepData, make_folds, sweep_data
 from tune.spaces import Space
-from uno.config import Config, differing_keys, override, to_dict
+from uno.config import Config, about, differing_keys, dump_yaml, override, to_dict
 from uno.data.decode import check_bad, decode_many, readable
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -38,6 +41,38 @@ from uno.runs.lock import Claim
 POLL_S = 0.5
 STOPPING = "stopping: unfinished trials go on where they are with the same command"
 CPU_OF_A_WAITING_TRIAL = 0.01
+
+
+TUNE = Command(
+    "tune",
+    {
+        **PRINT_CONFIG,
+        "--space": Argument(f"{', '.join(spaces.SPACES)}, or a YAML file.", str, "uno"),
+        "--trials": Argument("Configurations to try.", PositiveInt, 16),
+        "--search": Argument("How they are chosen.", Literal["random", "optuna"], "random"),
+        "--score": Argument(
+            "What trials are compared by: folds (known classes hidden in turn), loss, agreement; oracle uses "
+            "the true labels and is for research only.",
+            Literal[*SCORES],
+            FOLDS,
+        ),
+        "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
+        "--hide": Argument("Classes a fold hides; default: the novel share of all classes.", int | None),
+        "--seeds": Argument("Runs of each configuration; the score is their mean.", PositiveInt, 1),
+        "--concurrent": Argument("Trials at a time; default: all the cluster holds.", PositiveInt | None),
+        "--grace-epochs": Argument(
+            "Epochs before a trial may be stopped; default: a sixth.", PositiveInt | None
+        ),
+        "--reduction": Argument("At each rung one of so many goes on.", Annotated[int, Field(ge=2)], 3),
+        "--no-stopping": switch("Run every trial to its last epoch."),
+    },
+    output="runs/tune-{preset}-seed{seed}",
+    text="""
+The other options make the configuration that is searched around, as for uno discover. Trial 0 is that
+configuration as it is. The same command again continues a sweep that was stopped or killed; a larger
+--trials adds trials. `uno discover --config DIR/best.yaml` runs the winner.
+""",
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +91,35 @@ class SweepOptions:
     seeds: int = 1
     concurrent: int | None = None
     asha: dict[str, int] | None = None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run or continue a sweep; returns the exit code."""
+    sweep, print_config = parse(argv)
+    if print_config:
+        print(dump_yaml(sweep.config), end="")
+        return 0
+    return run_sweep(sweep)
+
+
+def parse(argv: Sequence[str]) -> tuple[SweepOptions, bool]:
+    """Options of ``uno tune ARGV...``, and whether only the configuration is to be printed.
+
+    Raises:
+        ConfigError: an unknown option, a value out of range, or a space that does not fit the schema.
+        SystemExit: after ``--help``.
+    """
+    parsed = parse_line(argv, TUNE)
+    own, config = parsed.own, parsed.config
+    grace = own.grace_epochs or max(1, config.discover.epochs // 6)
+    asha = None if own.no_stopping else {"grace_epochs": grace, "reduction": own.reduction}
+    given = {key: value for key, value in parsed.given.items() if about(key).scope != "place"}
+    given |= {"preset": config.preset, "recipe": config.recipe}
+    sweep = SweepOptions(
+        config, given, spaces.load_space(own.space, config), own.space, own.trials, own.search, own.score,
+        own.folds, own.hide, own.seeds, own.concurrent, asha,
+    )  # fmt: skip
+    return sweep, own.print_config
 
 
 def run_sweep(options: SweepOptions) -> int:
@@ -342,7 +406,4 @@ def _in_thread(fit: Callable[[], Any]) -> None:
 
 
 if __name__ == "__main__":
-    from pipelines import cli
-    from tune.cli import main
-
     cli.run(main)

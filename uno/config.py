@@ -356,10 +356,11 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
         raise ConfigError(describe(error)) from None
 
 
-def describe(error: ValidationError) -> str:
-    """One line for the first problem pydantic found: ``objective.epsilon: ... (got -1)``."""
+def describe(error: ValidationError, name: str = "") -> str:
+    """One line for the first problem in what ``name`` holds: ``objective.epsilon: ... (got -1)``."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
+    loc = [str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int)]
+    where = ".".join([name, *loc] if name else loc)
     message = first["msg"].removeprefix("Value error, ")
     got = "" if isinstance(first["input"], Mapping | BaseModel) else f" (got {reprlib.repr(first['input'])})"
     return f"{where}: {message}{got}" if where else message

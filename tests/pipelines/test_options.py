@@ -9,7 +9,7 @@ import yaml
 from pipelines import options
 from pipelines.commands import DATA, DEMO, DISCOVER
 from pipelines.options import Command, parse, schema_flags
-from tune.cli import TUNE
+from tune.sweep import TUNE
 from uno.config import Config, config_hash, dump_yaml, field_names, flatten, to_dict
 from uno.errors import ConfigError
 from uno.presets import preset

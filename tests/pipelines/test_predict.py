@@ -174,8 +174,8 @@ def test_export_writes_and_says_what(run, tmp_path, capsys):
     assert (run / "model" / "model.pt2").exists()
     uno("export", run, "--format", "encoder", "--output", tmp_path / "sub" / "e.safetensors")
     assert "conv1.weight" in safetensors.torch.load((tmp_path / "sub" / "e.safetensors").read_bytes())
-    assert "invalid choice: 'tflite'" in refused(capsys, 2, "export", run, "--format", "tflite")
-    assert "required: --format" in refused(capsys, 2, "export", run)
+    assert "'pt2' or 'onnx' (got 'tflite')" in refused(capsys, 2, "export", run, "--format", "tflite")
+    assert "--format is missing" in refused(capsys, 2, "export", run)
 
 
 def test_predict_run_replaces_what_an_earlier_model_said(run):

@@ -7,8 +7,8 @@ import pytest
 from pipelines import ray_env
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
 from tune import sweep
-from tune.cli import main, parse
 from tune.score import make_folds
+from tune.sweep import main, parse
 from uno.errors import ConfigError
 
 

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-from tune.page import position
 
 from tune import spaces
+from tune.report import position
 from tune.spaces import SPACES, Domain
 from uno.config import flatten, override, to_dict
 from uno.errors import ConfigError

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from tune import process, records
-from tune.cli import parse
 from tune.score import FOLDS, SweepData, make_folds, sweep_data
-from tune.sweep import SweepOptions
+from tune.sweep import SweepOptions, parse
 from tune.trial import Gate, run_trial
 from uno.config import Config
 from uno.data.files import Storage
