@@ -39,11 +39,11 @@ from torchvision.transforms import v2
 
 from benchmarks.measure import environment, medians, spread, take_turns
 from uno.config import Config, override
-from uno.crops import Cuts
+from uno.crops import Cropper
 from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.plan import make_pretrain_plan
-from uno.data.stream import Feed, Part, StreamSet, cut_here
+from uno.data.stream import Chunk, CropJob, StreamSet, crop_here
 from uno.data.tables import ParquetImages
 from uno.presets import preset
 
@@ -107,32 +107,32 @@ def source_of(options: argparse.Namespace) -> tuple[Any, np.ndarray]:
     return ParquetImages(str(SHARED), files, "img"), np.arange(options.rows)
 
 
-def feed_of(config: Config, images: Any, rows: np.ndarray, folder: str) -> Feed:
+def job_of(config: Config, images: Any, rows: np.ndarray, folder: str) -> CropJob:
     """All ``rows`` as labeled rows, in epochs of one pass."""
     plan = make_pretrain_plan(0, BATCH, len(rows))
     bad = BadRows([], images, 1.0, Storage(folder))
     train = StreamSet(images, rows, np.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64),
-                      np.empty(0, np.int64), 1, 1, bad, cut_here(CORES))  # fmt: skip
-    return Feed(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
+                      np.empty(0, np.int64), 1, 1, bad, crop_here(CORES))  # fmt: skip
+    return CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
 
 
-def drain(parts: Iterator[Part], expected: int) -> None:
+def drain(chunks: Iterator[Chunk], expected: int) -> None:
     """A consumer that does nothing."""
-    seen = sum(len(part.pixels) for part in parts)
+    seen = sum(len(pixels) for pixels, _ in chunks)
     assert seen == expected, (seen, expected)
 
 
-def in_processes(pool: ProcessPoolExecutor, feed: Feed, expected: int) -> None:
-    """The pure function on the same cores: every process cuts its parts and throws them away."""
-    lots = [(refs.steps, refs.positions, feed.index[refs.rows]) for refs in feed.refs(feed.part_rows)]
-    assert sum(pool.map(partial(cut_lot, feed.cuts, feed.images), lots)) == expected
+def in_processes(pool: ProcessPoolExecutor, job: CropJob, expected: int) -> None:
+    """The pure function on the same cores: every process crops its chunks and throws them away."""
+    chunks = [(steps, places, job.index[rows]) for steps, places, rows in job.references(job.chunk_rows)]
+    assert sum(pool.map(partial(crop_chunk, job.cropper, job.images), chunks)) == expected
 
 
-def cut_lot(cuts: Cuts, images: Any, lot: tuple[np.ndarray, np.ndarray, np.ndarray]) -> int:
+def crop_chunk(cropper: Cropper, images: Any, chunk: tuple[np.ndarray, np.ndarray, np.ndarray]) -> int:
     torch.set_num_threads(1)
-    steps, positions, rows = lot
+    steps, positions, rows = chunk
     found = images.fetch(rows) if isinstance(images, ParquetImages) else [images[int(i)] for i in rows]
-    return len(cuts.cut(steps, positions, found)[0])
+    return len(cropper.crop(steps, positions, found)[0])
 
 
 def loader_of(config: Config, images: Any, rows: np.ndarray) -> Callable[[], None]:
@@ -155,13 +155,13 @@ def rate(options: argparse.Namespace) -> dict[str, Any]:
     config = config_of(options)
     images, rows = source_of(options)
     with tempfile.TemporaryDirectory() as folder:
-        feed = feed_of(config, images, rows, folder)
-        count = (feed.last - feed.first) * BATCH
-        one = cut_here(1)
+        job = job_of(config, images, rows, folder)
+        count = (job.last - job.first) * BATCH
+        one = crop_here(1)
         methods = {
             "DataLoader": loader_of(config, images, rows),
-            "uno, threads": lambda: drain(cut_here(CORES)(feed), count),
-            "uno, one thread": lambda: drain(one(feed), count),
+            "uno, threads": lambda: drain(crop_here(CORES)(job), count),
+            "uno, one thread": lambda: drain(one(job), count),
         }
         return row(options, take_turns(methods, options.repeats), count)
 
@@ -169,21 +169,21 @@ def rate(options: argparse.Namespace) -> dict[str, Any]:
 def through_ray(options: argparse.Namespace) -> dict[str, Any]:
     """Ray Data into a consumer that does nothing, next to the pure function and the DataLoader."""
     from pipelines import ray_env
-    from pipelines.streaming import cut_on_ray, store_bytes
+    from pipelines.ray_data import crop_on_ray, execution_limits, store_bytes
 
     # At Ray's 15, whatever else the machine does would take its time from Ray alone.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     config = config_of(options)
     images, rows = source_of(options)
     with tempfile.TemporaryDirectory() as folder, ray_env.connect(store_bytes(1)) as ray:
-        feed = feed_of(config, images, rows, folder)
-        count = (feed.last - feed.first) * BATCH
-        on_ray = cut_on_ray(ray, 1, 0.0)
+        job = job_of(config, images, rows, folder)
+        count = (job.last - job.first) * BATCH
+        on_ray = crop_on_ray(ray, *execution_limits(ray.cluster_resources(), 1, 0.0))
         with ProcessPoolExecutor(CORES, mp_context=get_context("spawn")) as pool:
             methods = {
                 "DataLoader": loader_of(config, images, rows),
-                "function": lambda: in_processes(pool, feed, count),
-                "uno, Ray Data": lambda: drain(on_ray(feed), count),
+                "function": lambda: in_processes(pool, job, count),
+                "uno, Ray Data": lambda: drain(on_ray(job), count),
             }
             seconds = take_turns(methods, options.repeats)
     found = row(options, seconds, count)
@@ -214,18 +214,18 @@ def row(options: argparse.Namespace, seconds: dict[str, list[float]], count: int
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Peak memory of all processes and of the object store, for 1, 2, 4 times the epochs and the rows."""
     from pipelines import ray_env
-    from pipelines.streaming import cut_on_ray, store_bytes
+    from pipelines.ray_data import crop_on_ray, execution_limits, store_bytes
 
     config = config_of(options)
     runs = []
     with tempfile.TemporaryDirectory() as folder, ray_env.connect(store_bytes(1)) as ray:
-        on_ray = cut_on_ray(ray, 1, 0.0)
+        on_ray = crop_on_ray(ray, *execution_limits(ray.cluster_resources(), 1, 0.0))
         for epochs, times in ((1, 1), (1, 1), (2, 1), (4, 1), (1, 2), (1, 4)):
             images, rows = source_of(argparse.Namespace(**vars(options) | {"rows": options.rows * times}))
-            feed = feed_of(config, images, rows, folder)
-            feed.last *= epochs
+            job = job_of(config, images, rows, folder)
+            job.last *= epochs
             with Peak() as peak:
-                drain(on_ray(feed), feed.last * BATCH)
+                drain(on_ray(job), job.last * BATCH)
             used = {"epochs": epochs, "rows": options.rows * times, "spilled_mb": spilled_mb(), **peak.found}
             print(used, file=sys.stderr, flush=True)
             runs.append(used)

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from pipelines import ray_env
-from pipelines.blocks import image_columns, images_of, pixel_column
 from pipelines.console import Progress, on_stop, say
+from pipelines.ray_data import bytes_of, decode_block, image_block, parquet_images
 from pipelines.worker import worker_resources
 from uno.config import Config, override
-from uno.data.decode import decode_many
+from uno.data.decode import readable
 from uno.data.files import Storage
-from uno.data.rows import Rows, base
+from uno.data.rows import Rows
 from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
-from uno.data.tables import ParquetImages
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.results.infer import (
     Classifier,
@@ -161,9 +160,8 @@ def predict_on_ray(
     resources = worker_resources(config, ray.cluster_resources())
     model = build_classifier(files)
     num_workers, rows = config.compute.workers, writer.rows
-    blocks = [_block(rows, index) for index in writer.batches(model.batch_rows)]
-    images, _ = base(rows.images, np.empty(0, np.int64))
-    decode = partial(_decode, size=model.size, images=images if isinstance(images, ParquetImages) else None)
+    blocks = [image_block(rows.images, index) for index in writer.batches(model.batch_rows)]
+    decode = partial(decode_block, side=model.size, images=parquet_images(rows.images))
     scorer = {
         "files": ray.put(dict(files)),
         "embedding": writer.embedding,
@@ -202,29 +200,11 @@ class Scorer:
     def __call__(self, block: pa.Table) -> pa.Table:
         """A decoded block -> its :func:`uno.results.predictions.result_table`."""
         size = self._model.size
-        pixels = np.frombuffer(bytearray(b"".join(block["image"].drop_null().to_pylist())), np.uint8)
+        reasons = block["reason"].to_pylist()
+        pixels = bytes_of(block["pixels"], 3 * size**2)[readable(reasons)]
         images = torch.from_numpy(pixels).view(-1, 3, size, size)
         scores = self._model.score(images) if len(images) else None
-        return result_table(block["row"].to_numpy(), block["reason"].to_pylist(), scores, self._embedding)
-
-
-# ---------------------------------------------------------------------------------------- blocks on their way
-def _block(rows: Rows, index: np.ndarray) -> pa.Table:
-    """Rows with their images as they are; of images in Parquet files their numbers."""
-    images, numbers = base(rows.images, index)
-    if isinstance(images, ParquetImages):
-        return pa.table({"row": pa.array(index, pa.int64()), "number": pa.array(numbers, pa.int64())})
-    return pa.table(
-        {"row": pa.array(index, pa.int64()), **image_columns([rows.images[int(i)] for i in index])}
-    )
-
-
-def _decode(block: pa.Table, size: int, images: ParquetImages | None) -> pa.Table:
-    """The same rows with pixels, 3 * size * size bytes each, or the reason why there are none."""
-    found = images_of(block) if images is None else images.fetch(block["number"].to_numpy())
-    pixels, reasons = decode_many(found, size, threads=1)
-    columns = {"image": pixel_column(pixels, reasons), "reason": pa.array(reasons, pa.string())}
-    return pa.table({"row": block["row"], **columns})
+        return result_table(block["row"].to_numpy(), reasons, scores, self._embedding)
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from pipelines import ray_env
+from pipelines import ray_data, ray_env
 from pipelines.console import Progress, on_stop, say
 from pipelines.ingest import decide
 from pipelines.options import Options
-from pipelines.streaming import store_bytes
 from uno.config import Config, dump_yaml, override
 from uno.data.check import check, format_report
 from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, readable
 from uno.data.files import Storage
-from uno.data.resident import assemble, eval_sets
+from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sets import EvalData, TrainData
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -88,7 +87,7 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
         _heal(claim.storage)
         if estimate is not None:
             claim.storage.write(ESTIMATE_FILE, estimate)
-        values = _execute(config, task, phases, evaluate, claim)
+        values, task = _execute(config, task, phases, evaluate, claim)
         if evaluate:
             facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
             trained = run.load_trained(config, claim.storage, task.num_known, task.num_novel)
@@ -122,7 +121,7 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
     directory.open_run(config, storage, task.rows.fingerprint)
     with lock.claim(storage, on_wait=say) as claim:
         _heal(claim.storage)
-        values = _execute(config, task, (), True, claim)
+        values, _ = _execute(config, task, (), True, claim)
         _write_results(claim.storage, values)
     _show(storage, values)
     return 0
@@ -198,15 +197,16 @@ def _sizes(task: Task) -> tuple[int, int]:
 
 def _execute(
     config: Config, task: Task, phases: tuple[str, ...], evaluate: bool, claim: Claim
-) -> dict[str, float]:
+) -> tuple[dict[str, float], Task]:
+    """The metrics, and the task with whatever images were decoded for them."""
     with Progress(interval=config.train.log_every) as progress:
         show = faults.in_driver(progress, claim.storage)
         job = _run_here if config.compute.workers == 0 else _run_on_ray
-        values = job(config, task, phases, evaluate, claim, show)
+        values, task = job(config, task, phases, evaluate, claim, show)
     if config.data.ingest == "streaming" and claim.storage.exists(BAD_SAMPLES):
         count = len(claim.storage.read(BAD_SAMPLES).splitlines())
         say(f"warning: {count} images were unreadable; see {claim.storage.path(BAD_SAMPLES)}")
-    return values
+    return values, task
 
 
 def _run_here(
@@ -216,7 +216,7 @@ def _run_here(
     evaluate: bool,
     claim: Claim,
     show: Callable[[dict[str, Any]], None],
-) -> dict[str, float]:
+) -> tuple[dict[str, float], Task]:
     """Everything in this process, without Ray."""
     device, storage = local_device(config), claim.storage
     torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
@@ -230,14 +230,15 @@ def _run_here(
         else:
             images, reasons = decode_many(task.rows.images, config.data.store_size)
             _account_for(reasons, config, task, storage)
-            ok = readable(reasons)
+            task, ok = keep_pixels(task, images, reasons), readable(reasons)
             train, truth = assemble(task, images, ok), partial(eval_sets, task, images, ok)
         train = train.to(device)
         for phase in phases:
             run.run_phase(config, phase, train, worker, storage)
     if not evaluate:
-        return {}
-    return evaluate_run(config, storage, train, truth(), len(task.known) + len(task.novel), worker)
+        return {}, task
+    values = evaluate_run(config, storage, train, truth(), len(task.known) + len(task.novel), worker)
+    return values, task
 
 
 def _driver_device(config: Config) -> torch.device:
@@ -252,7 +253,7 @@ def _run_on_ray(
     evaluate: bool,
     claim: Claim,
     show: Callable[[dict[str, Any]], None],
-) -> dict[str, float]:
+) -> tuple[dict[str, float], Task]:
     """Ray Data decodes, Ray Train trains; this process watches ``metrics.jsonl``."""
     storage = claim.storage
     stopping = False
@@ -265,16 +266,15 @@ def _run_on_ray(
     with on_stop(stop, STOPPING):
         say(ray_env.starting_line(config.compute.workers))
         streams = config.data.ingest == "streaming"
-        with ray_env.connect(store_bytes(config.compute.workers) if streams else None) as ray:
-            from pipelines import datasets, worker
+        with ray_env.connect(ray_data.store_bytes(config.compute.workers) if streams else None) as ray:
+            from pipelines import worker
 
             worker.await_resources(ray, config, lambda: stopping)
-            images, bad_rows = None, []
+            images, reasons, side = None, None, config.data.store_size
             if not streams:
-                images = datasets.decode_task(ray, task, config.data.store_size)
-                reasons = datasets.reasons_of(images, len(task.rows))
+                images = ray_data.decode_task(ray, task, side)
+                reasons = ray_data.reasons_of(images, len(task.rows))
                 _account_for(reasons, config, task, storage)
-                bad_rows = [row for row, reason in enumerate(reasons) if reason is not None]
             if stopping:
                 raise Interrupted("stopped before training began")
             journal = JournalTail(storage)
@@ -283,7 +283,11 @@ def _run_on_ray(
                 for metrics in journal.new_entries():
                     show(metrics)
 
-            return worker.run_workers(ray, config, task, images, bad_rows, phases, evaluate, claim, poll)
+            facts = ray_data.shared(ray, config, task, reasons)
+            values = worker.run_workers(ray, config, facts, images, phases, evaluate, claim, poll)
+            if reasons is not None and evaluate:  # the report and the predictions need no other decoding
+                task = keep_pixels(task, ray_data.pixels_of(images, len(task.rows), side), reasons)
+            return values, task
 
 
 def _account_for(reasons: list[str | None], config: Config, task: Task, storage: Storage) -> None:

@@ -9,21 +9,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipelines import datasets, streaming
+from pipelines import ray_data
 from pipelines.console import say
 from uno import collectives
 from uno.config import Config, to_dict
 from uno.data.files import Storage
-from uno.data.sets import EvalData, TrainData
-from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.results.evaluate import evaluate_run
 from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, faults, run
@@ -93,17 +90,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     storage = ClaimedStorage(loop["output"], loop["token"])
     storage.check()  # every rank: the run directory must be one that all nodes see
     worker = RayWorker(storage)
-    size, num_known, num_novel = config.data.store_size, loop["num_known"], loop["num_novel"]
-    train: TrainData
-    truth: Callable[[], Mapping[str, EvalData]]
-    if loop["stream"] is None:
-        train, images = datasets.train_set(ray.train.get_dataset_shard("images"), size, num_known, num_novel)
-        readable = torch.ones(len(images), dtype=torch.bool)
-        readable[torch.tensor(loop["bad_rows"], dtype=torch.int64)] = False
-        truth = partial(datasets.eval_sets, ray.train.get_dataset_shard("truth"), images, readable)
-    else:
-        stream = streaming.train_set(config, loop, storage)
-        train, truth = stream, partial(streaming.eval_sets, config, loop, stream)
+    train, truth = ray_data.worker_sets(config, loop, storage)
     train = train.to(worker.device)
     try:
         for phase in loop["phases"]:
@@ -126,9 +113,8 @@ def quiet_ray_train() -> None:
 def run_workers(
     ray: Any,
     config: Config,
-    task: Task,
+    facts: dict[str, Any],
     images: Any,
-    bad_rows: list[int],
     phases: tuple[str, ...],
     evaluate: bool,
     claim: Claim,
@@ -138,7 +124,8 @@ def run_workers(
 
     A worker group that dies is started again and resumes from the newest checkpoint, unless three in a row
     die without a new one; errors the user must act on are raised at once. ``on_poll`` is called about twice a
-    second, in the calling thread.
+    second, in the calling thread. ``facts`` are those of :func:`pipelines.ray_data.shared`, ``images`` the
+    decoded ones of a resident set.
 
     Raises:
         ConfigError: the cluster has too few CPUs or GPUs.
@@ -152,19 +139,11 @@ def run_workers(
         "output": storage.uri,
         "phases": list(phases),
         "evaluate": evaluate,
-        "num_known": len(task.known),
-        "num_novel": task.num_novel,
-        "num_true": len(task.known) + len(task.novel),
-        "bad_rows": bad_rows,
         "faults": os.environ.get(faults.VARIABLE, ""),
         "worker_cpus": resources["CPU"],
-        "stream": None,
+        **facts,
     }
-    sources = {}
-    if config.data.ingest == "streaming":
-        loop |= streaming.shared(ray, task)
-    else:
-        sources = {"images": images, "truth": datasets.truth_of(ray, task)}
+    sources = {} if images is None else {"images": images}
     saved, deaths = _saved_steps(storage), 0
     while True:
         loop["token"] = claim.replace_token()  # a worker of the last group that still runs writes no more

@@ -30,8 +30,8 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """What to cut from the rows of a phase; plain data that travels to the processes that do it.
+class Cropper:
+    """What to crop from the rows of a phase; plain data that travels to the processes that do it.
 
     ``num_rows`` is B of the global batch, ``side`` that of the stored square, which all crops but ``resized``
     are cut from, as in a resident set.
@@ -61,7 +61,7 @@ class Cuts:
             for part, kind in zip(parts, self.kinds, strict=True)
         ]
 
-    def cut(
+    def crop(
         self, steps: np.ndarray, positions: np.ndarray, images: Sequence[Image]
     ) -> tuple[np.ndarray, list[str | None]]:
         """The views of n rows: (uint8 (n, row_bytes), why a row has none or None (n)).
@@ -80,7 +80,7 @@ class Cuts:
                 planned = self._boxes(int(step), positions[rows])
                 for i, row in enumerate(rows.tolist()):
                     try:
-                        self._cut(images[row], [plan[i] for plan in planned], [view[row] for view in views])
+                        self._crop(images[row], [plan[i] for plan in planned], [view[row] for view in views])
                     except BadImage as error:
                         reasons[row] = str(error)
                         pixels[row] = 0
@@ -97,7 +97,7 @@ class Cuts:
             planned.append([list(zip(a, b, strict=True)) for a, b in zip(crops, boxes, strict=True)])
         return planned
 
-    def _cut(
+    def _crop(
         self, image: Image, planned: list[list[tuple[list[float], Box]]], out: list[tuple[Tensor, ...]]
     ) -> None:
         whole = square = None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines import datasets, worker
+from pipelines import worker
 from uno.config import Config, override
 from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
@@ -27,7 +27,6 @@ RAY = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0})
 @pytest.fixture
 def group(tmp_path, monkeypatch):
     """``group(*outcomes)`` runs workers that end in these ways, and counts them; an exception is raised."""
-    monkeypatch.setattr(datasets, "truth_of", lambda ray, task: None)
     started = []
 
     def run_group(*outcomes):
@@ -43,10 +42,9 @@ def group(tmp_path, monkeypatch):
             return outcome
 
         monkeypatch.setattr(worker, "_fit_in_thread", fit)
-        task = SimpleNamespace(known=["a", "b"], novel=["c"], num_novel=1)
         config = override(Config(), {"compute.workers": 2})
         with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
-            return worker.run_workers(RAY, config, task, "images", [], (), True, mine, lambda: None)
+            return worker.run_workers(RAY, config, {}, "images", (), True, mine, lambda: None)
 
     run_group.started = started
     return run_group

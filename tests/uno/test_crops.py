@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from uno import crops
 from uno.augment import augment, augment_crops, draw_numbers, draws_of
 from uno.config import AugmentConfig, ViewConfig
-from uno.crops import Cuts, crop_, resized_box
+from uno.crops import Cropper, crop_, resized_box
 from uno.data.plan import augment_generator
 
 PLAIN = dict(flip=0.0, jitter=0.0, grey=0.0)
@@ -37,8 +37,8 @@ def jpeg(pixels: np.ndarray, exif: int | None = None) -> bytes:
     return file.getvalue()
 
 
-def cuts(**augment_fields) -> Cuts:
-    return Cuts(7, 0, 6, AugmentConfig(**augment_fields), 16)
+def cuts(**augment_fields) -> Cropper:
+    return Cropper(7, 0, 6, AugmentConfig(**augment_fields), 16)
 
 
 @pytest.mark.parametrize("box", [(10, 20, 60, 90), (0, 0, 120, 160), (5, 7, 9, 14), (30, 30, 24, 24)])
@@ -92,9 +92,9 @@ def test_an_image_is_decoded_once_and_turned_upright(monkeypatch):
     monkeypatch.setattr(crops, "decode_rgb", lambda *a: calls.append(1) or real(*a))
     turned = np.rot90(smooth(40, 64), 1).copy()  # 6: turn clockwise to see it upright
     plain = cuts(large=RESIZED, small=RESIZED.model_copy(update={"num_views": 3, "size": 9}))
-    pixels, reasons = plain.cut(np.zeros(1, int), np.zeros(1, int), [jpeg(turned, exif=6)])
+    pixels, reasons = plain.crop(np.zeros(1, int), np.zeros(1, int), [jpeg(turned, exif=6)])
     assert len(calls) == 1 and reasons == [None]
-    upright, _ = plain.cut(np.zeros(1, int), np.zeros(1, int), [smooth(40, 64)])
+    upright, _ = plain.crop(np.zeros(1, int), np.zeros(1, int), [smooth(40, 64)])
     assert np.abs(pixels.astype(int) - upright).mean() < 6  # JPEG's own loss
     assert [tuple(part.shape) for part in plain.split(torch.from_numpy(pixels))] == [
         (1, 2, 3, 24, 24), (1, 3, 3, 9, 9)]  # fmt: skip
@@ -106,18 +106,18 @@ def test_views_do_not_depend_on_who_cuts_them_or_when():
     images = [smooth(30 + i, 50, seed=i) for i in range(6)]
     steps, places = np.array([4, 4, 4, 5, 5, 5]), np.array([0, 2, 5, 0, 2, 5])
     torch.manual_seed(1)
-    whole, _ = some.cut(steps, places, images)
+    whole, _ = some.crop(steps, places, images)
     torch.manual_seed(2)
     for start, stop in ((0, 2), (2, 5), (5, 6)):
-        part, _ = some.cut(steps[start:stop], places[start:stop], images[start:stop])
+        part, _ = some.crop(steps[start:stop], places[start:stop], images[start:stop])
         assert (part == whole[start:stop]).all()
-    again, _ = some.cut(steps[3:], places[3:], images[:3])
+    again, _ = some.crop(steps[3:], places[3:], images[:3])
     assert not (again == whole[:3]).all(axis=1).any()  # another step, other crops
 
 
 def test_a_bad_image_has_a_reason_and_black_views():
     images = [smooth(20, 20), b"no image", jpeg(smooth(40, 40))[:300], "/nowhere/x.jpg"]
-    pixels, reasons = cuts(large=RESIZED).cut(np.zeros(4, int), np.arange(4), images)
+    pixels, reasons = cuts(large=RESIZED).crop(np.zeros(4, int), np.arange(4), images)
     assert reasons[0] is None and pixels[0].any() and not pixels[1:].any()
     assert "not a readable" in reasons[1] and reasons[2] and "No such file" in reasons[3]
 
@@ -136,8 +136,8 @@ def test_crops_of_the_stored_square_give_the_resident_views(crop):
     rows = torch.tensor([1, 3, 4])
     stored = torch.stack([torch.from_numpy(images[i].copy()).permute(2, 0, 1) for i in rows.tolist()])
     expected = augment(stored, config, augment_generator(7, 0, 2), *STATS, rows, 6)
-    some = Cuts(7, 0, 6, config, 16)
-    pixels, _ = some.cut(np.full(3, 2), rows.numpy(), [images[i] for i in rows.tolist()])
+    some = Cropper(7, 0, 6, config, 16)
+    pixels, _ = some.crop(np.full(3, 2), rows.numpy(), [images[i] for i in rows.tolist()])
     found = augment_crops(
         some.split(torch.from_numpy(pixels)), config, augment_generator(7, 0, 2), *STATS, rows, 6, 16
     )

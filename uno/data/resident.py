@@ -13,6 +13,8 @@ from uno.augment import augment
 from uno.config import Config, DataConfig
 from uno.data.decode import check_bad, decode_many, readable
 from uno.data.plan import ROTATION, Order, Plan, augment_generator
+from uno.data.rows import Decoded
+from uno.data.sets import train_rows, truth_rows
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.steps import Batch
@@ -97,25 +99,29 @@ def load_resident(
     return task, images, readable(reasons), bad
 
 
+def keep_pixels(task: Task, images: Tensor, reasons: list[str | None]) -> Task:
+    """``task`` with the result of :func:`~uno.data.decode.decode_many`: what comes later decodes nothing."""
+    decoded = Decoded(task.rows.images, images.numpy(), reasons)
+    return replace(task, rows=replace(task.rows, images=decoded))
+
+
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
     """The training rows of ``images`` uint8 (N,3,S,S) that decoded (``ok`` bool (N,))."""
-    labeled = _rows(task.is_train & (task.labels >= 0) & ok)
-    unlabeled = _rows(task.is_train & (task.labels < 0) & ok)
-    labels = torch.from_numpy(task.labels)[labeled]
-    return TrainSet(images[labeled], labels, images[unlabeled], len(task.known), task.num_novel)
+    return train_set(images, **train_rows(task, ok))
+
+
+def train_set(
+    images: Tensor, labeled: np.ndarray, labels: Tensor, unlabeled: np.ndarray, num_known: int, num_novel: int
+) -> TrainSet:
+    """:func:`assemble` from :func:`~uno.data.sets.train_rows`, where the task itself is not at hand."""
+    return TrainSet(images[labeled], labels, images[unlabeled], num_known, num_novel)
 
 
 def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
     """{"train", "test"} -> the rows with a true class, known and novel, in row order; possibly none."""
-    sets = {}
-    for split, member in (("train", task.is_train), ("test", ~task.is_train)):
-        index = _rows(member & (task.eval_labels >= 0) & ok)
-        sets[split] = EvalSet(images[index], torch.from_numpy(task.eval_labels)[index], index)
-    return sets
-
-
-def _rows(mask: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.flatnonzero(mask))
+    return {
+        split: EvalSet(images[index], truth, index) for split, (index, truth) in truth_rows(task, ok).items()
+    }
 
 
 class ResidentBatches:

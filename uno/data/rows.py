@@ -105,6 +105,30 @@ def base(images: Images, rows: np.ndarray) -> tuple[Images, np.ndarray]:
 
 
 @dataclass(frozen=True, eq=False)
+class Decoded:
+    """Images that have been decoded, uint8 ``pixels`` (N,3,S,S), and need not be again.
+
+    One with a reason against it has no pixels; it is what it was in ``source``.
+    """
+
+    source: Images
+    pixels: np.ndarray
+    reasons: Sequence[str | None]
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.pixels)
+
+    def __getitem__(self, row: int) -> Image:
+        """The pixels (S,S,3) of a row, without a copy."""
+        return self.pixels[row].transpose(1, 2, 0) if self.reasons[row] is None else self.source[row]
+
+    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+        """Those of the source: decoding does not make another data set of it."""
+        return _contents(self.source, rows)
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """N rows. A row without a label is unlabeled.
 
@@ -165,12 +189,16 @@ class Rows:
         Parquet files that are not loaded enter with the size of every row group.
         """
         digest = hashlib.sha256(json.dumps([self.ids, self.labels, self.split.tolist()]).encode())
-        images, index = base(self.images, np.arange(len(self)))
-        facts = getattr(images, "facts", None)
-        for content in facts(index) if facts else (_content(images[i]) for i in index.tolist()):
+        for content in _contents(self.images, np.arange(len(self))):
             digest.update(len(content).to_bytes(8, "little"))
             digest.update(content)
         return digest.hexdigest()
+
+
+def _contents(images: Images, rows: np.ndarray) -> Iterator[bytes]:
+    images, index = base(images, rows)
+    facts = getattr(images, "facts", None)
+    return facts(index) if facts else (_content(images[i]) for i in index.tolist())
 
 
 def _content(image: Image) -> bytes:

@@ -1,4 +1,4 @@
-"""What every kind of set offers: training and evaluation ask for batches and need not know where images are.
+"""Which rows of a task training and evaluation see, and what every kind of set offers: batches.
 
 Kinds: decoded and in memory (:mod:`uno.data.resident`), read while it trains (:mod:`uno.data.stream`).
 """
@@ -6,14 +6,42 @@ Kinds: decoded and in memory (:mod:`uno.data.resident`), read while it trains (:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from uno.config import Config
 from uno.data.plan import Plan
+from uno.data.splits import Task
 from uno.steps import Batch
+
+
+def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
+    """What training may know of a task: rows of its ``labeled`` and ``unlabeled`` images, int64 each, the
+    known ``labels`` of the former, and the numbers of classes. ``ok`` bool (N,): which images have pixels.
+    """
+    usable = task.is_train if ok is None else task.is_train & ok
+    labeled = np.flatnonzero(usable & (task.labels >= 0))
+    return {
+        "labeled": labeled,
+        "labels": torch.from_numpy(task.labels[labeled]),
+        "unlabeled": np.flatnonzero(usable & (task.labels < 0)),
+        "num_known": len(task.known),
+        "num_novel": task.num_novel,
+    }
+
+
+def truth_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """{"train", "test"} -> (rows with a true class, possibly none, that class among known + novel), int64."""
+    has_truth = task.eval_labels >= 0 if ok is None else (task.eval_labels >= 0) & ok
+    splits = {"train": task.is_train, "test": ~task.is_train}
+    index = {split: np.flatnonzero(member & has_truth) for split, member in splits.items()}
+    return {
+        split: (torch.from_numpy(rows), torch.from_numpy(task.eval_labels[rows]))
+        for split, rows in index.items()
+    }
 
 
 class Batches(Protocol):

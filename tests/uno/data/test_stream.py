@@ -22,10 +22,10 @@ from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import (
-    Feed,
+    CropJob,
     StreamSet,
     ahead,
-    cut_here,
+    crop_here,
     stand_ins,
     stream_facts,
     streaming_eval_sets,
@@ -78,7 +78,7 @@ def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, 
     """Bit for bit, in order, backwards and from the middle; parts end inside steps. Kills: rows, labels or
     colours of another step or worker, a part's border that loses a row.
     """
-    monkeypatch.setattr(feed, "PART_ROWS", 7)
+    monkeypatch.setattr(feed, "CHUNK_ROWS", 7)
     for rank in range(world_size):
         expected = batches(small_sets()[0], phase=phase, rank=rank, world_size=world_size)
         found = batches(stream(tmp_path), phase=phase, rank=rank, world_size=world_size)
@@ -89,24 +89,24 @@ def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, 
 
 def test_nothing_is_cut_beyond_the_last_step(tmp_path, monkeypatch):
     """And few steps ahead of the consumer. Kills: an unbounded queue, an endless line."""
-    monkeypatch.setattr(feed, "PART_ROWS", 24)
+    monkeypatch.setattr(feed, "CHUNK_ROWS", 24)
     done = Counter()
     train = stream(tmp_path)
-    real = train.cut
+    real = train.crop
 
-    def counting(line):
-        for part in real(line):
-            done["parts"] += 1
-            yield part
+    def counting(job):
+        for chunk in real(job):
+            done["chunks"] += 1
+            yield chunk
 
-    found = batches(feed.StreamSet(**{**vars(train), "cut": counting}), last=9)
+    found = batches(replace(train, crop=counting), last=9)
     found(0)
     found.close()
-    assert done["parts"] <= 1 + 2 + 1
+    assert done["chunks"] <= 1 + 2 + 1
     for step in range(9):
         found(step)
     with pytest.raises(StopIteration):
-        next(found._stream)
+        next(found._packed)
 
 
 def test_what_workers_get_holds_no_hidden_label():
@@ -121,7 +121,7 @@ def test_what_workers_get_holds_no_hidden_label():
     other = replace(task, eval_labels=shuffled, rows=replace(task.rows, labels=names))
     first, second = stream_facts(task), stream_facts(other)
     assert (
-        set(first) == set(second) == {f.name for f in fields(StreamSet)} - {"bad", "cut", "device"} | {"ids"}
+        set(first) == set(second) == {f.name for f in fields(StreamSet)} - {"bad", "crop", "device"} | {"ids"}
     )
     for name in first:
         assert pickle.dumps(np.asarray(first[name])) == pickle.dumps(np.asarray(second[name])), name
@@ -137,10 +137,10 @@ def test_every_row_once_in_an_epoch(tmp_path, world_size):
     seen: Counter[int] = Counter()
     for rank in range(world_size):
         for first, last in ((0, 2), (2, plan.steps_per_epoch)):  # a stop in between
-            line = Feed(config, train, plan, rank, world_size, first, last)
-            for refs in line.refs(5):
-                seen.update(refs.rows.tolist())
-            assert sum(len(part.pixels) for part in cut_here(2)(line)) == (last - first) * line.rows_per_step
+            job = CropJob(config, train, plan, rank, world_size, first, last)
+            for _, _, rows in job.references(5):
+                seen.update(rows.tolist())
+            assert sum(len(pixels) for pixels, _ in crop_here(2)(job)) == (last - first) * job.rows_per_step
     assert set(seen.values()) == {1} and len(seen) == plan.steps_per_epoch * 12
 
 
@@ -176,7 +176,7 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
     replaced = 0
     for step in range(12):
         line = clean(step)
-        batch, rows = found(step), clean._feed.rows(step)
+        batch, rows = found(step), clean._job.rows(step)
         hit = [i for i, row in enumerate(rows) if row in (3, 30)]
         replaced += len(hit)
         ok = np.ones(len(rows), bool)

@@ -1,0 +1,347 @@
+"""Ray Data: tasks on any node read and decode images, once for a resident set, in every epoch for a streamed
+one, where they crop the views as well.
+
+Images travel to a task as they are: paths, encoded bytes, pixels, or numbers of rows in Parquet files. What
+comes back is 8-bit pixels, in order. For streaming every rank runs executions of its own, so that any step
+can be the first. An execution has a bounded number of blocks, so memory does not grow with the epochs; the
+next one starts before the last one ends, so that an epoch has no beginning to wait for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from uno.config import Config
+from uno.crops import Cropper
+from uno.data.decode import BadRows, decode_many, readable
+from uno.data.files import Storage, full_path
+from uno.data.ingest import free_host_bytes
+from uno.data.resident import EvalSet
+from uno.data.resident import train_set as resident_set
+from uno.data.rows import Chosen, Files, Image, Images, base
+from uno.data.sets import EvalData, TrainData, train_rows, truth_rows
+from uno.data.splits import Task
+from uno.data.stream import (
+    CHUNK_BYTES,
+    Chunk,
+    CropJob,
+    Decoded,
+    References,
+    StreamedEvalSet,
+    StreamSet,
+    stream_facts,
+)
+from uno.data.tables import ParquetImages
+from uno.errors import UnoError
+
+ROWS_PER_BLOCK = 2048  # of a resident set; a task is a process at first, which takes seconds to import torch
+ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
+ROWS_PER_BATCH = 4096
+EXECUTION_BYTES = 128 * 2**20  # of images that are in memory and travel to their tasks
+CHUNKS_PER_CPU = 32  # of an execution
+MIN_CHUNKS = 4
+START_NEXT_AT = 0.5  # of an execution
+STORE_BYTES = 1_500_000_000
+"""Of the object store of a cluster started here, for each worker. Results wander through all of a store
+before a page is used again, and a page touched for the first time costs as much as copying it."""
+STORE_SHARE = 0.4  # of the object store, for all executions of all workers
+TASK_CHUNKS = 4  # that a task crops: it costs 11 ms of CPU time, a block of its results much less
+TASK_CPUS = 0.9  # Ray rounds what workers reserve, and may leave a little less than one
+
+Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
+"""One execution: blocks to blocks, in order."""
+
+
+# ------------------------------------------------------------------------------------------------ the workers
+def shared(ray: Any, config: Config, task: Task, reasons: list[str | None] | None) -> dict[str, Any]:
+    """What all workers read of a task, in the object store: what training may know, and apart from it the
+    truth. ``reasons``: why an image of a resident set has no pixels.
+    """
+    ok = None if reasons is None else readable(reasons)
+    rows = stream_facts(task) if config.data.ingest == "streaming" else train_rows(task, ok)
+    return {
+        "rows": ray.put(rows),
+        "truth": ray.put(truth_rows(task, ok)),
+        "num_rows": len(task.rows),
+        "num_true": len(task.known) + len(task.novel),
+    }
+
+
+def worker_sets(
+    config: Config, loop: Mapping[str, Any], storage: Storage
+) -> tuple[TrainData, Callable[[], Mapping[str, EvalData]]]:
+    """On a worker: the training set, and what reads the evaluation sets when training is over."""
+    import ray
+    import ray.train
+
+    side, rows = config.data.store_size, dict(ray.get(loop["rows"]))
+    if config.data.ingest != "streaming":
+        images = pixels_of(ray.train.get_dataset_shard("images"), loop["num_rows"], side)
+
+        def resident_truth() -> Mapping[str, EvalData]:
+            truth = ray.get(loop["truth"])
+            return {split: EvalSet(images[own], true, own) for split, (own, true) in truth.items()}
+
+        return resident_set(images, **rows), resident_truth
+
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
+    limits = execution_limits(ray.cluster_resources(), config.compute.workers, loop["worker_cpus"])
+    names, every = rows.pop("ids"), Chosen(rows["images"], rows["index"])
+    bad = BadRows(names, every, config.data.max_bad_fraction, storage)
+    train = StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
+
+    def streamed_truth() -> Mapping[str, EvalData]:
+        decode = decode_on_ray(ray, train.images, train.index, side, *limits)
+        truth = ray.get(loop["truth"])
+        return {split: StreamedEvalSet(true, own, side, decode, bad) for split, (own, true) in truth.items()}
+
+    return train, streamed_truth
+
+
+# --------------------------------------------------------------------------------------------- a resident set
+def decode_task(ray: Any, task: Task, side: int) -> Any:
+    """A materialized dataset with a row per image of ``task``: ``row``, ``pixels`` (3 * side * side bytes,
+    zeros where ``reason`` says why there are none). No label is in here.
+    """
+    starts = range(0, len(task.rows), ROWS_PER_BLOCK)
+    blocks = [
+        image_block(task.rows.images, np.arange(len(task.rows))[i : i + ROWS_PER_BLOCK]) for i in starts
+    ]
+    decode = partial(decode_block, side=side, images=parquet_images(task.rows.images))
+    return (
+        ray.data.from_arrow(blocks)
+        .map_batches(decode, batch_format="pyarrow", batch_size=ROWS_PER_DECODE, zero_copy_batch=True)
+        .materialize()
+    )
+
+
+def reasons_of(dataset: Any, num_rows: int) -> list[str | None]:
+    """Why an image of :func:`decode_task` has no pixels, None where it has, in row order."""
+    reasons: list[str | None] = [None] * num_rows
+    columns = dataset.select_columns(["row", "reason"])
+    for batch in columns.iter_batches(batch_size=ROWS_PER_BATCH, batch_format="pyarrow"):
+        for row, reason in zip(batch["row"].to_pylist(), batch["reason"].to_pylist(), strict=True):
+            reasons[row] = reason
+    return reasons
+
+
+def pixels_of(dataset: Any, num_rows: int, side: int) -> Tensor:
+    """All images (N,3,side,side) of :func:`decode_task`, in row order, whatever order blocks arrive in."""
+    images = torch.zeros(num_rows, 3, side, side, dtype=torch.uint8)
+    flat = images.view(num_rows, -1).numpy()
+    for batch in dataset.iter_batches(batch_size=ROWS_PER_BATCH, batch_format="pyarrow"):
+        flat[batch["row"].to_numpy()] = bytes_of(batch["pixels"], flat.shape[1])
+    return images
+
+
+# ---------------------------------------------------------------------------------- blocks of images, decoded
+def image_block(images: Images, rows: np.ndarray) -> pa.Table:
+    """The ``rows`` int64 (n,) of ``images`` with their images as they travel."""
+    source, numbers = base(images, rows)
+    return pa.table({"row": pa.array(rows), **image_columns(source, numbers)})
+
+
+def image_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
+    """How images travel: numbers of Parquet rows; else paths as bytes (a path need not be text), encoded
+    bytes, or pixels with a shape.
+    """
+    if isinstance(images, ParquetImages):
+        return {"number": pa.array(rows)}
+    if isinstance(images, Files):
+        nothing = {"data": pa.nulls(len(rows), pa.large_binary()), "shape": pa.nulls(len(rows))}
+        return {"path": images.column.take(pa.array(rows)), **nothing}
+    found = [images[int(row)] for row in rows]
+    paths = [os.fsencode(image and full_path(image)) if isinstance(image, str) else None for image in found]
+    data = [None if isinstance(i, str) else i.tobytes() if isinstance(i, np.ndarray) else i for i in found]
+    shapes = [list(image.shape) if isinstance(image, np.ndarray) else None for image in found]
+    return {
+        "path": pa.array(paths, pa.large_binary()),
+        "data": pa.array(data, pa.large_binary()),
+        "shape": pa.array(shapes, pa.list_(pa.int32())),
+    }
+
+
+def parquet_images(images: Images) -> ParquetImages | None:
+    """What tasks need besides a block to read its images: the Parquet files, where they are in such."""
+    source, _ = base(images, np.empty(0, np.int64))
+    return source if isinstance(source, ParquetImages) else None
+
+
+def images_of(block: pa.Table, images: ParquetImages | None) -> list[Image]:
+    """The inverse of :func:`image_columns`."""
+    if images is not None:
+        return list(images.fetch(block["number"].to_numpy()))
+    columns = (block[name].to_pylist() for name in ("path", "data", "shape"))
+    return [
+        np.frombuffer(data, np.uint8).reshape(shape) if shape else data if path is None else os.fsdecode(path)
+        for path, data, shape in zip(*columns, strict=True)
+    ]
+
+
+def decode_block(block: pa.Table, side: int, images: ParquetImages | None) -> pa.Table:
+    """The rows of an :func:`image_block` with ``pixels`` and ``reason``."""
+    pixels, reasons = decode_many(images_of(block, images), side, threads=1)
+    return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", block["row"])
+
+
+def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
+    """Rows of bytes without a copy, as Arrow's fixed-size binary."""
+    kind = pa.binary(pixels.shape[1])
+    column = pa.FixedSizeBinaryArray.from_buffers(kind, len(pixels), [None, pa.py_buffer(pixels)])
+    return pa.table({"pixels": column, "reason": pa.array(reasons, pa.string())})
+
+
+def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
+    """A column ``pixels`` as uint8 (n, row_bytes), read-only, without a copy of what is in one piece."""
+    column = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+    values = np.frombuffer(column.buffers()[1], np.uint8)[column.offset * row_bytes :]
+    return values[: len(column) * row_bytes].reshape(-1, row_bytes)
+
+
+# -------------------------------------------------------------------------------------------------- streaming
+def store_bytes(workers: int) -> int:
+    """The object store that streaming asks for on this machine."""
+    return min(workers * STORE_BYTES, int(0.3 * free_host_bytes()))
+
+
+def execution_limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:
+    """(CPUs, bytes of the object store) for an execution of one worker of ``workers``, each of which reserves
+    ``worker_cpus``; an execution and the next share a store.
+    """
+    cpus = (cluster.get("CPU", 1) - workers * worker_cpus) / workers
+    return max(1.0, cpus), STORE_SHARE * cluster.get("object_store_memory", 2**30) / workers / 2
+
+
+def crop_on_ray(ray: Any, cpus: float, store: float) -> Callable[[CropJob], Generator[Chunk, None, None]]:
+    """As :func:`uno.data.stream.crop_here`, in Ray tasks within :func:`execution_limits`."""
+
+    def chunks(job: CropJob) -> Generator[Chunk, None, None]:
+        parquet = parquet_images(job.images)
+        crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows, images=parquet)
+        run = _runner(ray, crop, cpus, store, job.chunk_rows * job.row_bytes)
+        num_rows = job.fetch_rows if parquet else TASK_CHUNKS * job.chunk_rows
+        blocks = (_crop_block(job, references) for references in job.references(num_rows))
+        for table in in_executions(run, blocks, job.chunk_rows * _num_chunks(cpus, store)):
+            yield bytes_of(table["pixels"], job.row_bytes), table["reason"].to_pylist()
+
+    return chunks
+
+
+def decode_on_ray(
+    ray: Any, images: Images, index: np.ndarray, side: int, cpus: float, store: float
+) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:
+    """As :func:`uno.data.decode.decoded` of rows ``index`` of ``images``, in Ray tasks."""
+    run = _runner(
+        ray, partial(decode_block, side=side, images=parquet_images(images)), cpus, store, CHUNK_BYTES
+    )
+    max_rows = _num_chunks(cpus, store) * max(1, CHUNK_BYTES // (3 * side**2))
+
+    def decoded(batches: Iterable[np.ndarray]) -> Iterator[Decoded]:
+        blocks = (image_block(Chosen(images, index), rows) for rows in batches)
+        for table in in_executions(run, blocks, max_rows):
+            pixels = torch.from_numpy(bytes_of(table["pixels"], 3 * side**2).copy())
+            yield table["row"].to_numpy(), pixels.view(-1, 3, side, side), table["reason"].to_pylist()
+
+    return decoded
+
+
+def _num_chunks(cpus: float, store: float) -> int:
+    """Of an execution: enough for every CPU, but all of them fit into the share of the store."""
+    return max(MIN_CHUNKS, min(int(CHUNKS_PER_CPU * cpus), int(store / CHUNK_BYTES)))
+
+
+def _crop_block(job: CropJob, references: References) -> pa.Table:
+    steps, positions, rows = references
+    places = {"step": pa.array(steps), "position": pa.array(positions)}
+    return pa.table(places | image_columns(job.images, job.index[rows]))
+
+
+def _crop(
+    block: pa.Table, cropper: Cropper, chunk_rows: int, images: ParquetImages | None
+) -> Iterator[pa.Table]:
+    torch.set_num_threads(1)
+    found = images_of(block, images)
+    steps, positions = (block[name].to_numpy() for name in ("step", "position"))
+    for start in range(0, len(block), chunk_rows):
+        own = slice(start, start + chunk_rows)
+        yield _pixel_table(*cropper.crop(steps[own], positions[own], found[own]))
+
+
+def in_executions(run: Run, blocks: Iterator[pa.Table], max_rows: int) -> Iterator[pa.Table]:
+    """``run`` over all blocks, some at a time; the next execution starts half-way through the one before."""
+    groups = _groups(blocks, max_rows)
+    with ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool:
+
+        def start() -> tuple[int, Iterator[pa.Table]] | None:
+            group = next(groups, None)
+            if group is None:
+                return None
+            results = run(group)
+            first = next(results, None)  # which starts the execution
+            return sum(map(len, group)), iter(()) if first is None else chain([first], results)
+
+        following: Future[Any] | None = pool.submit(start)
+        while following is not None and (started := following.result()) is not None:
+            following, done = None, 0
+            num_rows, results = started
+            for table in results:
+                done += len(table)
+                if following is None and done >= START_NEXT_AT * num_rows:
+                    following = pool.submit(start)
+                yield table
+            assert done == num_rows, (done, num_rows)  # no row is lost or doubled
+            following = following or pool.submit(start)
+
+
+def _groups(blocks: Iterator[pa.Table], max_rows: int) -> Iterator[list[pa.Table]]:
+    group: list[pa.Table] = []
+    for block in blocks:
+        group.append(block)
+        if sum(map(len, group)) >= max_rows or sum(b.nbytes for b in group) >= EXECUTION_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _runner(ray: Any, function: Callable[..., Any], cpus: float, store: float, chunk_bytes: int) -> Run:
+    """Blocks through ``function`` in Ray tasks, which results of ``chunk_bytes`` leave at once."""
+    from ray.data import ExecutionResources
+
+    def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
+        dataset = ray.data.from_arrow(blocks)
+        options = dataset.context.execution_options
+        options.preserve_order = True
+        options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=store)
+        # Ray's reservation lets one task of two run on two CPUs. Blocks bound memory without.
+        dataset.context.op_resource_reservation_enabled = False
+        # Ray joins what is smaller and splits what is 1.5 times as large; either costs copies.
+        dataset.context.target_max_block_size = chunk_bytes - 1
+        results = dataset.map_batches(function, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS)
+        try:
+            yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+        except Exception as error:
+            raise _own_error(error) or error from None
+
+    return run
+
+
+def _own_error(error: BaseException | None) -> UnoError | None:
+    """The error of ours that failed a Ray task: Ray's own text is a traceback, and it adds lines to ours."""
+    while error is not None:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, UnoError):
+            return type(cause)(str(cause).partition("\n")[0])
+        error = cause if isinstance(cause, BaseException) else error.__cause__
+    return None

@@ -1,0 +1,340 @@
+"""Ray Data decodes and crops what this process does, in the same order, and a run is one run however it gets
+its images.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from pipelines import cli, ray_data
+from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
+from uno.config import override
+from uno.data import decode, stream
+from uno.data.decode import decode_many
+from uno.data.files import Storage
+from uno.data.pack import pack
+from uno.data.rows import Files
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.data.stream import CropJob, crop_here, stream_facts, streaming_set
+from uno.data.tables import ParquetImages
+from uno.errors import ConfigError
+from uno.model import UnoModel
+from uno.presets import preset
+from uno.runs import run
+
+BROKEN = (3, 8, 14)
+STREAMING = [*SMALL, "--data.ingest", "streaming"]
+CONFIG = override(
+    preset("custom"),
+    {
+        "data.known_classes": "cat,dog", "data.ingest": "streaming", "data.store_size": 8,
+        "data.composition": "paired", "train.batch_size": 12, "augment.large.size": 8,
+        "augment.large.crop": "resized", "augment.small.num_views": 1, "augment.small.size": 6,
+    },
+)  # fmt: skip
+PAIR = {"CPU": 2.0}
+
+
+def folder_of(tmp_path):
+    """Three classes, some images broken, one with a name that is no UTF-8."""
+    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 30}, size=11)
+    for i in BROKEN:
+        (folder / "dog" / f"{i}.png").write_text("not an image")
+    os.rename(folder / "cat" / "5.png", folder / "cat" / os.fsdecode(b"caf\xe9.png"))
+    return folder
+
+
+def task_of(source):
+    data = override(CONFIG, {"data.source": source}).data
+    return make_task(read_rows(data), data)
+
+
+def files_task(tmp_path):
+    """Relative paths."""
+    folder = folder_of(tmp_path)
+    os.chdir(tmp_path)
+    return task_of(f"folder:{folder.name}")
+
+
+def bytes_task(tmp_path):
+    """The same images as bytes, one truncated and one empty."""
+    task = task_of(f"folder:{folder_of(tmp_path)}")
+    images = [Path(task.rows.images[i]).read_bytes() for i in range(len(task.rows))]
+    images[2], images[40] = images[2][:60], b""
+    return replace(task, rows=replace(task.rows, images=images))
+
+
+def arrays_task(tmp_path):
+    """Pixels of different sizes."""
+    generator = np.random.default_rng(0)
+    task = task_of(f"folder:{folder_of(tmp_path)}")
+    images = [generator.integers(0, 256, (6 + i % 5, 8, 3), dtype=np.uint8) for i in range(len(task.rows))]
+    return replace(task, rows=replace(task.rows, images=images))
+
+
+def parquet_task(tmp_path):
+    """Row groups of a few images."""
+    rows = task_of(f"folder:{folder_of(tmp_path)}").rows
+    pack(rows, np.array([label != "emu" for label in rows.labels]), Storage(str(tmp_path / "out")), 4000, 1)
+    return task_of(f"parquet:{tmp_path / 'out'}")
+
+
+def job_of(train, rank=0, world_size=1, first=0, last=4):
+    plan = run.plans(CONFIG, train.num_labeled, train.num_unlabeled, world_size)[run.DISCOVER]
+    return CropJob(CONFIG, train, plan, rank, world_size, first, last)
+
+
+def joined(chunks):
+    pixels, reasons = zip(*chunks, strict=True)
+    return np.concatenate(pixels), [reason for some in reasons for reason in some]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("make", [files_task, bytes_task, arrays_task, parquet_task])
+def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
+    """Bit for bit: a resident set; the crops of both of two workers, over several executions, blocks and
+    chunks of a block, from the beginning and from the middle of an epoch; the rows of an evaluation.
+    Kills: blocks in the order of completion, an execution that is lost, chunks out of step.
+    """
+    for module, name, value in (
+        (ray_data, "ROWS_PER_BLOCK", 8), (ray_data, "ROWS_PER_DECODE", 3), (ray_data, "ROWS_PER_BATCH", 7),
+        (ray_data, "MIN_CHUNKS", 8), (ray_data, "CHUNKS_PER_CPU", 0), (stream, "CHUNK_ROWS", 5),
+        (stream, "MAX_WINDOW_ROWS", 8),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.chdir(tmp_path)
+    task = make(tmp_path)
+    images, reasons = decode_many(task.rows.images, 8)
+    dataset = ray_data.decode_task(ray_cluster, task, 8)
+    assert set(dataset.schema().names) == {"row", "pixels", "reason"}
+    assert ray_data.reasons_of(dataset, len(task.rows)) == reasons
+    assert any(reasons) == (make in (files_task, bytes_task))
+    assert torch.equal(ray_data.pixels_of(dataset, len(task.rows), 8), images)
+
+    train = streaming_set(CONFIG, task, Storage(str(tmp_path / "run")))
+    assert isinstance(train.images, {files_task: Files, parquet_task: ParquetImages}.get(make, list))
+    limits = ray_data.execution_limits(PAIR, 2, 0.5)
+    crop = ray_data.crop_on_ray(ray_cluster, *limits)
+    for rank in (0, 1):
+        job = job_of(train, rank, 2, last=12)
+        chunks = list(crop(job))
+        assert len(chunks) >= 12 * 6 / 5  # they leave a task one by one
+        pixels, why = joined(chunks)
+        expected, expected_why = joined(crop_here(1)(job))
+        assert (pixels == expected).all() and why == expected_why and len(pixels) == 12 * 6
+        rest, _ = joined(crop(job_of(train, rank, 2, first=7, last=12)))
+        assert (rest == expected[7 * 6 :]).all()
+
+    rows = np.arange(len(task.rows))
+    decoded = ray_data.decode_on_ray(ray_cluster, train.images, train.index, 8, *limits)
+    found, pixels, why = zip(*decoded(rows[start : start + 9] for start in rows[::9]), strict=True)
+    assert np.concatenate(found).tolist() == rows.tolist() and torch.equal(torch.cat(pixels), images)
+    assert [reason for some in why for reason in some] == reasons
+
+
+@pytest.mark.ray
+def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
+    """Not the traceback of a Ray task."""
+    train = streaming_set(CONFIG, parquet_task(tmp_path), Storage(str(tmp_path / "run")))
+    for path in (tmp_path / "out").glob("train-*.parquet"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    crop = ray_data.crop_on_ray(ray_cluster, *ray_data.execution_limits(PAIR, 1, 1))
+    with pytest.raises(ConfigError, match="cannot read row group") as caught:
+        joined(crop(job_of(train, last=6)))
+    assert "CRC" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.ray
+def test_two_streaming_workers_equal_two_resident_ones(ray_cluster, tmp_path, capsys):
+    """Losses, weights and results of a whole run, bit for bit, and no block was spilled."""
+    from ray._private.internal_api import memory_summary
+
+    for ingest in ("resident", "streaming"):
+        output = str(tmp_path / ingest)
+        argv = ["discover", *SMALL, "--workers", "2", "--data.ingest", ingest, "--output", output]
+        assert cli.main(argv) == 0
+    capsys.readouterr()
+    assert lines_of(tmp_path / "streaming") == lines_of(tmp_path / "resident")
+    assert_same_weights(tmp_path / "streaming", tmp_path / "resident")
+    results = [
+        json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("streaming", "resident")
+    ]
+    assert results[0] == results[1] and "baseline/kmeans/novel/acc" in results[0]
+    address = ray_cluster.get_runtime_context().gcs_address
+    assert "Spilled" not in memory_summary(address, stats_only=True)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_bad_images_of_a_streaming_run_are_listed_once(ray_cluster, tmp_path, capsys):
+    """And with or without Ray it is one run."""
+    argv = [
+        "discover", *STREAMING[2:], "--preset", "custom", "--data", f"folder:{folder_of(tmp_path)}",
+        "--known-classes", "cat,dog", "--data.store-size", "8", "--augment.large.size", "8",
+        "--batch-size", "12", "--model.encoder", "resnet_small", "--data.max-bad-fraction", "0.1",
+    ]  # fmt: skip
+    argv.remove("200")
+    argv.remove("--limit")
+    for workers in ("0", "1"):
+        assert cli.main([*argv, "--workers", workers, "--output", str(tmp_path / workers)]) == 0
+    assert_same_weights(tmp_path / "1", tmp_path / "0")
+    bad = [json.loads(line)["id"] for line in (tmp_path / "1" / "bad_samples.jsonl").read_text().splitlines()]
+    assert sorted(bad) == sorted(f"dog/{i}.png" for i in BROKEN)
+
+
+def test_a_row_that_is_not_utf8_travels(tmp_path, monkeypatch):
+    """As a full path, whatever directory a task runs in. Kills: names as text."""
+    monkeypatch.chdir(tmp_path)
+    images = [os.fsdecode(b"caf\xe9.png"), "s3://bucket/b.png", b"bytes", np.zeros((2, 3, 3), np.uint8)]
+    block = ray_data.image_block(images, np.arange(4))
+    path, uri, data, pixels = ray_data.images_of(block, None)
+    assert path == f"{tmp_path}/{images[0]}" and uri == images[1] and data == b"bytes"
+    assert (pixels == images[3]).all() and pixels.shape == (2, 3, 3)
+
+
+def test_rows_of_parquet_travel_as_numbers(tmp_path):
+    """Kills: a whole set of bytes put into the object store."""
+    images = parquet_task(tmp_path).rows.images
+    index = np.array([3, 60, 7])
+    block = ray_data.image_block(images, index)
+    assert block.column_names == ["row", "number"] and block["row"].to_pylist() == [3, 60, 7]
+    found = ray_data.decode_block(block, 8, ray_data.parquet_images(images))
+    expected, _ = decode_many([images[i] for i in index], 8, 1)
+    assert (ray_data.bytes_of(found["pixels"], 192) == expected.flatten(1).numpy()).all()
+
+
+def test_what_workers_get_holds_no_hidden_label(tmp_path):
+    """The rows that all workers read are bit-identical whatever the hidden labels are; the truth is not."""
+    task = arrays_task(tmp_path)
+    hidden = (task.labels < 0) & task.is_train
+    shuffled = task.eval_labels.copy()
+    shuffled[hidden] = -1
+    for config in (CONFIG, override(CONFIG, {"data.ingest": "resident"})):
+        found = []
+        for truth in (task.eval_labels, shuffled):
+            put: list[object] = []
+            store = type("Ray", (), {"put": put.append})
+            ray_data.shared(store, config, replace(task, eval_labels=truth), [None] * len(task.rows))
+            found.append(put)
+        (rows, truth), (others, other_truth) = found
+        assert set(rows) == set(others) <= {*stream_facts(task)}
+        for name in {"labeled", "labels", "unlabeled", "num_known", "num_novel"}:
+            assert np.array_equal(np.asarray(rows[name]), np.asarray(others[name])), name
+        assert len(truth["train"][0]) > len(other_truth["train"][0])
+
+
+def test_executions_keep_order_overlap_and_are_bounded():
+    """The next one starts while the one before it is read; nothing is lost at the borders."""
+    started = []
+
+    def execute(tables):
+        started.append(tables[0]["x"][0].as_py())
+        yield from tables
+
+    tables = (pa.table({"x": [i]}) for i in range(10))
+    results = ray_data.in_executions(execute, tables, 4)
+    found = [table["x"][0].as_py() for table in itertools.islice(results, 3)]
+    while len(started) < 2:  # its thread comes when it comes; the timeout of the test is the limit
+        pass
+    found += [table["x"][0].as_py() for table in results]
+    assert found == list(range(10)) and started == [0, 4, 8]
+    tables = (pa.table({"x": range(num)}) for num in (3, 3, 3, 9, 1, 1))
+    assert [[len(t) for t in group] for group in ray_data._groups(tables, 5)] == [[3, 3], [3, 9], [1, 1]]
+
+
+def test_pixels_of_one_piece_are_not_copied():
+    pixels = np.arange(24, dtype=np.uint8).reshape(6, 4)
+    table = ray_data._pixel_table(pixels, [None] * 6)
+    found = ray_data.bytes_of(table["pixels"], 4)
+    assert np.shares_memory(found, pixels) and (found == pixels).all()
+    assert (ray_data.bytes_of(table.slice(2, 3)["pixels"], 4) == pixels[2:5]).all()
+    pieces = pa.concat_tables([table.slice(4), table.slice(1, 2)])
+    assert (ray_data.bytes_of(pieces["pixels"], 4) == pixels[[4, 5, 1, 2]]).all()
+
+
+def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
+    """Training, evaluation, predictions and the report take the same pixels; a bad image alone is tried
+    again. Kills: a second reader of files, a model built where one is at hand.
+    """
+    decoded, built = [], []
+    pixels, build = decode.to_rgb, UnoModel.__init__
+    monkeypatch.setattr(decode, "to_rgb", lambda picture: decoded.append(1) or pixels(picture))
+    monkeypatch.setattr(UnoModel, "__init__", lambda self, *a, **k: built.append(1) or build(self, *a, **k))
+    argv = [
+        "discover", *SMALL[2:], "--preset", "custom", "--data", f"folder:{folder_of(tmp_path)}",
+        "--known-classes", "cat,dog", "--data.store-size", "8", "--augment.large.size", "8",
+        "--batch-size", "12", "--workers", "0",
+        "--model.encoder", "resnet_small", "--data.max-bad-fraction", "0.1", "--max-steps", "1",
+    ]  # fmt: skip
+    argv.remove("200")
+    argv.remove("--limit")
+    assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()
+    assert len(decoded) == 70 - len(BROKEN)
+    # pretrain, discover; from checkpoints: evaluation, k-means on pretrained features, the saved model's
+    # predictions, the report
+    assert len(built) <= 7
+
+
+def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
+    """auto decides once; another choice for the same run is refused with the key."""
+    output = tmp_path / "run"
+    argv = ["pretrain", *SMALL, "--workers", "0", "--output", str(output), "--max-steps", "2"]
+    monkeypatch.setattr("pipelines.ingest.free_host_bytes", lambda: 1000)
+    assert cli.main(argv) == 0
+    assert "data: streaming, 76.8 kB decoded, budget 600 bytes (60% of free" in capsys.readouterr().out
+    assert "ingest: streaming" in (output / "config.yaml").read_text()
+    monkeypatch.setattr("pipelines.ingest.free_host_bytes", lambda: 10**12)
+    assert cli.main(argv) == 0
+    assert cli.main([*argv, "--data.ingest", "resident"]) == 2
+    err = capsys.readouterr().err
+    assert "other settings: data.ingest" in err and err.count("\n") == 1
+    assert cli.main([*argv, "--fresh"]) == 0
+    assert "data: resident, 76.8 kB decoded, budget 600 GB" in capsys.readouterr().out
+
+
+def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
+    """Packed digits, end to end without Ray: results, predictions, report; images are never loaded whole."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["data", "pack", "--data", "digits", "--limit", "200", "--output", "out"]) == 0
+    assert "400 rows, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
+    monkeypatch.setattr("uno.data.tables._images", pytest.fail)
+    words = ["--data", "parquet:out", "--known-classes", "first:5", "--output", "run"]
+    assert cli.main(["discover", *STREAMING, *words]) == 0
+    assert "test/novel/task_agnostic_strict/acc/avg" in json.loads(
+        (tmp_path / "run/metrics.json").read_text()
+    )
+    assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()
+    assert cli.main(["evaluate", "run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["data", "pack", "--data", "digits"], "needs --output DIR"),
+        (
+            ["data", "pack", "--data", "digits", "--output", "x", "--shard-mb", "0"],
+            "--shard-mb: Input should be greater than 0",
+        ),
+        (["data", "pack", "--data", "digits", "--output", "x", "--shard-mb", "a"], "--shard-mb"),
+        (["data", "unpack"], "unknown action 'unpack'"),
+    ],
+)
+def test_pack_refuses(argv, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(argv) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
+    assert not (tmp_path / "x").exists()
