@@ -5,22 +5,20 @@ from __future__ import annotations
 import codecs
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from uno.data import files as filesystem
 from uno.data.rows import Rows
-from uno.errors import ConfigError
+from uno.errors import ConfigError, one_line
 
 MAX_FILE_BYTES = 512 * 2**20
 PIXELS = 3 * 32 * 32
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Where one of the two data sets keeps what."""
 
     prefix: str
@@ -54,15 +52,19 @@ def read_cifar(layout: Layout, path: str, download: bool) -> Rows:
         ConfigError: missing or damaged files (with the way to get them), or a pickle of more than arrays.
     """
     root = _find(layout, path, download)
-    names = _names(layout, filesystem.join(root, layout.meta))
+    meta = filesystem.join(root, layout.meta)
+    names = [_text(name) for name in _field(_load(meta), layout.names_key, list, meta)]
+    if len(names) != layout.num_classes or len(set(names)) != len(names):
+        raise ConfigError(
+            f"{meta}: expected {layout.num_classes} different class names, not {len(set(names))}"
+        )
     images, labels, splits, ids = [], [], [], []
-    for split, files in (("train", layout.train), ("test", layout.test)):
-        for file in files:
-            pixels, numbers = _batch(layout, filesystem.join(root, file))
-            images.append(pixels)
-            labels += [names[n] for n in numbers]
-            splits += [split] * len(numbers)
-            ids += [f"{file}#{i}" for i in range(len(numbers))]
+    for file in (*layout.train, *layout.test):
+        pixels, numbers = _batch(layout, filesystem.join(root, file))
+        images.append(pixels)
+        labels += [names[n] for n in numbers]
+        splits += ["train" if file in layout.train else "test"] * len(numbers)
+        ids += [f"{file}#{i}" for i in range(len(numbers))]
     source = f"{layout.prefix}:{path}"
     return Rows(ids, np.concatenate(images), [*labels], np.array(splits), source, class_names=tuple(names))
 
@@ -92,38 +94,26 @@ def _download(layout: Layout, path: str) -> None:
     try:  # verifies the archive's checksum; torchvision's own class would also unpickle it
         download_and_extract_archive(source.url, path, filename=source.filename, md5=source.tgz_md5)
     except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"cannot download {source.url} to {path}: {reason}") from None
-
-
-def _names(layout: Layout, path: str) -> list[str]:
-    names = [_text(name) for name in _field(_load(path), layout.names_key, list, path)]
-    if len(names) != layout.num_classes or len(set(names)) != len(names):
-        raise ConfigError(
-            f"{path}: expected {layout.num_classes} different class names, not {len(set(names))}"
-        )
-    return names
+        raise ConfigError(f"cannot download {source.url} to {path}: {one_line(error)}") from None
 
 
 def _batch(layout: Layout, path: str) -> tuple[np.ndarray, list[int]]:
     """Pixels uint8 (N,32,32,3) and class ids of one file."""
     content = _load(path)
-    array = _field(content, "data", _PickledArray, path)
+    array = _field(content, "data", _Array, path)
     labels = _field(content, layout.label_key, list, path)
     num = len(labels)
     if any(type(n) is not int or not 0 <= n < layout.num_classes for n in labels):
         raise ConfigError(f"{path}: {layout.label_key} must be numbers from 0 to {layout.num_classes - 1}")
-    raw = array.content
     if array.type_code not in ("u1", "uint8", "|u1", "B") or tuple(array.shape) != (num, PIXELS):
         raise ConfigError(
             f"{path}: data must be uint8 ({num}, {PIXELS}), not {array.type_code} {array.shape}"
         )
-    if not isinstance(raw, bytes) or len(raw) != num * PIXELS:
+    if not isinstance(array.content, bytes) or len(array.content) != num * PIXELS:
         raise ConfigError(f"{path}: {num} rows need {num * PIXELS} bytes of pixels, the file is damaged")
-    flat = np.frombuffer(raw, np.uint8)
+    flat = np.frombuffer(array.content, np.uint8)
     matrix = flat.reshape(PIXELS, num).T if array.fortran else flat.reshape(num, PIXELS)
-    planes = matrix.reshape(num, 3, 32, 32)
-    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
+    return np.ascontiguousarray(matrix.reshape(num, 3, 32, 32).transpose(0, 2, 3, 1)), labels
 
 
 def _field(content: Any, key: str, kind: type, path: str) -> Any:
@@ -137,6 +127,7 @@ def _text(name: Any) -> str:
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
+# --------------------------------------------------------------------------------------------------- pickles
 def _load(path: str) -> Any:
     try:
         data = filesystem.read_bytes(path, MAX_FILE_BYTES)
@@ -149,11 +140,11 @@ def _load(path: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except Exception as error:  # a broken pickle may raise anything; it constructs nothing but stand-ins
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        what = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(f"{path} is not an intact CIFAR file ({what})") from None
 
 
-class _PickledArray:
+class _Array:
     """Stands in for a numpy array: records shape, type and bytes; numpy's own unpickling never runs."""
 
     shape: Any = ()
@@ -161,13 +152,16 @@ class _PickledArray:
     fortran: Any = False
     content: Any = None
 
+    def __init__(self, *_: Any) -> None:
+        pass
+
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, self.shape, dtype, self.fortran, content = state
         self.type_code = getattr(dtype, "code", None)
         self.content = content.encode("latin1") if isinstance(content, str) else content
 
 
-class _PickledType:
+class _Type:
     """Stands in for a numpy dtype: keeps its code, ignores its state."""
 
     def __init__(self, code: Any, *_: Any) -> None:
@@ -177,12 +171,8 @@ class _PickledType:
         pass
 
 
-def _reconstruct(*_: Any) -> _PickledArray:
-    return _PickledArray()
-
-
-def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any) -> _PickledArray:
-    array = _PickledArray()
+def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+    array = _Array()
     array.__setstate__((1, shape, dtype, order == "F", bytes(content)))
     return array
 
@@ -198,17 +188,16 @@ def _no_array(*_: Any) -> None:
 
 
 _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("numpy", "dtype"): _PickledType,
+    ("numpy", "dtype"): _Type,
     ("numpy", "ndarray"): _no_array,  # only ever named, as an argument of _reconstruct
     ("_codecs", "encode"): _encode,
-    **{(f"{m}.multiarray", "_reconstruct"): _reconstruct for m in ("numpy.core", "numpy._core")},
+    **{(f"{m}.multiarray", "_reconstruct"): _Array for m in ("numpy.core", "numpy._core")},
     **{(f"{m}.numeric", "_frombuffer"): _frombuffer for m in ("numpy.core", "numpy._core")},
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _STAND_INS[module, name]
-        except KeyError:
-            raise ConfigError(f"refused: the pickle asks for {module}.{name}, no CIFAR file does") from None
+        if (module, name) not in _STAND_INS:
+            raise ConfigError(f"refused: the pickle asks for {module}.{name}, no CIFAR file does")
+        return _STAND_INS[module, name]

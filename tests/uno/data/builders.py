@@ -3,7 +3,7 @@
 import io
 import json
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,20 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from uno.data.cifar import Layout
+from uno.errors import ConfigError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
+
+
+def failure(function: Callable[..., Any], *args: Any, may_pass: bool = False, **options: Any) -> str | None:
+    """The one line with which ``function`` refuses its arguments."""
+    try:
+        function(*args, **options)
+    except ConfigError as error:
+        assert "\n" not in str(error) and len(str(error)) < 600
+        return str(error)
+    assert may_pass, "nothing is wrong"
+    return None
 
 
 def pixels(seed: int, height: int = 8, width: int = 8) -> np.ndarray:

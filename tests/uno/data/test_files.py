@@ -22,12 +22,9 @@ def memory() -> Storage:
 def test_round_trip(kind, tmp_path):
     """Kills: parents that are not made, a URI taken for a path, append that replaces, delete that fails."""
     root = str(tmp_path / ("caf\udce9" if kind == "not UTF-8" else "a b") / "run")
-    storage = {
-        "local": lambda: Storage(root),
-        "not UTF-8": lambda: Storage(root),
-        "file URI": lambda: Storage(f"file://{quote(root)}"),
-        "memory": memory,
-    }[kind]()
+    storage = (
+        memory() if kind == "memory" else Storage(f"file://{quote(root)}" if kind == "file URI" else root)
+    )
     assert storage.list() == [] and storage.list("checkpoints") == [] and not storage.exists("x")
     storage.write("checkpoints/step_1/tensors", b"\x00\xff" * 1000)
     storage.write("config.yaml", b"one")
@@ -92,12 +89,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(call, tmp_path, monkeyp
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    target = {
-        "open": ("pathlib.Path.open", full),
-        "fsync": ("os.fsync", full),
-        "replace": ("os.replace", full),
-    }
-    monkeypatch.setattr(*target[call])
+    monkeypatch.setattr({"open": "pathlib.Path.open"}.get(call, f"os.{call}"), full)
     with pytest.raises(StorageError, match=r"cannot write .*state\.json.*No space left"):
         storage.write("state.json", b"new")
     monkeypatch.undo()
@@ -120,13 +112,10 @@ def test_read_only_directory(tmp_path):
     """Kills: PermissionError as a traceback."""
     tmp_path.chmod(0o500)
     try:
-        for action in (
-            lambda s: s.write("x", b""),
-            lambda s: s.append("x", b""),
-            lambda s: s.write("d/x", b""),
-        ):
+        storage = Storage(str(tmp_path))
+        for action, name in ((storage.write, "x"), (storage.append, "x"), (storage.write, "d/x")):
             with pytest.raises(StorageError, match="cannot write"):
-                action(Storage(str(tmp_path)))
+                action(name, b"")
     finally:
         tmp_path.chmod(0o700)
 
@@ -145,16 +134,9 @@ def test_errors_of_the_file_system_are_storage_errors(tmp_path, monkeypatch):
             return fail
 
     storage._fs = Broken()
-    for action in (
-        lambda: storage.exists("x"),
-        lambda: storage.list(),
-        lambda: storage.read("x"),
-        lambda: storage.write("x", b""),
-        lambda: storage.append("x", b""),
-        lambda: storage.delete("x"),
-    ):
+    for action in ("exists", "size", "list", "read", "write", "append", "delete"):
         with pytest.raises(StorageError, match=r"run.*connection reset"):
-            action()
+            getattr(storage, action)("x", *([b""] if action in ("write", "append") else []))
 
 
 def test_object_stores_get_no_directory_markers(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from uno.data.splits import labeled_rows, make_task
 from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 
-from .builders import encoded, hf_table, pixels
+from .builders import encoded, failure, hf_table, pixels
 
 FEW = {"data.known_classes": "cat,dog"}
 
@@ -53,27 +54,23 @@ def packed(source, output, shard_bytes=1000, **more):
 def by_id(task):
     """What a task says of each id, pixels included."""
     pixels, reasons = decode_many(task.rows.images, 8, 1)
-    ok = readable(reasons)
-    assert ok.all()
-    facts = zip(task.labels.tolist(), task.eval_labels.tolist(), task.is_train.tolist(), strict=True)
-    return {
-        name: (*fact, one.numpy().tobytes())
-        for name, fact, one in zip(task.rows.ids, facts, pixels, strict=True)
-    }
+    assert readable(reasons).all()
+    raw = [one.tobytes() for one in pixels.numpy()]
+    columns = (task.labels.tolist(), task.eval_labels.tolist(), task.is_train.tolist(), raw)
+    return dict(zip(task.rows.ids, zip(*columns, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("source", ["digits", "folder"])
 def test_round_trip(tmp_path, source, lazy):
     """The same task: ids, labels, truth, split, pixels. Kills: labels of another row, lost class order."""
-    more = {"data.known_classes": "first:5", "data.limit": 60} if source == "digits" else FEW
+    more = {"data.known_classes": "first:5"} if source == "digits" else FEW
     source = source if source == "digits" else images(tmp_path / "images")
-    done = packed(source, tmp_path / "out", **{k: v for k, v in more.items() if k != "data.limit"})
+    done = packed(source, tmp_path / "out", **more)
     assert done.rows == done.packed and done.bad == 0 and done.shards > 2
-    more.pop("data.limit", None)
-    ingest = {"data.ingest": "streaming"} if lazy else {}
     before = make_task(read_rows(config_of(source, **more)), config_of(source, **more))
-    config = config_of(f"parquet:{tmp_path / 'out'}", **more, **ingest)
+    ingest = "streaming" if lazy else "resident"
+    config = config_of(f"parquet:{tmp_path / 'out'}", **more, **{"data.ingest": ingest})
     rows = read_rows(config)
     assert isinstance(rows.images, ParquetImages) == lazy
     after = make_task(rows, config)
@@ -117,9 +114,7 @@ def test_a_damaged_page_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"train-00000-of-00001.parquet: .*CRC"):
         read_rows(config_of(f"parquet:{tmp_path / 'out'}"))
     rows = read_rows(config_of(f"parquet:{tmp_path / 'out'}", **{"data.ingest": "streaming"}))
-    with pytest.raises(ConfigError, match=r"cannot read row group \d+ of .*CRC") as caught:
-        rows.images.fetch(np.arange(len(rows)))
-    assert "\n" not in str(caught.value)
+    assert re.search(r"cannot read row group \d+ of .*CRC", failure(rows.images.fetch, np.arange(len(rows))))
 
 
 def test_bad_images_are_listed_and_the_counts_add_up(tmp_path):
@@ -158,24 +153,6 @@ def test_a_killed_pack_goes_on(tmp_path, monkeypatch):
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == time for name, time in times.items())
 
 
-def test_a_pack_with_other_options_is_refused(tmp_path):
-    """Other known classes put other rows into shards. Kills: two plans in one pack, rows twice and lost."""
-    source = images(tmp_path / "images")
-    packed(source, tmp_path / "out", **FEW)
-    with pytest.raises(ConfigError, match="other data or options"):
-        packed(source, tmp_path / "out", **{"data.known_classes": "cat"})
-
-
-def test_a_truncated_shard_is_written_again(tmp_path):
-    source = images(tmp_path / "images")
-    packed(source, tmp_path / "out", **FEW)
-    shard = next((tmp_path / "out").glob("*.parquet"))
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    packed(source, tmp_path / "out", **FEW)
-    assert shard.read_bytes() == whole
-
-
 def test_truth_keeps_names_that_no_label_has(tmp_path):
     """``eval_label`` may name classes beyond those of ``label``. Kills: truth lost without a word."""
     pictures = [{"bytes": encoded(pixels(i)), "path": None} for i in range(6)]
@@ -190,15 +167,23 @@ def test_truth_keeps_names_that_no_label_has(tmp_path):
 
 
 def test_other_directories_are_refused(tmp_path):
-    """Somebody's files, and a pack of other data."""
+    """Somebody's files, a pack of other data or options; a shard cut short is written again.
+
+    Kills: two plans in one pack, rows twice and lost.
+    """
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty"):
-        packed("digits", tmp_path / "mine")
+    assert "is not empty" in failure(packed, "digits", tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-    packed(images(tmp_path / "images"), tmp_path / "out", **FEW)
-    with pytest.raises(ConfigError, match="holds another pack"):
-        packed("digits", tmp_path / "out")
+    source, out = images(tmp_path / "images"), tmp_path / "out"
+    packed(source, out, **FEW)
+    assert "holds another pack" in failure(packed, "digits", out)
+    assert "other data or options" in failure(packed, source, out, **{"data.known_classes": "cat"})
+    shard = next(out.glob("*.parquet"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    packed(source, out, **FEW)
+    assert shard.read_bytes() == whole
 
 
 def test_a_pack_can_be_packed_again(tmp_path):
