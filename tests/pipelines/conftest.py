@@ -1,14 +1,24 @@
-"""The undisturbed two-worker run that disturbed ones are compared with."""
+"""The cluster, and the undisturbed two-worker run that disturbed ones are compared with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipelines import cli
 from tests.pipelines.small import LONG
+
+
+@pytest.fixture
+def cluster(ray_cluster: Any) -> Iterator[Any]:
+    """The shared cluster; a command in this process changes the number of threads."""
+    threads = torch.get_num_threads()
+    yield ray_cluster
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,33 +1,32 @@
-"""A run of the digits preset that takes a second or two, as a command line."""
+"""The small run of ``tests.uno.small_run`` as a command line."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
+from tests.uno import small_run
+from tests.uno.small_run import assert_same, lines, wasted_steps
 from uno.data.files import Storage
 from uno.runs.checkpoint import load_newest
-from uno.runs.journal import read_journal
 
-SMALL = [
-    "--preset", "digits", "--limit", "200", "--batch-size", "32", "--compute.threads", "1",
-    "--model.width", "4", "--model.num-heads", "2", "--model.overcluster-factor", "2",
-    "--model.hidden-dim", "16", "--model.projection-dim", "8",
-    "--pretrain.epochs", "3", "--discover.epochs", "3", "--pretrain.warmup-epochs", "1",
-    "--discover.warmup-epochs", "1", "--train.log-every", "4", "--train.checkpoint-every-epochs", "1",
-]  # fmt: skip
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).parent / "ray")
+OPTIONS = [(f"--{key.replace('_', '-')}", str(value)) for key, value in small_run.SMALL.items()]
+SMALL = ["--preset", "digits", "--compute.threads", "1", *(word for pair in OPTIONS for word in pair)]
 LONG = [*SMALL, "--discover.epochs", "40"]  # 240 steps of discovery: time enough to be killed
 INTERVAL = 6  # steps between checkpoints
 
 
-def lines_of(run: Path) -> list[dict]:
+def lines_of(run: Path) -> list[dict[str, Any]]:
     """The journal without what depends on the clock."""
-    return [
-        {k: v for k, v in line.items() if k != "images_per_s"} for line in read_journal(Storage(str(run)))
-    ]
+    return lines(Storage(str(run)))
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
@@ -35,9 +34,23 @@ def assert_same_weights(a: Path, b: Path) -> None:
     for phase in ("pretrain", "discover"):
         first, second = (load_newest(Storage(str(run)), phase) for run in (a, b))
         assert first is not None and second is not None and first.step == second.step
-        assert first.tensors.keys() == second.tensors.keys()
-        for name, tensor in first.tensors.items():
-            assert torch.equal(tensor, second.tensors[name]), (phase, name)
+        assert_same(first.tensors, second.tensors)
+
+
+def assert_as_undisturbed(run: Path, undisturbed: Path, num_faults: int) -> None:
+    """The same numbers, every fault struck, and none cost more than a checkpoint interval and a step."""
+    wasted = wasted_steps(Storage(str(run)))
+    assert len(wasted) == num_faults and max(wasted) <= INTERVAL + 1, wasted
+    assert_same_weights(run, undisturbed)
+    assert lines_of(run) == lines_of(undisturbed)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Return once it holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:

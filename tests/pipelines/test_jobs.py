@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from pipelines import worker
 from uno.config import Config, override
-from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
-from uno.data.resident import ResidentBatches, assemble
-from uno.data.sources import read_rows
-from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
-from uno.presets import preset
 from uno.runs import run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.runs.lock import claim
@@ -134,37 +128,6 @@ def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
 def test_too_many_workers_are_one_line(overrides, cluster, says):
     with pytest.raises(ConfigError, match=says):
         worker.worker_resources(override(Config(), overrides), cluster)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_rows_and_views_do_not_depend_on_the_number_of_workers(workers):
-    """All workers' shares of a step are the rows of one worker's step, each row once in an epoch."""
-    config = override(preset("digits"), {"data.limit": 400, "train.batch_size": 64})
-    task = make_task(read_rows(config.data), config.data)
-    images, reasons = decode_many(task.rows.images, config.data.store_size)
-    ok = readable(reasons)
-    train = assemble(task, images, ok)
-    plan = run.plans(config, len(train.labels), len(train.unlabeled_images), workers)[run.DISCOVER]
-    whole = ResidentBatches(config, train, plan, 0, 1)
-    shares = [ResidentBatches(config, train, plan, rank, workers) for rank in range(workers)]
-    half = plan.labeled_size // workers
-    seen = []
-    for step in range(plan.steps_per_epoch):
-        expected, parts = whole(step), [share(step) for share in shares]
-        assert torch.equal(torch.cat([part.labels for part in parts]), expected.labels)
-        for v, view in enumerate(expected.views):
-            labeled = torch.cat([part.views[v][:half] for part in parts])
-            unlabeled = torch.cat([part.views[v][half:] for part in parts])
-            assert torch.equal(torch.cat([labeled, unlabeled]), view)
-        seen.append(run_rows(plan, step))
-    rows = np.concatenate(seen)
-    assert len(np.unique(rows)) == len(rows)
-
-
-def run_rows(plan, step):
-    from uno.data.plan import batch_indices
-
-    return batch_indices(plan, step)[1]
 
 
 def test_a_cluster_that_was_there_before_may_grow(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""A line for whatever is wrong with a run directory; repairs that lose nothing."""
+"""A run directory: who may use it, a line for whatever is wrong with it, repairs that lose nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.uno.small_run import small_config, train_both
+from uno.config import Config, dump_yaml, field_names, override, resumable
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
+from uno.presets import PRESETS, preset
 from uno.runs import directory, lock
 from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.directory import open_run
+
+CONFIG = small_config(pretrain__epochs=2, discover__epochs=2)
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +29,8 @@ def fast(monkeypatch):
 def trained(tmp_path_factory):
     """All files of a run that ended before its evaluation."""
     storage = Storage(str(tmp_path_factory.mktemp("trained")))
-    config = small_config(pretrain__epochs=2, discover__epochs=2)
-    directory.open_run(config, storage, "f" * 64)
-    train_both(config, storage)
+    open_run(CONFIG, storage, "f" * 64)
+    train_both(CONFIG, storage)
     folder = storage.root
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -44,6 +48,80 @@ def storage(tmp_path, trained):
     return storage
 
 
+# ------------------------------------------------------------------------------------------------ open_run
+@pytest.fixture
+def empty(tmp_path):
+    return Storage(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("recipe", ["paper", "v2"])
+def test_the_same_config_opens_its_run_again(empty, name, recipe):
+    """Kills: a value that YAML does not give back (1e-5 as text, tuples, None)."""
+    config = preset(name, recipe)
+    for _ in range(2):
+        open_run(config, empty, "print")
+    assert override(Config(), directory.read_config_tree(empty)) == config
+
+
+def test_what_does_not_fit_the_run_is_refused(empty):
+    """Kills: a run continued under other settings or on other data, keys that are not named, keys that do not
+    matter refused.
+    """
+    open_run(CONFIG, empty, "print")
+    changed = override(CONFIG, {"objective.epsilon": 0.1, "discover.epochs": 4})
+    keys = r"other settings: discover\.epochs, objective\.epsilon; use those, --fresh"
+    with pytest.raises(ConfigError, match=keys) as caught:
+        open_run(changed, empty, "print")
+    assert caught.value.exit_code == 2
+    with pytest.raises(ConfigError, match=r"\.\.\."):
+        open_run(preset("cifar10"), empty, "print")
+    changes = {
+        "output": "elsewhere", "compute.workers": 2, "compute.device": "cpu", "compute.threads": 3,
+        "train.log_every": 7, "train.keep_checkpoints": 5, "train.checkpoint_every_epochs": 3,
+        "train.eval_batch_size": 64,
+    }  # fmt: skip
+    free = {key for key in field_names() if resumable(key) and not key.startswith("compute.")}
+    assert free == {key for key in changes if not key.startswith("compute.")}
+    open_run(override(CONFIG, changes), empty, "print")
+    with pytest.raises(ConfigError, match="trained on other data"):
+        open_run(CONFIG, empty, "other")
+    facts = json.loads(empty.read("environment.json"))
+    assert facts["data_fingerprint"] == "print" and "torch" in facts["versions"]
+    empty.write("environment.json", json.dumps(facts | {"format_version": 99}).encode())
+    with pytest.raises(ConfigError, match="format version 99, not 1"):
+        open_run(CONFIG, empty, "print")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b"3"])
+def test_damaged_files_of_a_run_are_one_line(empty, content):
+    """Kills: tracebacks of json and yaml."""
+    open_run(CONFIG, empty, "print")
+    for name in ("environment.json", "config.yaml"):
+        empty.write(name, content)
+        with pytest.raises(ConfigError, match=rf"{name} is damaged"):
+            open_run(CONFIG, empty, "print")
+
+
+def test_a_directory_of_something_else_is_left_alone(empty):
+    """Kills: a run written among somebody's files."""
+    empty.write("thesis.tex", b"years of work")
+    with pytest.raises(ConfigError, match=r"holds no run \(no config\.yaml\); .* choose another"):
+        open_run(CONFIG, empty, "print")
+    assert empty.list() == ["thesis.tex"]
+    with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.yaml"):
+        directory.examine(empty)
+
+
+def test_a_kill_while_claiming_does_not_block_the_directory(empty):
+    """Kills: a run that can never start because its directory is "not empty"."""
+    empty.write("environment.json", b"{")  # what a kill between the two writes leaves
+    empty.write(".lock.json.0a1b2c3d", b"")
+    open_run(CONFIG, empty, "print")
+    assert empty.read("config.yaml").decode() == dump_yaml(CONFIG)
+
+
+# ------------------------------------------------------------------------------------------------ the doctor
 def levels(storage: Storage, level: str) -> list[str]:
     return [str(finding) for finding in directory.examine(storage) if finding.level == level]
 
@@ -136,8 +214,3 @@ def test_older_damage_is_left_to_the_thorough(storage):
     cut(storage, "checkpoints/discover/step_00000006/state.json")
     assert directory.heal(storage) == [] and checkpoint_steps(storage, "discover") == [6, 12]
     assert len(directory.heal(storage, thorough=True)) == 1 and checkpoint_steps(storage, "discover") == [12]
-
-
-def test_no_run(tmp_path):
-    with pytest.raises(ConfigError, match="is not a run directory"):
-        directory.examine(Storage(str(tmp_path)))
