@@ -116,8 +116,7 @@ def estimate_num_novel(
     if config.compute.workers == 0:
         device: torch.device | str = local_device(config)
         return estimate.estimate_num_novel(config, train, task.known, storage, device, settings, report=say)
-    say(ray_env.starting_line(config.compute.workers))
-    with ray_env.connect() as ray:
+    with ray_env.connect(workers=config.compute.workers) as ray:
         from pipelines.worker import use_gpu
 
         resources = ray.cluster_resources()

@@ -129,8 +129,7 @@ def _predict(
             return writer.finish()
         if config.compute.workers:
             files = read_model_files(storage)
-            say(ray_env.starting_line(config.compute.workers))
-            with ray_env.connect() as ray:
+            with ray_env.connect(workers=config.compute.workers) as ray:
                 return predict_on_ray(ray, config, files, writer, show)
         torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
         return predict_rows(model.to(local_device(config)), decode, writer, show)

@@ -11,32 +11,28 @@ from typing import Any
 
 import torch
 
-from pipelines import ray_data, ray_env
 from pipelines.console import Progress, on_stop, say
 from pipelines.ingest import decide
 from pipelines.options import Options
+from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
 from uno.config import Config, dump_yaml, override
 from uno.data.check import check, format_report
-from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, readable
+from uno.data.decode import BAD_SAMPLES, decode_many, readable
 from uno.data.files import Storage
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sets import EvalData, TrainData
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import streaming_eval_sets, streaming_set
-from uno.errors import ConfigError, Interrupted
+from uno.errors import ConfigError
 from uno.report import REPORT, write_report
 from uno.results.evaluate import evaluate_run, format_table
 from uno.results.export import model_card
 from uno.results.infer import save_model
-from uno.runs import ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, STOP_FILE, directory, faults, lock, run
+from uno.runs import ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, faults, lock, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device
-from uno.runs.journal import JournalTail
-from uno.runs.lock import Claim
 from uno.train import LocalWorker
-
-STOPPING = "stopping: saving a checkpoint first"
 
 
 def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: bool = True) -> int:
@@ -84,10 +80,9 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
         if options.own.fresh:
             directory.clear(claim.storage)
         directory.open_run(config, claim.storage, task.rows.fingerprint)
-        _heal(claim.storage)
         if estimate is not None:
             claim.storage.write(ESTIMATE_FILE, estimate)
-        values, task = _execute(config, task, phases, evaluate, claim)
+        values, task = _execute(Job(config, task, phases, evaluate, claim))
         if evaluate:
             facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
             trained = run.load_trained(config, claim.storage, task.num_known, task.num_novel)
@@ -120,17 +115,10 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
     task = prepare(config)
     directory.open_run(config, storage, task.rows.fingerprint)
     with lock.claim(storage, on_wait=say) as claim:
-        _heal(claim.storage)
-        values, _ = _execute(config, task, (), True, claim)
+        values, _ = _execute(Job(config, task, (), True, claim))
         _write_results(claim.storage, values)
     _show(storage, values)
     return 0
-
-
-def _heal(storage: Storage) -> None:
-    """What killed commands and damaged disks left: said, and removed where nothing is lost by it."""
-    for line in directory.heal(storage):
-        say(f"warning: {line}")
 
 
 def _with_full_paths(config: Config) -> Config:
@@ -195,32 +183,29 @@ def _sizes(task: Task) -> tuple[int, int]:
     return labeled, int(task.is_train.sum()) - labeled
 
 
-def _execute(
-    config: Config, task: Task, phases: tuple[str, ...], evaluate: bool, claim: Claim
-) -> tuple[dict[str, float], Task]:
-    """The metrics, and the task with whatever images were decoded for them."""
+def _execute(job: Job) -> tuple[dict[str, float], Task]:
+    """Train and evaluate, here or on Ray; what killed commands and damaged disks left is removed before.
+
+    Returns:
+        The metrics, and the task with whatever images were decoded for them.
+    """
+    config, storage = job.config, job.claim.storage
+    for line in directory.heal(storage):
+        say(f"warning: {line}")
     with Progress(interval=config.train.log_every) as progress:
-        show = faults.in_driver(progress, claim.storage)
-        job = _run_here if config.compute.workers == 0 else _run_on_ray
-        values, task = job(config, task, phases, evaluate, claim, show)
-    if config.data.ingest == "streaming" and claim.storage.exists(BAD_SAMPLES):
-        count = len(claim.storage.read(BAD_SAMPLES).splitlines())
-        say(f"warning: {count} images were unreadable; see {claim.storage.path(BAD_SAMPLES)}")
-    return values, task
+        execute = _run_here if config.compute.workers == 0 else run_on_ray
+        done = execute(job, faults.in_driver(progress, storage))
+    if config.data.ingest == "streaming" and storage.exists(BAD_SAMPLES):
+        count = len(storage.read(BAD_SAMPLES).splitlines())
+        say(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")
+    return done
 
 
-def _run_here(
-    config: Config,
-    task: Task,
-    phases: tuple[str, ...],
-    evaluate: bool,
-    claim: Claim,
-    show: Callable[[dict[str, Any]], None],
-) -> tuple[dict[str, float], Task]:
+def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[str, float], Task]:
     """Everything in this process, without Ray."""
-    device, storage = local_device(config), claim.storage
+    config, task, storage = job.config, job.task, job.claim.storage
     torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
-    worker = LocalWorker(device, show)
+    worker = LocalWorker(local_device(config), show)
     with on_stop(lambda: setattr(worker, "stop_requested", True), STOPPING):
         train: TrainData
         truth: Callable[[], Mapping[str, EvalData]]
@@ -229,13 +214,13 @@ def _run_here(
             train, truth = stream, partial(streaming_eval_sets, config, task, stream.bad)
         else:
             images, reasons = decode_many(task.rows.images, config.data.store_size)
-            _account_for(reasons, config, task, storage)
+            leave_out_unreadable(reasons, config, task, storage)
             task, ok = keep_pixels(task, images, reasons), readable(reasons)
             train, truth = assemble(task, images, ok), partial(eval_sets, task, images, ok)
-        train = train.to(device)
-        for phase in phases:
+        train = train.to(worker.device)
+        for phase in job.phases:
             run.run_phase(config, phase, train, worker, storage)
-    if not evaluate:
+    if not job.evaluate:
         return {}, task
     values = evaluate_run(config, storage, train, truth(), len(task.known) + len(task.novel), worker)
     return values, task
@@ -244,57 +229,6 @@ def _run_here(
 def _driver_device(config: Config) -> torch.device:
     """Where this process predicts: CUDA may be on the workers' nodes only."""
     return torch.device("cpu") if not torch.cuda.is_available() else local_device(config)
-
-
-def _run_on_ray(
-    config: Config,
-    task: Task,
-    phases: tuple[str, ...],
-    evaluate: bool,
-    claim: Claim,
-    show: Callable[[dict[str, Any]], None],
-) -> tuple[dict[str, float], Task]:
-    """Ray Data decodes, Ray Train trains; this process watches ``metrics.jsonl``."""
-    storage = claim.storage
-    stopping = False
-
-    def stop() -> None:
-        nonlocal stopping
-        stopping = True
-        storage.write(STOP_FILE, b"")
-
-    with on_stop(stop, STOPPING):
-        say(ray_env.starting_line(config.compute.workers))
-        streams = config.data.ingest == "streaming"
-        with ray_env.connect(ray_data.store_bytes(config.compute.workers) if streams else None) as ray:
-            from pipelines import worker
-
-            worker.await_resources(ray, config, lambda: stopping)
-            images, reasons, side = None, None, config.data.store_size
-            if not streams:
-                images = ray_data.decode_task(ray, task, side)
-                reasons = ray_data.reasons_of(images, len(task.rows))
-                _account_for(reasons, config, task, storage)
-            if stopping:
-                raise Interrupted("stopped before training began")
-            journal = JournalTail(storage)
-
-            def poll() -> None:
-                for metrics in journal.new_entries():
-                    show(metrics)
-
-            facts = ray_data.shared(ray, config, task, reasons)
-            values = worker.run_workers(ray, config, facts, images, phases, evaluate, claim, poll)
-            if reasons is not None and evaluate:  # the report and the predictions need no other decoding
-                task = keep_pixels(task, ray_data.pixels_of(images, len(task.rows), side), reasons)
-            return values, task
-
-
-def _account_for(reasons: list[str | None], config: Config, task: Task, storage: Storage) -> None:
-    """List unreadable images in ``bad_samples.jsonl``, and stop if there are too many."""
-    bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
-    if bad:
-        say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
 
 
 def _write_results(storage: Storage, values: dict[str, float]) -> None:
@@ -323,6 +257,6 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
         with lock.claim(Storage(folder), on_wait=say) as claim:
-            _run_here(once, task, phases, False, claim, lambda metrics: None)
+            _run_here(Job(once, task, phases, False, claim), lambda metrics: None)
     say("one step of each phase ran; nothing was kept")
     return 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pipelines.console import say
 from uno.errors import ConfigError, Interrupted
 
 ENVIRONMENT = {
@@ -28,21 +29,8 @@ ENVIRONMENT = {
 }
 
 
-def set_environment() -> None:
-    """Set Ray's variables where the user has not."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
-def starting_line(workers: int) -> str:
-    """What to tell the user before :func:`connect`, which takes a while."""
-    address = os.environ.get("RAY_ADDRESS")
-    what = f"asking the Ray cluster at {address} for" if address else "starting Ray with"
-    return f"{what} {workers} worker{'s' if workers > 1 else ''}; the first step takes about half a minute"
-
-
 @contextmanager
-def connect(store_bytes: int | None = None) -> Iterator[Any]:
+def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     """The ``ray`` module, connected: to the cluster of ``RAY_ADDRESS`` (set in Ray jobs), else to one started
     here.
 
@@ -50,12 +38,19 @@ def connect(store_bytes: int | None = None) -> Iterator[Any]:
 
     Args:
         store_bytes: the object store of a cluster started here; default: Ray's, a third of the memory.
+        workers: that will run there; the user is told of the wait.
 
     Raises:
         ConfigError: Ray is not installed, or the cluster of ``RAY_ADDRESS`` cannot be reached.
         Interrupted: SIGTERM while Ray was starting.
     """
-    set_environment()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    address = os.environ.get("RAY_ADDRESS")
+    if workers:
+        what = f"asking the Ray cluster at {address} for" if address else "starting Ray with"
+        plural = "s" if workers > 1 else ""
+        say(f"{what} {workers} worker{plural}; the first step takes about half a minute")
     try:
         import ray
     except ImportError:
@@ -65,14 +60,12 @@ def connect(store_bytes: int | None = None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    address = os.environ.get("RAY_ADDRESS")
     check_address(address or "")
-    variables = {name: os.environ[name] for name in ENVIRONMENT if name != "RAY_AUTH_MODE"}
-    in_main = threading.current_thread() is threading.main_thread()
     on_term = signal.getsignal(signal.SIGTERM)
     try:
         with _children_ignore_ctrl_c():
             if address:
+                variables = {name: os.environ[name] for name in ENVIRONMENT if name != "RAY_AUTH_MODE"}
                 ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables})
             else:
                 ray.init(
@@ -81,7 +74,7 @@ def connect(store_bytes: int | None = None) -> Iterator[Any]:
                     logging_level=logging.WARNING,
                     object_store_memory=store_bytes,
                 )
-        if in_main and callable(on_term):
+        if threading.current_thread() is threading.main_thread() and callable(on_term):
             signal.signal(signal.SIGTERM, on_term)  # Ray puts its own, which ends the process without a word
     except SystemExit:  # that handler, while Ray was starting
         ray.shutdown()

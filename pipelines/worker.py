@@ -11,22 +11,27 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from pipelines import ray_data
-from pipelines.console import say
+from pipelines import ray_data, ray_env
+from pipelines.console import on_stop, say
 from uno import collectives
 from uno.config import Config, to_dict
+from uno.data.decode import BAD_SAMPLES, check_bad
 from uno.data.files import Storage
+from uno.data.resident import keep_pixels
+from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.results.evaluate import evaluate_run
 from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, faults, run
 from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.journal import JournalTail
 from uno.runs.lock import Claim, ClaimedStorage
 
+STOPPING = "stopping: saving a checkpoint first"
 STOP_CHECK_STEPS = 10
 MAX_DEATHS = 3
 POLL_S = 0.5
@@ -110,15 +115,69 @@ def quiet_ray_train() -> None:
         logger.setLevel(logging.WARNING)
 
 
+class Job(NamedTuple):
+    """What to train and to evaluate, and whose directory it fills."""
+
+    config: Config
+    task: Task
+    phases: tuple[str, ...]
+    evaluate: bool
+    claim: Claim
+
+
+def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[str, float], Task]:
+    """Ray Data decodes, Ray Train trains; this process follows ``metrics.jsonl`` for ``show``.
+
+    Returns:
+        The metrics of rank 0, and the task with whatever images were decoded for an evaluation.
+
+    Raises:
+        Interrupted: stopped by a signal.
+        UnoError: as :func:`await_resources` and :func:`run_workers`, or too many unreadable images.
+    """
+    config, task, storage = job.config, job.task, job.claim.storage
+    stopping = threading.Event()
+
+    def stop() -> None:
+        stopping.set()
+        storage.write(STOP_FILE, b"")
+
+    streams, side = config.data.ingest == "streaming", config.data.store_size
+    store = ray_data.store_bytes(config.compute.workers) if streams else None
+    with on_stop(stop, STOPPING), ray_env.connect(store, config.compute.workers) as ray:
+        await_resources(ray, config, stopping.is_set)
+        images, reasons = None, None
+        if not streams:
+            images = ray_data.decode_task(ray, task, side)
+            reasons = ray_data.reasons_of(images, len(task.rows))
+            leave_out_unreadable(reasons, config, task, storage)
+        if stopping.is_set():
+            raise Interrupted("stopped before training began")
+        journal = JournalTail(storage)
+
+        def poll() -> None:
+            for metrics in journal.new_entries():
+                show(metrics)
+
+        values = run_workers(ray, job, ray_data.shared(ray, config, task, reasons), images, poll)
+        if reasons is not None and job.evaluate:  # the report and the predictions need no other decoding
+            task = keep_pixels(task, ray_data.pixels_of(images, len(task.rows), side), reasons)
+        return values, task
+
+
+def leave_out_unreadable(reasons: list[str | None], config: Config, task: Task, storage: Storage) -> None:
+    """List unreadable images in ``bad_samples.jsonl``.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
+    if bad:
+        say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
+
+
 def run_workers(
-    ray: Any,
-    config: Config,
-    facts: dict[str, Any],
-    images: Any,
-    phases: tuple[str, ...],
-    evaluate: bool,
-    claim: Claim,
-    on_poll: Callable[[], None],
+    ray: Any, job: Job, facts: dict[str, Any], images: Any, on_poll: Callable[[], None]
 ) -> dict[str, float]:
     """Train on ``config.compute.workers`` Ray workers and return the metrics of rank 0.
 
@@ -128,25 +187,23 @@ def run_workers(
     decoded ones of a resident set.
 
     Raises:
-        ConfigError: the cluster has too few CPUs or GPUs.
         Interrupted: a STOP file was seen in the run directory; the state is saved.
         UnoError: whatever a worker raised.
     """
-    storage = claim.storage
+    config, storage = job.config, job.claim.storage
     resources = worker_resources(config, ray.cluster_resources())
-    loop = {
+    loop = facts | {
         "config": to_dict(config),
         "output": storage.uri,
-        "phases": list(phases),
-        "evaluate": evaluate,
+        "phases": list(job.phases),
+        "evaluate": job.evaluate,
         "faults": os.environ.get(faults.VARIABLE, ""),
         "worker_cpus": resources["CPU"],
-        **facts,
     }
     sources = {} if images is None else {"images": images}
     saved, deaths = _saved_steps(storage), 0
     while True:
-        loop["token"] = claim.replace_token()  # a worker of the last group that still runs writes no more
+        loop["token"] = job.claim.replace_token()  # a worker of the last group that still runs writes no more
         try:
             outcome = _fit_in_thread(loop, sources, resources, config, storage, on_poll)
             break

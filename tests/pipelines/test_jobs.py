@@ -38,7 +38,8 @@ def group(tmp_path, monkeypatch):
         monkeypatch.setattr(worker, "_fit_in_thread", fit)
         config = override(Config(), {"compute.workers": 2})
         with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
-            return worker.run_workers(RAY, config, {}, "images", (), True, mine, lambda: None)
+            job = worker.Job(config, None, (), True, mine)
+            return worker.run_workers(RAY, job, {}, None, lambda: None)
 
     run_group.started = started
     return run_group

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pipelines import cli, jobs
+from pipelines import cli, ray_env
 from tests.pipelines.small import LONG, SMALL, assert_same_weights, lines_of, write_images
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -47,7 +47,7 @@ def test_two_workers_learn_what_one_process_learns(two, tmp_path):
 
 
 def test_the_same_demo_again_trains_nothing(two, capsys, monkeypatch):
-    monkeypatch.setattr(jobs.ray_env, "connect", pytest.fail)
+    monkeypatch.setattr(ray_env, "connect", pytest.fail)
     before = (two / "metrics.json").read_bytes()
     assert cli.main(["demo", *LONG, "--output", str(two)]) == 0
     assert "is finished; nothing is trained again" in capsys.readouterr().out

@@ -22,7 +22,6 @@ def test_ray_does_not_take_sigterm_from_us(monkeypatch):
     ray = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: None)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_env, "set_environment", lambda: None)
     for name, value in ray_env.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     asked = []
