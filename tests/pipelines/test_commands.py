@@ -57,8 +57,7 @@ def nothing_starts(monkeypatch):
         raise AssertionError("this should have been refused earlier")
 
     monkeypatch.setattr(ray_env, "connect", start)
-    monkeypatch.setattr(jobs.run, "pretrain", start)
-    monkeypatch.setattr(jobs.run, "discover", start)
+    monkeypatch.setattr(jobs.run, "run_phase", start)
 
 
 def refused(capsys, *argv: str) -> str:
