@@ -304,15 +304,16 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     from pipelines.console import say
     from pipelines.inference import own_task, unlabeled_rows
     from uno.results.classes import suggest
-    from uno.results.infer import decoder, sample_cosines
+    from uno.results.infer import decoder, sample_logits
 
     try:
         task = own_task(model.config)
-        sample = sample_cosines(model, decoder(model, task.rows), unlabeled_rows(task))
+        sample = sample_logits(model, decoder(model, task.rows), unlabeled_rows(task))
     except UnoError as error:
         say(f"warning: no suggestions, the run's data cannot be read: {error}")
         return {}
     if sample is None:
         return {}
-    known, novel, features = sample
-    return suggest(known, novel[model.best_head], features, model.classes)
+    known, novel, _, features, _ = sample[1]
+    assert novel is not None and features is not None
+    return suggest(known[0], novel[0, model.best_head], features[0], model.classes)

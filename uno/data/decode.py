@@ -52,6 +52,9 @@ BATCHES_AHEAD = 2
 """Batches that :func:`decoded` decodes while the model works."""
 BAD_SAMPLES = "bad_samples.jsonl"
 
+DecodedImages = tuple[Tensor, list[str | None]]
+"""What :func:`decode_many` returns."""
+
 log = logging.getLogger(__name__)
 
 
@@ -120,7 +123,7 @@ def decode_rgb(image: Image, side: int) -> np.ndarray:
         return _pixels(rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb)
 
 
-def decode_many(images: Images, size: int, threads: int | None = None) -> tuple[Tensor, list[str | None]]:
+def decode_many(images: Images, size: int, threads: int | None = None) -> DecodedImages:
     """N images -> (uint8 (N,3,size,size), why an image has no pixels, None where it has); bad ones are black.
 
     ``threads`` decode at once (default: as many as torch uses); Pillow releases the GIL.

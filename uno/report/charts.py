@@ -141,56 +141,32 @@ def ticks(low: float, high: float, num: int = 4) -> list[float]:
 
 
 # -------------------------------------------------------------------------------------------------- heat maps
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """A confusion matrix as a heat map of ``cell`` pixels a cell.
-
-    ``shades`` are (opacity, path of unit squares), ``outline`` the path of matched cells, ``numbers`` are
-    (x, y, count, light text?) where cells are large enough, ``cells`` [row, column, count] for the script.
-    ``correct`` of ``total`` rows are in matched cells. A rule follows the ``num_known`` first classes.
-    ``confusions`` are the largest mistakes: class, output, count, share of the class.
-    """
-
-    key: str
-    title: str
-    caption: str
-    row_names: list[str]
-    column_names: list[str]
-    cell: int
-    shades: list[tuple[float, str]]
-    outline: str
-    numbers: list[tuple[int, int, int, bool]]
-    cells: list[list[int]]
-    correct: int
-    total: int
-    num_known: int
-    confusions: list[tuple[str, str, int, float]]
-
-
 def matrix(
-    key: str,
     title: str,
-    caption: str,
     counts: Counts,
     names: tuple[Sequence[str], Sequence[str]],
     matching: Counts,
-    num_known: int,
-) -> Matrix | None:
+    num_known: int = 0,
+) -> dict[str, Any] | None:
     """Heat map of (R, P) counts, columns in the order of their matched rows; None without rows or too large.
 
     Args:
-        key: id on the page.
         title: of the figure.
-        caption: a sentence on how to read it.
         counts: rows are true classes, columns outputs.
         names: of rows and columns.
         matching: (R,) output of each class or -1.
-        num_known: rows that are known classes.
+        num_known: known classes, the first rows; a rule follows them.
+
+    Returns:
+        ``title``, ``num_known``; names as ``rows`` and ``columns``; pixels a ``cell``; ``shades`` (opacity,
+        path of unit squares); ``outline``, the path of matched cells; ``numbers`` (x, y, count, light text?)
+        where cells are large enough; ``cells`` [row, column, count]; how many are ``correct`` of ``total``;
+        ``confusions``, the largest mistakes (class, output, count, share of the class).
     """
     total = int(counts.sum())
     if not total or max(counts.shape) > MAX_MATRIX:
         return None
-    matched = [int(m) for m in matching if m >= 0]
+    matched = [m for m in matching.tolist() if m >= 0]
     order = matched + [p for p in range(counts.shape[1]) if p not in set(matched)]
     shown = counts[:, order]
     share = shown / np.maximum(1, shown.sum(axis=1, keepdims=True))
@@ -201,25 +177,23 @@ def matrix(
         return "".join(f"M{c} {r}h1v1h-1z" for r, c in np.argwhere(where))
 
     cell = int(min(34, max(9, 620 // max(shown.shape))))
-    filled = [(r, c, int(shown[r, c])) for r, c in np.argwhere(shown > 0).tolist()]
-    wrong = sorted((-n, r, c) for r, c, n in filled if not is_match[r, c])
+    cells = [[r, c, int(shown[r, c])] for r, c in np.argwhere(shown > 0).tolist()]
+    wrong = sorted((-n, r, c) for r, c, n in cells if not is_match[r, c])
     rows, columns = list(names[0]), [names[1][p] for p in order]
-    return Matrix(
-        key,
-        title,
-        caption,
-        rows,
-        columns,
-        cell,
-        [(v / LEVELS, squares(level == v)) for v in range(1, LEVELS + 1) if (level == v).any()],
-        squares(is_match),
-        [(c, r, n, share[r, c] > 0.55) for r, c, n in filled] if cell >= 26 else [],
-        [[r, c, n] for r, c, n in filled],
-        int(shown[is_match].sum()),
-        total,
-        num_known if num_known < len(rows) else 0,
-        [(rows[r], columns[c], -n, float(share[r, c])) for n, r, c in wrong[:10]],
-    )
+    return {
+        "title": title,
+        "num_known": num_known,
+        "rows": rows,
+        "columns": columns,
+        "cell": cell,
+        "shades": [(v / LEVELS, squares(level == v)) for v in range(1, LEVELS + 1) if (level == v).any()],
+        "outline": squares(is_match),
+        "numbers": [(c, r, n, share[r, c] > 0.55) for r, c, n in cells] if cell >= 26 else [],
+        "cells": cells,
+        "correct": int(shown[is_match].sum()),
+        "total": total,
+        "confusions": [(rows[r], columns[c], -n, float(share[r, c])) for n, r, c in wrong[:10]],
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- maps

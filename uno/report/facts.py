@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
 from uno.config import Config
-from uno.data.decode import decode_many
 from uno.data.files import Storage
-from uno.data.rows import Chosen
 from uno.data.splits import Task
 from uno.errors import StorageError
-from uno.results.forward import forward
-from uno.results.infer import Classifier, align_heads, load_classifier
+from uno.results.classes import OutputClass
+from uno.results.infer import Classifier, Decode, align_heads, load_classifier, sample_logits
 from uno.runs import run
 from uno.runs.journal import read_journal
 
@@ -30,8 +27,6 @@ MAX_ROWS, MAX_ROWS_CPU, MAX_ROWS_CPU_LARGE = 20_000, 4_000, 1_500
 """Rows looked at: on a GPU; on two CPU cores, about a minute with ResNet18 at 32 px; above 64 px."""
 
 Floats = NDArray[np.float32]
-Decode = Callable[[NDArray[np.int64], int], tuple[Tensor, NDArray[np.bool_]]]
-"""(row numbers (n,), side S) -> (uint8 (n, 3, S, S), which of them can be read (n,) bool)."""
 
 
 # ------------------------------------------------------------------------------------------ the run directory
@@ -39,14 +34,13 @@ Decode = Callable[[NDArray[np.int64], int], tuple[Tensor, NDArray[np.bool_]]]
 class Facts:
     """The contents of a run directory; empty where a file is missing or damaged (``unreadable`` names it).
 
-    ``names`` are those of outputs, by index; ``bad`` (id, reason) of the images that could not be read.
+    ``bad`` are (id, reason) of the images that could not be read.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     journal: list[dict[str, Any]] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
     config_yaml: str = ""
     estimate: dict[str, Any] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()
@@ -77,48 +71,35 @@ def read_facts(storage: Storage) -> Facts:
             unreadable.append(name)
             return ""
 
-    def parse(name: str) -> dict[str, Any]:
-        try:
-            value = json.loads(read(name) or "{}")
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
+    def mapping(name: str) -> dict[str, Any]:
+        value = _mapping(read(name) or "{}")
+        if value is None:
             unreadable.append(name)
-            return {}
-        return value
+        return value or {}
 
-    def parse_bad(line: str) -> tuple[str, str] | None:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            return None
-        return (str(entry.get("id", "")), str(entry.get("reason", ""))) if isinstance(entry, dict) else None
-
-    names = {}
-    for entry in parse("model/classes.json").get("classes", []):
-        if isinstance(entry, dict) and isinstance(entry.get("name"), str):
-            names[entry.get("index", -1)] = entry["name"]
+    bad = [_mapping(line) for line in read("bad_samples.jsonl").splitlines()]
     return Facts(
-        {key: float(value) for key, value in parse("metrics.json").items() if is_number(value)},
-        parse("environment.json"),
+        {key: float(value) for key, value in mapping("metrics.json").items() if is_number(value)},
+        mapping("environment.json"),
         read_journal(storage),
-        [entry for entry in map(parse_bad, read("bad_samples.jsonl").splitlines()) if entry is not None],
-        names,
+        [(str(entry.get("id", "")), str(entry.get("reason", ""))) for entry in bad if entry is not None],
         read("config.yaml"),
-        parse("estimate.json"),
+        mapping("estimate.json"),
         tuple(unreadable),
     )
 
 
 def is_number(value: Any) -> bool:
     """Whether a value of a JSON file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def output_names(task: Task, facts: Facts) -> list[str]:
-    """Names of all outputs, known first; discovered ones from ``model/classes.json``, or ``novel-1``."""
-    novel = range(task.num_novel)
-    return [*task.known, *(facts.names.get(task.num_known + i, f"novel-{i + 1}") for i in novel)]
+def _mapping(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 # ---------------------------------------------------------------------------------------- what the model says
@@ -129,7 +110,7 @@ class Sample:
     ``index`` (M,) row numbers. ``features`` (M,D). Cosines: ``known`` (M,C_l), ``novel`` (M,H,K) with every
     head's clusters in the order of the best head's, ``over`` (M,H,mK) where there are such heads. ``votes``
     (M,H): every head's output, before classes are merged or dropped. ``confidence`` (M,): probability of the
-    best head's output. ``similarity`` (K,K): cosines of the best head's prototypes.
+    best head's output. ``similarity`` (K,K): cosines of the best head's prototypes. ``names`` of all outputs.
     """
 
     index: NDArray[np.int64]
@@ -141,6 +122,7 @@ class Sample:
     confidence: Floats
     similarity: Floats
     best_head: int
+    names: list[str]
     num_rows: int
 
     @property
@@ -176,38 +158,24 @@ def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
     return np.sort(np.concatenate(chosen))
 
 
-def open_model(config: Config, storage: Storage, task: Task, device: torch.device) -> Classifier:
+def open_model(config: Config, storage: Storage, task: Task, device: torch.device | str) -> Classifier:
     """The model of a run: that in ``model/``, or while there is none that of the newest checkpoint.
 
     Raises:
-        StorageError: there is neither, or it is of other classes than ``task``.
+        StorageError: there is neither.
+        RuntimeError: the checkpoint is of other classes than ``task``.
     """
     with suppress(StorageError):
         model = load_classifier(storage, device)
         if [c.name for c in model.classes if c.kind == "known"] == task.known:
             return model
     module, best_head = run.load_trained(config, storage, task.num_known, task.num_novel)
-    return Classifier(module.to(device), config, [], best_head, None, "", device)
+    novel = [f"novel-{i + 1}" for i in range(task.num_novel)]
+    classes = [OutputClass(i, name, "", i) for i, name in enumerate([*task.known, *novel])]
+    return Classifier(module.to(device), config, classes, best_head, None, "", torch.device(device))
 
 
-def decoder(task: Task, images: tuple[Tensor, NDArray[np.bool_]] | None = None) -> Decode:
-    """The pixels of rows, from ``images`` of all rows where the run holds them, else from their files."""
-
-    def decode(index: NDArray[np.int64], side: int) -> tuple[Tensor, NDArray[np.bool_]]:
-        if images is None:
-            pixels, reasons = decode_many(Chosen(task.rows.images, index), side)
-            return pixels, np.array([reason is None for reason in reasons])
-        pixels = images[0][torch.from_numpy(index)].cpu()
-        if side < pixels.shape[-1]:
-            pixels = F.interpolate(pixels.float(), (side, side), mode="area").round().to(torch.uint8)
-        return pixels, images[1][index]
-
-    return decode
-
-
-def look(
-    config: Config, task: Task, model: Classifier, decode: Decode, max_rows: int | None = None
-) -> Sample:
+def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = None) -> Sample:
     """What ``model`` says of at most ``max_rows`` rows, by default as many as take a minute.
 
     Unreadable images are left out. Heads vote as in ``predictions.parquet``: their clusters are renumbered as
@@ -216,43 +184,32 @@ def look(
     Raises:
         ValueError: no image can be read.
     """
-    size = config.data.store_size
+    config, best, size = model.config, model.best_head, model.size
     default = MAX_ROWS if model.device.type == "cuda" else MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
     rows = choose_rows(task, max_rows or default, config.seed)
-    indices: list[NDArray[np.int64]] = []
-    parts: list[list[Tensor]] = []  # features, known, novel, over where there are such heads
-    for start in range(0, len(rows), model.batch_rows):
-        index = rows[start : start + model.batch_rows]
-        pixels, ok = decode(index, size)
-        if ok.any():
-            said = forward(model.module, pixels[torch.from_numpy(ok)], config)
-            tensors = (said.features, said.known, said.novel, said.over)
-            indices.append(index[ok])
-            parts.append([t[0].float().cpu() for t in tensors if t is not None])
-    if not parts:
+    found = sample_logits(model, decode, rows, len(rows))
+    if found is None:
         raise ValueError("no image of the data can be read")
-    features, known, *heads = (
-        torch.cat(column, dim=column[0].ndim - 2) for column in zip(*parts, strict=True)
-    )
-    index, best = np.concatenate(indices), model.best_head
-    alignment = model.alignment
+    index, logits = found
+    assert logits.novel is not None and logits.features is not None and model.module.novel is not None
+    known, novel, alignment = logits.known[0], logits.novel[0], model.alignment
     if alignment is None:
-        unlabeled = task.is_train[index] & (task.labels[index] < 0)
-        alignment = align_heads(heads[0][:, torch.from_numpy(unlabeled)], best)
-    novel = heads[0].gather(2, alignment[:, None].expand(heads[0].shape).cpu())  # (H, M, K)
+        unlabeled = torch.from_numpy(task.is_train[index] & (task.labels[index] < 0))
+        alignment = align_heads(novel[:, unlabeled], best)
+    novel = novel.gather(2, alignment.cpu()[:, None].expand(novel.shape))  # (H, M, K)
     joint = torch.cat([known.expand(len(novel), *known.shape), novel], dim=2)
-    votes = joint.argmax(dim=2)  # (H, M)
     prototypes = F.normalize(model.module.novel.weight[best].detach().float().cpu(), dim=-1)
     return Sample(
         index,
-        features.numpy(),
+        logits.features[0].numpy(),
         known.numpy(),
         novel.transpose(0, 1).numpy(),
-        heads[1].transpose(0, 1).numpy() if len(heads) > 1 else None,
-        votes.T.numpy(),
+        None if logits.over is None else logits.over[0].transpose(0, 1).numpy(),
+        joint.argmax(dim=2).T.numpy(),
         (joint[best] / config.objective.temperature).softmax(dim=1).amax(dim=1).numpy(),
         (prototypes @ prototypes.T).numpy(),
         best,
+        [c.name for c in model.classes],
         len(task.rows),
     )
 
@@ -283,9 +240,9 @@ class Findings:
 
     ``truth`` (M,): index into known + true novel names, -1 unknown. ``unlabeled``, ``test`` (M,) bool.
     ``agreement`` (M,): share of the heads, the best among them, that put a row into its class. ``pairs``
-    (H,H): share of the unlabeled rows that two heads put into the same class. Over the unlabeled rows:
-    ``mean_agreement``, ``median_confidence``, ``unsure`` (share below one half) and ``absorbed`` (share taken
-    for known classes), NaN without rows.
+    (H,H): share of the unlabeled rows that two heads put into the same class. Over the unlabeled rows, NaN
+    without any: ``mean_agreement``, ``median_confidence``, ``unsure`` (share below one half) and ``absorbed``
+    (share taken for known classes).
     """
 
     truth: NDArray[np.int64]
@@ -301,8 +258,8 @@ class Findings:
     absorbed: float
 
 
-def find(task: Task, sample: Sample, names: Sequence[str]) -> Findings:
-    """Summarise ``sample``; ``names`` are those of all outputs, known first."""
+def find(task: Task, sample: Sample) -> Findings:
+    """Summarise ``sample``."""
     rows, output, num_known = sample.index, sample.output, task.num_known
     unlabeled = task.is_train[rows] & (task.labels[rows] < 0)
     truth, true_names = task.eval_labels[rows], [*task.known, *task.novel]
@@ -316,12 +273,12 @@ def find(task: Task, sample: Sample, names: Sequence[str]) -> Findings:
         clusters.append(
             Cluster(
                 k,
-                names[k],
+                sample.names[k],
                 int(mine.sum()),
                 _over(np.median, sample.confidence[mine]),
                 _over(np.mean, agreement[mine]),
                 (true_names[counts.argmax()], float(counts.max() / counts.sum())) if counts.any() else None,
-                names[int(sample.known[mine].mean(axis=0).argmax())] if mine.any() else None,
+                sample.names[int(sample.known[mine].mean(axis=0).argmax())] if mine.any() else None,
                 (num_known + int(others.argmax()), float(others.max())) if len(others) > 1 else None,
             )
         )

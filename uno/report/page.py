@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
+import shlex
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -45,7 +46,8 @@ def render(template: str, context: Mapping[str, Any], package: str = "uno.report
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "visible": visible, "short": short, "count": count, "percent": percent, "duration": duration
+        "visible": visible, "short": short, "count": count, "percent": percent, "duration": duration,
+        "quoted": shlex.quote,
     }  # fmt: skip
     page = environment.get_template(template).render({**own, **context})
     return page.encode("utf-8", "replace").decode()

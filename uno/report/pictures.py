@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from io import BytesIO
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from uno.report.facts import Decode, Sample
+from uno.data.decode import DecodedImages, decode_many
+from uno.data.rows import Chosen, Rows
+from uno.report.facts import Sample
 
 BUDGET_BYTES = 2_800_000  # of all galleries; the page stays below 5 MB
 SHEET_BYTES = 700_000
@@ -51,18 +55,22 @@ def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
 class Album:
     """Draws strips until :data:`BUDGET_BYTES` are spent; after that ``full`` is true.
 
+    Many classes get fewer, smaller and coarser pictures.
+
     Args:
-        decode: rows of the run.
+        rows: of the run.
         sample: rows to choose from.
         size: side of the stored images.
-        num_classes: that share the budget; many classes get fewer, smaller and coarser pictures.
         seed: of the random choice.
+        images: what ``decode_many`` gave for all rows, where the run holds it.
     """
 
-    def __init__(self, decode: Decode, sample: Sample, size: int, num_classes: int, seed: int) -> None:
-        self._decode, self._sample = decode, sample
+    def __init__(
+        self, rows: Rows, sample: Sample, size: int, seed: int, images: DecodedImages | None = None
+    ) -> None:
+        self._rows, self._sample, self._images = rows.images, sample, images
         self._left, self._generator = BUDGET_BYTES, np.random.default_rng([seed, 7])
-        many = num_classes > 24
+        many = len(sample.names) > 24
         self._num, self._quality = (8, 60) if many else (10, 80)
         self.side = min(size, 32 if many else MAX_SIDE)
         self.full = False
@@ -93,7 +101,7 @@ class Album:
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
         """One picture of all ``positions``, and its side; coarser until it fits :data:`SHEET_BYTES`."""
         side = min(self.side, SHEET_SIDE)
-        images = self._decode(self._sample.index[positions], side)[0].numpy()
+        images = self._pixels(positions, side)
         for quality in (70, 50, 30, 10):
             uri = encode(images, SHEET_COLUMNS, quality)
             if len(uri) <= SHEET_BYTES:
@@ -104,5 +112,14 @@ class Album:
         return members[np.argsort(-self._sample.confidence[members], kind="stable")]
 
     def _strip(self, title: str, rows: NDArray[np.int64], side: int) -> Strip:
-        images = self._decode(self._sample.index[rows], side)[0].numpy()
+        images = self._pixels(rows, side)
         return Strip(title, rows.tolist(), encode(images, len(rows), self._quality))
+
+    def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
+        index = self._sample.index[positions]
+        if self._images is None:
+            return decode_many(Chosen(self._rows, index), side)[0].numpy()
+        pixels = self._images[0][torch.from_numpy(index)].cpu()
+        if side < pixels.shape[-1]:
+            pixels = F.interpolate(pixels.float(), (side, side), mode="area").round().to(torch.uint8)
+        return pixels.numpy()

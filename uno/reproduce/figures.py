@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from uno.config import Config, override
@@ -15,8 +14,9 @@ from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.report.charts import COLOURS, Map, choose_points, draw_map, map_groups
-from uno.report.facts import Sample, decoder, look, open_model
+from uno.report.facts import Sample, look, open_model
 from uno.reproduce.experiments import REFERENCE, Cell
+from uno.results.infer import decoder
 from uno.runs.directory import read_config_tree
 
 
@@ -80,8 +80,8 @@ def _look(run: str) -> tuple[Task, Sample, int]:
     storage = Storage(run)
     config = override(Config(), read_config_tree(storage))
     task = make_task(read_rows(config.data), config.data)
-    model = open_model(config, storage, task, torch.device("cpu"))
-    return task, look(config, task, model, decoder(task)), config.seed
+    model = open_model(config, storage, task, "cpu")
+    return task, look(task, model, decoder(model, task.rows)), config.seed
 
 
 def _panels(

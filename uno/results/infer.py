@@ -281,27 +281,27 @@ def score_rows(
         yield index, reasons, model.score(pixels[torch.from_numpy(ok)]) if ok.any() else None
 
 
-def sample_cosines(
-    model: Classifier, decode: Decode, rows: np.ndarray
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Of at most 10,000 of ``rows`` int64 (N,), evenly spaced: cosines known (M, C_l) and novel (H, M, K),
-    and features (M, D), on the CPU; None where none can be read.
+def sample_logits(
+    model: Classifier, decode: Decode, rows: np.ndarray, limit: int = SAMPLE_ROWS
+) -> tuple[np.ndarray, Logits] | None:
+    """What the model says of at most ``limit`` of ``rows`` int64 (N,), evenly spaced, under one view: the
+    numbers of the M that can be read, and their :class:`Logits` on the CPU; None where none can be read.
     """
-    num = min(SAMPLE_ROWS, len(rows))
+    num = min(limit, len(rows))
     chosen = rows[np.arange(num) * len(rows) // max(num, 1)]
-    parts = []
-    for _, pixels, reasons in decode(
+    indices, parts = [], []
+    for index, pixels, reasons in decode(
         chosen[i : i + model.batch_rows] for i in range(0, num, model.batch_rows)
     ):
         ok = readable(reasons)
         if ok.any():
             logits = forward(model.module, pixels[torch.from_numpy(ok)], model.config)
-            tensors = (logits.known, logits.novel, logits.features)
-            parts.append([tensor[0].cpu() for tensor in tensors if tensor is not None])
+            indices.append(index[ok])
+            parts.append({k: t.float().cpu() for k, t in logits._asdict().items() if t is not None})
     if not parts:
         return None
-    known, novel, features = (torch.cat(column, dim=-2) for column in zip(*parts, strict=True))
-    return known, novel, features
+    joined = {name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]}
+    return np.concatenate(indices), Logits(**{"novel": None, "over": None, **joined})  # type: ignore[arg-type]
 
 
 def with_alignment(model: Classifier, storage: Storage, decode: Decode, unlabeled: np.ndarray) -> Classifier:
@@ -310,10 +310,10 @@ def with_alignment(model: Classifier, storage: Storage, decode: Decode, unlabele
     """
     if model.alignment is not None:
         return model
-    sample = sample_cosines(model, decode, unlabeled)
-    if sample is None:
+    sample = sample_logits(model, decode, unlabeled)
+    if sample is None or sample[1].novel is None:
         return model
-    alignment = align_heads(sample[1], model.best_head)
+    alignment = align_heads(sample[1].novel[0], model.best_head)
     name = model_folder(storage) + "classes.json"
     facts = json.loads(storage.read(name)) | {"alignment": alignment.tolist()}
     storage.write(name, json.dumps(facts, indent=1).encode())

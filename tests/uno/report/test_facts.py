@@ -10,18 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image as Pillow
 
+from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.uno.report.runs import hostile_task, small_config, write_run
 from uno.config import flatten, override, to_dict
+from uno.data.decode import decode_many
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.presets import preset
 from uno.report import charts, checks, origin, page, pictures
-from uno.report.facts import Facts, Sample, choose_rows, decoder, find, look, open_model
-from uno.results.infer import align_heads, score
+from uno.report.facts import Facts, Sample, choose_rows, find, look, open_model
+from uno.results.infer import decoder, load_classifier, save_model, score_rows, with_alignment
 
 
 def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
@@ -39,6 +40,7 @@ def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
         np.full(num, 0.99, np.float32),
         np.eye(num_novel, dtype=np.float32),
         0,
+        [*task.known, *(f"novel-{i + 1}" for i in range(num_novel))],
         num,
     )
 
@@ -49,19 +51,15 @@ def digits() -> Task:
     return make_task(read_rows(config.data), config.data)
 
 
-def names_of(task: Task) -> list[str]:
-    return [*task.known, *(f"novel-{i + 1}" for i in range(task.num_novel))]
-
-
 def warned(task: Task, sample: Sample, facts: Facts | None = None) -> str:
-    findings = find(task, sample, names_of(task))
+    findings = find(task, sample)
     return " | ".join(seen for seen, _ in checks.warnings(small_config(), facts or Facts(), sample, findings))
 
 
 def test_classes_are_those_of_the_best_head(digits: Task) -> None:
     sample = sample_of(digits, digits.eval_labels)
     sample.votes[:, 1] = 0
-    found = find(digits, sample, names_of(digits))
+    found = find(digits, sample)
     unlabeled = (digits.labels < 0) & digits.is_train
     sizes = [int((unlabeled & (digits.eval_labels == 5 + k)).sum()) for k in range(5)]
     assert [c.count for c in found.clusters] == sizes
@@ -75,28 +73,29 @@ def test_agreement_is_that_of_the_predictions(tmp_path: Path) -> None:
     config = small_config(**{"data.limit": 120, "model.num_heads": 3})
     task = make_task(read_rows(config.data), config.data)
     storage = write_run(tmp_path, config, task)
-    model = open_model(config, storage, task, torch.device("cpu"))
-    sample = look(config, task, model, decoder(task))
-    pixels, _ = decoder(task)(np.arange(len(task.rows)), config.data.store_size)
-    known, novel, _ = model.cosines(pixels)
-    unlabeled = torch.from_numpy(task.is_train & (task.labels < 0))
-    alignment = align_heads(novel[:, unlabeled], model.best_head)
-    temperature = config.objective.temperature
-    expected = score(known, novel, temperature, model.best_head, model.classes, alignment)
-    found = find(task, sample, names_of(task))
-    assert (sample.output == expected[0].numpy()).all()
-    assert np.allclose(sample.confidence, expected[1].numpy(), atol=1e-6)
-    assert np.allclose(found.agreement, expected[4].numpy())
+    model = open_model(config, storage, task, "cpu")
+    decode, unlabeled = decoder(model, task.rows), np.flatnonzero(task.is_train & (task.labels < 0))
+    sample = look(task, model, decode)
+    save_model(config, storage, model.module, model.best_head, task.known)
+    aligned = with_alignment(load_classifier(storage), storage, decode, unlabeled)
+    again = look(task, open_model(config, storage, task, "cpu"), decode)
+    [(_, _, scores)] = score_rows(aligned, decode, [np.arange(len(task.rows))])
+    assert scores is not None
+    for found in (sample, again):  # an unfinished run and a finished one
+        assert (found.output == scores.class_index.numpy()).all()
+        assert np.allclose(found.confidence, scores.probability.numpy(), atol=1e-6)
+        assert np.allclose(find(task, found).agreement, scores.head_agreement.numpy())
 
 
 def test_images_at_hand_are_not_decoded_again(digits: Task) -> None:
-    pixels, ok = decoder(digits)(np.arange(len(digits.rows)), 8)
-    assert ok.all()
-    hidden = replace(digits, rows=replace(digits.rows, images=np.zeros((len(ok), 1, 1, 3), np.uint8)))
-    again, readable = decoder(hidden, (pixels, ok))(np.array([7, 3]), 8)
-    assert (again == pixels[[7, 3]]).all() and readable.all()
-    half = decoder(hidden, (pixels, ok))(np.array([7]), 4)[0]
-    assert half.shape == (1, 3, 4, 4) and abs(half.float().mean() - pixels[7].float().mean()) < 1
+    decoded = decode_many(digits.rows.images, 8)
+    gone = replace(digits.rows, images=np.zeros((len(digits.rows), 1, 1, 3), np.uint8))
+    sample = sample_of(digits, digits.eval_labels)
+    strips = [
+        pictures.Album(rows, sample, 8, 0, images).strips(np.arange(30))
+        for rows, images in ((digits.rows, None), (gone, decoded))
+    ]
+    assert strips[0] == strips[1]
 
 
 def test_a_good_run_has_no_cluster_warnings(digits: Task) -> None:
@@ -158,7 +157,7 @@ def test_the_printed_command_leads_to_the_configuration(changes: dict[str, objec
     """Kills: a flag that the command line does not know, a lost quote, a difference left out."""
     config = override(preset("digits"), changes)
     argv = shlex.split(origin.command_line(config))
-    again = parse(argv[2:], argv[1]).config
+    again = parse(argv[2:], DISCOVER).config
     skipped = {"output"} if config.data.labeled is None else {"output", "data.source"}
     kept, want = ({k: v for k, v in flatten(to_dict(c)).items() if k not in skipped} for c in (again, config))
     assert kept == want
@@ -189,13 +188,13 @@ def test_line_chart_places_points_and_skips_nan() -> None:
 
 def test_matrix_columns_follow_the_matching() -> None:
     counts, names = np.array([[0, 9, 1], [7, 0, 0]]), (["a", "b"], ["x", "y", "z"])
-    figure = charts.matrix("k", "t", "c", counts, names, np.array([1, 0]), 1)
-    assert figure is not None and figure.column_names == ["y", "x", "z"]
-    assert (figure.correct, figure.total) == (16, 17)
-    assert figure.cells == [[0, 0, 9], [0, 2, 1], [1, 1, 7]]
-    assert figure.outline == "M0 0h1v1h-1zM1 1h1v1h-1z"
-    assert figure.confusions == [("a", "z", 1, pytest.approx(0.1))]
-    assert charts.matrix("k", "t", "c", counts * 0, names, np.array([1, 0]), 1) is None
+    figure = charts.matrix("t", counts, names, np.array([1, 0]), 1)
+    assert figure is not None and figure["columns"] == ["y", "x", "z"]
+    assert (figure["correct"], figure["total"]) == (16, 17)
+    assert figure["cells"] == [[0, 0, 9], [0, 2, 1], [1, 1, 7]]
+    assert figure["outline"] == "M0 0h1v1h-1zM1 1h1v1h-1z"
+    assert figure["confusions"] == [("a", "z", 1, pytest.approx(0.1))]
+    assert charts.matrix("t", counts * 0, names, np.array([1, 0])) is None
 
 
 def test_maps_repeat_and_keep_groups_apart() -> None:
@@ -231,7 +230,7 @@ def test_pictures_are_in_order() -> None:
 
 def test_strips_show_each_image_once() -> None:
     task = hostile_task(small_config(), rows_per_class=10)
-    album = pictures.Album(decoder(task), sample_of(task, task.eval_labels), 8, 10, seed=0)
+    album = pictures.Album(task.rows, sample_of(task, task.eval_labels), 8, seed=0)
     strips = album.strips(np.arange(25))
     rows = [row for strip in strips for row in strip.rows]
     assert len(strips) == 3 and len(set(rows)) == len(rows)

@@ -180,7 +180,7 @@ def test_fifty_and_fifty_classes_stay_below_five_megabytes(
 ) -> None:
     """Noise compresses worst, and here every class has a full gallery."""
     monkeypatch.setattr(Sample, "output", property(lambda self: self.index % 100))
-    monkeypatch.setattr("uno.report.draw_map", lambda *map_: charts.Map("t", "c", _scattered(len(map_[2]))))
+    monkeypatch.setattr(charts, "draw_map", lambda *map_: charts.Map("t", "c", _scattered(len(map_[2]))))
     config = small_config(**{"data.store_size": 32, "augment.large.size": 8})
     generator = np.random.default_rng(0)
     names = [f"class {i}" for i in range(100)]
