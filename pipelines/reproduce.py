@@ -24,7 +24,7 @@ from pydantic import PositiveInt
 from pipelines import cli, ray_env
 from pipelines.cells import Attempts, Job, Queue, RayProcess, Start, read_attempts, start_here
 from pipelines.console import say
-from pipelines.options import RAY_JOB, Argument, Command, switch
+from pipelines.options import Argument, Command, checked_output, switch
 from pipelines.options import parse as options_of
 from uno.config import Config, differing_keys, override, to_dict
 from uno.data.check import check
@@ -34,6 +34,7 @@ from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.reproduce import documents, effects
 from uno.reproduce.experiments import REFERENCE, Cell, Table, build, cells, names
+from uno.reproduce.figures import draw
 from uno.runs import lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
@@ -78,17 +79,17 @@ table changes wins. Finished cells are read, not repeated; a larger --seeds adds
 
 @dataclass(frozen=True)
 class Request:
-    """What ``uno reproduce`` was asked to do; ``changes``: dotted keys that hold for every cell."""
+    """What ``uno reproduce`` was asked to do.
 
+    ``own``: its arguments; ``changes``: dotted keys that hold for every cell; ``command``: without those
+    arguments that say where and how fast.
+    """
+
+    own: SimpleNamespace
     table: Table
-    scale: str
     cells: list[Cell]
     output: Path
     changes: Mapping[str, Any]
-    parallel: int | None
-    runner: str
-    record: Path | None
-    dry_run: bool
     command: str
 
 
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     """Run what is missing of a table and write it."""
     request = parse(argv)
     jobs = plan(request)
-    if request.dry_run:
+    if request.own.dry_run:
         _describe(request, jobs)
         return 0
     run_missing(request, jobs)
@@ -111,42 +112,31 @@ def parse(argv: Sequence[str]) -> Request:
         SystemExit: after ``--help``.
     """
     options = options_of(argv, REPRODUCE)
-    own, changes = options.own, options.given
-    table = build(own.table, own.scale)
-    for key in changes:
+    own = options.own
+    for key in options.given:
         if key in OWN_KEYS:
             raise ConfigError(f"{key} is for the table to choose; uno reproduce has --seeds and --output")
     given = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
     directories = {o: os.path.abspath(os.path.expanduser(path)) for o, path in given.items() if path}
-    table = _select(table, own, directories)
-    output = own.output or f"runs/reproduce-{own.table}{'-full' if own.scale == 'full' else ''}"
+    table = _select(build(own.table, own.scale), own, directories)
+    full = own.scale == "full"
+    output = checked_output(own.output or f"runs/reproduce-{own.table}{'-full' if full else ''}")
     if "://" in output:
         raise ConfigError("--output must be a directory: uno reproduce keeps logs of its processes there")
-    if RAY_JOB in os.environ and not os.path.isabs(output):
-        raise ConfigError(
-            f"inside a Ray job --output must be an absolute path that all nodes share, not {output!r}"
-        )
-    if own.scale == "small":
-        changes = {"compute.threads": 1, **changes}
-    changes = {"compute.workers": 0, **changes}
-    return Request(
-        table, own.scale, cells(table, own.seeds or table.seeds, directories, changes),
-        Path(os.path.expanduser(output)).absolute(), changes, own.parallel, own.runner,
-        own.record and Path(own.record), own.dry_run,
-        shlex.join(["uno", "reproduce", *_without(argv, "--output", "--record", "--parallel")]),
-    )  # fmt: skip
+    changes = {"compute.workers": 0, **({} if full else {"compute.threads": 1}), **options.given}
+    todo = cells(table, own.seeds or table.seeds, directories, changes)
+    words = ["uno", "reproduce", *_without(argv, "--output", "--record", "--parallel")]
+    return Request(own, table, todo, Path(output).absolute(), changes, shlex.join(words))
 
 
 def _without(argv: Sequence[str], *names: str) -> list[str]:
-    """``argv`` without options that say where and how fast, each with its one value."""
-    kept: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word in names:
-            next(words, None)
-        elif word.partition("=")[0] not in names:
-            kept.append(word)
-    return kept
+    """``argv`` without options of these names, each with its one value."""
+    after = ["", *argv]
+    return [
+        word
+        for before, word in zip(after, argv, strict=False)
+        if before not in names and word.partition("=")[0] not in names
+    ]
 
 
 def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) -> Table:
@@ -154,7 +144,7 @@ def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) 
     benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
     rows = {row.key: row for row in table.rows}
     for option, wanted, known in (("datasets", own.datasets, benchmarks), ("rows", own.rows, rows)):
-        for name in wanted or ():
+        for name in wanted:
             if name not in known:
                 raise ConfigError(f"--{option} {name}: {table.name} has {', '.join(known)}")
     sets = [benchmarks[name] for name in own.datasets or benchmarks]
@@ -178,11 +168,10 @@ def plan(request: Request) -> list[Job]:
     Raises:
         ConfigError: data that is not there or cannot be trained on, or a directory of other settings.
     """
+    _check_data([cell.config for cell in request.cells])
     attempts = read_attempts(request.output)
     jobs: dict[str, Job] = {}
-    checked: set[str] = set()
     for cell in request.cells:
-        _check_data(cell.config, checked)
         run, shared = request.output / cell.name, request.output / cell.pretraining
         config = override(cell.config, {"model.weights": str(shared)})
         _check_stored(run, config)
@@ -196,16 +185,14 @@ def plan(request: Request) -> list[Job]:
     return list(jobs.values())
 
 
-def _check_data(config: Config, checked: set[str]) -> None:
+def _check_data(configs: Sequence[Config]) -> None:
     """The preflight checks of a run, once for each data set and its classes."""
-    data = config.data if config.data.num_novel != "auto" else config.data.model_copy(update={"num_novel": 1})
-    key = repr((data, config.train.batch_size, config.augment))
-    if key in checked:
-        return
-    checked.add(key)
-    errors = [p for p in check(make_task(read_rows(data), data), config) if p.level == "error"]
-    if errors:
-        raise ConfigError(f"{data.source}: {errors[0].message}")
+    for config in {(c.data, c.train.batch_size, c.augment): c for c in configs}.values():
+        auto = {"num_novel": 1} if config.data.num_novel == "auto" else {}
+        data = config.data.model_copy(update=auto)
+        errors = [p for p in check(make_task(read_rows(data), data), config) if p.level == "error"]
+        if errors:
+            raise ConfigError(f"{data.source}: {errors[0].message}")
 
 
 def _check_stored(run: Path, config: Config) -> None:
@@ -230,7 +217,7 @@ def _describe(request: Request, jobs: Sequence[Job]) -> None:
     if None in minutes:
         say("nobody has measured what these cells cost; the first finished one says")
     else:
-        parallel = request.parallel or _default_parallel(request.changes)
+        parallel = request.own.parallel or _default_parallel(request.changes)
         say(f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {parallel} cells at a time")
 
 
@@ -244,49 +231,41 @@ def run_missing(request: Request, jobs: Sequence[Job]) -> None:
     if not jobs:
         say(f"{request.output}: every cell has a result; nothing is run again")
         return
+    done, since = 0, time.monotonic()
+
+    def say_end(job: Job, attempt: Attempts) -> None:
+        nonlocal done
+        done += 1
+        how = "done" if attempt.code == 0 else f"ended with {attempt.code}: {attempt.reason}"
+        minutes = (time.monotonic() - since) / done * (len(jobs) - done) / 60
+        eta = f", about {minutes:.0f} min left" if done < len(jobs) else ""
+        say(f"{done}/{len(jobs)}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
+
     with lock.claim(Storage(str(request.output)), on_wait=say), _runner(request) as (start, capacity):
         for folder in ("cells", "pretrain"):
             (request.output / folder).mkdir(parents=True, exist_ok=True)
         say(f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in {request.output}/cells")
-        Queue(request.output, start, capacity, _Console(len(jobs))).run(jobs)
-
-
-class _Console:
-    """One line for each job that ends."""
-
-    def __init__(self, num_jobs: int) -> None:
-        self._num_jobs, self._done, self._since = num_jobs, 0, time.monotonic()
-
-    def __call__(self, job: Job, attempt: Attempts) -> None:
-        """Say how a job ended, and when the last one may."""
-        self._done += 1
-        left = self._num_jobs - self._done
-        how = "done" if attempt.code == 0 else f"ended with {attempt.code}: {attempt.reason}"
-        minutes = (time.monotonic() - self._since) / self._done * left / 60
-        eta = f", about {minutes:.0f} min left" if left else ""
-        say(f"{self._done}/{self._num_jobs}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
+        Queue(request.output, start, capacity, say_end).run(jobs)
 
 
 @contextmanager
 def _runner(request: Request) -> Iterator[tuple[Start, int]]:
     """What starts a cell, as a process here or in a Ray actor with its resources; and how many fit."""
-
-    changes = request.changes
-    gpus = torch.cuda.device_count() if changes.get("compute.device") != "cpu" else 0
-    several = "RAY_ADDRESS" in os.environ or gpus > 1
-    wants_ray = request.runner == "ray" or (request.runner == "auto" and several)
+    changes, parallel = request.changes, request.own.parallel
+    may_use_gpu = changes.get("compute.device") != "cpu"
+    several = "RAY_ADDRESS" in os.environ or (may_use_gpu and torch.cuda.device_count() > 1)
+    wants_ray = request.own.runner == "ray" or (request.own.runner == "auto" and several)
     if not wants_ray or changes["compute.workers"]:  # cells that start Ray themselves
         local_device(override(Config(), changes))
-        yield start_here, request.parallel or _default_parallel(changes)
+        yield start_here, parallel or _default_parallel(changes)
         return
     with ray_env.connect() as ray:
-        cluster = ray.cluster_resources()
-        gpu = cluster.get("GPU", 0) > 0 and changes.get("compute.device") != "cpu"
-        share = float(changes.get("compute.gpus_per_worker", 1.0)) if gpu else 0.0
-        cpus = min(float(changes.get("compute.threads") or 1), max(1.0, cluster.get("CPU", 1.0)))
-        fits = int(cluster["GPU"] / share) if share else int(cluster.get("CPU", 1.0) / cpus)
+        cluster = {"CPU": 1.0, "GPU": 0.0, **ray.cluster_resources()}
+        share = float(changes.get("compute.gpus_per_worker", 1.0)) if may_use_gpu and cluster["GPU"] else 0.0
+        cpus = min(float(changes.get("compute.threads") or 1), max(1.0, cluster["CPU"]))
+        fits = int(cluster["GPU"] / share if share else cluster["CPU"] / cpus)
         resources = {"num_cpus": 0 if share else cpus, "num_gpus": share}
-        yield partial(RayProcess, ray, resources), max(1, min(fits, request.parallel or fits))
+        yield partial(RayProcess, ray, resources), max(1, min(fits, parallel or fits))
 
 
 def _default_parallel(changes: Mapping[str, Any]) -> int:
@@ -313,17 +292,13 @@ def write_tables(request: Request) -> int:
         {name: past.seconds for name, past in attempts.items()},
         {name: past.reason for name, past in attempts.items() if past.failed},
     )  # fmt: skip
-    figures = []
-    if request.table.maps:
-        from uno.reproduce.figures import draw
-
-        figures = draw(request.cells, request.output, say)
-    described = (found, request.scale, request.command, figures)
+    maps = draw(request.cells, request.output, say) if request.table.maps else []
+    described = (found, request.own.scale, request.command, maps)
     documents.write(Storage(str(request.output)), *described)
-    if request.record is not None:
-        documents.write_record(Storage(str(request.record)), *described)
-    say(f"\n{documents.markdown(found)}\n")
+    if request.own.record is not None:
+        documents.write_record(Storage(request.own.record), *described)
     name = request.table.name
+    say(f"\n{documents.markdown(found)}\n")
     say(f"tables in {request.output}: {name}.md, {name}.parquet, {name}.html")
     if found.failures:
         name, reason = next(iter(found.failures.items()))

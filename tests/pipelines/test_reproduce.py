@@ -120,7 +120,7 @@ def test_a_ray_job_needs_an_absolute_output(monkeypatch):
     from pipelines.options import RAY_JOB
 
     monkeypatch.setenv(RAY_JOB, "{}")
-    with pytest.raises(ConfigError, match="absolute path that all nodes share"):
+    with pytest.raises(ConfigError, match="inside a Ray job --output must be an absolute path"):
         reproduce.parse(["ablation"])
 
 
@@ -212,7 +212,7 @@ def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, mo
     from pipelines.commands import DISCOVER
     from pipelines.options import parse
 
-    monkeypatch.setattr(reproduce, "_check_data", lambda config, checked: None)
+    monkeypatch.setattr(reproduce, "_check_data", lambda configs: None)
     words = ["sota", "--scale", "full", "--datasets", "cifar10", "cifar100-20", "--seeds", "1", "--dry-run"]
     words += ["--cifar10", "/a", "--cifar100", "/b", "--output", str(tmp_path)]
     jobs = {job.name: job for job in reproduce.plan(reproduce.parse(words))}
