@@ -293,7 +293,7 @@ def write_tables(request: Request) -> int:
         {name: past.reason for name, past in attempts.items() if past.failed},
     )  # fmt: skip
     maps = draw(request.cells, request.output, say) if request.table.maps else []
-    described = (found, request.own.scale, request.command, maps)
+    described = (found, request.command, maps)
     documents.write(Storage(str(request.output)), *described)
     if request.own.record is not None:
         documents.write_record(Storage(request.own.record), *described)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from uno.data.files import Storage
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import render, visible
-from uno.reproduce.effects import ERRORS, Results, chance_of_no_effect
+from uno.reproduce.effects import ERRORS, Results, chance_of_no_effect, deviation, mean
 from uno.reproduce.experiments import REFERENCE, Benchmark, Evaluation, Row
 from uno.reproduce.figures import Figure
 
@@ -27,11 +27,11 @@ Grid = list[list[str]]
 
 
 # ------------------------------------------------------------------------------------------------------ texts
-def spread(mean: float, sd: float | None, signed: bool = False) -> str:
+def spread(value: float, sd: float | None, signed: bool = False) -> str:
     """``98.1 ± 0.8``, or the mean alone."""
-    text = f"{mean:.1f}"
+    text = f"{value:.1f}"
     if signed:
-        text = "0.0" if float(text) == 0 else f"{mean:+.1f}".replace("-", MINUS)
+        text = "0.0" if float(text) == 0 else f"{value:+.1f}".replace("-", MINUS)
     return text if sd is None else f"{text} ± {sd:.1f}"
 
 
@@ -59,8 +59,8 @@ def _measured(found: Results, benchmark: Benchmark, row: Row, evaluation: Evalua
     """Accuracy, number of seeds and mean minutes of a run."""
     keys = [(benchmark.key, row.key, evaluation.name, group) for group in found.table.groups]
     values = [found.values.get(key) for key in keys]
-    num_seeds = max((len(value.by_seed) for value in values if value), default=0)
-    text = " / ".join(spread(v.mean, v.sd) if v else DASH for v in values) if num_seeds else DASH
+    num_seeds = max(len(value or ()) for value in values)
+    text = " / ".join(spread(mean(v), deviation(v)) if v else DASH for v in values) if num_seeds else DASH
     cell = f"cells/{benchmark.key}-{row.trained}-seed"
     if num_failed := sum(name.startswith(cell) for name in found.failures):
         text += f"; {num_failed} of {found.seeds} failed"
@@ -81,8 +81,8 @@ def effects_grid(found: Results) -> Grid:
                 f"{effect.row.name}{several}",
                 f"{effect.group}, {effect.evaluation.name}, {effect.evaluation.split}",
                 *(DASH if value is None else spread(value, None, signed=True) for value in paper),
-                spread(effect.measured.mean, effect.measured.sd, signed=True),
-                str(len(effect.measured.by_seed)),
+                spread(mean(effect.measured), deviation(effect.measured), signed=True),
+                str(len(effect.measured)),
                 effect.verdict,
             ]
         )
@@ -178,12 +178,12 @@ SCHEMA = pa.schema(
 )
 
 
-def long_table(found: Results, scale: str) -> pa.Table:
+def long_table(found: Results) -> pa.Table:
     """One line for each row, evaluation, group and data set, the paper's among them."""
     table = found.table
     lines = [
         {
-            "table": table.name, "scale": scale, "row": row.key, "name": row.name, "head": row.head,
+            "table": table.name, "scale": table.scale, "row": row.key, "name": row.name, "head": row.head,
             "protocol": evaluation.protocol, "split": evaluation.split, **fields,
         }
         for row in table.rows
@@ -196,8 +196,8 @@ def long_table(found: Results, scale: str) -> pa.Table:
 def _published_fields(found: Results, row: Row, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
     for column in found.table.published:
         numbers = column.read(row.key, evaluation.name)
-        for group, (mean, sd) in zip(found.table.groups, numbers, strict=False):
-            paper = {"published": mean, "published_sd": sd, "source": column.title}
+        for group, (value, sd) in zip(found.table.groups, numbers, strict=False):
+            paper = {"published": value, "published_sd": sd, "source": column.title}
             yield {"data": column.data, "group": group, **paper}
 
 
@@ -209,13 +209,13 @@ def _measured_fields(found: Results, row: Row, evaluation: Evaluation) -> Iterat
             if (values := found.values.get(key)) is None:
                 continue
             fields = {
-                "data": benchmark.name, "group": group, "mean": values.mean, "sd": values.sd,
-                "n": len(values.by_seed), "values": values.values, "seeds": sorted(values.by_seed),
+                "data": benchmark.name, "group": group, "mean": mean(values), "sd": deviation(values),
+                "n": len(values), "values": list(values.values()), "seeds": list(values),
                 "minutes": statistics.fmean(minutes), "hardware": "; ".join(found.hardware),
             }  # fmt: skip
             if (effect := found.effects.get(key)) is not None:
-                measured = effect.measured
-                fields |= {"effect": measured.mean, "effect_sd": measured.sd, "verdict": effect.verdict}
+                difference = {"effect": mean(effect.measured), "effect_sd": deviation(effect.measured)}
+                fields |= {**difference, "verdict": effect.verdict}
             yield fields
 
 
@@ -229,7 +229,7 @@ def charts(found: Results) -> list[Chart]:
         for row in found.table.rows:
             values = found.values.get((benchmark.key, row.key, evaluation.name, "novel"))
             if row.x is not None and row.series is not None and values is not None:
-                series[row.series][row.x] = values.mean
+                series[row.series][row.x] = mean(values)
         title = f"{benchmark.name}: novel accuracy, percent, {evaluation.name}, {evaluation.split}"
         drawn.append(line_chart(title, label, [_points(*one) for one in series.items()]))
         ours = series.pop("UNO", {})
@@ -248,10 +248,9 @@ def _points(name: str, values: dict[int, float]) -> Series:
 
 def html(found: Results, command: str, figures: Sequence[Figure]) -> str:
     """One page that opens from disk: no script, no request."""
-    grids = {"Results": results_grid(found)} | ({"Effects": effects_grid(found)} if found.effects else {})
     context = {
         "table": found.table,
-        "grids": grids,
+        "grids": {"Results": results_grid(found), "Effects": effects_grid(found)},
         "explanations": explanations(found),
         "decision": decision(found),
         "charts": charts(found),
@@ -262,19 +261,17 @@ def html(found: Results, command: str, figures: Sequence[Figure]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ files
-def write(storage: Storage, found: Results, scale: str, command: str, figures: Sequence[Figure]) -> None:
+def write(storage: Storage, found: Results, command: str, figures: Sequence[Figure]) -> None:
     """``TABLE.md``, ``TABLE.parquet`` and ``TABLE.html``: tables may share a directory and its cells."""
     name = found.table.name
     storage.write(f"{name}.md", (markdown(found) + "\n").encode())
     buffer = io.BytesIO()
-    pq.write_table(long_table(found, scale), buffer)
+    pq.write_table(long_table(found), buffer)
     storage.write(f"{name}.parquet", buffer.getvalue())
     storage.write(f"{name}.html", html(found, command, figures).encode())
 
 
-def write_record(
-    storage: Storage, found: Results, scale: str, command: str, figures: Sequence[Figure]
-) -> None:
+def write_record(storage: Storage, found: Results, command: str, figures: Sequence[Figure]) -> None:
     """``README.md``, ``result.json`` (hardware, versions, raw values, decision) and figures as HTML."""
     where = facts(found, command)
     text = [
@@ -288,12 +285,12 @@ def write_record(
         text.append("Drawings: [figures.html](figures.html).")
         storage.write("figures.html", html(found, command, figures).encode())
     storage.write("README.md", ("\n\n".join(text) + "\n").encode())
-    lines = long_table(found, scale).to_pylist()
+    lines = long_table(found).to_pylist()
     row = {
         "question": found.table.question,
         **where,
         "minutes": round(found.total_minutes, 2),
-        "scale": scale,
+        "scale": found.table.scale,
         "n": found.seeds,
         "changes": dict(found.changes),
         "failures": dict(found.failures),

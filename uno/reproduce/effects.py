@@ -31,31 +31,18 @@ Key = tuple[str, str, str, str]
 """Benchmark, row, evaluation, group."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Accuracies, or differences of accuracies, in percent by seed."""
+Measured = Mapping[int, float]
+"""Accuracies, or differences of accuracies, in percent by seed."""
 
-    by_seed: Mapping[int, float]
 
-    @property
-    def values(self) -> list[float]:
-        """In the order of seeds."""
-        return [self.by_seed[seed] for seed in sorted(self.by_seed)]
+def mean(measured: Measured) -> float:
+    """Over seeds."""
+    return statistics.fmean(measured.values())
 
-    @property
-    def mean(self) -> float:
-        """Over seeds."""
-        return statistics.fmean(self.values)
 
-    @property
-    def sd(self) -> float | None:
-        """Standard deviation over seeds (n - 1); None of one."""
-        return statistics.stdev(self.values) if len(self.by_seed) > 1 else None
-
-    def minus(self, other: Measured) -> Measured:
-        """Differences of the seeds that both have."""
-        both = self.by_seed.keys() & other.by_seed.keys()
-        return Measured({seed: self.by_seed[seed] - other.by_seed[seed] for seed in both})
+def deviation(measured: Measured) -> float | None:
+    """Standard deviation over seeds (n - 1); None of one."""
+    return statistics.stdev(measured.values()) if len(measured) > 1 else None
 
 
 class Effect(NamedTuple):
@@ -109,18 +96,13 @@ def read(
 ) -> Results:
     """Collect what the finished ones of ``cells``, all those of a table, measured.
 
-    Args:
-        table: what they belong to.
-        cells: with ``metrics.json`` in their directories below ``output``.
-        output: directory.
-        changes: dotted keys of the command line.
-        seconds: that each cell and pretraining took, by its name.
-        failed: reasons of failed cells, by name.
+    Their directories are below ``output``; ``changes`` are dotted keys of the command line; ``seconds`` that
+    cells and pretrainings took and reasons of ``failed`` ones stand by name.
 
     Raises:
         ConfigError: a result that cannot be read.
     """
-    by_seed: defaultdict[Key, dict[int, float]] = defaultdict(dict)
+    values: defaultdict[Key, dict[int, float]] = defaultdict(dict)
     minutes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     failures, missing, environments, remarks = {}, [], [], []
     for cell in cells:
@@ -133,12 +115,11 @@ def read(
             minutes[cell.benchmark.key, cell.row.key].append(seconds.get(cell.name, 0.0) / 60)
             environments.append(_read_json(run / "environment.json"))
             for key, value in _readings(table, cell, _read_json(run / "metrics.json")):
-                by_seed[key][cell.seed] = 100 * value
+                values[key][cell.seed] = 100 * value
             if cell.config.data.num_novel == "auto":
                 suggested = _read_json(run / "estimate.json").get("suggested", "?")
                 remarks.append(f"{cell.row.name}, seed {cell.seed}: {suggested} classes")
     on_gpu = changes.get("compute.device") != "cpu"
-    values = {key: Measured(numbers) for key, numbers in by_seed.items()}
     pretrainings = {cell.pretraining for cell in cells}
     return Results(
         table, max(cell.seed for cell in cells) + 1, values, _effects(table, cells, values), minutes,
@@ -165,14 +146,15 @@ def _readings(table: Table, cell: Cell, metrics: Mapping[str, Any]) -> Iterator[
 def _effects(table: Table, cells: Sequence[Cell], values: Mapping[Key, Measured]) -> dict[Key, Effect]:
     """Rows against the row each is compared to, where both have values of the same seeds."""
     num_rows = _row_counts(cells) if table.effects else {}
-    effects, none = {}, Measured({})
+    effects = {}
     for benchmark, row, evaluation in itertools.product(table.benchmarks, table.rows, table.evaluations):
         for group in table.effects.get(evaluation.name, ()) if row.claim else ():
             key, other = ((benchmark.key, k, evaluation.name, group) for k in (row.key, row.versus))
-            difference = values.get(key, none).minus(values.get(other, none))
-            if difference.by_seed:
+            one, two = values.get(key, {}), values.get(other, {})
+            difference = {seed: one[seed] - two[seed] for seed in one if seed in two}
+            if difference:
                 count = num_rows[benchmark.key, evaluation.split, group]
-                found = verdict(difference.values, str(row.claim), count)
+                found = verdict(list(difference.values()), str(row.claim), count)
                 published = published_effects(table, row, evaluation, group)
                 effects[key] = Effect(benchmark, row, evaluation, group, difference, found, published)
     return effects
@@ -195,20 +177,17 @@ def verdict(differences: Sequence[float], claim: str, num_rows: int) -> str:
     measured images, so agreement of seeds alone proves little: D images that only one of two models has right
     have a standard error of at least sqrt(D), and a difference of less than 4 images is never shown.
 
-    Args:
-        differences: in percent, one for each seed.
-        claim: ``lower``, ``higher`` or ``same``.
-        num_rows: that each accuracy was measured on.
+    ``differences`` in percent, one for each seed, of accuracies on ``num_rows`` rows.
     """
     if len(differences) < 2:
         return FEW
-    mean = statistics.fmean(differences)
-    counting = 100 * math.sqrt(abs(mean) / 100 / num_rows)
+    middle = statistics.fmean(differences)
+    counting = 100 * math.sqrt(abs(middle) / 100 / num_rows)
     error = max(statistics.stdev(differences) / math.sqrt(len(differences)), counting)
-    clear = mean != 0 and abs(mean) >= ERRORS * error
+    clear = middle != 0 and abs(middle) >= ERRORS * error
     if claim == "same":
         return DIFFERENT if clear else SAME
-    if (mean > 0) if claim == "lower" else (mean < 0):
+    if (middle > 0) if claim == "lower" else (middle < 0):
         return OPPOSITE
     return SHOWN if clear else NOT_SHOWN
 

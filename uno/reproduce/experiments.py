@@ -107,6 +107,7 @@ class Table(Entry):
     """A table or figure; ``effects``: groups by evaluation in which rows are compared to each other."""
 
     name: str
+    scale: str
     title: str
     question: str
     rows: tuple[Row, ...]
@@ -152,7 +153,8 @@ def build(name: str, scale: str) -> Table:
     tree |= {key: [*tree.get(key, ()), *own.get(key, ())] for key in ("benchmarks", "rows", "notes")}
     tree["rows"] = [row for values in fills for row in _fill(tree["rows"], values)]
     tree |= {key: _fill(tree[key], fills[0]) for key in ("notes", "x_label") if key in tree}
-    return Table.model_validate({"name": name, "published": _load("published.yaml").get(name, ()), **tree})
+    published = _load("published.yaml").get(name, ())
+    return Table.model_validate({"name": name, "scale": scale, "published": published, **tree})
 
 
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
@@ -188,14 +190,8 @@ class Cell:
 def cells(table: Table, seeds: int, directories: Mapping[str, str], changes: Mapping[str, Any]) -> list[Cell]:
     """All runs of a table, seed by seed, so that an unfinished table compares complete seeds.
 
-    A configuration is preset < data set < what the authors of the row's method set there < ``changes`` < row,
-    then the seed.
-
-    Args:
-        table: what to run.
-        seeds: runs of each row.
-        directories: of the data sets, by the benchmark's ``option``.
-        changes: dotted keys of the command line that hold for every run.
+    A configuration is preset < data set < what the authors of the row's method set there < ``changes`` < row
+    < seed. ``directories`` of the data sets: by the benchmark's ``option``.
 
     Raises:
         ConfigError: a key that the schema does not have, or a value out of range.

@@ -19,12 +19,8 @@ from uno.reproduce.experiments import REFERENCE, Cell
 from uno.results.infer import decoder
 from uno.runs.directory import read_config_tree
 
-
-class Panel(NamedTuple):
-    """A map and its dots, see :func:`uno.report.charts.map_groups`."""
-
-    map: Map
-    groups: list[dict[str, Any]]
+Panels = list[tuple[Map, list[dict[str, Any]]]]
+"""Maps, each with its dots as of :func:`uno.report.charts.map_groups`."""
 
 
 class Figure(NamedTuple):
@@ -32,15 +28,15 @@ class Figure(NamedTuple):
 
     title: str
     caption: str
-    panels: list[Panel]
+    panels: Panels
 
 
 def draw(cells: Sequence[Cell], output: Path, say: Callable[[str], None]) -> list[Figure]:
     """Both figures from the runs of seed 0, for each data set; a run that is missing leaves its maps out."""
     figures = []
     for name in dict.fromkeys(cell.benchmark.name for cell in cells):
-        all_classes: list[Panel] = []
-        novel_classes: list[Panel] = []
+        all_classes: Panels = []
+        novel_classes: Panels = []
         for cell in cells:
             run = output / cell.name
             if (cell.benchmark.name, cell.seed) != (name, 0) or not (run / "metrics.json").exists():
@@ -90,11 +86,11 @@ def _panels(
     found: Sample,
     member: NDArray[np.bool_],
     seed: int,
-) -> list[Panel]:
+) -> Panels:
     """One map for each space, of those rows of the task that are ``member``."""
     rows = np.flatnonzero(member[found.index])
     rows = rows[choose_points(len(rows), seed)]
     truth, names = task.eval_labels[found.index[rows]], [*task.known, *task.novel]
     colours = [i % COLOURS for i in range(len(names))]
     drawn = [draw_map(title, f"{len(rows):,} images.", data[rows], seed) for title, data in spaces.items()]
-    return [Panel(m, map_groups(truth, names, task.num_known, colours, [m])) for m in drawn if m is not None]
+    return [(m, map_groups(truth, names, task.num_known, colours, [m])) for m in drawn if m is not None]

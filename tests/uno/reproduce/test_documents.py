@@ -27,7 +27,7 @@ def results(tmp_path):
 
 def test_numbers_agree_in_all_formats(results, tmp_path):
     """Kills: a table that rounds, orders or drops differently in one of its formats."""
-    documents.write(Storage(str(tmp_path / "out")), results, "small", "uno reproduce ablation", [])
+    documents.write(Storage(str(tmp_path / "out")), results, "uno reproduce ablation", [])
     text = (tmp_path / "out" / "ablation.md").read_text()
     lines = pq.read_table(io.BytesIO((tmp_path / "out" / "ablation.parquet").read_bytes())).to_pylist()
     html = (tmp_path / "out" / "ablation.html").read_text().replace("\xa0", " ")
@@ -76,7 +76,7 @@ def test_a_failure_is_in_the_table_and_inert(results):
 
 def test_the_record(results, tmp_path):
     """Command, hardware, versions, raw values, decision: what a record needs."""
-    documents.write_record(Storage(str(tmp_path)), results, "small", "uno reproduce ablation", [])
+    documents.write_record(Storage(str(tmp_path)), results, "uno reproduce ablation", [])
     row = json.loads((tmp_path / "result.json").read_text())
     assert row["command"] == "uno reproduce ablation" and row["hardware"] == "Testium, 2 cores"
     values = [entry["values"] for entry in row["lines"] if entry["row"] == "uno" and "values" in entry]

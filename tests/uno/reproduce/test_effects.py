@@ -13,8 +13,9 @@ from uno.reproduce.effects import (
     OPPOSITE,
     SAME,
     SHOWN,
-    Measured,
     chance_of_no_effect,
+    deviation,
+    mean,
     published_effects,
     verdict,
 )
@@ -70,14 +71,14 @@ def test_means_effects_and_rows(tmp_path):
     results = finished(tmp_path, small("ablation"), 3, accuracy)
     strict = "task-agnostic, strict"
     uno = results.values["digits", "uno", strict, "novel"]
-    assert uno.values == pytest.approx([60, 75, 90])
-    assert (uno.mean, uno.sd) == (pytest.approx(75), pytest.approx(15))
+    assert uno == pytest.approx({0: 60, 1: 75, 2: 90})
+    assert (mean(uno), deviation(uno)) == (pytest.approx(75), pytest.approx(15))
     assert len(results.effects) == 3 * 6
     concat = results.effects["digits", "no-concat", "task-aware", "all"]
-    assert concat.measured.mean == pytest.approx(-19.9) and concat.measured.sd == pytest.approx(0.1)
+    assert concat.measured == pytest.approx({0: -20, 1: -19.9, 2: -19.8})
     assert concat.verdict == SHOWN and concat.published["CIFAR10, Tab. 2"] == -5.6
     assert results.effects["digits", "weak-augmentation", "task-aware", "novel"].verdict == OPPOSITE
-    assert results.values["digits", "chance", "task-aware", "novel"].values == [25.0] * 3
+    assert results.values["digits", "chance", "task-aware", "novel"] == dict.fromkeys(range(3), 25.0)
     assert ("digits", "chance", strict, "novel") not in results.values
     assert results.hardware == ["Testium, 2 cores"] and results.versions["torch"] == "2.11"
     assert results.total_minutes == pytest.approx(12)
@@ -89,22 +90,18 @@ def test_a_row_may_be_compared_to_another_than_the_reference(tmp_path):
     results = finished(tmp_path, small("rotation"), 3, lambda row, *_: accuracies[row])
     effects = {effect.row.key: effect for effect in results.effects.values()}
     assert list(effects) == ["uno-rotation", "rs-plus-rotation"]
-    assert effects["rs-plus-rotation"].measured.mean == pytest.approx(10)
+    assert effects["rs-plus-rotation"].measured == pytest.approx(dict.fromkeys(range(3), 10))
     assert effects["rs-plus-rotation"].verdict == SHOWN and effects["uno-rotation"].verdict == OPPOSITE
 
 
-def test_only_seeds_that_both_rows_have_are_compared():
-    one, other = Measured({0: 50.0, 1: 60.0}), Measured({1: 70.0, 2: 90.0})
-    assert one.minus(other).by_seed == {1: -10.0}
-
-
 def test_failed_and_missing_cells_are_told_apart(tmp_path):
-    """Kills: a failed seed that is silently left out of the mean."""
+    """Kills: a failed seed that is silently left out of the mean, seeds compared that only one row has."""
     lost = ("cells/digits-no-concat-seed1", "cells/digits-no-concat-seed2")
     failed = {lost[0]: "loss is nan", "cells/other": "?"}
     results = finished(tmp_path, small("ablation"), 3, accuracy, lost, failed)
     assert results.failures == {lost[0]: "loss is nan"} and results.missing == [lost[1]]
-    assert {e.verdict for e in results.effects.values() if e.row.key == "no-concat"} == {FEW}
+    concat = [effect for effect in results.effects.values() if effect.row.key == "no-concat"]
+    assert {(*e.measured, e.verdict) for e in concat} == {(0, FEW)}
 
 
 def test_a_damaged_result_is_named(tmp_path):

@@ -43,17 +43,17 @@ def test_both_figures(drawn, tmp_path):
     said: list[str] = []
     four, appendix = figures.draw(todo, tmp_path, said.append)
     assert len(said) == 2
-    assert [panel.map.title for panel in four.panels] == [
+    assert [drawing.title for drawing, _ in four.panels] == [
         "UNO: shared feature space", "UNO: logits", "RS+: shared feature space", "RS+: logits",
     ]  # fmt: skip
-    assert [panel.map.title for panel in appendix.panels] == [
+    assert [drawing.title for drawing, _ in appendix.panels] == [
         "Shared feature space", "Cluster-head logits", "Overclustering-head logits",
     ]  # fmt: skip
     # 120 of the training rows, 60 of them unlabeled; 2 heads of 5 clusters, 15 overclusters; RS+ has one head
     assert shapes == [(120, 64), (120, 15), (60, 64), (60, 10), (60, 30), (120, 64), (120, 10)]
-    assert [g["kind"] for g in four.panels[0].groups] == ["known"] * 5 + ["novel"] * 5
-    assert {g["kind"] for panel in appendix.panels for g in panel.groups} == {"novel"}
-    assert sum(g["paths"][0].count("M") for g in four.panels[0].groups) == 120
+    assert [g["kind"] for g in four.panels[0][1]] == ["known"] * 5 + ["novel"] * 5
+    assert {g["kind"] for _, groups in appendix.panels for g in groups} == {"novel"}
+    assert sum(g["paths"][0].count("M") for g in four.panels[0][1]) == 120
     (tmp_path / todo[1].name / "metrics.json").unlink()  # a missing run leaves its maps out
     four, appendix = figures.draw(todo, tmp_path, said.append)
     assert len(four.panels) == 2 and len(appendix.panels) == 3
