@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +29,7 @@ from torch import Tensor
 from uno import collectives
 from uno.data.files import Storage, read_bytes
 from uno.data.rows import Chosen, Image, Images
-from uno.errors import ConfigError
+from uno.errors import ConfigError, one_line
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """What is decoded (first frame, first page); everything else, EPS above all, never reaches a decoder."""
@@ -326,10 +325,10 @@ def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]
     except Pillow.DecompressionBombError:
         raise BadImage(f"more than {MAX_PIXELS} pixels") from None
     except OSError as error:
-        raise BadImage(_one_line(error.strerror or error)) from None
+        raise BadImage(one_line(error.strerror or error)[:200]) from None
     except Exception as error:
         # Pillow's parsers raise whatever a broken file leads to: SyntaxError, struct.error, IndexError, ...
-        raise BadImage(f"{type(error).__name__}: {_one_line(error)}") from None
+        raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
 
 
 def _orientation(picture: Pillow.Image) -> int:
@@ -342,7 +341,3 @@ def _orientation(picture: Pillow.Image) -> int:
 def _check_array(image: np.ndarray) -> None:
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
         raise BadImage(f"pixels are {image.dtype} {image.shape}, not uint8 (H, W, 3)")
-
-
-def _one_line(message: Any) -> str:
-    return " ".join(str(message).split())[:200]

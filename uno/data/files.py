@@ -197,8 +197,8 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
 def _reading(path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"cannot read {shown(path)}: {one_line(error)}") from None
+    except (OSError, UnicodeError, pa.ArrowException) as error:
+        raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
 
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create

@@ -11,6 +11,7 @@ import json
 import posixpath
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -139,17 +140,9 @@ class ParquetImages:
 
     def _read(self, group: int) -> Any:
         i, number = self._numbers[group]
-        options = {"metadata": _footer(self.files[i]), "page_checksum_verification": True}
-        try:
-            with (
-                filesystem.open_input(self.files[i]) as file,
-                pa.parquet.ParquetFile(file, **options) as parquet,
-            ):
-                return parquet.read_row_group(number, [self.column])[self.column].combine_chunks()
-        except (OSError, pa.ArrowException) as error:
-            raise ConfigError(
-                f"cannot read row group {number} of {self.files[i]}: {one_line(error)}"
-            ) from None
+        path = self.files[i]
+        with _parquet(path, f"row group {number} of", metadata=_footer(path)) as parquet:
+            return parquet.read_row_group(number, [self.column])[self.column].combine_chunks()
 
     def _value(self, column: Any, number: int) -> bytes | str:
         value = column[number].as_py()
@@ -171,13 +164,21 @@ class ParquetImages:
         self._forget()
 
 
+@contextmanager
+def _parquet(path: str, what: str = "Parquet file", metadata: Any = None) -> Iterator[Any]:
+    """The open file with page checksums verified; what goes wrong inside the ``with`` is a ConfigError."""
+    options = {"metadata": metadata, "page_checksum_verification": True}
+    try:
+        with filesystem.open_input(path) as file, pa.parquet.ParquetFile(file, **options) as parquet:
+            yield parquet
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"cannot read {what} {path}: {one_line(error)}") from None
+
+
 @lru_cache(maxsize=1024)
 def _footer(path: str) -> Any:
-    try:
-        with filesystem.open_input(path) as file:
-            return pa.parquet.read_metadata(file)
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"cannot read Parquet file {path}: {one_line(error)}") from None
+    with _parquet(path) as parquet:
+        return parquet.metadata
 
 
 def _column_bytes(group: Any, column: str) -> int:
@@ -192,26 +193,20 @@ def _read_file(
     """One Parquet file as columns id, image, label, split; the class names and the known classes that its
     metadata declare; the name of its image column if that was left there, because it holds bytes.
     """
-    try:
-        with (
-            filesystem.open_input(path) as file,
-            pa.parquet.ParquetFile(file, page_checksum_verification=True) as parquet,
-        ):
-            schema, num = parquet.schema_arrow, parquet.metadata.num_rows
-            image = next((c for c in IMAGE_COLUMNS if c in schema.names), None)
-            label = None if images_only else next((c for c in LABEL_COLUMNS if c in schema.names), None)
-            if image is None:
-                present = ", ".join(schema.names)[:300]
-                raise ConfigError(f"{path}: needs a column {' or '.join(IMAGE_COLUMNS)}; it has {present}")
-            if len(set(schema.names)) < len(schema.names):
-                raise ConfigError(f"{path}: two columns have one name")
-            left = image if lazy and not _is_text(schema.field(image).type) else None
-            wanted = {"id"} if images_only else {"id", label, "split", "eval_label"}
-            wanted |= set() if left else {image}
-            table = parquet.read([c for c in schema.names if c in wanted])
-            given = {c: table[c].cast(pa.string()) for c in ("id", "split") if c in table.column_names}
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"cannot read Parquet file {path}: {one_line(error)}") from None
+    with _parquet(path) as parquet:
+        schema, num = parquet.schema_arrow, parquet.metadata.num_rows
+        image = next((c for c in IMAGE_COLUMNS if c in schema.names), None)
+        label = None if images_only else next((c for c in LABEL_COLUMNS if c in schema.names), None)
+        if image is None:
+            present = ", ".join(schema.names)[:300]
+            raise ConfigError(f"{path}: needs a column {' or '.join(IMAGE_COLUMNS)}; it has {present}")
+        if len(set(schema.names)) < len(schema.names):
+            raise ConfigError(f"{path}: two columns have one name")
+        left = image if lazy and not _is_text(schema.field(image).type) else None
+        wanted = {"id"} if images_only else {"id", label, "split", "eval_label"}
+        wanted |= set() if left else {image}
+        table = parquet.read([c for c in schema.names if c in wanted])
+        given = {c: table[c].cast(pa.string()) for c in ("id", "split") if c in table.column_names}
     columns = {
         "id": pa.array([f"{filesystem.shown(name)}#{i}" for i in range(num)], pa.string()),
         "image": pa.nulls(num) if left else table[image],

@@ -205,7 +205,15 @@ def test_unknown_prefix_suggests_the_nearest(tmp_path):
     assert "did you mean 'digits'?" in failure(read, "digit")
     write_images(tmp_path / "odd:name", ["cat/a.png"])
     assert len(read(tmp_path / "odd:name")) == 1
-    for source in ("", "folder:", "imagenet:", "/nowhere", "parquet:/nowhere", "folder:/a\0b"):
+    for source in (
+        "",
+        "folder:",
+        "imagenet:",
+        "/nowhere",
+        "parquet:/nowhere",
+        "folder:/a\0b",
+        "folder:/\ud800",
+    ):
         failure(read, source)
 
 
