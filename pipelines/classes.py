@@ -1,7 +1,5 @@
 """``python -m pipelines.classes``: ``uno classes`` as a script, for ``ray job submit``."""
 
-from __future__ import annotations
-
 from pipelines import cli
 from pipelines.commands import classes as main
 

@@ -1,7 +1,5 @@
 """``python -m pipelines.data``: ``uno data`` as a script, for ``ray job submit``."""
 
-from __future__ import annotations
-
 from pipelines import cli
 from pipelines.commands import data as main
 

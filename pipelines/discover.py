@@ -1,7 +1,5 @@
 """``python -m pipelines.discover``: ``uno discover`` as a script, for ``ray job submit``."""
 
-from __future__ import annotations
-
 from pipelines import cli
 from pipelines.commands import demo as demo
 from pipelines.commands import discover

@@ -1,7 +1,5 @@
 """``python -m pipelines.predict``: ``uno predict`` as a script, for ``ray job submit``."""
 
-from __future__ import annotations
-
 from pipelines import cli
 from pipelines.commands import predict as main
 

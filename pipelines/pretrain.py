@@ -1,7 +1,5 @@
 """``python -m pipelines.pretrain``: ``uno pretrain`` as a script, for ``ray job submit``."""
 
-from __future__ import annotations
-
 from pipelines import cli
 from pipelines.commands import pretrain as main
 

@@ -13,27 +13,48 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
-from uno.config import Config, about, field_names, flatten, load_yaml, override, resumable, to_dict
+from uno.config import Config, about, describe, field_names, flatten, load_yaml, override, resumable, to_dict
 from uno.errors import ConfigError
 
-SCALES = ("linear", "log", "int")
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
 class Domain:
-    """Values of one key: ``choices``, or from ``low`` to ``high`` on a ``scale`` (linear, log, int)."""
+    """Values of one key: ``choices``, or from ``low`` to ``high`` on a ``scale``."""
 
     key: str
     low: float | None = None
     high: float | None = None
-    scale: str = "linear"
-    choices: tuple[Any, ...] = ()
+    scale: Literal["linear", "log", "int"] = "linear"
+    choices: Annotated[tuple[Any, ...], AfterValidator(_frozen)] = ()
     reason: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Domain:
+        bounds = [value for value in (self.low, self.high) if value is not None]
+        if self.choices:
+            if bounds:
+                raise ValueError("give either choices, or low and high")
+            return self
+        if len(bounds) < 2:
+            raise ValueError("needs choices, or the numbers low and high")
+        low, high = bounds
+        if low >= high:
+            raise ValueError(f"low {low:g} is not below high {high:g}")
+        if self.scale == "log" and low <= 0:
+            raise ValueError(f"a log scale needs low above 0, got {low:g}")
+        if self.scale == "int" and (low % 1 or high % 1):
+            raise ValueError(f"an int scale needs whole bounds, got {low:g} and {high:g}")
+        return self
 
     def at(self, share: float) -> Any:
         """The value below which ``share`` in [0, 1) of the domain lies."""
@@ -82,19 +103,17 @@ def load_space(name: str, config: Config) -> Space:
         ConfigError: no such space or file, an unknown key, a bound the schema refuses, or an empty domain.
     """
     if name in SPACES:
-        space = tuple(_domain(key) for key in SPACES[name] if _has_effect(key, config))
+        space = tuple(
+            _domain(key, cast(dict[str, Any], about(key).search), key)
+            for key in SPACES[name]
+            if _has_effect(key, config)
+        )
     elif name.endswith((".yaml", ".yml")) or os.path.exists(name):
         space = _from_file(name)
     else:
         raise ConfigError(f"unknown space {name!r}; choose {', '.join(SPACES)} or give a .yaml file")
     check_space(space, config)
     return space
-
-
-def _domain(key: str) -> Domain:
-    domain = about(key).search
-    assert isinstance(domain, Mapping), f"the schema has no domain of {key}"
-    return Domain(key, **domain)
 
 
 def check_space(space: Space, config: Config) -> None:
@@ -108,7 +127,6 @@ def check_space(space: Space, config: Config) -> None:
             raise ConfigError(f"{domain.key!r} is a section, not a key")
         if not searchable(domain.key):
             raise ConfigError(f"{domain.key} cannot be searched: it is the same for all trials of a sweep")
-        _check_domain(domain)
         for value in (*domain.ends, domain.at(0.37)):  # between the ends: a whole number needs scale int
             override(config, {domain.key: value})
 
@@ -116,25 +134,6 @@ def check_space(space: Space, config: Config) -> None:
 def searchable(key: str) -> bool:
     """Whether trials may differ in it: not the problem, the machine, or what early stopping compares by."""
     return bool(about(key).search) and not resumable(key) and key != "discover.epochs"
-
-
-def _check_domain(domain: Domain) -> None:
-    if domain.choices:
-        if domain.low is not None or domain.high is not None:
-            raise ConfigError(f"{domain.key}: give either choices, or low and high")
-        return
-    for name, value in (("low", domain.low), ("high", domain.high)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(
-                f"{domain.key}: needs choices, or the numbers low and high ({name} is {value!r})"
-            )
-    assert domain.low is not None and domain.high is not None
-    if domain.low >= domain.high:
-        raise ConfigError(f"{domain.key}: low {domain.low:g} is not below high {domain.high:g}")
-    if domain.scale == "log" and domain.low <= 0:
-        raise ConfigError(f"{domain.key}: a log scale needs low above 0, got {domain.low:g}")
-    if domain.scale == "int" and any(value != int(value) for value in (domain.low, domain.high)):
-        raise ConfigError(f"{domain.key}: an int scale needs whole bounds, got {domain.describe()}")
 
 
 def _has_effect(key: str, config: Config) -> bool:
@@ -154,32 +153,14 @@ def _from_file(path: str) -> Space:
         if setting not in ("low", "high", "scale", "choices", "reason"):
             raise ConfigError(f"{path}: {name}: expected KEY: {{low, high, scale, choices, reason}}")
         entries.setdefault(key, {})[setting] = value
-    domains = []
-    for key, entry in entries.items():
-        scale, choices = entry.get("scale", "linear"), entry.get("choices", ())
-        if scale not in SCALES:
-            raise ConfigError(f"{path}: {key}: scale must be {', '.join(SCALES)}, got {scale!r}")
-        if not isinstance(choices, list | tuple) or ("choices" in entry and not choices):
-            raise ConfigError(f"{path}: {key}: choices must be a list of values, got {choices!r}")
-        settings = entry | {name: _number(entry[name]) for name in ("low", "high") if name in entry}
-        settings |= {
-            "choices": tuple(_frozen(c) for c in choices),
-            "reason": str(entry.get("reason", "")),
-        }
-        domains.append(Domain(key, **settings))
-    return tuple(domains)
+    return tuple(_domain(key, entry, f"{path}: {key}") for key, entry in entries.items())
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-5 as text."""
+def _domain(key: str, entry: Mapping[str, Any], where: str) -> Domain:
     try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+        return Domain(key, **entry)
+    except ValidationError as error:
+        raise ConfigError(describe(error, where)) from None
 
 
 # ------------------------------------------------------------------------------------------------- sampling
@@ -197,22 +178,13 @@ def current(space: Space, config: Config) -> dict[str, Any]:
 
 def to_tree(space: Space) -> dict[str, dict[str, Any]]:
     """The space as plain data for YAML and JSON; :func:`from_tree` reads it back."""
-    names = [field.name for field in fields(Domain) if field.name != "key"]
+    trees = {domain.key: TypeAdapter(Domain).dump_python(domain, mode="json") for domain in space}
     return {
-        domain.key: {
-            name: _plain(getattr(domain, name)) for name in names if getattr(domain, name) not in ((), None)
-        }
-        for domain in space
+        key: {name: value for name, value in tree.items() if name != "key" and value not in ([], None)}
+        for key, tree in trees.items()
     }
 
 
 def from_tree(tree: Mapping[str, Mapping[str, Any]]) -> Space:
     """Inverse of :func:`to_tree`."""
-    return tuple(
-        Domain(key, **{**entry, "choices": tuple(_frozen(c) for c in entry.get("choices", ()))})
-        for key, entry in tree.items()
-    )
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+    return tuple(Domain(key, **entry) for key, entry in tree.items())

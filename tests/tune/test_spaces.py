@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -44,34 +43,54 @@ def test_keys_without_effect_are_left_out():
     assert "augment.large.crop_scale" in {d.key for d in spaces.load_space("full", preset("cifar10"))}
 
 
+EPSILON, HEADS = "objective.epsilon", "model.num_heads"
+
+
 @pytest.mark.parametrize(
-    ("domain", "words"),
+    ("key", "entry", "words"),
     [
-        (Domain("objective.epsilonn", 0.1, 0.2), "objective.epsilon"),
-        (Domain("objective", 0.1, 0.2), "section"),
-        (Domain("objective.epsilon", 0.0, 0.2), "objective.epsilon"),
-        (Domain("objective.epsilon", 0.1, 20.0), "objective.epsilon"),
-        (Domain("objective.epsilon", 0.2, 0.1), "not below"),
-        (Domain("objective.epsilon", 0.1, 0.1), "not below"),
-        (Domain("objective.epsilon", 0.1, None), "high"),
-        (Domain("objective.epsilon", 0.1, math.inf), "high"),
-        (Domain("objective.epsilon", 0.1, 0.2, choices=(0.1,)), "either"),
-        (Domain("discover.min_lr", 0.0, 0.1, "log"), "log scale"),
-        (Domain("model.num_heads", 2, 4.5, "int"), "whole"),
-        (Domain("model.num_heads", 2, 64, "int"), "model.num_heads"),
-        (Domain("model.num_heads", choices=(2, "many")), "model.num_heads"),
-        (Domain("data.source", choices=("digits",)), "cannot be searched"),
-        (Domain("seed", 0, 5, "int"), "cannot be searched"),
-        (Domain("discover.epochs", 1, 5, "int"), "cannot be searched"),
-        (Domain("compute.workers", 0, 2, "int"), "cannot be searched"),
-        (Domain("model.weights", choices=("a", "b")), "cannot be searched"),
+        ("objective.epsilonn", "{low: 0.1, high: 0.2}", "'objective.epsilon'"),
+        ("objective", "{low: 0.1, high: 0.2}", "section"),
+        (EPSILON, "{low: 0.0, high: 0.2}", "objective.epsilon: Input should be greater"),
+        (EPSILON, "{low: 0.1, high: 20.0}", "objective.epsilon: Input should be less"),
+        (EPSILON, "{low: 0.2, high: 0.1}", "low 0.2 is not below high 0.1"),
+        (EPSILON, "{low: 0.1, high: 0.1}", "not below"),
+        (EPSILON, "{low: 0.1}", "needs choices, or the numbers low and high"),
+        (EPSILON, "{low: 0.1, high: .inf}", "finite"),
+        (EPSILON, "{low: a, high: b}", "low: Input should be a valid number"),
+        (EPSILON, "{low: 0.1, high: 0.2, choices: [0.1]}", "either"),
+        (EPSILON, "{low: 0.1, high: 0.2, scale: cubic}", "'linear', 'log' or 'int'"),
+        (EPSILON, "{lo: 0.1, high: 0.2}", "expected KEY: {low, high, scale, choices, reason}"),
+        (EPSILON, "{choices: []}", "needs choices"),
+        (EPSILON, "{choices: 0.1}", "choices: Input should be a valid tuple"),
+        (EPSILON, "0.1", "expected KEY"),
+        ("discover.min_lr", "{low: 0.0, high: 0.1, scale: log}", "log scale"),
+        (HEADS, "{low: 2, high: 4.5, scale: int}", "whole"),
+        (HEADS, "{low: 2, high: 64, scale: int}", "model.num_heads: Input should be less"),
+        (HEADS, "{low: 1, high: 8}", "model.num_heads: Input should be a valid integer"),  # 5.459 heads
+        (HEADS, "{choices: [2, many]}", "model.num_heads"),
+        ("data.source", "{choices: [digits]}", "cannot be searched"),
+        ("seed", "{low: 0, high: 5, scale: int}", "cannot be searched"),
+        ("discover.epochs", "{low: 1, high: 5, scale: int}", "cannot be searched"),
+        ("compute.workers", "{low: 0, high: 2, scale: int}", "cannot be searched"),
+        ("model.weights", "{choices: [a, b]}", "cannot be searched"),
     ],
 )
-def test_a_bad_domain_is_one_line_naming_it(domain, words):
+def test_a_bad_domain_is_one_line_naming_it(tmp_path: Path, key, entry, words):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{key}: {entry}\n")
     with pytest.raises(ConfigError) as error:
-        spaces.check_space((domain,), DIGITS)
-    assert words in str(error.value)
+        spaces.load_space(str(path), DIGITS)
+    assert words in str(error.value) and key in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "a: &a [1]\nb: *a\n"])
+def test_a_bad_file_is_a_config_error(tmp_path: Path, text):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        spaces.load_space(str(path), DIGITS)
 
 
 def test_a_user_space_from_yaml(tmp_path: Path):
@@ -90,23 +109,6 @@ def test_a_user_space_from_yaml(tmp_path: Path):
         Domain("augment.large.crop_scale", choices=((0.2, 1.0), (0.5, 1.0))),
     )
     assert spaces.from_tree(spaces.to_tree(space)) == space
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "objective.epsilon: 0.1\n", "objective.epsilon: {low: 0.1, high: 0.2, scale: cubic}\n",
-        "objective.epsilon: {choices: []}\n", "objective.epsilon: {choices: 0.1}\n", "- 1\n",
-        "a: &a [1]\nb: *a\n",
-        "model.num_heads: {low: 1, high: 8}\n",  # 5.459 heads
-        "objective.epsilon: {low: a, high: b}\n", "objective.epsilon: {lo: 0.1, high: 0.2}\n",
-    ],
-)  # fmt: skip
-def test_a_bad_file_is_a_config_error(tmp_path: Path, text):
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError):
-        spaces.load_space(str(path), DIGITS)
 
 
 def test_an_unknown_space_names_the_known_ones():
