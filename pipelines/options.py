@@ -226,10 +226,10 @@ def _read(argv: Sequence[str], command: Command) -> Options:
     positional = [name for name in command.arguments if not name.startswith("-")]
     file: dict[str, Any] = {}
     line: dict[str, Any] = {}
-    for name, words in _groups(argv):
+    for name, joined, words in _groups(argv):
         if name and name not in flags:
             _unknown(name, list(flags))
-        most = flags[name].most_words if name else 0
+        most = max(flags[name].most_words, joined) if name else 0
         words, surplus = words[:most], words[most:]
         while positional and surplus:
             own[_attribute(positional[0])] = _checked(positional[0], surplus.pop(0), command)
@@ -248,17 +248,17 @@ def _read(argv: Sequence[str], command: Command) -> Options:
     return Options(command, SimpleNamespace(**own), file, line)
 
 
-def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """``x --a 1 2 --b=3`` -> ``("", [x]), ("--a", [1, 2]), ("--b", [3])``; names get dashes."""
-    name, words = "", list[str]()
+def _groups(argv: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
+    """``x --a 1 2 --b=3`` -> ``("", False, [x]), ("--a", False, [1, 2]), ("--b", True, [3])``."""
+    name, equals, words = "", "", list[str]()
     for token in argv:
         if token.startswith("--"):
-            yield name, words
+            yield name, bool(equals), words
             name, equals, word = token.partition("=")
             name, words = _dashed(name), [word] if equals else []
         else:
             words.append(token)
-    yield name, words
+    yield name, bool(equals), words
 
 
 def _value(name: str, argument: Argument, words: Sequence[str]) -> Any:

@@ -2,13 +2,16 @@
 
 import os
 import re
+from typing import Literal
 
 import pytest
 import yaml
+from pydantic import PositiveInt
 
 from pipelines import options
-from pipelines.commands import DATA, DEMO, DISCOVER
-from pipelines.options import Command, parse, schema_flags
+from pipelines.commands import DATA, DEMO, DISCOVER, PREDICT
+from pipelines.estimate import ESTIMATE
+from pipelines.options import Argument, Command, parse, schema_flags, switch
 from tune.sweep import TUNE
 from uno.config import Config, config_hash, dump_yaml, field_names, flatten, to_dict
 from uno.errors import ConfigError
@@ -59,8 +62,8 @@ def test_a_preset_on_the_command_line_beats_the_files(file):
 
 
 def test_the_last_of_two_equal_flags_wins():
-    assert config("--seed", "1", "--data.num-novel", "3", "--seed=2", "--num-novel", "4").seed == 2
-    assert config("--data.num-novel", "3", "--num-novel", "4").data.num_novel == 4
+    got = config("--seed", "1", "--data.num-novel", "3", "--seed=2", "--num-novel", "4")
+    assert (got.seed, got.data.num_novel) == (2, 4)
 
 
 # which preset
@@ -112,21 +115,17 @@ def test_a_source_on_the_command_line_replaces_the_two_folders_of_a_file(file):
 # flags
 
 
-def test_every_field_is_a_flag_and_every_alias_sets_its_field():
+def test_every_field_is_a_flag_and_short_forms_are_frozen():
     flags = {name: flag.key for name, flag in schema_flags()}
     assert sorted(set(flags.values())) == sorted(field_names())
-    short = {
-        name: key for name, key in flags.items() if name[2:].replace("-", "_") != key and ".no-" not in name
-    }
-    assert short.items() >= {
+    short = {name: key for name, key in flags.items() if "." not in name and "." in key}
+    assert short == {
         "--data": "data.source", "--labeled": "data.labeled", "--unlabeled": "data.unlabeled",
         "--known-classes": "data.known_classes", "--num-novel": "data.num_novel", "--limit": "data.limit",
         "--batch-size": "train.batch_size", "--max-steps": "train.max_steps", "--device": "compute.device",
         "--workers": "compute.workers", "--gpus-per-worker": "compute.gpus_per_worker",
-    }.items()  # fmt: skip
-    got = flatten(to_dict(config("--batch-size", "32", "--max-steps=3", "--device", "cpu", "--workers=0")))
-    expected = {"train.batch_size": 32, "train.max_steps": 3, "compute.device": "cpu", "compute.workers": 0}
-    assert {key: got[key] for key in expected} == expected
+        "--weights": "model.weights",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -146,6 +145,7 @@ def test_every_field_is_a_flag_and_every_alias_sets_its_field():
         ("--known-classes cat,dog", "data.known_classes", "cat,dog"),
         ("--data 1e5", "data.source", "1e5"),
         ("--output 007", "output", "007"),
+        ("--batch-size 32", "train.batch_size", 32),
     ],
 )
 def test_values_are_read_as_their_fields_say(argv, key, value):
@@ -226,22 +226,80 @@ def test_a_mistake_is_one_line(argv, message):
     ],
 )
 def test_a_mistake_in_a_file_is_one_line(text, message, file):
-    with pytest.raises(ConfigError) as caught:
-        config("--config", file(text))
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    test_a_mistake_is_one_line(f"--config {file(text)}", message)
 
 
 # the run directory
 
 
 def test_default_output():
-    assert config().output == "runs/digits-seed0"
     assert config("--preset", "cifar100_50", "--seed", "3").output == "runs/cifar100_50-seed3"
     assert config(command=DEMO).output == "runs/demo"
-    assert config(command=TUNE).output != config().output  # a sweep is not a run
+    assert config(command=TUNE).output == "runs/tune-digits-seed0"
+    assert config(command=ESTIMATE).output == "runs/digits-seed0-estimate"
     assert config("check", command=DATA).output is None
-    assert config("--output", "here").output == "here"
     assert config("--output", "~/run").output == os.path.expanduser("~/run")
+
+
+# a command's own arguments
+
+OWN = Command(
+    "export",
+    {
+        "RUN": Argument("A run."),
+        "N": Argument("A number.", int | None),
+        "--format": Argument("A format.", Literal["a", "b"]),
+        "--names": Argument("Names.", list[str], ()),
+        "--count": Argument("Count.", PositiveInt, 3),
+        "--go": switch("Go."),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "r 7 --format a --go --names x y --count 5",
+        "--go r --count 5 7 --format=a --names x y",
+        "--format a r 7 --go --count=5 --names x y",
+    ],
+)
+def test_own_arguments_in_any_order(argv):
+    own = parse(argv.split(), OWN).own
+    assert (own.run, own.format, own.names, own.count, own.go) == ("r", "a", ["x", "y"], 5, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("r", "--format is missing: uno export RUN"),
+        ("--format a", "RUN comes first: uno export RUN"),
+        ("r --format c", "--format: Input should be 'a' or 'b' (got 'c')"),
+        ("r --format a --count 0", "--count: Input should be greater than 0 (got 0)"),
+        ("r --format a --count x", "--count: Input should be a valid integer"),
+        ("r --format a --go=1", "--go takes no value, got '1'"),
+        ("r 1 z --format a", "unexpected argument 'z'"),
+        ("r --formt a", "unknown option --formt; did you mean --format?"),
+    ],
+)
+def test_a_mistake_in_own_arguments_is_one_line(argv, message):
+    with pytest.raises(ConfigError) as caught:
+        parse(argv.split(), OWN)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_a_trained_model_fixes_all_but_where_it_runs():
+    assert parse(["run", "--device", "cpu", "--data", "d"], PREDICT).given == {
+        "compute.device": "cpu", "data.source": "d",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"objective\.epsilon is fixed by the trained model"):
+        parse(["run", "--objective.epsilon", "0.1"], PREDICT)
+
+
+def test_a_command_without_what_it_needs_shows_its_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse([], PREDICT)
+    assert end.value.code == 2 and "usage: uno predict RUN [OPTIONS]" in capsys.readouterr().out
 
 
 def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
@@ -255,20 +313,6 @@ def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
     for output in ("/data/run", "s3://bucket/run"):
         assert config("--output", output).output == output
     assert config("check", command=DATA).output is None
-
-
-def test_the_variable_is_the_one_that_ray_sets():
-    """Read from Ray's source: importing Ray costs seconds."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("ray")
-    if spec is None:
-        pytest.skip("Ray is not installed")
-    supervisor = os.path.join(os.path.dirname(spec.origin), "dashboard/modules/job/job_supervisor.py")
-    constants = os.path.join(os.path.dirname(spec.origin), "_private/runtime_env/constants.py")
-    with open(supervisor) as source, open(constants) as names:
-        assert "RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps(" in source.read()
-        assert f'RAY_JOB_CONFIG_JSON_ENV_VAR = "{options.RAY_JOB}"' in names.read()
 
 
 # help and --print-config

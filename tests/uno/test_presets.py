@@ -21,8 +21,8 @@ def differences(config: Config) -> dict:
 def test_numbers_are_the_published_ones():
     """Kills: an old value left behind, v2's rate in pretraining, ImageNet with CIFAR's v2, a changed default.
 
-    Fini et al. 2021, Sec. 4.1 and Tab. 1; METHOD.md Sec. 5 has the rest of the sources. After a change that is
-    meant: write ``now`` to the file, and say in CHANGELOG.md which numbers moved.
+    Fini et al. 2021, Sec. 4.1 and Tab. 1; METHOD.md Sec. 5 has the other sources. After a meant change write
+    ``now`` to the file, and say in CHANGELOG.md which numbers moved.
     """
     now = {
         f"{name} {recipe}": differences(preset(name, recipe))
