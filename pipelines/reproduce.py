@@ -241,7 +241,7 @@ def run_missing(request: Request, jobs: Sequence[Job]) -> None:
         eta = f", about {minutes:.0f} min left" if done < len(jobs) else ""
         say(f"{done}/{len(jobs)}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
 
-    with lock.claim(Storage(str(request.output)), on_wait=say), _runner(request) as (start, capacity):
+    with _runner(request) as (start, capacity), lock.claim(Storage(str(request.output)), on_wait=say):
         for folder in ("cells", "pretrain"):
             (request.output / folder).mkdir(parents=True, exist_ok=True)
         say(f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in {request.output}/cells")

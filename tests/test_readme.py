@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli
+from pipelines import cli, reproduce
 from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
 from pipelines.estimate import ESTIMATE
@@ -43,6 +43,8 @@ def test_every_command_line_parses(tmp_path, monkeypatch):
         if command in declared:
             options = parse(words, declared[command])
             assert options.command.takes != "all" or options.config.preset
+        elif command == "reproduce":
+            assert reproduce.parse(words).table.rows
     with pytest.raises(ConfigError):
         parse(["--no-such-flag", "1"], DISCOVER)
 
