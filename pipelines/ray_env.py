@@ -7,12 +7,16 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pipelines.console import say
 from uno.errors import ConfigError, Interrupted
+
+POLL_S = 0.5
+T = TypeVar("T")
 
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # at the default of 2 s every report blocks up to 1.7 s
@@ -85,6 +89,25 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: None) -> T:
+    """``function()`` off the main thread, where Ray leaves signal handlers alone; meanwhile, and once at the
+    end, ``on_poll`` is called here, about twice a second.
+    """
+    result: Future[T] = Future()
+
+    def body() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=body, name="uno-ray", daemon=True).start()
+    while not result.done():
+        wait([result], POLL_S)
+        on_poll()
+    return result.result()
 
 
 def check_address(address: str) -> None:

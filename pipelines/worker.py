@@ -9,8 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,6 @@ from uno.runs.lock import Claim, ClaimedStorage
 STOPPING = "stopping: saving a checkpoint first"
 STOP_CHECK_STEPS = 10
 MAX_DEATHS = 3
-POLL_S = 0.5
 GROWTH_S = 600.0  # nodes of a cloud take minutes to start
 
 log = logging.getLogger(__name__)
@@ -251,7 +249,7 @@ def await_resources(ray: Any, config: Config, give_up: Callable[[], bool]) -> No
                 asked = True
         if give_up():
             raise Interrupted("stopped while the cluster was growing")
-        time.sleep(POLL_S)
+        time.sleep(ray_env.POLL_S)
     if asked:
         _ask_autoscaler([])  # what was asked for would otherwise be kept for ever
 
@@ -301,44 +299,59 @@ def _fit_in_thread(
     storage: Storage,
     on_poll: Callable[[], None],
 ) -> dict[str, Any]:
-    """``TorchTrainer.fit()`` off the main thread: Ray then leaves signal handlers alone, and we can watch the
-    run.
+    """Train in a thread, so that we can watch the run."""
+    name = f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    attempt = trainer(
+        train_loop,
+        loop,
+        config.compute.workers,
+        resources,
+        f"{storage.uri}/{RAY_FOLDER}",
+        name,
+        placement=config.compute.placement,
+        datasets=sources,
+    )
+    return ray_env.in_thread(attempt.fit, on_poll).return_value
+
+
+def trainer(
+    train_loop: Callable[[dict[str, Any]], Any],
+    loop: dict[str, Any],
+    num_workers: int,
+    resources: dict[str, float],
+    folder: str,
+    name: str,
+    timeout_s: int = 600,
+    placement: str = "PACK",
+    datasets: dict[str, Any] | None = None,
+    callbacks: Sequence[Any] = (),
+) -> Any:
+    """A ``TorchTrainer`` that tries once and logs nothing. Ray keeps its own files in ``folder``/``name``;
+    a collective that takes longer than ``timeout_s`` fails; every worker gets every dataset whole.
     """
     import ray.train
     import ray.train.torch
 
-    trainer = ray.train.torch.TorchTrainer(
+    return ray.train.torch.TorchTrainer(
         train_loop,
         train_loop_config=loop,
         scaling_config=ray.train.ScalingConfig(
-            num_workers=config.compute.workers,
+            num_workers=num_workers,
             use_gpu="GPU" in resources,
             resources_per_worker=resources,
-            placement_strategy=config.compute.placement,
+            placement_strategy=placement,
         ),
-        torch_config=ray.train.torch.TorchConfig(timeout_s=600),
-        datasets=sources,
+        torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
+        datasets=datasets,
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
         run_config=ray.train.RunConfig(
-            name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
-            storage_path=f"{storage.uri}/{RAY_FOLDER}",
+            name=name,
+            storage_path=folder,
+            callbacks=list(callbacks),
             failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=3),
             logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
         ),
     )
-    outcome: Future[Any] = Future()
-
-    def fit() -> None:
-        try:
-            outcome.set_result(trainer.fit())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=fit, name="ray-train", daemon=True).start()
-    while not outcome.done():
-        wait([outcome], POLL_S)
-        on_poll()
-    return outcome.result().return_value
 
 
 def _reason(failure: BaseException) -> str:

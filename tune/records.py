@@ -25,7 +25,6 @@ from uno.errors import ConfigError
 from uno.runs.lock import ClaimedStorage
 
 SETTINGS = "sweep.yaml"
-RAY_FOLDER = "ray"  # bookkeeping of Tune and Train, of no use after the sweep
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 

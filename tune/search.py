@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from ray.tune import Stopper
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
@@ -24,16 +24,6 @@ from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 
 
-class Sampler(Protocol):
-    """Draws the values of trials and hears how they ended."""
-
-    def values(self, index: int) -> dict[str, Any]:
-        """Overrides of a new trial."""
-
-    def tell(self, trial: Trial) -> None:
-        """A trial ended."""
-
-
 class RandomSampler:
     """Independent draws; nothing is learnt from results."""
 
@@ -41,11 +31,11 @@ class RandomSampler:
         self._space, self._seed = space, seed
 
     def values(self, index: int) -> dict[str, Any]:
-        """As Sampler."""
+        """Overrides of a new trial."""
         return spaces.draw(self._space, self._seed, index)
 
     def tell(self, trial: Trial) -> None:
-        """As Sampler."""
+        """A trial ended."""
 
 
 class OptunaSampler:
@@ -64,56 +54,35 @@ class OptunaSampler:
         self._optuna, self._space = optuna, space
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5, constant_liar=True)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        self._open: dict[int, Any] = {}
+        self._asked: dict[int, Any] = {}
         self._distributions = {domain.key: self._distribution(domain) for domain in space}
 
     def values(self, index: int) -> dict[str, Any]:
-        """As Sampler."""
-        trial = self._study.ask(self._distributions)
-        self._open[index] = trial
-        return {
-            d.key: d.choices[trial.params[d.key]] if d.choices else trial.params[d.key] for d in self._space
-        }
+        """Overrides of a new trial."""
+        self._asked[index] = self._study.ask(self._distributions)
+        params = self._asked[index].params
+        return {d.key: d.choices[params[d.key]] if d.choices else params[d.key] for d in self._space}
 
     def tell(self, trial: Trial) -> None:
-        """As Sampler; trials of an earlier attempt are added, if the space holds their values."""
-        state = self._optuna.trial.TrialState.COMPLETE
-        if trial.status == FAILED or not math.isfinite(trial.score):
-            state = self._optuna.trial.TrialState.FAIL
-        value = trial.score if state.name == "COMPLETE" else None
-        asked = self._open.pop(trial.index, None)
-        if asked is not None:
-            self._study.tell(asked, value, state)
+        """A trial ended; those of an earlier attempt are added, if the space holds their values."""
+        states = self._optuna.trial.TrialState
+        failed = trial.status == FAILED or not math.isfinite(trial.score)
+        value, state = (None, states.FAIL) if failed else (trial.score, states.COMPLETE)
+        if trial.index in self._asked:
+            self._study.tell(self._asked.pop(trial.index), value, state)
             return
-        params = self._params(trial)
-        if params is not None:
-            self._study.add_trial(
-                self._optuna.trial.create_trial(
-                    params=params, distributions=self._distributions, value=value, state=state
-                )
+        try:
+            params = {}
+            for domain in self._space:
+                drawn = trial.overrides[domain.key]
+                drawn = tuple(drawn) if isinstance(drawn, list) else drawn
+                params[domain.key] = domain.choices.index(drawn) if domain.choices else drawn
+            earlier = self._optuna.trial.create_trial(
+                params=params, distributions=self._distributions, value=value, state=state
             )
-
-    def _params(self, trial: Trial) -> dict[str, Any] | None:
-        """Values as Optuna has them (the position of a choice); None where the space does not hold them."""
-        params: dict[str, Any] = {}
-        for domain in self._space:
-            value = trial.overrides[domain.key]
-            value = tuple(value) if isinstance(value, list) else value
-            low, high = domain.low, domain.high
-            if domain.choices:
-                if value not in domain.choices:
-                    return None
-                params[domain.key] = domain.choices.index(value)
-            elif (
-                isinstance(value, int | float)
-                and low is not None
-                and high is not None
-                and low <= value <= high
-            ):
-                params[domain.key] = value
-            else:
-                return None
-        return params
+        except (ValueError, TypeError):  # outside the space
+            return
+        self._study.add_trial(earlier)
 
     def _distribution(self, domain: spaces.Domain) -> Any:
         kinds = self._optuna.distributions
@@ -124,7 +93,13 @@ class OptunaSampler:
         return kinds.FloatDistribution(domain.low, domain.high, log=domain.scale == "log")
 
 
-class Plan(Searcher):
+SAMPLERS: dict[str, type[RandomSampler] | type[OptunaSampler]] = {
+    "random": RandomSampler,
+    "optuna": OptunaSampler,
+}
+
+
+class SweepSearcher(Searcher):
     """Hands out the trials that have no result yet and writes the result of each as it ends.
 
     Args:
@@ -140,7 +115,7 @@ class Plan(Searcher):
     def __init__(
         self,
         storage: Storage,
-        sampler: Sampler,
+        sampler: RandomSampler | OptunaSampler,
         first: dict[str, Any],
         num_trials: int,
         num_epochs: int,
@@ -150,11 +125,11 @@ class Plan(Searcher):
         super().__init__(metric="score", mode="max")
         self._storage, self._sampler, self._first = storage, sampler, first
         self._num_epochs, self._on_end, self._stopping = num_epochs, on_end, stopping
-        self._known = {trial.index: trial for trial in records.read_trials(storage)}
-        self._missing = [i for i in range(num_trials) if i not in self._known or not self._known[i].status]
+        self._begun = {trial.index: trial for trial in records.read_trials(storage)}
+        self._missing = [i for i in range(num_trials) if i not in self._begun or not self._begun[i].status]
         self._running: dict[str, int] = {}
         self.storage_error: str | None = None
-        for trial in self._known.values():
+        for trial in self._begun.values():
             if trial.status:
                 sampler.tell(trial)
 
@@ -172,11 +147,12 @@ class Plan(Searcher):
         if not self._missing:
             return Searcher.FINISHED
         index = self._missing.pop(0)
-        self._storage.delete(f"{records.trial_name(index)}/failure.json")
-        if index not in self._known:
+        name = records.trial_name(index)
+        self._storage.delete(f"{name}/failure.json")
+        if index not in self._begun:
             overrides = self._first if index == 0 else self._sampler.values(index)
             data = json.dumps({"overrides": overrides}, indent=1).encode()
-            self._storage.write(f"{records.trial_name(index)}/trial.json", data)
+            self._storage.write(f"{name}/trial.json", data)
         self._running[trial_id] = index
         return {"index": index}
 
@@ -193,21 +169,18 @@ class Plan(Searcher):
             self.storage_error = failure["reason"]
             self._missing.clear()
             return
-        if error or failure:
-            if self._stopping() and not failure:
-                return
+        complete = trial.last_epoch >= self._num_epochs
+        if failure or (error and not self._stopping()):
             trial.status, trial.reason = FAILED, failure.get("reason", "the process died; out of memory?")
-        elif trial.last_epoch < self._num_epochs:
-            if self._stopping() or not trial.epochs:
-                return
-            trial.status = STOPPED
+        elif error or (not complete and (self._stopping() or not trial.epochs)):
+            return
         else:
-            trial.status = FINISHED
-        self._write(trial)
+            trial.status = FINISHED if complete else STOPPED
+        self._write_result(trial)
         self._sampler.tell(trial)
         self._on_end(trial)
 
-    def _write(self, trial: Trial) -> None:
+    def _write_result(self, trial: Trial) -> None:
         name = records.trial_name(trial.index)
         result: dict[str, Any] = {"status": trial.status, "epochs": trial.last_epoch}
         if trial.epochs:
@@ -245,7 +218,7 @@ class Interruption(Stopper):
         return self._stopping()
 
     def __getstate__(self) -> dict[str, Any]:
-        """As Plan."""
+        """As :class:`SweepSearcher`."""
         return {}
 
 

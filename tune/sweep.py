@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -27,18 +27,18 @@ from pipelines.options import PRINT_CONFIG, Argument, Command, switch
 from pipelines.options import parse as parse_line
 from pipelines.worker import use_gpu, worker_resources
 from tune import records, report, spaces
-from tune.records import FAILED, FINISHED, RAY_FOLDER, SETTINGS, Trial
+from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import AGREEMENT, FOLDS, SCORES, Fold, SweepData, make_folds, sweep_data
 from tune.spaces import Space
+from tune.trial import Leases, train_trial
 from uno.config import Config, about, differing_keys, dump_yaml, override, to_dict
 from uno.data.decode import check_bad, decode_many, readable
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods import num_heads
-from uno.runs import DISCOVER, lock, run
+from uno.runs import DISCOVER, RAY_FOLDER, lock, run
 from uno.runs.lock import Claim
 
-POLL_S = 0.5
 STOPPING = "stopping: unfinished trials go on where they are with the same command"
 CPU_OF_A_WAITING_TRIAL = 0.01
 
@@ -144,12 +144,12 @@ def run_sweep(options: SweepOptions) -> int:
     storage = Storage(config.output)
     with lock.claim(storage, on_wait=say) as claim:
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
-        trials = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
-        if len(trials) < options.trials:
+        ended = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
+        if len(ended) < options.trials:
             _describe(options, data, folds, num_epochs)
-            _run_missing(options, data, num_epochs, claim, len(trials))
+            _run_missing(options, data, num_epochs, claim, ended)
         else:
-            say(f"{storage.uri}: all {len(trials)} trials have a result; nothing is run again")
+            say(f"{storage.uri}: all {len(ended)} trials have a result; nothing is run again")
         summary = report.write(claim.storage)
     best = records.best_trial(summary.trials)
     if best is None:
@@ -166,12 +166,7 @@ def run_sweep(options: SweepOptions) -> int:
 
 # ------------------------------------------------------------------------------------------------- preflight
 def check_options(options: SweepOptions) -> None:
-    """Raise ConfigError for numbers out of range and combinations that mean nothing."""
-    for name in ("trials", "folds", "seeds", "concurrent"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {value}")
-    spaces.check_space(options.space, options.config)
+    """Raise ConfigError for combinations that mean nothing."""
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
     if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
         raise ConfigError(
@@ -191,12 +186,11 @@ def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
     """Number of epochs of a trial that have steps to take.
 
     Raises:
-        ConfigError: a problem is too small for the batch size.
+        ConfigError: a fold is too small for the batch size.
     """
     config, epochs = options.config, 1
     for fold in folds:
-        train = fold.train
-        sizes = len(train.labels), len(train.unlabeled_images)
+        sizes = fold.train.num_labeled, fold.train.num_unlabeled
         try:
             plan = run.plans(config, *sizes, config.compute.workers)[DISCOVER]
         except ConfigError as error:
@@ -208,9 +202,14 @@ def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
     return epochs
 
 
-def settings_of(options: SweepOptions, fingerprint: str, num_epochs: int) -> dict[str, Any]:
-    """``sweep.yaml``: all that a continuation must share, and ``given`` for ``best.yaml``."""
-    return {
+def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int) -> None:
+    """Write ``sweep.yaml``, all that a continuation must share (and ``given``, for ``best.yaml``), or check
+    that it matches.
+
+    Raises:
+        ConfigError: the directory holds something else, or a sweep with other settings (named).
+    """
+    settings = {
         "score": options.score,
         "search": options.search,
         "space_name": options.space_name,
@@ -224,24 +223,14 @@ def settings_of(options: SweepOptions, fingerprint: str, num_epochs: int) -> dic
         "given": options.given,
         "config": to_dict(options.config),
     }
-
-
-def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int) -> None:
-    """Write ``sweep.yaml``, or check that it matches.
-
-    Raises:
-        ConfigError: the directory holds something else, or a sweep with other settings (named).
-    """
-    new = settings_of(options, fingerprint, num_epochs)
+    text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
     if not storage.exists(SETTINGS):
-        if {name for name in storage.list() if not lock.ours(name)}:
+        if any(not lock.ours(name) for name in storage.list()):
             raise ConfigError(f"{storage.uri} is not empty and holds no sweep; choose another --output")
-        storage.write(
-            SETTINGS, yaml.safe_dump(new, sort_keys=False, default_flow_style=None, width=110).encode()
-        )
+        storage.write(SETTINGS, text.encode())
         return
-    old = records.read_settings(storage)
-    different = [key for key in new if key not in ("config", "given") and old.get(key) != _plain(new[key])]
+    old, new = records.read_settings(storage), yaml.safe_load(text)
+    different = [key for key in new if key not in ("config", "given") and old.get(key) != new[key]]
     stored = old.get("config")
     different += differing_keys(stored if isinstance(stored, dict) else {}, options.config)
     if different:
@@ -249,10 +238,6 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
             f"{storage.uri} holds a sweep with other settings: {', '.join(different[:6])}"
             f"{' ...' if len(different) > 6 else ''}; use those, or another --output"
         )
-
-
-def _plain(value: Any) -> Any:
-    return yaml.safe_load(yaml.safe_dump(value))
 
 
 def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:
@@ -293,56 +278,75 @@ def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, 
 
 
 def _run_missing(
-    options: SweepOptions, data: SweepData, num_epochs: int, claim: Claim, num_done: int
+    options: SweepOptions, data: SweepData, num_epochs: int, claim: Claim, ended: list[Trial]
 ) -> None:
-    """Ray Tune over the trials without a result, ``num_done`` of them having one."""
-    stopping = threading.Event()
-    say(f"starting Ray{f'; {num_done} trials have a result already' if num_done else ''}")
+    """Ray Tune over the trials that have not ``ended``."""
+    storage, config, stopping = claim.storage, options.config, threading.Event()
+    say(f"starting Ray{f'; {len(ended)} trials have a result already' if ended else ''}")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:
+        from ray import tune
+
+        from tune import search
+
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
         number, resources = concurrency(options, ray.cluster_resources())
         say(f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process")
-        _tune(ray, options, data, num_epochs, claim, number, resources, stopping)
-    claim.storage.delete(RAY_FOLDER)
+        start = time.monotonic()
+
+        def on_end(trial: Trial) -> None:
+            ended.append(trial)
+            seconds = time.monotonic() - start
+            say(f"{len(ended)}/{options.trials}  {_line(trial)}  ({seconds:.0f} s)")
+
+        scheduler = search.scheduler(options.asha, num_epochs, ended)
+        sampler = search.SAMPLERS[options.search](options.space, config.seed)
+        first = spaces.current(options.space, config)
+        searcher = search.SweepSearcher(
+            storage, sampler, first, options.trials, num_epochs, on_end, stopping.is_set
+        )
+        shared = _shared(ray, options, data, num_epochs, claim, resources)
+        here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.workers else resources
+        tuner = tune.Tuner(
+            tune.with_resources(tune.with_parameters(train_trial, sweep=shared), here),
+            tune_config=tune.TuneConfig(
+                search_alg=searcher,
+                scheduler=scheduler,
+                num_samples=searcher.num_missing,
+                max_concurrent_trials=number,
+                reuse_actors=not config.compute.workers,  # a process takes seconds to import torch
+            ),
+            run_config=tune.RunConfig(
+                name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+                storage_path=f"{storage.uri}/{RAY_FOLDER}",
+                verbose=0,
+                stop=search.Interruption(stopping.is_set),
+                failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
+            ),
+        )
+        ray_env.in_thread(tuner.fit)
+        if searcher.storage_error is not None:
+            reason = searcher.storage_error
+            raise StorageError(f"a trial could not write: {reason}; the same command continues")
+    storage.delete(RAY_FOLDER)
     if stopping.is_set():
         raise Interrupted("stopped; the same command continues the sweep")
 
 
-def _tune(
+def _shared(
     ray: Any,
     options: SweepOptions,
     data: SweepData,
     num_epochs: int,
     claim: Claim,
-    number: int,
     resources: dict[str, float],
-    stopping: threading.Event,
-) -> None:
-    from ray import tune
-
-    from tune import process
-    from tune.search import Interruption, OptunaSampler, Plan, RandomSampler, scheduler
-    from tune.trial import Gate
-
-    storage, config = claim.storage, options.config
-    sampler: Any = {"random": RandomSampler, "optuna": OptunaSampler}[options.search](
-        options.space, config.seed
-    )
-    trials = [t for t in records.read_trials(storage) if t.index < options.trials]
-    clock, num_ended = time.monotonic(), sum(t.status is not None for t in trials)
-
-    def on_end(trial: Trial) -> None:
-        nonlocal num_ended
-        num_ended += 1
-        say(f"{num_ended}/{options.trials}  {_line(trial)}  ({time.monotonic() - clock:.0f} s)")
-
-    first = spaces.current(options.space, config)
-    plan = Plan(storage, sampler, first, options.trials, num_epochs, on_end, stopping.is_set)
-    sweep = {
-        "output": storage.uri,
-        "token": storage.token,
+) -> dict[str, Any]:
+    """What every trial is told: plain values, the data's object reference, the actor of the leases."""
+    config = options.config
+    return {
+        "output": claim.storage.uri,
+        "token": claim.storage.token,
         "config": to_dict(config),
         "score": options.score,
         "folds": options.folds,
@@ -350,33 +354,11 @@ def _tune(
         "seeds": options.seeds,
         "num_epochs": num_epochs,
         "workers": config.compute.workers,
-        "gpu": "GPU" in resources,
         "resources": resources,
         "threads": config.compute.threads or max(1, int(resources["CPU"])),
         "data": ray.put(data),
-        "gate": ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Gate).remote(),
+        "leases": ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Leases).remote(),
     }
-    here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.workers else resources
-    tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(process.trial, sweep=sweep), here),
-        tune_config=tune.TuneConfig(
-            search_alg=plan,
-            scheduler=scheduler(options.asha, num_epochs, [t for t in trials if t.status]),
-            num_samples=plan.num_missing,
-            max_concurrent_trials=number,
-            reuse_actors=not config.compute.workers,  # a process takes seconds to import torch
-        ),
-        run_config=tune.RunConfig(
-            name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
-            storage_path=f"{storage.uri}/{RAY_FOLDER}",
-            verbose=0,
-            stop=Interruption(stopping.is_set),
-            failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
-        ),
-    )
-    _in_thread(tuner.fit)
-    if plan.storage_error is not None:
-        raise StorageError(f"a trial could not write: {plan.storage_error}; the same command continues")
 
 
 def _line(trial: Trial) -> str:
@@ -385,24 +367,6 @@ def _line(trial: Trial) -> str:
         return f"trial {trial.index} failed: {trial.reason}  [{values}]"
     how = "finished" if trial.status == FINISHED else f"stopped after epoch {trial.last_epoch}"
     return f"trial {trial.index} {how}: score {trial.score:.4f}  [{values}]"
-
-
-def _in_thread(fit: Callable[[], Any]) -> None:
-    """``Tuner.fit()`` off the main thread, where Ray leaves signal handlers alone."""
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            fit()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body, name="ray-tune", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(POLL_S)
-    if errors:
-        raise errors[0]
 
 
 if __name__ == "__main__":

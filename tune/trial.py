@@ -1,9 +1,9 @@
-"""One trial: every fold of the objective with every seed, all in step, one epoch after the other.
+"""One trial: every fold with every seed, all in step, one epoch after the other.
 
-It runs ``uno.runs.run.run_phase``, as ``uno discover`` does. An epoch at a time is
-``train.max_steps`` moving on: each call resumes bit for bit from the checkpoint of the call before. So all
-folds reach an epoch together, early stopping compares what is comparable, a killed trial goes on where it
-was, and no model but one is in memory.
+It runs ``uno.runs.run.run_phase``, as ``uno discover`` does. An epoch at a time is ``train.max_steps``
+moving on: each call resumes bit for bit from the checkpoint of the call before. So all folds reach an epoch
+together, early stopping compares what is comparable, a killed trial goes on where it was, and no model but
+one is in memory. Ray Tune calls :func:`train_trial`, which trains by itself or starts Ray Train workers.
 """
 
 from __future__ import annotations
@@ -12,91 +12,52 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import statistics
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from tune.records import PartStorage, read_epochs, trial_name
-from tune.score import Fold, measure
+from pipelines import worker as ray_worker
+from tune.records import PartStorage, read_epochs, read_json, trial_name
+from tune.score import Fold, make_folds, measure
 from uno import collectives
 from uno.config import Config, dump_yaml, override
-from uno.errors import NumericsError
-from uno.runs import DISCOVER, PRETRAIN, run
+from uno.errors import NumericsError, StorageError, UnoError
+from uno.runs import DISCOVER, PRETRAIN, RAY_FOLDER, run
 from uno.runs.lock import ClaimedStorage
-from uno.train import Worker
+from uno.train import LocalWorker, Worker
 
 LEASE_S = 60.0  # a trial that pretrains and has not renewed its lease for so long is dead
 RENEW_S = 5.0
 WAIT_S = 0.3
 
 Report = Callable[[dict[str, Any]], None]
+Lease = Callable[[str, str, float], bool]  # see Leases.lease
 
 
-class Gate:
-    """Who may train a shared pretraining: one owner at a time for each key. An actor of the sweep."""
+class Leases:
+    """Who may train a shared pretraining: an actor of the sweep, so that no two trials train the same."""
 
     def __init__(self) -> None:
-        self._leases: dict[str, tuple[str, float]] = {}
+        self._held: dict[str, tuple[str, float]] = {}
 
-    def acquire(self, key: str, owner: str) -> bool:
-        """Take or renew the lease on ``key``; False while another, living owner has it."""
-        holder, since = self._leases.get(key, (owner, 0.0))
-        if holder != owner and time.monotonic() - since < LEASE_S:
+    def lease(self, key: str, owner: str, seconds: float) -> bool:
+        """Take or renew ``key`` for so long, or with 0 give it back; False while another owner has it."""
+        holder, until = self._held.get(key, (owner, 0.0))
+        if holder != owner and time.monotonic() < until:
             return False
-        self._leases[key] = (owner, time.monotonic())
+        self._held[key] = owner, time.monotonic() + seconds
         return True
 
-    def release(self, key: str, owner: str) -> None:
-        """Give the lease back."""
-        if self._leases.get(key, ("", 0.0))[0] == owner:
-            del self._leases[key]
 
-
-class Keys(Protocol):
-    """A :class:`Gate`, here or behind an actor handle."""
-
-    def acquire(self, key: str, owner: str) -> bool:
-        """As Gate."""
-
-    def release(self, key: str, owner: str) -> None:
-        """As Gate."""
-
-
-class RemoteGate:
-    """The gate actor of a sweep as a :class:`Keys`."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def acquire(self, key: str, owner: str) -> bool:
-        """As Gate."""
-        import ray
-
-        return bool(ray.get(self._actor.acquire.remote(key, owner)))
-
-    def release(self, key: str, owner: str) -> None:
-        """As Gate."""
-        import ray
-
-        ray.get(self._actor.release.remote(key, owner))
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """One fold with one seed."""
-
-    name: str
-    fold: Fold
-    config: Config
-    storage: PartStorage
-
-
+# --------------------------------------------------------------------------------------------------- training
 def run_trial(
     index: int,
     configs: list[Config],
@@ -105,7 +66,7 @@ def run_trial(
     num_epochs: int,
     worker: Worker,
     storage: ClaimedStorage,
-    gate: Keys,
+    lease: Lease,
     report: Report,
 ) -> None:
     """Train and score, reporting a dict for every epoch, those of an earlier, killed attempt first.
@@ -113,12 +74,12 @@ def run_trial(
     Args:
         index: of the trial.
         configs: one for each seed.
-        folds: of the objective.
+        folds: to discover.
         score: its name.
         num_epochs: of the discovery phase that have steps to take.
         worker: this process, or a rank of a worker group.
         storage: the sweep's directory.
-        gate: guards the shared pretrainings.
+        lease: guards the shared pretrainings.
         report: called on every rank after each epoch.
 
     Raises:
@@ -130,56 +91,62 @@ def run_trial(
         report(line)
     if len(past) >= num_epochs:
         return
-    clock = _Clock(worker)
-    units = [_unit(index, config, fold, worker, storage, gate) for config in configs for fold in folds]
-    clock.lap()  # pretraining is accounted for where it is trained
+    seconds = _clock(worker)
+    folds = [replace(fold, train=fold.train.to(worker.device)) for fold in folds]
+    runs = []
+    for config in configs:
+        for fold in folds:
+            weights = config.model.weights or shared_pretraining(config, fold, worker, storage, lease)
+            rarely = {"train.checkpoint_every_epochs": 10**6, "train.keep_checkpoints": 1}
+            folder = PartStorage(storage, f"{trial_name(index)}/{fold.name}-seed{config.seed}")
+            runs.append((override(config, {"model.weights": weights, **rarely}), fold, folder))
+    seconds()  # pretraining is accounted for where it is trained
     for epoch in range(len(past) + 1, num_epochs + 1):
-        parts = [_advance(unit, epoch, score, worker) for unit in units]
-        line = {"epoch": epoch, **_combined(parts, len(folds)), **clock.lap()}
+        parts = [_train_and_measure(*each, epoch, score, worker) for each in runs]
+        line = {"epoch": epoch, **_means(parts, len(folds)), **seconds()}
         broken = [name for name in ("score", "loss") if not math.isfinite(line[name])]
         if broken:
             raise NumericsError(f"the {broken[0]} of epoch {epoch} is not finite: training diverged")
         if worker.rank == 0:
-            place = PartStorage(storage, trial_name(index))
-            place.append("epochs.jsonl", (json.dumps(line, allow_nan=False) + "\n").encode())
+            text = json.dumps(line, allow_nan=False) + "\n"
+            storage.append(f"{trial_name(index)}/epochs.jsonl", text.encode())
         report(line)
 
 
-def _unit(
-    index: int,
-    config: Config,
-    fold: Fold,
-    worker: Worker,
-    storage: ClaimedStorage,
-    gate: Keys,
-) -> Unit:
-    fold = replace(fold, train=fold.train.to(worker.device))
-    weights = config.model.weights or shared_pretraining(config, fold, worker, storage, gate)
-    name = f"{fold.name}-seed{config.seed}"
-    settings = {"model.weights": weights, "train.checkpoint_every_epochs": 10**6, "train.keep_checkpoints": 1}
-    return Unit(name, fold, override(config, settings), PartStorage(storage, f"{trial_name(index)}/{name}"))
+def _train_and_measure(
+    config: Config, fold: Fold, folder: PartStorage, epoch: int, score: str, worker: Worker
+) -> dict[str, float]:
+    """Discover to the end of ``epoch``, and score."""
+    train = fold.train
+    plan = run.plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[DISCOVER]
+    last_step = min(epoch * plan.steps_per_epoch, config.train.max_steps or 10**12)
+    state = run.run_phase(override(config, {"train.max_steps": last_step}), DISCOVER, train, worker, folder)
+    return measure(config, fold, state, score, worker.rank, worker.world_size)
 
 
-def _advance(unit: Unit, epoch: int, score: str, worker: Worker) -> dict[str, float]:
-    """Train one unit to the end of ``epoch`` and measure it."""
-    train = unit.fold.train
-    plan = run.plans(unit.config, len(train.labels), len(train.unlabeled_images), worker.world_size)[DISCOVER]
-    last_step = min(epoch * plan.steps_per_epoch, unit.config.train.max_steps or 10**12)
-    config = override(unit.config, {"train.max_steps": last_step})
-    state = run.run_phase(config, DISCOVER, train, worker, unit.storage)
-    return measure(config, unit.fold, state, score, worker.rank, worker.world_size)
-
-
-def _combined(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
-    """Means over folds and seeds; ``spread`` is the deviation over seeds, each a mean of folds."""
+def _means(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
+    """Over folds and seeds; ``spread`` is the deviation over seeds, each a mean of folds."""
+    scores = [part["score"] for part in parts]
     means = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
-    seeds = [
-        statistics.fmean(part["score"] for part in parts[start : start + num_folds])
-        for start in range(0, len(parts), num_folds)
-    ]
+    seeds = [statistics.fmean(scores[i : i + num_folds]) for i in range(0, len(scores), num_folds)]
     spread = {"spread": statistics.stdev(seeds)} if len(seeds) > 1 else {}
-    rows = sum(part["rows"] for part in parts[:num_folds]) if "rows" in parts[0] else 0
-    return {**means, **spread, "scores": [part["score"] for part in parts], "rows": rows}
+    rows = sum(part.get("rows", 0) for part in parts[:num_folds])
+    return {**means, **spread, "scores": scores, "rows": rows}
+
+
+def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
+    """Tells the seconds since it was last asked: wall, and CPU and GPU of all workers, as busy as this."""
+    last = time.perf_counter(), time.process_time()
+
+    def seconds() -> dict[str, float]:
+        nonlocal last
+        now = time.perf_counter(), time.process_time()
+        wall, cpu = now[0] - last[0], (now[1] - last[1]) * worker.world_size
+        last = now
+        gpu = wall * worker.world_size if worker.device.type == "cuda" else 0.0
+        return {"seconds": round(wall, 3), "cpu_seconds": round(cpu, 3), "gpu_seconds": round(gpu, 3)}
+
+    return seconds
 
 
 # ------------------------------------------------------------------------------------------------ pretraining
@@ -190,39 +157,39 @@ def pretrain_key(config: Config, fold: Fold) -> str:
 
 
 def shared_pretraining(
-    config: Config, fold: Fold, worker: Worker, storage: ClaimedStorage, gate: Keys
+    config: Config, fold: Fold, worker: Worker, storage: ClaimedStorage, lease: Lease
 ) -> str:
     """Directory of the pretraining of ``config`` on ``fold``; trained unless there or on its way."""
     key, owner = pretrain_key(config, fold), uuid.uuid4().hex
-    place = PartStorage(storage, f"pretrain/{key}")
+    folder = PartStorage(storage, f"pretrain/{key}")
     while True:
-        mine = worker.rank == 0 and not place.exists("done.json") and gate.acquire(key, owner)
-        done = worker.rank == 0 and not mine and place.exists("done.json")
+        mine = worker.rank == 0 and lease(key, owner, LEASE_S)
+        done = worker.rank == 0 and folder.exists("done.json")  # asked last: whoever leased before has ended
         votes = collectives.sum_(torch.tensor([float(mine), float(done)], device=worker.device)).tolist()
         if votes[1]:
-            return place.uri
+            return folder.uri
         if votes[0]:
             break
         time.sleep(WAIT_S)
-    clock = _Clock(worker)
-    with _renewed(gate, key, owner) if worker.rank == 0 else contextlib.nullcontext():
-        if worker.rank == 0 and not place.exists("done.json"):
-            place.append("starts.log", f"{owner}\n".encode())
-            place.write("config.yaml", dump_yaml(config).encode())
-        run.run_phase(config, PRETRAIN, fold.train, worker, place)
+    seconds = _clock(worker)
+    with _renewed(lease, key, owner) if worker.rank == 0 else contextlib.nullcontext():
         if worker.rank == 0:
-            place.write("done.json", json.dumps({"hidden": fold.hidden, **clock.lap()}).encode())
-    return place.uri
+            folder.append("starts.log", f"{owner}\n".encode())
+            folder.write("config.yaml", dump_yaml(config).encode())
+        run.run_phase(config, PRETRAIN, fold.train, worker, folder)
+        if worker.rank == 0:
+            folder.write("done.json", json.dumps({"hidden": fold.hidden, **seconds()}).encode())
+    return folder.uri
 
 
 @contextlib.contextmanager
-def _renewed(gate: Keys, key: str, owner: str) -> Iterator[None]:
+def _renewed(lease: Lease, key: str, owner: str) -> Iterator[None]:
     """Renew a lease from a thread while it is in use."""
     over = threading.Event()
 
     def renew() -> None:
         while not over.wait(RENEW_S):
-            gate.acquire(key, owner)
+            lease(key, owner, LEASE_S)
 
     thread = threading.Thread(target=renew, name="uno-lease", daemon=True)
     thread.start()
@@ -231,19 +198,112 @@ def _renewed(gate: Keys, key: str, owner: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        gate.release(key, owner)
+        lease(key, owner, 0)
 
 
-class _Clock:
-    """Seconds since the last look: wall, and CPU and GPU over all workers, all as busy as this one."""
+# ------------------------------------------------------------------------------------------------ on Ray Tune
+def train_trial(sample: dict[str, Any], sweep: dict[str, Any]) -> None:
+    """What Tune runs for each trial. A failure is noted for the driver, which marks the trial.
 
-    def __init__(self, worker: Worker) -> None:
-        self._workers, self._gpu = worker.world_size, worker.device.type == "cuda"
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
+    Args:
+        sample: ``index`` of the trial.
+        sweep: what ``tune.sweep`` shares with all trials.
+    """
+    import ray.tune
 
-    def lap(self) -> dict[str, float]:
-        now_wall, now_cpu = time.perf_counter(), time.process_time()
-        wall, cpu = now_wall - self._wall, (now_cpu - self._cpu) * self._workers
-        self._wall, self._cpu = now_wall, now_cpu
-        gpu = wall * self._workers if self._gpu else 0.0
-        return {"seconds": round(wall, 3), "cpu_seconds": round(cpu, 3), "gpu_seconds": round(gpu, 3)}
+    index, storage = sample["index"], ClaimedStorage(sweep["output"], sweep["token"])
+    try:
+        if sweep["workers"]:
+            _start_workers(index, sweep)
+        else:
+            worker = LocalWorker(torch.device("cuda" if "GPU" in sweep["resources"] else "cpu"))
+            _run_shared(index, sweep, worker, storage, ray.tune.report)
+    except Exception as error:
+        note_failure(storage, index, error)
+        ray.tune.report({"epoch": 0, "score": 0.0})  # Tune prints a line for a trial without any report
+
+
+def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
+    """Leave ``failure.json``: one line for the table, and the traceback where it is not one of our errors."""
+    text = " ".join(str(error).split())
+    reason = text if isinstance(error, UnoError) else f"{type(error).__name__}: {text}"
+    failure = {"kind": type(error).__name__, "reason": reason[:300]}
+    if not isinstance(error, UnoError):
+        failure["traceback"] = "".join(traceback.format_exception(error))[-8000:]
+    with contextlib.suppress(StorageError):
+        storage.write(f"{trial_name(index)}/failure.json", json.dumps(failure, indent=1).encode())
+
+
+def trial_configs(base: Config, overrides: dict[str, Any], seeds: int) -> list[Config]:
+    """The configuration of a trial, once for each seed: base.seed, base.seed + 1, ..."""
+    return [override(base, {**overrides, "seed": base.seed + i}) for i in range(seeds)]
+
+
+def _run_shared(
+    index: int, sweep: dict[str, Any], worker: Worker, storage: ClaimedStorage, report: Report
+) -> None:
+    """:func:`run_trial` of what the driver shares; ``report`` is Ray's, of Tune or of Train."""
+    import ray
+
+    def lease(*request: Any) -> bool:
+        return bool(ray.get(sweep["leases"].lease.remote(*request)))
+
+    torch.set_num_threads(sweep["threads"])
+    base = override(Config(), sweep["config"])
+    overrides = read_json(storage, f"{trial_name(index)}/trial.json")["overrides"]
+    folds = make_folds(ray.get(sweep["data"]), sweep["score"], sweep["folds"], base.seed, sweep["hide"])
+    configs = trial_configs(base, overrides, sweep["seeds"])
+    run_trial(
+        index, configs, folds, sweep["score"], sweep["num_epochs"], worker, storage, lease,
+        lambda line: report({"epoch": line["epoch"], "score": line["score"]}),
+    )  # fmt: skip
+
+
+def _start_workers(index: int, sweep: dict[str, Any]) -> None:
+    """A Ray Train run inside the trial; the trial itself only waits and needs next to no CPU."""
+    import ray
+    import ray.tune
+    from ray.train.v2._internal import constants
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    # When Tune stops a trial, a helper of Ray Train gives its workers' CPUs back. It looks for the cluster by
+    # the processes of this machine and fails where a second cluster runs: each trial then keeps its CPUs, and
+    # the sweep soon waits for ever. So the processes of this trial are told their cluster's address.
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    constants.ENV_VARS_TO_PROPAGATE.add("RAY_ADDRESS")
+    trainer = ray_worker.trainer(
+        _train_loop,
+        {"index": index, "sweep": sweep},
+        sweep["workers"],
+        sweep["resources"],
+        f"{sweep['output']}/{RAY_FOLDER}",
+        f"train-{ray.tune.get_context().get_trial_id()}",
+        timeout_s=1800,
+        callbacks=[TuneReportCallback()],
+    )
+    try:
+        trainer.fit()
+    except Exception as error:
+        cause = ray_worker.cause_of(error)
+        raise cause if isinstance(cause, Exception) else error from None
+
+
+class _TrialWorker(ray_worker.RayWorker):
+    """A rank that reports scores only, and ends when its trial is stopped."""
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Losses stay in the journal."""
+
+    def should_stop(self, step: int) -> bool:
+        """Never: Tune kills the workers of a stopped trial."""
+        return False
+
+
+def _train_loop(loop: dict[str, Any]) -> None:
+    """What every worker of a trial runs: ``train_loop_per_worker``."""
+    import ray.train
+
+    ray_worker.quiet_ray_train()
+    storage = ClaimedStorage(loop["sweep"]["output"], loop["sweep"]["token"])
+    storage.check()
+    _run_shared(loop["index"], loop["sweep"], _TrialWorker(storage), storage, ray.train.report)

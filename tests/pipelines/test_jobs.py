@@ -134,7 +134,7 @@ def test_too_many_workers_are_one_line(overrides, cluster, says):
 def test_a_cluster_that_was_there_before_may_grow(monkeypatch, capsys):
     """Kills: a job refused because nodes for it start on demand; a request that outlives its reason."""
     sizes, asked = iter([{}, {"CPU": 1.0}, {"CPU": 3.0, "GPU": 2.0}]), []
-    monkeypatch.setattr(worker, "POLL_S", 0)
+    monkeypatch.setattr(worker.ray_env, "POLL_S", 0)
     monkeypatch.setattr(worker, "_ask_autoscaler", asked.append)
     ray = SimpleNamespace(cluster_resources=lambda: next(sizes))
     config = override(Config(), {"compute.workers": 2, "compute.device": "cuda"})

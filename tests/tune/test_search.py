@@ -28,12 +28,12 @@ def sweep(tmp_path):
 
 
 def plan_of(sweep, sampler=None, trials=5, stopping=False):
-    from tune.search import Plan, RandomSampler
+    from tune.search import RandomSampler, SweepSearcher
 
     options, storage, first = sweep
     ended = []
     sampler = sampler or RandomSampler(options.space, 0)
-    return Plan(storage, sampler, first, trials, 3, ended.append, lambda: stopping), ended
+    return SweepSearcher(storage, sampler, first, trials, 3, ended.append, lambda: stopping), ended
 
 
 def epochs(storage, index, count):

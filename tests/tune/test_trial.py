@@ -10,10 +10,9 @@ import torch
 
 from tests.tune.tiny import CPU, claimed, run_tiny, tiny_data, tiny_options
 from tune import records, trial
-from tune.process import note_failure, trial_configs
 from tune.records import PartStorage
 from tune.score import make_folds
-from tune.trial import Gate, pretrain_key, shared_pretraining
+from tune.trial import Leases, note_failure, pretrain_key, shared_pretraining, trial_configs
 from uno.config import about, field_names, override
 from uno.data.files import Storage
 from uno.errors import NumericsError, StorageError
@@ -146,38 +145,35 @@ def test_each_fold_has_its_own_pretraining(options):
 
 
 def test_pretraining_is_trained_once(options, fold, tmp_path):
+    configs = [override(options.config, {"model.num_heads": n}) for n in (2, 3)]
     with claimed(tmp_path / "a") as storage:
-        places = {
-            shared_pretraining(
-                override(options.config, {"model.num_heads": n}), fold, LocalWorker(CPU), storage, Gate()
-            )
-            for n in (2, 3)
-        }
-        assert len(places) == 1
-        assert len(Storage(places.pop()).read("starts.log").splitlines()) == 1
+        lease = Leases().lease
+        folders = {shared_pretraining(c, fold, LocalWorker(CPU), storage, lease) for c in configs}
+    assert len(folders) == 1
+    assert len(Storage(folders.pop()).read("starts.log").splitlines()) == 1
 
 
-def test_the_gate_admits_one_living_owner(monkeypatch):
-    gate = Gate()
-    assert gate.acquire("key", "a")
-    assert not gate.acquire("key", "b")
-    assert gate.acquire("other", "b")
-    assert gate.acquire("key", "a")  # renews
-    gate.release("key", "b")  # not the owner
-    assert not gate.acquire("key", "b")
-    gate.release("key", "a")
-    assert gate.acquire("key", "b")
+def test_a_lease_has_one_living_owner(monkeypatch):
+    lease = Leases().lease
+    assert lease("key", "a", 9)
+    assert not lease("key", "b", 9)
+    assert lease("other", "b", 9)
+    assert lease("key", "a", 9)  # renews
+    assert not lease("key", "b", 0)  # not the owner
+    assert not lease("key", "b", 9)
+    assert lease("key", "a", 0)
+    assert lease("key", "b", 9)
     now = time.monotonic()
-    monkeypatch.setattr(trial.time, "monotonic", lambda: now + 2 * trial.LEASE_S)
-    assert gate.acquire("key", "a")  # b died
+    monkeypatch.setattr(trial.time, "monotonic", lambda: now + 10)
+    assert lease("key", "a", 9)  # b died
 
 
-def test_a_failed_pretraining_frees_the_gate(options, fold, tmp_path, monkeypatch):
+def test_a_failed_pretraining_gives_its_lease_back(options, fold, tmp_path, monkeypatch):
     def fail(*args):
         raise NumericsError("no")
 
-    monkeypatch.setattr(run, "pretrain", fail)
-    gate = Gate()
+    monkeypatch.setattr(run, "run_phase", fail)
+    lease = Leases().lease
     with claimed(tmp_path / "a") as storage, pytest.raises(NumericsError):
-        shared_pretraining(options.config, fold, LocalWorker(CPU), storage, gate)
-    assert gate.acquire(pretrain_key(options.config, fold), "another")
+        shared_pretraining(options.config, fold, LocalWorker(CPU), storage, lease)
+    assert lease(pretrain_key(options.config, fold), "another", 9)

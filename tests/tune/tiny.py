@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from tune import process, records
+from tune import records
 from tune.score import FOLDS, SweepData, make_folds, sweep_data
 from tune.sweep import SweepOptions, parse
-from tune.trial import Gate, run_trial
+from tune.trial import Leases, run_trial, trial_configs
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.resident import load_resident
@@ -59,11 +59,11 @@ def run_tiny(
     report: Any = None,
     num_epochs: int = 2,
 ) -> list[dict[str, Any]]:
-    """One trial in this process, without Ray; its epochs without the clock."""
+    """One trial in this without Ray; its epochs without the clock."""
     folds = make_folds(data, options.score, options.folds, options.config.seed, options.hide)
-    configs = process.trial_configs(options.config, overrides or {}, options.seeds)
-    sink = report or (lambda line: None)
-    run_trial(index, configs, folds, options.score, num_epochs, LocalWorker(CPU), storage, Gate(), sink)
+    configs = trial_configs(options.config, overrides or {}, options.seeds)
+    worker, lease, sink = LocalWorker(CPU), Leases().lease, report or (lambda line: None)
+    run_trial(index, configs, folds, options.score, num_epochs, worker, storage, lease, sink)
     return timeless(records.read_epochs(storage, index))
 
 
