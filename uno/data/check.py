@@ -13,7 +13,7 @@ from uno.config import Config
 from uno.data.decode import MAX_BYTES, BadImage, read_header
 from uno.data.files import is_uri, read_bytes
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
-from uno.data.rows import Files, Image, base
+from uno.data.rows import Files, Image, base, content_of
 from uno.data.splits import Task
 from uno.errors import ConfigError
 
@@ -208,10 +208,8 @@ def _copies(task: Task) -> tuple[list[list[int]], bool]:
 
 
 def _content(image: Image) -> bytes:
-    if isinstance(image, np.ndarray):
-        return str(image.shape).encode() + image.tobytes()
-    if isinstance(image, bytes):
-        return image
+    if not isinstance(image, str):
+        return content_of(image)
     try:
         return b"" if is_uri(image) else read_bytes(image, MAX_BYTES)
     except OSError:

@@ -198,10 +198,11 @@ class Rows:
 def _contents(images: Images, rows: np.ndarray) -> Iterator[bytes]:
     images, index = base(images, rows)
     facts = getattr(images, "facts", None)
-    return facts(index) if facts else (_content(images[i]) for i in index.tolist())
+    return facts(index) if facts else (content_of(images[i]) for i in index.tolist())
 
 
-def _content(image: Image) -> bytes:
+def content_of(image: Image) -> bytes:
+    """What tells images apart: pixels and their shape, bytes, or a path."""
     if isinstance(image, np.ndarray):
         return str(image.shape).encode() + image.tobytes()
     return os.fsencode(image)
