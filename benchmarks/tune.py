@@ -136,10 +136,10 @@ def judged(
         for t in stopping.trials
     ]
     return {
-        "epochs_saved_by_stopping": round(stopping.cost.saved, 4),
-        "cpu_seconds": round(stopping.cost.cpu_seconds),
-        "cpu_seconds_without_stopping": round(whole.cost.cpu_seconds),
-        "pretrainings": stopping.cost.pretrainings,
+        "epochs_saved_by_stopping": round(stopping.cost["saved"], 4),
+        "cpu_seconds": round(stopping.cost["cpu_seconds"]),
+        "cpu_seconds_without_stopping": round(whole.cost["cpu_seconds"]),
+        "pretrainings": stopping.cost["pretrainings"],
         "chosen": chosen,
         "chosen_without_stopping": None if best_whole is None else best_whole.index,
         "true_of_chosen": None if chosen is None else judge[chosen],

@@ -35,26 +35,13 @@ MAX_CURVES = 200
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a sweep took. ``saved`` is the share of epochs that stopping spared, of those the trials that did
-    not fail would have run; seconds are sums over processes. ``pretrain_s`` is part of ``seconds``.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    gpu_seconds: float
-    epochs: int
-    saved: float
-    pretrainings: int
-    pretrain_s: float
-
-
-@dataclass(frozen=True)
 class Summary:
     """A sweep read back from its directory.
 
     ``ranked`` are its sound trials, best first; ``best`` is the one that ``best.yaml`` takes, if any
-    finished; ``importance`` as :func:`importance` gives it.
+    finished. ``cost``: ``seconds``, ``cpu_seconds`` and ``gpu_seconds``, sums over processes; ``epochs``;
+    ``saved``, the share of epochs that stopping spared, of those the trials that did not fail would have run;
+    ``pretrainings`` and ``pretrain_s``, their part of the seconds.
     """
 
     settings: dict[str, Any]
@@ -62,7 +49,7 @@ class Summary:
     trials: list[Trial]
     ranked: list[Trial]
     best: Trial | None
-    cost: Cost
+    cost: dict[str, float]
     importance: list[tuple[str, float]]
 
     @property
@@ -90,18 +77,13 @@ def read(storage: Storage) -> Summary:
     lines = [line for trial in trials for line in trial.epochs] + pretrained
     sound = [trial for trial in trials if trial.status in (FINISHED, STOPPED)]
     planned = len(sound) * int(settings["epochs"])
-    seconds, cpu_seconds, gpu_seconds = (
-        sum(line.get(key, 0.0) for line in lines) for key in ("seconds", "cpu_seconds", "gpu_seconds")
-    )
-    cost = Cost(
-        seconds,
-        cpu_seconds,
-        gpu_seconds,
-        epochs=sum(trial.last_epoch for trial in trials),
-        saved=1 - sum(trial.last_epoch for trial in sound) / planned if planned else 0.0,
-        pretrainings=sum(map(bool, pretrained)),
-        pretrain_s=sum(line.get("seconds", 0.0) for line in pretrained),
-    )
+    cost = {
+        key: sum(line.get(key, 0.0) for line in lines) for key in ("seconds", "cpu_seconds", "gpu_seconds")
+    }
+    cost["epochs"] = sum(trial.last_epoch for trial in trials)
+    cost["saved"] = 1 - sum(trial.last_epoch for trial in sound) / planned if planned else 0.0
+    cost["pretrainings"] = sum(map(bool, pretrained))
+    cost["pretrain_s"] = sum(line.get("seconds", 0.0) for line in pretrained)
     best = records.best_trial(trials)
     return Summary(settings, space, trials, ranked, best, cost, importance(space, ranked))
 
@@ -189,8 +171,8 @@ def format_table(summary: Summary, most: int = 10) -> str:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     failed = sum(trial.status == FAILED for trial in summary.trials)
     lines.append(
-        f"{len(ranked)} trials, {failed} failed; {cost.epochs} epochs, stopping saved "
-        f"{100 * cost.saved:.0f} %; {cost.pretrainings} pretrainings; {cost.cpu_seconds:.0f} CPU s"
+        f"{len(ranked)} trials, {failed} failed; {cost['epochs']} epochs, stopping saved "
+        f"{100 * cost['saved']:.0f} %; {cost['pretrainings']} pretrainings; {cost['cpu_seconds']:.0f} CPU s"
     )
     if summary.best is not None and summary.keeps_given:
         lines.append(

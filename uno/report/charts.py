@@ -84,15 +84,8 @@ def line_chart(
 ) -> Chart | None:
     """A chart without the points that are not finite; None if none is left.
 
-    Args:
-        title: of the figure.
-        x_label: below the axis.
-        series: curves.
-        dots: marks over them.
-        x_range: of the axis; by default that of the points.
-        y_range: likewise, from zero upwards.
-        x_ticks: (x, label); by default round whole numbers.
-        width: WIDTH or WIDE.
+    The ranges are by default those of the points, y from zero upwards; ``x_ticks`` (x, label) are by default
+    round whole numbers.
     """
     kept = [s._replace(points=[p for p in s.points if all(map(math.isfinite, p))]) for s in series]
     kept = [s for s in kept if s.points]
@@ -153,7 +146,7 @@ def matrix(
     Args:
         title: of the figure.
         counts: rows are true classes, columns outputs.
-        names: of rows and columns.
+        names: of both.
         matching: (R,) output of each class or -1.
         num_known: known classes, the first rows; a rule follows them.
 
@@ -242,15 +235,11 @@ def map_groups(
     colours: Sequence[int],
     maps: Sequence[Map],
 ) -> list[dict[str, Any]]:
-    """The dots of every class, those without one first: index, name, kind, colour; a path and the middle in
-    each map.
+    """The dots of ``classes`` (P,), -1 for none, in ``maps`` of these P points.
 
-    Args:
-        classes: (P,) of the points, -1: none.
-        names: of the classes.
-        num_known: the first of them, which are drawn as squares.
-        colours: of the classes, 0 to 9.
-        maps: of the same points.
+    Returns:
+        For each class that occurs: ``index``, ``name``, ``kind`` (known, novel or none), ``colour`` (k0 to
+        k9); for each map one of ``paths`` and ``middles``.
     """
     groups = []
     for index in np.unique(classes).tolist():
