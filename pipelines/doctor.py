@@ -73,8 +73,9 @@ def machine() -> Iterator[Finding]:
     """Versions, devices, memory, disk and the Ray cluster that would be used."""
     import torch
 
-    names = ("uno-discovery", "torch", "torchvision", "numpy", "pyarrow", "ray")
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in names if _installed(name)]
+    names = ["uno-discovery", "torch", "torchvision", "numpy", "pyarrow"]
+    names += ["ray"] if importlib.util.find_spec("ray") else []
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
     yield Finding("ok", f"Python {platform.python_version()}, {', '.join(versions)}")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -128,14 +129,6 @@ def _space() -> Iterator[Finding]:
             continue
         text = f"{free / GIB:.0f} GiB free at {folder}"
         yield Finding("warning", text, "make room") if free < LOW_DISK_BYTES else Finding("ok", text)
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

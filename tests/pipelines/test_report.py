@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipelines import cli, report
 from tests.uno.report.runs import small_config, write_run
-from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Storage:
+def run(tmp_path_factory):
     config = small_config(**{"data.limit": 60})
     task = make_task(read_rows(config.data), config.data)
     return write_run(tmp_path_factory.mktemp("run"), config, task)
 
 
-def test_report_writes_the_page(run: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_the_page(run, capsys):
     assert report.main([run.uri, "--device", "cpu"]) == 0
     assert f"report in {run.path('report.html')}" in capsys.readouterr().out
     assert b"Cluster-head logits" in run.read("report.html")
 
 
-def test_report_without_its_data_still_writes_a_page(
-    run: Storage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_without_its_data_still_writes_a_page(run, capsys):
     assert report.main([run.uri, "--data", "folder:/nowhere"]) == 0
     assert "cannot be read" in capsys.readouterr().out
     assert b"cannot be read" in run.read("report.html")
 
 
-def test_report_without_checkpoint(run: Storage, tmp_path: Path) -> None:
+def test_report_without_checkpoint(run, tmp_path):
     (tmp_path / "config.yaml").write_bytes(run.read("config.yaml"))
     assert report.main([str(tmp_path)]) == 0
     assert "No predictions" in (tmp_path / "report.html").read_text()
@@ -48,13 +43,11 @@ def test_report_without_checkpoint(run: Storage, tmp_path: Path) -> None:
         (["/nowhere"], "is not a run directory"),
     ],
 )
-def test_report_refuses(
-    run: Storage, argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_refuses(run, argv, reason, capsys):
     assert cli.guard(report.main, [word.format(run=run.uri) for word in argv]) == 2
     assert reason in capsys.readouterr().err
 
 
-def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage(capsys):
     assert cli.guard(report.main, ["--help"]) == 0 and cli.guard(report.main, []) == 2
     assert "usage: uno report RUN" in capsys.readouterr().out

@@ -112,11 +112,3 @@ def test_a_stale_cluster_address_is_one_line():
         ray_env.check_address("127.0.0.1:1")
     for other in ("", "auto", "local", "ray://host:10001"):
         ray_env.check_address(other)
-
-
-def test_inside_a_ray_job_the_output_must_be_absolute(monkeypatch):
-    """The job's working directory is deleted with the job, and the sweep in it."""
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    with pytest.raises(ConfigError, match="absolute"):
-        parse([*TINY, "--output", "runs/sweep"])
-    assert parse([*TINY, "--output", "/runs/sweep"])[0].config.output == "/runs/sweep"

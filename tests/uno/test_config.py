@@ -16,7 +16,6 @@ from uno.config import (
     differing_keys,
     dump_yaml,
     field_names,
-    flatten,
     load_yaml,
     override,
     to_dict,
@@ -112,11 +111,6 @@ def test_the_methods_are_those_of_the_registry():
     assert get_args(Method) == tuple(METHODS)
 
 
-def test_configs_are_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        Config().seed = 1
-
-
 def test_nested_and_dotted_keys_mean_the_same(yaml_file):
     nested = load_yaml(yaml_file("objective:\n  epsilon: 0.1\n  num_iters: 5\n"))
     dotted = load_yaml(yaml_file("objective.epsilon: 0.1\nobjective.num_iters: 5\n"))
@@ -188,10 +182,6 @@ def test_where_a_run_executes_does_not_change_what_it_is():
     decided = override(config, {"data.ingest": "streaming"})
     assert differing_keys(to_dict(config), decided) == differing_keys(to_dict(decided), config) == []
     assert differing_keys(to_dict(decided), override(config, {"data.ingest": "resident"})) == ["data.ingest"]
-
-
-def test_flatten_keeps_the_order_of_the_schema():
-    assert list(flatten(to_dict(Config())))[:5] == ["preset", "recipe", "method", "seed", "output"]
 
 
 def test_exit_codes_are_those_of_the_design():
