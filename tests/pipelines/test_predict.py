@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +19,11 @@ import torch
 import yaml
 
 from pipelines import cli, inference, options
+from tests.pipelines.small import SMALL
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
+from uno import model
+from uno.config import Config, override
+from uno.data import decode as decoding
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.results.infer import load_classifier
@@ -54,6 +60,34 @@ def refused(capsys, code: int, *argv) -> str:
 def table_of(folder: Path) -> pa.Table:
     assert [path.name for path in folder.rglob("*.parquet")] == [FILE]
     return pq.read_table(folder / FILE)
+
+
+def test_a_run_decodes_once_and_report_and_predictions_agree(tmp_path, monkeypatch):
+    """Kills: rows decoded for every use, a model built for every use, two alignments of the heads."""
+    decoded, built = Counter(), 0
+    decode, build = decoding.decode, model.UnoModel.__init__
+
+    def counted_decode(image, size):
+        decoded[image.tobytes()] += 1
+        return decode(image, size)
+
+    def counted_build(self, *args):
+        nonlocal built
+        built += 1
+        build(self, *args)
+
+    monkeypatch.setattr(decoding, "decode", counted_decode)
+    monkeypatch.setattr(model.UnoModel, "__init__", counted_build)
+    run = tmp_path / "run"
+    uno("discover", *SMALL, "--model.num-heads", "3", "--workers", "0", "--output", run)
+    assert set(decoded.values()) == {1} and built == 5  # two phases, evaluation, its k-means, model/
+    config = override(Config(), yaml.safe_load((run / "config.yaml").read_text()))
+    task = inference.own_task(config)
+    table = pq.read_table(run / FILE)
+    agreement = table["head_agreement"].to_numpy()[inference.unlabeled_rows(task)].mean()
+    page = (run / "report.html").read_text()
+    shown = re.search(r'Heads agree</dt>\s*<dd><span class="big">([0-9.]+)<', page)
+    assert shown is not None and float(shown.group(1)) == pytest.approx(100 * agreement, abs=0.06)
 
 
 def test_predict_all_digits_and_again(run, tmp_path, capsys):

@@ -20,7 +20,7 @@ import yaml
 from torch import Tensor
 
 from uno.config import Config, dump_yaml, override
-from uno.data.decode import decoded, readable
+from uno.data.decode import DecodedImages, decoded, readable
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.errors import StorageError, one_line
@@ -249,7 +249,7 @@ def decoder(
     model: Classifier,
     rows: Rows,
     threads: int | None = None,
-    images: tuple[Tensor, Sequence[str | None]] | None = None,
+    images: DecodedImages | None = None,
 ) -> Decode:
     """How the pixels of ``rows`` are got.
 
