@@ -398,17 +398,26 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
             data = file.read(MAX_CONFIG_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise ConfigError(f"cannot read config file {path}: {getattr(error, 'strerror', error)}") from None
+    return flatten(parse_yaml(data, f"config file {path}"))
+
+
+def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
+    """The mapping in the content of a file that nobody vouches for; ``where`` names it in messages.
+
+    Raises:
+        ConfigError: larger than 1 MB, not YAML, not a mapping, or with aliases or deep nesting.
+    """
     if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"config file {path} is larger than {MAX_CONFIG_BYTES} bytes")
+        raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         text = data.decode()
         refuse_yaml_bombs(text)
         tree = yaml.safe_load(text) or {}
     except (yaml.YAMLError, ValueError) as error:  # not UTF-8, month 13, an integer of 5000 digits
-        raise ConfigError(f"config file {path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"config file {path} must hold a mapping of keys, not a {type(tree).__name__}")
-    return flatten(tree)
+        raise ConfigError(f"{where} must hold a mapping of keys, not a {type(tree).__name__}")
+    return tree
 
 
 def refuse_yaml_bombs(text: str) -> None:

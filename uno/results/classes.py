@@ -14,15 +14,15 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 from torch import Tensor
 
-from uno.config import MAX_CONFIG_BYTES, refuse_yaml_bombs
+from uno.config import parse_yaml
 from uno.errors import ConfigError, StorageError
 
 YAML_FILE = "classes.yaml"
@@ -51,8 +51,7 @@ class OutputClass:
     into: int | None
 
 
-@dataclass(frozen=True)
-class Suggestion:
+class Suggestion(NamedTuple):
     """What a discovered class looks like, to somebody who has to name it.
 
     ``rows`` of ``total`` sampled unlabeled rows were put into it; ``known`` and ``novel`` are the most
@@ -61,8 +60,8 @@ class Suggestion:
 
     rows: int
     total: int
-    known: tuple[tuple[str, float], ...]
-    novel: tuple[tuple[str, float], ...]
+    known: tuple[tuple[str, float], ...] = ()
+    novel: tuple[tuple[str, float], ...] = ()
 
 
 def parse_classes(data: bytes) -> list[OutputClass]:
@@ -73,27 +72,21 @@ def parse_classes(data: bytes) -> list[OutputClass]:
     """
     try:
         entries = json.loads(data)["classes"]
+        into = [None if e.get("drop") else e.get("merge_into", e["index"]) for e in entries]
         classes = [
-            OutputClass(
-                entry["index"],
-                entry["name"],
-                entry["kind"],
-                None if entry.get("drop") else entry.get("merge_into", entry["index"]),
-            )
-            for entry in entries
+            OutputClass(e["index"], e["name"], e["kind"], i) for e, i in zip(entries, into, strict=True)
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise StorageError("classes.json is damaged") from None
-    num = len(classes)
+    num, kinds = len(classes), [c.kind for c in classes]
     sound = all(
         c.index == i
         and isinstance(c.name, str)
-        and c.kind in ("known", "novel")
         and (c.into is None or (type(c.into) is int and 0 <= c.into < num))
         for i, c in enumerate(classes)
     )
-    first_novel = sum(c.kind == "known" for c in classes)
-    if not num or not sound or any(c.kind == "known" for c in classes[first_novel:]):
+    num_known = kinds.count("known")
+    if not num or not sound or kinds != ["known"] * num_known + ["novel"] * (num - num_known):
         raise StorageError("classes.json is damaged")
     return classes
 
@@ -125,13 +118,17 @@ def route(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
 
 
 def names_hash(classes: Sequence[OutputClass]) -> str:
-    """Identifies the names (12 hex digits)."""
-    return hashlib.sha256(json.dumps([c.name for c in classes]).encode()).hexdigest()[:12]
+    """Identifies the names."""
+    return _hash([c.name for c in classes])
 
 
 def routes_hash(classes: Sequence[OutputClass]) -> str:
-    """Identifies what is merged and dropped (12 hex digits)."""
-    return hashlib.sha256(json.dumps([c.into for c in classes]).encode()).hexdigest()[:12]
+    """Identifies what is merged and dropped."""
+    return _hash([c.into for c in classes])
+
+
+def _hash(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
 
 
 # ------------------------------------------------------------------------------------------------ suggestions
@@ -169,7 +166,7 @@ def suggest(
             count, len(predicted), nearest(to_known[i], names), nearest(to_novel[i], names[num_known:])
         )
         if count
-        else Suggestion(0, len(predicted), (), ())
+        else Suggestion(0, len(predicted))
         for i, count in enumerate(counts.int().tolist())
     }
 
@@ -179,132 +176,13 @@ def template(classes: Sequence[OutputClass], model_hash: str, suggestions: Mappi
     """The text of a fresh ``classes.yaml``: every discovered class as it is, suggestions as comments."""
     lines = [HEADER + f"model: {_scalar(model_hash)}", "classes:"]
     for c in classes:
-        if c.kind == "known":
-            continue
-        lines.append(f"- index: {c.index}{_comment(suggestions.get(c.index))}")
-        lines.append(f"  name: {_scalar(c.name)}")
-        lines.append(f"  action: {_scalar(_action(c, classes))}")
-    return "\n".join(lines) + "\n"
-
-
-def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str) -> list[OutputClass]:
-    """All classes with the names and actions of an edited ``classes.yaml``.
-
-    Args:
-        data: content of the file.
-        where: its path, for messages.
-        classes: of the model.
-        model_hash: of the model; a file that was written for another one is refused.
-
-    Raises:
-        ConfigError: anything wrong with the file, in one line that names the class.
-    """
-    tree = _parse(data, where)
-    _check_keys(tree, ("model", "classes"), where)
-    if tree.get("model") != model_hash:
-        raise ConfigError(f"{where} was written for another model; move it away and run uno classes again")
-    entries = tree.get("classes")
-    if not isinstance(entries, list):
-        raise ConfigError(f"{where}: classes must be a list of entries with index, name and action")
-    novel = {c.index: c for c in classes if c.kind == "novel"}
-    names: dict[int, str] = {}
-    actions: dict[int, str] = {}
-    for number, entry in enumerate(entries, start=1):
-        index, name, action = _entry(entry, f"{where}: entry {number}", novel)
-        if index in names:
-            raise ConfigError(f"{where}: class {index} has two entries")
-        names[index], actions[index] = name, action
-    missing = [index for index in novel if index not in names]
-    if missing:
-        raise ConfigError(f"{where}: class {missing[0]} ({novel[missing[0]].name}) has no entry")
-    return _resolve(where, classes, names, actions)
-
-
-def _resolve(
-    where: str, classes: Sequence[OutputClass], names: Mapping[int, str], actions: Mapping[int, str]
-) -> list[OutputClass]:
-    """Check names and targets against each other."""
-    targets = {c.name: c.index for c in classes if c.kind == "known"}
-    for index, name in names.items():
-        if actions[index] != "keep":
-            continue
-        if name in targets:
-            raise ConfigError(
-                f"{where}: two classes are named {name!r}; use action: merge into {name}, or another name"
+        if c.kind == "novel":
+            action = (
+                "drop" if c.into is None else "keep" if c.into == c.index else MERGE + classes[c.into].name
             )
-        targets[name] = index
-    gone = {name: index for index, name in names.items() if name not in targets}
-    into: dict[int, int | None] = {}
-    for index, action in actions.items():
-        wanted = action.removeprefix(MERGE).strip()
-        if action == "keep":
-            into[index] = index
-        elif action == "drop":
-            into[index] = None
-        elif wanted in targets:
-            into[index] = targets[wanted]
-        elif wanted in gone:
-            what = "dropped" if actions[gone[wanted]] == "drop" else "merged itself"
-            raise ConfigError(f"{where}: class {index} is merged into {wanted!r}, which is {what}")
-        else:
-            near = difflib.get_close_matches(wanted, targets, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{where}: class {index} is merged into {wanted!r}, which is no class{hint}")
-    return [c if c.kind == "known" else replace(c, name=names[c.index], into=into[c.index]) for c in classes]
-
-
-def _entry(entry: Any, where: str, novel: Mapping[int, OutputClass]) -> tuple[int, str, str]:
-    """(index, name, action) of one entry."""
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where} must have index, name and action, got {str(entry)[:80]!r}")
-    _check_keys(entry, ("index", "name", "action"), where)
-    index, name, action = entry.get("index"), entry.get("name"), entry.get("action", "keep")
-    if type(index) is not int or index not in novel:
-        known = f"{min(novel)} to {max(novel)}"
-        raise ConfigError(f"{where}: index must be that of a discovered class, {known}, got {index!r}")
-    if type(name) is int:  # `name: 7` means the text
-        name = str(name)
-    if not isinstance(name, str):
-        raise ConfigError(f"{where} (class {index}): name must be text, got {name!r}; put it in quotes")
-    name = name.strip()
-    if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
-        raise ConfigError(
-            f"{where} (class {index}): name must have 1 to {MAX_NAME_LENGTH} printable characters"
-        )
-    action = re.sub(r"\A\s*merge\s+into\s+", MERGE, action).strip() if isinstance(action, str) else action
-    if action not in ("keep", "drop") and not (isinstance(action, str) and action.startswith(MERGE)):
-        raise ConfigError(
-            f"{where} (class {index}): action must be keep, drop or merge into NAME, got {action!r}"
-        )
-    return index, name, action
-
-
-def _parse(data: bytes, where: str) -> Mapping[str, Any]:
-    if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")
-    try:
-        text = data.decode()
-        refuse_yaml_bombs(text)
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())[:300]}") from None
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where} must hold the keys model and classes")
-    return tree
-
-
-def _check_keys(tree: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
-    for key in tree:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
-
-
-def _action(c: OutputClass, classes: Sequence[OutputClass]) -> str:
-    if c.into is None:
-        return "drop"
-    return "keep" if c.into == c.index else MERGE + classes[c.into].name
+            lines.append(f"- index: {c.index}{_comment(suggestions.get(c.index))}")
+            lines += [f"  name: {_scalar(c.name)}", f"  action: {_scalar(action)}"]
+    return "\n".join(lines) + "\n"
 
 
 def _scalar(value: str) -> str:
@@ -321,6 +199,91 @@ def _comment(suggestion: Suggestion | None) -> str:
     parts = [f"{suggestion.rows} of {suggestion.total} sampled rows"]
     for title, pairs in (("nearest known", suggestion.known), ("nearest discovered", suggestion.novel)):
         if pairs:
-            listed = ", ".join(f"{name[:80]!a} {cosine:.2f}" for name, cosine in pairs)
-            parts.append(f"{title}: {listed}")
+            parts.append(f"{title}: " + ", ".join(f"{name[:80]!a} {cosine:.2f}" for name, cosine in pairs))
     return f"  # {'; '.join(parts)}"
+
+
+def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str) -> list[OutputClass]:
+    """All classes with the names and actions of an edited ``classes.yaml``.
+
+    Args:
+        data: content of the file.
+        where: its path, for messages.
+        classes: of the model.
+        model_hash: of the model; a file that was written for another one is refused.
+
+    Raises:
+        ConfigError: anything wrong with the file, in one line that names the class.
+    """
+    tree = parse_yaml(data, where)
+    _check_keys(tree, ("model", "classes"), where)
+    if tree.get("model") != model_hash:
+        raise ConfigError(f"{where} was written for another model; move it away and run uno classes again")
+    if not isinstance(tree.get("classes"), list):
+        raise ConfigError(f"{where}: classes must be a list of entries with index, name and action")
+    novel = {c.index: c for c in classes if c.kind == "novel"}
+    edits: dict[int, tuple[str, str]] = {}
+    for number, entry in enumerate(tree["classes"], start=1):
+        index, name, action = _entry(entry, f"{where}: entry {number}", novel)
+        if index in edits:
+            raise ConfigError(f"{where}: class {index} has two entries")
+        edits[index] = name, action
+    for index, c in novel.items():
+        if index not in edits:
+            raise ConfigError(f"{where}: class {index} ({c.name}) has no entry")
+    targets = {c.name: c.index for c in classes if c.kind == "known"}
+    for index, (name, action) in edits.items():
+        if action == "keep" and targets.setdefault(name, index) != index:
+            raise ConfigError(
+                f"{where}: two classes are named {name!r}; use action: merge into {name}, or another name"
+            )
+    gone = {name: "dropped" if action == "drop" else "merged itself" for name, action in edits.values()}
+    return [_edited(c, *edits[c.index], targets, gone, where) if c.index in edits else c for c in classes]
+
+
+def _entry(entry: Any, where: str, novel: Mapping[int, OutputClass]) -> tuple[int, str, str]:
+    """(index, name, action) of one entry."""
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} must have index, name and action, got {str(entry)[:80]!r}")
+    _check_keys(entry, ("index", "name", "action"), where)
+    index, name, action = entry.get("index"), entry.get("name"), entry.get("action", "keep")
+    if type(index) is not int or index not in novel:
+        known = f"{min(novel)} to {max(novel)}"
+        raise ConfigError(f"{where}: index must be that of a discovered class, {known}, got {index!r}")
+    where = f"{where} (class {index})"
+    if type(name) is int:  # `name: 7` means the text
+        name = str(name)
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: name must be text, got {name!r}; put it in quotes")
+    name = name.strip()
+    if not 1 <= len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+        raise ConfigError(f"{where}: name must have 1 to {MAX_NAME_LENGTH} printable characters")
+    wanted = re.sub(r"\A\s*merge\s+into\s+", MERGE, str(action)).strip()
+    if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
+        raise ConfigError(f"{where}: action must be keep, drop or merge into NAME, got {action!r}")
+    return index, name, wanted
+
+
+def _edited(
+    c: OutputClass, name: str, action: str, targets: Mapping[str, int], gone: Mapping[str, str], where: str
+) -> OutputClass:
+    """``c`` under its new name; a merge goes to one of ``targets``, not to a class that is ``gone``."""
+    if not action.startswith(MERGE):
+        return replace(c, name=name, into=c.index if action == "keep" else None)
+    wanted = action.removeprefix(MERGE)
+    if wanted not in targets:
+        what = gone.get(wanted) or "no class" + _did_you_mean(wanted, targets)
+        raise ConfigError(f"{where}: class {c.index} is merged into {wanted!r}, which is {what}")
+    return replace(c, name=name, into=targets[wanted])
+
+
+def _check_keys(tree: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
+    for key in tree:
+        if key not in known:
+            hint = _did_you_mean(str(key), known) or f"; known are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
