@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
 from pipelines import ray_env
 from pipelines.console import Progress, on_stop, say
@@ -25,7 +24,7 @@ from pipelines.worker import worker_resources
 from uno.config import Config, override
 from uno.data.decode import readable
 from uno.data.files import Storage
-from uno.data.rows import Rows
+from uno.data.rows import Decoded, Rows
 from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted, UnoError
@@ -72,22 +71,17 @@ def predict_job(target: str, given: Mapping[str, Any], embedding: bool) -> int:
 
 
 def predict_run(
-    config: Config,
-    storage: Storage,
-    task: Task,
-    model: Classifier | None = None,
-    images: tuple[Tensor, Sequence[str | None]] | None = None,
+    config: Config, storage: Storage, task: Task, model: Classifier | None = None
 ) -> tuple[Classifier, Summary]:
     """The last step of a run: ``predictions.parquet`` in its directory, for every row of its own data.
 
-    On Ray where the run was and there are many rows. Predictions of an earlier model are replaced.
+    On Ray where the run was and there are many rows to decode. Predictions of an earlier model are replaced.
 
     Args:
         config: of the run.
         storage: of the run, with ``model/`` in it.
         task: its rows.
         model: that of ``model/``, where it is loaded.
-        images: what ``decode_many`` gave for all rows, where the run has it in memory.
 
     Returns:
         The model, its heads aligned, and what was written.
@@ -95,10 +89,10 @@ def predict_run(
     Raises:
         UnoError: as ``uno predict``.
     """
-    if images is not None or len(task.rows) < RAY_PAYS_ROWS:
+    if isinstance(task.rows.images, Decoded) or len(task.rows) < RAY_PAYS_ROWS:
         config = override(config, {"compute.workers": 0})
     model = load_classifier(storage) if model is None else model
-    decode = decoder(model, task.rows, config.compute.threads, images)
+    decode = decoder(model, task.rows, config.compute.threads)
     model = with_alignment(model, storage, decode, unlabeled_rows(task))
     writer = PredictionWriter(storage, task.rows, model, embedding=False, replace=True)
     return model, _predict(config, model, storage, decode, writer)

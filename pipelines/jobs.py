@@ -91,10 +91,10 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
             claim.storage.write("model/README.md", card.encode())
             if report:
                 say("predicting every row and writing the report")
-                predict_run(config, claim.storage, task, model)
+                model, _ = predict_run(config, claim.storage, task, model)
             _write_results(claim.storage, values)  # the mark of a finished run
             if report:
-                write_report(config, claim.storage, task, device=_driver_device(config))
+                write_report(config, claim.storage, task, device=_driver_device(config), model=model)
     if evaluate:
         _show(storage, values)
     else:

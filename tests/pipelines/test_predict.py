@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from pipelines import cli, inference, options
-from tests.pipelines.small import SMALL
+from tests.pipelines.small import SMALL, write_images
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
 from uno import model
 from uno.config import Config, override
@@ -64,27 +64,31 @@ def table_of(folder: Path) -> pa.Table:
 
 def test_a_run_decodes_once_and_report_and_predictions_agree(tmp_path, monkeypatch):
     """Kills: rows decoded for every use, a model built for every use, two alignments of the heads."""
-    decoded, built = Counter(), 0
-    decode, build = decoding.decode, model.UnoModel.__init__
+    opened, built = Counter(), 0
+    read, build = decoding.read_bytes, model.UnoModel.__init__
 
-    def counted_decode(image, size):
-        decoded[image.tobytes()] += 1
-        return decode(image, size)
+    def counted_read(path, limit):
+        opened[path] += 1
+        return read(path, limit)
 
     def counted_build(self, *args):
         nonlocal built
         built += 1
         build(self, *args)
 
-    monkeypatch.setattr(decoding, "decode", counted_decode)
+    monkeypatch.setattr(decoding, "read_bytes", counted_read)
     monkeypatch.setattr(model.UnoModel, "__init__", counted_build)
     run = tmp_path / "run"
-    uno("discover", *SMALL, "--model.num-heads", "3", "--workers", "0", "--output", run)
-    assert set(decoded.values()) == {1} and built == 5  # two phases, evaluation, its k-means, model/
+    source = write_images(tmp_path / "in", {f"class {i}": 20 for i in range(10)})
+    data = ["--data", f"folder:{source}", "--known-classes", "first:5"]
+    uno("discover", *SMALL, *data, "--model.num-heads", "3", "--workers", "0", "--output", run)
+    assert built == 5  # two phases, evaluation, its k-means, model/
+    assert len(opened) == 200 and max(opened.values()) <= 2  # the check before the run reads headers
     config = override(Config(), yaml.safe_load((run / "config.yaml").read_text()))
     task = inference.own_task(config)
     table = pq.read_table(run / FILE)
     agreement = table["head_agreement"].to_numpy()[inference.unlabeled_rows(task)].mean()
+    assert set(table["uri"].to_pylist()) == set(opened)
     page = (run / "report.html").read_text()
     shown = re.search(r'Heads agree</dt>\s*<dd><span class="big">([0-9.]+)<', page)
     assert shown is not None and float(shown.group(1)) == pytest.approx(100 * agreement, abs=0.06)

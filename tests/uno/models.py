@@ -1,6 +1,5 @@
 """Trained-model directories without training, and files that are damaged in every way we know."""
 
-import io
 import json
 import struct
 import zlib
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from tests.uno.data.builders import encoded, pixels
 from uno import methods
 from uno.augment import normalize
 from uno.config import Config, dump_yaml, override
@@ -79,71 +79,63 @@ def write_digits(folder: Path, images: np.ndarray) -> None:
 def write_damaged(folder: Path) -> dict[str, bool]:
     """Forty files of different kinds; the result says which of them can be read all the same."""
     folder.mkdir(parents=True, exist_ok=True)
-    noise = np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    noise = pixels(0, 40, 30)
     picture = Image.fromarray(noise)
-    jpeg, png = _encoded(picture, "JPEG"), _encoded(picture, "PNG")
-    gif, bmp = _encoded(picture, "GIF"), _encoded(picture, "BMP")
-    tiff, webp = _encoded(picture, "TIFF"), _encoded(picture, "WEBP")
-    grey16 = Image.fromarray((np.arange(1200).reshape(40, 30) * 50).astype(np.uint16))
+    jpeg, png, gif, bmp, tiff, webp = (
+        encoded(noise, name) for name in ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP")
+    )
     exif = Image.Exif()
     exif[0x0112] = 6
     flipped = bytearray(png)
     flipped[png.index(b"IDAT") + 4] ^= 0xFF  # the first byte of the compressed stream
-    broken_exif = jpeg[:2] + b"\xff\xe1\x00\x10Exif\x00\x00garbage!" + jpeg[2:]
-    rgba = picture.convert("RGBA")
-    rgba.putalpha(100)
-    files: dict[str, tuple[bytes, bool]] = {
-        "empty.jpg": (b"", False),
-        "empty.png": (b"", False),
-        "one-byte.jpg": (b"\xff", False),
-        "zeros.jpg": (bytes(5000), False),
-        "text.jpg": (b"this is not an image\n" * 20, False),
-        "html.png": (b"<html><script>alert(1)</script></html>", False),
-        "eps.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n", False),
-        "pdf.jpg": (b"%PDF-1.4\n1 0 obj\n", False),
-        "svg.png": (b"<svg xmlns='http://www.w3.org/2000/svg' width='10' height='10'/>", False),
-        "script.jpg": (b"#!/bin/sh\nrm -rf /\n", False),
-        "pickle.jpg": (b"\x80\x04\x95\x10\x00\x00\x00\x00", False),
-        "zip.jpg": (b"PK\x03\x04" + bytes(100), False),
-        "bomb.png": (_png_header(60_000, 60_000), False),
-        "wide.png": (_png_header(2_000_000_000, 1), False),
-        "flat.png": (_png_header(0, 10), False),
-        "bomb.bmp": (_bmp_header(50_000, 50_000), False),
-        "bomb.gif": (b"GIF89a\xff\xff\xff\xff\x00\x00\x00", False),
-        "truncated-half.jpg": (jpeg[: len(jpeg) // 2], False),
-        "truncated-header.jpg": (jpeg[:20], False),
-        "truncated-half.png": (png[: len(png) // 2], False),
-        "truncated-header.png": (png[:30], False),
-        "truncated.gif": (gif[:40], False),
-        "truncated.bmp": (bmp[:100], False),
-        "truncated.tiff": (tiff[:60], False),
-        "truncated.webp": (webp[: len(webp) // 2], False),
-        "flipped.png": (bytes(flipped), False),
-        "float.tiff": (_encoded(Image.fromarray(noise[..., 0].astype(np.float32)), "TIFF"), False),
-        "png-named.jpg": (png, True),
-        "jpeg-named.png": (jpeg, True),
-        "sixteen-bit.png": (_encoded(grey16, "PNG"), True),
-        "palette.png": (_encoded(picture.convert("P"), "PNG"), True),
-        "palette.gif": (gif, True),
-        "one-bit.png": (_encoded(picture.convert("1"), "PNG"), True),
-        "grey.jpg": (_encoded(picture.convert("L"), "JPEG"), True),
-        "cmyk.jpg": (_encoded(picture.convert("CMYK"), "JPEG"), True),
-        "alpha.png": (_encoded(rgba, "PNG"), True),
-        "rotated.jpg": (_encoded(picture, "JPEG", exif=exif), True),
-        "broken-exif.jpg": (broken_exif, True),
-        "trailing.jpg": (jpeg + b"garbage" * 100, True),
-        "single-pixel.png": (_encoded(picture.crop((0, 0, 1, 1)), "PNG"), True),
-    }  # fmt: skip
-    assert len(files) == NUM_DAMAGED
-    for name, (data, _) in files.items():
+    rgba = np.concatenate([noise, np.full((40, 30, 1), 100, np.uint8)], axis=2)
+    broken = {
+        "empty.jpg": b"",
+        "empty.png": b"",
+        "one-byte.jpg": b"\xff",
+        "zeros.jpg": bytes(5000),
+        "text.jpg": b"this is not an image\n" * 20,
+        "html.png": b"<html><script>alert(1)</script></html>",
+        "eps.jpg": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n",
+        "pdf.jpg": b"%PDF-1.4\n1 0 obj\n",
+        "svg.png": b"<svg xmlns='http://www.w3.org/2000/svg' width='10' height='10'/>",
+        "script.jpg": b"#!/bin/sh\nrm -rf /\n",
+        "pickle.jpg": b"\x80\x04\x95\x10\x00\x00\x00\x00",
+        "zip.jpg": b"PK\x03\x04" + bytes(100),
+        "bomb.png": _png_header(60_000, 60_000),
+        "wide.png": _png_header(2_000_000_000, 1),
+        "flat.png": _png_header(0, 10),
+        "bomb.bmp": _bmp_header(50_000, 50_000),
+        "bomb.gif": b"GIF89a\xff\xff\xff\xff\x00\x00\x00",
+        "truncated-half.jpg": jpeg[: len(jpeg) // 2],
+        "truncated-header.jpg": jpeg[:20],
+        "truncated-half.png": png[: len(png) // 2],
+        "truncated-header.png": png[:30],
+        "truncated.gif": gif[:40],
+        "truncated.bmp": bmp[:100],
+        "truncated.tiff": tiff[:60],
+        "truncated.webp": webp[: len(webp) // 2],
+        "flipped.png": bytes(flipped),
+        "float.tiff": encoded(noise[..., 0].astype(np.float32), "TIFF"),
+    }
+    fine = {
+        "png-named.jpg": png,
+        "jpeg-named.png": jpeg,
+        "sixteen-bit.png": encoded((np.arange(1200).reshape(40, 30) * 50).astype(np.uint16)),
+        "palette.png": encoded(picture.convert("P")),
+        "palette.gif": gif,
+        "one-bit.png": encoded(picture.convert("1")),
+        "grey.jpg": encoded(picture.convert("L"), "JPEG"),
+        "cmyk.jpg": encoded(picture.convert("CMYK"), "JPEG"),
+        "alpha.png": encoded(rgba),
+        "rotated.jpg": encoded(noise, "JPEG", exif=exif),
+        "broken-exif.jpg": jpeg[:2] + b"\xff\xe1\x00\x10Exif\x00\x00garbage!" + jpeg[2:],
+        "trailing.jpg": jpeg + b"garbage" * 100,
+        "single-pixel.png": encoded(noise[:1, :1]),
+    }
+    for name, data in (broken | fine).items():
         (folder / name).write_bytes(data)
-    return {name: readable for name, (_, readable) in files.items()}
-
-
-def _encoded(picture: Image.Image, format: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    picture.save(stream, format, **options)
-    return stream.getvalue()
+    return dict.fromkeys(broken, False) | dict.fromkeys(fine, True)
 
 
 def _png_header(width: int, height: int) -> bytes:

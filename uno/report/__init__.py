@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from uno.config import Config
-from uno.data.decode import DecodedImages
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -45,7 +44,6 @@ def write_report(
     max_rows: int | None = None,
     note: str = "",
     model: Classifier | None = None,
-    images: DecodedImages | None = None,
 ) -> str:
     """Write ``report.html`` into a run directory and return its path.
 
@@ -60,7 +58,6 @@ def write_report(
         max_rows: rows looked at; default 20,000 on a GPU, 4,000 on a CPU (1,500 above 64 px).
         note: why something is missing, shown on the page.
         model: of the run; None: it is loaded.
-        images: what ``decode_many`` gave for all rows; None: what is shown is decoded.
 
     Raises:
         StorageError: the file cannot be written.
@@ -96,14 +93,14 @@ def write_report(
     if task is not None:
         try:
             model = open_model(config, storage, task, device) if model is None else model.to(device)
-            decode = decoder(model, task.rows, config.compute.threads, images)
+            decode = decoder(model, task.rows, config.compute.threads)
             sample = look(task, model, decode, max_rows)
         except (StorageError, RuntimeError, ValueError) as error:
             # RuntimeError: the checkpoint is of another shape. The page says what is missing and why.
             context["notes"].append(f"No predictions: {' '.join(str(error).split())[:300]}.")
             log.warning("report without predictions: %s", error)
         else:
-            album = Album(task.rows, sample, config.data.store_size, config.seed, images)
+            album = Album(task.rows, sample, config.data.store_size, config.seed)
             context |= _looked(task, sample, find(task, sample), album, config.seed)
     context["warnings"] = warnings(config, facts, context["sample"], context["findings"])
     storage.write(REPORT, render("report.html", context, script="report.js").encode())

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from io import BytesIO
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from uno.data.decode import DecodedImages, decode_many
+from uno.data.decode import decode_many
 from uno.data.rows import Chosen, Rows
 from uno.report.facts import Sample
 
@@ -62,13 +60,10 @@ class Album:
         sample: rows to choose from.
         size: side of the stored images.
         seed: of the random choice.
-        images: what ``decode_many`` gave for all rows, where the run holds it.
     """
 
-    def __init__(
-        self, rows: Rows, sample: Sample, size: int, seed: int, images: DecodedImages | None = None
-    ) -> None:
-        self._rows, self._sample, self._images = rows.images, sample, images
+    def __init__(self, rows: Rows, sample: Sample, size: int, seed: int) -> None:
+        self._rows, self._sample = rows.images, sample
         self._left, self._generator = BUDGET_BYTES, np.random.default_rng([seed, 7])
         many = len(sample.names) > 24
         self._num, self._quality = (8, 60) if many else (10, 80)
@@ -117,9 +112,4 @@ class Album:
 
     def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
         index = self._sample.index[positions]
-        if self._images is None:
-            return decode_many(Chosen(self._rows, index), side)[0].numpy()
-        pixels = self._images[0][torch.from_numpy(index)].cpu()
-        if side < pixels.shape[-1]:
-            pixels = F.interpolate(pixels.float(), (side, side), mode="area").round().to(torch.uint8)
-        return pixels.numpy()
+        return decode_many(Chosen(self._rows, index), side)[0].numpy()

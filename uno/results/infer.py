@@ -20,7 +20,7 @@ import yaml
 from torch import Tensor
 
 from uno.config import Config, dump_yaml, override
-from uno.data.decode import DecodedImages, decoded, readable
+from uno.data.decode import decoded, readable
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.errors import StorageError, one_line
@@ -245,29 +245,9 @@ def _classifier(
 
 
 # ------------------------------------------------------------------------------------------- rows of a source
-def decoder(
-    model: Classifier,
-    rows: Rows,
-    threads: int | None = None,
-    images: DecodedImages | None = None,
-) -> Decode:
-    """How the pixels of ``rows`` are got.
-
-    Args:
-        model: that they are for.
-        rows: N rows.
-        threads: that decode (default: as many as there are cores), ahead of the model.
-        images: what ``decode_many`` gave for all N rows, where that has been done.
-    """
-    if images is None:
-        return partial(decoded, rows.images, size=model.size, threads=threads)
-    pixels, reasons = images
-
-    def kept(batches: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
-        for index in batches:
-            yield index, pixels[torch.from_numpy(index)], [reasons[row] for row in index]
-
-    return kept
+def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode:
+    """The pixels of ``rows`` for ``model``, decoded ahead of it by ``threads`` (default: one a core)."""
+    return partial(decoded, rows.images, size=model.size, threads=threads)
 
 
 def score_rows(

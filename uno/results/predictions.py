@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from uno.data.decode import readable
 from uno.data.files import Storage, full_path, shown
-from uno.data.rows import Rows
+from uno.data.rows import Decoded, Rows
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, names_hash, routes_hash
 from uno.results.infer import NUMBERS, Classifier, Decode, Scores, score_rows
@@ -248,8 +248,9 @@ class PredictionWriter:
     def _complete(self, table: pa.Table) -> pa.Table:
         """Results of the rows of a shard -> rows of the final table."""
         rows = table["row"].to_pylist()
-        has_paths = not isinstance(self.rows.images, np.ndarray)  # no need to read pixels to find out
-        uris = [_uri(self.rows.images[row]) if has_paths else None for row in rows]
+        images = self.rows.images.source if isinstance(self.rows.images, Decoded) else self.rows.images
+        has_paths = not isinstance(images, np.ndarray)  # no need to read pixels to find out
+        uris = [_uri(images[row]) if has_paths else None for row in rows]
         index = table["class_index"].combine_chunks()
         columns = {
             **{name: table[name] for name in table.column_names},

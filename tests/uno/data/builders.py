@@ -33,9 +33,10 @@ def pixels(seed: int, height: int = 8, width: int = 8) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def encoded(array: np.ndarray, format: str = "PNG", **options: Any) -> bytes:
+def encoded(image: np.ndarray | Image.Image, format: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, format, **options)
+    picture = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+    picture.save(buffer, format, **options)
     return buffer.getvalue()
 
 

@@ -16,7 +16,6 @@ from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.uno.report.runs import hostile_task, small_config, write_run
 from uno.config import flatten, override, to_dict
-from uno.data.decode import decode_many
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.presets import preset
@@ -85,17 +84,6 @@ def test_agreement_is_that_of_the_predictions(tmp_path: Path) -> None:
         assert (found.output == scores.class_index.numpy()).all()
         assert np.allclose(found.confidence, scores.probability.numpy(), atol=1e-6)
         assert np.allclose(find(task, found).agreement, scores.head_agreement.numpy())
-
-
-def test_images_at_hand_are_not_decoded_again(digits: Task) -> None:
-    decoded = decode_many(digits.rows.images, 8)
-    gone = replace(digits.rows, images=np.zeros((len(digits.rows), 1, 1, 3), np.uint8))
-    sample = sample_of(digits, digits.eval_labels)
-    strips = [
-        pictures.Album(rows, sample, 8, 0, images).strips(np.arange(30))
-        for rows, images in ((digits.rows, None), (gone, decoded))
-    ]
-    assert strips[0] == strips[1]
 
 
 def test_a_good_run_has_no_cluster_warnings(digits: Task) -> None:

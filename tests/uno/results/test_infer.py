@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.uno.models import NUM_DAMAGED, tiny_model, write_damaged, write_digit
 from uno.config import Config, override
 from uno.data import decode as decoding
 from uno.data.files import Storage
-from uno.data.rows import Rows
+from uno.data.rows import Decoded, Rows
 from uno.data.sources import read_digits, read_inputs
 from uno.errors import ConfigError, StorageError
 from uno.model import Logits
@@ -199,6 +200,10 @@ def test_every_digit_and_every_damaged_file_has_a_row(tmp_path):
         assert (row["reason"] is None) is fine
         assert fine or ("\n" not in row["reason"] and row["reason"])
     assert {row["status"] for name, row in by_id.items() if "damaged" not in name} == {"ok"}
+    rows = rows_of(tmp_path / "in")  # the end of a run, which has decoded them: paths and reasons stay
+    pixels, reasons = decoding.decode_many(rows.images, model.size)
+    rows = replace(rows, images=Decoded(rows.images, pixels.numpy(), reasons))
+    assert predict_all(model, rows, tmp_path / "again", embedding=True).equals(table)
 
 
 def test_decoding_stays_a_few_batches_ahead(tmp_path, monkeypatch):
