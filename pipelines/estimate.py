@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from pydantic import PositiveInt
@@ -124,7 +125,7 @@ def estimate_num_novel(
         if gpu and resources.get("GPU", 0) < config.compute.gpus_per_worker:
             raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
         request = {"num_cpus": 1, "num_gpus": config.compute.gpus_per_worker if gpu else 0}
-        tasks = ray_tasks(ray, config.compute.workers, request)
+        tasks = partial(ray_tasks, ray, config.compute.workers, request)
         device = "cuda" if gpu else "cpu"
         return estimate.estimate_num_novel(
             config, train, task.known, storage, device, settings, tasks, report=say
@@ -132,31 +133,30 @@ def estimate_num_novel(
 
 
 def ray_tasks(
-    ray: Any, workers: int, request: dict[str, float]
-) -> Callable[[Callable[..., Any], tuple[Any, ...], Sequence[Any]], Iterator[tuple[int, Any]]]:
+    ray: Any,
+    workers: int,
+    request: dict[str, float],
+    function: Callable[..., Any],
+    shared: tuple[Any, ...],
+    items: Sequence[Any],
+) -> Iterator[tuple[int, Any]]:
     """:data:`uno.results.estimate.Tasks` on Ray: at most ``workers`` at once, each with ``request``
     (``num_cpus``, ``num_gpus``); shared arguments travel once. An error is raised as it was in the task.
     """
-
-    def tasks(
-        function: Callable[..., Any], shared: tuple[Any, ...], items: Sequence[Any]
-    ) -> Iterator[tuple[int, Any]]:
-        stored = ray.put(shared)
-        remote = ray.remote(**request)(lambda shared, item: function(*shared, item))
-        waiting = list(enumerate(items))[::-1]
-        pending: dict[Any, int] = {}
-        while waiting or pending:
-            while waiting and len(pending) < workers:
-                position, item = waiting.pop()
-                pending[remote.remote(stored, item)] = position
-            done, _ = ray.wait(list(pending), num_returns=1)
-            try:
-                value = ray.get(done[0])
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            yield pending.pop(done[0]), value
-
-    return tasks
+    stored = ray.put(shared)
+    remote = ray.remote(**request)(lambda shared, item: function(*shared, item))
+    waiting = list(enumerate(items))[::-1]
+    pending: dict[Any, int] = {}
+    while waiting or pending:
+        while waiting and len(pending) < workers:
+            position, item = waiting.pop()
+            pending[remote.remote(stored, item)] = position
+        done, _ = ray.wait(list(pending), num_returns=1)
+        try:
+            value = ray.get(done[0])
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        yield pending.pop(done[0]), value
 
 
 def format_estimate(found: Any) -> str:

@@ -7,7 +7,7 @@
     trials/0007/epochs.jsonl          one line an epoch, written by the trial
     trials/0007/failure.json          why it failed, written by the trial, if it still could
     trials/0007/result.json           written last, by the driver: finished, stopped or failed
-    trials/0007/<problem>-seed<n>/    its checkpoints; deleted with the result
+    trials/0007/<fold>-seed<n>/       its checkpoints; deleted with the result
     pretrain/<hash>/                  a pretraining, shared by the trials that do not change it
 """
 

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -104,7 +105,7 @@ def _double(shared, item):
 def test_ray_gives_the_same_estimate(tmp_path, ray_cluster):
     """Kills: results in order of completion, other threads or seeds in workers, errors wrapped by Ray."""
     assert run(tmp_path / "here") == run(tmp_path / "ray", workers=2)
-    tasks = estimate.ray_tasks(ray_cluster, 2, {"num_cpus": 1})
+    tasks = partial(estimate.ray_tasks, ray_cluster, 2, {"num_cpus": 1})
     assert dict(tasks(_double, (100,), range(7))) == {i: 100 + 2 * i for i in range(7)}
     with pytest.raises(estimate.ConfigError, match=r"^as raised there$"):
         list(tasks(_double, (0,), ["fail"]))

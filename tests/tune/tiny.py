@@ -88,14 +88,8 @@ def fake_sweep(
         name = records.trial_name(index)
         storage.write(f"{name}/trial.json", json.dumps({"overrides": trial["overrides"]}).encode())
         for epoch, score in enumerate(trial.get("scores", ()), start=1):
-            line = {
-                "epoch": epoch,
-                "score": score,
-                "loss": 1.0,
-                "seconds": 2.0,
-                "cpu_seconds": 1.0,
-                **trial.get("line", {}),
-            }
+            line = {"epoch": epoch, "score": score, "loss": 1.0, "seconds": 2.0, "cpu_seconds": 1.0}
+            line |= trial.get("line", {})
             storage.append(f"{name}/epochs.jsonl", (json.dumps(line) + "\n").encode())
         if trial.get("status"):
             result = {"status": trial["status"], "reason": trial.get("reason", "")}

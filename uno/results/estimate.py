@@ -3,16 +3,10 @@
 After DTC (Han et al., ICCV 2019). Some known classes are held out as probes and the encoder is pretrained on
 the rest; some probe classes are anchors, whose rows are fixed to a cluster, the others validation classes,
 whose rows are as free as the unlabeled ones. The k at which clusters fit the validation classes best is how
-many classes the unlabeled rows hold. What differs from DTC, and why (``benchmarks/estimate.py``):
-
-- The index. DTC averages the k of the best accuracy on validation rows with the k of the best silhouette.
-  Accuracy does not see unlabeled rows that share a validation class's cluster, so it favours small k; the
-  silhouette favours whatever the features favour. Known and novel classes are disjoint, so an unlabeled row
-  in such a cluster is a mistake that we can count: :func:`class_f1`. ACC(k) and CVI(k) are recorded, too.
-- The features. A supervised encoder keeps few directions, those that tell its own classes apart; whitening
-  the leading ones gives unseen classes a chance (:func:`whiten`).
-- Repetition: several class splits, every choice of anchors within each; the spread of their votes is the
-  interval.
+many classes the unlabeled rows hold. Unlike DTC (why: the record ``estimate-classes-digits``) k is chosen by
+:func:`class_f1`, which counts unlabeled rows in a validation class's cluster as mistakes, instead of accuracy
+and silhouette, both recorded; features are whitened (:func:`whiten`), because a supervised encoder keeps few
+directions; and several class splits, with every choice of anchors in each, vote for an interval.
 
 Only known labels enter. Every (split, k) is a task of its own: see :data:`Tasks`.
 """
@@ -36,13 +30,12 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from uno.augment import eval_view
 from uno.config import Config, PhaseConfig, config_hash
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
-from uno.model import UnoModel
 from uno.results.constrained_kmeans import FREE, constrained_kmeans, silhouette
+from uno.results.forward import features_of
 from uno.results.metrics import Counts, cluster_accuracy, confusion
 from uno.runs import PRETRAIN, run
 from uno.train import LocalWorker
@@ -53,16 +46,14 @@ CURVES = ("f1", "acc", "cvi")
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 STREAM = 8  # of the class splits' and starts' randomness; uno.data.plan has 0-2, uno.data.resident 3
 
-Tasks = Callable[[Callable[..., Any], tuple[Any, ...], Sequence[Any]], Iterator[tuple[int, Any]]]
+Results = Iterator[tuple[int, Any]]
+Tasks = Callable[[Callable[..., Any], tuple[Any, ...], Sequence[Any]], Results]
 """Runs independent tasks: (position, ``function(*shared, items[position])``) of all items, in any order."""
 
 
-def run_here(
-    function: Callable[..., Any], shared: tuple[Any, ...], items: Sequence[Any]
-) -> Iterator[tuple[int, Any]]:
+def run_here(function: Callable[..., Any], shared: tuple[Any, ...], items: Sequence[Any]) -> Results:
     """:data:`Tasks` in this process, one after the other."""
-    for position, item in enumerate(items):
-        yield position, function(*shared, item)
+    return ((position, function(*shared, item)) for position, item in enumerate(items))
 
 
 @dataclass(frozen=True)
@@ -135,7 +126,7 @@ def estimate_num_novel(
         device: of the tasks.
         settings: of the procedure.
         tasks: where the tasks run; results do not depend on it.
-        report: gets a line now and then.
+        report: gets a line a split.
 
     Raises:
         ConfigError: too few known classes or unlabeled rows, or as pretraining.
@@ -312,21 +303,10 @@ def _split_features(
     unlabeled = _sample_rows(everyone, settings.max_rows, config.seed)
     images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled]])
     labels = torch.cat([train.labels[labeled], torch.full((len(unlabeled),), FREE)])
-    points = whiten(_encode(state.model, images, config, device), settings.variance)
+    features = features_of(state.model.eval(), images, config).cpu()
+    points = whiten(F.normalize(features, dim=1), settings.variance)
     rest = ~torch.isin(labels, torch.tensor(split.pretrain))
     return {"points": points[rest], "labels": labels[rest]}
-
-
-def _encode(model: UnoModel, images: Tensor, config: Config, device: torch.device) -> Tensor:
-    """(N, 3, S, S) uint8 -> (N, D) float32 l2-normalised encoder features, on the host."""
-    size = min(config.augment.large.size, images.shape[-1])
-    model.eval()
-    with torch.inference_mode():
-        batches = [
-            model.features(eval_view(part.to(device), size, config.data.mean, config.data.std)).float().cpu()
-            for part in images.split(config.train.eval_batch_size)
-        ]
-        return F.normalize(torch.cat(batches), dim=1).clone()
 
 
 def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
