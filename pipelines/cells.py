@@ -14,12 +14,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelines import cli
+from pipelines.commands import DISCOVER, PRETRAIN
 from pipelines.console import on_stop
+from pipelines.jobs import run_job
+from pipelines.options import parse
 from uno.config import Config, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError
@@ -138,14 +141,15 @@ Start = Callable[[list[str], Path], Process]
 
 
 # ------------------------------------------------------------------------------------------------- the queue
+@dataclass
 class Queue:
     """Jobs in ``output``, ``capacity`` at a time; ``on_end`` gets every one that ended, with its attempt."""
 
-    def __init__(
-        self, output: Path, start: Start, capacity: int, on_end: Callable[[Job, Attempts], None]
-    ) -> None:
-        self._output, self._start, self._capacity, self._on_end = output, start, capacity, on_end
-        self._running: list[tuple[Job, Process, float]] = []
+    output: Path
+    start: Start
+    capacity: int
+    on_end: Callable[[Job, Attempts], None]
+    _running: list[tuple[Job, Process, float]] = field(default_factory=list)
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs; one that needs a failed one fails with it.
@@ -158,7 +162,7 @@ class Queue:
         with on_stop(stopping.set):
             while (waiting or self._running) and not stopping.is_set():
                 ready = [job for job in waiting if job.needs not in ahead]
-                for job in ready[: self._capacity - len(self._running)]:
+                for job in ready[: self.capacity - len(self._running)]:
                     waiting.remove(job)
                     self._running.append((job, self._started(job), time.monotonic()))
                 ended = self._ended()
@@ -181,10 +185,10 @@ class Queue:
         raise Interrupted("stopped; resume with the same command")
 
     def _started(self, job: Job) -> Process:
-        run = self._output / job.name
+        run = self.output / job.name
         Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
         command = [sys.executable, "-m", "pipelines.cells", run.parent.name, "--config", f"{run}.yaml"]
-        return self._start([*command, "--output", str(run)], Path(f"{run}.log"))
+        return self.start([*command, "--output", str(run)], Path(f"{run}.log"))
 
     def _ended(self) -> list[tuple[Job, Attempts]]:
         """The jobs that have ended since the last call, noted."""
@@ -194,15 +198,15 @@ class Queue:
             code = process.poll()
             if code is not None:
                 self._running.remove(entry)
-                reason = last_line(Path(f"{self._output / job.name}.log")) if code else ""
+                reason = last_line(Path(f"{self.output / job.name}.log")) if code else ""
                 ended.append((job, Attempts(time.monotonic() - since, code, reason)))
                 self._note(*ended[-1])
         return ended
 
     def _note(self, job: Job, attempt: Attempts) -> None:
         entry = {"job": job.name, **asdict(attempt), "seconds": round(attempt.seconds, 2)}
-        Storage(str(self._output)).append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
-        self._on_end(job, attempt)
+        Storage(str(self.output)).append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
+        self.on_end(job, attempt)
 
 
 def last_line(log: Path) -> str:
@@ -215,10 +219,6 @@ def last_line(log: Path) -> str:
 # --------------------------------------------------------------------------------------------- in the process
 def main(argv: Sequence[str]) -> int:
     """``python -m pipelines.cells pretrain|cells --config FILE --output DIR``: one job."""
-    from pipelines.commands import DISCOVER, PRETRAIN
-    from pipelines.jobs import run_job
-    from pipelines.options import parse
-
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
     if kind == "pretrain":
