@@ -7,7 +7,8 @@
 :func:`draw` takes every random number from a generator on the host; :func:`apply` is deterministic. So
 parameters do not depend on the device, the number of rows an operation works on is known without asking the
 device, and a distributed worker draws for the whole batch and keeps its rows: its views are those that one
-worker would have made, bit for bit on the CPU, up to the rounding of batched products on CUDA.
+worker would have made. They are so bit for bit on the CPU at every preset's sizes; up to the rounding of
+batched products, 1e-6 of the range, on CUDA and where the matrices do not fill whole cache lines (11 pixels).
 
 Definitions and parameter ranges are torchvision's, without its rounding to 8 bits after every operation. On
 one CPU core this is ten times as fast as torchvision on PIL images (``python -m benchmarks.augment``).
@@ -19,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +30,8 @@ from uno.config import AugmentConfig, ViewConfig
 
 CROP_ATTEMPTS = 10  # torchvision.transforms.RandomResizedCrop.get_params
 CROP_RATIO = (3 / 4, 4 / 3)
-OTHER_NUMBERS = 22  # of a row, besides two for each attempt at a crop
+BOX_NUMBERS = 2 * CROP_ATTEMPTS + 3  # of a row that its crop takes
+OTHER_NUMBERS = 19
 BLUR_RADIUS_SIGMAS = 4  # the kernel covers +- this many of the largest standard deviation
 COLOR_OFF = dict(jitter=0.0, grey=0.0, solarize=0.0, equalize=0.0, blur=0.0)
 
@@ -172,14 +175,14 @@ def draw_numbers(num_rows: int, num_views: int, generator: torch.Generator) -> T
 
     A row takes as many whatever the config: equal geometry draws equal crops.
     """
-    count = 2 * CROP_ATTEMPTS + OTHER_NUMBERS
+    count = BOX_NUMBERS + OTHER_NUMBERS
     return torch.rand(num_rows, num_views, count, generator=generator, dtype=torch.float64)
 
 
 def draws_of(config: ViewConfig, numbers: Tensor, side: int) -> Draws:
     """What :func:`draw_numbers` (N,V,42) mean: the parameters of N * V views, those of an image together."""
-    numbers, tries = numbers.flatten(0, 1), 2 * CROP_ATTEMPTS
-    column = iter(numbers[:, tries:].unbind(1))
+    numbers = numbers.flatten(0, 1)
+    column = iter(numbers[:, BOX_NUMBERS:].unbind(1))
 
     def coin(probability: float) -> Tensor:
         return next(column) < probability
@@ -188,10 +191,9 @@ def draws_of(config: ViewConfig, numbers: Tensor, side: int) -> Draws:
         return (low + (high - low) * next(column)).float()
 
     c = config
-    box = _draw_box(c, side, numbers[:, :tries], next(column), next(column), next(column))
     turn, shear, shift = c.affine_degrees, c.affine_shear, c.affine_translate
     return Draws(
-        box=box,
+        box=_draw_box(c, side, numbers[:, :BOX_NUMBERS]),
         flip=coin(c.flip),
         affine=coin(c.affine),
         pose=torch.stack(
@@ -211,34 +213,49 @@ def draws_of(config: ViewConfig, numbers: Tensor, side: int) -> Draws:
     )  # fmt: skip
 
 
-def _draw_box(c: ViewConfig, side: int, tries: Tensor, choice: Tensor, top: Tensor, left: Tensor) -> Tensor:
-    """Crop boxes (N,4) from numbers uniform in 0-1, (N,2 * CROP_ATTEMPTS) and three times (N,)."""
-    whole = torch.full_like(choice, side)
+def _draw_box(c: ViewConfig, side: int, numbers: Tensor) -> Tensor:
+    """Crop boxes (N,4) from numbers (N,23): areas and ratios to try, which kind of crop, top and left."""
     if c.crop == "none":
-        return torch.stack([0 * whole, 0 * whole, whole, whole], dim=1).float()
+        return torch.tensor([0.0, 0.0, side, side]).expand(len(numbers), 4)
     if c.crop != "resized" and c.size > side + 2 * c.crop_padding:
         raise ValueError(
             f"crop {c.crop} of {c.size} pixels exceeds the stored side {side} with padding {c.crop_padding}"
         )
-    area, ratio = tries.split(CROP_ATTEMPTS, dim=1)
-    low, high = c.crop_scale
-    area = side * side * (low + (high - low) * area)
-    low, high = (math.log(r) for r in CROP_RATIO)
-    ratio = torch.exp(low + (high - low) * ratio)
-    height, width = torch.sqrt(area / ratio).round(), torch.sqrt(area * ratio).round()
-    fits = (height >= 1) & (height <= side) & (width >= 1) & (width <= side)
-    first = fits.int().argmax(dim=1, keepdim=True)
-    height = torch.where(fits.any(1), height.gather(1, first)[:, 0], whole)  # none fits: the whole image
-    width = torch.where(fits.any(1), width.gather(1, first)[:, 0], whole)
-    resized = torch.stack(
-        [(top * (side - height + 1)).floor(), (left * (side - width + 1)).floor(), height, width], dim=1
-    )
+    resized = torch.from_numpy(resized_boxes(c.crop_scale, numbers.numpy(), side, side))
+    choice, top, left = numbers[:, 2 * CROP_ATTEMPTS :].unbind(1)
     places = side + 2 * c.crop_padding - c.size + 1
     square = torch.full_like(choice, c.size)
     top, left = (top * places).floor() - c.crop_padding, (left * places).floor() - c.crop_padding
     padded = torch.stack([top, left, square, square], dim=1)
     use_padded = {"pad": choice >= 0, "resized": choice < 0, "pad_or_resized": choice < 0.5}[c.crop]
     return torch.where(use_padded[:, None], padded, resized).float()
+
+
+def resized_boxes(scale: tuple[float, float], numbers: np.ndarray, height: int, width: int) -> np.ndarray:
+    """RandomResizedCrop's boxes (torchvision), float64 (N,4) of whole pixels: top, left, height, width.
+
+    Args:
+        scale: range of a crop's area as a share of the image.
+        numbers: float64 (N,23) uniform in 0-1: ten areas, ten ratios, one unused, top and left.
+        height: of the image, pixels.
+        width: likewise.
+    """
+    area, ratio = numbers[:, :CROP_ATTEMPTS], numbers[:, CROP_ATTEMPTS : 2 * CROP_ATTEMPTS]
+    low, high = math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * area)
+    ratio = np.exp(low + (high - low) * ratio)
+    h, w = np.sqrt(area / ratio).round(), np.sqrt(area * ratio).round()
+    fits = (h >= 1) & (h <= height) & (w >= 1) & (w <= width)
+    first = np.arange(len(fits)), fits.argmax(axis=1)
+    h, w, (top, left) = h[first], w[first], numbers[:, -2:].T
+    top, left = np.floor(top * (height - h + 1)), np.floor(left * (width - w + 1))
+    boxes = np.stack([top, left, h, w], axis=1)
+    if not fits.any(axis=1).all():  # the middle, as near to the image's shape as the ratios allow
+        shape = width / height
+        wide = min(width, max(1, round(height * CROP_RATIO[1]))) if shape > CROP_RATIO[1] else width
+        tall = min(height, max(1, round(width / CROP_RATIO[0]))) if shape < CROP_RATIO[0] else height
+        boxes[~fits.any(axis=1)] = (height - tall) // 2, (width - wide) // 2, tall, wide
+    return boxes
 
 
 def apply(images: Tensor, draws: Draws, config: ViewConfig) -> Tensor:

@@ -20,13 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uno.augment import CROP_ATTEMPTS, CROP_RATIO, draw_numbers, draws_of, kinds
+from uno.augment import BOX_NUMBERS, draw_numbers, draws_of, kinds, resized_boxes
 from uno.config import AugmentConfig, ViewConfig
 from uno.data.decode import BadImage, decode, decode_rgb, quiet
 from uno.data.plan import augment_generator
 from uno.data.rows import Image
-
-Box = tuple[int, int, int, int]  # top, left, height, width
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Cropper:
         with quiet():
             for step in np.unique(steps):
                 rows = np.flatnonzero(steps == step)
-                planned = self._boxes(int(step), positions[rows])
+                planned = self._planned(int(step), positions[rows])
                 for i, row in enumerate(rows.tolist()):
                     try:
                         self._crop(images[row], [plan[i] for plan in planned], [view[row] for view in views])
@@ -86,34 +84,32 @@ class Cropper:
                         pixels[row] = 0
         return pixels.numpy(), reasons
 
-    def _boxes(self, step: int, positions: np.ndarray) -> list[list[list[tuple[list[float], Box]]]]:
-        """By kind, row and view: the numbers of the row, and its box on the stored square."""
+    def _planned(self, step: int, positions: np.ndarray) -> list[np.ndarray]:
+        """By kind: the numbers (n,V,23) of crops from whole images, or boxes (n,V,4) on stored squares."""
         generator, chosen = augment_generator(self.seed, self.stream, step), torch.from_numpy(positions)
         planned = []
         for kind in self.kinds:
             numbers = draw_numbers(self.num_rows, kind.num_views, generator)[chosen]
-            boxes = draws_of(kind, numbers, self.side).box.int().unflatten(0, (-1, kind.num_views)).tolist()
-            crops = numbers[..., : 2 * CROP_ATTEMPTS + 3].tolist()
-            planned.append([list(zip(a, b, strict=True)) for a, b in zip(crops, boxes, strict=True)])
+            if kind.crop == "resized":
+                planned.append(numbers[..., :BOX_NUMBERS].numpy())
+            else:
+                boxes = draws_of(kind, numbers, self.side).box.int()
+                planned.append(boxes.unflatten(0, (-1, kind.num_views)).numpy())
         return planned
 
-    def _crop(
-        self, image: Image, planned: list[list[tuple[list[float], Box]]], out: list[tuple[Tensor, ...]]
-    ) -> None:
+    def _crop(self, image: Image, planned: list[np.ndarray], out: list[tuple[Tensor, ...]]) -> None:
         whole = square = None
         for kind, plan, views in zip(self.kinds, planned, out, strict=True):
-            if kind.crop == "resized" and whole is None:
-                whole = torch.from_numpy(decode_rgb(image, self._draft_side))
-            if kind.crop != "resized" and square is None:
-                square = torch.from_numpy(decode(image, self.side).copy()).permute(1, 2, 0)
-            for view, (numbers, box) in zip(views, plan, strict=True):
-                if kind.crop == "resized":
-                    assert whole is not None
-                    box = resized_box(kind.crop_scale, numbers, whole.shape[0], whole.shape[1])
-                    crop_(view, whole, box)
-                else:
-                    assert square is not None
-                    crop_(view, square, box)
+            if kind.crop == "resized":
+                if whole is None:
+                    whole = torch.from_numpy(decode_rgb(image, self._draft_side))
+                source, boxes = whole, resized_boxes(kind.crop_scale, plan, *whole.shape[:2])
+            else:
+                if square is None:
+                    square = torch.from_numpy(decode(image, self.side).copy()).permute(1, 2, 0)
+                source, boxes = square, plan
+            for view, box in zip(views, boxes.astype(int).tolist(), strict=True):
+                crop_(view, source, box)
 
     @cached_property
     def _draft_side(self) -> int:
@@ -122,9 +118,10 @@ class Cropper:
         return max(math.ceil(kind.size / math.sqrt(kind.crop_scale[0])) for kind in resized)
 
 
-def crop_(view: Tensor, image: Tensor, box: Box) -> None:
-    """Write the part ``box`` of ``image`` uint8 (H,W,3 or 4) into ``view`` uint8 (3,size,size), resized
-    bilinearly with antialiasing and rounded; pixels outside the image are black, a fourth channel is dropped.
+def crop_(view: Tensor, image: Tensor, box: Sequence[int]) -> None:
+    """Write the part ``box`` (top, left, height, width) of ``image`` uint8 (H,W,3 or 4) into ``view`` uint8
+    (3,size,size), resized bilinearly with antialiasing and rounded; pixels outside the image are black, a
+    fourth channel is dropped.
     """
     top, left, height, width = box
     size = view.shape[-1]
@@ -137,29 +134,3 @@ def crop_(view: Tensor, image: Tensor, box: Box) -> None:
     if down > up and far > near:
         inside = image[up:down, near:far, :3].permute(2, 0, 1)
         view[:, up - top : down - top, near - left : far - left].copy_(inside)
-
-
-def resized_box(scale: tuple[float, float], numbers: Sequence[float], height: int, width: int) -> Box:
-    """RandomResizedCrop's box (torchvision) in an image of any shape.
-
-    ``uno.augment`` has the same for batches of squares; there no shape falls back to a part of the image.
-
-    Args:
-        scale: range of the crop's area as a share of the image.
-        numbers: of :func:`uno.augment.draw_numbers`: areas, ratios, then (unused), top and left.
-        height: of the image, pixels.
-        width: likewise.
-    """
-    areas, ratios = numbers[:CROP_ATTEMPTS], numbers[CROP_ATTEMPTS : 2 * CROP_ATTEMPTS]
-    _, top, left = numbers[2 * CROP_ATTEMPTS : 2 * CROP_ATTEMPTS + 3]
-    low, high = (math.log(r) for r in CROP_RATIO)
-    for area, ratio in zip(areas, ratios, strict=True):
-        area = height * width * (scale[0] + (scale[1] - scale[0]) * area)
-        ratio = math.exp(low + (high - low) * ratio)
-        h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
-        if 0 < h <= height and 0 < w <= width:
-            return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
-    shape = width / height  # none fits: the middle, as near to the image's shape as the ratios allow
-    w = min(width, max(1, round(height * CROP_RATIO[1]))) if shape > CROP_RATIO[1] else width
-    h = min(height, max(1, round(width / CROP_RATIO[0]))) if shape < CROP_RATIO[0] else height
-    return (height - h) // 2, (width - w) // 2, h, w

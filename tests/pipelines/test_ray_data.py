@@ -329,7 +329,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
             "--shard-mb: Input should be greater than 0",
         ),
         (["data", "pack", "--data", "digits", "--output", "x", "--shard-mb", "a"], "--shard-mb"),
-        (["data", "unpack"], "unknown action 'unpack'"),
+        (["data", "unpack"], "got 'unpack'"),
     ],
 )
 def test_pack_refuses(argv, words, tmp_path, capsys, monkeypatch):

@@ -11,9 +11,9 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from uno import crops
-from uno.augment import augment, augment_crops, draw_numbers, draws_of
+from uno.augment import BOX_NUMBERS, augment, augment_crops, draw_numbers, resized_boxes
 from uno.config import AugmentConfig, ViewConfig
-from uno.crops import Cropper, crop_, resized_box
+from uno.crops import Cropper, crop_
 from uno.data.plan import augment_generator
 
 PLAIN = dict(flip=0.0, jitter=0.0, grey=0.0)
@@ -37,7 +37,7 @@ def jpeg(pixels: np.ndarray, exif: int | None = None) -> bytes:
     return file.getvalue()
 
 
-def cuts(**augment_fields) -> Cropper:
+def cropper(**augment_fields) -> Cropper:
     return Cropper(7, 0, 6, AugmentConfig(**augment_fields), 16)
 
 
@@ -54,19 +54,10 @@ def test_crops_are_torchvisions(box):
     assert np.abs(view.permute(1, 2, 0).numpy() - pillow).mean() < 1
 
 
-def test_boxes_of_squares_are_those_of_the_batched_draw():
-    """The two definitions of RandomResizedCrop agree bit for bit where both apply."""
-    kind = ViewConfig(size=8, crop="resized", crop_scale=(0.05, 1.0))
-    numbers = draw_numbers(500, 1, torch.Generator().manual_seed(1))
-    expected = draws_of(kind, numbers, 31).box.int().tolist()
-    found = [list(resized_box(kind.crop_scale, row, 31, 31)) for row in numbers[:, 0].tolist()]
-    assert found == expected
-
-
 def test_boxes_of_any_shape_are_inside_and_uniform():
     """Area and ratio in their ranges, position uniform. Kills: height and width exchanged."""
-    numbers = draw_numbers(2000, 1, torch.Generator().manual_seed(2))[:, 0].tolist()
-    boxes = np.array([resized_box((0.3, 0.8), row, 300, 400) for row in numbers])
+    numbers = draw_numbers(2000, 1, torch.Generator().manual_seed(2))[:, 0, :BOX_NUMBERS].numpy()
+    boxes = resized_boxes((0.3, 0.8), numbers, 300, 400)
     top, left, height, width = boxes.T
     assert (top >= 0).all() and (left >= 0).all()
     assert (top + height <= 300).all() and (left + width <= 400).all()
@@ -81,8 +72,8 @@ def test_boxes_of_any_shape_are_inside_and_uniform():
 )
 def test_extreme_shapes_take_the_middle(height, width, expected):
     """torchvision's fallback: no box of that area fits."""
-    numbers = draw_numbers(1, 1, torch.Generator().manual_seed(0))[0, 0].tolist()
-    assert resized_box((0.99, 1.0), numbers, height, width) == expected
+    numbers = draw_numbers(1, 1, torch.Generator().manual_seed(0))[0, :, :BOX_NUMBERS].numpy()
+    assert resized_boxes((0.99, 1.0), numbers, height, width).tolist() == [list(expected)]
 
 
 def test_an_image_is_decoded_once_and_turned_upright(monkeypatch):
@@ -91,7 +82,7 @@ def test_an_image_is_decoded_once_and_turned_upright(monkeypatch):
     real = crops.decode_rgb
     monkeypatch.setattr(crops, "decode_rgb", lambda *a: calls.append(1) or real(*a))
     turned = np.rot90(smooth(40, 64), 1).copy()  # 6: turn clockwise to see it upright
-    plain = cuts(large=RESIZED, small=RESIZED.model_copy(update={"num_views": 3, "size": 9}))
+    plain = cropper(large=RESIZED, small=RESIZED.model_copy(update={"num_views": 3, "size": 9}))
     pixels, reasons = plain.crop(np.zeros(1, int), np.zeros(1, int), [jpeg(turned, exif=6)])
     assert len(calls) == 1 and reasons == [None]
     upright, _ = plain.crop(np.zeros(1, int), np.zeros(1, int), [smooth(40, 64)])
@@ -102,7 +93,7 @@ def test_an_image_is_decoded_once_and_turned_upright(monkeypatch):
 
 def test_views_do_not_depend_on_who_cuts_them_or_when():
     """Rows of two steps in any grouping. Kills: numbers drawn per call, per chunk or globally."""
-    some = cuts(large=RESIZED)
+    some = cropper(large=RESIZED)
     images = [smooth(30 + i, 50, seed=i) for i in range(6)]
     steps, places = np.array([4, 4, 4, 5, 5, 5]), np.array([0, 2, 5, 0, 2, 5])
     torch.manual_seed(1)
@@ -117,7 +108,7 @@ def test_views_do_not_depend_on_who_cuts_them_or_when():
 
 def test_a_bad_image_has_a_reason_and_black_views():
     images = [smooth(20, 20), b"no image", jpeg(smooth(40, 40))[:300], "/nowhere/x.jpg"]
-    pixels, reasons = cuts(large=RESIZED).crop(np.zeros(4, int), np.arange(4), images)
+    pixels, reasons = cropper(large=RESIZED).crop(np.zeros(4, int), np.arange(4), images)
     assert reasons[0] is None and pixels[0].any() and not pixels[1:].any()
     assert "not a readable" in reasons[1] and reasons[2] and "No such file" in reasons[3]
 
