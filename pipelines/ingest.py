@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipelines.console import say
+from uno import methods
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.ingest import choose, free_device_bytes, free_host_bytes
@@ -27,7 +28,8 @@ def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
             return override(config, {"data.ingest": dict(stored or {}).get("ingest", "auto")}), None
     lazy = override(config, {"data.ingest": "streaming"}).data
     task = make_task(read_rows(lazy), lazy)
-    ingest, reason = choose(config, len(task.rows), free_host_bytes(), free_device_bytes(config))
+    free = free_host_bytes(), free_device_bytes(config)
+    ingest, reason = choose(config, len(task.rows), *free, methods.load(config).needs_images)
     say(f"data: {reason}")
     images, _ = base(task.rows.images, np.empty(0, np.int64))
     to_load = ingest == "resident" and isinstance(images, ParquetImages)

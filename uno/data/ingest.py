@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from uno import methods
 from uno.config import Config
 from uno.errors import ConfigError
 
@@ -18,7 +17,9 @@ CGROUP = "/sys/fs/cgroup"
 Ingest = Literal["resident", "streaming"]
 
 
-def choose(config: Config, num_rows: int, host_bytes: int, device_bytes: int | None) -> tuple[Ingest, str]:
+def choose(
+    config: Config, num_rows: int, host_bytes: int, device_bytes: int | None, method_needs_images: bool
+) -> tuple[Ingest, str]:
     """The way in for ``num_rows`` images, and a sentence that says why.
 
     Args:
@@ -27,6 +28,7 @@ def choose(config: Config, num_rows: int, host_bytes: int, device_bytes: int | N
         host_bytes: free memory of this node. Every worker is taken to be here, and each keeps a copy, as
             does Ray's object store.
         device_bytes: free memory of a GPU, None on the CPU.
+        method_needs_images: whether the method reads images other than in training batches.
 
     Raises:
         ConfigError: streaming was asked for with what only works on images in memory.
@@ -38,23 +40,17 @@ def choose(config: Config, num_rows: int, host_bytes: int, device_bytes: int | N
     if device_bytes is not None and SHARE * device_bytes < budget:
         budget, where = SHARE * device_bytes, "of free device memory"
     sizes = f"{_size(needed)} decoded, budget {_size(budget)} ({SHARE:.0%} {where})"
-    needs = _needs_resident(config)
-    if needs and config.data.ingest == "streaming":
+    method = f"method {config.method}" if method_needs_images else None
+    needs = "rotation.epochs" if config.rotation.epochs else method
+    told = config.data.ingest
+    if needs and told == "streaming":
         raise ConfigError(f"{needs} needs the images in memory; use --data.ingest resident")
-    if needs and config.data.ingest == "auto":
+    if told != "auto":
+        return told, f"{told}, as told ({sizes})"
+    if needs:
         return "resident", f"resident, which {needs} needs ({sizes})"
-    if config.data.ingest == "streaming":
-        return "streaming", f"streaming, as told ({sizes})"
-    if config.data.ingest == "resident":
-        return "resident", f"resident, as told ({sizes})"
-    return ("resident", f"resident, {sizes}") if needed <= budget else ("streaming", f"streaming, {sizes}")
-
-
-def _needs_resident(config: Config) -> str | None:
-    """What of ``config`` reads images other than in training batches."""
-    if config.rotation.epochs:
-        return "rotation.epochs"
-    return f"method {config.method}" if methods.load(config).needs_images else None
+    fits: Ingest = "resident" if needed <= budget else "streaming"
+    return fits, f"{fits}, {sizes}"
 
 
 def free_host_bytes() -> int:

@@ -103,6 +103,24 @@ def epoch_indices(seed: int, epoch: int, num_rows: int, rows_needed: int, stream
     return np.concatenate([np.empty(0, np.int64), *permutations])[:rows_needed]
 
 
+def window_indices(
+    seed: int, epoch: int, groups: np.ndarray, rows_needed: int, stream: int, window_rows: int
+) -> np.ndarray:
+    """As :func:`epoch_indices`, of rows in row groups ``groups`` int64 (N,) that are read by windows: each of
+    whole row groups, ``window_rows`` at least, whose rows are mixed.
+    """
+    cycles = range(-(-rows_needed // len(groups))) if rows_needed else ()
+    permutations = [np.empty(0, np.int64)]
+    _, group, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    for cycle in cycles:
+        random = np.random.default_rng([seed, stream, epoch, cycle])
+        sequence = random.permutation(len(counts))
+        first = np.empty(len(counts), np.int64)  # rows before each group, in this sequence
+        first[sequence] = np.cumsum(counts[sequence]) - counts[sequence]
+        permutations.append(np.lexsort((random.random(len(groups)), first[group] // window_rows)))
+    return np.concatenate(permutations)[:rows_needed]
+
+
 def batch_indices(plan: Plan, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of global batch ``step`` (over all epochs): labeled int64 (B_l,), unlabeled int64 (B_u,).
 
@@ -179,13 +197,8 @@ def _nearest_valid(
 class Order:
     """Rows of each step for worker ``rank`` of ``world_size``.
 
-    Args:
-        plan: sizes and seed.
-        rank: of the worker.
-        world_size: number of workers.
-        labeled_groups: int64 (N_l,) row group of each labeled row; None where rows are read one by one.
-        unlabeled_groups: int64 (N_u,) likewise.
-        window_rows: rows of whole row groups that are mixed, at least.
+    Images in row groups, ``labeled_groups`` int64 (N_l,) and ``unlabeled_groups`` (N_u,), are read in windows
+    of ``window_rows`` at least; others one by one.
     """
 
     def __init__(
@@ -197,57 +210,32 @@ class Order:
         unlabeled_groups: np.ndarray | None = None,
         window_rows: int = 1,
     ) -> None:
-        self.plan, self._rank, self._world_size = plan, rank, world_size
+        self._plan, self._rank, self._world_size = plan, rank, world_size
         self._groups, self._window_rows = (labeled_groups, unlabeled_groups), window_rows
         self._windows = lru_cache(maxsize=4)(self._window_order)
         size_l, size_u = plan.labeled_size, plan.unlabeled_size
-        parts = (np.arange(size_l), size_l + np.arange(size_u))
-        self.positions = np.concatenate([worker_share(part, rank, world_size) for part in parts])
+        self.positions = np.concatenate(
+            [self._share(np.arange(size_l)), size_l + self._share(np.arange(size_u))]
+        )
         """int64 (B/W,): places of this worker's rows in every global batch, labeled ones first."""
-        self.num_labeled, self.num_unlabeled = size_l // world_size, size_u // world_size
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(labeled int64 (B_l/W,), unlabeled int64 (B_u/W,)), each counted from 0 in its set."""
-        labeled, unlabeled = self._groups
-        if labeled is None or unlabeled is None:
-            parts = batch_indices(self.plan, step)
-            return tuple(worker_share(part, self._rank, self._world_size) for part in parts)  # type: ignore[return-value]
-        epoch, i = divmod(step, self.plan.steps_per_epoch)
-        own = slice(i * self.num_labeled, (i + 1) * self.num_labeled)
-        other = slice(i * self.num_unlabeled, (i + 1) * self.num_unlabeled)
-        return self._windows(True, epoch)[own], self._windows(False, epoch)[other]
+        if self._groups[0] is None:
+            labeled, unlabeled = batch_indices(self._plan, step)
+            return self._share(labeled), self._share(unlabeled)
+        epoch, i = divmod(step, self._plan.steps_per_epoch)
+        (labeled, size_l), (unlabeled, size_u) = self._windows(0, epoch), self._windows(1, epoch)
+        return labeled[i * size_l : (i + 1) * size_l], unlabeled[i * size_u : (i + 1) * size_u]
 
-    def _window_order(self, of_labeled: bool, epoch: int) -> np.ndarray:
-        plan, steps = self.plan, self.plan.steps_per_epoch
-        groups = self._groups[0 if of_labeled else 1]
+    def _share(self, indices: np.ndarray) -> np.ndarray:
+        return worker_share(indices, self._rank, self._world_size)
+
+    def _window_order(self, kind: int, epoch: int) -> tuple[np.ndarray, int]:
+        """This worker's labeled (``kind`` 0) or unlabeled (1) rows of an epoch, and how many make a step."""
+        plan, groups = self._plan, self._groups[kind]
         assert groups is not None
-        stream = plan.labeled_stream if of_labeled else UNLABELED
-        size = plan.labeled_size if of_labeled else plan.unlabeled_size
-        order = window_indices(plan.seed, epoch, groups, steps * size, stream, self._window_rows)
-        return worker_share(order, self._rank, self._world_size)
-
-
-def window_indices(
-    seed: int, epoch: int, groups: np.ndarray, rows_needed: int, stream: int, window_rows: int
-) -> np.ndarray:
-    """int64 (rows_needed,): permutations of the rows, one per cycle, that read row groups window by window.
-
-    Args:
-        seed: of the run.
-        epoch: number of the epoch.
-        groups: int64 (N,) row group of each row.
-        rows_needed: how many; more than N cycle.
-        stream: of the randomness.
-        window_rows: rows of whole row groups that are mixed, at least.
-    """
-    cycles = range(-(-rows_needed // len(groups))) if rows_needed else ()
-    parts = [np.empty(0, np.int64)]
-    _, group, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    for cycle in cycles:
-        random = np.random.default_rng([seed, stream, epoch, cycle])
-        sequence = random.permutation(len(counts))
-        first = np.empty(len(counts), np.int64)  # rows before each group, in this sequence
-        first[sequence] = np.cumsum(counts[sequence]) - counts[sequence]
-        window = first[group] // window_rows
-        parts.append(np.lexsort((random.random(len(groups)), window)))
-    return np.concatenate(parts)[:rows_needed]
+        stream, size = ((plan.labeled_stream, plan.labeled_size), (UNLABELED, plan.unlabeled_size))[kind]
+        needed = plan.steps_per_epoch * size
+        order = window_indices(plan.seed, epoch, groups, needed, stream, self._window_rows)
+        return self._share(order), size // self._world_size

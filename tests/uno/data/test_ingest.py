@@ -26,13 +26,13 @@ def config(**values):
 )
 def test_auto_takes_what_fits(workers, host, device, expected, words):
     """10,000 images of 100 px. Kills: copies of the workers forgotten, the larger of two budgets."""
-    found, reason = choose(config(compute__workers=workers), 10_000, host, device)
+    found, reason = choose(config(compute__workers=workers), 10_000, host, device, False)
     assert found == expected and reason.startswith(expected) and words in reason
 
 
 @pytest.mark.parametrize("told", ["resident", "streaming"])
 def test_who_asks_gets_it(told):
-    found, reason = choose(config(data__ingest=told), 10_000, 1, None)
+    found, reason = choose(config(data__ingest=told), 10_000, 1, None, False)
     assert found == told and reason.startswith(f"{told}, as told")
 
 
@@ -54,7 +54,8 @@ def test_free_memory_is_the_containers(tmp_path, monkeypatch):
 @pytest.mark.parametrize("values", [{"method": "dtc"}, {"rotation__epochs": 1}])
 def test_what_needs_the_images_keeps_them(values):
     """Kills: a set that does not fit streamed into a method that looks rows up."""
-    found, reason = choose(config(**values), 10_000, 1, None)
+    needs = "method" in values
+    found, reason = choose(config(**values), 10_000, 1, None, needs)
     assert found == "resident" and "needs" in reason
     with pytest.raises(ConfigError, match="ingest resident"):
-        choose(config(data__ingest="streaming", **values), 10_000, 1, None)
+        choose(config(data__ingest="streaming", **values), 10_000, 1, None, needs)
