@@ -1,14 +1,13 @@
 """Encoders: torchvision's ResNets with either stem, and the small ResNet for tiny images.
 
-State-dict keys are torchvision's (without ``fc``), so that trained encoders load anywhere.
+State-dict keys are torchvision's (without ``fc``), so that trained encoders load anywhere. It is
+imported where a network is built: it takes 2 s of CPU time, which processes that only decode need not pay.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import resnet
-from torchvision.models.resnet import BasicBlock
 
 from uno.config import ModelConfig
 
@@ -37,6 +36,8 @@ class SmallResNet(nn.Module):
 
 
 def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
+    from torchvision.models.resnet import BasicBlock
+
     shortcut = None
     if stride != 1 or inputs != outputs:
         shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
@@ -55,6 +56,8 @@ def build_encoder(config: ModelConfig) -> nn.Module:
     """Encoder module (B, 3, S, S) -> (B, D) with attribute ``num_features`` = D."""
     if config.encoder == "resnet_small":
         return SmallResNet(config.width, config.blocks)
+    from torchvision.models import resnet
+
     encoder = getattr(resnet, config.encoder)()
     encoder.num_features = encoder.fc.in_features  # D
     encoder.fc = nn.Identity()

@@ -21,7 +21,7 @@ from tests.pipelines.small import LONG, RAY, ROOT, assert_as_undisturbed, wait_f
 from tests.pipelines.test_cluster_files import end_processes_of
 from uno.runs.faults import VARIABLE
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HEAD, OTHER = "10.199.77.1", "10.199.77.2"
 NAMESPACE, HERE, THERE = "uno-test", "uno-here", "uno-there"  # interface names hold 15 characters

@@ -19,7 +19,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
 from uno import collectives
@@ -109,6 +108,8 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
     head.reduce.weight.copy_(components)
     head.reduce.bias.copy_(-components @ features.double().mean(dim=0))
     points = (centred @ components.T).cpu().numpy()
+    from sklearn.cluster import KMeans  # here, as in uno.results.kmeans
+
     means = KMeans(num_novel, n_init=NUM_STARTS, random_state=config.seed).fit(points)
     head.weight.copy_(torch.from_numpy(np.asarray(means.cluster_centers_))[None])
     q = head(features)[0].softmax(dim=-1)

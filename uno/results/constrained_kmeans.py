@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from sklearn.metrics import silhouette_score
 from torch import Tensor
 
 FREE = -1  # in ``fixed``: the row goes to its nearest centre
@@ -149,4 +148,6 @@ def silhouette(points: Tensor, assignment: Tensor, max_rows: int, seed: int) -> 
     if not 1 < len(set(clusters.tolist())) < len(clusters):
         return 0.0
     distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+    from sklearn.metrics import silhouette_score
+
     return float(silhouette_score(distances.cpu().numpy(), clusters, metric="precomputed"))
