@@ -56,7 +56,7 @@ def guard(command: Command, argv: Sequence[str]) -> int:
     try:
         try:
             code = command(argv)
-        except SystemExit as end:  # --help of tyro and argparse
+        except SystemExit as end:  # after --help
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         sys.stdout.flush()
         return code

@@ -92,11 +92,12 @@ class Command:
         return " ".join(["uno", self.name, *names, "[OPTIONS]"])
 
     def flags(self) -> dict[str, Argument]:
-        """All arguments by name, those of the schema first."""
-        schema = {} if self.takes == "none" else dict(schema_flags())
-        if schema:
-            schema["--config"] = Argument("YAML file; repeatable, the last one wins.")
-        return {**schema, **self.arguments, "--help": switch("Print this and exit.")}
+        """All arguments by name: the command's own, then those of the schema."""
+        own, schema = {**self.arguments, "--help": switch("Print this and exit.")}, dict[str, Argument]()
+        if self.takes != "none":
+            own["--config"] = Argument("YAML file; repeatable, the last one wins.")
+            schema = dict(schema_flags())
+        return own | {name: flag for name, flag in schema.items() if name not in own}
 
     def may_change(self, key: str) -> bool:
         """Whether a field of the schema is an option of this command."""
@@ -187,13 +188,10 @@ def _layer(file: Mapping[str, Any], line: Mapping[str, Any]) -> Config:
 
     config = preset(name, str(given.pop("recipe", "paper")))
     config = override(config, settings(str(given.get("method", config.method)), name))
-    if two_folders or (source is not None and _kind(source) != _kind(config.data.source)):
+    kinds = {str(name).partition(":")[0] for name in (source, config.data.source)}
+    if two_folders or (source is not None and len(kinds) > 1):
         config = override(config, {"data.known_classes": None})
     return override(config, given)
-
-
-def _kind(source: Any) -> str:
-    return str(source).partition(":")[0]
 
 
 # ------------------------------------------------------------------------------------------------ the parser
@@ -315,40 +313,35 @@ The values below are those that this very command line leads to.
 
 def _print_help(argv: Sequence[str], command: Command) -> None:
     """Every argument with a sentence and its value: a preset's, where ``argv`` has a mistake."""
-    print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}")
+    print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}\n")
     width = max(60, shutil.get_terminal_size().columns - 1)
-    for paragraph in filter(
-        None, f"{command.text}\n\n{RULES if command.takes == 'all' else ''}".split("\n\n")
-    ):
-        print(f"\n{textwrap.fill(' '.join(paragraph.split()), width)}")
-    print()
+    values: dict[str, Any] = {}
+    text = command.text
+    if command.takes == "all":
+        text += f"\n\n{RULES}"
+        try:
+            config = _read(argv, command).config
+        except ConfigError:
+            config = preset("digits")
+        values = flatten(config.model_dump())
+    for paragraph in text.strip().split("\n\n"):
+        print(f"{textwrap.fill(' '.join(paragraph.split()), width)}\n")
+
+    forms: dict[str, list[str]] = {}  # names of one argument
     flags = command.flags()
-    values = _values(argv, command) if command.takes == "all" else {}
-    forms: dict[str, list[str]] = {}
     for name, argument in flags.items():
         if not argument.key or command.may_change(argument.key):
             forms.setdefault(argument.key or name, []).append(name)
     section = ""
-    for key, names in sorted(forms.items(), key=lambda item: bool(flags[item[1][0]].key)):
+    for key, names in forms.items():
         argument = flags[names[0]]
         if argument.key and section != (section := key.rpartition(".")[0] or "run"):
             print(f"\n{section}:")
-        value = values.get(key, argument.default if argument.default not in (False, ()) else None)
-        if isinstance(value, tuple):
-            value = " ".join(map(str, value))
-        shown = f" (default: {value})" if key in values or value is not None else ""
         print(f"  {', '.join(names)} {_placeholder(argument.type) if names[0][0] == '-' else ''}".rstrip())
-        print(
-            textwrap.fill(argument.sentence + shown, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        )
-
-
-def _values(argv: Sequence[str], command: Command) -> dict[str, Any]:
-    try:
-        config = _read(argv, command).config
-    except ConfigError:
-        config = preset("digits")
-    return flatten(config.model_dump())
+        value = values.get(key, argument.default)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        default = f" (default: {shown})" if key in values or value not in (None, False, ()) else ""
+        print(textwrap.indent(textwrap.fill(argument.sentence + default, width - 6), " " * 6))
 
 
 def _placeholder(kind: Any) -> str:
