@@ -19,11 +19,7 @@ MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for 
 
 
 def kmeans_baselines(
-    config: Config,
-    storage: Storage,
-    train: TrainData,
-    novel: EvalData,
-    device: torch.device,
+    config: Config, storage: Storage, train: TrainData, novel: EvalData, device: torch.device
 ) -> dict[str, float]:
     """k-means on the pretrained features of the ``novel`` training rows and, for tiny images, on their
     pixels: ``baseline/{kmeans|kmeans_pixels}/novel/{acc|nmi|ari|purity}``; {} with fewer rows than clusters.
@@ -60,29 +56,18 @@ def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, se
 
     Args:
         features: (N, D) floats of the novel rows, host memory.
-        truth: (N,) integers, any values >= 0 as class ids; a row with -1 is clustered but not scored.
-        num_clusters: K.
+        truth: (N,) integers, any values as class ids.
+        num_clusters: K, at most N.
         seed: of the starts.
 
     Returns:
-        `acc`, `nmi`, `ari`, `purity` as in `cluster_metrics`; {} where no row has truth. The
-        caller prefixes `baseline/kmeans/novel/` or `baseline/kmeans_pixels/novel/`.
-
-    Raises:
-        ValueError: shapes disagree, or there are fewer rows than clusters.
+        `acc`, `nmi`, `ari`, `purity` as in `cluster_metrics`.
     """
-    points, labels = np.asarray(features, dtype=np.float64), np.asarray(truth)
-    if points.ndim != 2 or labels.shape != points.shape[:1]:
-        raise ValueError(f"features {points.shape} and truth {labels.shape} must be (N, D) and (N,)")
-    if not 1 <= num_clusters <= len(points):
-        raise ValueError(f"{num_clusters} clusters cannot be found in {len(points)} rows")
-    with_truth = labels != -1
-    if not with_truth.any():
-        return {}
+    points = np.asarray(features, dtype=np.float64)
     norms = np.linalg.norm(points, axis=1, keepdims=True)
     directions = points / np.where(norms > 0, norms, 1)
     from sklearn.cluster import KMeans  # 2 s of CPU time, which every worker would pay
 
     clusters = KMeans(num_clusters, n_init=10, random_state=seed).fit_predict(directions)
-    classes, class_index = np.unique(labels[with_truth], return_inverse=True)
-    return cluster_metrics(confusion(class_index, clusters[with_truth], len(classes), num_clusters))
+    classes, class_index = np.unique(np.asarray(truth), return_inverse=True)
+    return cluster_metrics(confusion(class_index, clusters, len(classes), num_clusters))

@@ -127,12 +127,6 @@ def test_alignment_is_kept_with_the_model(tmp_path):
     assert aligned.model_hash == load_classifier(storage).model_hash == model.model_hash
 
 
-def test_without_alignment_agreement_is_null(tmp_path):
-    model = tiny_model(tmp_path / "run", aligned=False)
-    table = predict_all(model, read_digits().take(np.arange(10)), tmp_path / "out")
-    assert table["head_agreement"].null_count == 10 and table["probability"].null_count == 0
-
-
 # ---------------------------------------------------------------------------------------------------- loading
 def test_no_model_and_damaged_models_are_storage_errors(tmp_path):
     with pytest.raises(StorageError, match="no trained model"):

@@ -44,21 +44,9 @@ def test_only_directions_count(novel_digits):
     assert renamed == pytest.approx(result)
 
 
-def test_rows_without_truth_are_clustered_but_not_scored():
-    """Rectangular: 3 clusters, 2 classes. Kills: -1 scored as a class, truth required to cluster."""
-    features = np.repeat(np.eye(3), 10, axis=0)
-    truth = np.repeat([3, 7, -1], 10)
-    assert kmeans_baseline(features, truth, 3, seed=0) == {"acc": 1, "nmi": 1, "ari": 1, "purity": 1}
-    assert kmeans_baseline(features, np.full(30, -1), 3, seed=0) == {}
+def test_rectangular_and_degenerate_input():
+    """3 clusters for 2 classes; black images. Kills: square matrices only, division by zero."""
     merged = kmeans_baseline(np.eye(3)[[0, 0, 0, 1, 2, 2]], [0, 0, 1, 1, 2, 2], 3, seed=0)
     assert merged["acc"] == 5 / 6
-
-
-def test_zero_rows_and_refusals():
-    """Kills: division by zero on a black image, a bare scikit-learn message."""
     features = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
     assert kmeans_baseline(features, [0, 1, 2, 0], 3, seed=0)["acc"] == 1
-    with pytest.raises(ValueError, match="5 clusters cannot be found in 4 rows"):
-        kmeans_baseline(features, [0, 1, 2, 0], 5, seed=0)
-    with pytest.raises(ValueError, match="must be"):
-        kmeans_baseline(features, [0, 1], 2, seed=0)
