@@ -105,12 +105,12 @@ def augment_crops(
     num_rows: int,
     side: int,
 ) -> list[Tensor]:
-    """:func:`augment` for crops that :mod:`uno.crops` cut on the CPU: everything after the crop.
+    """:func:`augment` for crops that :mod:`uno.crops` made on the CPU: everything after the crop.
 
     Args:
         crops: for each kind of :func:`kinds`, (B,V,3,size,size) uint8, on any device.
         config: the recipe.
-        generator: in the state that the crops were cut with.
+        generator: in the state that the crops were made with.
         mean: of the channels, on the 0-1 scale.
         std: likewise.
         rows: (B,) int64 on the host, which rows of the whole batch they are.

@@ -1,8 +1,8 @@
-"""Cutting the views of an encoded image on the CPU: decode once, cut every crop, 8 bits.
+"""Cropping the views of an encoded image on the CPU: decode once, take every crop, 8 bits.
 
 The half of the augmentation that streaming does where the images are read; :func:`uno.augment.augment_crops`
 does the rest on the training device. Both draw the same numbers for a row of a batch, a function of
-(seed, phase, step, place in the global batch): whoever cuts it, whenever, cuts the same.
+(seed, phase, step, place in the global batch): whoever crops it, whenever, gets the same.
 
 On one core of a Xeon, of an ImageNet original (500 x 375): 1.6 ms to decode, .25 ms for a crop of 224 px by
 torch's 8-bit antialiased resize; Pillow's takes .65 ms.
@@ -32,7 +32,7 @@ class Cropper:
     """What to crop from the rows of a phase; plain data that travels to the processes that do it.
 
     ``num_rows`` is B of the global batch, ``side`` that of the stored square, which all crops but ``resized``
-    are cut from, as in a resident set.
+    are taken from, as in a resident set.
     """
 
     seed: int

@@ -54,6 +54,16 @@ def folder_of(tmp_path):
     return folder
 
 
+def words_of(tmp_path):
+    """Options of a small run on that folder."""
+    return [
+        *SMALL[2:], "--preset", "custom", "--data", f"folder:{folder_of(tmp_path)}",
+        "--known-classes", "cat,dog", "--limit", "70", "--batch-size", "12",
+        "--data.store-size", "8", "--augment.large.size", "8", "--model.encoder", "resnet_small",
+        "--data.max-bad-fraction", "0.1",
+    ]  # fmt: skip
+
+
 def task_of(source):
     data = override(CONFIG, {"data.source": source}).data
     return make_task(read_rows(data), data)
@@ -180,13 +190,7 @@ def test_two_streaming_workers_equal_two_resident_ones(ray_cluster, tmp_path, ca
 @pytest.mark.slow
 def test_bad_images_of_a_streaming_run_are_listed_once(ray_cluster, tmp_path, capsys):
     """And with or without Ray it is one run."""
-    argv = [
-        "discover", *STREAMING[2:], "--preset", "custom", "--data", f"folder:{folder_of(tmp_path)}",
-        "--known-classes", "cat,dog", "--data.store-size", "8", "--augment.large.size", "8",
-        "--batch-size", "12", "--model.encoder", "resnet_small", "--data.max-bad-fraction", "0.1",
-    ]  # fmt: skip
-    argv.remove("200")
-    argv.remove("--limit")
+    argv = ["discover", *words_of(tmp_path), "--data.ingest", "streaming"]
     for workers in ("0", "1"):
         assert cli.main([*argv, "--workers", workers, "--output", str(tmp_path / workers)]) == 0
     assert_same_weights(tmp_path / "1", tmp_path / "0")
@@ -272,20 +276,12 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     pixels, build = decode.to_rgb, UnoModel.__init__
     monkeypatch.setattr(decode, "to_rgb", lambda picture: decoded.append(1) or pixels(picture))
     monkeypatch.setattr(UnoModel, "__init__", lambda self, *a, **k: built.append(1) or build(self, *a, **k))
-    argv = [
-        "discover", *SMALL[2:], "--preset", "custom", "--data", f"folder:{folder_of(tmp_path)}",
-        "--known-classes", "cat,dog", "--data.store-size", "8", "--augment.large.size", "8",
-        "--batch-size", "12", "--workers", "0",
-        "--model.encoder", "resnet_small", "--data.max-bad-fraction", "0.1", "--max-steps", "1",
-    ]  # fmt: skip
-    argv.remove("200")
-    argv.remove("--limit")
+    argv = ["discover", *words_of(tmp_path), "--workers", "0", "--max-steps", "1"]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()
     assert len(decoded) == 70 - len(BROKEN)
-    # pretrain, discover; from checkpoints: evaluation, k-means on pretrained features, the saved model's
-    # predictions, the report
-    assert len(built) <= 7
+    # pretraining, discovery; from checkpoints: evaluation, k-means on pretrained features, the saved model
+    assert len(built) == 5
 
 
 def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
