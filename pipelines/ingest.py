@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from pipelines.console import say
-from uno import methods
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.ingest import choose, free_device_bytes, free_host_bytes
@@ -13,6 +12,7 @@ from uno.data.rows import base
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.tables import ParquetImages
+from uno.methods import registry
 from uno.runs.directory import read_config_tree
 
 
@@ -29,7 +29,7 @@ def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
     lazy = override(config, {"data.ingest": "streaming"}).data
     task = make_task(read_rows(lazy), lazy)
     free = free_host_bytes(), free_device_bytes(config)
-    ingest, reason = choose(config, len(task.rows), *free, methods.load(config).needs_images)
+    ingest, reason = choose(config, len(task.rows), *free, registry.load(config).needs_images)
     say(f"data: {reason}")
     images, _ = base(task.rows.images, np.empty(0, np.int64))
     to_load = ingest == "resident" and isinstance(images, ParquetImages)

@@ -25,7 +25,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pipelines.cli import SENTENCES
 from uno.config import Config, about, describe, flatten, load_yaml, override
 from uno.errors import ConfigError
-from uno.methods import settings
+from uno.methods.registry import settings
 from uno.presets import PRESETS, preset
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job

@@ -35,7 +35,7 @@ from uno.config import Config, about, differing_keys, dump_yaml, override, to_di
 from uno.data.decode import check_bad, decode_many, readable
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
-from uno.methods import num_heads
+from uno.methods.registry import num_heads
 from uno.runs import DISCOVER, RAY_FOLDER, lock, run
 from uno.runs.lock import Claim
 

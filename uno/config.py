@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from uno.errors import ConfigError
+from uno.methods import METHODS
 
 
 class About(NamedTuple):
@@ -257,9 +258,6 @@ class ComputeConfig(_Frozen):
         commands="evaluate predict report")
 
 
-Method = Literal["uno", "rs", "rs_plus", "mcl", "dtc", "kcl"]  # the keys of uno.methods.METHODS
-
-
 class Config(_Frozen):
     """A whole run of pretraining and discovery."""
 
@@ -267,7 +265,7 @@ class Config(_Frozen):
         "Settings to start from; default digits, and custom where other data is given.", search=False)
     recipe: Literal["paper", "v2"] = field("paper", "The paper's settings or the authors' improved ones.",
         search=False)
-    method: Method = field("uno", "Discovery method.", scope="discover")
+    method: str = field("uno", f"Discovery method: {', '.join(METHODS)}.", scope="discover")
     seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False)
     output: str | None = field(None, "Run directory, a path or a URI; default runs/PRESET-seedSEED.",
         scope="place", commands="predict")
@@ -283,6 +281,8 @@ class Config(_Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         for name in ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size"):
             if self.method != "uno" and getattr(self.objective, name):
                 raise ValueError(f"objective.{name} belongs to method uno, not to {self.method}")

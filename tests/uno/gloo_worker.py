@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from tests.uno.methods.toy import method_config
 from tests.uno.small_run import CPU, copied_tensors, small_config, small_sets
-from uno import collectives, methods, steps
+from uno import collectives, steps
 from uno.data.files import Storage
 from uno.data.resident import ResidentBatches
 from uno.errors import Interrupted
-from uno.methods import METHODS
+from uno.methods import METHODS, registry
 from uno.model import build_model
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
@@ -136,8 +136,8 @@ def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients of the first step, and the state after two, with BatchNorm in eval mode."""
     options = OPTIONS if name == "uno" else {"objective__rampup": 0.0}
     config = method_config(name, train__batch_size=24, **options)
-    method, train = methods.load(config), small_sets()[0]
-    model = methods.build_network(config, 5, 5, 0)
+    method, train = registry.load(config), small_sets()[0]
+    model = registry.build_network(config, 5, 5, 0)
     extra = {} if method.start is None else method.start(config, model, train)
     state = new_state(model, worker.wrap(model), config.discover, CPU, False)
     state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from tests.uno.data.builders import encoded, pixels
-from uno import methods
 from uno.augment import normalize
 from uno.config import Config, dump_yaml, override
 from uno.data.files import Storage
 from uno.data.sources import read_digits
+from uno.methods import registry
 from uno.model import UnoModel
 from uno.presets import preset
 from uno.results.infer import Classifier, load_classifier, save_model
@@ -30,7 +30,7 @@ NUM_DAMAGED = 40
 def write_model(run: Path, aligned: bool = True, num_novel: int = 5, **overrides: Any) -> Config:
     """A run directory as discover leaves it, with random weights and batch norms that have seen something."""
     config = override(preset("digits"), TINY | {k.replace("__", "."): v for k, v in overrides.items()})
-    model = methods.build_network(config, 5, num_novel, seed=1)
+    model = registry.build_network(config, 5, num_novel, seed=1)
     generator = torch.Generator().manual_seed(0)
     for name, buffer in model.named_buffers():
         if name.endswith("running_var"):

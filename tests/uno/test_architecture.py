@@ -1,4 +1,4 @@
-"""Imports go one way: tune -> pipelines -> uno, and uno knows no Ray."""
+"""Imports follow the table of ARCHITECTURE.md, in no circle, and the method stays short to read."""
 
 import ast
 import re
@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.uno.small_run import batches_of, fresh_state, small_config
+from uno import steps
+
 ROOT = Path(__file__).parents[2]
-FORBIDDEN = {"uno": {"ray", "pipelines", "tune", "tests"}, "pipelines": {"tune", "tests"}, "tune": {"tests"}}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("uno", "pipelines", "tune")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
 BLOCKED = """
 import importlib, pkgutil, sys
 
@@ -33,35 +40,82 @@ print(len(names))
 """
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level packages a file imports, anywhere in it."""
-    packages = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(source: str) -> set[str]:
+    """Dotted names that a module imports, anywhere in it: in functions and for type checkers too."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            packages |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            packages.add(str(node.module).partition(".")[0])
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            packages |= {str(a.value).partition(".")[0] for a in node.args if isinstance(a, ast.Constant)}
-    return packages
+            names |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
+    return names
 
 
-@pytest.mark.parametrize("package", FORBIDDEN)
-def test_imports_go_one_way(package):
-    """Kills: an import of a higher layer, at the top of a file or inside a function."""
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert files
-    wrong = {str(f.relative_to(ROOT)): bad for f in files if (bad := imported(f) & FORBIDDEN[package])}
+def graph() -> dict[str, set[str]]:
+    """Our modules and those of ours that each imports."""
+
+    def module_of(name: str) -> str | None:
+        return (
+            name if name in FILES else name.rpartition(".")[0] if name.rpartition(".")[0] in FILES else None
+        )
+
+    return {
+        module: {found for name in imported(path.read_text()) if (found := module_of(name))} - {module}
+        for module, path in FILES.items()
+    }
+
+
+def room(module: str) -> str:
+    """The folder a module lies in, as ARCHITECTURE.md names it."""
+    return str(FILES[module].parent.relative_to(ROOT)) + "/"
+
+
+def allowed() -> dict[str, set[str]]:
+    """The table of ARCHITECTURE.md: folder -> folders and modules it may import."""
+    rows = re.findall(r"^\| `([\w/]+/)` \|[^|]*\|([^|]*)\|$", (ROOT / "ARCHITECTURE.md").read_text(), re.M)
+    return {folder: {folder, *re.findall(r"`([\w/.]+)`", others)} for folder, others in rows}
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, directly or not: empty where there is an order."""
+    left = {module: set(found) for module, found in edges.items()}
+    while True:
+        used = set().union(*left.values())
+        ends = [module for module, found in left.items() if module not in used or not found & left.keys()]
+        if not ends:
+            return sorted(left)
+        for module in ends:
+            del left[module]
+
+
+def test_every_import_is_in_the_table():
+    """Kills: an import of a higher room, at the top of a file or inside a function; Ray below pipelines."""
+    rules, wrong = allowed(), []
+    assert {room(module) for module in FILES} == rules.keys()
+    for module, found in graph().items():
+        for other in found:
+            if room(other) not in rules[room(module)] and other not in rules[room(module)]:
+                wrong.append(f"{module} imports {other}")
+    for module, path in FILES.items():
+        tops = {name.partition(".")[0] for name in imported(path.read_text())}
+        if "tests" in tops or (module.startswith("uno") and "ray" in tops):
+            wrong.append(f"{module} imports {tops & {'tests', 'ray'}}")
     assert not wrong
 
 
-def test_the_scan_sees_imports(tmp_path):
+def test_no_module_imports_itself_in_a_circle():
+    """At run time, inside functions and for type checkers. Kills: two modules that cannot be read alone."""
+    assert circle(graph()) == []
+
+
+def test_the_scan_sees_imports_and_circles():
     """Kills: a scan that finds nothing."""
-    (tmp_path / "x.py").write_text(
-        "import ray.train as rt\nfrom tune import a\ndef f():\n    from pipelines.cli import main\n"
-        "    importlib.import_module('tests.uno')\n"
-    )
-    assert imported(tmp_path / "x.py") == {"ray", "tune", "pipelines", "tests"}
+    source = "import ray.train as rt\nfrom tune import a\ndef f():\n    from pipelines.cli import main\n"
+    assert imported(source) == {"ray.train", "tune.a", "pipelines.cli.main"}
+    assert imported("importlib.import_module('tests.uno')") == {"tests.uno"}
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == ["a", "b", "c"]
 
 
 def test_uno_imports_without_ray():
@@ -73,17 +127,31 @@ def test_uno_imports_without_ray():
     assert int(done.stdout) >= 30
 
 
+def test_from_a_batch_to_its_loss_one_reads_15_functions_in_7_files(monkeypatch):
+    """Kills: layers between the paper's equations and whoever reads them."""
+    config = small_config()
+    state, batch, seen = fresh_state(config), batches_of(config)(0), set()
+    monkeypatch.setattr(steps, "update_", lambda *args: None)
+
+    def note(frame, event, argument):
+        file, name = frame.f_code.co_filename, frame.f_code.co_qualname.rpartition(".")[2]
+        if event == "call" and file.startswith(str(ROOT / "uno")) and not name.startswith("<"):
+            seen.add((file, frame.f_code.co_qualname))
+
+    sys.setprofile(note)
+    steps.discovery_step(state, batch, config.objective, 0.1)
+    sys.setprofile(None)
+    assert 10 <= len(seen) <= 15 and len({file for file, _ in seen}) <= 7, sorted(seen)
+
+
+@pytest.mark.parametrize("word", ["np.random.seed", "random.seed(", "torch.load(", "pickle.load("])
+def test_no_global_random_state_and_no_pickles(word):
+    """Kills: a resumed run that drifts, code that runs from a file of the user's."""
+    for path in FILES.values():
+        assert not re.search(rf"(?<![\w.]){re.escape(word)}", path.read_text()), path
+
+
 def test_only_collectives_speaks_torch_distributed():
-    """STYLE: distributed is the identity on one process. Kills: ranks in the maths."""
-    for path in sorted((ROOT / "uno").rglob("*.py")):
-        if path.name != "collectives.py":
-            assert "torch.distributed" not in path.read_text().replace("only torch.distributed", ""), path
-
-
-def test_files_fit_the_house_style():
-    """Kills: global random state, pickles."""
-    for package in FORBIDDEN:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            text = path.read_text()
-            for word in ("np.random.seed", "random.seed(", "torch.load(", "pickle.load("):
-                assert not re.search(rf"(?<![\w.]){re.escape(word)}", text), (path, word)
+    """Distributed is the identity on one process. Kills: ranks in the maths."""
+    speakers = {module for module, path in FILES.items() if "torch.distributed" in path.read_text()}
+    assert {module for module in speakers if module.startswith("uno")} == {"uno.collectives"}

@@ -19,7 +19,8 @@ from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, StorageError
-from uno.methods import METHODS, num_heads
+from uno.methods import METHODS
+from uno.methods.registry import num_heads
 from uno.report import charts
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.checks import CHECKED, warnings

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from uno.config import Config, override
 from uno.errors import ConfigError
-from uno.methods import settings
+from uno.methods.registry import settings
 from uno.presets import preset
 from uno.runs.run import pretrain_hash
 

@@ -22,7 +22,8 @@ from uno.augment import eval_view
 from uno.config import Config, override
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, NumericsError
-from uno.methods import METHODS, build_network
+from uno.methods import METHODS
+from uno.methods.registry import build_network
 from uno.model import UnoModel
 from uno.results.classes import route
 from uno.results.infer import Classifier

@@ -24,11 +24,12 @@ from uno.data.decode import decoded, readable
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.errors import StorageError, one_line
-from uno.methods import build_network
+from uno.methods.registry import build_network
 from uno.model import Logits, UnoModel
 from uno.results.classes import OutputClass, parse_classes, route
 from uno.results.forward import forward
 from uno.results.metrics import hungarian
+from uno.state import with_prefix
 
 MODEL_FILES = ("config.yaml", "classes.json", "encoder.safetensors", "heads.safetensors")
 BATCH_BYTES = 64 * 2**20  # decoded pixels of a batch
@@ -150,7 +151,7 @@ def save_model(
 ) -> Classifier:
     """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns what it holds."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
-    encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
+    encoder = with_prefix(weights, "encoder.")
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
     names = [*known, *(f"novel-{i + 1}" for i in range(module.num_novel))]
     classes = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from contextlib import closing
 
 import safetensors.torch
@@ -11,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from uno import collectives, methods
+from uno import collectives
 from uno.config import (
     Config,
     PhaseConfig,
@@ -26,11 +25,12 @@ from uno.data.plan import ROTATION as ROTATION_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
 from uno.data.sets import TrainData
 from uno.errors import ConfigError, StorageError
+from uno.methods import registry
 from uno.model import UnoModel, build_model
 from uno.runs import DISCOVER, PRETRAIN, ROTATION
 from uno.runs.checkpoint import checkpoint_steps, load_newest
 from uno.runs.hardware import prepare_compiler
-from uno.state import TrainState, new_state
+from uno.state import TrainState, new_state, with_prefix
 from uno.steps import pretrain_step, rotation_step
 from uno.train import Phase, Worker, fit
 
@@ -72,7 +72,7 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     """
     plan = plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
-    method = methods.load(config)
+    method = registry.load(config)
     step = {ROTATION: rotation_step, PRETRAIN: pretrain_step, DISCOVER: method.step}[name]
     batch_rows = plan.labeled_size + plan.unlabeled_size
     phase = Phase(name, settings, plan.steps_per_epoch, batch_rows, config.train.max_steps, step)
@@ -109,7 +109,7 @@ def _new_network(
             rotated = run_phase(config, ROTATION, train, worker, storage).model
             model.encoder.load_state_dict(rotated.encoder.state_dict())
         return model, None
-    model = methods.build_network(config, train.num_known, train.num_novel, config.seed + 1)
+    model = registry.build_network(config, train.num_known, train.num_novel, config.seed + 1)
     known_too = load_weights_(model, config, storage)
     if not config.objective.rkd_weight:
         return model, None
@@ -144,8 +144,8 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
     checkpoint = load_newest(place, PRETRAIN)
     if checkpoint is None:
         raise StorageError(f"no pretraining checkpoint in {place.uri}")
-    weights = _strip(checkpoint.tensors, "model/")
-    _load_encoder_(model, _strip(weights, "encoder."), place.uri)
+    weights = with_prefix(checkpoint.tensors, "model/")
+    _load_encoder_(model, with_prefix(weights, "encoder."), place.uri)
     if weights["known.weight"].shape == model.known.weight.shape:
         model.known.load_state_dict({"weight": weights["known.weight"]})
         return True
@@ -162,10 +162,6 @@ def _load_encoder_(model: UnoModel, tensors: dict[str, Tensor], source: str) -> 
         raise ConfigError(f"model.weights: {source} does not fit the encoder: {reason}") from None
 
 
-def _strip(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
 def load_trained(config: Config, storage: Storage, num_known: int, num_novel: int) -> tuple[UnoModel, int]:
     """The discovered model of a run, ready to predict, and the index of its best head.
 
@@ -175,7 +171,7 @@ def load_trained(config: Config, storage: Storage, num_known: int, num_novel: in
     checkpoint = load_newest(storage, DISCOVER)
     if checkpoint is None:
         raise StorageError(f"no discovery checkpoint in {storage.uri}: run uno discover first")
-    model = methods.build_network(config, num_known, num_novel, 0)
-    model.load_state_dict(_strip(checkpoint.tensors, "model/"))
+    model = registry.build_network(config, num_known, num_novel, 0)
+    model.load_state_dict(with_prefix(checkpoint.tensors, "model/"))
     model.normalize_prototypes_()
     return model.eval(), int(checkpoint.tensors["head_losses"].argmin())

@@ -125,10 +125,10 @@ def test_more_classes_than_features_is_one_line():
     """Kills: a traceback of eigh or k-means."""
     from dataclasses import replace
 
-    from uno import methods
+    from uno.methods import registry
 
     config, train = method_config("dtc"), replace(small_sets()[0], num_novel=17)
-    model = methods.build_network(config, 5, 17, 0)
+    model = registry.build_network(config, 5, 17, 0)
     with pytest.raises(ConfigError, match="method dtc needs 17 rows and features at least"):
         dtc.start(config, model, train)
 

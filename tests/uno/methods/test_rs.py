@@ -16,8 +16,9 @@ from tests.uno.methods.toy import (
     random_logits,
     step_on,
 )  # fmt: skip
-from uno.methods import rs, settings
+from uno.methods import rs
 from uno.methods.method import pair_likelihood_loss
+from uno.methods.registry import settings
 from uno.schedule import sigmoid_rampup
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.uno.small_run import CPU, batches_of, small_config, small_sets
-from uno import methods
 from uno.config import Config
+from uno.methods import registry
 from uno.model import Logits
 from uno.state import TrainState, new_state
 from uno.steps import Batch, ObjectiveConfig
@@ -23,8 +23,8 @@ def method_config(name: str, **overrides) -> Config:
 
 def method_state(config: Config) -> TrainState:
     """A fresh state of the run's method, as ``uno.runs.run`` makes it."""
-    method = methods.load(config)
-    model = methods.build_network(config, 5, 5, config.seed).train()
+    method = registry.load(config)
+    model = registry.build_network(config, 5, 5, config.seed).train()
     extra = method.start(config, model, small_sets()[0]) if method.start is not None else {}
     state = new_state(model, model, config.discover, CPU, False)
     state.extra, state.total_steps, state.steps_per_epoch = extra, 18, 6
@@ -34,7 +34,7 @@ def method_state(config: Config) -> TrainState:
 def losses(config: Config, num_steps: int, lr: float = 0.05) -> list[float]:
     """Losses of steps on one and the same batch."""
     state, batch = method_state(config), batches_of(config)(0)
-    step = methods.load(config).step
+    step = registry.load(config).step
     return [float(step(state, batch, config.objective, lr)) for _ in range(num_steps)]
 
 

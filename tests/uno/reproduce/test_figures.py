@@ -6,9 +6,9 @@ import torch
 
 from tests.uno.report.runs import hostile_task, small_config
 from tests.uno.reproduce.finished import finished, small
-from uno import methods
 from uno.config import dump_yaml
 from uno.data.files import Storage
+from uno.methods import registry
 from uno.report.charts import EXTENT, Map
 from uno.reproduce import documents, figures
 from uno.reproduce.experiments import cells
@@ -29,9 +29,9 @@ def drawn(tmp_path, monkeypatch):
     results, todo = finished(tmp_path, table, 1, lambda *_: 0.5), cells(table, 1, {}, {})
     for cell in todo:
         config = small_config(**{"method": cell.config.method, "data.limit": 120, "model.num_heads": 2})
-        run, model = Storage(str(tmp_path / cell.name)), methods.build_network(config, 5, 5, 0)
+        run, model = Storage(str(tmp_path / cell.name)), registry.build_network(config, 5, 5, 0)
         tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-        tensors["head_losses"] = torch.arange(float(methods.num_heads(config)))
+        tensors["head_losses"] = torch.arange(float(registry.num_heads(config)))
         save_checkpoint(run, "discover", Checkpoint(1, tensors, {}), dump_yaml(config))
         run.write("config.yaml", dump_yaml(config).encode())
     return results, todo, shapes
