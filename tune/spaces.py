@@ -16,7 +16,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
 from uno.config import Config, about, describe, field_names, flatten, load_yaml, override, resumable, to_dict
@@ -27,13 +34,22 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
+def _not_a_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {str(value).lower()}")
+    return value
+
+
+Bound = Annotated[float | None, BeforeValidator(_not_a_bool)]
+
+
 @dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
 class Domain:
     """Values of one key: ``choices``, or from ``low`` to ``high`` on a ``scale``."""
 
     key: str
-    low: float | None = None
-    high: float | None = None
+    low: Bound = None
+    high: Bound = None
     scale: Literal["linear", "log", "int"] = "linear"
     choices: Annotated[tuple[Any, ...], AfterValidator(_frozen)] = ()
     reason: str = ""

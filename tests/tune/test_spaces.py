@@ -57,6 +57,7 @@ EPSILON, HEADS = "objective.epsilon", "model.num_heads"
         (EPSILON, "{low: 0.1, high: 0.1}", "not below"),
         (EPSILON, "{low: 0.1}", "needs choices, or the numbers low and high"),
         (EPSILON, "{low: 0.1, high: .inf}", "finite"),
+        (EPSILON, "{low: false, high: 0.2}", "low: must be a number, not false"),
         (EPSILON, "{low: a, high: b}", "low: Input should be a valid number"),
         (EPSILON, "{low: 0.1, high: 0.2, choices: [0.1]}", "either"),
         (EPSILON, "{low: 0.1, high: 0.2, scale: cubic}", "'linear', 'log' or 'int'"),
