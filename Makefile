@@ -23,11 +23,11 @@ lint: $(STAMP)
 # Lint, types, the default lane, and the Ray lane with one case per fault family.
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --durations=5
-	$(PY) -m pytest -m 'ray and not slow'
+	$(PY) -m pytest -m 'ray and not slow' --durations=10
 
 # The full matrices.
 test-slow: $(STAMP)
-	$(PY) -m pytest -m 'slow'
+	$(PY) -m pytest -m 'slow' --durations=10
 
 bench: $(STAMP)
 	$(PY) -m benchmarks
