@@ -114,7 +114,8 @@ def train_set(
     images: Tensor, labeled: np.ndarray, labels: Tensor, unlabeled: np.ndarray, num_known: int, num_novel: int
 ) -> TrainSet:
     """:func:`assemble` from :func:`~uno.data.sets.train_rows`, where the task itself is not at hand."""
-    return TrainSet(images[labeled], labels, images[unlabeled], num_known, num_novel)
+    known, rest = (images[torch.tensor(rows)] for rows in (labeled, unlabeled))  # Ray's arrays are read-only
+    return TrainSet(known, labels, rest, num_known, num_novel)
 
 
 def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from uno.config import DataConfig
-from uno.data.resident import assemble, eval_sets, load_resident
+from uno.data.resident import assemble, eval_sets, load_resident, train_set
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.errors import ConfigError
@@ -84,3 +84,12 @@ def test_rows_without_truth_are_not_evaluated(tmp_path):
     sets = eval_sets(task, images, ok)
     assert sets["train"].index.tolist() == [0, 1] and len(sets["test"].truth) == 0
     assert assemble(task, images, ok).unlabeled_images.shape == (2, 3, 8, 8)
+
+
+def test_rows_that_are_read_only_are_taken_silently():
+    """Ray's object store hands out read-only arrays. Kills: torch's warning on every worker's console."""
+    rows = np.arange(3)
+    rows.flags.writeable = False
+    images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1).expand(-1, 3, 4, 4)
+    found = train_set(images, rows, torch.zeros(3, dtype=torch.int64), rows, 1, 1)
+    assert found.labeled_images[:, 0, 0, 0].tolist() == [0, 1, 2]
