@@ -1,7 +1,5 @@
 """``make bench``: the benchmarks that fit two CPU cores in 10 minutes, one JSON row each."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -7,8 +7,6 @@ normalised float32 batches, one for each view. The methods take turns; the row h
 ``--clock cpu`` counts processor time, which other processes disturb less.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

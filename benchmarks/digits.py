@@ -7,8 +7,6 @@ repeated) and prints one JSON row: every accuracy with mean, standard deviation 
 best head by training loss, k-means beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -8,8 +8,6 @@ are unlabeled, the others known; the estimator holds out four of them as probes,
 empty directory; 0 is this process without Ray. Truth is looked at only here, after the estimate.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ network runs over random images. Each curve comes with the exponent that the alg
 curve over the batch needs ``--encoder``; on a CPU it takes minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """What the benchmarks share: methods that take turns, medians, and a row that says where it was measured."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 import time

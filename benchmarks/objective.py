@@ -8,8 +8,6 @@ boolean masks, zero-padded targets, one float32 Sinkhorn per view and head. Both
 is checked before anything is timed. Features are random; the encoder is not part of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

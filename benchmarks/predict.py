@@ -9,8 +9,6 @@ same rows on the same cores and take turns (A B A B); ours also writes its table
 on two Ray actors, whose start is in its time; that of Ray itself is ``ray_start_s``.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

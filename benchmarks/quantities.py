@@ -1,7 +1,5 @@
 """What benchmarks need besides seconds: limits of the device, operators, bytes, exponents, sizes of sets."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

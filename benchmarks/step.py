@@ -9,8 +9,6 @@ backward pass, so they need not add up exactly. Beside them stand the device's l
 memory bandwidth.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ with ASHA); the same sweep without stopping; then, for this record only, a real 
 trial's values, whose true novel accuracy the sweep never saw; and rank correlations of the two. Prints a row.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -8,8 +8,6 @@ logits do not depend on the pixels), and a model of the scaling efficiency on GP
 :data:`ASSUMED`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ A job is ``uno pretrain`` or ``uno discover`` with a configuration file, in a di
 directory. How each attempt ended, and after how many seconds, stands in ``attempts.jsonl`` there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ configuration or data (nothing started), 3 numerics, 4 storage, 75 interrupted a
 before anything was saved, 1 a defect of this program.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import os

@@ -1,7 +1,5 @@
 """``uno doctor [RUN]``: what is wrong with this machine, or with a run directory, and what to do."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """``uno estimate-classes``: the number of novel classes, as an interval; ``python -m pipelines.estimate``."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

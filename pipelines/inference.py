@@ -4,8 +4,6 @@ On Ray: blocks of paths (or of encoded bytes) -> decoding tasks on any node -> a
 model -> this process, which writes the shards. The same batches as without Ray, so the same results.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping

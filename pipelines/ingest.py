@@ -1,7 +1,5 @@
 """Resident or streaming: decided once for a run, and said why."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pipelines.console import say

@@ -1,7 +1,5 @@
 """What pretrain, discover, demo and evaluate share: from options to a finished run directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -8,8 +8,6 @@ dropped unless they are given too, because hiding the labels of somebody else's 
 mistake. pydantic checks every value, so that an error is one line with the field's name.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import shutil

@@ -7,8 +7,6 @@ can be the first. An execution has a bounded number of blocks, so memory does no
 next one starts before the last one ends, so that an epoch has no beginning to wait for.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Connecting to Ray: the one place that sets Ray's environment. Import nothing of Ray before connecting."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -5,8 +5,6 @@ Also ``python -m pipelines.reproduce`` for ``ray job submit``. Every cell is a r
 repeated, so the same command continues what was stopped or killed.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import time

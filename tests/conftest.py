@@ -1,7 +1,5 @@
 """The one Ray cluster of the test lane ``ray``; everything else runs without Ray."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

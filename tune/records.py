@@ -11,8 +11,6 @@
     pretrain/<hash>/                  a pretraining, shared by the trials that do not change it
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Everything is made from the sweep's directory alone, so it can be made again at 
 score every file is called ``oracle-...`` and every table says so.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

@@ -21,8 +21,6 @@ heads on the unlabeled rows. ``oracle`` scores the real problem by the true labe
 only, and everything it writes says so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

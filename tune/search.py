@@ -5,8 +5,6 @@ trials, continues as if it had never stopped. Optuna is told what it has seen be
 configuration as it was given, so that the winner is compared with what everybody would have used.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

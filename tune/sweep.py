@@ -6,8 +6,6 @@ continues a sweep that was killed anywhere: trials with a result are not run aga
 at the epoch it had reached, and early stopping and Optuna are told what happened before.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -6,8 +6,6 @@ together, early stopping compares what is comparable, a killed trial goes on whe
 one is in memory. Ray Tune calls :func:`train_trial`, which trains by itself or starts Ray Train workers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

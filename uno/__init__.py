@@ -21,8 +21,6 @@ objective, off by default).
 A trained model: ``uno.load("runs/demo").predict(images)`` (uno.results.api).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 __all__ = ["Model", "Prediction", "Predictions", "load"]

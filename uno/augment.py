@@ -14,8 +14,6 @@ Definitions and parameter ranges are torchvision's, without its rounding to 8 bi
 one CPU core this is ten times as fast as torchvision on PIL images (``python -m benchmarks.augment``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

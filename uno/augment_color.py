@@ -5,8 +5,6 @@ Definitions are those of torchvision.transforms.functional on float images. A na
 images in place.
 """
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import torch

@@ -1,7 +1,5 @@
 """The only torch.distributed in ``uno``. On one process every function is the identity."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ State-dict keys are torchvision's (without ``fc``), so that trained encoders loa
 imported where a network is built: it takes 2 s of CPU time, which processes that only decode need not pay.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """What a command may end with, besides success: each error is one line for the user and one exit code."""
 
-from __future__ import annotations
-
 
 class UnoError(Exception):
     """An end that is foreseen; ``exit_code`` is what the process returns."""

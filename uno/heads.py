@@ -5,8 +5,6 @@ wide Linear + BatchNorm1d and one batched matmul serve all heads, with parameter
 separate MLPs.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

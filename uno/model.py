@@ -1,7 +1,5 @@
 """One network for known and novel classes (paper Sec. 3.1, Fig. 2)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The unified objective (paper Sec. 3.1-3.2, appendix "Multi-view aggregation strategies")."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@
 Precedence: defaults < preset < YAML < command line < Tune sample.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from typing import Any

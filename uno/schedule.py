@@ -1,7 +1,5 @@
 """Learning rate (paper Sec. 4.1: linear warm-up, cosine annealing) and ramps, as pure functions."""
 
-from __future__ import annotations
-
 import math
 
 

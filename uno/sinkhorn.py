@@ -1,7 +1,5 @@
 """Pseudo-labels by entropic optimal transport (paper Sec. 3.2, Eq. 4-5)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

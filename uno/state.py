@@ -1,7 +1,5 @@
 """The one mutable object of training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """One optimizer step of each phase: image views -> loss -> update (paper Sec. 3, Sec. 4.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """THE training loop, the same without Ray, in a Ray Train worker and in a Tune trial."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """The cluster, and the undisturbed two-worker run that disturbed ones are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

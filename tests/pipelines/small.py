@@ -1,7 +1,5 @@
 """The small run of ``tests.uno.small_run`` as a command line."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

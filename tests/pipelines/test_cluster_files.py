@@ -1,7 +1,5 @@
 """cluster.yaml and its relatives, as Ray would read them, without a cloud."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

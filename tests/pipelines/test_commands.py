@@ -1,7 +1,5 @@
 """The commands in this process, without Ray: what they write, what they refuse, how they resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

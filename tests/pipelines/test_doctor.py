@@ -1,7 +1,5 @@
 """``uno doctor`` as a command: its lines and exit codes."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelines import cli, doctor

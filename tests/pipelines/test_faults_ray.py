@@ -1,7 +1,5 @@
 """Faults met by real workers: what the user sees, what it costs, and the same weights in the end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The driver's decisions about a group of workers, with the group replaced by a function."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

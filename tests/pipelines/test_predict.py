@@ -1,7 +1,5 @@
 """``uno predict``, ``uno classes`` and ``uno export`` as a person runs them."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

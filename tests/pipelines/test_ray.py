@@ -1,7 +1,5 @@
 """The commands through Ray Data and Ray Train on one shared cluster: equal to the local path."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

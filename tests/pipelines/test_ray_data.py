@@ -2,8 +2,6 @@
 its images.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """``uno report RUN`` as a command."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelines import cli, report

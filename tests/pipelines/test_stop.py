@@ -1,7 +1,5 @@
 """Signals: who handles them, and for how long."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from types import SimpleNamespace

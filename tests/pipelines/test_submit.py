@@ -1,7 +1,5 @@
 """``ray job submit`` against a running head: logs, exit codes, stop, kill, and the same submission again."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 As close to a second machine as one machine gets. Where namespaces are not allowed, two nodes on one address.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """``uno tune``'s options and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelines import ray_env

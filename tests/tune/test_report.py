@@ -1,7 +1,5 @@
 """Tables, best.yaml and the page, from sweeps that never ran."""
 
-from __future__ import annotations
-
 import io
 
 import pyarrow.parquet as pq

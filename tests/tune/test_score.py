@@ -1,7 +1,5 @@
 """The score sees known labels only: hidden classes, held-out rows, and no truth of the novel ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What Ray Tune is told to run, and what becomes of each trial; no cluster, but the package is needed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tune.tiny import fake_sweep, tiny_options

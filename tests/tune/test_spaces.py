@@ -1,7 +1,5 @@
 """Spaces: every key and bound is checked against the schema, and draws are functions of (seed, index)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sweeps through Ray Tune: shared pretraining, failures, a killed driver, workers, more trials than fit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A trial without Ray: epochs in step, shared pretraining, and going on where a killed one was."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """A sweep that takes seconds: 200 digits, a network of width 4, two epochs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One process of test_collectives: ``python -m tests.uno.gloo_worker RANK WORLD_SIZE FOLDER``."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from pathlib import Path

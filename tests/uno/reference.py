@@ -2,8 +2,6 @@
 equal.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A run that takes a second: real digits, a network of width 4, two heads, six steps an epoch."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Crops cut on the CPU: torchvision's, from an image that is decoded once."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The tests are tested: mistakes this field made take a function's place, and a named test must fail."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """What would go wrong with this data, before anything starts (``uno data check``)."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """CIFAR10 and CIFAR100 in torchvision's directory layout, unpickling nothing but lists and bytes."""
 
-from __future__ import annotations
-
 import codecs
 import pickle
 from collections.abc import Callable

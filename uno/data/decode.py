@@ -6,8 +6,6 @@ Pillow decodes. On one core: 8,000 images/s of CIFAR10-JPEG, 480/s of ImageNet o
 of 12 megapixels; torchcodec 0.17: 20,000, 430 and 15/s. Pillow is enough.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

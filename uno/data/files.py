@@ -4,8 +4,6 @@ directories to write.
 A local name need not be UTF-8: as everywhere in Python a ``str`` carries its bytes, and pyarrow gets bytes.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whether a set is decoded once and kept in memory (resident), or again in every epoch (streaming)."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 

@@ -6,8 +6,6 @@ A shard appears whole or not at all, and the same command goes on after a kill; 
 all are there, readers refuse the directory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -4,8 +4,6 @@ A batch is B_l labeled rows followed by B_u unlabeled rows, both fixed for the r
 concatenated permutations, each drawn from its own generator, so a resumed run needs no random state.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

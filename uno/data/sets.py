@@ -3,8 +3,6 @@
 Kinds: decoded and in memory (:mod:`uno.data.resident`), read while it trains (:mod:`uno.data.stream`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Protocol, Self
 

@@ -1,7 +1,5 @@
 """What the user names -> Rows: ``digits``, ``cifar10:DIR``, ``folder:DIR``, or a path and its content."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -5,8 +5,6 @@ benchmark mode (``known_classes``, or a source that declares its known classes) 
 they move to ``eval_labels``, which only evaluation reads.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -3,8 +3,6 @@
 A column ``eval_label`` may hold true classes for evaluation; training never reads it.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -10,8 +10,6 @@ A new method is a module of this package with a ``METHOD`` (:class:`uno.methods.
 in :data:`METHODS`; :mod:`uno.methods.registry` imports it when it is used.
 """
 
-from __future__ import annotations
-
 METHODS = {
     "uno": "unified objective (Fini et al., ICCV 2021)",
     "rs": "rank statistics (Han et al., ICLR 2020)",

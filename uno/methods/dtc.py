@@ -14,8 +14,6 @@ of the learning rate for all methods. Its novel outputs are log-similarities, be
 has no joint classifier, and task-agnostic accuracy says so.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

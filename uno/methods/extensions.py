@@ -5,8 +5,6 @@ B_l rows labeled. Under several workers each is a number whose mean over workers
 of the global batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any

@@ -8,8 +8,6 @@ orders of a pair. That the three terms weigh one each is our choice: in the pape
 the other. Pairs are (view 0, view 1) where the authors have one view.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ the logarithm. That the three terms weigh one each is our choice: in the paper t
 other. Pairs are (view 0, view 1) where the authors have one view.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from uno import collectives

@@ -1,7 +1,5 @@
 """What a discovery method is made of, and the parts that several share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

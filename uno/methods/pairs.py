@@ -8,8 +8,6 @@ length one. All pairs of a batch count alike, so what it takes for granted is th
 many as known ones; a pair is similar where it says more than 1/2.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -13,8 +13,6 @@ three stages of the encoder. The authors' known-class loss uses one view, ours b
 pretraining see ``--rotation.epochs``.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

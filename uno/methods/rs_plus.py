@@ -11,8 +11,6 @@ here is that of the joint head's novel outputs, one model for all protocols; the
 head's there.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -5,8 +5,6 @@ wrong), ``origin`` (where it comes from), ``charts`` and ``pictures`` (what is d
 pages share).
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Everything that is drawn, as numbers: line charts, heat maps and t-SNE maps; the templates make it SVG."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

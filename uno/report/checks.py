@@ -1,7 +1,5 @@
 """What may be wrong with a run, in the words of somebody who has to decide whether to trust it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is known of a run: what its directory says, and what its model says of a sample of its rows."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

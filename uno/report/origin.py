@@ -1,7 +1,5 @@
 """Where a run comes from: how long it took, and the commands that repeat it."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any

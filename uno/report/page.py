@@ -4,8 +4,6 @@ Markup lives in ``templates/``: ``base.html`` is the frame and ``parts.html`` ha
 other packages too.
 """
 
-from __future__ import annotations
-
 import base64
 import datetime
 import hashlib

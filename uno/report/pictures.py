@@ -1,7 +1,5 @@
 """Thumbnails as data URIs: strips of a class's images and one sheet for the points of the maps."""
 
-from __future__ import annotations
-
 import base64
 from dataclasses import dataclass
 from io import BytesIO

@@ -1,7 +1,5 @@
 """Results as Markdown, Parquet and HTML: grids of texts for people, one long table for programs, a record."""
 
-from __future__ import annotations
-
 import io
 import json
 import statistics

@@ -1,7 +1,5 @@
 """What finished runs say about a table: means and spreads over seeds, effects paired by seed, verdicts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -5,8 +5,6 @@ own: CIFAR10, CIFAR100 and ImageNet from the user's disk, with its recipe. ``sma
 embedded digits and, where its directory is given, a subset of CIFAR10-JPEG.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """t-SNE maps of checkpoints: Fig. 4 (all classes, UNO beside RS+), the appendix's figure (novel classes)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

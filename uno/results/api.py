@@ -1,7 +1,5 @@
 """The Python interface: ``uno.load("runs/demo").predict(images)``. It mirrors ``uno predict``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

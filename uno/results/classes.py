@@ -8,8 +8,6 @@ predicted, but its probability is not handed to the others: a row that looks lik
 ``probability``, so that it can be told from a row of a real class.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

@@ -4,8 +4,6 @@ Restarts run side by side as the leading dimension R. Randomness comes from a se
 sums are matrix products, so the same device gives the same clusters again.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

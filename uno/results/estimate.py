@@ -11,8 +11,6 @@ directions; and several class splits, with every choice of anchors in each, vote
 Only known labels enter. Every (split, k) is a task of its own: see :data:`Tasks`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

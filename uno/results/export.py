@@ -3,8 +3,6 @@
 Nothing is handed out unchecked: every format is loaded again and compared with the model it came from.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The one forward pass over rows: whoever looks at rows without training on them asks here."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The k-means baseline: what the representation gives away without discovery (METHOD.md, Sec. 6)."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import ArrayLike

@@ -9,8 +9,6 @@ K, the clusters of a head, may differ from C_u, the true novel classes: the matc
 rows of a class or a cluster without partner count as wrong.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment

@@ -5,8 +5,6 @@
 verify is not a checkpoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """A run's directory: who may use it, what is wrong with it, and the repairs that cannot lose anything."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -16,8 +16,6 @@ noted in ``faults.jsonl`` there before it strikes, as is every step from which t
 again. Without the variable, :func:`in_training` and :func:`in_driver` return what they are given.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

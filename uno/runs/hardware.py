@@ -1,7 +1,5 @@
 """What this process runs on, in words, for records and run directories."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """The run's diary: ``metrics.jsonl``, one JSON object a line, and TensorBoard events of the same numbers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

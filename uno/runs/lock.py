@@ -7,8 +7,6 @@ their driver, a laptop that wakes up) is stopped at its next write. A write that
 that can only spoil a checkpoint, which its manifest then tells.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """A run from its data to a trained model: pretrain, discover; the same on every worker."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import closing
 

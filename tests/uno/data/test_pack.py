@@ -1,7 +1,5 @@
 """Packed shards hold the same rows, survive a kill, and say when they are damaged or incomplete."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

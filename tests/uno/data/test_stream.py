@@ -1,7 +1,5 @@
 """Streaming batches are resident batches, from any step, whatever goes wrong with single images."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import Counter

@@ -1,7 +1,5 @@
 """Logits without a network, naive sums, and a network small enough to step twenty times in a second."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Reading a page as a browser's parser does, as far as the tests need it."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from typing import Any

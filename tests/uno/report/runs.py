@@ -1,7 +1,5 @@
 """Small run directories without training: an untrained model in a real checkpoint."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the page says and shows: classes, warnings, commands, drawings, pictures."""
 
-from __future__ import annotations
-
 import base64
 import shlex
 from collections.abc import Callable

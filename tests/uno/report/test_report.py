@@ -1,7 +1,5 @@
 """The page as a whole: inert, complete without scripts, honest about what is missing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

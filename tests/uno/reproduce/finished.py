@@ -1,7 +1,5 @@
 """Directories as finished cells leave them, with made-up numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

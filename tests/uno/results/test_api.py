@@ -1,7 +1,5 @@
 """``uno.load(run).predict(images)``: cheap to import, any kind of image, the numbers of ``uno predict``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Names for discovered classes: what a person may write, what it does, and one line for every mistake."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What other tools load computes what the model computes, in a process that knows nothing of this project."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -1,7 +1,5 @@
 """Scores, aligned heads, and a table with one row for every input whatever happens in between."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

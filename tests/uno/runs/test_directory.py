@@ -1,7 +1,5 @@
 """A run directory: who may use it, a line for whatever is wrong with it, repairs that lose nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

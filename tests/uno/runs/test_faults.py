@@ -1,7 +1,5 @@
 """The injector itself, and what a run without Ray makes of its faults."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

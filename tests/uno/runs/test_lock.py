@@ -1,7 +1,5 @@
 """Who may write in a run directory: one command, and its workers only while it has it."""
 
-from __future__ import annotations
-
 import json
 import time
 
