@@ -5,6 +5,8 @@ them.
 import inspect
 import logging
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -107,8 +109,24 @@ def quiet_ray_train() -> None:
     """Ray 2.60 logs every report through a logger named after a file, which LoggingConfig does not reach."""
     import ray.train.v2._internal.execution.context as context
 
+    quiet_exit()
+
     for logger in (logging.getLogger("ray.train"), context.logger):
         logger.setLevel(logging.WARNING)
+
+
+def quiet_exit() -> None:
+    """Ray ends a process by SIGTERM, which its handler turns into SystemExit wherever the process is. Inside a
+    callback of the garbage collector Python would print it and go on: here the process is asked again.
+    """
+
+    def hook(ignored: Any) -> None:
+        if ignored.exc_type is SystemExit:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            sys.__unraisablehook__(ignored)
+
+    sys.unraisablehook = hook
 
 
 class Job(NamedTuple):

@@ -209,6 +209,7 @@ def train_trial(sample: dict[str, Any], sweep: dict[str, Any]) -> None:
     """
     import ray.tune
 
+    ray_worker.quiet_exit()
     index, storage = sample["index"], ClaimedStorage(sweep["output"], sweep["token"])
     try:
         if sweep["workers"]:

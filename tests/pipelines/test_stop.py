@@ -1,6 +1,7 @@
 """Signals: who handles them, and for how long."""
 
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -26,3 +27,23 @@ def test_ray_does_not_take_sigterm_from_us(monkeypatch):
     with on_stop(lambda: asked.append(1)), ray_env.connect():
         signal.raise_signal(signal.SIGTERM)
     assert asked == [1] and signal.getsignal(signal.SIGTERM) is before
+
+
+ENDED_IN_A_CALLBACK = """
+import signal, sys, time, weakref
+from pipelines.worker import quiet_exit
+
+quiet_exit()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # as Ray's handler does
+thing = type("Thing", (), {})()
+kept = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))  # Python swallows what this raises
+del thing
+time.sleep(60)
+"""
+
+
+def test_an_exit_in_a_callback_is_asked_again_without_a_traceback():
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED_IN_A_CALLBACK], capture_output=True, text=True, timeout=50
+    )
+    assert (done.returncode, done.stderr) == (3, "")
