@@ -116,13 +116,13 @@ def quiet_ray_train() -> None:
 
 
 def quiet_exit() -> None:
-    """Ray ends a process by SIGTERM, which its handler turns into SystemExit wherever the process is. Inside a
-    callback of the garbage collector Python would print it and go on: here the process is asked again.
+    """Ray ends a process by SIGTERM, which becomes SystemExit wherever the process is. In a callback of the
+    garbage collector Python would print and forget it: here the process is asked again a moment later.
     """
 
     def hook(ignored: Any) -> None:
         if ignored.exc_type is SystemExit:
-            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         else:
             sys.__unraisablehook__(ignored)
 
