@@ -18,10 +18,9 @@ from uno.data.check import check, format_report
 from uno.data.decode import BAD_SAMPLES, decode_many, readable
 from uno.data.files import Storage
 from uno.data.resident import assemble, eval_sets, keep_pixels
-from uno.data.sets import EvalData, TrainData
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.data.stream import streaming_eval_sets, streaming_set
+from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.errors import ConfigError
 from uno.report import REPORT, write_report
 from uno.results.evaluate import evaluate_run, format_table

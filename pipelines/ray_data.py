@@ -28,16 +28,17 @@ from uno.data.ingest import free_host_bytes
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
 from uno.data.rows import Chosen, Files, Image, Images, base
-from uno.data.sets import EvalData, TrainData, train_rows, truth_rows
-from uno.data.splits import Task
+from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import (
     CHUNK_BYTES,
     Chunk,
     CropJob,
     Decoded,
+    EvalData,
     References,
     StreamedEvalSet,
     StreamSet,
+    TrainData,
     stream_facts,
 )
 from uno.data.tables import ParquetImages

@@ -1,6 +1,5 @@
-"""Encoded image -> square uint8 pixels, for files nobody vouches for.
-
-The header is read first (format, pixel and byte caps), then the pixels; whatever goes wrong is a BadImage.
+"""Encoded image -> square uint8 pixels, for files nobody vouches for: the header is read first (format, pixel
+and byte caps), then the pixels; whatever goes wrong is a BadImage.
 
 Pillow decodes. On one core: 8,000 images/s of CIFAR10-JPEG, 480/s of ImageNet originals (500 px), 50-75/s
 of 12 megapixels; torchcodec 0.17: 20,000, 430 and 15/s. Pillow is enough.
@@ -12,10 +11,11 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -45,12 +45,10 @@ UPRIGHT = {
     5: Pillow.Transpose.TRANSPOSE, 6: Pillow.Transpose.ROTATE_270, 7: Pillow.Transpose.TRANSVERSE,
     8: Pillow.Transpose.ROTATE_90,
 }  # fmt: skip
-BATCHES_AHEAD = 2
-"""Batches that :func:`decoded` decodes while the model works."""
+BATCHES_AHEAD = 2  # that are decoded while the model works
 BAD_SAMPLES = "bad_samples.jsonl"
 
-DecodedImages = tuple[Tensor, list[str | None]]
-"""What :func:`decode_many` returns."""
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +62,8 @@ _lock, _muted, _num_inside = threading.Lock(), ExitStack(), 0
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Mute Pillow's warnings: size is checked here, broken metadata and odd palettes do no harm.
-
-    Filters belong to the process: they are muted while any thread is inside.
+    """Mute Pillow's warnings while any thread is inside (filters belong to the process): size is checked
+    here, broken metadata and odd palettes do no harm.
     """
     global _num_inside
     with _lock:
@@ -86,11 +83,8 @@ def quiet() -> Iterator[None]:
 def decode(image: Image, size: int) -> np.ndarray:
     """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size``, centre crop.
 
-    Resizing is antialiased bilinear; an image of size x size is returned unchanged. Transparent pixels become
-    white, 16-bit grey is scaled to 8 bits.
-
-    Raises:
-        BadImage: missing, too large, not an image, of a refused format, truncated, or corrupt.
+    Resizing is antialiased bilinear; an image of size x size is returned unchanged. Raises BadImage: missing,
+    too large, not an image, of a refused format, truncated, or corrupt.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
@@ -120,7 +114,7 @@ def decode_rgb(image: Image, side: int) -> np.ndarray:
         return _pixels(rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb)
 
 
-def decode_many(images: Images, size: int, threads: int | None = None) -> DecodedImages:
+def decode_many(images: Images, size: int, threads: int | None = None) -> tuple[Tensor, list[str | None]]:
     """N images -> (uint8 (N,3,size,size), why an image has no pixels, None where it has); bad ones are black.
 
     ``threads`` decode at once (default: as many as torch uses); Pillow releases the GIL.
@@ -146,22 +140,30 @@ def decoded(
     """Batches of row numbers (b,) -> (row numbers, pixels, reasons) of :func:`decode_many`, decoded ahead of
     whoever works on them by ``threads`` (default: as many as there are cores).
     """
-    waiting: deque[Future[tuple[Tensor, list[str | None]]]] = deque()
-    taken: deque[np.ndarray] = deque()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="uno-decode")
+
+    def decode_batch(rows: np.ndarray) -> tuple[np.ndarray, Tensor, list[str | None]]:
+        return rows, *decode_many(Chosen(images, rows), size, threads or os.cpu_count())
+
+    return ahead(decode_batch, batches, 1, BATCHES_AHEAD)
+
+
+def ahead(
+    function: Callable[[Any], Result], items: Iterable[Any], threads: int, depth: int
+) -> Generator[Result, None, None]:
+    """``map(function, items)`` in threads, in order, at most ``depth`` results ahead of the consumer."""
+    waiting: deque[Future[Result]] = deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="uno-ahead")
     try:
-        for index in batches:
-            taken.append(index)
-            waiting.append(pool.submit(decode_many, Chosen(images, index), size, threads or os.cpu_count()))
-            if len(waiting) > BATCHES_AHEAD:
-                yield taken.popleft(), *waiting.popleft().result()
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > depth:
+                yield waiting.popleft().result()
         while waiting:
-            yield taken.popleft(), *waiting.popleft().result()
+            yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-# ------------------------------------------------------------------------------------------------ bad images
 def readable(reasons: Sequence[str | None]) -> np.ndarray:
     """bool (N,): which images have pixels, from the reasons of :func:`decode_many`."""
     return np.array([reason is None for reason in reasons], dtype=bool)
@@ -170,10 +172,8 @@ def readable(reasons: Sequence[str | None]) -> np.ndarray:
 def check_bad(
     ids: Sequence[str], reasons: Sequence[str | None], max_fraction: float, storage: Storage | None = None
 ) -> list[dict[str, str]]:
-    """The unreadable images of N as {"id", "reason"}, in order; rank 0 lists them in ``storage``.
-
-    Raises:
-        ConfigError: more than ``max_fraction`` of all; it tells the count and the first reason.
+    """The unreadable images of N as {"id", "reason"}, in order; rank 0 lists them in ``storage``. More than
+    ``max_fraction`` of all are a ConfigError with the count and the first reason.
     """
     bad = [{"id": str(ids[i]), "reason": why} for i, why in enumerate(reasons) if why is not None]
     if bad and storage is not None and collectives.world()[0] == 0:
@@ -188,34 +188,26 @@ def check_bad(
 
 
 class BadRows:
-    """The rows that this worker, and after :meth:`sync` all workers, could not read while training.
-
-    Args:
-        ids: of all N rows of the task.
-        images: of all N rows.
-        max_fraction: of N that may be unreadable.
-        storage: of the run; keeps the list.
+    """The rows of a task, with ``ids`` and ``images``, that this worker, and after :meth:`sync` all workers,
+    could not read while training; the ``storage`` of the run keeps the list.
     """
 
     def __init__(self, ids: Sequence[str], images: Images, max_fraction: float, storage: Storage) -> None:
-        self._ids, self._images, self._storage = ids, images, storage
-        self._max_fraction = max_fraction
+        self._ids, self._images, self._max_fraction, self._storage = ids, images, max_fraction, storage
         self._reasons = self._listed()
         self._synced = len(self._reasons)
 
     def add(self, row: int, reason: str) -> None:
         """Note that row ``row`` of the task cannot be read."""
-        self._reasons.setdefault(int(row), reason)
+        self._reasons.setdefault(row, reason)
 
     def __len__(self) -> int:
         """How many are known here."""
         return len(self._reasons)
 
     def sync(self, device: torch.device) -> None:
-        """Tell each other; to be called by all workers at the same time. Rank 0 writes the list.
-
-        Raises:
-            ConfigError: there are more than ``max_fraction`` allows.
+        """Tell each other; to be called by all workers at the same time. Rank 0 writes the list; more than
+        ``max_fraction`` are a ConfigError.
         """
         new = torch.tensor([float(len(self._reasons) > self._synced)], device=device)
         if not collectives.sum_(new):
@@ -225,7 +217,7 @@ class BadRows:
         rows = collectives.sum_(flags).nonzero()[:, 0].tolist()
         for row in rows:
             if row not in self._reasons:  # another worker's: no need to send text around
-                _, (reason,) = decode_many(Chosen(self._images, np.array([row])), 1, 1)
+                _, (reason,) = decode_many([self._images[row]], 1, 1)
                 self._reasons[row] = reason or "read once, not another time"
         self._synced = len(rows)
         reasons = [self._reasons.get(row) for row in range(len(self._ids))]
@@ -244,7 +236,6 @@ class BadRows:
         return {row: reasons[name] for row, name in enumerate(map(str, self._ids)) if name in reasons}
 
 
-# ---------------------------------------------------------------------------------------------------- Pillow
 def read_header(image: Image) -> tuple[str, int, int]:
     """(format or 'pixels', width, height) without decoding pixels. Raises BadImage as :func:`decode`."""
     if isinstance(image, np.ndarray):
@@ -266,20 +257,15 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
 
 
 def _square(picture: Pillow.Image, size: int) -> Pillow.Image:
-    width, height = picture.size
-    side = min(width, height)
-    if width == height == size:
-        return picture
+    (width, height), side = picture.size, min(picture.size)
     left, top = (width - side) / 2, (height - side) / 2
     box = (left, top, left + side, top + side)
     return picture.resize((size, size), Pillow.Resampling.BILINEAR, box=box)
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:
-    """Any mode -> RGB; transparent pixels become white, 16-bit grey is scaled to 8 bits.
-
-    Raises:
-        BadImage: pixels without a known range.
+    """Any mode -> RGB; transparent pixels become white, 16-bit grey is scaled to 8 bits. Raises BadImage
+    where pixels have no known range.
     """
     if picture.mode.startswith("I;16") or picture.mode == "I":
         values = np.asarray(picture).astype(np.int64)
@@ -297,9 +283,8 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
 
 @contextmanager
 def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]:
-    """The picture with its header checked; every error inside, of Pillow or the disk, is a BadImage.
-
-    A JPEG is set to be decoded at the scale that ``side`` allows.
+    """The picture with its header checked, a JPEG at the scale that ``side`` allows; every error inside, of
+    Pillow or the disk, is a BadImage.
     """
     try:
         data = read_bytes(image, MAX_BYTES) if isinstance(image, str) else bytes(image)

@@ -21,8 +21,8 @@ from PIL import Image as Pillow
 
 from uno.data.decode import BAD_SAMPLES, MAX_BYTES, BadImage, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
-from uno.data.plan import window_indices
-from uno.data.rows import Files, Image, Rows, base
+from uno.data.plan import by_windows
+from uno.data.rows import Files, Image, Rows, base, fetch
 from uno.data.tables import PACKED, PACKING, ParquetImages
 from uno.errors import ConfigError, one_line
 
@@ -160,7 +160,7 @@ def _order(rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int)
     if isinstance(images, ParquetImages):
         groups = images.groups(index)
         window = max(1, int(WINDOW_SHARDS * shard_bytes / max(1.0, sizes[members].mean())))
-    return members[window_indices(0, 0, groups, len(members), 0, window)]
+    return members[by_windows(groups, window, np.random.default_rng([0, 0, 0, 0]))]
 
 
 def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
@@ -180,10 +180,9 @@ def _shard(
 ) -> tuple[bytes, list[dict[str, str]]]:
     """The content of a file, and the rows that are not in it."""
     order = np.concatenate(groups)
-    images, index = base(rows.images, order)
-    found: Any = images.fetch(index) if isinstance(images, ParquetImages) else map(images.__getitem__, index)
     with quiet():
-        encoded = dict(zip(order.tolist(), pool.map(_encode, found), strict=True))
+        images = fetch(*base(rows.images, order))
+        encoded = dict(zip(order.tolist(), pool.map(_encode, images), strict=True))
     reasons = {row: one for row, one in encoded.items() if isinstance(one, str)}
     bad = [{"id": rows.ids[row], "reason": reason} for row, reason in reasons.items()]
     schema, sink = _schema(rows, bad), io.BytesIO()

@@ -5,7 +5,7 @@ concatenated permutations, each drawn from its own generator, so a resumed run n
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -43,15 +43,11 @@ def make_plan(
 def make_pretrain_plan(
     seed: int, batch_size: int, num_labeled: int, num_workers: int = 1, stream: int = PRETRAIN
 ) -> Plan:
-    """The plan of pretraining: one kind of rows only. A set smaller than a batch is one batch.
-
-    Raises:
-        ConfigError: batch_size not divisible by the workers, or fewer labeled rows than workers.
-    """
+    """The plan of pretraining: one kind of rows only. A set smaller than a batch is one batch."""
     workers = max(1, num_workers)
     if batch_size % workers:
-        below, above = batch_size // workers * workers, (batch_size // workers + 1) * workers
-        nearest = f"{below} or {above}" if below else f"{above}"
+        below = batch_size // workers * workers
+        nearest = f"{below} or {below + workers}" if below else f"{workers}"
         raise ConfigError(f"batch_size {batch_size} does not divide by {workers} workers; nearest: {nearest}")
     size = min(batch_size, num_labeled // workers * workers)
     if size == 0:
@@ -62,10 +58,9 @@ def make_pretrain_plan(
 def batch_sizes(
     composition: str, batch_size: int, num_labeled: int, num_unlabeled: int, num_workers: int = 1
 ) -> tuple[int, int]:
-    """(B_l, B_u) of the global batch, fixed for the run.
+    """(B_l, B_u) of the global batch, fixed for the run: the workers do not change them and must divide both.
 
-    ``proportional``: B_l : B_u nearest to N_l : N_u, at least one each. ``paired``: half and half. The
-    workers do not change the sizes; they must divide both.
+    ``proportional``: B_l : B_u nearest to N_l : N_u, at least one each. ``paired``: half and half.
 
     Raises:
         ConfigError: an empty set, an odd paired batch, a batch larger than an epoch, or sizes that do not
@@ -75,12 +70,35 @@ def batch_sizes(
         raise ConfigError(
             f"discovery needs both kinds: {num_labeled} labeled, {num_unlabeled} unlabeled rows"
         )
-    reason = _objection(composition, batch_size, num_labeled, num_unlabeled, max(1, num_workers))
-    if reason is None:
-        return _shares(composition, batch_size, num_labeled, num_unlabeled)
-    valid = _nearest_valid(composition, batch_size, num_labeled, num_unlabeled, max(1, num_workers))
-    fix = f"nearest batch_size that works: {' or '.join(map(str, valid))}" if valid else "use fewer workers"
-    raise ConfigError(f"batch_size {batch_size}: {reason}; {fix}")
+    sizes_of = partial(_sizes, composition, num_labeled, num_unlabeled, max(1, num_workers))
+    sizes = sizes_of(batch_size)
+    if not isinstance(sizes, str):
+        return sizes
+    most = min(2 * (num_labeled + num_unlabeled), batch_size + 100_000)
+    sides = range(min(batch_size - 1, most), 1, -1), range(batch_size + 1, most + 1)
+    nearest = [next((str(b) for b in side if not isinstance(sizes_of(b), str)), "") for side in sides]
+    valid = " or ".join(filter(None, nearest))
+    fix = f"nearest batch_size that works: {valid}" if valid else "use fewer workers"
+    raise ConfigError(f"batch_size {batch_size}: {sizes}; {fix}")
+
+
+def _sizes(
+    composition: str, num_labeled: int, num_unlabeled: int, workers: int, batch_size: int
+) -> tuple[int, int] | str:
+    """(B_l, B_u), or why this batch size does not work."""
+    if composition == "paired" and batch_size % 2:
+        return "paired batches need an even size"
+    parts = (1, 1) if composition == "paired" else (num_labeled, num_unlabeled)
+    labeled = min(max(round(batch_size * parts[0] / sum(parts)), 1), batch_size - 1)
+    sizes = (labeled, batch_size - labeled)
+    if min(sizes) < 1 or steps_per_epoch(composition, *sizes, num_labeled, num_unlabeled) < 1:
+        return (
+            f"an epoch of {num_labeled} labeled and {num_unlabeled} unlabeled rows does not fill one batch "
+            f"of {sizes[0]} + {sizes[1]}"
+        )
+    if any(size % workers for size in sizes):
+        return f"{sizes[0]} labeled + {sizes[1]} unlabeled rows do not divide by {workers} workers"
+    return sizes
 
 
 def steps_per_epoch(
@@ -94,47 +112,31 @@ def steps_per_epoch(
     return max(steps) if composition == "paired" else min(steps)
 
 
-def epoch_indices(seed: int, epoch: int, num_rows: int, rows_needed: int, stream: int) -> np.ndarray:
-    """int64 (rows_needed,): fresh permutations of ``num_rows``, one per cycle, concatenated and cut."""
-    cycles = range(-(-rows_needed // num_rows)) if rows_needed else ()
-    permutations = [np.random.default_rng([seed, stream, epoch, c]).permutation(num_rows) for c in cycles]
-    return np.concatenate([np.empty(0, np.int64), *permutations])[:rows_needed]
+def epoch_indices(
+    seed: int, epoch: int, num_rows: int, rows_needed: int, stream: int,
+    groups: np.ndarray | None = None, window_rows: int = 1,
+) -> np.ndarray:  # fmt: skip
+    """int64 (rows_needed,): fresh permutations of ``num_rows``, one per cycle, concatenated and cut.
 
-
-def window_indices(
-    seed: int, epoch: int, groups: np.ndarray, rows_needed: int, stream: int, window_rows: int
-) -> np.ndarray:
-    """As :func:`epoch_indices`, of rows in row groups ``groups`` int64 (N,) that are read by windows: each of
-    whole row groups, ``window_rows`` at least, whose rows are mixed.
+    Rows in row groups ``groups`` int64 (num_rows,) are permuted by :func:`by_windows`.
     """
-    cycles = range(-(-rows_needed // len(groups))) if rows_needed else ()
-    permutations = [np.empty(0, np.int64)]
-    _, group, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    for cycle in cycles:
+    order = [np.empty(0, np.int64)]
+    for cycle in range(-(-rows_needed // max(1, num_rows))):
         random = np.random.default_rng([seed, stream, epoch, cycle])
-        sequence = random.permutation(len(counts))
-        first = np.empty(len(counts), np.int64)  # rows before each group, in this sequence
-        first[sequence] = np.cumsum(counts[sequence]) - counts[sequence]
-        permutations.append(np.lexsort((random.random(len(groups)), first[group] // window_rows)))
-    return np.concatenate(permutations)[:rows_needed]
+        whole = random.permutation(num_rows) if groups is None else by_windows(groups, window_rows, random)
+        order.append(whole)
+    return np.concatenate(order)[:rows_needed]
 
 
-def batch_indices(plan: Plan, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of global batch ``step`` (over all epochs): labeled int64 (B_l,), unlabeled int64 (B_u,).
-
-    They index the labeled and the unlabeled set of a TrainSet, each from 0.
+def by_windows(groups: np.ndarray, window_rows: int, random: np.random.Generator) -> np.ndarray:
+    """A permutation of the rows in ``groups`` int64 (N,) that is read by windows: each of whole row groups,
+    ``window_rows`` at least, whose rows are mixed.
     """
-    epoch, i = divmod(step, plan.steps_per_epoch)
-    labeled, unlabeled = _epoch(plan, epoch)
-    size_l, size_u = plan.labeled_size, plan.unlabeled_size
-    return labeled[i * size_l : (i + 1) * size_l], unlabeled[i * size_u : (i + 1) * size_u]
-
-
-def worker_share(indices: np.ndarray, rank: int, num_workers: int) -> np.ndarray:
-    """The contiguous share (B/W,) of worker ``rank``; ``num_workers`` divides the length."""
-    share = len(indices) // num_workers
-    assert share * num_workers == len(indices), (len(indices), num_workers)
-    return indices[rank * share : (rank + 1) * share]
+    _, group, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    sequence = random.permutation(len(counts))
+    first = np.empty(len(counts), np.int64)  # rows before each group, in this sequence
+    first[sequence] = np.cumsum(counts[sequence]) - counts[sequence]
+    return np.lexsort((random.random(len(groups)), first[group] // window_rows))
 
 
 def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Generator:
@@ -143,97 +145,43 @@ def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Genera
     return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
 
 
-@lru_cache(maxsize=4)
-def _epoch(plan: Plan, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    steps = plan.steps_per_epoch
-    needed_l, needed_u = steps * plan.labeled_size, steps * plan.unlabeled_size
-    labeled = epoch_indices(plan.seed, epoch, plan.num_labeled, needed_l, plan.labeled_stream)
-    unlabeled = epoch_indices(plan.seed, epoch, plan.num_unlabeled, needed_u, UNLABELED)
-    labeled.flags.writeable = unlabeled.flags.writeable = False  # shared by the cache
-    return labeled, unlabeled
-
-
-def _shares(composition: str, batch_size: int, num_labeled: int, num_unlabeled: int) -> tuple[int, int]:
-    if composition == "paired":
-        return batch_size // 2, batch_size - batch_size // 2
-    labeled = round(batch_size * num_labeled / (num_labeled + num_unlabeled))
-    labeled = min(max(labeled, 1), batch_size - 1)
-    return labeled, batch_size - labeled
-
-
-def _objection(
-    composition: str, batch_size: int, num_labeled: int, num_unlabeled: int, workers: int
-) -> str | None:
-    """Why this batch size does not work, or None."""
-    if composition == "paired" and batch_size % 2:
-        return "paired batches need an even size"
-    sizes = _shares(composition, batch_size, num_labeled, num_unlabeled)
-    if min(sizes) < 1 or steps_per_epoch(composition, *sizes, num_labeled, num_unlabeled) < 1:
-        return (
-            f"an epoch of {num_labeled} labeled and {num_unlabeled} unlabeled rows does not fill one batch "
-            f"of {sizes[0]} + {sizes[1]}"
-        )
-    if any(size % workers for size in sizes):
-        return f"{sizes[0]} labeled + {sizes[1]} unlabeled rows do not divide by {workers} workers"
-    return None
-
-
-def _nearest_valid(
-    composition: str, batch_size: int, num_labeled: int, num_unlabeled: int, workers: int
-) -> list[int]:
-    """The nearest valid batch size below and above, as far as they exist."""
-    most = min(2 * (num_labeled + num_unlabeled), batch_size + 100_000)
-    found = []
-    for sizes in (range(min(batch_size - 1, most), 1, -1), range(batch_size + 1, most + 1)):
-        valid = (b for b in sizes if _objection(composition, b, num_labeled, num_unlabeled, workers) is None)
-        nearest: int | None = next(valid, None)
-        if nearest is not None:
-            found.append(nearest)
-    return found
-
-
 class Order:
-    """Rows of each step for worker ``rank`` of ``world_size``.
+    """Rows of each step for worker ``rank`` of ``world_size``: its contiguous share of every global batch.
 
-    Images in row groups, ``labeled_groups`` int64 (N_l,) and ``unlabeled_groups`` (N_u,), are read in windows
-    of ``window_rows`` at least; others one by one.
+    Images in row ``groups``, int64 (N_l,) and (N_u,), are read in windows of ``window_rows`` at least, and a
+    worker has a contiguous share of every epoch.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        world_size: int,
-        labeled_groups: np.ndarray | None = None,
-        unlabeled_groups: np.ndarray | None = None,
-        window_rows: int = 1,
-    ) -> None:
+        self, plan: Plan, rank: int = 0, world_size: int = 1,
+        groups: tuple[np.ndarray, np.ndarray] | None = None, window_rows: int = 1,
+    ) -> None:  # fmt: skip
         self._plan, self._rank, self._world_size = plan, rank, world_size
-        self._groups, self._window_rows = (labeled_groups, unlabeled_groups), window_rows
-        self._windows = lru_cache(maxsize=4)(self._window_order)
-        size_l, size_u = plan.labeled_size, plan.unlabeled_size
-        self.positions = np.concatenate(
-            [self._share(np.arange(size_l)), size_l + self._share(np.arange(size_u))]
+        self._groups, self._window_rows = groups, window_rows
+        self._epoch = lru_cache(maxsize=4)(self._rows_of_epoch)
+        labeled, unlabeled = (
+            np.arange(size).reshape(world_size, -1)[rank] for size in (plan.labeled_size, plan.unlabeled_size)
         )
+        self.positions = np.concatenate([labeled, plan.labeled_size + unlabeled])
         """int64 (B/W,): places of this worker's rows in every global batch, labeled ones first."""
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(labeled int64 (B_l/W,), unlabeled int64 (B_u/W,)), each counted from 0 in its set."""
-        if self._groups[0] is None:
-            labeled, unlabeled = batch_indices(self._plan, step)
-            return self._share(labeled), self._share(unlabeled)
         epoch, i = divmod(step, self._plan.steps_per_epoch)
-        (labeled, size_l), (unlabeled, size_u) = self._windows(0, epoch), self._windows(1, epoch)
-        return labeled[i * size_l : (i + 1) * size_l], unlabeled[i * size_u : (i + 1) * size_u]
+        labeled, unlabeled = self._epoch(epoch)
+        return labeled[i], unlabeled[i]
 
-    def _share(self, indices: np.ndarray) -> np.ndarray:
-        return worker_share(indices, self._rank, self._world_size)
-
-    def _window_order(self, kind: int, epoch: int) -> tuple[np.ndarray, int]:
-        """This worker's labeled (``kind`` 0) or unlabeled (1) rows of an epoch, and how many make a step."""
-        plan, groups = self._plan, self._groups[kind]
-        assert groups is not None
-        stream, size = ((plan.labeled_stream, plan.labeled_size), (UNLABELED, plan.unlabeled_size))[kind]
-        needed = plan.steps_per_epoch * size
-        order = window_indices(plan.seed, epoch, groups, needed, stream, self._window_rows)
-        return self._share(order), size // self._world_size
+    def _rows_of_epoch(self, epoch: int) -> list[np.ndarray]:
+        """This worker's labeled (steps, B_l/W) and unlabeled (steps, B_u/W) rows."""
+        plan, steps, workers = self._plan, self._plan.steps_per_epoch, self._world_size
+        kinds = (
+            (plan.num_labeled, steps * plan.labeled_size, plan.labeled_stream),
+            (plan.num_unlabeled, steps * plan.unlabeled_size, UNLABELED),
+        )
+        orders = [
+            epoch_indices(plan.seed, epoch, *kind, groups, self._window_rows)
+            for kind, groups in zip(kinds, self._groups or (None, None), strict=True)
+        ]
+        if self._groups is None:
+            return [order.reshape(steps, workers, -1)[:, self._rank] for order in orders]
+        return [order.reshape(workers, steps, -1)[self._rank] for order in orders]

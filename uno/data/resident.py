@@ -14,9 +14,8 @@ from uno.config import Config, DataConfig
 from uno.data.decode import check_bad, decode_many, readable
 from uno.data.plan import ROTATION, Order, Plan, augment_generator
 from uno.data.rows import Decoded
-from uno.data.sets import train_rows, truth_rows
 from uno.data.sources import read_rows
-from uno.data.splits import Task, make_task
+from uno.data.splits import Task, make_task, train_rows, truth_rows
 from uno.steps import Batch
 
 
@@ -46,12 +45,10 @@ class TrainSet:
 
     def to(self, device: torch.device | str) -> TrainSet:
         """The same set on ``device``."""
-        return replace(
-            self,
-            labeled_images=self.labeled_images.to(device),
-            labels=self.labels.to(device),
-            unlabeled_images=self.unlabeled_images.to(device),
+        known, labels, rest = (
+            tensor.to(device) for tensor in (self.labeled_images, self.labels, self.unlabeled_images)
         )
+        return replace(self, labeled_images=known, labels=labels, unlabeled_images=rest)
 
     def batches(
         self, config: Config, plan: Plan, rank: int = 0, world_size: int = 1, last: int | None = None
@@ -106,23 +103,22 @@ def keep_pixels(task: Task, images: Tensor, reasons: list[str | None]) -> Task:
 
 
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
-    """The training rows of ``images`` uint8 (N,3,S,S) that decoded (``ok`` bool (N,))."""
+    """The training rows of ``task`` with images uint8 (N,3,S,S) that decoded (``ok`` bool (N,))."""
     return train_set(images, **train_rows(task, ok))
 
 
 def train_set(
     images: Tensor, labeled: np.ndarray, labels: Tensor, unlabeled: np.ndarray, num_known: int, num_novel: int
 ) -> TrainSet:
-    """:func:`assemble` from :func:`~uno.data.sets.train_rows`, where the task itself is not at hand."""
+    """:func:`assemble` from :func:`~uno.data.splits.train_rows`, where the task itself is not at hand."""
     known, rest = (images[torch.tensor(rows)] for rows in (labeled, unlabeled))  # Ray's arrays are read-only
     return TrainSet(known, labels, rest, num_known, num_novel)
 
 
 def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
     """{"train", "test"} -> the rows with a true class, known and novel, in row order; possibly none."""
-    return {
-        split: EvalSet(images[index], truth, index) for split, (index, truth) in truth_rows(task, ok).items()
-    }
+    found = truth_rows(task, ok).items()
+    return {split: EvalSet(images[index], truth, index) for split, (index, truth) in found}
 
 
 class ResidentBatches:
@@ -138,21 +134,20 @@ class ResidentBatches:
 
     def __call__(self, step: int) -> Batch:
         """The batch of global step ``step``."""
-        train = self._train
         labeled, unlabeled = map(self._on_device, self._order.rows(step))
-        images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled]])
-        views = self._views(images, step, self._order.positions)
-        return Batch(views, train.labels[labeled], self._config.augment.large.num_views, unlabeled)
+        views = self._views(labeled, unlabeled, step, self._order.positions)
+        return Batch(views, self._train.labels[labeled], self._config.augment.large.num_views, unlabeled)
 
     def close(self) -> None:
         """Nothing is prepared ahead."""
 
     def _on_device(self, rows: np.ndarray) -> Tensor:
-        return torch.from_numpy(rows.copy()).to(self._train.labels.device, non_blocking=True)
+        return torch.from_numpy(rows).to(self._train.labels.device, non_blocking=True)
 
-    def _views(self, images: Tensor, step: int, positions: np.ndarray) -> list[Tensor]:
-        """Views of the images (B,3,S,S) that are at ``positions`` (B,) of the global batch."""
-        config, plan = self._config, self._plan
+    def _views(self, labeled: Tensor, unlabeled: Tensor, step: int, positions: np.ndarray) -> list[Tensor]:
+        """Views of these rows of the set, which are at ``positions`` (B,) of the global batch."""
+        config, plan, train = self._config, self._plan, self._train
+        images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled]])
         generator = augment_generator(config.seed, plan.labeled_stream, step)
         rows, num_rows = torch.from_numpy(positions), plan.labeled_size + plan.unlabeled_size
         return augment(images, config.augment, generator, config.data.mean, config.data.std, rows, num_rows)
@@ -165,17 +160,11 @@ class RotationBatches(ResidentBatches):
 
     def __call__(self, step: int) -> Batch:
         """The batch of global step ``step``; it has no labels but the turns."""
-        train, num_labeled = self._train, len(self._train.labels)
-        rows, _ = self._order.rows(step)
-        order = np.argsort(rows >= num_labeled, kind="stable")  # labeled rows first, as they are stored apart
-        labeled, unlabeled = np.split(rows[order], [int((rows < num_labeled).sum())])
-        images = torch.cat(
-            [
-                train.labeled_images[self._on_device(labeled)],
-                train.unlabeled_images[self._on_device(unlabeled - num_labeled)],
-            ]
-        )
-        views = self._views(images, step, self._order.positions[order])
+        train, (rows, _) = self._train, self._order.rows(step)
+        is_unlabeled = rows >= train.num_labeled  # which are stored apart
+        labeled, unlabeled = rows[~is_unlabeled], rows[is_unlabeled] - train.num_labeled
+        positions = self._order.positions[np.argsort(is_unlabeled, kind="stable")]
+        views = self._views(self._on_device(labeled), self._on_device(unlabeled), step, positions)
         num_large = self._config.augment.large.num_views
         turned = [torch.rot90(views[k % num_large], k, (2, 3)).contiguous() for k in range(4)]
         return Batch(turned, train.labels[:0], 4)

@@ -97,6 +97,12 @@ class Chosen:
         return self.images[int(self.index[row])]
 
 
+def fetch(images: Images, rows: np.ndarray) -> list[Image]:
+    """The images of ``rows`` int64 (n,), in that order; of Parquet files every row group is read once."""
+    many = getattr(images, "fetch", None)
+    return list(many(rows) if many else map(images.__getitem__, rows.tolist()))
+
+
 def base(images: Images, rows: np.ndarray) -> tuple[Images, np.ndarray]:
     """The images that ``rows`` int64 (n,) are chosen from in the end, and their row numbers there."""
     while isinstance(images, Chosen):

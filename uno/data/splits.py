@@ -10,8 +10,11 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from uno.config import DataConfig
 from uno.data.files import read_bytes
@@ -44,6 +47,31 @@ class Task:
     def num_known(self) -> int:
         """C_l, the number of known classes."""
         return len(self.known)
+
+
+def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
+    """What training may know of a task: rows of its ``labeled`` and ``unlabeled`` images, int64 each, the
+    known ``labels`` of the former, and the numbers of classes. ``ok`` bool (N,): which images have pixels.
+    """
+    usable = task.is_train if ok is None else task.is_train & ok
+    labeled = np.flatnonzero(usable & (task.labels >= 0))
+    return {
+        "labeled": labeled,
+        "labels": torch.from_numpy(task.labels[labeled]),
+        "unlabeled": np.flatnonzero(usable & (task.labels < 0)),
+        "num_known": task.num_known,
+        "num_novel": task.num_novel,
+    }
+
+
+def truth_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """{"train", "test"} -> (rows with a true class, possibly none, that class among known + novel), int64."""
+    usable = (task.eval_labels >= 0) & (True if ok is None else ok)
+    found = {}
+    for split, member in (("train", task.is_train), ("test", ~task.is_train)):
+        rows = np.flatnonzero(usable & member)
+        found[split] = (torch.from_numpy(rows), torch.from_numpy(task.eval_labels[rows]))
+    return found
 
 
 def make_task(rows: Rows, config: DataConfig) -> Task:

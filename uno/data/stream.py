@@ -12,11 +12,10 @@ kind in the worker's share; it is listed in bad_samples.jsonl, and too many of t
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,12 @@ from torch import Tensor
 from uno.augment import augment_crops
 from uno.config import Config
 from uno.crops import Cropper
-from uno.data.decode import BadRows, decoded, readable
+from uno.data.decode import BadRows, ahead, decoded, readable
 from uno.data.files import Storage
 from uno.data.plan import Order, Plan, augment_generator
-from uno.data.rows import Chosen, Images, base
-from uno.data.sets import train_rows, truth_rows
-from uno.data.splits import Task
+from uno.data.resident import EvalSet, TrainSet
+from uno.data.rows import Images, base, fetch
+from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 from uno.steps import Batch
@@ -40,15 +39,11 @@ from uno.steps import Batch
 BATCHES_AHEAD = 2
 SYNC_STEPS = 100
 EVAL_BYTES = 64 * 2**20  # decoded pixels of an evaluation batch
-CHUNK_BYTES = 16 * 2**20
-"""Views of a chunk, at most: small enough for many in flight, half a second of cropping for ImageNet."""
+CHUNK_BYTES = 16 * 2**20  # of views, at most: many in flight, half a second of cropping for ImageNet
 CHUNK_ROWS = 4096
 THREAD_ROWS = 512  # of a chunk that a thread crops: what costs Ray a block costs nothing here
 WINDOW_BYTES = 64 * 2**20
-MAX_WINDOW_ROWS = CHUNK_ROWS // 2
-"""Two windows are read and cropped by one Ray task: with more rows of small images the cores would wait for
-the last one.
-"""
+MAX_WINDOW_ROWS = CHUNK_ROWS // 2  # one Ray task crops two windows: with more, cores would wait for the last
 CPU = torch.device("cpu")
 
 Decoded = tuple[np.ndarray, Tensor, list[str | None]]
@@ -112,12 +107,8 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
 def stream_facts(task: Task) -> dict[str, Any]:
     """The fields of a :class:`StreamSet` that do not depend on the process, and the ``ids`` of all rows."""
     images, index = base(task.rows.images, np.arange(len(task.rows)))
-    return {
-        "images": images,
-        "index": index,
-        "ids": pa.array(task.rows.ids, pa.string()),
-        **train_rows(task),
-    }
+    ids = pa.array(task.rows.ids, pa.string())
+    return {"images": images, "index": index, "ids": ids, **train_rows(task)}
 
 
 class StreamBatches:
@@ -136,11 +127,7 @@ class StreamBatches:
         self._next = -1
 
     def __call__(self, step: int) -> Batch:
-        """The batch of global step ``step``.
-
-        Raises:
-            ConfigError: too many unreadable images, or a damaged source.
-        """
+        """The batch of global step ``step``; ConfigError: too many unreadable images, or a damaged source."""
         config, train, plan = self._config, self._train, self._plan
         if step != self._next:
             self._start(step)
@@ -152,14 +139,11 @@ class StreamBatches:
         if step % SYNC_STEPS == 0 or step % plan.steps_per_epoch == 0:
             train.sync()
         if bad:
-            ok = np.ones(len(rows), dtype=bool)
-            ok[list(bad)] = False
-            chosen = stand_ins(ok, len(labels))
+            chosen = stand_ins(~np.isin(np.arange(len(rows)), list(bad)), len(labels))
             if chosen is None:
                 why = next(iter(bad.values()))
                 raise ConfigError(f"no readable image of a kind in a batch (step {step}): {why}")
-            pixels = pixels[torch.from_numpy(chosen)]
-            labels = labels[torch.from_numpy(chosen[: len(labels)])]
+            pixels, labels = pixels[torch.from_numpy(chosen)], labels[torch.from_numpy(chosen[: len(labels)])]
         crops = self._job.cropper.split(pixels.to(train.device, non_blocking=True))
         generator = augment_generator(config.seed, plan.labeled_stream, step)
         data, positions = config.data, torch.from_numpy(self._job.order.positions)
@@ -180,7 +164,7 @@ class StreamBatches:
         chunks = self._running.enter_context(closing(self._train.crop(job)))
         pin = self._train.device.type == "cuda"
         packed = self._running.enter_context(closing(pack(chunks, job.rows_per_step, job.row_bytes, pin)))
-        in_order = ahead(lambda _: next(packed), iter(range(step, self._last)), 1, BATCHES_AHEAD)
+        in_order = ahead(lambda _: next(packed), range(step, self._last), 1, BATCHES_AHEAD)
         self._packed = self._running.enter_context(closing(in_order))
 
 
@@ -231,21 +215,21 @@ class CropJob:
     def __init__(
         self, config: Config, train: StreamSet, plan: Plan, rank: int, world_size: int, first: int, last: int
     ) -> None:
-        side = config.data.store_size
         self.images, self.index = train.images, train.index
         self.first, self.last, self._train = first, last, train
         num_rows = plan.labeled_size + plan.unlabeled_size
+        side = config.data.store_size
         self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, config.augment, side)
         self.row_bytes = self.cropper.row_bytes
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))
-        window, labeled, unlabeled = 1, None, None
+        window, groups = 1, None
         if isinstance(self.images, ParquetImages):
             row_bytes = max(1, int(self.images.group_bytes.sum()) // len(self.images))
             window = max(1, min(MAX_WINDOW_ROWS, WINDOW_BYTES // row_bytes))
-            labeled = self.images.groups(self.index[train.labeled])
-            unlabeled = self.images.groups(self.index[train.unlabeled])
+            kinds = (self.index[train.labeled], self.index[train.unlabeled])
+            groups = (self.images.groups(kinds[0]), self.images.groups(kinds[1]))
         self.fetch_rows = 2 * window  # about a window of each kind
-        self.order = Order(plan, rank, world_size, labeled, unlabeled, window)
+        self.order = Order(plan, rank, world_size, groups, window)
         self.rows_per_step = len(self.order.positions)
 
     def rows(self, step: int) -> np.ndarray:
@@ -255,7 +239,7 @@ class CropJob:
 
     def labels(self, step: int) -> Tensor:
         """Known classes of a step's labeled rows, int64 (B_l/W,)."""
-        return self._train.labels[torch.from_numpy(self.order.rows(step)[0].copy())]
+        return self._train.labels[torch.from_numpy(self.order.rows(step)[0])]
 
     def references(self, num_rows: int) -> Iterator[References]:
         """All rows in order, ``num_rows`` at a time, across the borders of steps; the last may be fewer."""
@@ -276,35 +260,15 @@ def crop_here(threads: int) -> Callable[[CropJob], Generator[Chunk, None, None]]
     return chunks
 
 
-def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, list[Any]]]:
     """(steps, positions, images) of a chunk each; those of Parquet are fetched for several chunks at once."""
     size = min(job.chunk_rows, THREAD_ROWS)
-    if not isinstance(job.images, ParquetImages):
-        for steps, positions, rows in job.references(size):
-            yield steps, positions, Chosen(job.images, job.index[rows])
-        return
-    for steps, positions, rows in job.references(job.fetch_rows):
-        images = job.images.fetch(job.index[rows])
+    fetched = job.fetch_rows if isinstance(job.images, ParquetImages) else size
+    for steps, positions, rows in job.references(fetched):
+        images = fetch(job.images, job.index[rows])
         for start in range(0, len(images), size):
             own = slice(start, start + size)
             yield steps[own], positions[own], images[own]
-
-
-def ahead(
-    function: Callable[[Any], Any], items: Iterator[Any], threads: int, depth: int
-) -> Generator[Any, None, None]:
-    """``map(function, items)`` in threads, in order, at most ``depth`` results ahead of the consumer."""
-    waiting: deque[Future[Any]] = deque()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="uno-stream")
-    try:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > depth:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,12 +304,13 @@ class StreamedEvalSet:
 
 def streaming_eval_sets(config: Config, task: Task, bad: BadRows) -> dict[str, StreamedEvalSet]:
     """{"train", "test"} -> the rows of ``task`` with a true class, decoded by threads of this process."""
-    side, images = config.data.store_size, task.rows.images
+    side = config.data.store_size
+    decode = partial(decoded, task.rows.images, size=side, threads=config.compute.threads)
+    found = truth_rows(task).items()
+    return {split: StreamedEvalSet(truth, index, side, decode, bad) for split, (index, truth) in found}
 
-    def decode(batches: Iterable[np.ndarray]) -> Iterator[Decoded]:
-        return decoded(images, batches, side, config.compute.threads)
 
-    return {
-        split: StreamedEvalSet(truth, index, side, decode, bad)
-        for split, (index, truth) in truth_rows(task).items()
-    }
+TrainData = TrainSet | StreamSet
+"""What training may see of a task; no label of a novel class, not even hidden somewhere."""
+EvalData = EvalSet | StreamedEvalSet
+"""Rows with a true class, which only evaluation reads: ``truth`` int64 (N,), known classes first."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from uno import collectives
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.sets import EvalData, TrainData
+from uno.data.stream import EvalData, TrainData
 from uno.model import UnoModel
 from uno.results import metrics
 from uno.results.forward import forward

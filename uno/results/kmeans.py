@@ -7,7 +7,7 @@ from torch import Tensor
 
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.sets import EvalData, TrainData
+from uno.data.stream import EvalData, TrainData
 from uno.model import build_model
 from uno.results.forward import features_of
 from uno.results.metrics import cluster_metrics, confusion

@@ -21,7 +21,7 @@ from uno.config import (
 from uno.data.files import Storage
 from uno.data.plan import ROTATION as ROTATION_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
-from uno.data.sets import TrainData
+from uno.data.stream import TrainData
 from uno.errors import ConfigError, StorageError
 from uno.methods import registry
 from uno.model import UnoModel, build_model

@@ -1,41 +1,37 @@
-"""Batches as a pure function of (seed, step), the same for any number of workers."""
+"""Batches are a pure function of (seed, step), exact for any number of workers; any step can be the first."""
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from uno.data.plan import (
-    LABELED,
-    PRETRAIN,
-    UNLABELED,
-    Plan,
-    batch_indices,
-    batch_sizes,
-    epoch_indices,
-    make_plan,
-    make_pretrain_plan,
-    steps_per_epoch,
-    worker_share,
-)
+from uno.data.plan import Order, batch_sizes, by_windows, epoch_indices, make_plan, make_pretrain_plan
 from uno.errors import ConfigError
 
 few = settings(max_examples=80, deadline=None, derandomize=True)
-counts = st.integers(1, 60)
+counts, workers = st.integers(1, 60), st.integers(1, 4)
+compositions = st.sampled_from(["proportional", "paired"])
 
 
 @st.composite
-def plans(draw, composition):
-    labeled, unlabeled, size = draw(counts), draw(counts), draw(st.integers(2, 40))
+def plans(draw, worlds=workers, composition=compositions):
+    """(plan, composition, number of workers, how rows are grouped)."""
+    composition, world, seed = draw(composition), draw(worlds), draw(st.integers(0, 99))
+    size, num_l, num_u = draw(st.integers(2, 12)) * world, draw(counts), draw(counts)
     try:
-        return make_plan(draw(st.integers(0, 9)), composition, size, labeled, unlabeled)
+        plan = make_plan(seed, composition, size, num_l, num_u, world)
     except ConfigError:
         assume(False)
+    random = np.random.default_rng(seed)
+    groups = tuple(np.sort(random.integers(0, 5, n)) for n in (num_l, num_u)) if draw(st.booleans()) else None
+    return plan, composition, world, groups
 
 
-def epoch(plan, number):
-    steps = range(number * plan.steps_per_epoch, (number + 1) * plan.steps_per_epoch)
-    return [np.concatenate(part) for part in zip(*(batch_indices(plan, s) for s in steps), strict=True)]
+def epoch(plan, number=0, world=1, groups=None, first=0):
+    """All rows of an epoch from step ``first`` on: labeled, unlabeled, worker by worker in a step."""
+    steps = range(number * plan.steps_per_epoch + first, (number + 1) * plan.steps_per_epoch)
+    orders = [Order(plan, rank, world, groups, window_rows=7) for rank in range(world)]
+    return [np.concatenate(kind) for kind in zip(*(o.rows(s) for s in steps for o in orders), strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -54,51 +50,49 @@ def test_sizes_of_the_published_protocols(composition, size, labeled, unlabeled,
 
 
 @few
-@given(plans("proportional"), st.integers(0, 3))
-def test_proportional_epochs_hold_every_row_at_most_once(plan, number):
-    """Kills: sampling with replacement, a tail that wraps round, one order for both sets."""
-    labeled, unlabeled = epoch(plan, number)
-    assert len(set(labeled)) == len(labeled) == plan.steps_per_epoch * plan.labeled_size <= plan.num_labeled
-    assert len(set(unlabeled)) == len(unlabeled) == plan.steps_per_epoch * plan.unlabeled_size
-    assert set(labeled) <= set(range(plan.num_labeled)) and set(unlabeled) <= set(range(plan.num_unlabeled))
-    left = (plan.num_labeled - len(labeled), plan.num_unlabeled - len(unlabeled))
-    assert left[0] < plan.labeled_size or left[1] < plan.unlabeled_size  # only a partial batch is dropped
+@given(plans(), st.integers(0, 3))
+def test_rows_of_an_epoch_are_exact(drawn, number):
+    """Every row as often as the plan says, on any number of workers: none twice in a pass, none dropped but
+    those of the last partial batch. Kills: sampling with replacement, shares that overlap, a worker's tail
+    lost, a cycle that starts early.
+    """
+    plan, composition, world, groups = drawn
+    sizes, totals = (plan.labeled_size, plan.unlabeled_size), (plan.num_labeled, plan.num_unlabeled)
+    for rows, size, total in zip(epoch(plan, number, world, groups), sizes, totals, strict=True):
+        full, rest = divmod(plan.steps_per_epoch * size, total)
+        often = np.bincount(rows, minlength=total)
+        assert sorted(often) == [full] * (total - rest) + [full + 1] * rest
+        assert composition == "paired" or max(often) <= 1
+    steps = [total // size for total, size in zip(totals, sizes, strict=True)]
+    assert plan.steps_per_epoch == (max if composition == "paired" else min)(steps)
 
 
 @few
-@given(plans("paired"), st.integers(0, 3))
-def test_paired_epochs_cycle_the_shorter_set_evenly(plan, number):
+@given(plans(worlds=st.just(1), composition=st.just("paired")), st.integers(0, 3))
+def test_the_shorter_set_cycles_as_whole_permutations(drawn, number):
     """Kills: the shorter set drawn with replacement, cut at its own length, or shuffled across its cycles."""
-    for rows, total in zip(epoch(plan, number), (plan.num_labeled, plan.num_unlabeled), strict=True):
-        times = np.bincount(rows, minlength=total)
-        assert len(times) == total
-        assert set(times) <= {len(rows) // total, -(-len(rows) // total)}
+    plan, _, _, groups = drawn
+    totals = (plan.num_labeled, plan.num_unlabeled)
+    for rows, total in zip(epoch(plan, number, groups=groups), totals, strict=True):
         for start in range(0, len(rows) - total + 1, total):
             assert len(set(rows[start : start + total])) == total
-    assert plan.labeled_size == plan.unlabeled_size
-    assert plan.steps_per_epoch == max(plan.num_labeled, plan.num_unlabeled) // plan.labeled_size
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@few
-@given(plans("proportional"), st.integers(0, 200))
-def test_workers_together_hold_the_global_batch(workers, plan, step):
-    """Kills: strided or shuffled shares whose union is right but whose order is not, rows held twice."""
-    for indices in batch_indices(plan, step):
-        if len(indices) % workers == 0:
-            shares = [worker_share(indices, rank, workers) for rank in range(workers)]
-            assert len({len(share) for share in shares}) == 1
-            np.testing.assert_array_equal(np.concatenate(shares), indices)
 
 
 @few
-@given(
-    counts,
-    counts,
-    st.integers(2, 40),
-    st.sampled_from([1, 2, 3, 4]),
-    st.sampled_from(["proportional", "paired"]),
-)
+@given(plans(), st.integers(0, 200))
+def test_workers_together_hold_the_global_batch(drawn, step):
+    """Kills: strided or shuffled shares, a streamed folder that trains on other rows than a resident one."""
+    plan, _, world, _ = drawn
+    shares = [Order(plan, rank, world) for rank in range(world)]
+    for whole, *parts in zip(Order(plan).rows(step), *(share.rows(step) for share in shares), strict=True):
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+        assert len({len(part) for part in parts}) == 1
+    positions = np.concatenate([share.positions for share in shares])
+    assert sorted(positions) == list(range(plan.labeled_size + plan.unlabeled_size))
+
+
+@few
+@given(counts, counts, st.integers(2, 40), workers, compositions)
 def test_sizes_do_not_depend_on_workers_and_errors_name_sizes_that_work(
     labeled, unlabeled, size, workers, composition
 ):
@@ -114,46 +108,56 @@ def test_sizes_do_not_depend_on_workers_and_errors_name_sizes_that_work(
         return
     assert sizes == batch_sizes(composition, size, labeled, unlabeled)
     assert sum(sizes) == size and all(part % workers == 0 and part > 0 for part in sizes)
-    assert steps_per_epoch(composition, *sizes, labeled, unlabeled) >= 1
+    assert make_plan(0, composition, size, labeled, unlabeled, workers).steps_per_epoch >= 1
 
 
 def test_order_is_a_pure_function_of_seed_and_epoch():
     """Kills: a generator carried over epochs, one permutation for every epoch, seed or stream ignored."""
-    arguments = {"seed": 3, "epoch": 2, "num_rows": 50, "rows_needed": 50, "stream": LABELED}
-    base = epoch_indices(**arguments)
-    epoch_indices(9, 9, 50, 500, UNLABELED)
-    np.testing.assert_array_equal(base, epoch_indices(**arguments))
-    for change in ({"seed": 4}, {"epoch": 3}, {"stream": UNLABELED}, {"stream": PRETRAIN}):
-        assert (base != epoch_indices(**(arguments | change))).any()
-    twice = epoch_indices(**(arguments | {"rows_needed": 100}))
-    np.testing.assert_array_equal(twice[:50], base)
-    assert (twice[50:] != base).any() and base.dtype == np.int64
+    for grouped in ({}, {"groups": np.arange(50) // 5, "window_rows": 10}):
+        arguments = {"seed": 3, "epoch": 2, "num_rows": 50, "rows_needed": 50, "stream": 0, **grouped}
+        base = epoch_indices(**arguments)
+        epoch_indices(9, 9, 50, 500, 1)
+        np.testing.assert_array_equal(base, epoch_indices(**arguments))
+        for change in ({"seed": 4}, {"epoch": 3}, {"stream": 1}, {"stream": 2}):
+            assert (base != epoch_indices(**(arguments | change))).any()
+        twice = epoch_indices(**(arguments | {"rows_needed": 100}))
+        np.testing.assert_array_equal(twice[:50], base)
+        assert (twice[50:] != base).any() and base.dtype == np.int64
     assert epoch_indices(0, 0, 5, 0, 0).tolist() == []
 
 
-def test_batches_in_any_order_are_the_same():
-    """A resumed run asks for step 7 first. Kills: state in the cache, steps counted per epoch only."""
-    plan = make_plan(1, "proportional", 8, 20, 30)
-    forward = [batch_indices(plan, step) for step in range(30)]
-    for step in reversed(range(30)):
-        again = batch_indices(Plan(**vars(plan)), step)
-        assert all((a == b).all() for a, b in zip(again, forward[step], strict=True))
-    assert not forward[0][0].flags.writeable
-    assert (forward[0][0] != forward[plan.steps_per_epoch][0]).any()
+@pytest.mark.parametrize("groups", [None, (np.arange(103) // 10, np.empty(0, np.int64))])
+def test_any_step_can_be_the_first(groups):
+    """A new object, asked for the rest of an epoch or for steps backwards, says what the old one said. Kills:
+    state between steps, steps counted per epoch only.
+    """
+    plan = make_pretrain_plan(3, 12, 103, 3)
+    whole, rest, other = (epoch(plan, e, 3, groups, f)[0] for e, f in ((1, 0), (1, 4), (2, 0)))
+    assert rest.tolist() == whole[4 * 12 :].tolist()
+    assert (other != whole).any() and len(set(other)) == len(other)
+    forward, again = Order(plan, 1, 3, groups, 7), Order(plan, 1, 3, groups, 7)
+    expected = [forward.rows(step) for step in range(20)]
+    for step in reversed(range(20)):
+        assert all(map(np.array_equal, again.rows(step), expected[step]))
 
 
-def test_workers_must_divide_both_parts():
-    with pytest.raises(
-        ConfigError, match=r"410 labeled \+ 102 unlabeled rows do not divide by 4 workers"
-    ) as caught:
-        batch_sizes("proportional", 512, 40_000, 10_000, 4)
-    for size in str(caught.value).split("works: ")[1].split(" or "):
-        assert all(part % 4 == 0 for part in batch_sizes("proportional", int(size), 40_000, 10_000, 4))
+def test_windows_read_few_row_groups_at_a_time():
+    """A window's rows come from its own row groups only, and are mixed. Kills: a permutation of all rows,
+    row groups in file order, rows in the order of the file.
+    """
+    groups = np.repeat(np.arange(40), 5)
+    order = by_windows(groups, 20, np.random.default_rng(0))
+    assert sorted(order.tolist()) == list(range(200))
+    windows = [set(groups[order[i : i + 20]].tolist()) for i in range(0, 200, 20)]
+    assert all(len(window) == 4 for window in windows) and len(set.union(*windows)) == 40
+    assert sum(max(window) - min(window) > 3 for window in windows) >= 8
+    assert not (np.diff(groups[order[:20]]) >= 0).all()
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (("proportional", 512, 40_000, 10_000, 4), "410 labeled + 102 unlabeled rows do not divide by 4"),
         (("proportional", 512, 100, 100), "nearest batch_size that works: 200"),
         (("paired", 7, 100, 100), "even size"),
         (("paired", 300, 100, 100), "nearest batch_size that works: 200"),
@@ -171,11 +175,11 @@ def test_size_errors(arguments, text):
 def test_pretraining_takes_labeled_rows_only():
     plan = make_pretrain_plan(0, 8, 30, 2)
     assert (plan.labeled_size, plan.unlabeled_size, plan.steps_per_epoch) == (8, 0, 3)
-    labeled, unlabeled = epoch(plan, 1)
+    labeled, unlabeled = epoch(plan, 1, 2)
     assert len(set(labeled)) == 24 and len(unlabeled) == 0
     assert make_pretrain_plan(0, 512, 31, 2).labeled_size == 30
     discovery = make_plan(0, "proportional", 8, 30, 30)
-    assert (batch_indices(plan, 0)[0][:4] != batch_indices(discovery, 0)[0][:4]).any()
+    assert (Order(plan).rows(0)[0][:4] != Order(discovery).rows(0)[0][:4]).any()
     with pytest.raises(ConfigError, match="nearest: 8 or 10"):
         make_pretrain_plan(0, 9, 30, 2)
     with pytest.raises(ConfigError, match="1 labeled rows are too few for 2 workers"):
