@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
@@ -27,7 +28,6 @@ YAML_FILE = "classes.yaml"
 MAX_NAME_LENGTH = 300
 MERGE = "merge into "
 NUM_NEAREST = 3
-
 HEADER = """\
 # Names for the discovered classes. Edit this file, then run: uno classes RUN --apply
 # name:   what predictions call the class.
@@ -37,23 +37,17 @@ HEADER = """\
 
 @dataclass(frozen=True)
 class OutputClass:
-    """One of the C outputs of a model.
-
-    ``into`` is the index of the class that gets its probability: its own, that of the class it was merged
-    into, or None for a dropped class.
-    """
+    """One of the C outputs of a model."""
 
     index: int
     name: str
     kind: str  # known | novel
-    into: int | None
+    into: int | None  # the class that gets its probability: itself, or what it was merged into; None: dropped
 
 
 class Suggestion(NamedTuple):
-    """What a discovered class looks like, to somebody who has to name it.
-
-    ``rows`` of ``total`` sampled unlabeled rows were put into it; ``known`` and ``novel`` are the most
-    similar classes, as (name, cosine), most similar first.
+    """What a discovered class looks like, to somebody who has to name it: ``rows`` of ``total`` sampled
+    unlabeled rows were put into it; the most similar classes as (name, cosine), most similar first.
     """
 
     rows: int
@@ -63,29 +57,20 @@ class Suggestion(NamedTuple):
 
 
 def parse_classes(data: bytes) -> list[OutputClass]:
-    """The classes in the content of ``classes.json``, by index.
-
-    Raises:
-        StorageError: damaged.
-    """
+    """The classes in the content of ``classes.json``, by index. StorageError where it is damaged."""
     try:
         entries = json.loads(data)["classes"]
         into = [None if e.get("drop") else e.get("merge_into", e["index"]) for e in entries]
         classes = [
             OutputClass(e["index"], e["name"], e["kind"], i) for e, i in zip(entries, into, strict=True)
         ]
+        kinds, targets = [c.kind for c in classes], (None, *range(len(classes)))
+        typed = all(isinstance(c.name, str) and isinstance(c.into, int | None) for c in classes)
+        placed = all(c.index == i and c.into in targets for i, c in enumerate(classes))
+        if not (classes and typed and placed and kinds == sorted(kinds) and {*kinds} <= {"known", "novel"}):
+            raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise StorageError("classes.json is damaged") from None
-    num, kinds = len(classes), [c.kind for c in classes]
-    sound = all(
-        c.index == i
-        and isinstance(c.name, str)
-        and (c.into is None or (type(c.into) is int and 0 <= c.into < num))
-        for i, c in enumerate(classes)
-    )
-    num_known = kinds.count("known")
-    if not num or not sound or kinds != ["known"] * num_known + ["novel"] * (num - num_known):
-        raise StorageError("classes.json is damaged")
     return classes
 
 
@@ -93,12 +78,8 @@ def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
     """``classes.json`` with the content ``data``, its classes replaced."""
     entries = []
     for c in classes:
-        entry: dict[str, Any] = {"index": c.index, "name": c.name, "kind": c.kind}
-        if c.into is None:
-            entry["drop"] = True
-        elif c.into != c.index:
-            entry["merge_into"] = c.into
-        entries.append(entry)
+        fate = {"drop": True} if c.into is None else {"merge_into": c.into} if c.into != c.index else {}
+        entries.append({"index": c.index, "name": c.name, "kind": c.kind, **fate})
     return json.dumps(json.loads(data) | {"classes": entries}, indent=1).encode()
 
 
@@ -129,55 +110,44 @@ def _hash(values: list[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
 
 
-# ------------------------------------------------------------------------------------------------ suggestions
 def suggest(
     known: Tensor, novel: Tensor, features: Tensor, classes: Sequence[OutputClass]
 ) -> dict[int, Suggestion]:
-    """How similar every discovered class is to the others, from N rows of the unlabeled set.
+    """How similar every discovered class is to the others, from N rows of the unlabeled set: their cosines
+    ``known`` (N, C_l) and ``novel`` (N, K, of the best head), and ``features`` (N, D).
 
     A known class is as similar as the mean cosine of the rows with its prototype; two discovered classes as
     the cosine of their mean features.
-
-    Args:
-        known: (N, C_l) cosines of the known head.
-        novel: (N, K) cosines of the best cluster head.
-        features: (N, D) pooled features z.
-        classes: all C outputs.
     """
     num_known, predicted = known.shape[1], torch.cat([known, novel], dim=-1).argmax(dim=-1)
-    unit = torch.nn.functional.normalize(features.float(), dim=-1)
-    members = torch.nn.functional.one_hot(predicted, len(classes))[:, num_known:].to(unit.dtype)  # (N, C_u)
-    counts = members.sum(dim=0)
-    to_known = members.T @ known.float() / counts.clamp(min=1).unsqueeze(1)  # (C_u, C_l)
-    means = torch.nn.functional.normalize(members.T @ unit, dim=-1)
+    members = F.one_hot(predicted, len(classes))[:, num_known:].float()  # (N, C_u)
+    counts, names = members.sum(dim=0), [c.name for c in classes]
+    to_known = members.T @ known.float() / counts.clamp(min=1)[:, None]  # (C_u, C_l)
+    means = F.normalize(members.T @ F.normalize(features.float(), dim=-1), dim=-1)
     to_novel = (means @ means.T).fill_diagonal_(-torch.inf)
-    to_novel[:, counts == 0] = -torch.inf
+    for cosines in (to_known, to_novel, to_novel.T):
+        cosines[counts == 0] = -torch.inf
 
     def nearest(cosines: Tensor, names: Sequence[str]) -> tuple[tuple[str, float], ...]:
         values, order = cosines.sort(descending=True, stable=True)
         pairs = zip(order.tolist(), values.tolist(), strict=True)
         return tuple((names[i], value) for i, value in pairs if value > -torch.inf)[:NUM_NEAREST]
 
-    names = [c.name for c in classes]
     return {
         num_known + i: Suggestion(
-            count, len(predicted), nearest(to_known[i], names), nearest(to_novel[i], names[num_known:])
+            rows, len(predicted), nearest(to_known[i], names), nearest(to_novel[i], names[num_known:])
         )
-        if count
-        else Suggestion(0, len(predicted))
-        for i, count in enumerate(counts.int().tolist())
+        for i, rows in enumerate(counts.int().tolist())
     }
 
 
-# --------------------------------------------------------------------------------------------- the YAML file
 def template(classes: Sequence[OutputClass], model_hash: str, suggestions: Mapping[int, Suggestion]) -> str:
     """The text of a fresh ``classes.yaml``: every discovered class as it is, suggestions as comments."""
     lines = [HEADER + f"model: {_scalar(model_hash)}", "classes:"]
     for c in classes:
         if c.kind == "novel":
-            action = (
-                "drop" if c.into is None else "keep" if c.into == c.index else MERGE + classes[c.into].name
-            )
+            merged = "drop" if c.into is None else MERGE + classes[c.into].name
+            action = "keep" if c.into == c.index else merged
             lines.append(f"- index: {c.index}{_comment(suggestions.get(c.index))}")
             lines += [f"  name: {_scalar(c.name)}", f"  action: {_scalar(action)}"]
     return "\n".join(lines) + "\n"
@@ -185,9 +155,8 @@ def template(classes: Sequence[OutputClass], model_hash: str, suggestions: Mappi
 
 def _scalar(value: str) -> str:
     """A string as a YAML scalar on one line."""
-    plain = value.isascii() and value.isprintable()
-    dumped = yaml.safe_dump(value, width=1_000_000, default_style=None if plain else '"')
-    return dumped.removesuffix("\n").removesuffix("\n...").strip()
+    style = None if value.isascii() and value.isprintable() else '"'
+    return yaml.safe_dump(value, width=1_000_000, default_style=style).split("\n")[0]
 
 
 def _comment(suggestion: Suggestion | None) -> str:
@@ -202,13 +171,8 @@ def _comment(suggestion: Suggestion | None) -> str:
 
 
 def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str) -> list[OutputClass]:
-    """All classes with the names and actions of an edited ``classes.yaml``.
-
-    Args:
-        data: content of the file.
-        where: its path, for messages.
-        classes: of the model.
-        model_hash: of the model; a file that was written for another one is refused.
+    """All ``classes`` of a model with the names and actions of an edited ``classes.yaml``, whose content is
+    ``data`` and whose path, for messages, ``where``.
 
     Raises:
         ConfigError: anything wrong with the file, in one line that names the class.
@@ -219,28 +183,39 @@ def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_ha
         raise ConfigError(f"{where} was written for another model; move it away and run uno classes again")
     if not isinstance(tree.get("classes"), list):
         raise ConfigError(f"{where}: classes must be a list of entries with index, name and action")
-    novel = {c.index: c for c in classes if c.kind == "novel"}
+    novel = [c.index for c in classes if c.kind == "novel"]
     edits: dict[int, tuple[str, str]] = {}
     for number, entry in enumerate(tree["classes"], start=1):
         index, name, action = _entry(entry, f"{where}: entry {number}", novel)
         if index in edits:
             raise ConfigError(f"{where}: class {index} has two entries")
         edits[index] = name, action
-    for index, c in novel.items():
+    for index in novel:
         if index not in edits:
-            raise ConfigError(f"{where}: class {index} ({c.name}) has no entry")
+            raise ConfigError(f"{where}: class {index} ({classes[index].name}) has no entry")
     targets = {c.name: c.index for c in classes if c.kind == "known"}
     for index, (name, action) in edits.items():
         if action == "keep" and targets.setdefault(name, index) != index:
             raise ConfigError(
                 f"{where}: two classes are named {name!r}; use action: merge into {name}, or another name"
             )
-    gone = {name: "dropped" if action == "drop" else "merged itself" for name, action in edits.values()}
-    return [_edited(c, *edits[c.index], targets, gone, where) if c.index in edits else c for c in classes]
+    edited, gone = list(classes), {name: action for name, action in edits.values()}
+    for index, (name, action) in edits.items():
+        into = index if action == "keep" else None
+        if action.startswith(MERGE):
+            wanted = action.removeprefix(MERGE)
+            if wanted not in targets:
+                what = "no class" + _did_you_mean(wanted, targets)
+                if wanted in gone:
+                    what = "dropped" if gone[wanted] == "drop" else "merged itself"
+                raise ConfigError(f"{where}: class {index} is merged into {wanted!r}, which is {what}")
+            into = targets[wanted]
+        edited[index] = replace(classes[index], name=name, into=into)
+    return edited
 
 
-def _entry(entry: Any, where: str, novel: Mapping[int, OutputClass]) -> tuple[int, str, str]:
-    """(index, name, action) of one entry."""
+def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]:
+    """(index, name, action) of one entry; ``novel`` are the indices there may be."""
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} must have index, name and action, got {str(entry)[:80]!r}")
     _check_keys(entry, ("index", "name", "action"), where)
@@ -260,19 +235,6 @@ def _entry(entry: Any, where: str, novel: Mapping[int, OutputClass]) -> tuple[in
     if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
         raise ConfigError(f"{where}: action must be keep, drop or merge into NAME, got {action!r}")
     return index, name, wanted
-
-
-def _edited(
-    c: OutputClass, name: str, action: str, targets: Mapping[str, int], gone: Mapping[str, str], where: str
-) -> OutputClass:
-    """``c`` under its new name; a merge goes to one of ``targets``, not to a class that is ``gone``."""
-    if not action.startswith(MERGE):
-        return replace(c, name=name, into=c.index if action == "keep" else None)
-    wanted = action.removeprefix(MERGE)
-    if wanted not in targets:
-        what = gone.get(wanted) or "no class" + _did_you_mean(wanted, targets)
-        raise ConfigError(f"{where}: class {c.index} is merged into {wanted!r}, which is {what}")
-    return replace(c, name=name, into=targets[wanted])
 
 
 def _check_keys(tree: Mapping[Any, Any], known: Sequence[str], where: str) -> None:

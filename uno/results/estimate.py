@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors.torch
+import safetensors.numpy
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -35,11 +35,11 @@ from uno.errors import ConfigError
 from uno.results.constrained_kmeans import FREE, constrained_kmeans, silhouette
 from uno.results.forward import features_of
 from uno.results.metrics import Counts, cluster_accuracy, confusion
-from uno.runs import PRETRAIN, run
+from uno.runs import ESTIMATE_FILE, PRETRAIN, run
 from uno.train import LocalWorker
 
 MIN_KNOWN = 4  # two classes to pretrain on, two to probe with
-RESULT, FEATURES = "estimate.json", "features.safetensors"
+FEATURES = "features.safetensors"
 CURVES = ("f1", "acc", "cvi")
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 STREAM = 8  # of the class splits' and starts' randomness; uno.data.plan has 0-2, uno.data.resident 3
@@ -76,27 +76,27 @@ class Split(NamedTuple):
     probe: tuple[int, ...]
 
 
+class Features(NamedTuple):
+    """Rows to cluster."""
+
+    points: NDArray[np.float32]  # (N, D) of unit length
+    labels: NDArray[np.int64]  # (N,), -1 = unlabeled
+
+
 @dataclass(frozen=True)
 class Estimate:
-    """The result, as stored in ``estimate.json``: ``low <= num_novel <= high``, and what it rests on.
-
-    ``suggested`` is what to train with: one class too many costs less than one too few.
-    ``ks`` are the k that were tried; ``curves`` maps f1, acc (fractions) and cvi (silhouette) to their means
-    at each k. ``dtc``: the plain method's k_acc, k_cvi and k. ``sizes``: for each ratio r, the mean number of
-    clusters at k = num_novel that hold more unlabeled rows than r x the largest. ``splits``: class names,
-    and the curves of every choice of anchors. ``at_limit``: the interval reaches the largest k tried.
-    """
+    """The result, as stored in ``estimate.json``: ``low <= num_novel <= high``, and what it rests on."""
 
     num_novel: int
     low: int
     high: int
-    suggested: int
-    at_limit: bool
-    ks: list[int]
-    curves: dict[str, list[float]]
-    dtc: dict[str, int]
-    sizes: dict[str, list[float]]
-    splits: list[dict[str, Any]]
+    suggested: int  # what to train with: one class too many costs less than one too few
+    at_limit: bool  # the interval reaches the largest k tried
+    ks: list[int]  # that were tried
+    curves: dict[str, list[float]]  # means of f1, acc (fractions) and cvi (silhouette) at each k
+    dtc: dict[str, int]  # the plain method's k_acc, k_cvi and k
+    sizes: dict[str, list[float]]  # at each ratio r, clusters with more unlabeled rows than r x the largest
+    splits: list[dict[str, Any]]  # class names, and the curves of every choice of anchors
     settings: dict[str, Any]
     key: str
 
@@ -129,32 +129,29 @@ def estimate_num_novel(
     Raises:
         ConfigError: too few known classes or unlabeled rows, or as pretraining.
     """
-    settings = settings or Settings()
+    settings, num_unlabeled = settings or Settings(), len(train.unlabeled_images)
     present = sorted(set(train.labels.tolist()))
     if len(present) < MIN_KNOWN:
         raise ConfigError(
             f"estimating the number of classes needs at least {MIN_KNOWN} known classes with rows, there are "
             f"{len(present)}; give --num-novel"
         )
-    num_unlabeled = len(train.unlabeled_images)
     if num_unlabeled < 2:
         raise ConfigError(f"{num_unlabeled} unlabeled rows: there is nothing to estimate")
     splits = class_splits(present, settings.num_splits, config.seed)
-    largest = min(settings.max_novel or max(10, len(present)), num_unlabeled, settings.max_rows)
-    ks = list(range(largest + 1))
-    configs = [_split_config(config, known, split) for split in splits]
+    ks = list(range(min(settings.max_novel or max(10, len(present)), num_unlabeled, settings.max_rows) + 1))
+    configs = [_pretraining(config, [known[c] for c in split.pretrain]) for split in splits]
     data, depends = _fingerprint(train), [settings.variance, settings.max_rows]
     keys = [_digest(config_hash(c), data, s, depends) for c, s in zip(configs, splits, strict=True)]
     key = _digest(keys, asdict(settings), ks)
-    if storage.exists(RESULT):
+    if storage.exists(ESTIMATE_FILE):
         with suppress(ValueError, TypeError, AttributeError):  # damaged: estimated anew
-            stored = json.loads(storage.read(RESULT))
+            stored = json.loads(storage.read(ESTIMATE_FILE))
             if stored.get("key") == key:
                 return Estimate(**stored)
 
     folders = [f"{storage.uri}/pretrain-{key}" for key in keys]
-    jobs = list(zip(splits, configs, folders, strict=True))
-    features: dict[int, Features] = {}
+    jobs, features = list(zip(splits, configs, folders, strict=True)), {}
     for index, found in tasks(pretrain_split, (train, settings, str(device)), jobs):
         features[index] = found
         report(f"pretrained {len(features)} of {len(splits)} splits")
@@ -162,7 +159,7 @@ def estimate_num_novel(
     items = [(i, k) for k in reversed(ks) for i in range(len(splits))]  # the long ones first
     scores = {items[position]: found for position, found in tasks(score_clusters, shared, items)}
     result = _combine(splits, ks, scores, known, settings, key)
-    storage.write(RESULT, json.dumps(asdict(result), indent=1).encode())
+    storage.write(ESTIMATE_FILE, json.dumps(asdict(result), indent=1).encode())
     return result
 
 
@@ -181,7 +178,7 @@ def _combine(
             curves = {name: [scores[i, k][role][name] for k in ks] for name in CURVES}
             anchors = [known[c] for c in first["anchors"]]
             roles.append({"anchors": anchors, "vote": largest_best(curves["f1"]), **curves})
-        names = {"pretrain": [known[c] for c in split.pretrain], "probe": [known[c] for c in split.probe]}
+        names = {part: [known[c] for c in classes] for part, classes in split._asdict().items()}
         described.append({**names, "roles": roles})
     all_roles = [role for entry in described for role in entry["roles"]]
     means = {name: np.mean([role[name] for role in all_roles], axis=0).tolist() for name in CURVES}
@@ -226,7 +223,6 @@ def largest_best(curve: Sequence[float]) -> int:
     return int(np.flatnonzero(np.asarray(curve) >= np.max(curve) - 1e-9)[-1])
 
 
-# --------------------------------------------------------------------------------------------- class splits
 def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Split]:
     """Splits of the known ``classes`` into pretraining and probe classes, all different, in random order.
 
@@ -256,12 +252,10 @@ def anchor_choices(split: Split, settings: Settings, seed: int) -> list[tuple[in
     return list(chosen)
 
 
-# ------------------------------------------------------------------------------------- pretraining, features
-class Features(NamedTuple):
-    """Rows to cluster: points (N, D) float32 of unit length; labels (N,) int64, -1 = unlabeled."""
-
-    points: NDArray[np.float32]
-    labels: NDArray[np.int64]
+def _pretraining(config: Config, known: Sequence[str]) -> Config:
+    """The configuration of a split's pretraining: only its classes are known."""
+    data = config.data.model_copy(update={"known_classes": ",".join(known), "num_novel": None})
+    return config.model_copy(update={"data": data, "discover": PhaseConfig(), "output": None})
 
 
 def pretrain_split(
@@ -272,39 +266,25 @@ def pretrain_split(
     ``job``: the split, the configuration of its pretraining, and the folder's URI.
     """
     split, config, uri = job
-    storage = Storage(uri)
-    if not storage.exists(FEATURES):
-        with _threads(config):
-            tensors = _split_features(train, settings, torch.device(device), split, config, storage)
-        storage.write(FEATURES, safetensors.torch.save(tensors))
-    stored = safetensors.torch.load(storage.read(FEATURES))
-    return Features(stored["points"].numpy(), stored["labels"].numpy())
+    storage, place, pretrain = Storage(uri), torch.device(device), torch.tensor(split.pretrain)
+    if storage.exists(FEATURES):
+        return Features(**safetensors.numpy.load(storage.read(FEATURES)))
+    with _threads(config):
+        own = torch.isin(train.labels, pretrain)
+        labels = torch.tensor(_positions(train.labels[own], split.pretrain))
+        part = TrainSet(train.labeled_images[own], labels, train.unlabeled_images, len(pretrain), 1)
+        model = run.run_phase(config, PRETRAIN, part.to(place), LocalWorker(place), storage).model.eval()
 
-
-def _split_config(config: Config, known: Sequence[str], split: Split) -> Config:
-    """The configuration of the split's pretraining: only its classes are known."""
-    names = ",".join(known[c] for c in split.pretrain)
-    data = config.data.model_copy(update={"known_classes": names, "num_novel": None})
-    return config.model_copy(update={"data": data, "discover": PhaseConfig(), "output": None})
-
-
-def _split_features(
-    train: TrainSet, settings: Settings, device: torch.device, split: Split, config: Config, storage: Storage
-) -> dict[str, Tensor]:
-    own = torch.isin(train.labels, torch.tensor(split.pretrain))
-    labels = torch.tensor(_positions(train.labels[own], split.pretrain))
-    part = TrainSet(train.labeled_images[own], labels, train.unlabeled_images, len(split.pretrain), 1)
-    state = run.run_phase(config, PRETRAIN, part.to(device), LocalWorker(device), storage)
-
-    labeled = _sample_rows(train.labels, settings.max_rows, config.seed)
-    everyone = torch.zeros(len(train.unlabeled_images), dtype=torch.int64)
-    unlabeled = _sample_rows(everyone, settings.max_rows, config.seed)
-    images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled]])
-    labels = torch.cat([train.labels[labeled], torch.full((len(unlabeled),), FREE)])
-    features = features_of(state.model.eval(), images, config).cpu()
-    points = whiten(F.normalize(features, dim=1), settings.variance)
-    rest = ~torch.isin(labels, torch.tensor(split.pretrain))
-    return {"points": points[rest], "labels": labels[rest]}
+        free = torch.full((len(train.unlabeled_images),), FREE)
+        labeled = _sample_rows(train.labels, settings.max_rows, config.seed)
+        unlabeled = _sample_rows(free, settings.max_rows, config.seed)
+        images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled]])
+        labels = torch.cat([train.labels[labeled], free[unlabeled]])
+        points = F.normalize(features_of(model, images, config).cpu(), dim=1)
+        rest = ~torch.isin(labels, pretrain)
+        found = Features(whiten(points, settings.variance)[rest].numpy(), labels[rest].numpy())
+    storage.write(FEATURES, safetensors.numpy.save(found._asdict()))
+    return found
 
 
 def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
@@ -332,7 +312,6 @@ def whiten(features: Tensor, variance: float) -> Tensor:
     return F.normalize(centered @ vectors[:, :count] / values[:count].sqrt(), dim=1).float()
 
 
-# ------------------------------------------------------------------------------------------- one split, one k
 def score_clusters(
     splits: Sequence[Split],
     features: Sequence[Features],
@@ -346,20 +325,16 @@ def score_clusters(
     Returns f1, acc, cvi and the unlabeled cluster sizes of each choice.
     """
     index, k = item
-    split = splits[index]
+    split, labels = splits[index], torch.tensor(features[index].labels)
     points = torch.tensor(features[index].points, device=device)
-    labels = torch.tensor(features[index].labels)
-    num_clusters = k + len(split.probe)
-    results = []
+    num_clusters, results = k + len(split.probe), []
     with _threads(config):
         for role, anchors in enumerate(anchor_choices(split, settings, config.seed)):
             validation = [c for c in split.probe if c not in anchors]
             fixed = torch.tensor(_positions(labels, anchors), device=device)
             seed = int(np.random.SeedSequence([config.seed, STREAM, index, role, k]).generate_state(1)[0])
             clusters = constrained_kmeans(points, fixed, num_clusters, settings.num_restarts, seed).assignment
-            free = fixed == FREE
-            cvi = silhouette(points[free], clusters[free], settings.silhouette_rows, seed)
-            found = clusters.cpu().numpy()
+            free, found = fixed == FREE, clusters.cpu().numpy()
             table = confusion(_positions(labels, validation), found, len(validation), num_clusters)
             unlabeled = np.bincount(found[(labels == FREE).numpy()], minlength=num_clusters)
             results.append(
@@ -367,7 +342,7 @@ def score_clusters(
                     "anchors": anchors,
                     "f1": class_f1(table, np.bincount(found, minlength=num_clusters)),
                     "acc": cluster_accuracy(table),
-                    "cvi": cvi,
+                    "cvi": silhouette(points[free], clusters[free], settings.silhouette_rows, seed),
                     "sizes": sorted(unlabeled.tolist(), reverse=True),
                 }
             )
@@ -383,17 +358,12 @@ def _positions(labels: Tensor, classes: Sequence[int]) -> NDArray[np.int64]:
 def class_f1(table: Counts, totals: Counts) -> float:
     """How well clusters fit the validation classes: the mean F1 of each class with its own cluster, 0-1.
 
-    Classes and clusters are paired so that the sum is largest. Too few clusters cost precision, because rows
-    of other, also of unlabeled, classes join; too many cost recall.
-
-    Args:
-        table: (C, K) validation rows of each class in each cluster; C <= K.
-        totals: (K,) rows of any kind in each cluster.
+    ``table`` (C, K), C <= K: validation rows of each class in each cluster; ``totals`` (K,): rows of any kind
+    in each cluster. Classes and clusters are paired so that the sum is largest. Too few clusters cost
+    precision, because rows of other, also of unlabeled, classes join; too many cost recall.
     """
-    sizes = table.sum(axis=1, keepdims=True) + totals[None]
-    f1 = 2 * table / np.maximum(sizes, 1)
-    rows, columns = linear_sum_assignment(f1, maximize=True)
-    return float(f1[rows, columns].mean())
+    f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + totals, 1)
+    return float(f1[linear_sum_assignment(f1, maximize=True)].mean())
 
 
 @contextmanager

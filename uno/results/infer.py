@@ -26,7 +26,7 @@ from uno.data.rows import Rows
 from uno.errors import StorageError, one_line
 from uno.methods.registry import build_network
 from uno.model import Logits, UnoModel
-from uno.results.classes import OutputClass, parse_classes, route
+from uno.results.classes import OutputClass, dump_classes, parse_classes, route
 from uno.results.forward import forward
 from uno.results.metrics import hungarian
 from uno.state import with_prefix
@@ -145,7 +145,6 @@ def align_heads(novel: Tensor, best_head: int) -> Tensor:
     return alignment
 
 
-# -------------------------------------------------------------------------------------------- model/ of a run
 def save_model(
     config: Config, storage: Storage, module: UnoModel, best_head: int, known: Sequence[str]
 ) -> Classifier:
@@ -153,15 +152,13 @@ def save_model(
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     encoder = with_prefix(weights, "encoder.")
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    names = [*known, *(f"novel-{i + 1}" for i in range(module.num_novel))]
-    classes = [
-        {"index": i, "name": name, "kind": "known" if i < len(known) else "novel"}
-        for i, name in enumerate(names)
-    ]
+    named = [(name, "known") for name in known]
+    named += [(f"novel-{i + 1}", "novel") for i in range(module.num_novel)]
+    classes = [OutputClass(i, name, kind, i) for i, (name, kind) in enumerate(named)]
     files = {
         "encoder.safetensors": safetensors.torch.save(encoder),
         "heads.safetensors": safetensors.torch.save(heads, {"best_head": str(best_head)}),
-        "classes.json": json.dumps({"best_head": best_head, "classes": classes}, indent=1).encode(),
+        "classes.json": dump_classes(json.dumps({"best_head": best_head}).encode(), classes),
         "config.yaml": dump_yaml(config).encode(),
     }
     for name, data in files.items():
@@ -170,20 +167,12 @@ def save_model(
 
 
 def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Classifier:
-    """The model of a run directory, or of a copy of its ``model/``.
-
-    Raises:
-        StorageError: there is none, or a file of it is damaged.
-    """
+    """The model of a run directory, or of a copy of its ``model/``; StorageError: none, or a damaged one."""
     return build_classifier(read_model_files(storage), device)
 
 
 def model_folder(storage: Storage) -> str:
-    """Where the model's files are: ``model/`` in a run, "" in a copy of that folder.
-
-    Raises:
-        StorageError: there is no model.
-    """
+    """Where the model's files are: ``model/`` in a run, "" in a copy of it. StorageError: nowhere."""
     for folder in ("model/", ""):
         if storage.exists(f"{folder}classes.json"):
             return folder
@@ -193,41 +182,35 @@ def model_folder(storage: Storage) -> str:
 
 
 def read_model_files(storage: Storage) -> dict[str, bytes]:
-    """Content of the files that make a model, by name. Raises StorageError as :func:`load_classifier`."""
+    """Content of the files that make a model, by name."""
     folder = model_folder(storage)
     return {name: storage.read(folder + name) for name in MODEL_FILES}
 
 
 def build_classifier(files: Mapping[str, bytes], device: torch.device | str = "cpu") -> Classifier:
-    """A model from the content of its files.
-
-    Raises:
-        StorageError: one of them is damaged, or they do not belong together.
-    """
-    classes = parse_classes(files["classes.json"])
+    """A model from the content of its files; StorageError: damaged, or they do not belong together."""
+    classes, facts = parse_classes(files["classes.json"]), json.loads(files["classes.json"])
     num_known = sum(c.kind == "known" for c in classes)
     try:
         config = override(Config(), yaml.safe_load(files["config.yaml"]))
-        facts = json.loads(files["classes.json"])
+        module = build_network(config, num_known, len(classes) - num_known, seed=0)
         encoder = safetensors.torch.load(files["encoder.safetensors"])
         heads = safetensors.torch.load(files["heads.safetensors"])
-        module = build_network(config, num_known, len(classes) - num_known, seed=0)
         module.load_state_dict({**{f"encoder.{k}": v for k, v in encoder.items()}, **heads})
         best_head, alignment = int(facts["best_head"]), facts.get("alignment")
         if not 0 <= best_head < module.num_heads:
             raise ValueError(f"best head {best_head}")
         if alignment is not None:
             alignment = torch.tensor(alignment, dtype=torch.int64)
-            numbers = torch.arange(module.num_novel).expand(module.num_heads, -1)
-            if not torch.equal(alignment.sort(dim=-1).values, numbers):
+            clusters = torch.arange(module.num_novel).expand(module.num_heads, -1)
+            if not torch.equal(alignment.sort(dim=-1).values, clusters):
                 raise ValueError("alignment of other heads")
     except (
         RuntimeError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError,
         safetensors.SafetensorError,
     ) as error:  # fmt: skip
-        raise StorageError(
-            f"the model's files are damaged or do not belong together: {one_line(error)}"
-        ) from None
+        what = f"the model's files are damaged or do not belong together: {one_line(error)}"
+        raise StorageError(what) from None
     return _classifier(files, module.to(device), config, best_head, alignment)
 
 
@@ -245,7 +228,6 @@ def _classifier(
     return Classifier(module, config, classes, best_head, alignment, digest.hexdigest()[:16], device)
 
 
-# ------------------------------------------------------------------------------------------- rows of a source
 def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode:
     """The pixels of ``rows`` for ``model``, decoded ahead of it by ``threads`` (default: one a core)."""
     return partial(decoded, rows.images, size=model.size, threads=threads)
@@ -268,12 +250,10 @@ def sample_logits(
     """What the model says of at most ``limit`` of ``rows`` int64 (N,), evenly spaced, under one view: the
     numbers of the M that can be read, and their :class:`Logits` on the CPU; None where none can be read.
     """
-    num = min(limit, len(rows))
+    num, size = min(limit, len(rows)), model.batch_rows
     chosen = rows[np.arange(num) * len(rows) // max(num, 1)]
     indices, parts = [], []
-    for index, pixels, reasons in decode(
-        chosen[i : i + model.batch_rows] for i in range(0, num, model.batch_rows)
-    ):
+    for index, pixels, reasons in decode(chosen[i : i + size] for i in range(0, num, size)):
         ok = readable(reasons)
         if ok.any():
             logits = forward(model.module, pixels[torch.from_numpy(ok)], model.config)

@@ -13,7 +13,6 @@ from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.results.estimate import (
-    RESULT,
     Features,
     Settings,
     Split,
@@ -29,6 +28,7 @@ from uno.results.estimate import (
     suggest,
     whiten,
 )
+from uno.runs import ESTIMATE_FILE
 
 QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
 
@@ -93,7 +93,7 @@ def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     for split in found.splits:
         assert sorted(split["pretrain"] + split["probe"]) == list("abcdef")
         assert len(split["roles"]) == 6 and all(len(role["f1"]) == 8 for role in split["roles"])
-    assert json.loads((tmp_path / RESULT).read_text()) == json.loads(json.dumps(asdict(found)))
+    assert json.loads((tmp_path / ESTIMATE_FILE).read_text()) == json.loads(json.dumps(asdict(found)))
     again = estimate(*data, replace(QUICK, max_novel=4))
     assert again.ks[-1] == 4 and again.key != found.key
 

@@ -5,7 +5,7 @@ import pytest
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from uno.results.kmeans import kmeans_baseline
+from uno.results.evaluate import kmeans_baseline
 
 
 @pytest.fixture(scope="module")
