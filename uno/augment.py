@@ -4,11 +4,11 @@
 
     crop + flip -> affine -> jitter -> grey -> solarize -> equalize -> blur -> normalise
 
-:func:`draw` takes every random number from a generator on the host; :func:`apply` is deterministic. So
-parameters do not depend on the device, the number of rows an operation works on is known without asking the
-device, and a distributed worker draws for the whole batch and keeps its rows: its views are those that one
-worker would have made. They are so bit for bit on the CPU at every preset's sizes; up to the rounding of
-batched products, 1e-6 of the range, on CUDA and where the matrices do not fill whole cache lines (11 pixels).
+:func:`draw_numbers` takes every random number from a generator on the host; :func:`apply` is deterministic.
+So parameters do not depend on the device, how many rows an operation works on is known without asking it,
+and a worker draws for the whole batch and keeps its rows: its views are those that one worker would have
+made, bit for bit on the CPU at every preset's sizes; up to the rounding of batched products, 1e-6 of the
+range, on CUDA and where the matrices do not fill whole cache lines (11 pixels).
 
 Definitions and parameter ranges are torchvision's, without its rounding to 8 bits after every operation. On
 one CPU core this is ten times as fast as torchvision on PIL images (``python -m benchmarks.augment``).
@@ -31,7 +31,6 @@ CROP_RATIO = (3 / 4, 4 / 3)
 BOX_NUMBERS = 2 * CROP_ATTEMPTS + 3  # of a row that its crop takes
 OTHER_NUMBERS = 19
 BLUR_RADIUS_SIGMAS = 4  # the kernel covers +- this many of the largest standard deviation
-COLOR_OFF = dict(jitter=0.0, grey=0.0, solarize=0.0, equalize=0.0, blur=0.0)
 
 
 @dataclass(frozen=True)
@@ -54,69 +53,37 @@ class Draws:
 
 
 def augment(
-    images: Tensor,
-    config: AugmentConfig,
-    generator: torch.Generator,
-    mean: Sequence[float],
-    std: Sequence[float],
-    rows: slice | Tensor | None = None,
-    num_rows: int | None = None,
-) -> list[Tensor]:
+    images: Tensor, config: AugmentConfig, generator: torch.Generator, mean: Sequence[float],
+    std: Sequence[float], rows: slice | Tensor | None = None, num_rows: int | None = None,
+) -> list[Tensor]:  # fmt: skip
     """All views of a batch, normalised: the large ones, then the small ones.
 
-    Args:
-        images: (B,3,S,S) uint8, on any device.
-        config: the recipe; with ``weak`` the colour operations are off and geometry is drawn as without.
-        generator: on the CPU; advanced by the same amount whatever ``rows`` is.
-        mean: of the channels, on the 0-1 scale.
-        std: likewise.
-        rows: which rows of the whole batch ``images`` are: a slice or (B,) int64 on the host. Default: all.
-        num_rows: rows of the whole batch. Default: B.
-
-    Returns:
-        V tensors (B,3,size,size) float32, contiguous, on the device of ``images``.
-
-    Raises:
-        ValueError: images are not uint8 (B,3,S,S) or none, ``rows`` does not name B rows, or a crop is larger
-            than the padded image.
+    Images (B,3,S,S) uint8 -> V tensors (B,3,size,size) float32, contiguous, on the same device. ``generator``
+    is on the CPU and advances by as much whatever ``rows`` is; ``mean`` and ``std`` of the channels are on
+    the 0-1 scale; ``rows``, a slice or (B,) int64 on the host, says which of the whole batch's ``num_rows``
+    the images are (default: all). ValueError: images of another shape or type or none, ``rows`` that are not
+    B, a crop larger than the padded image.
     """
     total = len(images) if num_rows is None else num_rows
-    chosen = torch.arange(total) if rows is None else torch.arange(total)[rows]
+    chosen = torch.arange(total)[slice(None) if rows is None else rows]
     if len(chosen) != len(images):
         raise ValueError(f"rows selects {len(chosen)} of {total} rows but there are {len(images)} images")
     views: list[Tensor] = []
     for kind in kinds(config):
-        numbers = draw_numbers(total, kind.num_views, generator)
-        draws = draws_of(kind, numbers if rows is None else numbers[chosen], images.shape[-1])
-        batch = apply(images, draws, kind).unflatten(0, (len(images), kind.num_views))
-        views += [normalize(one, mean, std) for one in batch.unbind(1)]
+        numbers = draw_numbers(total, kind.num_views, generator)[chosen]
+        batch = apply(images, draws_of(kind, numbers, images.shape[-1]), kind)
+        views += [normalize(one, mean, std) for one in batch.unflatten(0, (len(images), -1)).unbind(1)]
     return views
 
 
 def augment_crops(
-    crops: Sequence[Tensor],
-    config: AugmentConfig,
-    generator: torch.Generator,
-    mean: Sequence[float],
-    std: Sequence[float],
-    rows: Tensor,
-    num_rows: int,
-    side: int,
-) -> list[Tensor]:
+    crops: Sequence[Tensor], config: AugmentConfig, generator: torch.Generator, mean: Sequence[float],
+    std: Sequence[float], rows: Tensor, num_rows: int, side: int,
+) -> list[Tensor]:  # fmt: skip
     """:func:`augment` for crops that :mod:`uno.crops` made on the CPU: everything after the crop.
 
-    Args:
-        crops: for each kind of :func:`kinds`, (B,V,3,size,size) uint8, on any device.
-        config: the recipe.
-        generator: in the state that the crops were made with.
-        mean: of the channels, on the 0-1 scale.
-        std: likewise.
-        rows: (B,) int64 on the host, which rows of the whole batch they are.
-        num_rows: rows of the whole batch.
-        side: of the stored square, in pixels.
-
-    Returns:
-        As :func:`augment`.
+    ``crops``: for each of :func:`kinds` (B,V,3,size,size) uint8, made with a generator in the state of this
+    one; ``side``: of the stored square, in pixels.
     """
     views: list[Tensor] = []
     for kind, crop in zip(kinds(config), crops, strict=True):
@@ -131,13 +98,8 @@ def augment_crops(
 
 def kinds(config: AugmentConfig) -> list[ViewConfig]:
     """The kinds of views that there are, large ones first; ``weak`` ones without colour."""
-    present = [kind for kind in (config.large, config.small) if kind.num_views]
-    return [kind.model_copy(update=COLOR_OFF) for kind in present] if config.weak else present
-
-
-def view(images: Tensor, config: ViewConfig, generator: torch.Generator) -> Tensor:
-    """One view (B,3,size,size) float32 in 0-1 of each image (B,3,S,S) uint8; errors as in :func:`augment`."""
-    return apply(images, draw(config, len(images), images.shape[-1], generator), config)
+    off = dict.fromkeys(("jitter", "grey", "solarize", "equalize", "blur"), 0.0) if config.weak else {}
+    return [kind.model_copy(update=off) for kind in (config.large, config.small) if kind.num_views]
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -147,11 +109,7 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 
 
 def eval_view(images: Tensor, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """The centre of the images, normalised: uint8 (B,3,S,S) -> float32 (B,3,size,size); all where size = S.
-
-    Raises:
-        ValueError: size exceeds S.
-    """
+    """The centre of uint8 (B,3,S,S), normalised: float32 (B,3,size,size). ValueError: size exceeds S."""
     side = images.shape[-1]
     if size > side:
         raise ValueError(f"the centre crop of {size} pixels exceeds the stored side of {side}")
@@ -159,22 +117,10 @@ def eval_view(images: Tensor, size: int, mean: Sequence[float], std: Sequence[fl
     return normalize(images[..., start : start + size, start : start + size] / 255, mean, std)
 
 
-def draw(config: ViewConfig, num_rows: int, side: int, generator: torch.Generator) -> Draws:
-    """Parameters of ``num_rows`` views of images of ``side`` x ``side`` pixels; one view of each image.
-
-    Raises:
-        ValueError: a padded crop is larger than the padded image.
-    """
-    return draws_of(config, draw_numbers(num_rows, 1, generator), side)
-
-
 def draw_numbers(num_rows: int, num_views: int, generator: torch.Generator) -> Tensor:
-    """All numbers that views take from the generator: float64 (N,V,42), uniform in 0-1.
-
-    A row takes as many whatever the config: equal geometry draws equal crops.
-    """
-    count = BOX_NUMBERS + OTHER_NUMBERS
-    return torch.rand(num_rows, num_views, count, generator=generator, dtype=torch.float64)
+    """All numbers that views take, float64 (N,V,42) in 0-1: as many, so equal crops, whatever the config."""
+    size = (num_rows, num_views, BOX_NUMBERS + OTHER_NUMBERS)
+    return torch.rand(size, generator=generator, dtype=torch.float64)
 
 
 def draws_of(config: ViewConfig, numbers: Tensor, side: int) -> Draws:
@@ -232,11 +178,8 @@ def _draw_box(c: ViewConfig, side: int, numbers: Tensor) -> Tensor:
 def resized_boxes(scale: tuple[float, float], numbers: np.ndarray, height: int, width: int) -> np.ndarray:
     """RandomResizedCrop's boxes (torchvision), float64 (N,4) of whole pixels: top, left, height, width.
 
-    Args:
-        scale: range of a crop's area as a share of the image.
-        numbers: float64 (N,23) uniform in 0-1: ten areas, ten ratios, one unused, top and left.
-        height: of the image, pixels.
-        width: likewise.
+    ``scale`` is the range of a crop's share of the area; ``numbers``, float64 (N,23) uniform in 0-1, are ten
+    areas, ten ratios, one unused, top and left; ``height`` and ``width`` are the image's, in pixels.
     """
     area, ratio = numbers[:, :CROP_ATTEMPTS], numbers[:, CROP_ATTEMPTS : 2 * CROP_ATTEMPTS]
     low, high = math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])
@@ -259,10 +202,7 @@ def resized_boxes(scale: tuple[float, float], numbers: np.ndarray, height: int, 
 def apply(images: Tensor, draws: Draws, config: ViewConfig) -> Tensor:
     """The views that ``draws`` describes: uint8 (B,3,S,S) -> float32 (N,3,size,size) in 0-1.
 
-    N is a multiple of B; the views of image b are the N/B rows from b*N/B.
-
-    Raises:
-        ValueError: images are not uint8 (B,3,S,S), or none.
+    N is a multiple of B; the views of image b are the N/B rows from b*N/B. ValueError as in :func:`augment`.
     """
     side = images.shape[-1]
     if images.dtype != torch.uint8 or images.shape[1:] != (3, side, side) or len(images) == 0:
@@ -307,19 +247,14 @@ def _crop(images: Tensor, draws: Draws, config: ViewConfig) -> Tensor:
 
 
 def crop_weights(start: Tensor, length: Tensor, reverse: Tensor, size: int, side: int) -> Tensor:
-    """Interpolation weights (...,size,side) of crops along one axis.
+    """Interpolation weights (...,size,side) of crops along one axis of ``side`` pixels.
 
     Bilinear with antialiasing, as Pillow and torchvision (antialias=True) define it: a triangle around the
     centre of each target pixel with a half width of one source pixel when enlarging, one target pixel when
     reducing; cut off at the box and normalised. So enlarging is plain bilinear interpolation and size =
-    length an exact copy, with zeros where the box reaches outside the image.
-
-    Args:
-        start: (...) float, first pixel of the box; negative with padding.
-        length: (...) float, pixels of the box.
-        reverse: (...) bool, true for a mirrored crop.
-        size: pixels of the result.
-        side: pixels of the image.
+    length an exact copy, with zeros where the box reaches outside the image. The box begins at pixel
+    ``start`` (...) float, negative with padding, and has ``length`` (...) pixels; ``reverse`` (...) bool
+    mirrors it.
     """
     start, length = start.unsqueeze(-1), length.unsqueeze(-1)
     scale = length / size
@@ -334,15 +269,10 @@ def crop_weights(start: Tensor, length: Tensor, reverse: Tensor, size: int, side
 
 
 def resample(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """Separable linear map of the pixels: ``down[n] @ image @ across[n].T`` by channel, float32 (N,3,T,T).
+    """``down[n] @ image @ across[n].T`` by channel: images (B,3,S,S), both maps (N,T,S) -> float32 (N,3,T,T).
 
-    If the caller allows TF32 on CUDA, its three roundings by 2**-11 move a value by less than half of a
-    level.
-
-    Args:
-        images: (B,3,S,S), any dtype.
-        down: (N,T,S) float32; rows b*N/B and on belong to image b, so that one product makes all its views.
-        across: (N,T,S) float32.
+    Rows b*N/B and on belong to image b, so that one product makes all its views. If the caller allows TF32 on
+    CUDA, its three roundings by 2**-11 move a value by less than half of a level.
     """
     num_images, _, side, _ = images.shape
     num_rows, size, _ = down.shape
@@ -353,11 +283,10 @@ def resample(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
 
 
 def affine(images: Tensor, pose: Tensor) -> Tensor:
-    """Shear along x, turn and zoom about the centre, then shift; bilinear with zeros outside (torchvision).
+    """Shear along x, turn and zoom about the centre, then shift: bilinear with zeros outside (torchvision).
 
-    Args:
-        images: (B,3,S,S) float32.
-        pose: (B,5): clockwise angle and shear in degrees, shift in x and y as a share of the side, zoom.
+    Images (B,3,S,S) float32; pose (B,5): clockwise angle and shear in degrees, shift in x and y as a share of
+    the side, zoom.
     """
     angle, shear, shift_x, shift_y, zoom = pose.unbind(1)
     angle, shear = torch.deg2rad(angle), torch.deg2rad(shear)
@@ -371,10 +300,10 @@ def affine(images: Tensor, pose: Tensor) -> Tensor:
 
 
 def blur(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
-    """Gaussian blur: sigma (B,) in pixels, 2 * radius + 1 taps (radius < S), torchvision's reflected border.
+    """Gaussian blur of (B,3,S,S) float32 by sigma (B,) pixels, 2 * radius + 1 taps, torchvision's border.
 
-    Views use ``radius = ceil(4 * largest sigma)``, 17 taps for the recipes' 0.1-2.0: 6e-5 of the weight lie
-    beyond, and in a dense matrix (S,S) more taps cost nothing. Images (B,3,S,S) float32.
+    Views use ``radius = ceil(4 * largest sigma)`` < S, 17 taps for the recipes' 0.1-2.0: 6e-5 of the weight
+    lie beyond, and in a dense matrix (S,S) more taps cost nothing.
     """
     side = images.shape[-1]
     target = torch.arange(side, device=images.device).unsqueeze(1)

@@ -1,8 +1,7 @@
 """Colour operations on batches with a parameter per row, for :mod:`uno.augment`.
 
 Images are float32 (B,3,H,W) in 0-1; parameters are (B,) tensors on the same device unless said otherwise.
-Definitions are those of torchvision.transforms.functional on float images. A name ending in ``_`` changes its
-images in place.
+Definitions are those of torchvision.transforms.functional on float images. ``_`` changes images in place.
 """
 
 from itertools import permutations
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-JITTER_ORDERS = tuple(permutations(range(4)))
-"""The 24 orders of the four operations of colour jitter; an order is an index into this tuple."""
+JITTER_ORDERS = tuple(permutations(range(4)))  # an order of the four is an index into this tuple
 
 
 def luma(images: Tensor) -> Tensor:
@@ -29,13 +27,8 @@ def grey(images: Tensor) -> Tensor:
 def blend_(images: Tensor, factor: Tensor, operation: Tensor) -> Tensor:
     """Brightness, contrast or saturation by row: ``factor * image + (1 - factor) * reference``, kept in 0-1.
 
-    The reference is black for BRIGHTNESS, the image's mean luma for CONTRAST, each pixel's luma for
-    SATURATION.
-
-    Args:
-        images: (B,3,H,W), changed in place.
-        factor: (B,), 1 leaves the row as it is.
-        operation: (B,) of BRIGHTNESS, CONTRAST, SATURATION.
+    ``operation`` (B,) says what the reference is: black for BRIGHTNESS, the image's mean luma for CONTRAST,
+    each pixel's luma for SATURATION. A factor (B,) of 1 leaves the row as it is.
     """
     rows = (-1, 1, 1, 1)
     pixel = luma(images)
@@ -71,40 +64,37 @@ def jitter_(images: Tensor, rows: Tensor, factors: Tensor, order: Tensor) -> Ten
 
     Rows are gathered sorted by the place of hue in their order. So hue runs once on all of them, after the
     blends that precede it (as many as hue's place) and before the others: six blends, each on a slice, three
-    per row.
-
-    Args:
-        images: (B,3,H,W), changed in place.
-        rows: (R,) int64, the rows to jitter, without repetition; on the host, as are the next two.
-        factors: (R,4) of brightness, contrast, saturation (1: none) and hue shift (0: none).
-        order: (R,) int64, index into JITTER_ORDERS.
+    per row. On the host: ``rows`` (R,) int64 without repetition, ``factors`` (R,4) of brightness, contrast,
+    saturation (1: none) and hue shift (0: none), ``order`` (R,) int64.
     """
     sequence = torch.tensor(JITTER_ORDERS)[order]
     is_hue = sequence == HUE
     place, by_place = is_hue.int().argmax(dim=1).sort(stable=True)
-    first = torch.bincount(place, minlength=4).cumsum(0).tolist()  # first[k] rows have hue at place 0..k
+    first = torch.bincount(place, minlength=4).cumsum(0).tolist()[:3]  # first[k] rows have hue at place 0..k
     blends = sequence[~is_hue].view(-1, 3)
     strength = factors.gather(1, blends)[by_place]
     has_blend, has_hue = bool((strength != 1).any()), bool((factors[:, HUE] != 0).any())
-    device = images.device
-    chosen = rows[by_place].to(device, non_blocking=True)
-    shift = factors[by_place, HUE].to(device, non_blocking=True)
     # Transposed: the parameters of each of the three blends lie together.
-    strength = strength.T.contiguous().to(device, non_blocking=True)
-    blends = blends[by_place].T.contiguous().to(device, non_blocking=True)
-
+    chosen, shift, strength, blends = (
+        t.to(images.device, non_blocking=True)
+        for t in (
+            rows[by_place],
+            factors[by_place, HUE],
+            strength.T.contiguous(),
+            blends[by_place].T.contiguous(),
+        )
+    )
     work = images.index_select(0, chosen)
 
-    def blend_slice(k: int, part: slice) -> None:
-        if has_blend and work[part].shape[0]:
-            blend_(work[part], strength[k, part], blends[k, part])
+    def blend(parts: list[slice]) -> None:
+        for k, part in enumerate(parts):
+            if has_blend and work[part].shape[0]:
+                blend_(work[part], strength[k, part], blends[k, part])
 
-    for k in range(3):
-        blend_slice(k, slice(first[k], None))
+    blend([slice(rows_before, None) for rows_before in first])
     if has_hue:
         hue_(work, shift)
-    for k in range(3):
-        blend_slice(k, slice(0, first[k]))
+    blend([slice(rows_before) for rows_before in first])
     return images.index_copy_(0, chosen, work)
 
 

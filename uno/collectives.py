@@ -50,10 +50,7 @@ class _GatherRows(torch.autograd.Function):
 
 def own_rows(tensor: Tensor, dim: int) -> Tensor:
     """This worker's share of rows gathered by :func:`gather_rows`."""
-    if not in_group():
-        return tensor
-    rank, size = world()
-    return tensor.chunk(size, dim=dim)[rank]
+    return tensor.chunk(world()[1], dim=dim)[world()[0]] if in_group() else tensor
 
 
 def sum_(tensor: Tensor) -> Tensor:

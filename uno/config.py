@@ -75,8 +75,7 @@ class DataConfig(_Frozen):
     limit: int | None = field(None,
         "Use at most this many rows of each split, spread evenly over the classes.", flag="limit",
         commands="predict", ge=1)
-    download: bool = field(False, "Allow cifar10:DIR and cifar100:DIR to download the data.",
-        commands="predict report")
+    download: bool = field(False, "Let cifar10:DIR and cifar100:DIR download.", commands="predict report")
     store_size: int = field(32, "Side of the stored square images, in pixels.", ge=4, le=1024)
     mean: tuple[float, float, float] = field((0.4914, 0.4822, 0.4465),
         "Channel means subtracted after scaling to 0-1.")
@@ -94,7 +93,7 @@ class DataConfig(_Frozen):
     def _check(self) -> DataConfig:
         if (self.labeled is None) != (self.unlabeled is None):
             raise ValueError("labeled and unlabeled must be given together")
-        if any(s <= 0 for s in self.std):
+        if min(self.std) <= 0:
             raise ValueError("std must be positive")
         return self
 
@@ -194,18 +193,15 @@ class ObjectiveConfig(_Frozen):
         "How the views' pseudo-labels are combined (paper, appendix).")
     concat: bool = field(True, "One softmax over known and novel outputs; off: two separate losses.")
     pseudo_labels: Literal["soft", "hard"] = field("soft", "Soft pseudo-labels, or their argmax.")
-    iic_weight: float = field(0, "IIC: pushes labeled and unlabeled rows' outputs apart (0.05).",
-        ge=0, le=100)
+    iic_weight: float = field(0, "IIC: pushes labeled and unlabeled outputs apart (0.05).", ge=0, le=100)
     iic_view_weight: float = field(0, "IIC: pulls an image's views together (0.01).", ge=0, le=100)
     rkd_weight: float = field(0, "rKD: distils the pretrained known head's outputs on unlabeled rows (0.1).",
         ge=0, le=100)
     rkd_temperature: float = field(4, "Temperature of rKD's softmax, besides tau.", gt=0, le=100)
-    queue_size: int = field(0,
-        "Past unlabeled rows that Sinkhorn sees besides the batch's own, after warm-up.", ge=0, le=10**6)
+    queue_size: int = field(0, "Past unlabeled rows that Sinkhorn sees too, after warm-up.", ge=0, le=10**6)
     consistency_weight: float | None = field(None,
         "Baselines: weight of the views' agreement; default: their paper's.", ge=0, le=10**4)
-    rampup: float | None = field(None, "Baselines: share of the phase in which that weight rises.",
-        ge=0, le=1)
+    rampup: float | None = field(None, "Baselines: share of the phase in which it rises.", ge=0, le=1)
 
 
 class PhaseConfig(_Frozen):
@@ -311,10 +307,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mapping -> ``{"objective.epsilon": 0.05, ...}``."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 
@@ -329,11 +322,7 @@ def field_names() -> list[str]:
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """``config`` with dotted keys replaced, e.g. ``{"objective.epsilon": 0.1}``.
-
-    Raises:
-        ConfigError: unknown key (with the nearest known one), value of the wrong type or out of range.
-    """
+    """``config`` with dotted keys replaced, e.g. ``{"objective.epsilon": 0.1}``. Or ConfigError."""
     tree = to_dict(config)
     known = set(field_names())
     for key, value in flatten(overrides).items():
@@ -367,12 +356,9 @@ def describe(error: ValidationError, name: str = "") -> str:
 
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
-    """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``.
-
-    ``data.ingest: auto`` differs from nothing: a run stores what it was decided to be.
-    """
+    """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``."""
     a, b = flatten(old), flatten(to_dict(new))
-    if "auto" in (a.get("data.ingest"), b.get("data.ingest")):
+    if "auto" in (a.get("data.ingest"), b.get("data.ingest")):  # a run stores what it was decided to be
         a["data.ingest"] = b["data.ingest"]
     return [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not resumable(k)]
 
@@ -388,11 +374,7 @@ MAX_CONFIG_DEPTH = 20
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Overrides from a YAML file; nested mappings and dotted keys both work.
-
-    Raises:
-        ConfigError: missing file, larger than 1 MB, not YAML, not a mapping, or with aliases or deep nesting.
-    """
+    """Overrides from a YAML file; nested mappings and dotted keys both work. ConfigError: not such a file."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -402,33 +384,26 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
-    """The mapping in the content of a file that nobody vouches for; ``where`` names it in messages.
+    """The mapping in the content of a file that nobody vouches for; ``where`` names it in a ConfigError.
 
-    Raises:
-        ConfigError: larger than 1 MB, not YAML, not a mapping, or with aliases or deep nesting.
+    Refused is what takes YAML without bound: aliases grow 2^n-fold, 20 kB of ``[`` take 35 s.
     """
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
-        text = data.decode()
-        refuse_yaml_bombs(text)
+        text, depth = data.decode(), 0
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("YAML aliases (*name) are not accepted; write the values out")
+            if depth > MAX_CONFIG_DEPTH:
+                raise ValueError(f"nested deeper than {MAX_CONFIG_DEPTH} levels")
         tree = yaml.safe_load(text) or {}
     except (yaml.YAMLError, ValueError) as error:  # not UTF-8, month 13, an integer of 5000 digits
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} must hold a mapping of keys, not a {type(tree).__name__}")
     return tree
-
-
-def refuse_yaml_bombs(text: str) -> None:
-    """Raise ValueError for what takes YAML without bound: aliases grow 2^n-fold, 20 kB of ``[`` take 35 s."""
-    depth = 0
-    for event in yaml.parse(text):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError("YAML aliases (*name) are not accepted; write the values out")
-        if depth > MAX_CONFIG_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_CONFIG_DEPTH} levels")
 
 
 def dump_yaml(config: Config) -> str:

@@ -1,11 +1,9 @@
 """Cropping the views of an encoded image on the CPU: decode once, take every crop, 8 bits.
 
 The half of the augmentation that streaming does where the images are read; :func:`uno.augment.augment_crops`
-does the rest on the training device. Both draw the same numbers for a row of a batch, a function of
-(seed, phase, step, place in the global batch): whoever crops it, whenever, gets the same.
-
-On one core of a Xeon, of an ImageNet original (500 x 375): 1.6 ms to decode, .25 ms for a crop of 224 px by
-torch's 8-bit antialiased resize; Pillow's takes .65 ms.
+does the rest on the training device. Both draw the same numbers for a row of a batch, a function of (seed,
+phase, step, place in the global batch): whoever crops it, whenever, gets the same. torch's 8-bit antialiased
+resize takes .25 ms for a crop of 224 px on a core of a Xeon, Pillow's .65.
 """
 
 import math
@@ -44,28 +42,27 @@ class Cropper:
         """The kinds of views, large ones first."""
         return kinds(self.augment)
 
+    @cached_property
+    def _kind_bytes(self) -> list[int]:
+        return [3 * kind.num_views * kind.size**2 for kind in self.kinds]
+
     @property
     def row_bytes(self) -> int:
         """Bytes of all views of one image."""
-        return sum(3 * kind.num_views * kind.size**2 for kind in self.kinds)
+        return sum(self._kind_bytes)
 
     def split(self, pixels: Tensor) -> list[Tensor]:
         """uint8 (B, row_bytes) -> for each kind (B,V,3,size,size)."""
-        parts = pixels.split([3 * kind.num_views * kind.size**2 for kind in self.kinds], dim=1)
-        return [
-            part.unflatten(1, (kind.num_views, 3, kind.size, kind.size))
-            for part, kind in zip(parts, self.kinds, strict=True)
-        ]
+        parts = zip(pixels.split(self._kind_bytes, dim=1), self.kinds, strict=True)
+        return [part.unflatten(1, (kind.num_views, 3, kind.size, kind.size)) for part, kind in parts]
 
     def crop(
         self, steps: np.ndarray, positions: np.ndarray, images: Sequence[Image]
     ) -> tuple[np.ndarray, list[str | None]]:
         """The views of n rows: (uint8 (n, row_bytes), why a row has none or None (n)).
 
-        Args:
-            steps: int64 (n,) global step of each row, ascending.
-            positions: int64 (n,) its place in the global batch.
-            images: n encoded images, paths or arrays.
+        ``steps``, int64 (n,) ascending, are their global steps; ``positions`` int64 (n,) their places in the
+        global batch.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [[row.unbind(0) for row in part.unbind(0)] for part in self.split(pixels)]
@@ -99,8 +96,7 @@ class Cropper:
         whole = square = None
         for kind, plan, views in zip(self.kinds, planned, out, strict=True):
             if kind.crop == "resized":
-                if whole is None:
-                    whole = torch.from_numpy(decode_rgb(image, self._draft_side))
+                whole = torch.from_numpy(decode_rgb(image, self._draft_side)) if whole is None else whole
                 source, boxes = whole, resized_boxes(kind.crop_scale, plan, *whole.shape[:2])
             else:
                 if square is None:
@@ -117,9 +113,9 @@ class Cropper:
 
 
 def crop_(view: Tensor, image: Tensor, box: Sequence[int]) -> None:
-    """Write the part ``box`` (top, left, height, width) of ``image`` uint8 (H,W,3 or 4) into ``view`` uint8
-    (3,size,size), resized bilinearly with antialiasing and rounded; pixels outside the image are black, a
-    fourth channel is dropped.
+    """Write the ``box`` (top, left, height, width) of ``image`` uint8 (H,W,3 or 4) into uint8 (3,size,size).
+
+    Resized bilinearly with antialiasing and rounded; pixels outside are black, a fourth channel is dropped.
     """
     top, left, height, width = box
     size = view.shape[-1]

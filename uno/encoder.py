@@ -1,7 +1,7 @@
 """Encoders: torchvision's ResNets with either stem, and the small ResNet for tiny images.
 
-State-dict keys are torchvision's (without ``fc``), so that trained encoders load anywhere. It is
-imported where a network is built: it takes 2 s of CPU time, which processes that only decode need not pay.
+State-dict keys are torchvision's (without ``fc``), so that trained encoders load anywhere. torchvision is
+imported where a network is built: it takes 2 s, which processes that only decode need not pay.
 """
 
 import torch
@@ -11,10 +11,9 @@ from uno.config import ModelConfig
 
 
 class SmallResNet(nn.Module):
-    """ResNet for tiny images (He et al. 2016, Sec. 4.2): 3x3 stem, three stages of widths w, 2w, 4w.
+    """ResNet for tiny images (He et al. 2016, Sec. 4.2): 3x3 stem, three stages of widths w, 2w, 4w = D.
 
-    Differs from that section in one point: where the width changes the shortcut is torchvision's 1x1
-    convolution instead of zero padding. Feature size D = 4 * width.
+    Where the width changes the shortcut is torchvision's 1x1 convolution, not zero padding.
     """
 
     def __init__(self, width: int, blocks: int) -> None:

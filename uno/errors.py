@@ -32,5 +32,5 @@ class Interrupted(UnoError):
 
 
 def one_line(error: object) -> str:
-    """The text of an error of somebody else's, fit for ours: one line of at most 300 characters."""
+    """Of somebody else's error, at most 300 characters."""
     return " ".join(str(error).split())[:300]

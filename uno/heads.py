@@ -1,8 +1,7 @@
 """Known head, projection heads and prototypes (paper Sec. 3.1, 3.3).
 
-The n cluster heads and n overclustering heads are separate networks in the paper. Here they are stacked: one
-wide Linear + BatchNorm1d and one batched matmul serve all heads, with parameters and results equal to H
-separate MLPs.
+The paper's separate networks, n cluster and n overclustering heads, are stacked: one wide Linear +
+BatchNorm1d and one batched matmul serve all heads, with parameters and results equal to separate MLPs.
 """
 
 import math
@@ -13,11 +12,7 @@ from torch import Tensor, nn
 
 
 class Prototypes(nn.Module):
-    """Bias-free linear layer whose rows are unit vectors: outputs are cosines.
-
-    Args:
-        shape: (K, D) for one head, (H, K, D) for H stacked heads.
-    """
+    """Bias-free linear layer to cosines: its rows, (K, D) or (H, K, D) for H heads, are unit vectors."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -28,14 +23,7 @@ class Prototypes(nn.Module):
         return self.cosines(unit(features))
 
     def cosines(self, directions: Tensor) -> Tensor:
-        """Cosines in float32 at least: bf16 cosines would flip 0.8 % of the pseudo-labels.
-
-        Args:
-            directions: (..., B, D) of length one, from :func:`unit`.
-
-        Returns:
-            (..., B, K) float32, or float64 for a model in float64.
-        """
+        """Unit vectors (..., B, D) -> (..., B, K) in float32 at least: bf16 flips 0.8 % of pseudo-labels."""
         with torch.autocast(directions.device.type, enabled=False):
             return directions @ self.weight.mT.to(directions.dtype)
 

@@ -11,6 +11,8 @@ from uno.config import ModelConfig
 from uno.encoder import build_encoder
 from uno.heads import Prototypes, StackedProjector, unit
 
+NovelHead = Callable[[int, int], nn.Module]
+
 
 class Logits(NamedTuple):
     """Cosines in float32 of V views; ``novel`` and ``over`` are None where the model has no such heads.
@@ -29,20 +31,13 @@ class Logits(NamedTuple):
 class UnoModel(nn.Module):
     """Shared encoder E, known head h, cluster heads g_i and overclustering heads o_i.
 
-    Args:
-        config: architecture.
-        num_known: C_l.
-        num_novel: C_u; 0 builds the encoder and the known head only (pretraining).
-        novel_head: builds, from (C_u, D), a baseline's one novel head, which reads the feature: (N, D) -> (1,
-            N, C_u). Default: UNO's projection heads.
+    ``num_novel`` C_u of 0 builds the encoder and the known head of C_l outputs only (pretraining).
+    ``novel_head`` builds, from (C_u, D), a baseline's one novel head, which reads the feature: (N, D) -> (1,
+    N, C_u); default: UNO's projection heads.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        num_known: int,
-        num_novel: int,
-        novel_head: Callable[[int, int], nn.Module] | None = None,
+        self, config: ModelConfig, num_known: int, num_novel: int, novel_head: NovelHead | None = None
     ) -> None:
         super().__init__()
         self.encoder = build_encoder(config)
@@ -55,31 +50,26 @@ class UnoModel(nn.Module):
         if num_novel and novel_head is not None:
             self.num_heads, self.novel = 1, novel_head(num_novel, features)
         elif num_novel:
-            families = 2 if config.overcluster_factor else 1
+            heads, factor = config.num_heads, config.overcluster_factor
             self.projector = StackedProjector(
-                families * config.num_heads, features, config.hidden_dim, projection
+                2 * heads if factor else heads, features, config.hidden_dim, projection
             )
-            self.novel = Prototypes(config.num_heads, num_novel, projection)
-            if config.overcluster_factor:
-                self.over = Prototypes(config.num_heads, config.overcluster_factor * num_novel, projection)
+            self.novel = Prototypes(heads, num_novel, projection)
+            self.over = Prototypes(heads, factor * num_novel, projection) if factor else None
 
     @torch.no_grad()
     def normalize_prototypes_(self) -> None:
         """Scale all prototypes to length one, in place: before training's forward, evaluation, saving."""
         for module in self.modules():
             if isinstance(module, Prototypes):
-                module.weight.div_(
-                    torch.linalg.vector_norm(module.weight, dim=-1, keepdim=True).clamp_min_(1e-12)
-                )
+                module.weight.div_(module.weight.norm(dim=-1, keepdim=True).clamp_min_(1e-12))
 
     def features(self, images: Tensor) -> Tensor:
         """(B, 3, S, S) normalised images -> (B, D) pooled features z."""
         return self.encoder(images)
 
     def forward(self, views: Sequence[Tensor]) -> Logits:
-        """V views, each (B, 3, S_v, S_v) -> :class:`Logits`; views of one size share a pass through the
-        encoder.
-        """
+        """V views (B, 3, S_v, S_v) -> :class:`Logits`; views of one size share a pass through the encoder."""
         batches = [torch.cat(list(group)) for _, group in groupby(views, key=lambda view: view.shape[-1])]
         features = torch.cat([self.encoder(batch) for batch in batches])  # (V * B, D)
         return self.heads(features, len(views))
@@ -106,11 +96,7 @@ class UnoModel(nn.Module):
 
 
 def build_model(
-    config: ModelConfig,
-    num_known: int,
-    num_novel: int,
-    seed: int,
-    novel_head: Callable[[int, int], nn.Module] | None = None,
+    config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: NovelHead | None = None
 ) -> UnoModel:
     """A freshly initialised model; equal seeds give equal weights, the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):

@@ -14,16 +14,10 @@ def pseudo_labels(
 ) -> Tensor:
     """Targets of the unlabeled rows, one per large view (Eq. 4-5; appendix for the two averages).
 
-    Args:
-        logits: (V, H, B, K) cosines of the GLOBAL unlabeled batch under each large view and head.
-        epsilon: Sinkhorn's entropy weight.
-        num_iters: Sinkhorn's iterations.
-        aggregation: ``swap`` keeps one target per view; ``average_pseudo_labels`` and ``average_logits`` give
-            every view the same target, averaged after or before Sinkhorn.
-        hard: replace the soft targets by one-hot vectors of their argmax.
-
-    Returns:
-        (V, H, B, K), rows summing to one, without gradient.
+    (V, H, B, K) cosines of the GLOBAL unlabeled batch under each large view and head -> the same shape, rows
+    summing to one, without gradient. ``epsilon`` and ``num_iters`` are Sinkhorn's. ``aggregation``: ``swap``
+    keeps one target per view; ``average_pseudo_labels`` and ``average_logits`` give every view the same one,
+    averaged after or before Sinkhorn. ``hard``: one-hot vectors of the argmax.
     """
     num_views = len(logits)
     if aggregation == "average_logits":
@@ -37,31 +31,22 @@ def pseudo_labels(
 
 
 def discovery_loss(
-    known: Tensor,
-    families: Sequence[Tensor],
-    labels: Tensor,
-    targets: Sequence[Tensor],
-    temperature: float,
+    known: Tensor, families: Sequence[Tensor], labels: Tensor, targets: Sequence[Tensor], temperature: float,
     concat: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Cross-entropy of view w against the target of view v, for all ordered pairs v != w (Eq. 1-3).
 
     Labeled rows come first. Their target is the zero-padded one-hot label, that of unlabeled rows the
     zero-padded pseudo-label (Eq. 2). A target y that sums to one has the cross-entropy ``logsumexp(l / tau) -
     <y, l / tau>``, so nothing is padded and no logits are concatenated.
 
-    Args:
-        known: (V, B, C_l) cosines of the known head, float32 or float64.
-        families: F tensors (V, H, B, K_f), cosines of H heads each: cluster heads, overclustering heads.
-        labels: (B_l,) known-class indices of the first B_l rows.
-        targets: F tensors (V_large, H, B_u, K_f), pseudo-labels of the remaining rows; small views (V_large
-            and up) have none.
-        temperature: softmax temperature tau.
-        concat: one softmax over known and novel outputs; False is the paper's ablation: cross-entropy of
-            labeled rows over known outputs, of unlabeled rows over novel outputs.
+    Cosines, float32 or float64, of B rows: ``known`` (V, B, C_l), ``families`` F times (V, H, B, K_f),
+    cluster heads, then overclustering heads. ``labels`` (B_l,) are known-class indices of the first B_l rows,
+    ``targets`` F times (V_large, H, B_u, K_f) the others' pseudo-labels; small views have none. ``concat``:
+    one softmax over known and novel outputs; False is the paper's ablation: cross-entropy of labeled rows
+    over known outputs, of unlabeled rows over novel outputs.
 
-    Returns:
-        (F, H) loss per head: the mean over ordered pairs and over all B rows.
+    Returns (F, H), the loss of each head: the mean over ordered pairs and over all B rows.
     """
     num_labeled, num_large, (num_views, num_rows, _) = len(labels), len(targets[0]), known.shape
     pairs = known.new_ones(num_large, num_views).fill_diagonal_(0)  # [v, w]: the target of v teaches w
@@ -86,15 +71,10 @@ def discovery_loss(
 
 
 def labeled_loss(known: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of the known head's cosines over tau (paper Sec. 4.1 "Pretraining").
+    """Cross-entropy of the known head's cosines over tau (paper Sec. 4.1 "Pretraining"), a scalar.
 
-    Args:
-        known: (V, B, C) cosines of every view, at least float32.
-        labels: (B_l,) classes of the first B_l rows; the others do not count.
-        temperature: softmax temperature tau.
-
-    Returns:
-        Scalar: the mean over views and labeled rows.
+    Mean over views and labeled rows: ``known`` (V, B, C), at least float32; ``labels`` (B_l,) of the first
+    B_l rows, the others do not count.
     """
     logits = known[:, : len(labels)].flatten(0, 1) / temperature
     return F.cross_entropy(logits, labels.repeat(len(known)))

@@ -4,21 +4,16 @@ import math
 
 
 def sigmoid_rampup(progress: float, rampup: float) -> float:
-    """``exp(-5 (1 - t)^2)``, t = progress / rampup up to 1: from exp(-5) = .007 to 1 (Laine & Aila 2017).
-
-    Args:
-        progress: share of the phase that is done, 0-1.
-        rampup: share of the phase after which the result is 1; 0: always 1.
-    """
+    """``exp(-5 (1 - t)^2)``, t = progress / rampup up to 1, both shares of the phase (Laine & Aila 2017)."""
     t = 1.0 if progress >= rampup else progress / rampup
     return math.exp(-5 * (1 - t) ** 2)
 
 
 def warmup_cosine(step: int, total_steps: int, warmup_steps: int, base_lr: float, min_lr: float) -> float:
-    """Learning rate of optimizer step ``step`` (0-based).
+    """Learning rate of optimizer step ``step`` (0-based), for any number of warm-up steps.
 
-    Rises linearly from ``min_lr`` at step 0 to ``base_lr`` at step ``warmup_steps``, then follows half a
-    cosine to ``min_lr`` at the last step. Any ``warmup_steps`` is valid, 0 and ``total_steps`` included.
+    Linear from ``min_lr`` at step 0 to ``base_lr`` after ``warmup_steps``, then half a cosine to ``min_lr``
+    at the last step.
     """
     if step < warmup_steps:
         return min_lr + (base_lr - min_lr) * step / warmup_steps

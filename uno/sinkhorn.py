@@ -8,18 +8,12 @@ def sinkhorn(logits: Tensor, epsilon: float, num_iters: int) -> Tensor:
     """Soft assignment of rows to equally used clusters: Sinkhorn-Knopp on ``exp(logits / epsilon)``.
 
     Each iteration first gives every cluster the same mass, then every row mass one, so rows of the result sum
-    to one while the cluster marginals hold only approximately: at 3 iterations that is wanted, converging
-    hurts small batches. Works in the log domain, where ``exp(1 / 0.05)`` cannot overflow and a starved
-    cluster cannot divide by zero; half precision is raised to float32.
+    to one while the cluster marginals hold only approximately: at 3 iterations (the paper's, from SwAV) that
+    is wanted, converging hurts small batches. Works in the log domain, where ``exp(1 / 0.05)`` cannot
+    overflow and a starved cluster cannot divide by zero; half precision is raised to float32.
 
-    Args:
-        logits: (..., B, K) cosines of B unlabeled rows to K prototypes; leading dimensions (views, heads) are
-            batched.
-        epsilon: weight of the entropy H(Y) in Eq. 4.
-        num_iters: iterations (3 in the paper, from SwAV).
-
-    Returns:
-        (..., B, K) non-negative, rows summing to one, without gradient.
+    (..., B, K) cosines of B unlabeled rows to K prototypes, batched over views and heads -> (..., B, K)
+    non-negative, rows summing to one, without gradient. ``epsilon`` weighs the entropy H(Y) in Eq. 4.
     """
     scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)) / epsilon
     by_cluster = scores.shape[-1] < scores.shape[-2]  # sums over 5 clusters in a row would not vectorise

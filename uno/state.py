@@ -16,10 +16,10 @@ class TrainState:
     """Model, optimizer and the running head losses after ``step`` optimizer steps.
 
     ``epoch_losses`` (H + 1,) sums the cluster loss of each head over the current epoch on this worker, and
-    counts its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers: the best
-    head is its minimum. ``line_loss`` (2,) is the sum and count of the total loss since the last line of
-    metrics. Steps skipped for non-finite gradients enter none of them. The sums are float64: adding float32
-    numbers in another order, as a resumed run does, changes no bit of them.
+    counts its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers.
+    ``line_loss`` (2,) is the sum and count of the total loss since the last line of metrics. Skipped steps
+    enter none of them. The sums are float64: adding float32 numbers in another order, as a resumed run does,
+    changes no bit of them.
     """
 
     model: UnoModel
@@ -60,16 +60,12 @@ def new_state(
         # Where the very first step is skipped, the fused kernel leaves buffers it makes itself uninitialised.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return TrainState(
-        model,
-        forward,
-        optimizer,
-        device,
-        autocast,
+        model, forward, optimizer, device, autocast,
         epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
         head_losses=torch.full((num_heads,), float("inf"), device=device),
         line_loss=torch.zeros(2, dtype=torch.float64, device=device),
         skipped=torch.zeros((), device=device),
-    )
+    )  # fmt: skip
 
 
 def state_tensors(state: TrainState) -> dict[str, Tensor]:

@@ -34,20 +34,14 @@ def pretrain_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, l
 
 
 def rotation_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
-    """Self-supervised step: by how many quarter turns was a view turned? View k was by k.
-
-    Gidaris et al. 2018; the four outputs are cosines over tau, as those of every known head here.
-    """
+    """Self-supervised step: by how many quarter turns was view k turned? By k (Gidaris et al. 2018)."""
     known = forward(state, batch).known  # (4, B, 4)
     turns = torch.arange(len(known), device=known.device).repeat_interleave(known.shape[1])
     return update_(state, F.cross_entropy(known.flatten(0, 1) / objective.temperature, turns), lr)
 
 
 def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
-    """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3).
-
-    The loss is that of this worker's rows: the mean of the two families' mean over heads.
-    """
+    """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3): mean over families and heads."""
     logits = forward(state, batch)
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
@@ -66,54 +60,31 @@ def forward(state: TrainState, batch: Batch) -> Logits:
 
 
 def global_targets(
-    families: Sequence[Tensor],
-    num_large: int,
-    num_labeled: int,
-    objective: ObjectiveConfig,
+    families: Sequence[Tensor], num_large: int, num_labeled: int, objective: ObjectiveConfig,
     past: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Pseudo-labels of this worker's unlabeled rows, computed over the GLOBAL unlabeled batch.
 
-    One collective serves all views, heads and families: their logits travel side by side.
-
-    Args:
-        families: (V, H, B, K) logits of the cluster heads and, if any, (V, H, B, mK) of the overclustering
-            heads.
-        num_large: views that give targets, the first ones.
-        num_labeled: B_l, rows before the unlabeled ones.
-        objective: epsilon, iterations, aggregation, soft or hard.
-        past: per family (V_large, H, Q, K) logits of rows of earlier batches that Sinkhorn sees besides.
-
-    Returns:
-        Per family (V_large, H, B_u, K).
+    One collective serves all views, heads and families: their logits travel side by side. Families (V, H, B,
+    K) of which the first ``num_large`` views give targets and the first ``num_labeled`` rows have labels ->
+    (V_large, H, B_u, K) each. ``past``: per family (V_large, H, Q, K) logits of rows of earlier batches that
+    Sinkhorn sees besides.
     """
     own = [family.detach()[:num_large, :, num_labeled:] for family in families]
     everyones = collectives.gather_rows(torch.cat(own, dim=-1), dim=2)
     targets = []
     for i, logits in enumerate(everyones.split([family.shape[-1] for family in families], dim=-1)):
         seen = logits if past is None else torch.cat([logits, past[i]], dim=2)
-        found = pseudo_labels(
-            seen,
-            objective.epsilon,
-            objective.num_iters,
-            objective.aggregation,
-            objective.pseudo_labels == "hard",
-        )
+        o, hard = objective, objective.pseudo_labels == "hard"
+        found = pseudo_labels(seen, o.epsilon, o.num_iters, o.aggregation, hard)
         targets.append(collectives.own_rows(found[:, :, : logits.shape[2]], dim=2))
     return targets
 
 
 def update_(state: TrainState, loss: Tensor, lr: float, head_losses: Tensor | None = None) -> Tensor:
-    """Backward and SGD. Gradients are averaged over workers, so all see, and skip, a NaN on one rank.
+    """Backward and SGD -> the loss (1,), detached. ``head_losses`` (H,), or the loss, tell the best head.
 
-    Args:
-        state: to change.
-        loss: scalar.
-        lr: learning rate.
-        head_losses: (H,) cluster losses that choose the best head; default: the loss.
-
-    Returns:
-        The loss (1,), detached.
+    Gradients are averaged over workers, so all see, and skip, a NaN on one rank.
     """
     state.optimizer.zero_grad(set_to_none=True)
     loss.backward()

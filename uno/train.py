@@ -14,7 +14,7 @@ from torch import nn
 from uno import collectives
 from uno.config import Config, PhaseConfig, dump_yaml
 from uno.data.files import Storage
-from uno.errors import Interrupted, NumericsError, StorageError
+from uno.errors import Interrupted, NumericsError, StorageError, one_line
 from uno.runs import faults
 from uno.runs.checkpoint import Checkpoint, load_newest, save_checkpoint
 from uno.runs.journal import Journal
@@ -28,9 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """What the loop needs to know of where it runs; implemented by LocalWorker and
-    pipelines.worker.RayWorker.
-    """
+    """What the loop needs to know of where it runs: LocalWorker, or pipelines.worker.RayWorker."""
 
     rank: int
     world_size: int
@@ -47,28 +45,21 @@ class Worker(Protocol):
 
 
 class LocalWorker:
-    """This process alone: no Ray, no process group, pdb works."""
+    """This process alone: no Ray, no process group, pdb works. A signal handler sets ``stop_requested``."""
 
-    rank, world_size = 0, 1
+    rank, world_size, stop_requested = 0, 1, False
 
     def __init__(
-        self, device: torch.device, on_report: Callable[[dict[str, Any]], None] | None = None
+        self, device: torch.device, on_report: Callable[[dict[str, Any]], None] = lambda metrics: None
     ) -> None:
-        self.device = device
-        self.stop_requested = False
-        self._on_report = on_report
+        self.device, self.report = device, on_report
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model itself."""
         return model
 
-    def report(self, metrics: dict[str, Any]) -> None:
-        """Pass the metrics on to ``on_report``."""
-        if self._on_report is not None:
-            self._on_report(metrics)
-
     def should_stop(self, step: int) -> bool:
-        """True once ``stop_requested`` was set, by a signal handler."""
+        """True once ``stop_requested`` was set."""
         return self.stop_requested
 
 
@@ -105,22 +96,15 @@ class Phase:
 
 
 def fit(
-    config: Config,
-    phase: Phase,
-    state: TrainState,
-    batches: Callable[[int], Batch],
-    worker: Worker,
+    config: Config, phase: Phase, state: TrainState, batches: Callable[[int], Batch], worker: Worker,
     storage: Storage,
-) -> None:
+) -> None:  # fmt: skip
     """Train from the newest checkpoint of ``phase`` to its end, in place.
 
     ``batches(step)`` must be a pure function of the step: that makes a resumed run equal to an uninterrupted
-    one.
-
-    Raises:
-        Interrupted: a stop was requested; the state is saved, unless it is non-finite.
-        NumericsError: non-finite steps persisted after rolling back to the last checkpoint once.
-        StorageError: a checkpoint could not be written or none of those present verifies.
+    one. Interrupted: a stop was requested; the state is saved, unless it is non-finite. NumericsError:
+    non-finite steps persisted after rolling back once. StorageError: a checkpoint cannot be written, or none
+    of those present verifies.
     """
     state.total_steps, state.warmup_steps = max(1, phase.total_steps), phase.warmup_steps
     if not resume_(state, storage, phase.name) and phase.last_step == 0:
@@ -154,9 +138,8 @@ def fit(
             if not _finite(state) or skipped - tolerated_from > MAX_SKIPPED_STEPS:
                 at = f"{phase.name} step {state.step}"
                 if rolled_back or not resume_(state, storage, phase.name):
-                    raise NumericsError(
-                        f"non-finite loss at {at}; lower {phase.name}.base_lr or check the data's values"
-                    )
+                    advice = f"lower {phase.name}.base_lr or check the data's values"
+                    raise NumericsError(f"non-finite loss at {at}; {advice}")
                 log.warning("non-finite loss at %s; rolled back to step %d", at, state.step)
                 line_start, rolled_back = (state.step, time.perf_counter()), True
                 skipped = tolerated_from = int(state.skipped)
@@ -182,17 +165,14 @@ def _line_(phase: Phase, state: TrainState, lr: float, start: int, start_time: f
     state.line_loss.zero_()
     seconds = time.perf_counter() - start_time
     return {
-        "phase": phase.name,
-        "event": "epoch" if state.step % phase.steps_per_epoch == 0 else "step",
-        "step": state.step,
-        "total_steps": phase.last_step,
+        "phase": phase.name, "event": "epoch" if state.step % phase.steps_per_epoch == 0 else "step",
+        "step": state.step, "total_steps": phase.last_step,
         "epoch": -(-state.step // phase.steps_per_epoch),
         "epochs": -(-phase.last_step // phase.steps_per_epoch),
-        "loss": total / count if count else math.nan,
-        "lr": lr,
+        "loss": total / count if count else math.nan, "lr": lr,
         "images_per_s": (state.step - start) * phase.images_per_step / seconds,
         "skipped_steps": int(state.skipped),
-    }
+    }  # fmt: skip
 
 
 def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
@@ -202,8 +182,7 @@ def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
         try:
             load_state_(state, checkpoint.tensors, checkpoint.step)
         except (KeyError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise StorageError(f"the {phase} checkpoint does not fit this model: {reason}") from None
+            raise StorageError(f"the {phase} checkpoint does not fit this model: {one_line(error)}") from None
     return checkpoint is not None
 
 

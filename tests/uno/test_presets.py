@@ -49,7 +49,6 @@ def test_every_preset_says_what_it_is(name, recipe):
     config = preset(name, recipe)
     assert (config.preset, config.recipe) == (name, recipe)
     assert override(Config(), to_dict(config)) == config
-    assert "Command: ``uno d" in (PRESETS[name].__doc__ or "")
 
 
 def test_unknown_names_are_one_line_with_a_suggestion():

@@ -11,12 +11,7 @@ from torch import Tensor
 
 from uno import collectives
 from uno.config import ObjectiveConfig
-from uno.methods.method import (
-    Method,
-    forward_two_views,
-    novel_probabilities,
-    pair_likelihood_loss,
-)
+from uno.methods.method import Method, forward_two_views, novel_probabilities, pair_likelihood_loss
 from uno.methods.pairs import pair_head, similar_pairs, similarity_loss
 from uno.objective import labeled_loss
 from uno.state import TrainState

@@ -19,13 +19,7 @@ from uno import collectives
 from uno.config import ObjectiveConfig
 from uno.heads import Prototypes
 from uno.methods import rs
-from uno.methods.method import (
-    Method,
-    NovelHead,
-    consistency_loss,
-    forward_two_views,
-    pair_likelihood_loss,
-)
+from uno.methods.method import Method, NovelHead, consistency_loss, forward_two_views, pair_likelihood_loss
 from uno.objective import labeled_loss
 from uno.state import TrainState
 from uno.steps import Batch, update_
