@@ -22,7 +22,7 @@ from tune.score import ORACLE, SCORES
 from tune.spaces import Domain, Space
 from uno.data.files import Storage
 from uno.report.charts import WIDE, Chart, Dot, Series, line_chart, ticks
-from uno.report.page import render, short
+from uno.report.page import render, visible
 
 NUMBERS = (
     "score", "spread", "known_best", "novel_best", "known_avg", "novel_avg", "loss", "agreement",
@@ -301,4 +301,4 @@ def _kind(summary: Summary, trial: Trial) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "-".join(map(_text, value))
-    return f"{value:.2g}" if isinstance(value, float) else short(value, 14)
+    return f"{value:.2g}" if isinstance(value, float) else visible(value, 14)

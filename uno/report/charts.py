@@ -2,31 +2,24 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
+from uno.report.page import visible
 from uno.results.metrics import Counts
 
 WIDTH, HEIGHT, WIDE = 360, 150, 720
-MAX_CURVE_POINTS = 300
-COLOURS = 10
-
-LEVELS = 10
-MAX_MATRIX = 160
-"""Classes or outputs up to which a heat map is drawn."""
-
-MAX_POINTS = 1_500  # three maps take 14 s on one core; 2,000 points take 20 s
-MIN_POINTS = 10
-PCA_DIMENSIONS = 50
-EXTENT = 1000
-"""Coordinates of a map are integers in [0, EXTENT]."""
+MAX_CURVE_POINTS, COLOURS = 300, 10
+LEVELS = 10  # shades of a heat map
+MAX_MATRIX = 160  # classes or outputs up to which one is drawn
+MAX_POINTS = 1_500  # of a map: three take 14 s on one core; 2,000 points take 20 s
+MIN_POINTS, PCA_DIMENSIONS = 10, 50
+EXTENT = 1000  # coordinates of a map are integers in [0, EXTENT]
 
 
-# ------------------------------------------------------------------------------------------------ line charts
 class Series(NamedTuple):
     """A curve to draw. ``kind`` is its style, by default one of ten colours."""
 
@@ -55,8 +48,7 @@ class Line(NamedTuple):
     opacity: float
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A drawing of ``width`` x ``height``; ticks are (position, label)."""
 
     title: str
@@ -70,16 +62,10 @@ class Chart:
 
 
 def line_chart(
-    title: str,
-    x_label: str,
-    series: Sequence[Series],
-    dots: Sequence[Dot] = (),
-    *,
-    x_range: tuple[float, float] | None = None,
-    y_range: tuple[float, float] | None = None,
-    x_ticks: Sequence[tuple[float, str]] | None = None,
-    width: int = WIDTH,
-) -> Chart | None:
+    title: str, x_label: str, series: Sequence[Series], dots: Sequence[Dot] = (), *,
+    x_range: tuple[float, float] | None = None, y_range: tuple[float, float] | None = None,
+    x_ticks: Sequence[tuple[float, str]] | None = None, width: int = WIDTH,
+) -> Chart | None:  # fmt: skip
     """A chart without the points that are not finite; None if none is left.
 
     The ranges are by default those of the points, y from zero upwards; ``x_ticks`` (x, label) are by default
@@ -104,22 +90,18 @@ def line_chart(
     lines = []
     for i, s in enumerate(kept):
         chosen = np.linspace(0, len(s.points) - 1, min(len(s.points), MAX_CURVE_POINTS)).round().astype(int)
-        path = "L".join(f"{at_x(s.points[j][0]):g} {at_y(s.points[j][1]):g}" for j in chosen)
-        kind, dot = s.kind or f"k{i % COLOURS}", "h0" if len(chosen) == 1 else ""
-        lines.append(
-            Line(s.name, kind + " point" * bool(dot), f"M{path}{dot}", f"{s.points[-1][1]:.3g}", s.opacity)
-        )
+        path = "M" + "L".join(f"{at_x(s.points[j][0]):g} {at_y(s.points[j][1]):g}" for j in chosen)
+        kind = s.kind or f"k{i % COLOURS}"
+        if len(chosen) == 1:
+            path, kind = f"{path}h0", f"{kind} point"
+        lines.append(Line(s.name, kind, path, f"{s.points[-1][1]:.3g}", s.opacity))
     if x_ticks is None:
         x_ticks = [(x, f"{x:,.0f}") for x in ticks(x_low, x_high) if x == int(x)]
     return Chart(
-        title,
-        x_label,
-        lines,
-        [dot._replace(x=at_x(dot.x), y=at_y(dot.y)) for dot in dots],
+        title, x_label, lines, [dot._replace(x=at_x(dot.x), y=at_y(dot.y)) for dot in dots],
         [(at_x(x), label) for x, label in x_ticks],
-        [(at_y(y), f"{y:g}") for y in ticks(y_low, y_high)],
-        width,
-    )
+        [(at_y(y), f"{y:g}") for y in ticks(y_low, y_high)], width,
+    )  # fmt: skip
 
 
 def ticks(low: float, high: float, num: int = 4) -> list[float]:
@@ -131,28 +113,15 @@ def ticks(low: float, high: float, num: int = 4) -> list[float]:
     return [float(f"{i * step:.10g}") for i in range(first, last + 1)]
 
 
-# -------------------------------------------------------------------------------------------------- heat maps
 def matrix(
-    title: str,
-    counts: Counts,
-    names: tuple[Sequence[str], Sequence[str]],
-    matching: Counts,
+    title: str, counts: Counts, names: tuple[Sequence[str], Sequence[str]], matching: Counts,
     num_known: int = 0,
-) -> dict[str, Any] | None:
-    """Heat map of (R, P) counts, columns in the order of their matched rows; None without rows or too large.
+) -> dict[str, Any] | None:  # fmt: skip
+    """Heat map of counts (R, P), true classes x outputs with their ``names``, columns in the order of their
+    matched rows, a rule after the ``num_known`` first rows; None without rows or too large.
 
-    Args:
-        title: of the figure.
-        counts: rows are true classes, columns outputs.
-        names: of both.
-        matching: (R,) output of each class or -1.
-        num_known: known classes, the first rows; a rule follows them.
-
-    Returns:
-        ``title``, ``num_known``; names as ``rows`` and ``columns``; pixels a ``cell``; ``shades`` (opacity,
-        path of unit squares); ``outline``, the path of matched cells; ``numbers`` (x, y, count, light text?)
-        where cells are large enough; ``cells`` [row, column, count]; how many are ``correct`` of ``total``;
-        ``confusions``, the largest mistakes (class, output, count, share of the class).
+    ``cell`` is in pixels, ``shades`` are (opacity, path of unit squares), ``numbers`` (x, y, count, light
+    text?) where cells are large enough, ``confusions`` (class, output, count, share of the class).
     """
     total = int(counts.sum())
     if not total or max(counts.shape) > MAX_MATRIX:
@@ -170,26 +139,19 @@ def matrix(
     cell = int(min(34, max(9, 620 // max(shown.shape))))
     cells = [[r, c, int(shown[r, c])] for r, c in np.argwhere(shown > 0).tolist()]
     wrong = sorted((-n, r, c) for r, c, n in cells if not is_match[r, c])
-    rows, columns = list(names[0]), [names[1][p] for p in order]
+    rows, columns = names[0], [names[1][p] for p in order]
     return {
-        "title": title,
-        "num_known": num_known,
-        "rows": rows,
-        "columns": columns,
-        "cell": cell,
+        "title": title, "num_known": num_known, "cell": cell,
+        "rows": [visible(name, 120) for name in rows], "columns": [visible(name, 120) for name in columns],
         "shades": [(v / LEVELS, squares(level == v)) for v in range(1, LEVELS + 1) if (level == v).any()],
         "outline": squares(is_match),
         "numbers": [(c, r, n, share[r, c] > 0.55) for r, c, n in cells] if cell >= 26 else [],
-        "cells": cells,
-        "correct": int(shown[is_match].sum()),
-        "total": total,
+        "cells": cells, "correct": int(shown[is_match].sum()), "total": total,
         "confusions": [(rows[r], columns[c], -n, float(share[r, c])) for n, r, c in wrong[:10]],
-    }
+    }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------- maps
-@dataclass(frozen=True, eq=False)
-class Map:
+class Map(NamedTuple):
     """Points int (P, 2) in the plane, and how they were placed."""
 
     title: str
@@ -212,13 +174,11 @@ def draw_map(title: str, caption: str, data: NDArray[np.float32], seed: int) -> 
     spread = data.std(axis=0).max(initial=0)
     if len(data) < MIN_POINTS or data.shape[1] < 2 or spread <= 1e-6 * np.abs(data).max():
         return None
-    dimensions = min(PCA_DIMENSIONS, *data.shape)
-    perplexity = min(30.0, (len(data) - 1) / 3)
+    dimensions, perplexity = min(PCA_DIMENSIONS, *data.shape), min(30.0, (len(data) - 1) / 3)
     with threadpool_limits(1):  # more threads spin: 4-10 times slower where the cores are shared
         reduced = PCA(dimensions, svd_solver="full", random_state=seed).fit_transform(data / data.std())
-        xy = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(
-            reduced.astype(np.float32)
-        )
+        tsne = TSNE(perplexity=perplexity, init="pca", random_state=seed)
+        xy = tsne.fit_transform(reduced.astype(np.float32))
     low, high = xy.min(axis=0), xy.max(axis=0)
     scale = (EXTENT - 40) / max(1e-9, float((high - low).max()))
     placed = np.rint((xy - (low + high) / 2) * scale + EXTENT / 2).astype(np.int64)
@@ -227,29 +187,18 @@ def draw_map(title: str, caption: str, data: NDArray[np.float32], seed: int) -> 
 
 
 def map_groups(
-    classes: NDArray[np.int64],
-    names: Sequence[str],
-    num_known: int,
-    colours: Sequence[int],
+    classes: NDArray[np.int64], names: Sequence[str], num_known: int, colours: Sequence[int],
     maps: Sequence[Map],
-) -> list[dict[str, Any]]:
-    """The dots of ``classes`` (P,), -1 for none, in ``maps`` of these P points.
-
-    Returns:
-        For each class that occurs: ``index``, ``name``, ``kind`` (known, novel or none), ``colour`` (k0 to
-        k9); for each map one of ``paths`` and ``middles``.
-    """
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The dots of each of the ``classes`` (P,), -1 for none, in ``maps`` of these P points."""
     groups = []
     for index in np.unique(classes).tolist():
         mine = [m.xy[classes == index] for m in maps]
-        groups.append(
-            {
-                "index": index,
-                "name": names[index] if index >= 0 else "no truth",
-                "kind": "none" if index < 0 else "known" if index < num_known else "novel",
-                "colour": f"k{colours[index]}" if index >= 0 else "k-none",
-                "paths": ["".join(f"M{x} {y}h0" for x, y in xy) for xy in mine],
-                "middles": [np.median(xy, axis=0).astype(int).tolist() for xy in mine],
-            }
-        )
+        group = {"index": index, "name": "no truth", "kind": "none", "colour": "k-none"}
+        if index >= 0:
+            kind = "known" if index < num_known else "novel"
+            group |= {"name": names[index], "kind": kind, "colour": f"k{colours[index]}"}
+        group["paths"] = ["".join(f"M{x} {y}h0" for x, y in xy) for xy in mine]
+        group["middles"] = [np.median(xy, axis=0).astype(int).tolist() for xy in mine]
+        groups.append(group)
     return groups

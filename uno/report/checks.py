@@ -15,44 +15,35 @@ LOW_AGREEMENT = 0.85
 LOW_CONFIDENCE = 0.5
 ABSORBED = 0.1
 
-CHECKED = (
+CHECKED = (  # for the page
     f"collapse (classes that take less than {UNUSED:.0%} of an equal share), "
     f"imbalance (largest more than {UNEVEN:g} times the smallest), "
-    f"classes of fewer than {MIN_ROWS} images, "
-    f"prototypes with a cosine above {SIMILAR:g}, "
+    f"classes of fewer than {MIN_ROWS} images, prototypes with a cosine above {SIMILAR:g}, "
     f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, "
     f"median confidence below {LOW_CONFIDENCE:.0%}, "
     f"more than {ABSORBED:.0%} of the unlabeled images taken for known classes, "
     "accuracy not above k-means, skipped training steps, unfinished phases, unreadable images"
 )
-"""What :func:`warnings` looks for, for the page."""
 
 Warnings = Iterator[tuple[str, str]]
+"""What was seen, and what it may mean or what to do. Class names are in quotes and not escaped."""
 
 
-def warnings(
-    config: Config, facts: Facts, sample: Sample | None, findings: Findings | None
-) -> list[tuple[str, str]]:
-    """All warnings, the gravest first: what was seen, and what it may mean or what to do.
-
-    Class names are in quotes and not escaped.
-    """
-    found: list[tuple[str, str]] = []
+def warnings(config: Config, facts: Facts, sample: Sample | None, findings: Findings | None) -> Warnings:
+    """All warnings, the gravest first."""
     if sample is not None and findings is not None and findings.num_unlabeled:
-        found += [*_sizes(config, sample, findings), *_look_alikes(sample, findings)]
-        found += _doubts(sample, findings)
-    return [*found, *_training(facts), *_results(facts)]
+        if len(findings.clusters) > 1:
+            yield from _sizes(config, sample, findings)
+        yield from _doubts(sample, findings)
+    yield from _run(facts)
 
 
 def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
-    clusters = findings.clusters
-    if len(clusters) < 2:
-        return
-    num, total = len(clusters), findings.num_unlabeled
+    clusters, total = findings.clusters, findings.num_unlabeled
+    num = len(clusters)
     equal = sum(c.count for c in clusters) / num
     used = [c for c in clusters if c.count > UNUSED * max(equal, 1)]
-    unused = [c.name for c in clusters if c not in used]
-    if unused:
+    if unused := [c.name for c in clusters if c not in used]:
         yield (
             f"Collapse: {len(unused)} of {num} discovered classes take almost no image ({_list(unused)})",
             "Train longer, raise --objective.epsilon, or ask for fewer classes (--num-novel).",
@@ -80,18 +71,15 @@ def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
         )
 
 
-def _look_alikes(sample: Sample, findings: Findings) -> Warnings:
+def _doubts(sample: Sample, findings: Findings) -> Warnings:
     pairs = np.triu(sample.similarity, k=1)
-    if (pairs > SIMILAR).any():
+    if num := (pairs > SIMILAR).sum():
         a, b = (findings.clusters[i].name for i in np.unravel_index(pairs.argmax(), pairs.shape))
         yield (
-            f"Look-alikes: {_count((pairs > SIMILAR).sum(), 'pair', 'pairs')} of discovered classes with "
-            f"similar prototypes, most so “{a}” and “{b}” (cosine {pairs.max():.2f})",
+            f"Look-alikes: {_count(num, 'pair', 'pairs')} of discovered classes with similar prototypes, "
+            f"most so “{a}” and “{b}” (cosine {pairs.max():.2f})",
             "They may be one class: compare their galleries, then merge them (uno classes) or ask for fewer.",
         )
-
-
-def _doubts(sample: Sample, findings: Findings) -> Warnings:
     if sample.num_heads > 1 and findings.mean_agreement < LOW_AGREEMENT:
         yield (
             f"Heads disagree: on average only {findings.mean_agreement:.0%} of the heads give an image the "
@@ -112,15 +100,13 @@ def _doubts(sample: Sample, findings: Findings) -> Warnings:
         )
 
 
-def _training(facts: Facts) -> Warnings:
+def _run(facts: Facts) -> Warnings:
     for phase in ("pretrain", "discover"):
-        last = facts.last(phase)
+        last = (facts.entries(phase) or [{}])[-1]
         step, total, skipped = (last.get(key, 0) for key in ("step", "total_steps", "skipped_steps"))
         if step < total:
-            yield (
-                f"Unfinished: the {phase} phase stopped at step {step:,} of {total:,}",
-                "The command of the run, given again, resumes it.",
-            )
+            seen = f"Unfinished: the {phase} phase stopped at step {step:,} of {total:,}"
+            yield seen, "The command of the run, given again, resumes it."
         if skipped:
             yield (
                 f"{_count(skipped, 'step', 'steps')} of {phase} skipped because the loss was not finite",
@@ -129,9 +115,6 @@ def _training(facts: Facts) -> Warnings:
             )
     if not facts.entries("discover") and not facts.metrics:
         yield "No discovery phase is recorded in this directory", "Run uno discover first."
-
-
-def _results(facts: Facts) -> Warnings:
     ours = facts.metrics.get("train/novel/task_aware/acc/avg")
     for key, name in (("kmeans", "the frozen features"), ("kmeans_pixels", "the pixels")):
         baseline = facts.metrics.get(f"baseline/{key}/novel/acc")
@@ -150,8 +133,8 @@ def _results(facts: Facts) -> Warnings:
 
 
 def _list(names: Sequence[str]) -> str:
-    quoted = [f"“{name}”" for name in names[:4]]
-    return ", ".join(quoted) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(f"“{name}”" for name in names[:4]) + more
 
 
 def _count(number: int, one: str, many: str) -> str:

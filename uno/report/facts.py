@@ -1,33 +1,40 @@
-"""What is known of a run: what its directory says, and what its model says of a sample of its rows."""
+"""What is known of a run: what its directory says, where it comes from, and what its model says of a sample
+of its rows.
+"""
 
 import json
 import math
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from uno.config import Config
+from uno.config import Config, flatten, to_dict
+from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
 from uno.data.splits import Task
-from uno.errors import StorageError
+from uno.errors import ConfigError, StorageError
+from uno.presets import preset
+from uno.report.charts import Chart, Series, line_chart
+from uno.report.page import duration
 from uno.results.classes import OutputClass
 from uno.results.infer import Classifier, Decode, align_heads, load_classifier, sample_logits
-from uno.runs import run
+from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, ESTIMATE_FILE, METRICS_FILE, RESULTS_FILE, run
 from uno.runs.journal import read_journal
 
 MAX_ROWS, MAX_ROWS_CPU, MAX_ROWS_CPU_LARGE = 20_000, 4_000, 1_500
 """Rows looked at: on a GPU; on two CPU cores, about a minute with ResNet18 at 32 px; above 64 px."""
+PHASES = (("rotation", "Rotation"), ("pretrain", "Pretraining"), ("discover", "Discovery"))
 
 Floats = NDArray[np.float32]
 
 
-# ------------------------------------------------------------------------------------------ the run directory
 @dataclass(frozen=True)
 class Facts:
     """The contents of a run directory; empty where a file is missing or damaged (``unreadable`` names it).
@@ -47,10 +54,6 @@ class Facts:
         """The journal's lines of a phase."""
         return [entry for entry in self.journal if entry.get("phase") == phase]
 
-    def last(self, phase: str) -> dict[str, Any]:
-        """The newest line of a phase, {} without any."""
-        return (self.entries(phase) or [{}])[-1]
-
     def head_losses(self) -> list[list[float]]:
         """Per epoch of the discovery phase, the cluster loss of every head."""
         losses = [entry.get("head_losses") for entry in self.entries("discover")]
@@ -62,45 +65,104 @@ def read_facts(storage: Storage) -> Facts:
     """Read what is there."""
     unreadable: list[str] = []
 
-    def read(name: str) -> str:
-        try:
-            return storage.read(name).decode(errors="replace") if storage.exists(name) else ""
-        except StorageError:
-            unreadable.append(name)
-            return ""
+    def read(name: str, nothing: Any) -> Any:
+        """What a file holds (lines, a mapping or text, as ``nothing``); ``nothing`` where that fails."""
+        found: Any = None
+        with suppress(StorageError, ValueError):
+            if isinstance(nothing, list):
+                found = read_journal(storage, name)
+            else:
+                text = storage.read(name).decode(errors="replace") if storage.exists(name) else ""
+                found = json.loads(text or "{}") if isinstance(nothing, dict) else text
+        if isinstance(found, type(nothing)):
+            return found
+        unreadable.append(name)
+        return nothing
 
-    def mapping(name: str) -> dict[str, Any]:
-        value = _mapping(read(name) or "{}")
-        if value is None:
-            unreadable.append(name)
-        return value or {}
-
-    bad = [_mapping(line) for line in read("bad_samples.jsonl").splitlines()]
     return Facts(
-        {key: float(value) for key, value in mapping("metrics.json").items() if is_number(value)},
-        mapping("environment.json"),
-        read_journal(storage),
-        [(str(entry.get("id", "")), str(entry.get("reason", ""))) for entry in bad if entry is not None],
-        read("config.yaml"),
-        mapping("estimate.json"),
-        tuple(unreadable),
-    )
+        {key: float(value) for key, value in read(RESULTS_FILE, {}).items() if is_number(value)},
+        read(ENVIRONMENT_FILE, {}), read(METRICS_FILE, []),
+        [(str(entry.get("id", "")), str(entry.get("reason", ""))) for entry in read(BAD_SAMPLES, [])],
+        read(CONFIG_FILE, ""), read(ESTIMATE_FILE, {}), tuple(unreadable),
+    )  # fmt: skip
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value of a JSON file is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _mapping(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
+def curves(facts: Facts) -> list[Chart]:
+    """Loss and learning rate of every phase there was, and the loss of every head."""
+    drawn = []
+    for phase, label in PHASES:
+        for key, name in (("loss", "loss"), ("lr", "learning rate")):
+            pairs = [(entry.get("step"), entry.get(key)) for entry in facts.entries(phase)]
+            series = Series(name, [(x, y) for x, y in pairs if is_number(x) and is_number(y)])
+            drawn.append(line_chart(f"{label}: {name}", "step", [series]))
+    heads = enumerate(zip(*facts.head_losses(), strict=True), 1)
+    series_of_heads = [Series(f"head {head}", list(enumerate(losses, 1))) for head, losses in heads]
+    drawn.append(line_chart("Cluster loss of each head", "epoch", series_of_heads))
+    return [chart for chart in drawn if chart is not None]
+
+
+def estimate_chart(facts: Facts) -> Chart | None:
+    """The curves of ``uno estimate-classes`` over k, where the run has them."""
+    ks, stored = facts.estimate.get("ks"), facts.estimate.get("curves")
+    if not isinstance(ks, list) or not isinstance(stored, dict):
         return None
-    return value if isinstance(value, dict) else None
+    series = [
+        Series(label, list(zip(ks, stored[key], strict=False)))
+        for key, label in (("f1", "pair F1"), ("acc", "accuracy"), ("cvi", "silhouette"))
+        if isinstance(stored.get(key), list) and all(isinstance(v, int | float) for v in [*ks, *stored[key]])
+    ]
+    return line_chart("How well k clusters find held-out known classes", "k, novel classes", series)
 
 
-# ---------------------------------------------------------------------------------------- what the model says
+def times(config: Config, facts: Facts, task: Task | None) -> list[tuple[str, str]]:
+    """What each phase took, as label and text."""
+    found = []
+    for phase, name in PHASES:
+        if entries := facts.entries(phase):
+            size = config.train.batch_size
+            if phase == "pretrain" and task is not None:  # a set smaller than a batch is one batch
+                size = min(size, int((task.labels >= 0).sum()))
+            steps, epochs = entries[-1].get("step", 0), entries[-1].get("epoch", 0)
+            took = duration(training_seconds(entries, size))
+            found.append((f"{name} time", f"{took} for {steps:,} steps, {epochs:,} epochs"))
+    return found
+
+
+def training_seconds(entries: Sequence[dict[str, Any]], images_per_step: int) -> float:
+    """Wall time that the lines of a phase account for, from their images/s; evaluation is not in it."""
+    seconds, before = 0.0, 0.0
+    for entry in entries:
+        step, speed = entry.get("step", 0), entry.get("images_per_s", 0)
+        if is_number(step) and is_number(speed) and speed and step > before:
+            seconds += (step - before) * images_per_step / speed
+            before = step
+    return seconds
+
+
+def command_line(config: Config) -> str:
+    """A short ``uno discover`` that leads to ``config``: its preset and every field that differs from it."""
+    words = ["uno", "discover", "--preset", config.preset, "--recipe", config.recipe]
+    base: Mapping[str, Any] = {}
+    with suppress(ConfigError):  # a preset of another version
+        base = flatten(to_dict(preset(config.preset, config.recipe)))
+    folders = config.data.labeled is not None  # then there is no source to name; else it always is
+    for key, value in flatten(to_dict(config)).items():
+        if key in ("preset", "recipe", "output") or (key == "data.source" and folders):
+            continue
+        if base.get(key, ...) != value or key == "data.source":
+            section, dot, leaf = key.replace("_", "-").rpartition(".")
+            if isinstance(value, bool):
+                words.append(f"--{section}.{leaf}" if value else f"--{section}.no-{leaf}")
+            else:
+                words += [f"--{section}{dot}{leaf}", *map(str, value if isinstance(value, list) else [value])]
+    return shlex.join(words)
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """M rows of a task and what the model says of them; ``num_rows`` is the number the task has.
@@ -140,20 +202,16 @@ class Sample:
 
 
 def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
-    """At most ``limit`` row numbers, ascending: a uniform sample within labeled, unlabeled and test rows.
-
-    Each of the three keeps its share, so shares of classes within it are unbiased.
+    """At most ``limit`` row numbers, ascending: a uniform sample within labeled, unlabeled and test rows, so
+    that shares of classes within each of the three are unbiased.
     """
     num = len(task.rows)
     if num <= limit:
         return np.arange(num)
     generator = np.random.default_rng([seed, 5])
     labeled = task.labels >= 0
-    chosen = []
-    for group in (labeled, task.is_train & ~labeled, ~task.is_train):
-        rows = np.flatnonzero(group)
-        chosen.append(generator.permutation(rows)[: int(limit * len(rows) / num)])
-    return np.sort(np.concatenate(chosen))
+    groups = map(np.flatnonzero, (labeled, task.is_train & ~labeled, ~task.is_train))
+    return np.sort(np.concatenate([generator.permutation(g)[: int(limit * len(g) / num)] for g in groups]))
 
 
 def open_model(config: Config, storage: Storage, task: Task, device: torch.device | str) -> Classifier:
@@ -168,19 +226,17 @@ def open_model(config: Config, storage: Storage, task: Task, device: torch.devic
         if [c.name for c in model.classes if c.kind == "known"] == task.known:
             return model
     module, best_head = run.load_trained(config, storage, task.num_known, task.num_novel)
-    novel = [f"novel-{i + 1}" for i in range(task.num_novel)]
-    classes = [OutputClass(i, name, "", i) for i, name in enumerate([*task.known, *novel])]
+    names = [*task.known, *(f"novel-{i + 1}" for i in range(task.num_novel))]
+    classes = [OutputClass(i, name, "", i) for i, name in enumerate(names)]
     return Classifier(module.to(device), config, classes, best_head, None, "", torch.device(device))
 
 
 def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = None) -> Sample:
     """What ``model`` says of at most ``max_rows`` rows, by default as many as take a minute.
 
-    Unreadable images are left out. Heads vote as in ``predictions.parquet``: their clusters are renumbered as
-    the model's files say, in an unfinished run as the unlabeled rows of this sample say.
-
-    Raises:
-        ValueError: no image can be read.
+    Unreadable images are left out; ValueError if none can be read. Heads vote as in ``predictions.parquet``:
+    their clusters are renumbered as the model's files say, in an unfinished run as the unlabeled rows of this
+    sample say.
     """
     config, best, size = model.config, model.best_head, model.size
     default = MAX_ROWS if model.device.type == "cuda" else MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
@@ -197,22 +253,15 @@ def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = N
     novel = novel.gather(2, alignment.cpu()[:, None].expand(novel.shape))  # (H, M, K)
     joint = torch.cat([known.expand(len(novel), *known.shape), novel], dim=2)
     prototypes = F.normalize(model.module.novel.weight[best].detach().float().cpu(), dim=-1)
+    confidence = (joint[best] / config.objective.temperature).softmax(dim=1).amax(dim=1)
+    over = None if logits.over is None else logits.over[0].transpose(0, 1).numpy()
     return Sample(
-        index,
-        logits.features[0].numpy(),
-        known.numpy(),
-        novel.transpose(0, 1).numpy(),
-        None if logits.over is None else logits.over[0].transpose(0, 1).numpy(),
-        joint.argmax(dim=2).T.numpy(),
-        (joint[best] / config.objective.temperature).softmax(dim=1).amax(dim=1).numpy(),
-        (prototypes @ prototypes.T).numpy(),
-        best,
-        [c.name for c in model.classes],
-        len(task.rows),
-    )
+        index, logits.features[0].numpy(), known.numpy(), novel.transpose(0, 1).numpy(), over,
+        joint.argmax(dim=2).T.numpy(), confidence.numpy(), (prototypes @ prototypes.T).numpy(), best,
+        [c.name for c in model.classes], len(task.rows),
+    )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------- discovered classes
 @dataclass(frozen=True, eq=False)
 class Cluster:
     """One output of the best head and the unlabeled training rows it takes: ``count`` of them.
@@ -236,16 +285,14 @@ class Cluster:
 class Findings:
     """What a sample says of the discovered classes.
 
-    ``truth`` (M,): index into known + true novel names, -1 unknown. ``unlabeled``, ``test`` (M,) bool.
-    ``agreement`` (M,): share of the heads, the best among them, that put a row into its class. ``pairs``
-    (H,H): share of the unlabeled rows that two heads put into the same class. Over the unlabeled rows, NaN
-    without any: ``mean_agreement``, ``median_confidence``, ``unsure`` (share below one half) and ``absorbed``
-    (share taken for known classes).
+    ``truth`` (M,): index into known + true novel names, -1 unknown. ``unlabeled`` (M,) bool. ``agreement``
+    (M,): share of the heads, the best among them, that put a row into its class. ``pairs`` (H,H): share of
+    the unlabeled rows that two heads put into the same class. The numbers are over the unlabeled rows, NaN
+    without any: ``unsure`` are below one half, ``absorbed`` are taken for known classes.
     """
 
     truth: NDArray[np.int64]
     unlabeled: NDArray[np.bool_]
-    test: NDArray[np.bool_]
     agreement: NDArray[np.float64]
     pairs: NDArray[np.float64]
     clusters: list[Cluster]
@@ -262,38 +309,24 @@ def find(task: Task, sample: Sample) -> Findings:
     unlabeled = task.is_train[rows] & (task.labels[rows] < 0)
     truth, true_names = task.eval_labels[rows], [*task.known, *task.novel]
     agreement = (sample.votes == output[:, None]).mean(axis=1)
+    similarity = np.where(np.eye(task.num_novel), -np.inf, sample.similarity)
     clusters = []
-    for k in range(num_known, num_known + task.num_novel):
+    for k, similar in enumerate(similarity, start=num_known):
         mine = unlabeled & (output == k)
         counts = np.bincount(truth[mine & (truth >= 0)], minlength=1)
-        others = sample.similarity[k - num_known].copy()
-        others[k - num_known] = -np.inf
-        clusters.append(
-            Cluster(
-                k,
-                sample.names[k],
-                int(mine.sum()),
-                _over(np.median, sample.confidence[mine]),
-                _over(np.mean, agreement[mine]),
-                (true_names[counts.argmax()], float(counts.max() / counts.sum())) if counts.any() else None,
-                sample.names[int(sample.known[mine].mean(axis=0).argmax())] if mine.any() else None,
-                (num_known + int(others.argmax()), float(others.max())) if len(others) > 1 else None,
-            )
-        )
-    votes = sample.votes[unlabeled]
+        majority = (true_names[counts.argmax()], float(counts.max() / counts.sum())) if counts.any() else None
+        closest = sample.names[int(sample.known[mine].mean(axis=0).argmax())] if mine.any() else None
+        twin = (num_known + int(similar.argmax()), float(similar.max())) if len(similar) > 1 else None
+        sure, agreed = _over(np.median, sample.confidence[mine]), _over(np.mean, agreement[mine])
+        name, count = sample.names[k], int(mine.sum())
+        clusters.append(Cluster(k, name, count, sure, agreed, majority, closest, twin))
+    votes, confidence = sample.votes[unlabeled], sample.confidence[unlabeled]
+    pairs = (votes[:, :, None] == votes[:, None, :]).sum(axis=0) / max(1, len(votes))
     return Findings(
-        truth=truth,
-        unlabeled=unlabeled,
-        test=~task.is_train[rows],
-        agreement=agreement,
-        clusters=clusters,
-        pairs=(votes[:, :, None] == votes[:, None, :]).sum(axis=0) / max(1, len(votes)),
-        num_unlabeled=len(votes),
-        mean_agreement=_over(np.mean, agreement[unlabeled]),
-        median_confidence=_over(np.median, sample.confidence[unlabeled]),
-        unsure=_over(np.mean, sample.confidence[unlabeled] < 0.5),
-        absorbed=_over(np.mean, output[unlabeled] < num_known),
-    )
+        truth, unlabeled, agreement, pairs, clusters, len(votes), _over(np.mean, agreement[unlabeled]),
+        _over(np.median, confidence), _over(np.mean, confidence < 0.5),
+        _over(np.mean, output[unlabeled] < num_known),
+    )  # fmt: skip
 
 
 def _over(statistic: Callable[..., Any], values: NDArray[Any]) -> float:

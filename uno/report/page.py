@@ -1,7 +1,6 @@
 """What all pages share: frame, style and formats. Whatever a class or a file is called, it stays inert.
 
-Markup lives in ``templates/``: ``base.html`` is the frame and ``parts.html`` has the macros, for the pages of
-other packages too.
+Markup lives in ``templates/``: ``base.html`` is the frame, ``parts.html`` has the macros, for all pages.
 """
 
 import base64
@@ -15,55 +14,36 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-MAX_NAME = 300
-"""Characters of a name that reach the page; the visual cut is the style sheet's."""
-
 
 def render(template: str, context: Mapping[str, Any], package: str = "uno.report", script: str = "") -> str:
     """A page that opens from disk: its content security policy forbids every request and foreign script.
 
-    Args:
-        template: that extends ``base.html``; everything is escaped but our own style and script.
-        context: what it shows.
-        package: whose ``templates/`` it is in.
-        script: name of its script, beside ``base.html``.
+    ``template``, of ``package``, extends ``base.html``; all is escaped but our own style and ``script``.
     """
     assets = resources.files("uno.report") / "templates"
     code = (assets / script).read_text("utf-8") if script else ""
-    own = {
-        "style": Markup((assets / "report.css").read_text("utf-8")),
-        "script": Markup(code),
-        "script_hash": base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
-        "generated": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-    }
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(name) for name in dict.fromkeys(("uno.report", package))]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=ChoiceLoader([PackageLoader("uno.report"), PackageLoader(package)]), autoescape=True,
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    filters = {"count": count, "duration": duration, "percent": percent, "visible": visible}
+    environment.filters |= filters | {"quoted": shlex.quote}
+    page = environment.get_template(template).render(
+        context,
+        style=Markup((assets / "report.css").read_text("utf-8")),
+        script=Markup(code),
+        script_hash=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
+        generated=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
-    environment.filters |= {
-        "visible": visible, "short": short, "count": count, "percent": percent, "duration": duration,
-        "quoted": shlex.quote,
-    }  # fmt: skip
-    page = environment.get_template(template).render({**own, **context})
     return page.encode("utf-8", "replace").decode()
 
 
-def visible(name: object, limit: int = MAX_NAME) -> str:
-    """``name`` with everything unprintable spelled out (a line break is ``\\n``, RTL override ``\\u202e``).
-
-    Markup is not touched: the templates escape it.
+def visible(name: object, limit: int = 300) -> str:
+    """At most ``limit`` characters of ``name``, everything unprintable spelled out (a line break is ``\\n``,
+    RTL override ``\\u202e``). Markup is not touched: the templates escape it.
     """
-    text = str(name)
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1])
-    return shown if len(text) <= limit else f"{shown[: limit - 1]}…"
-
-
-def short(name: object, limit: int) -> str:
-    """:func:`visible`, cut to ``limit`` characters: for labels inside drawings, where no style sheet cuts."""
-    shown = visible(name)
+    text = str(name)[: limit + 1]
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 

@@ -1,8 +1,8 @@
 """Thumbnails as data URIs: strips of a class's images and one sheet for the points of the maps."""
 
 import base64
-from dataclasses import dataclass
 from io import BytesIO
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,11 @@ from uno.report.facts import Sample
 BUDGET_BYTES = 2_800_000  # of all galleries; the page stays below 5 MB
 SHEET_BYTES = 700_000
 MAX_SIDE, SHEET_SIDE = 64, 24
-SMALL = 16
-"""Up to this side a PNG is smaller than a JPEG, and enlarging keeps the pixels."""
+SMALL = 16  # up to this side a PNG is smaller than a JPEG, and enlarging keeps the pixels
 SHEET_COLUMNS = 40
 
 
-@dataclass(frozen=True)
-class Strip:
+class Strip(NamedTuple):
     """Images side by side: what they are, their positions in the sample, one data URI."""
 
     title: str
@@ -32,32 +30,19 @@ class Strip:
 def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
     """(N,3,S,S) -> a data URI of one picture with ``columns`` images in a row; PNG if tiny, else JPEG."""
     num, _, side, _ = images.shape
-    lines = -(-num // columns)
-    sheet = np.zeros((lines * columns, 3, side, side), np.uint8)
-    sheet[:num] = images
-    grid = sheet.reshape(lines, columns, 3, side, side).transpose(0, 3, 1, 4, 2)
-    pixels = grid.reshape(lines * side, columns * side, 3)
+    filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)])
+    grid = filled.reshape(-1, columns, 3, side, side).transpose(0, 3, 1, 4, 2)
+    pixels = grid.reshape(-1, columns * side, 3)
     grey = bool((pixels == pixels[..., :1]).all())
-    picture = Pillow.fromarray(np.ascontiguousarray(pixels[..., 0] if grey else pixels))
-    buffer = BytesIO()
-    if side <= SMALL:
-        picture.save(buffer, "PNG", optimize=True)
-    else:
-        picture.save(buffer, "JPEG", quality=quality, optimize=True)
-    kind = "png" if side <= SMALL else "jpeg"
+    kind, buffer = "png" if side <= SMALL else "jpeg", BytesIO()
+    picture = Pillow.fromarray(pixels[..., 0] if grey else pixels)
+    picture.save(buffer, kind, optimize=True, quality=quality)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 class Album:
-    """Draws strips until :data:`BUDGET_BYTES` are spent; after that ``full`` is true.
-
-    Many classes get fewer, smaller and coarser pictures.
-
-    Args:
-        rows: of the run.
-        sample: rows to choose from.
-        size: side of the stored images.
-        seed: of the random choice.
+    """Draws strips of ``sample``'s images, stored with side ``size``, until :data:`BUDGET_BYTES` are spent;
+    after that ``full`` is true. Many classes get fewer, smaller and coarser pictures.
     """
 
     def __init__(self, rows: Rows, sample: Sample, size: int, seed: int) -> None:
@@ -65,20 +50,15 @@ class Album:
         self._left, self._generator = BUDGET_BYTES, np.random.default_rng([seed, 7])
         many = len(sample.names) > 24
         self._num, self._quality = (8, 60) if many else (10, 80)
-        self.side = min(size, 32 if many else MAX_SIDE)
-        self.full = False
+        self.side, self.full = min(size, 32 if many else MAX_SIDE), False
 
     def strips(self, members: NDArray[np.int64]) -> list[Strip]:
-        """Most confident, random and least confident of ``members``, positions in the sample.
-
-        Each image is in one strip at most; [] when there are no members or the budget is spent.
-        """
+        """Most confident, random and least confident of ``members``, positions in the sample; none twice."""
         if self.full or not len(members):
             return []
         ranked = self._ranked(members)
         share = min(self._num, -(-len(ranked) // 3))
-        rest = ranked[share:]
-        middle, low = rest[:-share], rest[-share:][::-1]
+        middle, low = ranked[share:-share], ranked[share:][-share:][::-1]
         random = middle[np.sort(self._generator.permutation(len(middle))[: self._num])]
         chosen = (("Most confident", ranked[:share]), ("Random", random), ("Least confident", low))
         strips = [self._strip(title, rows, self.side) for title, rows in chosen if len(rows)]
@@ -105,9 +85,7 @@ class Album:
         return members[np.argsort(-self._sample.confidence[members], kind="stable")]
 
     def _strip(self, title: str, rows: NDArray[np.int64], side: int) -> Strip:
-        images = self._pixels(rows, side)
-        return Strip(title, rows.tolist(), encode(images, len(rows), self._quality))
+        return Strip(title, rows.tolist(), encode(self._pixels(rows, side), len(rows), self._quality))
 
     def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
-        index = self._sample.index[positions]
-        return decode_many(Chosen(self._rows, index), side)[0].numpy()
+        return decode_many(Chosen(self._rows, self._sample.index[positions]), side)[0].numpy()

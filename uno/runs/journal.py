@@ -90,9 +90,9 @@ class JournalTail:
         return _parsed(new)
 
 
-def read_journal(storage: Storage) -> list[dict[str, Any]]:
-    """All lines of ``metrics.jsonl``; a line cut short by a kill is left out."""
-    return _parsed(storage.read(METRICS_FILE).splitlines()) if storage.exists(METRICS_FILE) else []
+def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, Any]]:
+    """All lines of ``metrics.jsonl``, or of another such file; a line cut short by a kill is left out."""
+    return _parsed(storage.read(name).splitlines()) if storage.exists(name) else []
 
 
 def _whole_lines(data: bytes) -> list[bytes]:

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 VOID = {"meta", "link", "img", "input", "br", "hr"}
+FETCHING = ("src", "href", "srcset", "data", "poster", "action", "background", "xlink:href", "style")
 
 
 class Page(HTMLParser):
@@ -24,16 +25,11 @@ class Page(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = {name: value or "" for name, value in attrs}
-        self.tags.append((tag, values))
-        self._open = (tag, values)
-        if tag == "script":
-            self.scripts.append("")
+        self._open = (tag, {name: value or "" for name, value in attrs})
+        self.tags.append(self._open)
+        self.scripts += [""] * (tag == "script")
         if tag not in VOID:
             self.unclosed.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {name: value or "" for name, value in attrs}))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.unclosed.pop() == tag, f"{tag} closes nothing"
@@ -64,13 +60,12 @@ class Page(HTMLParser):
 
 def requests(page: Page) -> list[str]:
     """Values of attributes that would make a browser fetch something."""
-    fetching = ("src", "href", "srcset", "data", "poster", "action", "background", "xlink:href", "style")
-    found = []
-    for tag, attrs in page.tags:
-        for name, value in attrs.items():
-            local = value.startswith(("data:image/", "data:,", "#")) or (
-                name == "style" and "url" not in value
-            )
-            if name in fetching and not (local or (tag == "path")):
-                found.append(f"{tag} {name}={value[:80]}")
-    return found
+    return [
+        f"{tag} {name}={value[:80]}"
+        for tag, attrs in page.tags
+        for name, value in attrs.items()
+        if name in FETCHING
+        and tag != "path"
+        and not value.startswith(("data:image/", "data:,", "#"))
+        and not (name == "style" and "url" not in value)
+    ]

@@ -16,17 +16,11 @@ from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.runs.hardware import environment
 
 HOSTILE = [
-    "</script><script>alert(1)</script>",
-    "\"><img src=x onerror='alert(1)'>",
-    "line\nbreak\u2028and\u2029more",
-    "\u202eright to left \u05d0\u05d1",
-    "x" * 300,
-    "{{ 7 * 7 }}{% raw %}",
-    "lone \udce9 surrogate",
-    "<!-- --> ]]> &amp; \x00\x1b[31m",
-    "javascript:alert(1)",
-    "http://example.com/a.js",
-]
+    "</script><script>alert(1)</script>", "\"><img src=x onerror='alert(1)'>",
+    "line\nbreak\u2028and\u2029more", "\u202eright to left \u05d0\u05d1", "x" * 300,
+    "{{ 7 * 7 }}{% raw %}", "lone \udce9 surrogate", "<!-- --> ]]> &amp; \x00\x1b[31m",
+    "javascript:alert(1)", "http://example.com/a.js",
+]  # fmt: skip
 
 
 def small_config(**values: object) -> Config:
@@ -36,17 +30,12 @@ def small_config(**values: object) -> Config:
 
 def hostile_task(config: Config, rows_per_class: int = 8, test: bool = True, truth: bool = True) -> Task:
     """Noise of ten classes whose names, and the rows' ids, mean harm; the first five are known."""
-    generator = np.random.default_rng(0)
     num = rows_per_class * len(HOSTILE)
-    labels: list[str | None] = [HOSTILE[i % 10] for i in range(num)]
-    split = np.array(["test" if test and i // 10 % 4 == 0 else "train" for i in range(num)])
-    if not truth:
-        labels = [None if i % 10 >= 5 else label for i, label in enumerate(labels)]
     rows = Rows(
         ids=[f"{i} {HOSTILE[(i * 7) % 10]}" for i in range(num)],
-        images=generator.integers(0, 255, (num, 8, 8, 3), dtype=np.uint8),
-        labels=labels,
-        split=split,
+        images=np.random.default_rng(0).integers(0, 255, (num, 8, 8, 3), dtype=np.uint8),
+        labels=[HOSTILE[i % 10] if truth or i % 10 < 5 else None for i in range(num)],
+        split=np.array(["test" if test and i // 10 % 4 == 0 else "train" for i in range(num)]),
         source=HOSTILE[0],
         class_names=tuple(HOSTILE),
         known=tuple(HOSTILE[:5]) if truth else (),

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,34 +18,28 @@ from uno.report.facts import Sample
 from uno.report.page import percent, visible
 from uno.results.evaluate import PROTOCOLS
 
-CONFIG = small_config()
-METRICS = {
-    f"{split}/{group}/{protocol}/acc/{which}": 0.1 + 0.8 * i / 48
-    for i, (split, group, protocol, which) in enumerate(
-        (s, g, p, w)
-        for s in ("train", "test")
-        for g in ("known", "novel", "all")
-        for p in PROTOCOLS
-        for w in ("avg", "best")
-    )
-} | {"train/novel/task_aware/chance/acc": 0.2345, "baseline/kmeans/novel/acc": 0.9512}
+CONFIG, TASK = small_config(), hostile_task(small_config())
+GROUPS = [f"{split}/{group}" for split in ("train", "test") for group in ("known", "novel", "all")]
+KEYS = [f"{group}/{protocol}/acc/{w}" for group in GROUPS for protocol in PROTOCOLS for w in ("avg", "best")]
+METRICS = {key: 0.1 + 0.8 * i / 48 for i, key in enumerate(KEYS)} | {
+    "train/novel/task_aware/chance/acc": 0.2345, "baseline/kmeans/novel/acc": 0.9512,
+}  # fmt: skip
 
 
-def read(storage: Storage) -> Page:
+def written(storage: Storage, *what, config=CONFIG, **how) -> Page:
+    assert write_report(config, storage, *what, **how) == storage.path("report.html")
     return Page(storage.read("report.html").decode())
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Storage:
-    task = hostile_task(CONFIG)
-    storage = write_run(tmp_path_factory.mktemp("run"), CONFIG, task, METRICS)
-    assert write_report(CONFIG, storage, task) == storage.path("report.html")
-    return storage
+def hostile(tmp_path_factory) -> tuple[Page, str, Storage]:
+    storage = write_run(tmp_path_factory.mktemp("run"), CONFIG, TASK, METRICS)
+    return written(storage, TASK), storage.read("report.html").decode(), storage
 
 
-def test_hostile_names_are_inert(hostile: Storage) -> None:
+def test_hostile_names_are_inert(hostile):
     """Kills: a template without autoescape, `|safe`, JSON with a raw `<`, names pasted into SVG or titles."""
-    page, html = read(hostile), hostile.read("report.html").decode()
+    page, html, _ = hostile
     assert page.unclosed == [] and page.comments == []
     assert len(page.scripts) == 2  # data and our own; nobody else's
     assert "alert(1)" not in page.scripts[1]
@@ -58,30 +51,28 @@ def test_hostile_names_are_inert(hostile: Storage) -> None:
     assert len(maps["ids"]) == len(maps["truth"]) == len(maps["xy"][0]) // 2
 
 
-def test_page_asks_for_nothing(hostile: Storage) -> None:
-    page, html = read(hostile), hostile.read("report.html").decode()
+def test_page_asks_for_nothing(hostile):
+    page, html, _ = hostile
     assert requests(page) == []
     policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'; img-src data:;") and "'unsafe-eval'" not in policy
     assert "@import" not in html and "url(" not in html.split("<script")[0]
 
 
-def test_numbers_equal_metrics(hostile: Storage) -> None:
+def test_numbers_equal_metrics(hostile):
     """Kills: columns in another order than their heads, a best shown as an average."""
-    page = read(hostile)
+    page = hostile[0]
     assert page.exact == {key: f"{value:.4f}" for key, value in METRICS.items()}
     assert all(text == percent(METRICS[key]) for _, key, text in page.shown)
     cells = [key for tag, key, _ in page.shown if tag == "td"]
     assert sorted(cells) == sorted(METRICS)
-    groups = [f"{split}/{group}" for split in ("train", "test") for group in ("known", "novel", "all")]
-    assert cells[:12] == [f"{group}/task_aware/acc/{which}" for group in groups for which in ("avg", "best")]
-    tiles = [key for tag, key, _ in page.shown if tag == "span"]
-    assert tiles[0] == "train/novel/task_aware/acc/avg"
+    assert cells[:12] == [f"{group}/task_aware/acc/{which}" for group in GROUPS for which in ("avg", "best")]
+    assert next(key for tag, key, _ in page.shown if tag == "span") == "train/novel/task_aware/acc/avg"
 
 
-def test_page_is_complete_without_scripts(hostile: Storage) -> None:
+def test_page_is_complete_without_scripts(hostile):
     """Everything that answers a question is markup: sections, galleries, heat maps, maps, curves, tables."""
-    page = read(hostile)
+    page = hostile[0]
     sections = {"summary", "classes", "results", "confusion", "maps", "training", "known", "bad", "run"}
     anchors = {a["href"][1:] for tag, a in page.tags if tag == "a" and a["href"].startswith("#")}
     assert sections | anchors <= page.ids()
@@ -91,101 +82,83 @@ def test_page_is_complete_without_scripts(hostile: Storage) -> None:
         assert word in page.text
 
 
-def test_page_without_truth_or_metrics(tmp_path: Path) -> None:
+def test_page_without_truth_metrics_or_test_split(tmp_path):
     task = hostile_task(CONFIG, truth=False)
-    storage = write_run(tmp_path, CONFIG, task)
-    write_report(CONFIG, storage, task)
-    page = read(storage)
+    page = written(write_run(tmp_path / "truth", CONFIG, task), task)
     assert "Nobody has named the novel classes" in page.text and "There is no metrics.json" in page.text
-    assert "results-title" in page.ids()
-    assert "by-predicted" in page.ids() and "by-true" not in page.ids()
-
-
-def test_page_without_test_split(tmp_path: Path) -> None:
+    assert {"results-title", "by-predicted"} <= page.ids() and "by-true" not in page.ids()
     task = hostile_task(CONFIG, test=False)
     metrics = {key: value for key, value in METRICS.items() if not key.startswith("test/")}
-    storage = write_run(tmp_path, CONFIG, task, metrics)
-    write_report(CONFIG, storage, task)
-    page = read(storage)
+    page = written(write_run(tmp_path / "split", CONFIG, task, metrics), task)
     figures = {attrs["data-matrix"] for _, attrs in page.tags if "data-matrix" in attrs}
     assert figures == {"train-joint", "train-novel"} and "Test images" not in page.text
 
 
-@pytest.mark.parametrize("damage", ["missing", "damaged"])
-def test_page_without_the_run_s_files(tmp_path: Path, damage: str) -> None:
-    task = hostile_task(CONFIG)
-    storage = write_run(tmp_path, CONFIG, task, METRICS)
+@pytest.mark.parametrize("damage", ["missing", "damaged", "unreadable"])
+def test_page_without_the_run_s_files(tmp_path, damage):
+    storage = write_run(tmp_path, CONFIG, TASK, METRICS)
     for name in ("metrics.json", "metrics.jsonl", "environment.json", "bad_samples.jsonl"):
-        if damage == "missing":
-            storage.delete(name)
-        else:
+        storage.delete(name)
+        if damage == "damaged":
             storage.write(name, b'[{"phase": 3}, \xff\x00')
+        elif damage == "unreadable":
+            (tmp_path / name).mkdir()
     storage.delete("checkpoints")
-    write_report(CONFIG, storage, task)
-    page = read(storage)
+    page = written(storage, TASK)
     assert "No predictions: no discovery checkpoint" in page.text and "no learning curves" in page.text
     assert ("environment.json could not be read" in page.text) == (damage == "damaged")
+    assert ("metrics.jsonl, bad_samples.jsonl could not be read" in page.text) == (damage == "unreadable")
     assert requests(page) == []
 
 
-def test_estimate_of_the_number_of_classes(tmp_path: Path) -> None:
-    storage = write_run(tmp_path, CONFIG, hostile_task(CONFIG))
+def test_estimate_of_the_number_of_classes(tmp_path):
+    storage = write_run(tmp_path, CONFIG, TASK)
     curve = {"f1": [0.2, 0.9, 0.5], "acc": [0.3, 0.8, 0.4], "cvi": [0.1, 0.2, 0.3]}
     estimate = {"ks": [2, 5, 9], "curves": curve, "num_novel": 5, "low": 4, "high": 6, "suggested": 6}
     storage.write("estimate.json", json.dumps(estimate).encode())
-    write_report(CONFIG, storage, None)
-    page = read(storage)
+    page = written(storage, None)
     assert "estimate" in page.ids() and "Estimated: 5, between 4 and 6" in page.text
     storage.write("estimate.json", b'{"ks": [1], "curves": {"f1": ["<b>"]}}')
-    write_report(CONFIG, storage, None)
-    assert "estimate" not in read(storage).ids()
+    assert "estimate" not in written(storage, None).ids()
 
 
-def test_page_without_data(tmp_path: Path) -> None:
-    task = hostile_task(CONFIG)
-    storage = write_run(tmp_path, CONFIG, task, METRICS)
+def test_page_without_data(tmp_path):
+    storage = write_run(tmp_path, CONFIG, TASK, METRICS)
     found, note = open_task(CONFIG, storage)  # the digits: other data than the fingerprint's
     assert found is None and "fingerprint differs" in note
-    write_report(CONFIG, storage, None, note=note)
-    page = read(storage)
+    page = written(storage, None, note=note)
     assert "fingerprint differs" in page.text and "maps" not in page.ids() and "run" in page.ids()
 
 
-def test_report_on_a_sample_says_so(tmp_path: Path) -> None:
+def test_report_on_a_sample_says_so(tmp_path):
     config = small_config(**{"data.limit": 100})
     task = make_task(read_rows(config.data), config.data)
-    storage = write_run(tmp_path, config, task)
-    write_report(config, storage, task, max_rows=60)
-    page = read(storage)
+    page = written(write_run(tmp_path, config, task), task, config=config, max_rows=60)
     assert "in a random sample of 60" in " ".join(page.text.split())
     assert len(page.data()["maps"]["ids"]) == 60
 
 
-def test_fifty_and_fifty_classes_stay_below_five_megabytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fifty_and_fifty_classes_stay_below_five_megabytes(tmp_path, monkeypatch):
     """Noise compresses worst, and here every class has a full gallery."""
     monkeypatch.setattr(Sample, "output", property(lambda self: self.index % 100))
     monkeypatch.setattr(charts, "draw_map", lambda *_: None)
-    config = small_config(
-        **{"data.store_size": 32, "augment.large.size": 8, "data.known_classes": "first:50"}
-    )
-    num, names = 3000, [f"class {i}" for i in range(100)]
+    values = {"data.store_size": 32, "augment.large.size": 8, "data.known_classes": "first:50"}
+    config, num = small_config(**values), 3000
     rows = Rows(
         ids=[f"some/folder/with a long name/photo {i:06d}.png" for i in range(num)],
         images=np.random.default_rng(0).integers(0, 255, (num, 32, 32, 3), dtype=np.uint8),
-        labels=[names[i % 100] for i in range(num)],
+        labels=[f"class {i % 100}" for i in range(num)],
         split=np.where(np.arange(num) % 500 < 100, "test", "train"),
         source="noise",
     )
     task = make_task(rows, config.data)
     storage = write_run(tmp_path, config, task)
-    write_report(config, storage, task)
-    galleries = [attrs for _, attrs in read(storage).tags if "tiles-of" in attrs.get("class", "")]
-    assert len(galleries) == 300 and 2_000_000 < len(storage.read("report.html")) < 5_000_000
+    page = written(storage, task, config=config)
+    assert len([a for _, a in page.tags if "tiles-of" in a.get("class", "")]) == 300
+    assert 2_000_000 < storage.size("report.html") < 5_000_000
 
 
-def test_chromium_opens_it_without_a_word(hostile: Storage, tmp_path: Path) -> None:
+def test_chromium_opens_it_without_a_word(hostile, tmp_path):
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no chromium on this machine")
@@ -195,9 +168,7 @@ def test_chromium_opens_it_without_a_word(hostile: Storage, tmp_path: Path) -> N
         "--disable-component-update --disable-sync --enable-logging=stderr --v=0 --window-size=1000,2000"
     )
     where = [f"--user-data-dir={tmp_path}/profile", f"--screenshot={picture}"]
-    page = f"file://{hostile.path('report.html')}"
-    done = subprocess.run(
-        [chromium, *flags.split(), *where, page], capture_output=True, text=True, timeout=120
-    )
+    command = [chromium, *flags.split(), *where, f"file://{hostile[2].path('report.html')}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in done.stderr, done.stderr
     assert picture.stat().st_size > 20_000
