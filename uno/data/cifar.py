@@ -44,31 +44,25 @@ CIFAR100 = Layout(
 
 
 def read_cifar(layout: Layout, path: str, download: bool) -> Rows:
-    """Rows of CIFAR10 or CIFAR100 below ``path`` (or in it): uint8 (N,32,32,3), classes in order of id.
-
-    Raises:
-        ConfigError: missing or damaged files (with the way to get them), or a pickle of more than arrays.
-    """
+    """Rows of CIFAR10 or CIFAR100 below ``path`` (or in it): uint8 (N,32,32,3), classes in order of id."""
     root = _find(layout, path, download)
     meta = filesystem.join(root, layout.meta)
     names = [_text(name) for name in _field(_load(meta), layout.names_key, list, meta)]
     if len(names) != layout.num_classes or len(set(names)) != len(names):
-        raise ConfigError(
-            f"{meta}: expected {layout.num_classes} different class names, not {len(set(names))}"
-        )
-    images, labels, splits, ids = [], [], [], []
-    for file in (*layout.train, *layout.test):
-        pixels, numbers = _batch(layout, filesystem.join(root, file))
-        images.append(pixels)
-        labels += [names[n] for n in numbers]
-        splits += ["train" if file in layout.train else "test"] * len(numbers)
-        ids += [f"{file}#{i}" for i in range(len(numbers))]
-    source = f"{layout.prefix}:{path}"
-    return Rows(ids, np.concatenate(images), [*labels], np.array(splits), source, class_names=tuple(names))
+        raise ConfigError(f"{meta}: expected {layout.num_classes} different class names")
+    batches = {file: _batch(layout, filesystem.join(root, file)) for file in (*layout.train, *layout.test)}
+    rows = [(file, i, label) for file, (_, labels) in batches.items() for i, label in enumerate(labels)]
+    return Rows(
+        ids=[f"{file}#{i}" for file, i, _ in rows],
+        images=np.concatenate([pixels for pixels, _ in batches.values()]),
+        labels=[names[label] for *_, label in rows],
+        split=np.array(["train" if file in layout.train else "test" for file, *_ in rows]),
+        source=f"{layout.prefix}:{path}",
+        class_names=tuple(names),
+    )
 
 
 def _find(layout: Layout, path: str, download: bool) -> str:
-    """The folder that holds the files."""
     if filesystem.kind(filesystem.join(path, layout.meta)) == "file":
         return path
     root = filesystem.join(path, layout.folder)
@@ -125,14 +119,8 @@ def _text(name: Any) -> str:
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
-# --------------------------------------------------------------------------------------------------- pickles
 def _load(path: str) -> Any:
-    try:
-        data = filesystem.read_bytes(path, MAX_FILE_BYTES)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes, which no CIFAR file is")
+    data = filesystem.read_whole(path, MAX_FILE_BYTES)
     try:
         return _Unpickler(BytesIO(data), encoding="latin1").load()
     except ConfigError as error:

@@ -1,7 +1,5 @@
 """Files by local path or by any URI that pyarrow knows (s3://, gs://, file://): sources to read, run
-directories to write.
-
-A local name need not be UTF-8: as everywhere in Python a ``str`` carries its bytes, and pyarrow gets bytes.
+directories to write. A local name need not be UTF-8: a ``str`` carries its bytes, and pyarrow gets bytes.
 """
 
 import os
@@ -17,6 +15,8 @@ import pyarrow as pa
 import pyarrow.fs
 
 from uno.errors import ConfigError, StorageError, one_line
+
+FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
 
 
 class Found(NamedTuple):
@@ -50,11 +50,7 @@ def shown(name: str) -> str:
 
 
 def kind(path: str) -> str:
-    """'file', 'directory' or 'missing'.
-
-    Raises:
-        ConfigError: it cannot be reached.
-    """
+    """'file', 'directory' or 'missing'; ConfigError where it cannot be reached."""
     with _reading(path):
         files, inner = _locate(path)
         names = {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}
@@ -62,12 +58,10 @@ def kind(path: str) -> str:
 
 
 def walk(root: str) -> list[Found]:
-    """All files below ``root``, sorted by relative path, without :func:`hidden` ones.
+    """All files below ``root``, sorted by relative path, without hidden ones.
 
-    Local symbolic links are followed only while they stay below ``root``.
-
-    Raises:
-        ConfigError: an unreadable folder, or a link that leaves ``root``.
+    Local symbolic links are followed while they stay below ``root``; one that leaves it is a ConfigError, as
+    is an unreadable folder.
     """
     if is_uri(root):
         with _reading(root):
@@ -78,12 +72,7 @@ def walk(root: str) -> list[Found]:
         found = [Found(name, join(root, name), size) for name, size in named]
     else:
         found = _walk_local(root)
-    return sorted(f for f in found if not any(hidden(part) for part in PurePosixPath(f.relative).parts))
-
-
-def hidden(name: str) -> bool:
-    """Names that file managers leave behind."""
-    return name.startswith(".") or name == "__MACOSX"
+    return sorted(f for f in found if not any(map(_hidden, f.relative.split("/"))))
 
 
 def children(root: str) -> tuple[list[str], list[str]]:
@@ -96,8 +85,13 @@ def children(root: str) -> tuple[list[str], list[str]]:
         else:
             with os.scandir(root) as scan:
                 entries = [(e.name, e.is_dir()) for e in scan]
-    entries = sorted(e for e in entries if not hidden(e[0]))
+    entries = sorted(e for e in entries if not _hidden(e[0]))
     return [name for name, is_dir in entries if is_dir], [name for name, is_dir in entries if not is_dir]
+
+
+def _hidden(name: str) -> bool:
+    """What file managers leave behind."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def join(root: str, *parts: str) -> str:
@@ -125,6 +119,21 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
     files, inner = _locate(path)
     with files.open_input_stream(inner) as stream:
         return bytes(stream.read(max_bytes + 1))
+
+
+def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
+    """A file; ConfigError, where it is called ``what``, if it is unreadable or larger than ``max_bytes``."""
+    with _reading(what or path):
+        data = read_bytes(path, max_bytes)
+    if len(data) > max_bytes:
+        raise ConfigError(f"{what or path} is larger than {max_bytes} bytes")
+    return data
+
+
+def read_text(path: str, max_bytes: int, what: str = "") -> str:
+    """As :func:`read_whole`, of UTF-8."""
+    with _reading(what or path):
+        return read_whole(path, max_bytes, what).decode("utf-8-sig")
 
 
 def open_input(path: str) -> Any:
@@ -162,9 +171,7 @@ def _walk_local(root: str) -> list[Found]:
             for entry in entries:
                 real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
                 if entry.is_symlink() and not real.startswith(base.rstrip("/") + "/"):
-                    raise ConfigError(
-                        f"link {entry.path} leads outside the data folder {root}; copy the files"
-                    )
+                    raise ConfigError(f"link {entry.path} leads outside the data folder {root}; copy it")
                 if entry.is_file():
                     found.append(Found(prefix + entry.name, entry.path, entry.stat().st_size))
                 elif entry.is_dir() and real not in seen:
@@ -199,17 +206,9 @@ def _reading(path: str) -> Iterator[None]:
         raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
 
 
-FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
-
-
 class Storage:
-    """Files below one root, to read and to write. A file appears whole or not at all.
-
-    Args:
-        root: local path (made absolute) or URI; ``file://`` is a local path.
-
-    Raises:
-        StorageError: from every method, one line naming the path, when the file system refuses.
+    """Files below ``root``, a local path (made absolute) or URI, to read and to write. A file appears whole
+    or not at all. Every method raises StorageError, one line with the path, if the file system refuses.
     """
 
     def __init__(self, root: str) -> None:
@@ -296,11 +295,11 @@ class Storage:
     def delete(self, name: str) -> None:
         """Remove a file or a directory with all in it; nothing happens where there is none."""
         self.check()
-        kind = self._info(name).type
+        info = self._info(name)
         with self._errors("delete", name):
-            if kind == pa.fs.FileType.Directory:
+            if info.type == pa.fs.FileType.Directory:
                 self._fs.delete_dir(self._inner(name))
-            elif kind == pa.fs.FileType.File:
+            elif info.is_file:
                 self._fs.delete_file(self._inner(name))
 
     def _inner(self, name: str) -> str | bytes:

@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 
@@ -39,20 +39,14 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def read_rows(config: DataConfig) -> Rows:
-    """The rows of ``config.source``, or of the two folders ``labeled`` and ``unlabeled`` where given.
-
-    Raises:
-        ConfigError: anything wrong with the source, in one line that names the path or field.
+    """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given; anything
+    wrong with them is a ConfigError, one line that names the path or field.
     """
     return _read(config, READERS)
 
 
 def read_inputs(config: DataConfig) -> Rows:
-    """The rows of a source to predict: every image of a folder, every row of a table, labeled or not.
-
-    Raises:
-        ConfigError: the source is missing or cannot be read.
-    """
+    """The rows of a source to predict: every image of a folder, every row of a table, labeled or not."""
     return _read(config, INPUT_READERS)
 
 
@@ -84,11 +78,7 @@ def _split_prefix(source: str) -> tuple[str | None, str]:
 
 
 def recognise(path: str) -> str:
-    """Name of the reader for an existing file or folder, by its content.
-
-    Raises:
-        ConfigError: nothing known, or more than one data set.
-    """
+    """Name of the reader for an existing file or folder, by its content."""
     if filesystem.kind(path) == "file":
         suffix = os.path.splitext(filesystem.split(path)[1])[1].lower()
         names = {".parquet": "parquet", ".csv": "table", ".jsonl": "table"}
@@ -129,13 +119,8 @@ def read_digits() -> Rows:
     )
 
 
-# --------------------------------------------------------------------------------------------------- folders
 def read_folder(root: str) -> Rows:
-    """Class subfolders of ``root``, or of its train/ and test/ (or val/); loose images are unlabeled.
-
-    Raises:
-        ConfigError: no images, or a class folder without any.
-    """
+    """Class subfolders of ``root``, or of its train/ and test/ (or val/); loose images are unlabeled."""
     folders, _ = children(_directory(root))
     splits = {"": "train"}
     if "train" in folders and children(join(root, "train"))[0]:
@@ -144,21 +129,13 @@ def read_folder(root: str) -> Rows:
 
 
 def read_images(root: str) -> Rows:
-    """Every image below ``root``, unlabeled; names of folders mean nothing.
-
-    Raises:
-        ConfigError: no images.
-    """
+    """Every image below ``root``, unlabeled; names of folders mean nothing."""
     found = _images(root)
     return _rows(found, [None] * len(found), ["train"] * len(found), f"folder:{root}")
 
 
 def read_two_folders(labeled: str, unlabeled: str) -> Rows:
-    """``labeled`` as :func:`read_folder` without loose images; ``unlabeled``: any images below it.
-
-    Raises:
-        ConfigError: as read_folder, loose images in ``labeled``, or one folder inside the other.
-    """
+    """``labeled`` as :func:`read_folder` without loose images; ``unlabeled``: any images below it."""
     first, second = (os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled))
     if first.startswith(second) or second.startswith(first):
         raise ConfigError(f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate folders")
@@ -168,13 +145,11 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
         raise ConfigError(
             f"--labeled {labeled}: {len(loose)} images are in no class subfolder, e.g. {loose[0]}"
         )
-    assert isinstance(known.images, Files) and isinstance(others.images, Files)
+    files = [rows.images for rows in (known, others) if isinstance(rows.images, Files)]
+    images = Files(pa.concat_arrays([f.column for f in files]), np.concatenate([f.sizes for f in files]))
     return Rows(
         ids=[f"labeled/{name}" for name in known.ids] + [f"unlabeled/{name}" for name in others.ids],
-        images=Files(
-            pa.concat_arrays([known.images.column, others.images.column]),
-            np.concatenate([known.images.sizes, others.images.sizes]),
-        ),
+        images=images,
         labels=known.labels + others.labels,
         split=np.concatenate([known.split, others.split]),
         source=f"folders:{labeled}+{unlabeled}",
@@ -183,15 +158,8 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
 
 
 def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
-    """train/ and val/ with wnid subfolders. With ``use_split``: known = not held out, novel = a subset.
-
-    Args:
-        root: the folder that holds train/.
-        split: 'A', 'B' or 'C', the novel subset.
-        use_split: False keeps all classes and declares none known (benchmark with known_classes).
-
-    Raises:
-        ConfigError: another layout, or no known or no novel wnid present.
+    """train/ and val/ with wnid subfolders. With ``use_split`` the novel classes are those of ``split`` ('A',
+    'B' or 'C'), the known ones all that are not held out; else all are kept and none is declared known.
     """
     folders, _ = children(_directory(root))
     if "train" not in folders:
@@ -237,22 +205,19 @@ def _imagenet_split(rows: Rows, split: str) -> Rows:
 
 def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
     """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class."""
-    images = _images(root)
+    images, kept = _images(root), []
     labels: list[str | None] = []
-    split, kept = [], []
-    filled = {prefix: set[str]() for prefix in splits}
+    filled = set()
     for found in images:
-        prefix = next((p for p in splits if found.relative.startswith(p)), None)
-        if prefix is None:
-            continue
-        folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
-        filled[prefix].add(folder)
-        kept.append(found)
-        labels.append(shown(folder) if slash else None)
-        split.append(splits[prefix])
-    for prefix, folders in filled.items():
-        for folder in children(join(root, prefix) if prefix else root)[0] if kept else ():
-            if folder not in folders:
+        for prefix in splits:
+            if found.relative.startswith(prefix):
+                folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
+                filled.add(prefix + folder)
+                labels.append(shown(folder) if slash else None)
+                kept.append((found, splits[prefix]))
+    for prefix in splits if kept else ():
+        for folder in children(join(root, prefix) if prefix else root)[0]:
+            if prefix + folder not in filled:
                 path = shown(join(root, prefix + folder))
                 raise ConfigError(f"class folder {path} holds no images; fill or remove it")
     notes = []
@@ -260,12 +225,10 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
         notes.append(f"{len(images) - len(kept)} images outside {', '.join(splits)} are left out")
     if None in labels and any(labels):
         notes.append(f"{labels.count(None)} images outside class subfolders are unlabeled")
-    return _rows(kept, labels, split, source, *notes)
+    return _rows([found for found, _ in kept], labels, [split for _, split in kept], source, *notes)
 
 
-def _rows(
-    found: Sequence[Found], labels: list[str | None], split: list[str], source: str, *notes: str
-) -> Rows:
+def _rows(found: list[Found], labels: list[str | None], split: list[str], source: str, *notes: str) -> Rows:
     if not found:
         root = source.partition(":")[2]
         raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from uno.config import DataConfig
-from uno.data.files import read_bytes
+from uno.data.files import read_text
 from uno.data.rows import Rows
 from uno.errors import ConfigError
 
@@ -86,7 +86,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     classes = order_classes(rows.labels, rows.class_names)
     if not classes:
         raise ConfigError(f"{source}: no row has a label; known classes need labeled rows")
-    chosen = _known_classes(rows, config, classes)
+    chosen, num_novel = _known_classes(rows, config, classes), config.num_novel
     if chosen is not None:
         if len(chosen) == len(classes) and None not in rows.labels:
             raise ConfigError(
@@ -94,15 +94,12 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
                 "name fewer with --known-classes"
             )
         novel = [name for name in classes if name not in chosen]
-        num_novel = config.num_novel or len(novel)
-        if not num_novel:
-            raise ConfigError(f"{source}: every class is known; give --num-novel for the unlabeled rows")
+        num_novel = num_novel or len(novel) or None
     else:
         chosen = _classes_of_labeled_rows(rows, is_train)
         novel = [name for name in order_classes(rows.truth, rows.class_names) if name not in chosen]
-        if config.num_novel is None:
-            raise ConfigError(f"{source}: give --num-novel, the number of classes among the unlabeled rows")
-        num_novel = config.num_novel
+    if num_novel is None:
+        raise ConfigError(f"{source}: give --num-novel, the number of classes among the unlabeled rows")
     known = [name for name in classes if name in chosen]
     if config.limit is not None:
         kept = limit_rows(rows, config.limit)
@@ -133,11 +130,7 @@ def _natural(name: str) -> tuple[object, ...]:
 
 
 def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
-    """bool (N,): rows that count as labeled under ``known_classes``, whatever their split.
-
-    Raises:
-        ConfigError: as :func:`parse_known_classes`.
-    """
+    """bool (N,): rows that count as labeled under ``known_classes``, whatever their split."""
     classes = order_classes(rows.labels, rows.class_names)
     chosen = _known_classes(rows, config, classes) or set(classes)
     return np.array([label in chosen for label in rows.labels])
@@ -175,9 +168,11 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
             raise ConfigError(f"known_classes {value!r}: N must be from 1 to {len(classes)}, the class count")
         return set(classes[: int(first[1])])
     if value not in classes and ("/" in value or os.path.isfile(value)):
-        names, where = _read_names(value), f"known_classes file {value}"
+        where = f"known_classes file {value}"
+        listed = read_text(os.path.expanduser(value), MAX_NAMES_BYTES, where).splitlines()
     else:
-        names, where = [name.strip() for name in value.split(",") if name.strip()], "known_classes"
+        listed, where = value.split(","), "known_classes"
+    names = [name.strip() for name in listed if name.strip()]
     if not names:
         raise ConfigError(f"{where}: no class name given")
     for name in names:
@@ -188,16 +183,6 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: class {name!r} is given twice")
     return set(names)
-
-
-def _read_names(path: str) -> list[str]:
-    try:
-        text = read_bytes(os.path.expanduser(path), MAX_NAMES_BYTES)
-        if len(text) > MAX_NAMES_BYTES:
-            raise ConfigError(f"known_classes file {path} is larger than {MAX_NAMES_BYTES} bytes")
-        return [line.strip() for line in text.decode().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read known_classes file {path}: {error}") from None
 
 
 def limit_rows(rows: Rows, limit: int) -> np.ndarray:

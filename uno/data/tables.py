@@ -26,22 +26,16 @@ IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
 MAX_TABLE_BYTES = 2**30
-GROUPS_KEPT = 4  # row groups in memory for access row by row
-PACKING = "pack.json"
-PACKED = "uno"
-"""What ``uno.data.pack`` leaves: a file beside its shards, and a key of their metadata."""
+PACKING, PACKED = "pack.json", "uno"  # what uno.data.pack leaves beside its shards, and in their metadata
+TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
-# --------------------------------------------------------------------------------------------------- Parquet
 def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Rows:
     """All *.parquet files of a folder, or one file; images stay in the Arrow column.
 
     The split is column ``split``, else the file name (train-*, test-*, validation-*) or folder, else train.
     With ``images_only`` nothing but images and ids is read: rows to predict need no label and no split. With
     ``lazy`` images in the files stay there until they are wanted.
-
-    Raises:
-        ConfigError: no or unreadable files, missing columns, or values of the wrong type.
     """
     source = f"parquet:{path}"
     if filesystem.kind(path) == "file":
@@ -54,10 +48,10 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
     parts = [_read_file(name, file, images_only, lazy) for name, file in files]
-    tables, names, known, left = zip(*parts, strict=True)
+    tables, class_names, known, left = zip(*parts, strict=True)
     if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
-    if len(set(names)) > 1:
+    if len(set(class_names)) > 1:
         raise ConfigError(f"{source}: the class names in the metadata differ between files")
     try:
         table = pa.concat_tables(tables, promote_options="default")
@@ -65,41 +59,38 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
         raise ConfigError(f"{source}: the files have different columns: {one_line(error)}") from None
     if not len(table):
         raise ConfigError(f"{source}: no rows")
-    has_truth = "eval_label" in table.column_names
+    labels, truth = (
+        _labels(source, table[c], class_names[0]) if c in table.column_names else None
+        for c in ("label", "eval_label")
+    )
     return Rows(
         ids=_ids(table["id"].to_pylist()),
         images=ParquetImages(root, [file for _, file in files], left[0])
         if left[0]
         else _images(source, root, table["image"], images_only),
-        labels=_labels(source, table["label"], names[0]),
+        labels=labels or [None] * len(table),
         split=_splits(source, table["split"].to_pylist()),
         source=source,
-        class_names=names[0],
+        class_names=class_names[0],
         known=next(filter(None, known), ()),
-        eval_labels=_labels(source, table["eval_label"], names[0]) if has_truth else None,
+        eval_labels=truth,
     )
 
 
 class ParquetImages:
-    """The image column of Parquet files. A row becomes bytes (or a path) when it is read.
+    """The image column ``column`` (bytes or struct<bytes, path>) of Parquet ``files``, with paths below
+    ``root``. A row becomes bytes (or a path) when it is read; page checksums are verified where they are.
 
     A row group is read as a whole: rows in order, or many at once with :meth:`fetch`, are cheap; single rows
-    are not. Page checksums are verified where the files have them. A pickled one carries references only.
-
-    Args:
-        root: folder that paths are relative to.
-        files: full paths or URIs.
-        column: the image column, bytes or struct<bytes, path>.
+    are not. A pickled one carries references only.
     """
 
     def __init__(self, root: str, files: Sequence[str], column: str) -> None:
-        self.root, self.files, self.column = root, list(files), column
-        footers = [_footer(file) for file in self.files]
-        groups = [(i, g, m.row_group(g)) for i, m in enumerate(footers) for g in range(m.num_row_groups)]
-        self._numbers = [(i, g) for i, g, _ in groups]  # of each row group: file, number in the file
-        self._starts = np.cumsum([0, *(group.num_rows for *_, group in groups)])
-        self.group_bytes = np.array([_column_bytes(group, column) for *_, group in groups], dtype=np.int64)
-        self._forget()
+        self.root, self.column = root, column
+        self._groups = [(file, g) for file in files for g in range(_footer(file).num_row_groups)]
+        groups = [_footer(file).row_group(g) for file, g in self._groups]
+        self._starts = np.cumsum([0, *(group.num_rows for group in groups)])
+        self.group_bytes = np.array([_column_bytes(group, column) for group in groups], dtype=np.int64)
 
     def __len__(self) -> int:
         """Number of images."""
@@ -108,8 +99,8 @@ class ParquetImages:
     def __getitem__(self, row: int) -> bytes | str:
         """The bytes of a row, or its path."""
         group = int(self.groups(row))
-        with self._lock:
-            column = self._recent(group)
+        with _lock:
+            column = _recent(*self._groups[group], self.column)
         return self._value(column, int(row - self._starts[group]))
 
     def groups(self, rows: Any) -> np.ndarray:
@@ -117,15 +108,11 @@ class ParquetImages:
         return np.searchsorted(self._starts, rows, side="right") - 1
 
     def fetch(self, rows: np.ndarray) -> list[bytes | str]:
-        """The images of ``rows`` int64 (n,), in that order; every row group they are in is read once.
-
-        Raises:
-            ConfigError: a damaged or missing file.
-        """
+        """The images of ``rows`` int64 (n,), in that order; every row group they are in is read once."""
         groups = self.groups(rows)
         found: list[Any] = [None] * len(rows)
-        for group in np.unique(groups).tolist():
-            column = self._read(group)
+        for group in map(int, np.unique(groups)):
+            column = _read_group(*self._groups[group], self.column)
             for i in np.flatnonzero(groups == group).tolist():
                 found[i] = self._value(column, int(rows[i] - self._starts[group]))
         return found
@@ -136,30 +123,12 @@ class ParquetImages:
         pairs = zip((rows - self._starts[groups]).tolist(), self.group_bytes[groups].tolist(), strict=True)
         return (f"{number} of {size}".encode() for number, size in pairs)
 
-    def _read(self, group: int) -> Any:
-        i, number = self._numbers[group]
-        path = self.files[i]
-        with _parquet(path, f"row group {number} of", metadata=_footer(path)) as parquet:
-            return parquet.read_row_group(number, [self.column])[self.column].combine_chunks()
-
     def _value(self, column: Any, number: int) -> bytes | str:
         value = column[number].as_py()
         if isinstance(value, dict):
             path = value.get("path")
             value = value["bytes"] or (filesystem.inside(self.root, path) if path else None)
         return value or b""
-
-    def _forget(self) -> None:
-        self._lock, self._recent = threading.Lock(), lru_cache(GROUPS_KEPT)(self._read)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What has been read stays here."""
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_recent")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """With nothing read yet."""
-        vars(self).update(state)
-        self._forget()
 
 
 @contextmanager
@@ -177,6 +146,14 @@ def _parquet(path: str, what: str = "Parquet file", metadata: Any = None) -> Ite
 def _footer(path: str) -> Any:
     with _parquet(path) as parquet:
         return parquet.metadata
+
+
+def _read_group(path: str, number: int, column: str) -> Any:
+    with _parquet(path, f"row group {number} of", metadata=_footer(path)) as parquet:
+        return parquet.read_row_group(number, [column])[column].combine_chunks()
+
+
+_lock, _recent = threading.Lock(), lru_cache(maxsize=4)(_read_group)  # for access row by row
 
 
 def _column_bytes(group: Any, column: str) -> int:
@@ -200,7 +177,7 @@ def _read_file(
             raise ConfigError(f"{path}: needs a column {' or '.join(IMAGE_COLUMNS)}; it has {present}")
         if len(set(schema.names)) < len(schema.names):
             raise ConfigError(f"{path}: two columns have one name")
-        left = image if lazy and not _is_text(schema.field(image).type) else None
+        left = image if lazy and schema.field(image).type not in TEXT else None
         wanted = {"id"} if images_only else {"id", label, "split", "eval_label"}
         wanted |= set() if left else {image}
         table = parquet.read([c for c in schema.names if c in wanted])
@@ -208,43 +185,43 @@ def _read_file(
     columns = {
         "id": pa.array([f"{filesystem.shown(name)}#{i}" for i in range(num)], pa.string()),
         "image": pa.nulls(num) if left else table[image],
-        "label": table[label] if label else pa.nulls(num, pa.string()),
         "split": pa.array([_split_of(name)] * num, pa.string()),
         **given,
+        **({"label": table[label]} if label else {}),
         **{c: table[c] for c in ("eval_label",) if c in table.column_names},
     }
-    return pa.table(columns), _class_names(path, schema, label), _known_classes(schema), left
+    known = metadata_of(schema, PACKED, "known")
+    known = tuple(map(str, known)) if isinstance(known, list) else ()
+    return pa.table(columns), _class_names(path, schema, label), known, left
 
 
 def _check_complete(path: str, packing: Sequence[str]) -> None:
     """Raise ConfigError where ``uno data pack`` has not finished."""
     for file in packing:
         try:
-            finished = json.loads(_text(file))["finished"]
+            finished = json.loads(filesystem.read_text(file, MAX_TABLE_BYTES))["finished"]
         except (ValueError, KeyError, TypeError):
             continue  # somebody else's file
         if finished is False:
             raise ConfigError(f"parquet:{path} is half a pack; run the same uno data pack again to finish it")
 
 
-def _known_classes(schema: pa.Schema) -> tuple[str, ...]:
-    """The known classes that a packed source declared."""
+def metadata_of(schema: pa.Schema, key: str, *names: str) -> Any:
+    """What JSON metadata holds below ``names``, None where there is nothing of the kind."""
     try:
-        known = json.loads((schema.metadata or {})[PACKED.encode()])["known"]
-    except (ValueError, KeyError, TypeError):
-        return ()
-    return tuple(map(str, known)) if isinstance(known, list) else ()
+        value = json.loads((schema.metadata or {})[key.encode()])
+        for name in names:
+            value = value[name]
+        return value
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _class_names(path: str, schema: pa.Schema, label: str | None) -> tuple[str, ...]:
     """Names of a ClassLabel column as Hugging Face stores them, () where there are none."""
-    if label is None or b"huggingface" not in (schema.metadata or {}):
+    names = metadata_of(schema, "huggingface", "info", "features", label, "names") if label else None
+    if names is None:
         return ()
-    try:
-        feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][label]
-        names = feature.get("names", [])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return ()  # metadata of another kind: the labels then speak for themselves
     texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not texts or len(set(names)) < len(names):
         raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
@@ -267,20 +244,20 @@ def _labels(source: str, column: Any, names: Sequence[str]) -> list[str | None]:
         if names and largest >= len(names):
             raise ConfigError(f"{source}: label {largest} has no name among the {len(names)} of the metadata")
         return [None if v is None or v < 0 else names[v] if names else str(v) for v in values]
-    if _is_text(column.type) or pa.types.is_null(column.type):
+    if column.type in (*TEXT, pa.null()):
         return [v or None for v in values]
     raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
 
 
 def _images(source: str, root: str, column: Any, images_only: bool) -> Images:
     """The image column: bytes where there are bytes, else files below ``root``."""
-    if _is_text(column.type):
+    if column.type in TEXT:
         return _files(source, root, column.to_pylist(), images_only)
-    if _is_binary(column.type):
+    if column.type in BINARY:
         return Encoded(column, {})
     fields = {f.name for f in column.type} if pa.types.is_struct(column.type) else set()
     content = pa.compute.struct_field(column, "bytes") if "bytes" in fields else None
-    if content is None or not _is_binary(content.type):
+    if content is None or content.type not in BINARY:
         raise ConfigError(f"{source}: images must be bytes, paths or struct<bytes, path>, not {column.type}")
     empty = np.flatnonzero(pa.compute.is_null(content).to_numpy(zero_copy_only=False))
     if not len(empty) or "path" not in fields:
@@ -291,15 +268,11 @@ def _images(source: str, root: str, column: Any, images_only: bool) -> Images:
     return Encoded(content, {i: files[j] for j, i in enumerate(named)})
 
 
-# --------------------------------------------------------------------------------------------- CSV and JSONL
 def read_table(path: str, images_only: bool = False) -> Rows:
     """A .csv or .jsonl file with columns path (or image), and where present id, label, split and eval_label.
 
     Paths are relative to the file and stay in its folder. An empty label is none. With ``images_only`` as in
     :func:`read_parquet`; a row without a path is then an unreadable image.
-
-    Raises:
-        ConfigError: unreadable, missing columns, or a path that leaves the folder.
     """
     root, name = filesystem.split(path)
     columns = _read_jsonl(path) if name.lower().endswith(".jsonl") else _read_csv(path)
@@ -324,7 +297,8 @@ def read_table(path: str, images_only: bool = False) -> Rows:
 
 
 def _read_csv(path: str) -> dict[str, list[Any]]:
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""), restval=None)
+    text = filesystem.read_text(path, MAX_TABLE_BYTES)
+    reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         fields = list(reader.fieldnames or [])
         records = list(reader)
@@ -338,7 +312,7 @@ def _read_csv(path: str) -> dict[str, list[Any]]:
 
 def _read_jsonl(path: str) -> dict[str, list[Any]]:
     records = []
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    for number, line in enumerate(filesystem.read_text(path, MAX_TABLE_BYTES).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -354,16 +328,6 @@ def _read_jsonl(path: str) -> dict[str, list[Any]]:
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def _text(path: str) -> str:
-    try:
-        data = filesystem.read_bytes(path, MAX_TABLE_BYTES)
-        if len(data) > MAX_TABLE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_TABLE_BYTES} bytes; use Parquet")
-        return data.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
-
-
 def _name(source: str, label: Any) -> str | None:
     if label in (None, ""):
         return None
@@ -372,7 +336,6 @@ def _name(source: str, label: Any) -> str | None:
     return str(label)
 
 
-# ---------------------------------------------------------------------------------------------- both of them
 def _ids(values: Sequence[Any]) -> list[str]:
     return [f"row-{i}" if value in (None, "") else str(value) for i, value in enumerate(values)]
 
@@ -388,26 +351,13 @@ def _splits(source: str, values: Sequence[Any]) -> np.ndarray:
 def _files(source: str, root: str, relatives: Sequence[Any], may_lack: bool) -> Files:
     paths = []
     for i, relative in enumerate(relatives):
-        if may_lack and not relative:
-            paths.append("")
-            continue
-        if not isinstance(relative, str) or not relative:
+        if not ((isinstance(relative, str) and relative) or (may_lack and not relative)):
             raise ConfigError(f"{source}: row {i} has no image path")
-        path = filesystem.inside(root, relative)
+        path = filesystem.inside(root, relative) if relative else ""
         if path is None:
-            raise ConfigError(
-                f"{source}: row {i}: path {relative!r} leaves the folder {root}; move the image there"
-            )
+            raise ConfigError(f"{source}: row {i}: {relative!r} leaves the folder {root}; move it there")
         paths.append(path)
     sizes = [filesystem.size_of(path) for path in paths]
     if sizes and not filesystem.is_uri(root) and max(sizes) < 0:
         raise ConfigError(f"{source}: none of its {len(paths)} images is below {root}, e.g. {relatives[0]!r}")
     return Files.of(paths, sizes)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
