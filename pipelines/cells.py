@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from pipelines.jobs import run_job
 from pipelines.options import parse
 from uno.config import Config, dump_yaml
 from uno.data.files import Storage
-from uno.errors import Interrupted, NumericsError
+from uno.errors import Interrupted
 
 ATTEMPTS = "attempts.jsonl"
 PARENT = "UNO_PARENT"  # set by the driver: its process may be gone before this one has imported torch
@@ -41,7 +42,6 @@ class Job(NamedTuple):
     needs: str | None = None
 
 
-# ----------------------------------------------------------------------------------------------- the attempts
 @dataclass
 class Attempts:
     """What ``attempts.jsonl`` says of a job: seconds of all attempts, exit code and reason of the last."""
@@ -55,39 +55,27 @@ class Attempts:
         """Whether the last attempt ended with an error, rather than being interrupted."""
         return self.code != 0 and self.code not in UNFINISHED
 
-    @property
-    def hopeless(self) -> bool:
-        """Whether the same command would fail again: training diverged."""
-        return self.code == NumericsError.exit_code
-
 
 def read_attempts(output: Path) -> dict[str, Attempts]:
     """Every job of ``output`` that was started, by name. A line that a kill cut short is left out."""
     found: dict[str, Attempts] = {}
     path = output / ATTEMPTS
     for line in path.read_text().splitlines() if path.exists() else ():
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             job = found.setdefault(entry["job"], Attempts())
             job.seconds += entry["seconds"]
             job.code, job.reason = entry["code"], entry["reason"]
-        except (ValueError, KeyError, TypeError):
-            continue
     return found
 
 
-# --------------------------------------------------------------------------------------------- the processes
 def start_here(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A process of this machine; it ends with the driver."""
     with log.open("ab") as file:  # a session of its own: Ctrl-C reaches the driver, which forwards it
         return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, PARENT: str(os.getpid())},
-        )
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True, env={**os.environ, PARENT: str(os.getpid())},
+        )  # fmt: skip
 
 
 class RayProcess:
@@ -134,77 +122,70 @@ class _Actor:
 
 
 Process = subprocess.Popen[bytes] | RayProcess
-Start = Callable[[list[str], Path], Process]
-"""Starts a command whose output is appended to a file."""
+Start = Callable[[list[str], Path], Process]  # starts a command whose output is appended to a file
 
 
-# ------------------------------------------------------------------------------------------------- the queue
-@dataclass
-class Queue:
-    """Jobs in ``output``, ``capacity`` at a time; ``on_end`` gets every one that ended, with its attempt."""
+def run_jobs(
+    jobs: Sequence[Job], output: Path, start: Start, capacity: int
+) -> Iterator[tuple[Job, Attempts]]:
+    """Run all jobs in ``output``, ``capacity`` at a time; yields every one that ended, with its attempt.
 
-    output: Path
-    start: Start
-    capacity: int
-    on_end: Callable[[Job, Attempts], None]
-    _running: list[tuple[Job, Process, float]] = field(default_factory=list)
+    One that needs a failed one fails with it. After SIGTERM or SIGINT: Interrupted, with all saved and ended.
+    """
+    stopping, running = threading.Event(), list[tuple[Job, Process, float]]()
+    waiting, ahead = list(jobs), {job.name for job in jobs}
+    with on_stop(stopping.set):
+        while (waiting or running) and not stopping.is_set():
+            ready = [job for job in waiting if job.needs not in ahead]
+            for job in ready[: capacity - len(running)]:
+                waiting.remove(job)
+                running.append((job, start(*_command(output, job)), time.monotonic()))
+            ended = _ended(output, running)
+            for job, attempt in ended:
+                yield job, attempt
+                if attempt.code == 0:
+                    ahead.discard(job.name)
+                    continue
+                for lost in [other for other in waiting if other.needs == job.name]:
+                    waiting.remove(lost)
+                    yield _noted(output, lost, Attempts(0.0, attempt.code, f"pretraining: {attempt.reason}"))
+            if not ended:
+                stopping.wait(POLL_S)
+        if not stopping.is_set():
+            return
+        for _, process, _ in running:
+            process.terminate()
+        while running:
+            yield from _ended(output, running)
+            time.sleep(POLL_S)
+    raise Interrupted("stopped; resume with the same command")
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs; one that needs a failed one fails with it.
 
-        Raises:
-            Interrupted: after SIGTERM or SIGINT, with all processes saved and ended.
-        """
-        stopping = threading.Event()
-        waiting, ahead = list(jobs), {job.name for job in jobs}
-        with on_stop(stopping.set):
-            while (waiting or self._running) and not stopping.is_set():
-                ready = [job for job in waiting if job.needs not in ahead]
-                for job in ready[: self.capacity - len(self._running)]:
-                    waiting.remove(job)
-                    self._running.append((job, self._started(job), time.monotonic()))
-                ended = self._ended()
-                for job, attempt in ended:
-                    if attempt.code == 0:
-                        ahead.discard(job.name)
-                        continue
-                    for lost in [other for other in waiting if other.needs == job.name]:
-                        waiting.remove(lost)
-                        self._note(lost, Attempts(0.0, attempt.code, f"pretraining: {attempt.reason}"))
-                if not ended:
-                    stopping.wait(POLL_S)
-            if not stopping.is_set():
-                return
-            for _, process, _ in self._running:
-                process.terminate()
-            while self._running:
-                self._ended()
-                time.sleep(POLL_S)
-        raise Interrupted("stopped; resume with the same command")
+def _command(output: Path, job: Job) -> tuple[list[str], Path]:
+    """What runs a job, and its log; the configuration is written."""
+    run = output / job.name
+    Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
+    command = [sys.executable, "-m", "pipelines.cells", run.parent.name, "--config", f"{run}.yaml"]
+    return [*command, "--output", str(run)], Path(f"{run}.log")
 
-    def _started(self, job: Job) -> Process:
-        run = self.output / job.name
-        Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
-        command = [sys.executable, "-m", "pipelines.cells", run.parent.name, "--config", f"{run}.yaml"]
-        return self.start([*command, "--output", str(run)], Path(f"{run}.log"))
 
-    def _ended(self) -> list[tuple[Job, Attempts]]:
-        """The jobs that have ended since the last call, noted."""
-        ended = []
-        for entry in list(self._running):
-            job, process, since = entry
-            code = process.poll()
-            if code is not None:
-                self._running.remove(entry)
-                reason = last_line(Path(f"{self.output / job.name}.log")) if code else ""
-                ended.append((job, Attempts(time.monotonic() - since, code, reason)))
-                self._note(*ended[-1])
-        return ended
+def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> list[tuple[Job, Attempts]]:
+    """Those that have ended, noted and no longer ``running``."""
+    ended = []
+    for entry in list(running):
+        job, process, since = entry
+        code = process.poll()
+        if code is not None:
+            running.remove(entry)
+            reason = last_line(Path(f"{output / job.name}.log")) if code else ""
+            ended.append(_noted(output, job, Attempts(time.monotonic() - since, code, reason)))
+    return ended
 
-    def _note(self, job: Job, attempt: Attempts) -> None:
-        entry = {"job": job.name, **asdict(attempt), "seconds": round(attempt.seconds, 2)}
-        Storage(str(self.output)).append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
-        self.on_end(job, attempt)
+
+def _noted(output: Path, job: Job, attempt: Attempts) -> tuple[Job, Attempts]:
+    entry = {"job": job.name, **asdict(attempt), "seconds": round(attempt.seconds, 2)}
+    Storage(str(output)).append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
+    return job, attempt
 
 
 def last_line(log: Path) -> str:
@@ -214,14 +195,13 @@ def last_line(log: Path) -> str:
     return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON - 1]}…"
 
 
-# --------------------------------------------------------------------------------------------- in the process
 def main(argv: Sequence[str]) -> int:
     """``python -m pipelines.cells pretrain|cells --config FILE --output DIR``: one job."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
     if kind == "pretrain":
-        return run_job(parse(rest, PRETRAIN), ("pretrain",), evaluate=False)
-    return run_job(parse(rest, DISCOVER), ("pretrain", "discover"), evaluate=True, report=False)
+        return run_job(parse(rest, PRETRAIN), ("pretrain",))
+    return run_job(parse(rest, DISCOVER), report=False)
 
 
 def end_with_parent() -> None:

@@ -110,7 +110,7 @@ def pretrain(argv: Sequence[str]) -> int:
     """Train encoder and known head; ``discover`` with the same options goes on from there."""
     from pipelines.jobs import run_job
 
-    return run_job(parse(argv, PRETRAIN), ("pretrain",), evaluate=False)
+    return run_job(parse(argv, PRETRAIN), ("pretrain",))
 
 
 def discover(argv: Sequence[str]) -> int:
@@ -122,7 +122,7 @@ def train(options: Options) -> int:
     """Both phases and the evaluation."""
     from pipelines.jobs import run_job
 
-    return run_job(options, ("pretrain", "discover"), evaluate=True)
+    return run_job(options)
 
 
 def evaluate(argv: Sequence[str]) -> int:

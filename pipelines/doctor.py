@@ -7,15 +7,19 @@ import platform
 import shutil
 from collections.abc import Iterator, Sequence
 
-from pipelines import cli
+import torch
+
+from pipelines import cli, ray_env
+from pipelines.console import say
 from pipelines.options import Argument, Command, parse, switch
-from uno.errors import ConfigError
+from uno.data.files import Storage
+from uno.errors import ConfigError, StorageError
+from uno.runs import directory, lock
 from uno.runs.directory import Finding
 
 GIB = 2**30
 LOW_DISK_BYTES = 5 * GIB
 LOW_SHM_BYTES = GIB  # Ray puts its object store on the disk where /dev/shm is smaller than the store
-UNSOUND = 4
 DOCTOR = Command(
     "doctor",
     {
@@ -30,57 +34,41 @@ DOCTOR = Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a line for every finding. Returns 0 if sound, 4 if the run cannot resume, 2 if the machine cannot
-    run.
-    """
+    """Print a line for every finding; 0 if sound, 4 if the run cannot resume, 2 if the machine cannot run."""
     own = parse(argv, DOCTOR).own
-    if own.run is not None:
-        return _print(_examined(own.run, own.repair), UNSOUND)
     if own.repair:
-        raise ConfigError("--repair needs a run directory")
-    return _print(list(machine()), 2)
-
-
-def _examined(target: str, repair: bool) -> list[Finding]:
-    from pipelines.console import say
-    from uno.data.files import Storage
-    from uno.errors import StorageError
-    from uno.runs import directory, lock
-
-    storage = Storage(target)
-    directory.read_config_tree(storage)
-    if repair:
-        with lock.claim(storage, on_wait=say) as claim:
-            try:
-                for line in directory.heal(claim.storage, thorough=True):
-                    say(line)
-            except StorageError as error:
-                say(f"nothing is repaired: {error}")
-    return directory.examine(storage)
-
-
-def _print(findings: list[Finding], code: int) -> int:
-    from pipelines.console import say
-
+        _repair(own.run)
+    findings = list(machine() if own.run is None else directory.examine(Storage(own.run)))
     for finding in findings:
         say(str(finding))
-    return code if any(finding.level == "error" for finding in findings) else 0
+    unsound = any(finding.level == "error" for finding in findings)
+    return (2 if own.run is None else StorageError.exit_code) if unsound else 0
+
+
+def _repair(target: str | None) -> None:
+    if target is None:
+        raise ConfigError("--repair needs a run directory")
+    storage = Storage(target)
+    directory.read_config_tree(storage)
+    with lock.claim(storage, on_wait=say) as claim:
+        try:
+            for line in directory.heal(claim.storage, thorough=True):
+                say(line)
+        except StorageError as error:
+            say(f"nothing is repaired: {error}")
 
 
 def machine() -> Iterator[Finding]:
     """Versions, devices, memory, disk and the Ray cluster that would be used."""
-    import torch
-
     names = ["uno-discovery", "torch", "torchvision", "numpy", "pyarrow"]
     names += ["ray"] if importlib.util.find_spec("ray") else []
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
     yield Finding("ok", f"Python {platform.python_version()}, {', '.join(versions)}")
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(i)
-            name = torch.cuda.get_device_name(i)
-            yield Finding("ok", f"{name}: {free / GIB:.0f} of {total / GIB:.0f} GiB free")
-    else:
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_name(i)
+        yield Finding("ok", f"{name}: {free / GIB:.0f} of {total / GIB:.0f} GiB free")
+    if not torch.cuda.is_available():
         build = torch.version.cuda
         why = f"built for CUDA {build}, but no device or driver" if build else "built without CUDA"
         yield Finding("ok", f"no CUDA device (PyTorch is {why}); training runs on {os.cpu_count()} CPU cores")
@@ -91,8 +79,6 @@ def machine() -> Iterator[Finding]:
 
 
 def _ray() -> Iterator[Finding]:
-    from pipelines import ray_env
-
     if importlib.util.find_spec("ray") is None:
         yield Finding("warning", "Ray is not installed: --workers 0 only", "pip install 'uno-discovery[ray]'")
         return
@@ -104,29 +90,25 @@ def _ray() -> Iterator[Finding]:
         return
     try:
         ray_env.check_address(address)
-    except ConfigError as error:
-        yield Finding("error", str(error))
-    else:
         mode = os.environ.get("RAY_AUTH_MODE", "disabled")
         yield Finding("ok", f"the Ray cluster at {address} answers; RAY_AUTH_MODE is {mode}")
+    except ConfigError as error:
+        yield Finding("error", str(error))
 
 
 def _space() -> Iterator[Finding]:
     if os.path.isdir("/dev/shm"):
         total = shutil.disk_usage("/dev/shm").total
-        text = f"/dev/shm has {total / GIB:.1f} GiB"
-        if total < LOW_SHM_BYTES:
-            yield Finding("warning", text, "Ray's object store goes to the disk; docker: --shm-size=8g")
-        else:
-            yield Finding("ok", text)
+        text, remedy = f"/dev/shm has {total / GIB:.1f} GiB", "docker: --shm-size=8g"
+        low = Finding("warning", text, f"Ray's object store goes to the disk; {remedy}")
+        yield low if total < LOW_SHM_BYTES else Finding("ok", text)
     for folder in (os.getcwd(), os.environ.get("RAY_TMPDIR", "/tmp")):
         try:
             free = shutil.disk_usage(folder).free
+            text = f"{free / GIB:.0f} GiB free at {folder}"
+            yield Finding("warning", text, "make room") if free < LOW_DISK_BYTES else Finding("ok", text)
         except OSError as error:
             yield Finding("error", f"{folder}: {error.strerror}")
-            continue
-        text = f"{free / GIB:.0f} GiB free at {folder}"
-        yield Finding("warning", text, "make room") if free < LOW_DISK_BYTES else Finding("ok", text)
 
 
 if __name__ == "__main__":

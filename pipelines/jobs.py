@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from pipelines.console import Progress, on_stop, say
+from pipelines.inference import predict_run
 from pipelines.ingest import decide
 from pipelines.options import Options
 from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
 from uno.config import Config, dump_yaml, override
 from uno.data.check import check, format_report
 from uno.data.decode import BAD_SAMPLES, decode_many, readable
-from uno.data.files import Storage
+from uno.data.files import Storage, full_path, normal, split
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -26,30 +27,23 @@ from uno.report import REPORT, write_report
 from uno.results.evaluate import evaluate_run, format_table
 from uno.results.export import model_card
 from uno.results.infer import save_model
-from uno.runs import ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, faults, lock, run
+from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, faults, lock, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device
 from uno.train import LocalWorker
 
 
-def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: bool = True) -> int:
-    """Check everything, train the phases that are not finished, evaluate, print the table. Returns 0.
-
-    Args:
-        options: what was asked for.
-        phases: to train.
-        evaluate: whether to measure what was trained.
-        report: whether the evaluated run also predicts every row and writes its page.
+def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), report: bool = True) -> int:
+    """Check everything, train those ``phases`` that are not finished and, after discovery, evaluate and print
+    the table; ``report``: also predict every row and write the run's page. Returns 0.
 
     Raises:
         UnoError: with its exit code; a :class:`ConfigError` before any worker starts.
     """
-    config = options.config
+    config, fresh, evaluate = options.config, options.own.fresh, DISCOVER in phases
     if options.own.print_config:
         print(dump_yaml(config), end="")
         return 0
-    from pipelines.inference import predict_run
-
     for fault in faults.planned():
         say(f"warning: {faults.VARIABLE} is set: {fault.name}")
     config = _with_full_paths(config)
@@ -58,13 +52,13 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
         if options.own.dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
         config, estimate = _with_estimated_classes(config)
-    config, task = decide(config, options.own.fresh)
+    config, task = decide(config, fresh)
     task = prepare(config, task)
     if options.own.dry_run:
         return _dry_run(config, task, phases)
     assert config.output is not None
     storage = Storage(config.output)
-    if directory.is_run(storage) and not options.own.fresh:
+    if directory.is_run(storage) and not fresh:
         directory.open_run(config, storage, task.rows.fingerprint)
         finished = directory.read_results(storage) if evaluate else None
         if finished is not None:
@@ -74,41 +68,35 @@ def run_job(options: Options, phases: tuple[str, ...], evaluate: bool, report: b
     if config.model.weights is not None:
         phases = tuple(phase for phase in phases if phase != PRETRAIN)
     with lock.claim(storage, on_wait=say) as claim:
-        if options.own.fresh:
+        if fresh:
             directory.clear(claim.storage)
         directory.open_run(config, claim.storage, task.rows.fingerprint)
         if estimate is not None:
             claim.storage.write(ESTIMATE_FILE, estimate)
         values, task = _execute(Job(config, task, phases, evaluate, claim))
-        if evaluate:
-            facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
-            trained = run.load_trained(config, claim.storage, task.num_known, task.num_novel)
-            model = save_model(config, claim.storage, *trained, task.known)
-            card = model_card(model, facts, values)
-            claim.storage.write("model/README.md", card.encode())
-            if report:
-                say("predicting every row and writing the report")
-                model, _ = predict_run(config, claim.storage, task, model)
-            _write_results(claim.storage, values)  # the mark of a finished run
-            if report:
-                write_report(config, claim.storage, task, device=_driver_device(config), model=model)
-    if evaluate:
-        _show(storage, values)
-    else:
-        say(f"finished: {storage.uri}")
+        if not evaluate:
+            say(f"finished: {storage.uri}")
+            return 0
+        trained = run.load_trained(config, claim.storage, task.num_known, task.num_novel)
+        model = save_model(config, claim.storage, *trained, task.known)
+        facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
+        claim.storage.write("model/README.md", model_card(model, facts, values).encode())
+        if report:
+            say("predicting every row and writing the report")
+            model, _ = predict_run(config, claim.storage, task, model)
+        _write_results(claim.storage, values)  # the mark of a finished run
+        if report:  # CUDA may be on the workers' nodes only
+            device = local_device(config) if torch.cuda.is_available() else torch.device("cpu")
+            write_report(config, claim.storage, task, device=device, model=model)
+    _show(storage, values)
     return 0
 
 
 def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
-    """Evaluate the run in directory ``target`` again; ``given`` dotted keys say where that happens.
-
-    Raises:
-        ConfigError: no run there, options that would change it, or other data than it was trained on.
-    """
+    """Evaluate the run in directory ``target`` again; ``given`` dotted keys say where that happens."""
     storage = Storage(target)
-    stored = directory.read_config_tree(storage)
-    config = override(override(Config(), stored), {**given, "output": storage.uri})
-    config = _with_full_paths(config)
+    stored = override(Config(), directory.read_config_tree(storage))
+    config = _with_full_paths(override(stored, {**given, "output": storage.uri}))
     task = prepare(config)
     directory.open_run(config, storage, task.rows.fingerprint)
     with lock.claim(storage, on_wait=say) as claim:
@@ -119,19 +107,13 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
 
 
 def _with_full_paths(config: Config) -> Config:
-    """``config.model.weights`` as workers can open it: they run in another directory.
-
-    Raises:
-        ConfigError: there are no weights to start from.
-    """
-    source = config.model.weights
-    if source is None:
+    """``config.model.weights`` as workers can open it: they run in another directory."""
+    if config.model.weights is None:
         return config
-    if "://" not in source:
-        source = os.path.abspath(os.path.expanduser(source))
-    folder, _, name = source.rpartition("/")
+    source = full_path(normal(config.model.weights))
+    folder, name = split(source)
     if source.endswith(".safetensors"):
-        if not Storage(folder or "/").exists(name):
+        if not Storage(folder).exists(name):
             raise ConfigError(f"model.weights: no such file {source}")
     elif not checkpoint_steps(Storage(source), PRETRAIN):
         raise ConfigError(f"model.weights: {source} is no .safetensors file and no run that has pretrained")
@@ -139,9 +121,8 @@ def _with_full_paths(config: Config) -> Config:
 
 
 def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
-    """``config`` with the number of classes that ``uno estimate-classes`` suggests, and its estimate.json.
-
-    The estimate is kept beside the run directory: the same command again finds it there.
+    """``config`` with the number of classes that ``uno estimate-classes`` suggests, and its estimate.json,
+    which is kept beside the run directory: the same command again finds it there.
     """
     from pipelines.estimate import estimate_job
     from uno.results.estimate import Settings
@@ -152,14 +133,11 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
 
 
 def prepare(config: Config, task: Task | None = None) -> Task:
-    """Read the rows' table unless it is there, and run the preflight checks; warnings are printed.
-
-    Raises:
-        ConfigError: the first error found.
+    """Read the rows' table unless it is there, and run the preflight checks; warnings are printed, the first
+    error is a ConfigError.
     """
     task = make_task(read_rows(config.data), config.data) if task is None else task
-    problems = check(task, config)
-    for problem in problems:
+    for problem in check(task, config):
         if problem.level == "error":
             raise ConfigError(problem.message)
         say(f"warning: {problem.message}")
@@ -181,10 +159,8 @@ def _sizes(task: Task) -> tuple[int, int]:
 
 
 def _execute(job: Job) -> tuple[dict[str, float], Task]:
-    """Train and evaluate, here or on Ray; what killed commands and damaged disks left is removed before.
-
-    Returns:
-        The metrics, and the task with whatever images were decoded for them.
+    """Train and evaluate, here or on Ray, without what killed commands and damaged disks left: the metrics,
+    and the task with whatever images were decoded for them.
     """
     config, storage = job.config, job.claim.storage
     for line in directory.heal(storage):
@@ -223,20 +199,12 @@ def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[st
     return values, task
 
 
-def _driver_device(config: Config) -> torch.device:
-    """Where this process predicts: CUDA may be on the workers' nodes only."""
-    return torch.device("cpu") if not torch.cuda.is_available() else local_device(config)
-
-
 def _write_results(storage: Storage, values: dict[str, float]) -> None:
     storage.write(RESULTS_FILE, json.dumps(values, indent=1, sort_keys=True).encode())
 
 
 def _show(storage: Storage, values: dict[str, float]) -> None:
-    say("")
-    say(format_table(values))
-    say("")
-    say(f"results in {storage.uri}")
+    say(f"\n{format_table(values)}\n\nresults in {storage.uri}")
     if storage.exists(REPORT):
         say(f"report:    {storage.path(REPORT)}")
 
@@ -246,11 +214,11 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
     say(format_report(task, check(task, config)))
     for name, plan in run.plans(config, *_sizes(task), config.compute.workers).items():
         if name in phases or (name == ROTATION and PRETRAIN in phases):
-            epochs = getattr(config, name).epochs
-            say(
-                f"{name}: {epochs} epochs of {plan.steps_per_epoch} steps of {plan.labeled_size} labeled + "
-                f"{plan.unlabeled_size} unlabeled rows"
+            epochs, rows = (
+                getattr(config, name).epochs,
+                f"{plan.labeled_size} labeled + {plan.unlabeled_size}",
             )
+            say(f"{name}: {epochs} epochs of {plan.steps_per_epoch} steps of {rows} unlabeled rows")
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
         with lock.claim(Storage(folder), on_wait=say) as claim:

@@ -1,8 +1,7 @@
 """``uno reproduce TABLE``: the paper's tables and figures, run, measured and set beside its numbers.
 
-Also ``python -m pipelines.reproduce`` for ``ray job submit``. Every cell is a run in a directory of its own
-(``OUTPUT/cells``), cells with the same pretraining share it (``OUTPUT/pretrain``); finished ones are never
-repeated, so the same command continues what was stopped or killed.
+Every cell is a run in a directory of its own (``OUTPUT/cells``), cells with the same pretraining share it
+(``OUTPUT/pretrain``); finished ones are never repeated: the same command continues what was stopped.
 """
 
 import os
@@ -10,23 +9,22 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import PositiveInt
 
 from pipelines import cli, ray_env
-from pipelines.cells import Attempts, Job, Queue, RayProcess, Start, read_attempts, start_here
+from pipelines.cells import Attempts, Job, RayProcess, Start, read_attempts, run_jobs, start_here
 from pipelines.console import say
 from pipelines.options import Argument, Command, checked_output, switch
 from pipelines.options import parse as options_of
-from uno.config import Config, differing_keys, override, to_dict
+from uno.config import ComputeConfig, Config, about, differing_keys, override, to_dict
 from uno.data.check import check
-from uno.data.files import Storage
+from uno.data.files import Storage, full_path, normal
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -43,18 +41,13 @@ DATA_OPTIONS = {
     "imagenet": "ImageNet: train/ and val/ with wnid folders",
     "cifar10-jpeg": "CIFAR10 as JPEG in Parquet, for --scale small: adds a subset of it",
 }
-OWN_KEYS = ("seed", "output", "preset", "data.source", "data.labeled", "data.unlabeled", "model.weights")
-"""What a table decides for its cells; everything else can be changed for all of them at once."""
-
 REPRODUCE = Command(
     "reproduce",
     {
         "TABLE": Argument(f"{', '.join(names())}."),
         "--scale": Argument("small is for two CPU cores.", Literal["small", "full"], "small"),
         "--seeds": Argument("Runs of each row; default: 3, tsne: 1.", PositiveInt | None),
-        "--output": Argument(
-            "Default: runs/reproduce-TABLE (-full); for Ray nodes a shared one.", str | None
-        ),
+        "--output": Argument("Default: runs/reproduce-TABLE (-full); for Ray a shared one.", str | None),
         **{f"--{option}": Argument(f"{text}.", str | None) for option, text in DATA_OPTIONS.items()},
         "--datasets": Argument("Only these data sets of the table.", list[str], ()),
         "--rows": Argument("Only these rows, and the reference row.", list[str], ()),
@@ -75,13 +68,8 @@ table changes wins. Finished cells are read, not repeated; a larger --seeds adds
 )
 
 
-@dataclass(frozen=True)
-class Request:
-    """What ``uno reproduce`` was asked to do.
-
-    ``own``: its arguments; ``changes``: dotted keys that hold for every cell; ``command``: without those
-    arguments that say where and how fast.
-    """
+class Request(NamedTuple):
+    """``own`` arguments, ``changes`` of all cells by dotted key, ``command`` without where and how fast."""
 
     own: SimpleNamespace
     table: Table
@@ -90,6 +78,11 @@ class Request:
     changes: Mapping[str, Any]
     command: str
 
+    @property
+    def compute(self) -> ComputeConfig:
+        """Where cells run."""
+        return override(Config(), self.changes).compute
+
 
 def main(argv: Sequence[str]) -> int:
     """Run what is missing of a table and write it."""
@@ -97,44 +90,32 @@ def main(argv: Sequence[str]) -> int:
     jobs = plan(request)
     if request.own.dry_run:
         _describe(request, jobs)
-        return 0
-    run_missing(request, jobs)
-    return write_tables(request)
+    else:
+        run_missing(request, jobs)
+        write_tables(request)
+    return 0
 
 
 def parse(argv: Sequence[str]) -> Request:
-    """The request of a command line.
-
-    Raises:
-        ConfigError: an unknown table or option, or data that ``full`` needs and nobody named.
-        SystemExit: after ``--help``.
-    """
+    """The request of a command line. ConfigError: a mistake in it, or data that is missing."""
     options = options_of(argv, REPRODUCE)
     own = options.own
     for key in options.given:
-        if key in OWN_KEYS:
+        if about(key).decided == REPRODUCE.name:
             raise ConfigError(f"{key} is for the table to choose; uno reproduce has --seeds and --output")
     given = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
-    directories = {o: os.path.abspath(os.path.expanduser(path)) for o, path in given.items() if path}
-    table = _select(build(own.table, own.scale), own, directories)
-    full = own.scale == "full"
+    directories = {option: full_path(normal(path)) for option, path in given.items() if path}
+    table, full = _select(build(own.table, own.scale), own, directories), own.scale == "full"
     output = checked_output(own.output or f"runs/reproduce-{own.table}{'-full' if full else ''}")
     if "://" in output:
         raise ConfigError("--output must be a directory: uno reproduce keeps logs of its processes there")
-    changes = {"compute.workers": 0, **({} if full else {"compute.threads": 1}), **options.given}
+    changes = ({} if full else {"compute.threads": 1}) | options.given
     todo = cells(table, own.seeds or table.seeds, directories, changes)
-    words = ["uno", "reproduce", *_without(argv, "--output", "--record", "--parallel")]
+    words, left_out = ["uno", "reproduce"], ("--output", "--record", "--parallel")  # each has one value
+    for before, word in zip(["", *argv], argv, strict=False):
+        if before not in left_out and word.partition("=")[0] not in left_out:
+            words.append(word)
     return Request(own, table, todo, Path(output).absolute(), changes, shlex.join(words))
-
-
-def _without(argv: Sequence[str], *names: str) -> list[str]:
-    """``argv`` without options of these names, each with its one value."""
-    after = ["", *argv]
-    return [
-        word
-        for before, word in zip(after, argv, strict=False)
-        if before not in names and word.partition("=")[0] not in names
-    ]
 
 
 def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) -> Table:
@@ -159,13 +140,8 @@ def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) 
     return table.model_copy(update={"benchmarks": tuple(sets), "rows": chosen})
 
 
-# ------------------------------------------------------------------------------------------------------- plan
 def plan(request: Request) -> list[Job]:
-    """All jobs that have no result yet, pretrainings first where cells need them.
-
-    Raises:
-        ConfigError: data that is not there or cannot be trained on, or a directory of other settings.
-    """
+    """All jobs without a result, pretrainings first. ConfigError: bad data, a cell of other settings."""
     _check_data([cell.config for cell in request.cells])
     attempts = read_attempts(request.output)
     jobs: dict[str, Job] = {}
@@ -173,7 +149,9 @@ def plan(request: Request) -> list[Job]:
         run, shared = request.output / cell.name, request.output / cell.pretraining
         config = override(cell.config, {"model.weights": str(shared)})
         _check_stored(run, config)
-        if (run / "metrics.json").exists() or attempts.get(cell.name, Attempts()).hopeless:
+        if (run / "metrics.json").exists() or attempts.get(
+            cell.name, Attempts()
+        ).code == NumericsError.exit_code:
             continue
         if not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
@@ -215,70 +193,58 @@ def _describe(request: Request, jobs: Sequence[Job]) -> None:
     if None in minutes:
         say("nobody has measured what these cells cost; the first finished one says")
     else:
-        parallel = request.own.parallel or _default_parallel(request.changes)
+        parallel = request.own.parallel or _default_parallel(request.compute)
         say(f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {parallel} cells at a time")
 
 
-# -------------------------------------------------------------------------------------------------------- run
 def run_missing(request: Request, jobs: Sequence[Job]) -> None:
-    """Run ``jobs``, one console line for each that ends.
-
-    Raises:
-        Interrupted: after SIGTERM or SIGINT; all that was trained is kept.
-    """
+    """Run ``jobs``, one console line for each that ends. Interrupted: by a signal, with all saved."""
     if not jobs:
         say(f"{request.output}: every cell has a result; nothing is run again")
         return
-    done, since = 0, time.monotonic()
-
-    def say_end(job: Job, attempt: Attempts) -> None:
-        nonlocal done
-        done += 1
-        how = "done" if attempt.code == 0 else f"ended with {attempt.code}: {attempt.reason}"
-        minutes = (time.monotonic() - since) / done * (len(jobs) - done) / 60
-        eta = f", about {minutes:.0f} min left" if done < len(jobs) else ""
-        say(f"{done}/{len(jobs)}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
-
+    since = time.monotonic()
     with _runner(request) as (start, capacity), lock.claim(Storage(str(request.output)), on_wait=say):
         for folder in ("cells", "pretrain"):
             (request.output / folder).mkdir(parents=True, exist_ok=True)
         say(f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in {request.output}/cells")
-        Queue(request.output, start, capacity, say_end).run(jobs)
+        for done, (job, attempt) in enumerate(run_jobs(jobs, request.output, start, capacity), 1):
+            how = "done" if attempt.code == 0 else f"ended with {attempt.code}: {attempt.reason}"
+            minutes = (time.monotonic() - since) / done * (len(jobs) - done) / 60
+            eta = f", about {minutes:.0f} min left" if done < len(jobs) else ""
+            say(f"{done}/{len(jobs)}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
 
 
 @contextmanager
 def _runner(request: Request) -> Iterator[tuple[Start, int]]:
     """What starts a cell, as a process here or in a Ray actor with its resources; and how many fit."""
-    changes, parallel = request.changes, request.own.parallel
-    may_use_gpu = changes.get("compute.device") != "cpu"
-    several = "RAY_ADDRESS" in os.environ or (may_use_gpu and torch.cuda.device_count() > 1)
+    compute, parallel = request.compute, request.own.parallel
+    several = "RAY_ADDRESS" in os.environ or (compute.device != "cpu" and torch.cuda.device_count() > 1)
     wants_ray = request.own.runner == "ray" or (request.own.runner == "auto" and several)
-    if not wants_ray or changes["compute.workers"]:  # cells that start Ray themselves
-        local_device(override(Config(), changes))
-        yield start_here, parallel or _default_parallel(changes)
+    if not wants_ray or compute.workers:  # cells that start Ray themselves
+        local_device(Config(compute=compute))
+        yield start_here, parallel or _default_parallel(compute)
         return
     with ray_env.connect() as ray:
         cluster = {"CPU": 1.0, "GPU": 0.0, **ray.cluster_resources()}
-        share = float(changes.get("compute.gpus_per_worker", 1.0)) if may_use_gpu and cluster["GPU"] else 0.0
-        cpus = min(float(changes.get("compute.threads") or 1), max(1.0, cluster["CPU"]))
+        share = compute.gpus_per_worker if compute.device != "cpu" and cluster["GPU"] else 0.0
+        cpus = min(float(compute.threads or 1), max(1.0, cluster["CPU"]))
         fits = int(cluster["GPU"] / share if share else cluster["CPU"] / cpus)
         resources = {"num_cpus": 0 if share else cpus, "num_gpus": share}
         yield partial(RayProcess, ray, resources), max(1, min(fits, parallel or fits))
 
 
-def _default_parallel(changes: Mapping[str, Any]) -> int:
+def _default_parallel(compute: ComputeConfig) -> int:
     """Cells at a time on this machine."""
-    if changes["compute.workers"]:
+    if compute.workers:
         return 1  # a cell is many processes
-    if torch.cuda.is_available() and changes.get("compute.device") != "cpu":
+    if torch.cuda.is_available() and compute.device != "cpu":
         return max(1, torch.cuda.device_count())
     cores = os.cpu_count() or 1
-    return max(1, cores // int(changes.get("compute.threads") or cores))
+    return max(1, cores // (compute.threads or cores))
 
 
-# ----------------------------------------------------------------------------------------------------- tables
-def write_tables(request: Request) -> int:
-    """Write Markdown, Parquet, HTML and, where asked for, the record; show the table. Returns 0.
+def write_tables(request: Request) -> None:
+    """Write Markdown, Parquet, HTML and, where asked for, the record; show the table.
 
     Raises:
         ConfigError, NumericsError, StorageError: some cells failed; the tables are written and say so.
@@ -291,10 +257,9 @@ def write_tables(request: Request) -> int:
         {name: past.reason for name, past in attempts.items() if past.failed},
     )  # fmt: skip
     maps = draw(request.cells, request.output, say) if request.table.maps else []
-    described = (found, request.command, maps)
-    documents.write(Storage(str(request.output)), *described)
+    documents.write(Storage(str(request.output)), found, request.command, maps)
     if request.own.record is not None:
-        documents.write_record(Storage(request.own.record), *described)
+        documents.write_record(Storage(request.own.record), found, request.command, maps)
     name = request.table.name
     say(f"\n{documents.markdown(found)}\n")
     say(f"tables in {request.output}: {name}.md, {name}.parquet, {name}.html")
@@ -304,7 +269,6 @@ def write_tables(request: Request) -> int:
         raise kind(f"{len(found.failures)} of {len(request.cells)} cells failed, {name} first: {reason}")
     if found.missing:
         raise Interrupted(f"{len(found.missing)} cells have no result yet")
-    return 0
 
 
 if __name__ == "__main__":

@@ -28,12 +28,14 @@ class About(NamedTuple):
     ``scope``: ``pretrain`` changes pretraining and what follows, ``discover`` only discovery, ``run`` how a
     run is logged and kept, ``place`` where it executes; the last two may differ when a run resumes.
     ``flag``: its short form on the command line. ``commands``: those that take it besides training.
+    ``decided``: the one that does not take it, since it decides it itself.
     ``search``: the domain of ``uno tune``'s own spaces; False: the same in all trials of a sweep.
     """
 
     scope: Literal["pretrain", "discover", "run", "place"] = "pretrain"
     flag: str | None = None
     commands: str = ""
+    decided: str = ""
     search: Mapping[str, Any] | bool = True
 
 
@@ -59,12 +61,12 @@ class DataConfig(_Frozen):
 
     source: str = field("digits",
         "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, or a path.", flag="data",
-        commands="predict report")
+        commands="predict report", decided="reproduce")
     labeled: str | None = field(None,
         "Folder with one subfolder per known class; with --unlabeled, not --data.", flag="labeled",
-        commands="predict report")
+        commands="predict report", decided="reproduce")
     unlabeled: str | None = field(None, "Folder of images without labels, flat or nested; names are ignored.",
-        flag="unlabeled", commands="predict report")
+        flag="unlabeled", commands="predict report", decided="reproduce")
     known_classes: str | None = field(None,
         "Hide the other labels: first:N, names with commas, or a text file of names.", flag="known-classes")
     num_novel: PositiveInt | Literal["auto"] | None = field(None,
@@ -173,7 +175,7 @@ class ModelConfig(_Frozen):
     projection_dim: int = field(256, "Outputs of a projection head.", ge=1, le=16384, scope="discover")
     weights: str | None = field(None,
         "Discover from this run directory or encoder .safetensors: no pretraining.", flag="weights",
-        scope="discover", search=False)
+        scope="discover", search=False, decided="reproduce")
     mlp_input: Literal["normalized", "raw"] = field("normalized",
         "Projection heads read the l2-normalised feature (paper) or the raw one (v2).", scope="discover")
 
@@ -258,13 +260,15 @@ class Config(_Frozen):
     """A whole run of pretraining and discovery."""
 
     preset: str = field("custom",
-        "Settings to start from; default digits, and custom where other data is given.", search=False)
+        "Settings to start from; default digits, and custom where other data is given.", search=False,
+        decided="reproduce")
     recipe: Literal["paper", "v2"] = field("paper", "The paper's settings or the authors' improved ones.",
         search=False)
     method: str = field("uno", f"Discovery method: {', '.join(METHODS)}.", scope="discover")
-    seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False)
+    seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False,
+        decided="reproduce")
     output: str | None = field(None, "Run directory, a path or a URI; default runs/PRESET-seedSEED.",
-        scope="place", commands="predict")
+        scope="place", commands="predict", decided="reproduce")
     data: DataConfig = field(DataConfig(), search=False)
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = ModelConfig()

@@ -61,3 +61,6 @@ def test_no_run_is_code_2(tmp_path, capsys):
     assert run(str(tmp_path)) == 2
     assert "is not a run directory" in capsys.readouterr().err
     assert run("--repair") == 2
+    (tmp_path / "config.yaml").write_text("- 1")
+    assert run(str(tmp_path)) == 4
+    assert "config.yaml is damaged; copy the one of a checkpoint" in capsys.readouterr().out

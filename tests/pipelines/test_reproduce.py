@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipelines import cells, cli, reproduce
-from pipelines.cells import Job, Queue, RayProcess, read_attempts
+from pipelines.cells import Job, RayProcess, read_attempts, run_jobs
 from pipelines.options import RAY_JOB
 from tests.pipelines.small import SMALL
 from uno.config import Config, dump_yaml, override
@@ -57,12 +57,11 @@ def request_of(tmp_path):
 
 def run(request, codes=None):
     """Run what is missing; the processes, and the attempts by name as the console was told."""
-    processes, told = Processes(codes), {}
+    processes = Processes(codes)
     for folder in ("cells", "pretrain"):
         (request.output / folder).mkdir(parents=True, exist_ok=True)
-    queue = Queue(request.output, processes, 2, lambda job, attempt: told.update({job.name: attempt}))
-    queue.run(reproduce.plan(request))
-    return processes, told
+    ended = run_jobs(reproduce.plan(request), request.output, processes, 2)
+    return processes, {job.name: attempt for job, attempt in ended}
 
 
 # --------------------------------------------------------------------------------------------- command line
@@ -105,8 +104,8 @@ def test_chosen_rows_bring_what_they_are_compared_to():
 
 def test_cells_of_many_workers_run_one_at_a_time(request_of):
     """Kills: as many Ray runs at a time as there are cores or GPUs."""
-    assert reproduce._default_parallel(request_of("--workers", "2").changes) == 1
-    assert reproduce._default_parallel(request_of("--device", "cpu").changes) == (os.cpu_count() or 1)
+    assert reproduce._default_parallel(request_of("--workers", "2").compute) == 1
+    assert reproduce._default_parallel(request_of("--device", "cpu").compute) == (os.cpu_count() or 1)
 
 
 def test_a_ray_job_needs_an_absolute_output(monkeypatch):
@@ -227,7 +226,8 @@ def test_a_signal_stops_the_queue(tmp_path):
     (tmp_path / "cells").mkdir()
     processes = Processes()
     with pytest.raises(Interrupted):
-        Queue(tmp_path, processes, 1, lambda *_: os.kill(os.getpid(), signal.SIGTERM)).run(jobs)
+        for _ in run_jobs(jobs, tmp_path, processes, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
     assert processes.started == ["cells/0"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

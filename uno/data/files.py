@@ -245,10 +245,9 @@ class Storage:
             selector = pa.fs.FileSelector(self.path(name), allow_not_found=True)
             return sorted(info.base_name for info in self._fs.get_file_info(selector))
 
-    def read(self, name: str, start: int = 0) -> bytes:
-        """Content of a file from byte ``start`` on."""
+    def read(self, name: str) -> bytes:
+        """Content of a file."""
         with self.open(name) as file:
-            file.seek(start)
             return bytes(file.read())
 
     @contextmanager

@@ -9,10 +9,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -22,13 +20,12 @@ from uno.data.files import Storage
 from uno.errors import StorageError
 
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+TENSORS, STATE, CONFIG, MANIFEST = "tensors.safetensors", "state.json", "config.yaml", "manifest.json"
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """What was stored: tensors by name and a JSON-able state."""
 
     step: int
@@ -43,39 +40,33 @@ def save_checkpoint(
 
     Nothing is written where this step has a valid checkpoint already. Later steps are checkpoints that did
     not verify when this run resumed: counting them as the newest would delete the valid ones instead.
-
-    Raises:
-        StorageError: the disk is full or read-only; older checkpoints are left as they were.
+    A StorageError (the disk is full or read-only) leaves older checkpoints as they were.
     """
-    directory = _directory(phase, checkpoint.step)
+    directory = folder(phase, checkpoint.step)
     with suppress(StorageError):
         _verified_files(storage, directory)
         return
     state = {"format_version": FORMAT_VERSION, "step": checkpoint.step, **checkpoint.state}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
     files = {
-        "tensors.safetensors": safetensors.torch.save(tensors),
-        "state.json": json.dumps(state, indent=1).encode(),
-        "config.yaml": config_yaml.encode(),
+        TENSORS: safetensors.torch.save(tensors),
+        STATE: json.dumps(state, indent=1).encode(),
+        CONFIG: config_yaml.encode(),
     }
+    manifest = {name: _entry(data) for name, data in files.items()}
+    files[MANIFEST] = json.dumps(manifest, indent=1).encode()  # the last to be written
     storage.delete(directory)
     try:
         for name, data in files.items():
             storage.write(f"{directory}/{name}", data)
-        manifest = {
-            name: {"size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for name, d in files.items()
-        }
-        storage.write(f"{directory}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
     except StorageError:
         with suppress(StorageError):
             storage.delete(directory)
         raise
     steps = checkpoint_steps(storage, phase)
-    finished = [
-        s for s in steps if s <= checkpoint.step and storage.exists(f"{_directory(phase, s)}/{MANIFEST}")
-    ]
+    finished = [s for s in steps if s <= checkpoint.step and storage.exists(f"{folder(phase, s)}/{MANIFEST}")]
     for step in sorted({*steps} - {*finished[-keep:]}):
-        storage.delete(_directory(phase, step))
+        storage.delete(folder(phase, step))
 
 
 def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
@@ -92,19 +83,14 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
     """
     newest, problems = read_checkpoints(storage, phase)
     for step, problem in problems.items():
-        log.warning("skipping checkpoint %s: %s", _directory(phase, step), problem)
+        log.warning("skipping checkpoint %s: %s", folder(phase, step), problem)
     return newest
 
 
 def read_checkpoints(
     storage: Storage, phase: str, every: bool = False
 ) -> tuple[Checkpoint | None, dict[int, str]]:
-    """The newest checkpoint that verifies, and step -> what is wrong with those that do not: with newer ones,
-    or with ``every`` one.
-
-    Raises:
-        StorageError: there are checkpoints and none verifies.
-    """
+    """As :func:`load_newest`, with what is wrong with newer ones (with ``every`` one) by step."""
     newest, problems = None, {}
     for step in reversed(checkpoint_steps(storage, phase)):
         try:
@@ -122,46 +108,39 @@ def read_checkpoints(
     return newest, problems
 
 
-def delete_checkpoint(storage: Storage, phase: str, step: int) -> None:
-    """Remove the checkpoint of one step."""
-    storage.delete(_directory(phase, step))
-
-
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
-    """One checkpoint, verified against its manifest.
-
-    Raises:
-        StorageError: a file is missing, truncated or altered, or the format is unknown.
-    """
-    directory = _directory(phase, step)
-    files = _verified_files(storage, directory)
+    """One checkpoint. StorageError: a file is missing, truncated or altered, or the format is unknown."""
+    files = _verified_files(storage, folder(phase, step))
     try:
-        state = dict(json.loads(files["state.json"]))
+        state = dict(json.loads(files[STATE]))
         if state.get("format_version") != FORMAT_VERSION:
             raise StorageError(f"format version {state.get('format_version')} instead of {FORMAT_VERSION}")
-        return Checkpoint(step, safetensors.torch.load(files["tensors.safetensors"]), state)
+        return Checkpoint(step, safetensors.torch.load(files[TENSORS]), state)
     except (ValueError, TypeError, RecursionError, SafetensorError) as error:
         raise StorageError(f"content is damaged: {error}") from None
 
 
-def _verified_files(storage: Storage, directory: str) -> Mapping[str, bytes]:
+def folder(phase: str, step: int) -> str:
+    """Directory of a checkpoint in its run."""
+    return f"checkpoints/{phase}/step_{step:08d}"
+
+
+def _verified_files(storage: Storage, directory: str) -> dict[str, bytes]:
     if not storage.exists(f"{directory}/{MANIFEST}"):
         raise StorageError("no manifest: it was never finished")
     try:
-        manifest = json.loads(storage.read(f"{directory}/{MANIFEST}"))
-        expected = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        manifest = dict(json.loads(storage.read(f"{directory}/{MANIFEST}")))
+    except (ValueError, TypeError, RecursionError):
         raise StorageError("manifest is damaged") from None
     files = {}
-    for name in ("tensors.safetensors", "state.json", "config.yaml"):
-        if name not in expected or not storage.exists(f"{directory}/{name}"):
+    for name in (TENSORS, STATE, CONFIG):
+        if name not in manifest or not storage.exists(f"{directory}/{name}"):
             raise StorageError(f"{name} is missing")
-        data = storage.read(f"{directory}/{name}")
-        if (len(data), hashlib.sha256(data).hexdigest()) != expected[name]:
+        files[name] = storage.read(f"{directory}/{name}")
+        if manifest[name] != _entry(files[name]):
             raise StorageError(f"{name} is damaged")
-        files[name] = data
     return files
 
 
-def _directory(phase: str, step: int) -> str:
-    return f"checkpoints/{phase}/step_{step:08d}"
+def _entry(data: bytes) -> dict[str, Any]:
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}

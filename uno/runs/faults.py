@@ -11,9 +11,8 @@ Faults are separated by ``;`` and have the form ``KIND:key=value,...``::
     kill-driver:step=7                         kill -9 of the command itself, once that step is in the journal
     sigterm:step=7                             SIGTERM to it
 
-``phase=pretrain`` aims at the other phase. Every fault strikes once in the life of a run directory: it is
-noted in ``faults.jsonl`` there before it strikes, as is every step from which training starts or starts
-again. Without the variable, :func:`in_training` and :func:`in_driver` return what they are given.
+``phase=pretrain`` aims at the other phase. Every fault strikes once in the life of a run directory, whose
+``faults.jsonl`` notes it before it strikes, and every step from which training starts or starts again.
 """
 
 import errno
@@ -56,11 +55,7 @@ class Fault(NamedTuple):
 
 
 def planned(text: str | None = None) -> list[Fault]:
-    """The faults of ``text``, by default of the environment.
-
-    Raises:
-        ConfigError: it is not of the form described above.
-    """
+    """The faults of ``text``, by default of the environment. ConfigError: it is not of the form above."""
     text = os.environ.get(VARIABLE, "") if text is None else text
     return [fault for part in text.split(";") if part.strip() for fault in _parse(part.strip())]
 
@@ -82,11 +77,10 @@ def _parse(part: str) -> list[Fault]:
             f"{', '.join(sorted(optional))}"
         )
     rank, times, seed = map(int, numbers)
-    first, last = int(found[1]), int(found[2] or found[1])
-    if last - first + 1 < times:
-        raise ConfigError(f"{VARIABLE}: {part!r}: {times} different numbers do not fit into {first}..{last}")
-    drawn = sorted(random.Random(seed).sample(range(first, last + 1), times))
-    return [Fault(kind, values["phase"], at, rank) for at in drawn]
+    steps = range(int(found[1]), int(found[2] or found[1]) + 1)
+    if len(steps) < times:
+        raise ConfigError(f"{VARIABLE}: {part!r}: {unit}={given[unit]} has no {times} different numbers")
+    return [Fault(kind, values["phase"], at, rank) for at in sorted(random.Random(seed).sample(steps, times))]
 
 
 def in_training(
@@ -108,8 +102,12 @@ def in_training(
         expected = step + 1
         batch = batches(step)
         for fault in faults:
-            if fault.at == step and _concerns(fault, rank) and _strikes(storage, fault):
-                _strike(fault, batch)
+            if fault.at == step and _concerns(fault, rank) and _strikes(storage, fault, step):
+                if fault.kind == "nan":
+                    for view in batch.views:
+                        view.fill_(float("nan"))
+                else:
+                    os.kill(os.getppid() if fault.kind == "kill-node" else os.getpid(), signal.SIGKILL)
         return batch
 
     return meet
@@ -141,14 +139,6 @@ def _concerns(fault: Fault, rank: int) -> bool:
     return words[0].endswith("/raylet") and "--head" not in words  # a node manager of Ray, not the head's
 
 
-def _strike(fault: Fault, batch: Batch) -> None:
-    if fault.kind == "nan":
-        for view in batch.views:
-            view.fill_(float("nan"))
-    else:
-        os.kill(os.getppid() if fault.kind == "kill-node" else os.getpid(), signal.SIGKILL)
-
-
 def _prepare_disk(storage: Storage, faults: list[Fault]) -> None:
     """From now on, ``storage`` refuses the checkpoint that a fault names, once."""
     write, seen = storage.write, set()
@@ -159,21 +149,19 @@ def _prepare_disk(storage: Storage, faults: list[Fault]) -> None:
             if folder == f"checkpoints/{fault.phase}":
                 seen.add(step)
                 if len(seen) == fault.at and _strikes(storage, fault, int(step)):
-                    reason = os.strerror(DISKS[fault.kind])
-                    raise StorageError(f"cannot write {storage.path(name)}: {reason}")
+                    raise StorageError(f"cannot write {storage.path(name)}: {os.strerror(DISKS[fault.kind])}")
         write(name, data)
 
     if faults:
         storage.write = failing  # type: ignore[method-assign]
 
 
-def _strikes(storage: Storage, fault: Fault, step: int | None = None) -> bool:
+def _strikes(storage: Storage, fault: Fault, step: int) -> bool:
     """Whether ``fault`` is still to strike in this run; it is noted, for good."""
     if any(event.get("name") == fault.name for event in read_events(storage)):
         return False
     log.warning("%s: %s", VARIABLE, fault.name)
-    at = fault.at if step is None else step
-    _note(storage, {"event": "fault", "name": fault.name, "phase": fault.phase, "step": at})
+    _note(storage, {"event": "fault", "name": fault.name, "phase": fault.phase, "step": step})
     return True
 
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,37 +19,26 @@ from uno.runs.checkpoint import FORMAT_VERSION
 
 
 def hardware(cuda: bool | None = None) -> str:
-    """The GPU, or the processor and its number of cores.
-
-    Args:
-        cuda: whether the GPU does the work; default: where there is one.
-    """
+    """The GPU, if it does the work (by default where there is one), or the processor and its cores."""
     if torch.cuda.is_available() if cuda is None else cuda:
         return str(torch.cuda.get_device_name())
     return f"{_processor()}, {os.cpu_count()} cores"
 
 
 def local_device(config: Config) -> torch.device:
-    """The device of a command without Ray.
-
-    Raises:
-        ConfigError: CUDA was asked for and is not there.
-    """
-    wanted = config.compute.device
-    if wanted == "cuda" and not torch.cuda.is_available():
+    """The device of a command without Ray. ConfigError: CUDA was asked for and is not there."""
+    wanted, cuda = config.compute.device, torch.cuda.is_available()
+    if wanted == "cuda" and not cuda:
         raise ConfigError("compute.device is cuda but PyTorch sees no CUDA device; use --device cpu")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if wanted != "cpu" and cuda else "cpu")
 
 
 def environment(fingerprint: str) -> dict[str, Any]:
     """Command, versions, hardware and the data's fingerprint, for ``environment.json``."""
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "format_version": FORMAT_VERSION,
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
@@ -57,18 +47,15 @@ def environment(fingerprint: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": hardware(cuda=False),
         "versions": versions,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
 
 def prepare_compiler() -> None:
-    """Before ``torch.compile``: a compiler, and a cache of its own for this kind of processor.
+    """Before ``torch.compile``: a compiler (or ConfigError), and a cache for this kind of processor.
 
     torch 2.15 finds cached code by the graph alone: code written for one processor's vectors, found again on
     another (a copied image, a shared temporary directory), computes wrong losses and NaN without a word.
-
-    Raises:
-        ConfigError: where ``torch.compile`` would fail with a traceback in the first step.
     """
     if not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
         raise ConfigError("compute.compile needs a C++ compiler (g++, clang++ or CXX) on every node")
@@ -80,9 +67,8 @@ def prepare_compiler() -> None:
 
 
 def _processor(field: str = "model name") -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            values = [line.partition(":")[2].strip() for line in file if line.startswith(field)]
-        return values[0]
-    except (OSError, IndexError):
-        return platform.machine()
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith(field):
+                return line.partition(":")[2].strip()
+    return platform.machine()

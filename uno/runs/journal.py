@@ -1,6 +1,7 @@
 """The run's diary: ``metrics.jsonl``, one JSON object a line, and TensorBoard events of the same numbers."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from tensorboardX import SummaryWriter
@@ -14,11 +15,9 @@ CHARTED = ("loss", "lr", "images_per_s", "skipped_steps")
 class Journal:
     """Appends lines of metrics; TensorBoard events only where the run directory is a local path.
 
-    Args:
-        storage: the run directory; None, on all ranks but the first, writes nothing.
-        phase: name of the TensorBoard run under which its numbers appear.
-        step: last step already trained; later lines of this phase, written by a run that died or that was
-            rolled back, are dropped.
+    ``storage``: the run directory; None, on all ranks but the first, writes nothing. ``phase``: name of the
+    TensorBoard run of its numbers. ``step``: last step already trained; later lines of this phase, written by
+    a run that died or that was rolled back, are dropped.
     """
 
     def __init__(self, storage: Storage | None, phase: str, step: int) -> None:
@@ -45,10 +44,10 @@ class Journal:
         if self._storage is not None:
             self._storage.append(METRICS_FILE, (json.dumps(metrics, allow_nan=False) + "\n").encode())
         if self._events is not None:
-            for name in CHARTED:
-                self._events.add_scalar(name, metrics[name], metrics["step"])
-            for head, loss in enumerate(metrics.get("head_losses", ())):
-                self._events.add_scalar(f"head_loss/{head}", loss, metrics["step"])
+            scalars = {name: metrics[name] for name in CHARTED}
+            scalars |= {f"head_loss/{head}": loss for head, loss in enumerate(metrics.get("head_losses", ()))}
+            for name, value in scalars.items():
+                self._events.add_scalar(name, value, metrics["step"])
 
     def close(self) -> None:
         """Flush TensorBoard."""
@@ -58,11 +57,8 @@ class Journal:
 
 
 class JournalTail:
-    """Follows ``metrics.jsonl`` while another process writes it; each look costs one request where nothing is
-    new, and reads what was appended otherwise.
-
-    Args:
-        storage: the run directory. Lines that are there already are passed over.
+    """Follows ``metrics.jsonl`` while another process writes it, from what is there already; a look costs one
+    request where nothing is new.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -71,23 +67,16 @@ class JournalTail:
         self.new_entries()
 
     def new_entries(self) -> list[dict[str, Any]]:
-        """Entries since the last look. After the file was rewound, those that differ from what was seen."""
+        """Entries since the last look. After the file was rewound (a worker group started again or rolled
+        back), those that differ from what was seen.
+        """
         size = self._storage.size(METRICS_FILE)
         if size == self._size:
             return []
-        last = self._lines[-1:]
-        start = self._size - sum(map(len, last))
-        lines = _whole_lines(self._storage.read(METRICS_FILE, start)) if size > self._size else []
-        if lines[: len(last)] == last:
-            new = lines[len(last) :]
-        else:  # rewritten: a worker group started again or rolled back
-            lines = _whole_lines(self._storage.read(METRICS_FILE)) if size else []
-            pairs = zip(lines, self._lines, strict=False)
-            same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(lines), len(self._lines)))
-            self._lines, new = lines[:same], lines[same:]
-        self._lines += new
+        lines = self._storage.read(METRICS_FILE).splitlines(keepends=True) if size else []
+        seen, self._lines = self._lines, [line for line in lines if line.endswith(b"\n")]
         self._size = sum(map(len, self._lines))
-        return _parsed(new)
+        return _parsed([line for i, line in enumerate(self._lines) if seen[i : i + 1] != [line]])
 
 
 def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, Any]]:
@@ -95,17 +84,9 @@ def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, A
     return _parsed(storage.read(name).splitlines()) if storage.exists(name) else []
 
 
-def _whole_lines(data: bytes) -> list[bytes]:
-    return [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
-
-
 def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
     entries = []
     for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            entries.append(entry)
-    return entries
+        with suppress(ValueError):
+            entries.append(json.loads(line))
+    return [entry for entry in entries if isinstance(entry, dict)]

@@ -1,10 +1,9 @@
 """One command at a time in a run directory: a claim that its holder renews, and that every write checks.
 
-It works on any storage, also on object stores that have no locks, and compares no clocks. A newcomer watches
-a claim that it finds: if it is renewed, its holder lives; if it stays as it is for :data:`WATCH_S`, the
-holder was killed, and its token is replaced. Whoever still writes with the old token (workers that outlive
-their driver, a laptop that wakes up) is stopped at its next write. A write that was under way for longer than
-that can only spoil a checkpoint, which its manifest then tells.
+It works on any storage, also on object stores without locks, and compares no clocks. A newcomer watches a
+claim that it finds: if it stays as it is for :data:`WATCH_S`, its holder was killed, and the newcomer's token
+replaces it. Whoever writes with the old one (workers that outlive their driver, a laptop that wakes up) is
+stopped. A write under way at that time can only spoil a checkpoint, which the manifest tells.
 """
 
 import json
@@ -26,18 +25,14 @@ WATCH_S = 10.0
 
 
 class ClaimedStorage(Storage):
-    """A run directory that can be written only while ``token`` is the one in its lock file.
-
-    Raises:
-        StorageError: from every write, once another command has the directory.
-    """
+    """A run directory that can be written only while ``token`` is the one in its lock file."""
 
     def __init__(self, root: str, token: str) -> None:
         super().__init__(root)
         self.token = token
 
     def check(self) -> None:
-        """Raise StorageError unless the claim holds."""
+        """Raise StorageError, before every write, unless the claim holds."""
         found = _read(self)
         if found is None:
             raise StorageError(
@@ -92,18 +87,14 @@ class Claim:
 
 @contextmanager
 def claim(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[Claim]:
-    """Hold the run directory ``storage`` for the duration of a ``with``.
+    """Hold the run directory ``storage`` for the duration of a ``with``; ConfigError: another command does.
 
     ``on_wait`` gets one line where a claim is found whose holder may be dead.
-
-    Raises:
-        ConfigError: another command is at work there.
-        StorageError: the directory cannot be written.
     """
-    found = holder(storage, on_wait)
-    if found is not None and found[1]:
+    who, lives = holder(storage, on_wait) or ("", False)
+    if lives:
         raise ConfigError(
-            f"{storage.uri} is in use by {found[0]}; wait for it, stop it, or choose another --output"
+            f"{storage.uri} is in use by {who}; wait for it, stop it, or choose another --output"
         )
     mine = Claim(storage.uri)
     try:
@@ -113,9 +104,7 @@ def claim(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[Claim]:
 
 
 def holder(storage: Storage, on_wait: Callable[[str], None] | None = None) -> tuple[str, bool] | None:
-    """Who holds the directory, and whether they still renew their claim (watched until they do, or for
-    :data:`WATCH_S`); None where nobody does.
-    """
+    """Who holds the directory, if anybody, and whether they live (watched until known, at most WATCH_S)."""
     found = now = _read(storage)
     if found is not None and on_wait is not None:
         on_wait(f"{storage.uri} is claimed by {_who(found)}; watching {WATCH_S:g} s whether it still runs")
@@ -135,14 +124,13 @@ def _read(storage: Storage) -> dict[str, Any] | None:
     if not storage.exists(LOCK_FILE):
         return None
     try:
-        tree = json.loads(storage.read(LOCK_FILE))
-    except ValueError:
+        return dict(json.loads(storage.read(LOCK_FILE)))
+    except (ValueError, TypeError):
         return {}
     except StorageError:
         if storage.exists(LOCK_FILE):
             raise
         return None  # released in between
-    return tree if isinstance(tree, dict) else {}
 
 
 def _who(found: dict[str, Any]) -> str:

@@ -9,15 +9,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from uno import collectives
-from uno.config import (
-    Config,
-    PhaseConfig,
-    about,
-    config_hash,
-    flatten,
-    override,
-    to_dict,
-)
+from uno.config import Config, PhaseConfig, about, config_hash, flatten, override, to_dict
 from uno.data.files import Storage
 from uno.data.plan import ROTATION as ROTATION_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
@@ -34,20 +26,16 @@ from uno.train import Phase, Worker, fit
 
 
 def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
-    """Batch plans of the phases; rotation's only where the run has it.
-
-    Raises:
-        ConfigError: batch sizes the workers do not divide, or sets too small for a batch.
-    """
-    size, workers = config.train.batch_size, max(1, num_workers)
-    found = {}
+    """Batch plans of the phases; rotation's only where the run has it. ConfigError: sizes that do not fit."""
+    seed, size, workers = config.seed, config.train.batch_size, max(1, num_workers)
+    found = {
+        PRETRAIN: make_pretrain_plan(seed, size, num_labeled, workers),
+        DISCOVER: make_plan(seed, config.data.composition, size, num_labeled, num_unlabeled, workers),
+    }
     if config.rotation.epochs:
         rows = num_labeled + num_unlabeled
-        found[ROTATION] = make_pretrain_plan(config.seed, size, rows, workers, ROTATION_STREAM)
-    return found | {
-        PRETRAIN: make_pretrain_plan(config.seed, size, num_labeled, workers),
-        DISCOVER: make_plan(config.seed, config.data.composition, size, num_labeled, num_unlabeled, workers),
-    }
+        found = {ROTATION: make_pretrain_plan(seed, size, rows, workers, ROTATION_STREAM), **found}
+    return found
 
 
 def pretrain_hash(config: Config) -> str:
@@ -63,10 +51,7 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     better rows (Gidaris et al. 2018). Those then freeze the encoder but for its last stage; here it goes on
     learning. Pretraining: encoder and known head on the labeled rows (paper Sec. 4.1), after the rotation
     epochs that the run may have. Discovery: from that encoder and its known prototypes, or from
-    ``config.model.weights``.
-
-    Raises:
-        UnoError: as :func:`uno.train.fit` and :func:`load_weights_`.
+    ``config.model.weights``. Raises as :func:`uno.train.fit` and :func:`load_weights_`.
     """
     plan = plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
@@ -96,11 +81,7 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
 def _new_network(
     config: Config, name: str, train: TrainData, worker: Worker, storage: Storage
 ) -> tuple[UnoModel, nn.Module | None]:
-    """What a phase starts from at its step 0, and the frozen teacher that discovery may have.
-
-    Raises:
-        ConfigError: a teacher is wanted and the weights have no head for these known classes.
-    """
+    """What a phase starts from at its step 0, and the frozen teacher that discovery may have."""
     if name != DISCOVER:
         model = build_model(config.model, 4 if name == ROTATION else train.num_known, 0, config.seed)
         if name == PRETRAIN and config.rotation.epochs:
@@ -118,10 +99,9 @@ def _new_network(
 
 
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
-    """Carry encoder (and known prototypes) over: from ``config.model.weights`` or this run's pretraining.
+    """Carry the encoder over from ``config.model.weights`` or this run's pretraining.
 
-    Returns:
-        Whether the known prototypes were carried over.
+    Returns whether the known prototypes came along: not of a file, nor of another number of classes.
 
     Raises:
         ConfigError: the weights do not fit this encoder.
@@ -130,13 +110,11 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
     source = config.model.weights
     if source is not None and source.endswith(".safetensors"):
         folder, _, name = source.rpartition("/")
-        data = Storage(folder or ".").read(name)
         try:
-            tensors = safetensors.torch.load(data)
+            tensors = safetensors.torch.load(Storage(folder or ".").read(name))
         except (SafetensorError, ValueError) as error:
             raise StorageError(f"model.weights: {source} is not a safetensors file: {error}") from None
-        encoder = {k: v for k, v in tensors.items() if not k.startswith("fc.")}
-        _load_encoder_(model, encoder, source)
+        _load_encoder_(model, {k: v for k, v in tensors.items() if not k.startswith("fc.")}, source)
         return False
     place = storage if source is None else Storage(source)
     checkpoint = load_newest(place, PRETRAIN)
@@ -161,11 +139,7 @@ def _load_encoder_(model: UnoModel, tensors: dict[str, Tensor], source: str) -> 
 
 
 def load_trained(config: Config, storage: Storage, num_known: int, num_novel: int) -> tuple[UnoModel, int]:
-    """The discovered model of a run, ready to predict, and the index of its best head.
-
-    Raises:
-        StorageError: the run has no valid discovery checkpoint.
-    """
+    """The discovered model of a run, ready to predict, and the index of its best head."""
     checkpoint = load_newest(storage, DISCOVER)
     if checkpoint is None:
         raise StorageError(f"no discovery checkpoint in {storage.uri}: run uno discover first")

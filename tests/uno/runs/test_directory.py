@@ -108,7 +108,7 @@ def test_a_directory_of_something_else_is_left_alone(empty):
         open_run(CONFIG, empty, "print")
     assert empty.list() == ["thesis.tex"]
     with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.yaml"):
-        directory.examine(empty)
+        list(directory.examine(empty))
 
 
 def test_a_kill_while_claiming_does_not_block_the_directory(empty):
