@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.uno.methods.toy import method_config
 from tests.uno.small_run import CPU, copied_tensors, small_config, small_sets
 from uno import collectives, steps
 from uno.data.files import Storage
@@ -133,7 +132,7 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
 def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients of the first step, and the state after two, with BatchNorm in eval mode."""
     options = OPTIONS if name == "uno" else {"objective__rampup": 0.0}
-    config = method_config(name, train__batch_size=24, **options)
+    config = small_config(method=name, train__batch_size=24, **options)
     method, train = registry.load(config), small_sets()[0]
     model = registry.build_network(config, 5, 5, 0)
     extra = {} if method.start is None else method.start(config, model, train)

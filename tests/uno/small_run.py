@@ -1,8 +1,11 @@
 """A run that takes a second: real digits, a network of width 4, two heads, six steps an epoch."""
 
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from uno.config import Config, override
@@ -11,6 +14,7 @@ from uno.data.files import Storage
 from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.errors import Interrupted
 from uno.model import build_model
 from uno.presets import preset
 from uno.runs import faults, run
@@ -62,6 +66,31 @@ def train_both(config: Config, storage: Storage, worker: LocalWorker | None = No
     worker = worker or LocalWorker(CPU)
     run.run_phase(config, run.PRETRAIN, small_sets()[0], worker, storage)
     return run.run_phase(config, run.DISCOVER, small_sets()[0], worker, storage)
+
+
+class StopAt(LocalWorker):
+    """Asks to stop before a step, in each phase."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(CPU)
+        self.step = step
+
+    def should_stop(self, step: int) -> bool:
+        return step == self.step
+
+
+def check_resumes(config: Config, folder: Path, stops: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Stopped before each of ``stops`` a run ends as the undisturbed one, to the bit; returns its tensors."""
+    runs = []
+    for name, some in (("whole", ()), ("stopped", stops)):
+        storage = Storage(str(folder / name))
+        for step in some:
+            with pytest.raises(Interrupted):
+                train_both(config, storage, StopAt(step))
+        runs.append((copied_tensors(train_both(config, storage)), lines(storage)))
+    assert_same(runs[1][0], runs[0][0])
+    assert runs[1][1] == runs[0][1]
+    return runs[0][0]
 
 
 def copied_tensors(state: TrainState) -> dict[str, torch.Tensor]:

@@ -5,15 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, small_sets, train_both
-from tests.uno.test_train import StopAt
+from tests.uno.small_run import CPU, assert_same, check_resumes, lines, small_config, small_sets
 from uno.data.files import Storage
 from uno.data.resident import RotationBatches
-from uno.errors import Interrupted
 from uno.model import build_model
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
-from uno.state import new_state
+from uno.state import new_state, with_prefix
 from uno.steps import rotation_step
 from uno.train import LocalWorker
 
@@ -71,28 +69,15 @@ def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
     """Kills: an encoder that is not carried over, a phase without checkpoints or lines, a resume that skips
     the phase or starts it again.
     """
-    config, whole = CONFIG.model_copy(update={"method": "rs"}), Storage(str(tmp_path / "a"))
-    expected = train_both(config, whole)
+    config, whole = CONFIG.model_copy(update={"method": "rs"}), Storage(str(tmp_path / "whole"))
+    check_resumes(config, tmp_path, (10, 5))
     stored = load_newest(whole, run.ROTATION)
-    assert stored.step == 2 * (200 // 24)
-    assert lines(whole)[0]["phase"] == "rotation"
+    assert stored.step == 2 * (200 // 24) and lines(whole)[0]["phase"] == "rotation"
     still = config.model_copy(update={"pretrain": config.pretrain.model_copy(update={"epochs": 0})})
     start = run.run_phase(
-        still, run.PRETRAIN, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "c"))
+        still, run.PRETRAIN, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "still"))
     )
-    turned = {
-        k.removeprefix("model/encoder."): v
-        for k, v in stored.tensors.items()
-        if k.startswith("model/encoder.")
-    }
-    assert_same(dict(start.model.encoder.state_dict()), turned)
-
-    storage = Storage(str(tmp_path / "b"))
-    for stop in (10, 5):
-        with pytest.raises(Interrupted):
-            train_both(config, storage, StopAt(stop))
-    assert_same(copied_tensors(train_both(config, storage)), copied_tensors(expected))
-    assert lines(storage) == lines(whole)
+    assert_same(dict(start.model.encoder.state_dict()), with_prefix(stored.tensors, "model/encoder."))
 
 
 def test_it_is_off_by_default():

@@ -9,14 +9,15 @@ import torch
 
 from tests.uno.small_run import (
     CPU,
+    StopAt,
     assert_same,
     batches_of,
+    check_resumes,
     copied_tensors,
     fresh_state,
     lines,
     small_config,
-    train_both,
-)  # fmt: skip
+)
 from tests.uno.test_steps import poison
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
@@ -27,17 +28,6 @@ from uno.train import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
 
 CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class StopAt(LocalWorker):
-    """Asks to stop before a step of a phase that has ``total`` steps, once."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(CPU)
-        self.step = step
-
-    def should_stop(self, step: int) -> bool:
-        return step == self.step
 
 
 def phase_of(config=CONFIG, step=discovery_step, steps_per_epoch: int = 6, max_steps=None) -> Phase:
@@ -134,14 +124,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(storage, clean, caplog):
 
 def test_both_phases_resume_to_the_bit(tmp_path):
     """Kills: discovery from weights other than the pretrained ones after a resume."""
-    expected = train_both(CONFIG, Storage(str(tmp_path / "a")))
-    storage = Storage(str(tmp_path / "b"))
-    for stop in (4, 5, 11):
-        with pytest.raises(Interrupted):
-            train_both(CONFIG, storage, StopAt(stop))
-    found = train_both(CONFIG, storage)
-    assert_same(copied_tensors(found), copied_tensors(expected))
-    assert lines(storage) == lines(Storage(str(tmp_path / "a")))
+    check_resumes(CONFIG, tmp_path, (4, 5, 11))
 
 
 def test_a_finished_phase_is_not_trained_again(storage, clean):

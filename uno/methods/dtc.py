@@ -8,10 +8,10 @@ start as k-means of the reduced features. q is the Student-t similarity to the c
 Known constants, from the authors' code: 10 epochs of warm-up without consistency, then 100; p anew at the end
 of the warm-up, then every 5 epochs (CIFAR100: 30, every 10); weight of the squared difference of two views
 10, rising over 5 epochs; k-means from 20 starts. Here they are shares of the phase. Both terms are means over
-rows AND clusters, as in that code. Different here: labeled rows go on training the known head, where DTC
-forgets it; q of a row is the last one seen in training, where the authors predict the set anew; one schedule
-of the learning rate for all methods. Its novel outputs are log-similarities, below every known cosine: DTC
-has no joint classifier, and task-agnostic accuracy says so.
+rows AND clusters, as in that code. Different here: labeled rows go on training the known head; q of a row is
+the last one seen in training, where the authors predict the set anew; the learning rate's one schedule. Its
+novel outputs are log-similarities, below every known cosine: DTC has no joint classifier, and task-agnostic
+accuracy says so.
 """
 
 import numpy as np
@@ -59,16 +59,15 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
     interval = max(1, round(INTERVAL * state.total_steps))
     if state.step >= warmup and (state.step - warmup) % interval == 0:
         state.extra["targets"] = sharpened(state.extra["probabilities"])
-    logits = forward_two_views(state, batch)
-    assert logits.novel is not None
-    log_q = logits.novel[:, 0, num_labeled:].log_softmax(dim=-1)  # (2, B_u, K)
+    known, novel, _ = forward_two_views(state, batch)
+    log_q = novel[:, num_labeled:].log_softmax(dim=-1)  # (2, B_u, K)
     remember_(state.extra["probabilities"], batch.rows, log_q[0].detach().exp())
     weight = 0.0
     if state.step >= warmup:
         ramp = sigmoid_rampup(state.progress - WARMUP, weight_or(objective.rampup, RAMPUP))
         weight = weight_or(objective.consistency_weight, CONSISTENCY) * ramp
     loss = (
-        labeled_loss(logits.known, batch.labels, objective.temperature)
+        labeled_loss(known, batch.labels, objective.temperature)
         + F.kl_div(log_q[0], state.extra["targets"][batch.rows], reduction="none").mean()
         + weight * F.mse_loss(*log_q.exp())
     )
@@ -89,22 +88,17 @@ def remember_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
 
 @torch.no_grad()
 def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
-    """Principal components, k-means centres; q and p (N_u, K) of all unlabeled rows.
-
-    Raises:
-        ConfigError: more novel classes than features, or than unlabeled rows.
-    """
+    """Principal components, k-means centres; q and p (N_u, K) of all unlabeled rows. ConfigError: too few."""
     images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
     features = features_of(model.eval(), images, config)
     model.train()
-    if num_novel > min(features.shape):
-        raise ConfigError(
-            f"method dtc needs {num_novel} rows and features at least, got {tuple(features.shape)}"
-        )
-    centred = features.double() - features.double().mean(dim=0)
+    if num_novel > min(found := tuple(features.shape)):
+        raise ConfigError(f"method dtc needs {num_novel} rows and features at least, got {found}")
+    mean = features.double().mean(dim=0)
+    centred = features.double() - mean
     components = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -num_novel:].T.flip(0)  # (K, D)
     head.reduce.weight.copy_(components)
-    head.reduce.bias.copy_(-components @ features.double().mean(dim=0))
+    head.reduce.bias.copy_(-components @ mean)
     points = (centred @ components.T).cpu().numpy()
     from sklearn.cluster import KMeans  # 2 s of CPU time
 

@@ -23,20 +23,16 @@ from uno.steps import Batch, forward, global_targets, update_
 
 def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
     """:func:`uno.steps.discovery_step` with the terms and the queue that ``objective`` asks for."""
-    logits = forward(state, batch)
+    logits, labels = forward(state, batch), batch.labels
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
     past = None
     if "queue" in state.extra:
         assert logits.directions is not None
-        past = past_logits(state, logits.directions[: batch.num_large, :, len(batch.labels) :])
-    targets = global_targets(families, batch.num_large, len(batch.labels), objective, past)
-    losses = discovery_loss(
-        logits.known, families, batch.labels, targets, objective.temperature, objective.concat
-    )
-    loss = losses.mean()
-    for term in terms(state, batch, logits, objective):
-        loss = loss + term
+        past = past_logits(state, logits.directions[: batch.num_large, :, len(labels) :])
+    targets = global_targets(families, batch.num_large, len(labels), objective, past)
+    losses = discovery_loss(logits.known, families, labels, targets, objective.temperature, objective.concat)
+    loss = torch.stack([losses.mean(), *terms(state, batch, logits, objective)]).sum()
     return update_(state, loss, lr, losses[0])
 
 
@@ -54,20 +50,16 @@ def terms(state: TrainState, batch: Batch, logits: Logits, objective: ObjectiveC
         views = torch.cat([view[rows] for view in batch.views[large]])
         with torch.no_grad(), torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
             teacher = state.teacher(views).unflatten(0, (batch.num_large, -1))
-        yield objective.rkd_weight * rkd_loss(
-            known[large, rows], novel[large, :, rows], teacher, tau, objective.rkd_temperature
-        )
+        known, novel = known[large, rows], novel[large, :, rows]
+        yield objective.rkd_weight * rkd_loss(known, novel, teacher, tau, objective.rkd_temperature)
 
 
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     """An empty queue of projections for Sinkhorn, where the run has one."""
-    if not config.objective.queue_size:
-        return {}
-    width = (
-        len([head for head in (model.novel, model.over) if head is not None]) * config.model.projection_dim
-    )
-    shape = (config.augment.large.num_views, config.model.num_heads, config.objective.queue_size, width)
-    return {"queue": torch.zeros(shape, device=model.known.weight.device)}
+    size, families = config.objective.queue_size, 1 if model.over is None else 2
+    width = families * config.model.projection_dim
+    shape = (config.augment.large.num_views, config.model.num_heads, size, width)
+    return {"queue": torch.zeros(shape, device=model.known.weight.device)} if size else {}
 
 
 @torch.no_grad()
@@ -75,15 +67,9 @@ def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
     """Cosines of past unlabeled rows with today's prototypes; the rows of this batch enter the queue.
 
     After SwAV (Caron et al. 2020, App. A), for batches with few rows per cluster. Like theirs the queue takes
-    part late: once it is full and the warm-up is over.
-
-    Args:
-        state: ``state.extra["queue"]`` (V_large, H, Q, P or 2P) holds directions of both families side by
-            side, newest first, the same on all workers.
-        directions: (V_large, H or 2H, B_u, P) of this worker's unlabeled rows.
-
-    Returns:
-        Per family (V_large, H, Q, K), or None as long as the queue takes no part.
+    part late: once it is full and the warm-up is over. ``state.extra["queue"]`` (V_large, H, Q, P or 2P)
+    holds directions of both families side by side, newest first, the same on all workers; ``directions``
+    (V_large, H or 2H, B_u, P) are this worker's. Returns per family (V_large, H, Q, K), or None without part.
     """
     queue, heads = state.extra["queue"], [h for h in (state.model.novel, state.model.over) if h is not None]
     rows = gather_rows(torch.cat(directions.chunk(len(heads), dim=1), dim=-1), dim=2)
@@ -95,20 +81,11 @@ def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
 
 
 def iic_loss(known: Tensor, novel: Tensor, num_labeled: int, temperature: float) -> Tensor:
-    """Minus the symmetric KL divergence between the outputs of labeled and of unlabeled rows.
+    """Minus the symmetric KL divergence between the outputs of labeled and of unlabeled rows, a scalar.
 
     Li et al. (CVPR 2023), "inter-class": outputs are softmaxes over all C classes; the mean goes over all
     pairs of a labeled and an unlabeled row, over views and cluster heads. A mean over pairs needs no pairs:
-    the mean of KL(p || q) is the mean of <p, log p> less <mean p, mean log q>.
-
-    Args:
-        known: (V, B, C_l).
-        novel: (V, H, B, C_u).
-        num_labeled: B_l; both kinds of rows must be there.
-        temperature: tau.
-
-    Returns:
-        Scalar, negative.
+    the mean of KL(p || q) is the mean of <p, log p> less <mean p, mean log q>. Needs rows of both kinds.
     """
     joint = torch.cat([known.unsqueeze(1).expand(-1, novel.shape[1], -1, -1), novel], dim=-1) / temperature
     log_p = joint.log_softmax(dim=-1)  # (V, H, B, C)
@@ -124,18 +101,13 @@ def iic_loss(known: Tensor, novel: Tensor, num_labeled: int, temperature: float)
 
 
 def iic_view_loss(known: Tensor, novel: Tensor, num_labeled: int, temperature: float) -> Tensor:
-    """Symmetric KL divergence between the outputs of a row's views, per class.
+    """Symmetric KL divergence between the outputs of a row's views, per class, a scalar.
 
     Li et al. (CVPR 2023), "intra-class": labeled rows' softmax over known outputs, unlabeled rows' over novel
-    ones; mean over pairs of views, heads and rows, and, as in the authors' code, divided by the number of
-    classes.
-
-    Returns:
-        Scalar.
+    ones; mean over pairs of views, heads and rows, divided by the number of classes as in the authors' code.
     """
-    parts = (known[:, None, :num_labeled], novel[:, :, num_labeled:])
     total = known.new_zeros(())
-    for logits in parts:
+    for logits in (known[:, None, :num_labeled], novel[:, :, num_labeled:]):
         log_p = (logits / temperature).log_softmax(dim=-1)
         p = log_p.exp()
         for v, w in combinations(range(len(logits)), 2):
@@ -151,17 +123,8 @@ def rkd_loss(
 
     Gu et al. (ICCV 2023), rKD: a row weighs as much as the probability that the current network gives to all
     known classes, relative to the mean; factor T^2 as in Hinton et al. 2015. Softmax at tau T throughout. The
-    weight has a gradient, as in the authors' code.
-
-    Args:
-        known: (V, B_u, C_l) of unlabeled rows.
-        novel: (V, H, B_u, C_u).
-        teacher: (V, B_u, C_l) of the pretrained network, without gradient.
-        temperature: tau.
-        distillation_temperature: T.
-
-    Returns:
-        Scalar: the mean over views, heads and rows.
+    weight has a gradient, as in the authors' code. Unlabeled rows: known (V, B_u, C_l), novel (V, H, B_u,
+    C_u), the pretrained network's teacher (V, B_u, C_l); a scalar, the mean over views, heads and rows.
     """
     scale = temperature * distillation_temperature
     cross_entropy = -((teacher / scale).softmax(dim=-1) * (known / scale).log_softmax(dim=-1)).sum(dim=-1)

@@ -5,15 +5,23 @@ detached features of the network that is being trained, from the pairs of labele
 network instead of two, and it follows the features where they go. Its form is that of the authors' code, a
 hidden layer of 4 D units on both features side by side, without its BatchNorm; features are normalised to
 length one. All pairs of a batch count alike, so what it takes for granted is that novel classes are about as
-many as known ones; a pair is similar where it says more than 1/2.
+many as known ones; a pair is similar where it says more than 1/2. That the three terms of a step weigh one
+each is our choice, as are pairs of (view 0, view 1) where the authors have one view.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno import collectives
-from uno.methods.method import NovelHead
+from uno.config import ObjectiveConfig
+from uno.heads import unit
+from uno.methods.method import NovelHead, forward_two_views
+from uno.objective import labeled_loss
+from uno.state import TrainState
+from uno.steps import Batch, update_
 
 
 class PairSimilarity(nn.Module):
@@ -27,9 +35,12 @@ class PairSimilarity(nn.Module):
 
     def forward(self, features: Tensor, others: Tensor) -> Tensor:
         """(N, D) and (M, D) -> (N, M); a linear layer on both side by side is a sum of two."""
-        left, right = (F.normalize(rows.float(), dim=-1) for rows in (features, others))
+        left, right = unit(features.float()), unit(others.float())
         hidden = torch.relu(self.left(left)[:, None] + self.right(right)[None])
         return self.output(hidden).squeeze(-1)
+
+
+PairTerm = Callable[[Tensor, Tensor, PairSimilarity, Tensor], Tensor]
 
 
 def pair_head(num_novel: int, num_features: int) -> nn.Module:
@@ -37,16 +48,23 @@ def pair_head(num_novel: int, num_features: int) -> nn.Module:
     return NovelHead(num_novel, num_features, PairSimilarity(num_features))
 
 
+def step(term: PairTerm, state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+    """Cross-entropy of labeled rows + that of their pairs + ``term`` of unlabeled pairs. Returns (1,)."""
+    num_labeled, tau = len(batch.labels), objective.temperature
+    known, novel, features = forward_two_views(state, batch)
+    similarity, (first, second) = state.model.novel.auxiliary, (novel[:, num_labeled:] / tau).softmax(dim=-1)
+    loss = (
+        labeled_loss(known, batch.labels, tau)
+        + similarity_loss(similarity, features[:, :num_labeled], batch.labels)
+        + term(first, second, similarity, features[:, num_labeled:])
+    )
+    return update_(state, loss, lr)
+
+
 def similarity_loss(similarity: PairSimilarity, features: Tensor, labels: Tensor) -> Tensor:
     """Binary cross-entropy over pairs of labeled rows: view 0 of this worker's, view 1 of all workers'.
 
-    Args:
-        similarity: the network.
-        features: (2, B_l, D), detached here.
-        labels: (B_l,).
-
-    Returns:
-        Scalar.
+    Features (2, B_l, D) are detached here; labels (B_l,).
     """
     others, other_labels = (collectives.gather_rows(t, 0) for t in (features[1].detach(), labels))
     same = (labels[:, None] == other_labels[None]).float()

@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # both import torch, which the command line does without
 
 def load(config: Config) -> Method:
     """The method of a run; UNO with options of later work is the method of :mod:`uno.methods.extensions`."""
-    options = config.objective
-    extended = options.iic_weight or options.iic_view_weight or options.rkd_weight or options.queue_size
+    o = config.objective
+    extended = o.iic_weight or o.iic_view_weight or o.rkd_weight or o.queue_size
     return _method("extensions" if config.method == "uno" and extended else config.method)
 
 
@@ -27,7 +27,7 @@ def _method(module: str) -> Method:
 
 def settings(name: str, preset: str) -> dict[str, Any]:
     """Dotted keys that a method's authors set differently on a preset's data; UNO's are the presets."""
-    return {} if name == "uno" or name not in METHODS else dict(_method(name).settings.get(preset, {}))
+    return dict(_method(name).settings.get(preset, {})) if name in METHODS else {}
 
 
 def build_network(config: Config, num_known: int, num_novel: int, seed: int) -> UnoModel:

@@ -14,19 +14,12 @@ pretraining see ``--rotation.epochs``.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from uno import collectives
 from uno.config import ObjectiveConfig
-from uno.methods.method import (
-    Method,
-    NovelHead,
-    consistency_loss,
-    forward_two_views,
-    novel_probabilities,
-    pair_likelihood_loss,
-    weight_or,
-)
+from uno.methods.method import Method, NovelHead, forward_two_views, pair_likelihood_loss, weight_or
 from uno.objective import labeled_loss
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
@@ -35,34 +28,31 @@ from uno.steps import Batch, update_
 TOP = 5  # k, features whose ranks are compared
 CONSISTENCY = 5.0
 RAMPUP = 0.25  # 50 of 200 epochs
-SETTINGS = {
-    preset: {"objective.consistency_weight": weight, "objective.rampup": share}
-    for preset, weight, share in (
-        ("cifar100_20", 50.0, 0.75), ("cifar100_50", 50.0, 0.75), ("imagenet", 10.0, 50 / 90),
-    )
-}  # fmt: skip
+CIFAR100 = {"objective.consistency_weight": 50.0, "objective.rampup": 0.75}
+IMAGENET = {"objective.consistency_weight": 10.0, "objective.rampup": 50 / 90}
+SETTINGS = {"cifar100_20": CIFAR100, "cifar100_50": CIFAR100, "imagenet": IMAGENET}
 
 
 def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
     """Cross-entropy + pairwise cross-entropy + rising consistency. Returns the loss as (1,)."""
-    num_labeled, tau = len(batch.labels), objective.temperature
-    logits = forward_two_views(state, batch)
-    assert logits.novel is not None and logits.features is not None
-    first, second = novel_probabilities(logits, num_labeled, tau)
-    features = logits.features[0, num_labeled:].detach()
-    similar = same_top_features(features, collectives.gather_rows(features, 0), TOP)
-    consistency = consistency_loss(logits.known, tau) + consistency_loss(logits.novel[:, 0], tau)
-    loss = (
-        labeled_loss(logits.known, batch.labels, tau)
+    return update_(state, loss(state, batch.labels, objective, *forward_two_views(state, batch)), lr)
+
+
+def loss(
+    state: TrainState, labels: Tensor, objective: ObjectiveConfig, known: Tensor, novel: Tensor,
+    features: Tensor,
+) -> Tensor:  # fmt: skip
+    """Scalar, of known (2, B, C) and novel (2, B, C_u) cosines and features (2, B, D)."""
+    tau, unlabeled = objective.temperature, slice(len(labels), None)
+    first, second = (novel[:, unlabeled] / tau).softmax(dim=-1)
+    ranked = features[0, unlabeled].detach()
+    similar = same_top_features(ranked, collectives.gather_rows(ranked, 0), TOP)
+    weight = weight_or(objective.consistency_weight, CONSISTENCY) * ramp(state, objective)
+    return (
+        labeled_loss(known, labels, tau)
         + pair_likelihood_loss(first, collectives.gather_rows_with_grad(second, 0), similar)
-        + consistency_weight(state, objective) * consistency
+        + weight * (consistency_loss(known, tau) + consistency_loss(novel, tau))
     )
-    return update_(state, loss, lr)
-
-
-def consistency_weight(state: TrainState, objective: ObjectiveConfig) -> float:
-    """Of this step."""
-    return weight_or(objective.consistency_weight, CONSISTENCY) * ramp(state, objective)
 
 
 def ramp(state: TrainState, objective: ObjectiveConfig) -> float:
@@ -70,17 +60,13 @@ def ramp(state: TrainState, objective: ObjectiveConfig) -> float:
     return sigmoid_rampup(state.progress, weight_or(objective.rampup, RAMPUP))
 
 
+def consistency_loss(logits: Tensor, temperature: float) -> Tensor:
+    """Mean squared difference of the softmax outputs of two views: logits (2, B, K) -> scalar."""
+    return F.mse_loss(*(logits / temperature).softmax(dim=-1))
+
+
 def same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor:
-    """Whether the ``top`` largest features of two rows are the same set, in any order.
-
-    Args:
-        features: (N, D).
-        others: (M, D).
-        top: k, at most D.
-
-    Returns:
-        (N, M) bool.
-    """
+    """Whether the ``top`` largest features of rows (N, D), (M, D) are one set, in any order: (N, M) bool."""
 
     def top_set(rows: Tensor) -> Tensor:  # (N, D), one where the feature is among the largest
         return torch.zeros_like(rows).scatter_(1, rows.topk(top, dim=1).indices, 1)

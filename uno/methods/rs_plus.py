@@ -6,29 +6,24 @@ row is the row's pseudo-label for this joint head. The joint head classifies all
 Known constants, from the authors' code: the pseudo-label's cross-entropy weighs 0.05 times the ramp of the
 consistency; consistency 5 over 50 of 200 epochs (CIFAR10), 25 over 300 of 400 (CIFAR100). ImageNet's are not
 in their code: those of RS stand in. Both heads here are cosines: the joint head is the known prototypes and
-C_u more. The authors start those as random rows with a low bias, we as random prototypes. Task-aware accuracy
-here is that of the joint head's novel outputs, one model for all protocols; the authors report the cluster
-head's there.
+C_u more, which the authors start as random rows with a low bias. Task-aware accuracy here is that of the
+joint head's novel outputs, one model for all protocols; the authors report the cluster head's there.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uno import collectives
 from uno.config import ObjectiveConfig
 from uno.heads import Prototypes
 from uno.methods import rs
-from uno.methods.method import Method, NovelHead, consistency_loss, forward_two_views, pair_likelihood_loss
-from uno.objective import labeled_loss
+from uno.methods.method import Method, NovelHead, forward_two_views
 from uno.state import TrainState
 from uno.steps import Batch, update_
 
 INCREMENT = 0.05
-SETTINGS = {
-    preset: {"objective.consistency_weight": 25.0, "objective.rampup": 0.75}
-    for preset in ("cifar100_20", "cifar100_50")
-} | {"imagenet": rs.SETTINGS["imagenet"]}
+CIFAR100 = {"objective.consistency_weight": 25.0, "objective.rampup": 0.75}
+SETTINGS = {**rs.SETTINGS, "cifar100_20": CIFAR100, "cifar100_50": CIFAR100}
 
 
 def joint_head(num_novel: int, num_features: int) -> nn.Module:
@@ -39,35 +34,18 @@ def joint_head(num_novel: int, num_features: int) -> nn.Module:
 def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
     """The loss of RS on joint and cluster head + rising cross-entropy of pseudo-labels. Returns (1,)."""
     num_labeled, tau = len(batch.labels), objective.temperature
-    logits = forward_two_views(state, batch)
-    assert logits.novel is not None and logits.features is not None
-    clusters = state.model.novel.auxiliary(logits.features.flatten(0, 1))[0].unflatten(0, (2, -1))
-    joint = torch.cat([logits.known, logits.novel[:, 0]], dim=-1)  # (2, B, C)
-    features = logits.features[0, num_labeled:].detach()
-    similar = rs.same_top_features(features, collectives.gather_rows(features, 0), rs.TOP)
-    first, second = (clusters[:, num_labeled:] / tau).softmax(dim=-1)
-    consistency = consistency_loss(joint, tau) + consistency_loss(clusters, tau)
-    loss = (
-        labeled_loss(joint, batch.labels, tau)
-        + pair_likelihood_loss(first, collectives.gather_rows_with_grad(second, 0), similar)
-        + rs.consistency_weight(state, objective) * consistency
-        + INCREMENT
-        * rs.ramp(state, objective)
-        * incremental_loss(joint[:, num_labeled:], clusters[0, num_labeled:], tau)
-    )
-    return update_(state, loss, lr)
+    known, novel, features = forward_two_views(state, batch)
+    clusters = state.model.novel.auxiliary(features.flatten(0, 1))[0].unflatten(0, (2, -1))
+    joint = torch.cat([known, novel], dim=-1)  # (2, B, C)
+    increment = incremental_loss(joint[:, num_labeled:], clusters[0, num_labeled:], tau)
+    ranked = rs.loss(state, batch.labels, objective, joint, clusters, features)
+    return update_(state, ranked + INCREMENT * rs.ramp(state, objective) * increment, lr)
 
 
 def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Tensor:
     """Cross-entropy of the joint head with the cluster head's decision under view 0 as the label.
 
-    Args:
-        joint: (V, B_u, C_l + C_u) cosines of unlabeled rows.
-        clusters: (B_u, C_u) cosines of the cluster head.
-        temperature: tau.
-
-    Returns:
-        Scalar: the mean over views and rows.
+    Cosines of unlabeled rows: joint (V, B_u, C_l + C_u), clusters (B_u, C_u); mean over views and rows.
     """
     num_known = joint.shape[-1] - clusters.shape[-1]
     labels = num_known + clusters.argmax(dim=-1)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.uno.methods.toy import softmax
-from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config, small_sets
+from tests.uno.small_run import batches_of, check_resumes, fresh_state, small_config, small_sets
 from tests.uno.test_objective import problem
 from uno.errors import ConfigError
 from uno.methods import registry
@@ -79,7 +79,6 @@ def test_rkd_equals_the_loop():
     assert float(rkd_loss(known, novel, teacher, TAU, 4)) == pytest.approx(expected, rel=1e-9)
 
 
-# ----------------------------------------------------------------------------------------- in the step
 def test_weights_scale_their_terms_in_the_step():
     """Kills: a term that is not added, added twice, or of labeled rows; a teacher that sees other views."""
     batch = batches_of(small_config())(0)
@@ -114,7 +113,6 @@ def test_other_methods_refuse_them():
             small_config(method="rs", **{f"objective__{name}": 1})
 
 
-# ------------------------------------------------------------------------------------------- the queue
 def queue_state(size: int, overcluster_factor: int = 2):
     config = small_config(objective__queue_size=size, model__overcluster_factor=overcluster_factor)
     state = fresh_state(config)
@@ -159,22 +157,5 @@ def test_a_bad_batch_does_not_stay_in_the_queue():
 
 def test_the_queue_survives_a_checkpoint(tmp_path):
     """Kills: a queue that is empty after a resume."""
-    from tests.uno.test_train import StopAt
-    from uno.data.files import Storage
-    from uno.errors import Interrupted
-    from uno.runs import run
-    from uno.train import LocalWorker
-
-    config, ends = small_config(objective__queue_size=40, objective__rkd_weight=0.1), []
-    for stops in ((), (4, 11)):
-        storage = Storage(str(tmp_path / f"run{len(stops)}"))
-        run.run_phase(config, run.PRETRAIN, small_sets()[0], LocalWorker(torch.device("cpu")), storage)
-        for stop in stops:
-            with pytest.raises(Interrupted):
-                run.run_phase(config, run.DISCOVER, small_sets()[0], StopAt(stop), storage)
-        state = run.run_phase(
-            config, run.DISCOVER, small_sets()[0], LocalWorker(torch.device("cpu")), storage
-        )
-        ends.append(copied_tensors(state))
-    assert ends[0]["extra/queue"].abs().sum() > 0
-    assert_same(ends[1], ends[0])
+    config = small_config(objective__queue_size=40, objective__rkd_weight=0.1)
+    assert check_resumes(config, tmp_path, (4, 11))["extra/queue"].abs().sum() > 0

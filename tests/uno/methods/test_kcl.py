@@ -4,18 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.uno.methods import toy
 from tests.uno.methods.test_mcl import naive_logit
-from tests.uno.methods.toy import (
-    TAU,
-    losses,
-    method_config,
-    method_state,
-    naive_cross_entropy,
-    probabilities,
-    random_logits,
-    step_on,
-)
-from uno.methods import kcl
+from tests.uno.small_run import batches_of, small_config
+from uno.methods import kcl, registry
 from uno.methods.pairs import similarity_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def naive_contrast(p: np.ndarray, q: np.ndarray, similar: list[list[bool]]) -> float:
     terms = []
-    for i in range(len(p)):
-        for j in range(len(q)):
-            kl = sum((b + 1e-7) * np.log((b + 1e-7) / (a + 1e-7)) for a, b in zip(p[i], q[j], strict=True))
+    for i, row in enumerate(p):
+        for j, target in enumerate(q):
+            kl = sum((b + 1e-7) * np.log((b + 1e-7) / (a + 1e-7)) for a, b in zip(row, target, strict=True))
             terms.append(kl if similar[i][j] else max(0.0, 2.0 - kl))
     return float(np.mean(terms))
 
@@ -55,22 +47,23 @@ def test_the_target_has_no_gradient():
 
 def test_the_step_equals_the_loop():
     """Kills: one order of the pairs only, similarities of the other order, a term missing."""
-    config = method_config("kcl")
-    state, logits = method_state(config), random_logits(9, 4, 5, 16)
-    labels, network = torch.tensor([0, 3, 1, 1]), state.model.novel.auxiliary
-    features, known = logits.features.numpy(), logits.known.numpy()
-    first, second = (probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
-    contrast = 0.0
-    for p, q, a, b in ((first, second, *features), (second, first, *features[::-1])):
-        similar = [[naive_logit(network, a[i], b[j]) > 0 for j in range(4, 9)] for i in range(4, 9)]
-        contrast += naive_contrast(p, q, similar) / 2
-    expected = naive_cross_entropy(np.concatenate([known[0, :4], known[1, :4]]) / TAU, labels.tolist() * 2)
-    expected += float(similarity_loss(network, logits.features[:, :4], labels).detach()) + contrast
-    found = step_on(kcl.step, logits, labels, config.objective, state)
-    assert found == pytest.approx(expected, rel=1e-5)
+    config = small_config(method="kcl")
+    state, logits = toy.method_state(config), toy.random_logits(9, 4, 5, 16)
+    labels = torch.tensor([0, 3, 1, 1])
+    network, features = state.model.novel.auxiliary, logits.features[:, 4:].numpy()
+    first, second = (toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
+    expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
+    expected += float(similarity_loss(network, logits.features[:, :4], labels).detach())
+    for p, q, own, others in ((first, second, *features), (second, first, *features[::-1])):
+        similar = [[naive_logit(network, a, b) > 0 for b in others] for a in own]
+        expected += naive_contrast(p, q, similar) / 2
+    assert toy.step_on(config, logits, labels, state) == pytest.approx(expected, rel=1e-5)
 
 
-def test_steps_lower_the_loss():
-    """Kills: a sign, a loss without gradient."""
-    found = losses(method_config("kcl"), 20)
+@pytest.mark.parametrize("method", ["rs", "rs_plus", "mcl", "kcl", "dtc"])
+def test_steps_lower_the_loss(method):
+    """Of every method. Kills: a sign, a loss without gradient."""
+    config = small_config(method=method, objective__rampup=0.0)
+    state, batch, step = toy.method_state(config), batches_of(config)(0), registry.load(config).step
+    found = [float(step(state, batch, config.objective, 0.05)) for _ in range(20)]
     assert found[-1] < 0.8 * found[0]

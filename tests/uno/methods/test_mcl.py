@@ -4,18 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.uno.methods.toy import (
-    TAU,
-    losses,
-    method_config,
-    method_state,
-    naive_cross_entropy,
-    naive_pair_loss,
-    probabilities,
-    random_logits,
-    step_on,
-)  # fmt: skip
-from uno.methods import mcl
+from tests.uno.methods import toy
+from tests.uno.small_run import small_config
 from uno.methods.pairs import PairSimilarity, similar_pairs, similarity_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,32 +36,20 @@ def test_similarity_equals_the_loop():
 
 def test_the_step_equals_the_loop():
     """Kills: similarities of labeled rows used for unlabeled ones, a term missing, one view's pairs."""
-    config = method_config("mcl")
-    state, logits = method_state(config), random_logits(9, 4, 5, 16)
+    config = small_config(method="mcl")
+    state, logits = toy.method_state(config), toy.random_logits(9, 4, 5, 16)
     labels = torch.tensor([0, 3, 1, 1])
-    network = state.model.novel.auxiliary
-    features = logits.features.numpy()
-    similar = [
-        [naive_logit(network, features[0, i], features[1, j]) > 0 for j in range(4, 9)] for i in range(4, 9)
-    ]
-    known = logits.known.numpy()
-    expected = naive_cross_entropy(np.concatenate([known[0, :4], known[1, :4]]) / TAU, labels.tolist() * 2)
+    network, (first, second) = state.model.novel.auxiliary, logits.features.numpy()
+    similar = [[naive_logit(network, a, b) > 0 for b in second[4:]] for a in first[4:]]
+    expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
     expected += float(similarity_loss(network, logits.features[:, :4], labels).detach())
-    first, second = (probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
-    expected += naive_pair_loss(first, second, np.array(similar))
-    found = step_on(mcl.step, logits, labels, config.objective, state)
-    assert found == pytest.approx(expected, rel=1e-5)
+    expected += toy.naive_pair_loss(*(toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1)), similar)
+    assert toy.step_on(config, logits, labels, state) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_similarity_network_learns_without_moving_the_encoder():
     """Kills: features that are not detached, a network that is not trained."""
-    state = method_state(method_config("mcl"))
+    state = toy.method_state(small_config(method="mcl"))
     features = torch.randn(2, 8, 16, requires_grad=True)
     similarity_loss(state.model.novel.auxiliary, features, torch.arange(8) % 2).backward()
     assert features.grad is None and state.model.novel.auxiliary.output.weight.grad.abs().sum() > 0
-
-
-def test_steps_lower_the_loss():
-    """Kills: a sign, a loss without gradient."""
-    found = losses(method_config("mcl"), 20)
-    assert found[-1] < 0.8 * found[0]

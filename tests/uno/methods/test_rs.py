@@ -4,18 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.uno.methods.toy import (
-    TAU,
-    losses,
-    method_config,
-    method_state,
-    naive_cross_entropy,
-    naive_mse,
-    naive_pair_loss,
-    probabilities,
-    random_logits,
-    step_on,
-)  # fmt: skip
+from tests.uno.methods import toy
+from tests.uno.small_run import small_config
 from uno.methods import rs
 from uno.methods.method import pair_likelihood_loss
 from uno.methods.registry import settings
@@ -24,10 +14,9 @@ from uno.schedule import sigmoid_rampup
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def naive_same_top(a: np.ndarray, b: np.ndarray, top: int) -> bool:
-    return set(sorted(range(len(a)), key=lambda d: -a[d])[:top]) == set(
-        sorted(range(len(b)), key=lambda d: -b[d])[:top]
-    )
+def naive_same_top(a: np.ndarray, b: np.ndarray, top: int = 5) -> bool:
+    first, second = (set(sorted(range(len(row)), key=lambda d: -row[d])[:top]) for row in (a, b))
+    return first == second
 
 
 @pytest.mark.parametrize("top", [1, 2, 5])
@@ -46,7 +35,7 @@ def test_pair_likelihood_equals_the_loop():
     """Kills: a sum over pairs, pairs of equal rows left out, one class for the other in the logarithm."""
     first, second = (torch.rand(n, 3, dtype=torch.float64).softmax(dim=1) for n in (4, 6))
     similar = torch.rand(4, 6) > 0.5
-    expected = naive_pair_loss(first.numpy(), second.numpy(), similar.numpy())
+    expected = toy.naive_pair_loss(first.numpy(), second.numpy(), similar.numpy())
     assert float(pair_likelihood_loss(first, second, similar)) == pytest.approx(expected, rel=1e-9)
 
 
@@ -64,22 +53,18 @@ def test_the_step_equals_the_loop(step):
     """Kills: unlabeled rows in the known loss, features of the other view, one view's pairs, a weight that
     does not rise or rises beyond the end, consistency of unlabeled rows only.
     """
-    config = method_config("rs", objective__consistency_weight=7.0, objective__rampup=0.5)
-    state, logits = method_state(config), random_logits(9, 4, 3, 6)
-    state.step, state.total_steps = step, 20
+    config = small_config(method="rs", objective__consistency_weight=7.0, objective__rampup=0.5)
+    state, logits = toy.method_state(config), toy.random_logits(9, 4, 3, 6)
     labels = torch.tensor([0, 3, 1, 1])
-    found = step_on(rs.step, logits, labels, config.objective, state)
-    known, novel = logits.known.numpy(), logits.novel[:, 0].numpy()
-    supervised = naive_cross_entropy(np.concatenate([known[0, :4], known[1, :4]]) / TAU, labels.tolist() * 2)
-    p, q = (probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
+    state.step, state.total_steps = step, 20
+    found = toy.step_on(config, logits, labels, state)
+    p, q = (toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
     features = logits.features[0, 4:].numpy()
-    similar = np.array([[naive_same_top(a, b, 5) for b in features] for a in features])
-    differences = [
-        naive_mse(probabilities(torch.tensor(h[0])), probabilities(torch.tensor(h[1])))
-        for h in (known, novel)
-    ]
+    similar = [[naive_same_top(a, b) for b in features] for a in features]
+    heads = [[toy.probabilities(view) for view in head] for head in (logits.known, logits.novel[:, 0])]
     weight = 7.0 * np.exp(-5 * (1 - min(1, step / 10)) ** 2)
-    expected = supervised + naive_pair_loss(p, q, similar) + weight * sum(differences)
+    expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
+    expected += toy.naive_pair_loss(p, q, similar) + weight * sum(toy.naive_mse(*head) for head in heads)
     assert found == pytest.approx(expected, rel=1e-6)
 
 
@@ -88,18 +73,9 @@ def test_rampup_of_known_cases():
     assert sigmoid_rampup(0, 0.25) == pytest.approx(np.exp(-5))
     assert sigmoid_rampup(0.125, 0.25) == pytest.approx(np.exp(-1.25))
     assert sigmoid_rampup(0.25, 0.25) == sigmoid_rampup(1, 0.25) == sigmoid_rampup(0, 0) == 1
-    config = method_config("rs")
-    state = method_state(config)
-    assert rs.consistency_weight(state, config.objective) == pytest.approx(5 * np.exp(-5))
 
 
 def test_constants_of_the_authors_follow_the_preset():
     """Kills: CIFAR10's constants on CIFAR100."""
     assert settings("rs", "cifar100_20") == {"objective.consistency_weight": 50.0, "objective.rampup": 0.75}
     assert settings("rs", "cifar10") == settings("uno", "cifar100_20") == settings("nobody", "x") == {}
-
-
-def test_steps_lower_the_loss():
-    """Kills: a sign, a loss without gradient."""
-    found = losses(method_config("rs", objective__rampup=0.0), 15)
-    assert found[-1] < 0.7 * found[0]

@@ -4,60 +4,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.uno.small_run import CPU, batches_of, small_config, small_sets
+from tests.uno.small_run import CPU, small_sets
 from uno.config import Config
 from uno.methods import registry
 from uno.model import Logits
 from uno.state import TrainState, new_state
-from uno.steps import Batch, ObjectiveConfig
+from uno.steps import Batch
 
 TAU = 0.1
-
-
-def method_config(name: str, **overrides) -> Config:
-    """The small digits run of a method."""
-    return small_config(method=name, **overrides)
 
 
 def method_state(config: Config) -> TrainState:
     """A fresh state of the run's method, as ``uno.runs.run`` makes it."""
     method = registry.load(config)
     model = registry.build_network(config, 5, 5, config.seed).train()
-    extra = method.start(config, model, small_sets()[0]) if method.start is not None else {}
     state = new_state(model, model, config.discover, CPU, False)
-    state.extra, state.total_steps, state.steps_per_epoch = extra, 18, 6
+    state.extra = method.start(config, model, small_sets()[0]) if method.start is not None else {}
+    state.total_steps = 18
     return state
 
 
-def losses(config: Config, num_steps: int, lr: float = 0.05) -> list[float]:
-    """Losses of steps on one and the same batch."""
-    state, batch = method_state(config), batches_of(config)(0)
-    step = registry.load(config).step
-    return [float(step(state, batch, config.objective, lr)) for _ in range(num_steps)]
-
-
-def step_on(step, logits: Logits, labels: Tensor, objective: ObjectiveConfig, state: TrainState) -> float:
-    """The loss of a step whose network gives ``logits``."""
+def step_on(config: Config, logits: Logits, labels: Tensor, state: TrainState) -> float:
+    """The loss of the method's step whose network gives ``logits``."""
     leaf = torch.zeros((), dtype=logits.known.dtype, requires_grad=True)  # something to differentiate by
     moved = Logits(*(None if part is None else part + leaf for part in logits))
     state.forward = lambda views: moved
-    return float(step(state, Batch([torch.zeros(1)] * 2, labels, 2), objective, 0.0))
+    batch = Batch([torch.zeros(1)] * 2, labels, 2)
+    return float(registry.load(config).step(state, batch, config.objective, 0.0))
 
 
 def random_logits(num_rows: int, num_known: int, num_novel: int, num_features: int, seed: int = 0) -> Logits:
     """Float64 cosines and features of two views and one head."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
-
-    return Logits(
-        uniform(2, num_rows, num_known), uniform(2, 1, num_rows, num_novel), None,
-        uniform(2, num_rows, num_features),
-    )  # fmt: skip
+    generator, shapes = torch.Generator().manual_seed(seed), ((num_known,), (num_novel,), (num_features,))
+    known, novel, features = (
+        torch.rand(2, num_rows, *shape, generator=generator, dtype=torch.float64) * 2 - 1 for shape in shapes
+    )
+    return Logits(known, novel.unsqueeze(1), None, features)
 
 
-# ------------------------------------------------------------------------------------------- naive references
 def softmax(logits: np.ndarray) -> np.ndarray:
     """Of one row."""
     powers = [float(np.exp(value - max(logits))) for value in logits]
@@ -65,26 +49,26 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def naive_cross_entropy(rows: np.ndarray, labels: list[int]) -> float:
-    """Mean over rows of -log softmax."""
-    return float(np.mean([-np.log(softmax(row)[label]) for row, label in zip(rows, labels, strict=True)]))
+    """Mean over views and rows of -log softmax: cosines (V, B, K), B labels."""
+    probabilities = [softmax(row / TAU) for row in rows.reshape(-1, rows.shape[-1])]
+    return float(
+        np.mean([-np.log(p[label]) for p, label in zip(probabilities, labels * len(rows), strict=True)])
+    )
 
 
 def naive_pair_loss(first: np.ndarray, second: np.ndarray, similar: np.ndarray) -> float:
-    """-log of the likelihood of every pair: (N, K), (M, K) probabilities, (N, M) in [0, 1]."""
+    """-log of the likelihood of every pair: (N, K), (M, K) probabilities, (N, M) bool."""
     terms = []
-    for i in range(len(first)):
-        for j in range(len(second)):
-            together = sum(first[i][k] * second[j][k] for k in range(len(first[i])))
-            s = float(similar[i][j])
-            terms.append(-s * np.log(together + 1e-7) - (1 - s) * np.log(1 - together + 1e-7))
+    for i, p in enumerate(first):
+        for j, q in enumerate(second):
+            together = sum(a * b for a, b in zip(p, q, strict=True))
+            terms.append(-np.log((together if similar[i][j] else 1 - together) + 1e-7))
     return float(np.mean(terms))
 
 
 def naive_mse(first: np.ndarray, second: np.ndarray) -> float:
     """Mean over rows and classes of the squared difference of probabilities."""
-    return float(
-        np.mean([(p - q) ** 2 for a, b in zip(first, second, strict=True) for p, q in zip(a, b, strict=True)])
-    )
+    return float(np.mean([(p - q) ** 2 for p, q in zip(first.ravel(), second.ravel(), strict=True)]))
 
 
 def probabilities(logits: Tensor) -> np.ndarray:
