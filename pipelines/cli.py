@@ -1,9 +1,8 @@
 """The console script ``uno``: finds the command, runs it, and turns every end into one line and an exit code.
 
-Commands are entry points of the group ``uno.commands``: callables that take the arguments after the command's
-name and return an exit code. Nothing heavy is imported before one is chosen. Exit codes: 0 done, 2 bad
-configuration or data (nothing started), 3 numerics, 4 storage, 75 interrupted and resumable, 130 interrupted
-before anything was saved, 1 a defect of this program.
+Commands are entry points of the group ``uno.commands``: callables that take the arguments after their name
+and return an exit code. Nothing heavy is imported before one is chosen. Exit codes besides README's: 130
+interrupted before anything was saved, 141 the reader of the output is gone, 1 a defect of this program.
 """
 
 import difflib
@@ -14,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import NoReturn
 
@@ -21,7 +21,7 @@ from uno.errors import Interrupted, StorageError, UnoError
 
 Command = Callable[[Sequence[str]], int]
 
-SENTENCES = {
+SENTENCES = {  # a command from elsewhere is listed by its name alone
     "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
     "data": "Check a data set before a run, or pack it into shards: `uno data check --data SOURCE`.",
     "pretrain": "Train the encoder and the known head on the labeled images.",
@@ -36,7 +36,6 @@ SENTENCES = {
     "export": "Write the model in a format that other tools load.",
     "doctor": "Check this machine, or what a run directory holds and whether it can resume.",
 }
-"""What each of our commands does; a command from elsewhere is listed by its name alone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,27 +89,24 @@ def _dispatch(argv: Sequence[str]) -> int:
     if name == "--version":
         print(f"uno {version('uno-discovery')}")
         return 0
-    if name not in commands:
-        near = difflib.get_close_matches(name, commands, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "see uno --help"
-        return _end(f"error: unknown command {name!r}; {hint}", 2)
-    return commands[name].load()(rest)
+    if name in commands:
+        return commands[name].load()(rest)
+    near = difflib.get_close_matches(name, commands, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "see uno --help"
+    return _end(f"error: unknown command {name!r}; {hint}", 2)
 
 
 def _help(commands: dict[str, EntryPoint]) -> str:
-    ours = [name for name in SENTENCES if name in commands]
-    names = [*ours, *sorted(commands.keys() - SENTENCES.keys())]
+    names = [*(n for n in SENTENCES if n in commands), *sorted(commands.keys() - SENTENCES.keys())]
     width = max(map(len, names), default=0)
-    lines = [
-        "usage: uno COMMAND [OPTIONS]",
-        "",
-        "Novel class discovery: finds the classes among images that nobody has labeled yet.",
-        "",
-        *(f"  {name:{width}}  {SENTENCES.get(name, '')}".rstrip() for name in names),
-        "",
-        "uno COMMAND --help lists a command's options; uno --version prints the version.",
-    ]
-    return "\n".join(lines)
+    rows = "\n".join(f"  {name:{width}}  {SENTENCES.get(name, '')}".rstrip() for name in names)
+    return f"""usage: uno COMMAND [OPTIONS]
+
+Novel class discovery: finds the classes among images that nobody has labeled yet.
+
+{rows}
+
+uno COMMAND --help lists a command's options; uno --version prints the version."""
 
 
 def _end(line: str, code: int) -> int:
@@ -134,13 +130,10 @@ def _reader_is_gone() -> bool:
     """Whether the broken pipe is our own output's; if so, what is left in the buffers goes nowhere."""
     gone = False
     for stream in (sys.stdout, sys.stderr):
-        try:
-            descriptor = stream.fileno()
-        except OSError:  # not a file
-            continue
-        poll = select.poll()
-        poll.register(descriptor, 0)
-        if poll.poll(0):  # POLLERR: nobody holds the other end
-            gone = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        with suppress(OSError):  # not a file
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            if poll.poll(0):  # POLLERR: nobody holds the other end
+                gone = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return gone

@@ -1,16 +1,22 @@
 """The person at the keyboard: what they see while a command works, and how they stop it. Driver only."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+PARTS = {
+    "epoch": "epoch {epoch}/{epochs}",
+    "step": "step {step}/{total_steps}",
+    "loss": "loss {loss:.3f}",
+    "lr": "lr {lr:.4f}",
+    "images_per_s": "{images_per_s:,.0f} images/s",
+}
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
@@ -33,7 +39,7 @@ def say_left_out(bad: Sequence[Mapping[str, str]]) -> None:
 
 
 @contextmanager
-def on_stop(request: Callable[[], None], line: str | None = None) -> Iterator[None]:
+def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[None]:
     """Say ``line`` and call ``request`` at SIGTERM and Ctrl-C; a second Ctrl-C interrupts at once.
 
     Nothing happens outside the main thread, where Python takes no signals.
@@ -56,45 +62,46 @@ def on_stop(request: Callable[[], None], line: str | None = None) -> Iterator[No
             signal.signal(number, handler)
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Shows metric dicts: phase, epoch, epochs, step, total_steps, loss, lr, images_per_s.
 
     On a terminal a live bar on stderr, one for each phase; elsewhere a plain line at every ``interval``-th
-    step and at a phase's end.
+    step, but none within ``seconds`` of the one before, and at a phase's end.
     """
 
     def __init__(
-        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic, interval: int = 1
-    ) -> None:
-        self._stream, self._clock, self._interval = stream or sys.stderr, clock, interval
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic, interval: int = 1,
+        seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._stream, self._clock = stream or sys.stderr, clock
+        self._interval, self._seconds = interval, seconds
         self._phase: str | None = None
-        self._start = (0, 0.0)  # step and time of a phase's first metrics, not of step 0: a run may resume
         self._bar: tqdm[Any] | None = None
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
         """Show the newest metrics of a phase."""
-        step, total = metrics["step"], metrics["total_steps"]
+        step, total, now = metrics["step"], metrics["total_steps"], self._clock()
         if metrics["phase"] != self._phase:
             self.close()
             self._phase = metrics["phase"]
-            self._start = (step, self._clock())
-        text = "  ".join(_parts(metrics, self._eta_s(step, total)))
-        if not self.live:
-            if step % self._interval == 0 or step == total:
-                say(text, self._stream)
-            return
-        if self._bar is None:
-            layout = "{desc}  {percentage:3.0f}% |{bar}|"
-            self._bar = tqdm(
-                total=total, file=self._stream, ascii=True, dynamic_ncols=True, bar_format=layout
-            )
-        self._bar.n = step
-        self._bar.set_description_str(text)
-
-    @property
-    def live(self) -> bool:
-        """Whether this is a bar on a terminal, which takes any number of updates."""
-        return self._stream.isatty()
+            self._first = step, now  # not step 0: a run may resume
+            self._shown = now
+        parts = [metrics["phase"]]
+        parts += [text.format(**metrics) for key, text in PARTS.items() if metrics.get(key) is not None]
+        if step > self._first[0]:
+            eta_s = (now - self._first[1]) / (step - self._first[0]) * (total - step)
+            parts.append(f"ETA {tqdm.format_interval(round(eta_s))}")
+        if self._stream.isatty():
+            if self._bar is None:
+                layout = "{desc}  {percentage:3.0f}% |{bar}|"
+                self._bar = tqdm(
+                    total=total, file=self._stream, ascii=True, dynamic_ncols=True, bar_format=layout
+                )
+            self._bar.n = step
+            self._bar.set_description_str("  ".join(parts))
+        elif step == total or (step % self._interval == 0 and now - self._shown >= self._seconds):
+            self._shown = now
+            say("  ".join(parts), self._stream)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -102,35 +109,6 @@ class Progress:
             self._bar.close()
             self._bar = None
 
-    def __enter__(self) -> Progress:
-        """The progress itself."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Close the bar."""
         self.close()
-
-    def _eta_s(self, step: int, total: int) -> float | None:
-        first, seconds = self._start
-        return (self._clock() - seconds) / (step - first) * (total - step) if step > first else None
-
-
-def _parts(metrics: Mapping[str, Any], eta_s: float | None) -> list[str]:
-    """``discover``, ``epoch 12/60``, ``step 132/660``, ``loss 1.234``, ... for the keys that are there."""
-    formats = {
-        "epoch": "epoch {epoch}/{epochs}",
-        "step": "step {step}/{total_steps}",
-        "loss": "loss {loss:.3f}",
-        "lr": "lr {lr:.4f}",
-        "images_per_s": "{images_per_s:,.0f} images/s",
-    }
-    parts = [str(metrics["phase"])]
-    parts += [text.format(**metrics) for key, text in formats.items() if metrics.get(key) is not None]
-    return parts if eta_s is None else [*parts, f"ETA {_clock_time(eta_s)}"]
-
-
-def _clock_time(seconds: float) -> str:
-    """``0:41``, ``12:05`` or ``1:02:03``."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

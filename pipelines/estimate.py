@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import PositiveInt
 
@@ -30,11 +30,6 @@ results and encoders; --workers N tasks run at once on Ray, with the same result
 """,
 )
 
-ADVICE = (
-    "too few classes merge real ones, too many split them, which uno classes can merge again. When in doubt "
-    "give the larger number."
-)
-
 
 def main(argv: Sequence[str]) -> int:
     """Estimate, write ``estimate.json``, print the table."""
@@ -51,13 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[str], None]) -> Any:
-    """Read the data of ``config``, estimate into ``config.output`` and show the result.
-
-    Returns:
-        :class:`uno.results.estimate.Estimate`, or None after a dry run.
-
-    Raises:
-        UnoError: with its exit code.
+    """Read the data of ``config``, estimate into ``config.output`` and show the result: an
+    :class:`uno.results.estimate.Estimate`, None after a dry run.
     """
     from pipelines.console import on_stop
     from uno.data.files import Storage
@@ -71,7 +61,7 @@ def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[st
     # The number is what we are after: 1 stands in for it and is never read.
     task = make_task(read_rows(config.data), config.data.model_copy(update={"num_novel": 1}))
     labeled = int((task.is_train & (task.labels >= 0)).sum())
-    unlabeled = int((task.is_train & (task.labels < 0)).sum())
+    unlabeled = int(task.is_train.sum()) - labeled
     say(
         f"{task.rows.source}: {labeled:,} labeled rows of {len(task.known)} known classes, "
         f"{unlabeled:,} unlabeled rows"
@@ -80,64 +70,51 @@ def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[st
         say(f"would pretrain {settings.num_splits} encoders, each on some known classes; nothing was done")
         return None
     assert config.output is not None
-    start = time.perf_counter()
-    with lock.claim(Storage(config.output), on_wait=say), on_stop(_stop):
-        found = estimate_num_novel(config, task, Storage(config.output), settings, say)
+    storage, start = Storage(config.output), time.perf_counter()
+
+    def stop() -> None:
+        raise Interrupted("stopped; finished encoders are kept")
+
+    with lock.claim(storage, on_wait=say), on_stop(stop):
+        found = estimate_num_novel(config, task, storage, settings, say)
     say(format_estimate(found))
     say(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")
     return found
 
 
-def _stop() -> NoReturn:
-    raise Interrupted("stopped; finished encoders are kept")
-
-
 def estimate_num_novel(
     config: Config, task: Any, storage: Any, settings: Any = None, say: Callable[[str], None] = print
 ) -> Any:
-    """:func:`~uno.results.estimate.estimate_num_novel` of a task, on ``config.compute``.
-
-    Raises:
-        UnoError: as there, or too many unreadable images, or a cluster without what was asked for.
-    """
-    import torch
-
+    """:func:`uno.results.estimate.estimate_num_novel` of a task, here or on Ray."""
     from pipelines import ray_env
     from pipelines.console import say_left_out
     from uno.data.decode import check_bad, decode_many, readable
     from uno.data.resident import assemble
-    from uno.results import estimate
+    from uno.results.estimate import estimate_num_novel as estimate
     from uno.runs.hardware import local_device
 
+    compute = config.compute
     images, reasons = decode_many(task.rows.images, config.data.store_size)
     say_left_out(check_bad(task.rows.ids, reasons, config.data.max_bad_fraction))
-    train = assemble(task, images, readable(reasons))
-    if config.compute.workers == 0:
-        device: torch.device | str = local_device(config)
-        return estimate.estimate_num_novel(config, train, task.known, storage, device, settings, report=say)
-    with ray_env.connect(workers=config.compute.workers) as ray:
+    data = config, assemble(task, images, readable(reasons)), task.known, storage
+    if compute.workers == 0:
+        return estimate(*data, local_device(config), settings, report=say)
+    with ray_env.connect(workers=compute.workers) as ray:
         from pipelines.worker import use_gpu
 
         resources = ray.cluster_resources()
         gpu = use_gpu(config, resources)
-        if gpu and resources.get("GPU", 0) < config.compute.gpus_per_worker:
+        if gpu and resources.get("GPU", 0) < compute.gpus_per_worker:
             raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
-        request = {"num_cpus": 1, "num_gpus": config.compute.gpus_per_worker if gpu else 0}
-        tasks = partial(ray_tasks, ray, config.compute.workers, request)
-        device = "cuda" if gpu else "cpu"
-        return estimate.estimate_num_novel(
-            config, train, task.known, storage, device, settings, tasks, report=say
-        )
+        request = {"num_cpus": 1, "num_gpus": compute.gpus_per_worker if gpu else 0}
+        tasks = partial(ray_tasks, ray, compute.workers, request)
+        return estimate(*data, "cuda" if gpu else "cpu", settings, tasks, report=say)
 
 
 def ray_tasks(
-    ray: Any,
-    workers: int,
-    request: dict[str, float],
-    function: Callable[..., Any],
-    shared: tuple[Any, ...],
-    items: Sequence[Any],
-) -> Iterator[tuple[int, Any]]:
+    ray: Any, workers: int, request: dict[str, float], function: Callable[..., Any],
+    shared: tuple[Any, ...], items: Sequence[Any],
+) -> Iterator[tuple[int, Any]]:  # fmt: skip
     """:data:`uno.results.estimate.Tasks` on Ray: at most ``workers`` at once, each with ``request``
     (``num_cpus``, ``num_gpus``); shared arguments travel once. An error is raised as it was in the task.
     """
@@ -160,24 +137,22 @@ def ray_tasks(
 def format_estimate(found: Any) -> str:
     """The curves as a plain table, the answer, and what to make of it."""
     lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
-    for i, k in enumerate(found.ks):
+    for k, f1, acc, cvi in zip(found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True):
         mark = "  in the interval" if found.low <= k <= found.high else ""
         mark = "  <- estimate" if k == found.num_novel else mark
-        f1, acc, cvi = (found.curves[name][i] for name in ("f1", "acc", "cvi"))
         lines.append(f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{mark}")
     ratios = zip(found.sizes["ratios"], found.sizes["clusters"], strict=True)
+    shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
     lines += [
-        "",
-        "clusters of unlabeled rows larger than r x the largest: "
-        + ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio),
-        "",
-        f"novel classes: {found.num_novel}, between {found.low} and {found.high}",
-        f"warning: {ADVICE} Suggested: --num-novel {found.suggested}",
+        f"\nclusters of unlabeled rows larger than r x the largest: {shares}",
+        f"\nnovel classes: {found.num_novel}, between {found.low} and {found.high}",
+        "warning: too few classes merge real ones, too many split them, which uno classes can merge again. "
+        f"When in doubt give the larger number. Suggested: --num-novel {found.suggested}",
     ]
     if found.at_limit:
-        more = 2 * found.ks[-1]
         lines.append(
-            f"warning: the interval reaches the largest number tried; repeat with --max-novel {more}"
+            "warning: the interval reaches the largest number tried; "
+            f"repeat with --max-novel {2 * found.ks[-1]}"
         )
     return "\n".join(lines)
 

@@ -6,10 +6,9 @@ model -> this process, which writes the shards. The same batches as without Ray,
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +21,7 @@ from pipelines.worker import worker_resources
 from uno.config import Config, override
 from uno.data.decode import readable
 from uno.data.files import Storage
-from uno.data.rows import Decoded, Rows
+from uno.data.rows import Decoded
 from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted, UnoError
@@ -43,26 +42,32 @@ INTERVAL_S = 5.0  # between two lines of progress
 
 
 def predict_job(target: str, given: Mapping[str, Any], embedding: bool) -> int:
-    """``uno predict``: classify a source with the model of run ``target``; ``given``: dotted keys. Returns 0.
-
-    Raises:
-        ConfigError: options or data that make no sense; a directory with other predictions.
-        Interrupted: stopped by a signal; finished shards are kept.
-    """
+    """``uno predict``: classify a source with the model of a run; ``given`` are dotted keys. Returns 0."""
     storage = Storage(target)
     model = load_classifier(storage)
     compute = {key: value for key, value in given.items() if key.startswith("compute.")}
-    config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
     data = {key: value for key, value in given.items() if key.startswith("data.")}
+    config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
     if data and "output" not in given:
         raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
-    limit = data.pop("data.limit", None)
+    limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     rows = read_inputs(override(Config(), data).data) if data else own_task(config).rows
-    rows = _limited(rows, limit)
+    if limit is not None and limit < len(rows):
+        rows = rows.take(np.arange(limit) * len(rows) // limit)
+    try:
+        if model.alignment is None:
+            task = own_task(config)
+            decode = decoder(model, task.rows, config.compute.threads)
+            model = with_alignment(model, storage, decode, unlabeled_rows(task))
+    except UnoError as error:
+        say(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
     output = Storage(str(given.get("output", storage.uri)))
-    model = _aligned(model, storage, config)
     writer = PredictionWriter(output, rows, model, embedding, replace="output" not in given)
-    with on_stop(_stop):
+
+    def stop() -> None:
+        raise Interrupted("stopped; finished shards are kept")
+
+    with on_stop(stop):
         summary = _predict(config, model, storage, decoder(model, rows, config.compute.threads), writer)
     say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
     return 0
@@ -71,21 +76,8 @@ def predict_job(target: str, given: Mapping[str, Any], embedding: bool) -> int:
 def predict_run(
     config: Config, storage: Storage, task: Task, model: Classifier | None = None
 ) -> tuple[Classifier, Summary]:
-    """The last step of a run: ``predictions.parquet`` in its directory, for every row of its own data.
-
-    On Ray where the run was and there are many rows to decode. Predictions of an earlier model are replaced.
-
-    Args:
-        config: of the run.
-        storage: of the run, with ``model/`` in it.
-        task: its rows.
-        model: that of ``model/``, where it is loaded.
-
-    Returns:
-        The model, its heads aligned, and what was written.
-
-    Raises:
-        UnoError: as ``uno predict``.
+    """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where the run was and there are
+    many rows to decode. Predictions of an earlier model are replaced. Returns the model, its heads aligned.
     """
     if isinstance(task.rows.images, Decoded) or len(task.rows) < RAY_PAYS_ROWS:
         config = override(config, {"compute.workers": 0})
@@ -97,11 +89,7 @@ def predict_run(
 
 
 def own_task(config: Config) -> Task:
-    """The rows a run was trained on.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
+    """The rows a run was trained on."""
     return make_task(read_rows(config.data), config.data)
 
 
@@ -114,39 +102,30 @@ def _predict(
     config: Config, model: Classifier, storage: Storage, decode: Decode, writer: PredictionWriter
 ) -> Summary:
     """Here or on Ray, as ``config.compute`` says."""
-    if writer.num_done and not writer.complete:
+    if writer.complete:
+        return writer.finish()
+    if writer.num_done:
         say(f"{writer.num_done:,} of {writer.num_rows:,} rows are there already; continuing")
-    with _progress(writer.num_done) as show:
-        if writer.complete:
-            return writer.finish()
+    num_before, start = writer.num_done, time.monotonic()
+    with Progress(seconds=INTERVAL_S) as progress:
+
+        def show(done: int, total: int) -> None:
+            speed = (done - num_before) / max(time.monotonic() - start, 1e-9)
+            progress({"phase": "predict", "step": done, "total_steps": total, "images_per_s": speed})
+
         if config.compute.workers:
-            files = read_model_files(storage)
             with ray_env.connect(workers=config.compute.workers) as ray:
-                return predict_on_ray(ray, config, files, writer, show)
+                return predict_on_ray(ray, config, read_model_files(storage), writer, show)
         torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
         return predict_rows(model.to(local_device(config)), decode, writer, show)
 
 
 def predict_on_ray(
-    ray: Any,
-    config: Config,
-    files: Mapping[str, bytes],
-    writer: PredictionWriter,
+    ray: Any, config: Config, files: Mapping[str, bytes], writer: PredictionWriter,
     on_progress: Callable[[int, int], None],
-) -> Summary:
-    """Classify what ``writer`` lacks on ``config.compute.workers`` actors, and finish the table.
-
-    Files are read where they are decoded: their paths must lead to them from every node.
-
-    Args:
-        ray: the connected module.
-        config: says how many actors and on what.
-        files: the model, see :func:`uno.results.infer.read_model_files`.
-        writer: of the rows.
-        on_progress: called with (rows done, N).
-
-    Raises:
-        ConfigError: the cluster has too few CPUs or GPUs.
+) -> Summary:  # fmt: skip
+    """Classify what ``writer`` lacks on ``config.compute.workers`` actors, and finish the table. ``files``
+    are the model's; images are read where they are decoded: their paths must lead there from every node.
     """
     resources = worker_resources(config, ray.cluster_resources())
     model = build_classifier(files)
@@ -159,20 +138,20 @@ def predict_on_ray(
         "device": "cuda" if "GPU" in resources else "cpu",
         "threads": config.compute.threads or max(1, (os.cpu_count() or 1) // num_workers),
     }
+    whole = {"batch_format": "pyarrow", "batch_size": None}
     results = (
         ray.data.from_arrow(blocks)
-        .map_batches(decode, batch_format="pyarrow", batch_size=None)
+        .map_batches(decode, **whole)
         .map_batches(
             Scorer,
             fn_constructor_kwargs=scorer,
             compute=ray.data.ActorPoolStrategy(size=num_workers),
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
-            batch_format="pyarrow",
-            batch_size=None,
+            **whole,
         )
     )
-    for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
+    for batch in results.iter_batches(**whole):
         writer.add(batch)
         on_progress(writer.num_done, len(rows))
     return writer.finish()
@@ -185,57 +164,12 @@ class Scorer:
         import ray
 
         torch.set_num_threads(threads)
-        self._model = build_classifier(ray.get(files), device)
-        self._embedding = embedding
+        self._model, self._embedding = build_classifier(ray.get(files), device), embedding
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """A decoded block -> its :func:`uno.results.predictions.result_table`."""
-        size = self._model.size
-        reasons = block["reason"].to_pylist()
+        size, reasons = self._model.size, block["reason"].to_pylist()
         pixels = bytes_of(block["pixels"], 3 * size**2)[readable(reasons)]
         images = torch.from_numpy(pixels).view(-1, 3, size, size)
         scores = self._model.score(images) if len(images) else None
         return result_table(block["row"].to_numpy(), reasons, scores, self._embedding)
-
-
-# ------------------------------------------------------------------------------------------------ the command
-def _limited(rows: Rows, limit: Any) -> Rows:
-    override(Config(), {"data.limit": limit})  # checks it
-    if limit is None or limit >= len(rows):
-        return rows
-    return rows.take(np.arange(limit) * len(rows) // limit)
-
-
-def _aligned(model: Classifier, storage: Storage, config: Config) -> Classifier:
-    """``model`` with aligned heads where the run's data can be read; else head_agreement stays empty."""
-    if model.alignment is not None:
-        return model
-    try:
-        task = own_task(config)
-        decode = decoder(model, task.rows, config.compute.threads)
-        return with_alignment(model, storage, decode, unlabeled_rows(task))
-    except UnoError as error:
-        say(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
-        return model
-
-
-@contextmanager
-def _progress(done_before: int) -> Iterator[Callable[[int, int], None]]:
-    """A live bar on a terminal; elsewhere a line every few seconds and one at the end."""
-    start = shown = time.monotonic()
-    with Progress() as progress:
-
-        def show(done: int, total: int) -> None:
-            nonlocal shown
-            now = time.monotonic()
-            if progress.live or done == total or now - shown >= INTERVAL_S:
-                shown = now
-                speed = (done - done_before) / max(now - start, 1e-9)
-                metrics = {"phase": "predict", "step": done, "total_steps": total, "images_per_s": speed}
-                progress(metrics)
-
-        yield show
-
-
-def _stop() -> NoReturn:
-    raise Interrupted("stopped; finished shards are kept")

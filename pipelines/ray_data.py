@@ -3,8 +3,7 @@ one, where they crop the views as well.
 
 Images travel to a task as they are: paths, encoded bytes, pixels, or numbers of rows in Parquet files. What
 comes back is 8-bit pixels, in order. For streaming every rank runs executions of its own, so that any step
-can be the first. An execution has a bounded number of blocks, so memory does not grow with the epochs; the
-next one starts before the last one ends, so that an epoch has no beginning to wait for.
+can be the first; each is bounded, so that memory does not grow, and the next one starts before it ends.
 """
 
 import logging
@@ -12,7 +11,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,6 @@ from uno.data.stream import (
     CropJob,
     Decoded,
     EvalData,
-    References,
     StreamedEvalSet,
     StreamSet,
     TrainData,
@@ -51,18 +49,14 @@ EXECUTION_BYTES = 128 * 2**20  # of images that are in memory and travel to thei
 CHUNKS_PER_CPU = 32  # of an execution
 MIN_CHUNKS = 4
 START_NEXT_AT = 0.5  # of an execution
-STORE_BYTES = 1_500_000_000
-"""Of the object store of a cluster started here, for each worker. Results wander through all of a store
-before a page is used again, and a page touched for the first time costs as much as copying it."""
+STORE_BYTES = 1_500_000_000  # for each worker; more is slower: a page's first touch costs as much as a copy
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
 TASK_CHUNKS = 4  # that a task crops: it costs 11 ms of CPU time, a block of its results much less
 TASK_CPUS = 0.9  # Ray rounds what workers reserve, and may leave a little less than one
 
-Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
-"""One execution: blocks to blocks, in order."""
+Run = Callable[[list[pa.Table]], Iterator[pa.Table]]  # one execution: blocks to blocks, in order
 
 
-# ------------------------------------------------------------------------------------------------ the workers
 def shared(ray: Any, config: Config, task: Task, reasons: list[str | None] | None) -> dict[str, Any]:
     """What all workers read of a task, in the object store: what training may know, and apart from it the
     truth. ``reasons``: why an image of a resident set has no pixels.
@@ -108,16 +102,13 @@ def worker_sets(
     return train, streamed_truth
 
 
-# --------------------------------------------------------------------------------------------- a resident set
 def decode_task(ray: Any, task: Task, side: int) -> Any:
     """A materialized dataset with a row per image of ``task``: ``row``, ``pixels`` (3 * side * side bytes,
     zeros where ``reason`` says why there are none). No label is in here.
     """
-    starts = range(0, len(task.rows), ROWS_PER_BLOCK)
-    blocks = [
-        image_block(task.rows.images, np.arange(len(task.rows))[i : i + ROWS_PER_BLOCK]) for i in starts
-    ]
-    decode = partial(decode_block, side=side, images=parquet_images(task.rows.images))
+    images, rows = task.rows.images, np.arange(len(task.rows))
+    blocks = [image_block(images, rows[i : i + ROWS_PER_BLOCK]) for i in rows[::ROWS_PER_BLOCK]]
+    decode = partial(decode_block, side=side, images=parquet_images(images))
     return (
         ray.data.from_arrow(blocks)
         .map_batches(decode, batch_format="pyarrow", batch_size=ROWS_PER_DECODE, zero_copy_batch=True)
@@ -144,11 +135,9 @@ def pixels_of(dataset: Any, num_rows: int, side: int) -> Tensor:
     return images
 
 
-# ---------------------------------------------------------------------------------- blocks of images, decoded
 def image_block(images: Images, rows: np.ndarray) -> pa.Table:
     """The ``rows`` int64 (n,) of ``images`` with their images as they travel."""
-    source, numbers = base(images, rows)
-    return pa.table({"row": pa.array(rows), **image_columns(source, numbers)})
+    return pa.table({"row": pa.array(rows), **image_columns(*base(images, rows))})
 
 
 def image_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
@@ -161,9 +150,9 @@ def image_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
         nothing = {"data": pa.nulls(len(rows), pa.large_binary()), "shape": pa.nulls(len(rows))}
         return {"path": images.column.take(pa.array(rows)), **nothing}
     found = [images[int(row)] for row in rows]
-    paths = [os.fsencode(image and full_path(image)) if isinstance(image, str) else None for image in found]
+    paths = [os.fsencode(i and full_path(i)) if isinstance(i, str) else None for i in found]
     data = [None if isinstance(i, str) else i.tobytes() if isinstance(i, np.ndarray) else i for i in found]
-    shapes = [list(image.shape) if isinstance(image, np.ndarray) else None for image in found]
+    shapes = [list(i.shape) if isinstance(i, np.ndarray) else None for i in found]
     return {
         "path": pa.array(paths, pa.large_binary()),
         "data": pa.array(data, pa.large_binary()),
@@ -208,7 +197,6 @@ def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
     return values[: len(column) * row_bytes].reshape(-1, row_bytes)
 
 
-# -------------------------------------------------------------------------------------------------- streaming
 def store_bytes(workers: int) -> int:
     """The object store that streaming asks for on this machine."""
     return min(workers * STORE_BYTES, int(0.3 * free_host_bytes()))
@@ -230,7 +218,10 @@ def crop_on_ray(ray: Any, cpus: float, store: float) -> Callable[[CropJob], Gene
         crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows, images=parquet)
         run = _runner(ray, crop, cpus, store, job.chunk_rows * job.row_bytes)
         num_rows = job.fetch_rows if parquet else TASK_CHUNKS * job.chunk_rows
-        blocks = (_crop_block(job, references) for references in job.references(num_rows))
+        blocks = (
+            pa.table({"step": steps, "position": positions, **image_columns(job.images, job.index[rows])})
+            for steps, positions, rows in job.references(num_rows)
+        )
         for table in in_executions(run, blocks, job.chunk_rows * _num_chunks(cpus, store)):
             yield bytes_of(table["pixels"], job.row_bytes), table["reason"].to_pylist()
 
@@ -241,9 +232,8 @@ def decode_on_ray(
     ray: Any, images: Images, index: np.ndarray, side: int, cpus: float, store: float
 ) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:
     """As :func:`uno.data.decode.decoded` of rows ``index`` of ``images``, in Ray tasks."""
-    run = _runner(
-        ray, partial(decode_block, side=side, images=parquet_images(images)), cpus, store, CHUNK_BYTES
-    )
+    decode = partial(decode_block, side=side, images=parquet_images(images))
+    run = _runner(ray, decode, cpus, store, CHUNK_BYTES)
     max_rows = _num_chunks(cpus, store) * max(1, CHUNK_BYTES // (3 * side**2))
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[Decoded]:
@@ -260,12 +250,6 @@ def _num_chunks(cpus: float, store: float) -> int:
     return max(MIN_CHUNKS, min(int(CHUNKS_PER_CPU * cpus), int(store / CHUNK_BYTES)))
 
 
-def _crop_block(job: CropJob, references: References) -> pa.Table:
-    steps, positions, rows = references
-    places = {"step": pa.array(steps), "position": pa.array(positions)}
-    return pa.table(places | image_columns(job.images, job.index[rows]))
-
-
 def _crop(
     block: pa.Table, cropper: Cropper, chunk_rows: int, images: ParquetImages | None
 ) -> Iterator[pa.Table]:
@@ -280,27 +264,24 @@ def _crop(
 def in_executions(run: Run, blocks: Iterator[pa.Table], max_rows: int) -> Iterator[pa.Table]:
     """``run`` over all blocks, some at a time; the next execution starts half-way through the one before."""
     groups = _groups(blocks, max_rows)
+
+    def start() -> tuple[int, Iterator[pa.Table]]:
+        group = next(groups, [])
+        results = run(group) if group else iter(())
+        first = list(islice(results, 1))  # which starts the execution
+        return sum(map(len, group)), chain(first, results)
+
     with ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool:
-
-        def start() -> tuple[int, Iterator[pa.Table]] | None:
-            group = next(groups, None)
-            if group is None:
-                return None
-            results = run(group)
-            first = next(results, None)  # which starts the execution
-            return sum(map(len, group)), iter(()) if first is None else chain([first], results)
-
         following: Future[Any] | None = pool.submit(start)
-        while following is not None and (started := following.result()) is not None:
+        while following is not None:
+            num_rows, results = following.result()
             following, done = None, 0
-            num_rows, results = started
             for table in results:
                 done += len(table)
                 if following is None and done >= START_NEXT_AT * num_rows:
                     following = pool.submit(start)
                 yield table
             assert done == num_rows, (done, num_rows)  # no row is lost or doubled
-            following = following or pool.submit(start)
 
 
 def _groups(blocks: Iterator[pa.Table], max_rows: int) -> Iterator[list[pa.Table]]:

@@ -34,17 +34,8 @@ ENVIRONMENT = {
 @contextmanager
 def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     """The ``ray`` module, connected: to the cluster of ``RAY_ADDRESS`` (set in Ray jobs), else to one started
-    here.
-
-    A cluster that is already connected in this process is used and left running.
-
-    Args:
-        store_bytes: the object store of a cluster started here; default: Ray's, a third of the memory.
-        workers: that will run there; the user is told of the wait.
-
-    Raises:
-        ConfigError: Ray is not installed, or the cluster of ``RAY_ADDRESS`` cannot be reached.
-        Interrupted: SIGTERM while Ray was starting.
+    here, with an object store of ``store_bytes`` (Ray's own default is a third of the memory). A cluster that
+    is connected already is used and left running. With ``workers`` the user is told of the wait.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -56,29 +47,20 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise ConfigError(
-            "--workers needs Ray: pip install 'uno-discovery[ray]', or use --workers 0"
-        ) from None
+        raise ConfigError("--workers needs Ray: pip install 'uno-discovery[ray]', or --workers 0") from None
     if ray.is_initialized():
         yield ray
         return
-    check_address(address or "")
-    on_term = signal.getsignal(signal.SIGTERM)
+    if address:
+        check_address(address)
+        variables = {name: os.environ[name] for name in ENVIRONMENT if name != "RAY_AUTH_MODE"}
+        options: dict[str, Any] = {"runtime_env": {"env_vars": variables}}
+    else:
+        options = {"address": "local", "include_dashboard": True, "object_store_memory": store_bytes}
     try:
-        with _children_ignore_ctrl_c():
-            if address:
-                variables = {name: os.environ[name] for name in ENVIRONMENT if name != "RAY_AUTH_MODE"}
-                ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables})
-            else:
-                ray.init(
-                    address="local",
-                    include_dashboard=True,
-                    logging_level=logging.WARNING,
-                    object_store_memory=store_bytes,
-                )
-        if threading.current_thread() is threading.main_thread() and callable(on_term):
-            signal.signal(signal.SIGTERM, on_term)  # Ray puts its own, which ends the process without a word
-    except SystemExit:  # that handler, while Ray was starting
+        with _own_signals():
+            ray.init(logging_level=logging.WARNING, **options)
+    except SystemExit:  # Ray's own handler of SIGTERM
         ray.shutdown()
         raise Interrupted("stopped while Ray was starting") from None
     except ConnectionError as error:
@@ -87,6 +69,23 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """While Ray starts Ctrl-C does nothing: a terminal sends it to Ray's processes too, the dashboard would
+    die of it, and ignoring is inherited. Then our handlers are back; Ray's ends the process without a word.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    on_term, on_int = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+        if callable(on_term):
+            signal.signal(signal.SIGTERM, on_term)
+    finally:
+        signal.signal(signal.SIGINT, on_int)
 
 
 def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: None) -> T:
@@ -109,11 +108,7 @@ def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: N
 
 
 def check_address(address: str) -> None:
-    """Refuse the address of a cluster that is gone: Ray itself would try for minutes, without a word.
-
-    Raises:
-        ConfigError: nobody listens at ``address`` (``host:port``; other forms are left to Ray).
-    """
+    """Refuse a ``host:port`` where nobody listens: Ray would try for minutes, without a word."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         return
@@ -123,19 +118,3 @@ def check_address(address: str) -> None:
         raise ConfigError(
             f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); unset it to start one here"
         ) from None
-
-
-@contextmanager
-def _children_ignore_ctrl_c() -> Iterator[None]:
-    """A terminal sends Ctrl-C to Ray's processes too, and the dashboard dies of it; ignoring is inherited.
-
-    So Ctrl-C does nothing while Ray starts.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

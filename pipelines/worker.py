@@ -1,6 +1,4 @@
-"""The Ray side of training: a worker that speaks ``uno.train.Worker``, and the driver that starts a group of
-them.
-"""
+"""Training on Ray: a worker that speaks ``uno.train.Worker``, and the driver that starts a group of them."""
 
 import inspect
 import logging
@@ -10,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from uno.runs.lock import Claim, ClaimedStorage
 STOPPING = "stopping: saving a checkpoint first"
 STOP_CHECK_STEPS = 10
 MAX_DEATHS = 3
+ADDRESS = "RAY_ADDRESS"
 GROWTH_S = 600.0  # nodes of a cloud take minutes to start
 
 log = logging.getLogger(__name__)
@@ -47,20 +47,16 @@ class RayWorker:
 
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        self.device = ray.train.torch.get_device()
-        self._storage = storage
+        self.device, self._storage = ray.train.torch.get_device(), storage
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """DDP for several workers, with SyncBatchNorm on GPUs (gloo has none); one worker trains the bare
-        model.
-        """
+        """DDP for several workers, with SyncBatchNorm on GPUs (gloo has none)."""
         if self.world_size == 1:
             return model
+        devices = None
         if self.device.type == "cuda":
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        devices = [self.device] if self.device.type == "cuda" else None
-        # Running statistics are rank 0's (or equal, with SyncBatchNorm): no need to send them in every
-        # forward.
+            model, devices = nn.SyncBatchNorm.convert_sync_batchnorm(model), [self.device]
+        # Running statistics are rank 0's (or equal, with SyncBatchNorm) and need not travel.
         ddp = nn.parallel.DistributedDataParallel
         renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters  # in torch 2.15
         options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
@@ -110,7 +106,6 @@ def quiet_ray_train() -> None:
     import ray.train.v2._internal.execution.context as context
 
     quiet_exit()
-
     for logger in (logging.getLogger("ray.train"), context.logger):
         logger.setLevel(logging.WARNING)
 
@@ -140,14 +135,8 @@ class Job(NamedTuple):
 
 
 def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[str, float], Task]:
-    """Ray Data decodes, Ray Train trains; this process follows ``metrics.jsonl`` for ``show``.
-
-    Returns:
-        The metrics of rank 0, and the task with whatever images were decoded for an evaluation.
-
-    Raises:
-        Interrupted: stopped by a signal.
-        UnoError: as :func:`await_resources` and :func:`run_workers`, or too many unreadable images.
+    """Ray Data decodes, Ray Train trains; this process follows ``metrics.jsonl`` for ``show``. Returns the
+    metrics of rank 0, and the task with whatever images were decoded for an evaluation.
     """
     config, task, storage = job.config, job.task, job.claim.storage
     stopping = threading.Event()
@@ -180,11 +169,7 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
 
 
 def leave_out_unreadable(reasons: list[str | None], config: Config, task: Task, storage: Storage) -> None:
-    """List unreadable images in ``bad_samples.jsonl``.
-
-    Raises:
-        ConfigError: there are too many.
-    """
+    """List unreadable images in ``bad_samples.jsonl``; a ConfigError if there are too many."""
     bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
     if bad:
         say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
@@ -195,14 +180,10 @@ def run_workers(
 ) -> dict[str, float]:
     """Train on ``config.compute.workers`` Ray workers and return the metrics of rank 0.
 
-    A worker group that dies is started again and resumes from the newest checkpoint, unless three in a row
-    die without a new one; errors the user must act on are raised at once. ``on_poll`` is called about twice a
-    second, in the calling thread. ``facts`` are those of :func:`pipelines.ray_data.shared`, ``images`` the
-    decoded ones of a resident set.
-
-    Raises:
-        Interrupted: a STOP file was seen in the run directory; the state is saved.
-        UnoError: whatever a worker raised.
+    A group that dies is started again and resumes from the newest checkpoint, unless three in a row die
+    without a new one; what a worker raised for the user to act on is raised at once, and Interrupted where a
+    STOP file was seen. ``on_poll`` is called here about twice a second. ``facts`` are those of
+    :func:`pipelines.ray_data.shared`, ``images`` the decoded ones of a resident set.
     """
     config, storage = job.config, job.claim.storage
     resources = worker_resources(config, ray.cluster_resources())
@@ -214,12 +195,11 @@ def run_workers(
         "faults": os.environ.get(faults.VARIABLE, ""),
         "worker_cpus": resources["CPU"],
     }
-    sources = {} if images is None else {"images": images}
     saved, deaths = _saved_steps(storage), 0
     while True:
         loop["token"] = job.claim.replace_token()  # a worker of the last group that still runs writes no more
         try:
-            outcome = _fit_in_thread(loop, sources, resources, config, storage, on_poll)
+            outcome = _fit_in_thread(loop, images, resources, job, on_poll)
             break
         except Exception as error:
             failure = cause_of(error)
@@ -240,13 +220,8 @@ def _saved_steps(storage: Storage) -> int:
 
 
 def await_resources(ray: Any, config: Config, give_up: Callable[[], bool]) -> None:
-    """Return once the workers fit into the cluster; one that runs already (``RAY_ADDRESS``) may grow.
-
-    Its autoscaler is asked for what is missing and has :data:`GROWTH_S`; it may start from no node at all.
-
-    Raises:
-        ConfigError: the workers do not fit.
-        Interrupted: ``give_up()`` was true meanwhile.
+    """Return once the workers fit into the cluster; a ConfigError if they do not. One that runs already
+    (``RAY_ADDRESS``), from no node at all, is asked for what is missing and has :data:`GROWTH_S` to grow.
     """
     end, asked = time.monotonic() + GROWTH_S, False
     while True:
@@ -254,7 +229,7 @@ def await_resources(ray: Any, config: Config, give_up: Callable[[], bool]) -> No
             worker_resources(config, ray.cluster_resources())
             break
         except ConfigError as problem:
-            if "RAY_ADDRESS" not in os.environ or time.monotonic() > end:
+            if ADDRESS not in os.environ or time.monotonic() > end:
                 raise
             if not asked:
                 say(f"{problem}; waiting up to {GROWTH_S / 60:g} minutes for the cluster to grow")
@@ -277,11 +252,7 @@ def _ask_autoscaler(bundles: list[dict[str, float]]) -> None:
 
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """Resources of each worker, leaving one CPU for Ray Data.
-
-    Raises:
-        ConfigError: the cluster cannot hold the workers and Ray Data's CPU.
-    """
+    """Resources of each worker, leaving one CPU for Ray Data; a ConfigError if the cluster lacks them."""
     workers, total = config.compute.workers, cluster.get("CPU", 0)
     cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
     if cpus <= 0 or workers * cpus + 1 > total + 1e-6:
@@ -289,15 +260,12 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
             f"{workers} workers of {max(cpus, 0):g} CPUs and one CPU for Ray Data need more than the "
             f"cluster's {total:g}; use fewer workers or a smaller --compute.cpus-per-worker"
         )
-    resources = {"CPU": cpus}
-    if use_gpu(config, cluster):
-        gpus = workers * config.compute.gpus_per_worker
-        if gpus > cluster.get("GPU", 0):
-            raise ConfigError(
-                f"{workers} workers need {gpus:g} GPUs, the cluster has {cluster.get('GPU', 0):g}"
-            )
-        resources["GPU"] = config.compute.gpus_per_worker
-    return resources
+    if not use_gpu(config, cluster):
+        return {"CPU": cpus}
+    gpus, has = workers * config.compute.gpus_per_worker, cluster.get("GPU", 0)
+    if gpus > has:
+        raise ConfigError(f"{workers} workers need {gpus:g} GPUs, the cluster has {has:g}")
+    return {"CPU": cpus, "GPU": config.compute.gpus_per_worker}
 
 
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
@@ -308,66 +276,53 @@ def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
 
 
 def _fit_in_thread(
-    loop: dict[str, Any],
-    sources: dict[str, Any],
-    resources: dict[str, float],
-    config: Config,
-    storage: Storage,
-    on_poll: Callable[[], None],
+    loop: dict[str, Any], images: Any, resources: dict[str, float], job: Job, on_poll: Callable[[], None]
 ) -> dict[str, Any]:
-    """Train in a thread, so that we can watch the run."""
-    name = f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    attempt = trainer(
-        train_loop,
-        loop,
-        config.compute.workers,
-        resources,
-        f"{storage.uri}/{RAY_FOLDER}",
-        name,
-        placement=config.compute.placement,
-        datasets=sources,
-    )
-    return ray_env.in_thread(attempt.fit, on_poll).return_value
+    """What :func:`train_loop` returned, trained in a thread so that we can watch the run."""
+    compute, name = job.config.compute, f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    body = partial(
+        fit, train_loop, loop, compute.workers, resources, f"{loop['output']}/{RAY_FOLDER}", name,
+        placement=compute.placement, datasets={} if images is None else {"images": images},
+    )  # fmt: skip
+    return ray_env.in_thread(body, on_poll).return_value
 
 
-def trainer(
-    train_loop: Callable[[dict[str, Any]], Any],
-    loop: dict[str, Any],
-    num_workers: int,
-    resources: dict[str, float],
-    folder: str,
-    name: str,
-    timeout_s: int = 600,
-    placement: str = "PACK",
-    datasets: dict[str, Any] | None = None,
-    callbacks: Sequence[Any] = (),
-) -> Any:
-    """A ``TorchTrainer`` that tries once and logs nothing. Ray keeps its own files in ``folder``/``name``;
-    a collective that takes longer than ``timeout_s`` fails; every worker gets every dataset whole.
+def fit(
+    train_loop: Callable[[dict[str, Any]], Any], loop: dict[str, Any], num_workers: int,
+    resources: dict[str, float], folder: str, name: str, *, timeout_s: int = 600, placement: str = "PACK",
+    datasets: dict[str, Any] | None = None, callbacks: Sequence[Any] = (),
+) -> Any:  # fmt: skip
+    """Fit a ``TorchTrainer`` that tries once and logs nothing. Ray keeps its own files in ``folder/name``; a
+    collective that takes longer than ``timeout_s`` fails; every worker gets every dataset whole.
     """
     import ray.train
     import ray.train.torch
+    from ray.train.v2._internal import constants
 
-    return ray.train.torch.TorchTrainer(
-        train_loop,
-        train_loop_config=loop,
+    trainer = ray.train.torch.TorchTrainer(
+        train_loop, train_loop_config=loop, datasets=datasets,
         scaling_config=ray.train.ScalingConfig(
-            num_workers=num_workers,
-            use_gpu="GPU" in resources,
-            resources_per_worker=resources,
+            num_workers=num_workers, use_gpu="GPU" in resources, resources_per_worker=resources,
             placement_strategy=placement,
         ),
         torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
-        datasets=datasets,
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
         run_config=ray.train.RunConfig(
-            name=name,
-            storage_path=folder,
-            callbacks=list(callbacks),
+            name=name, storage_path=folder, callbacks=list(callbacks),
             failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=3),
             logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
         ),
-    )
+    )  # fmt: skip
+    # A helper of Ray Train gives the CPUs of workers back whose controller died. It looks for the cluster by
+    # the processes of this machine and fails where a second cluster runs, so it is told the address.
+    constants.ENV_VARS_TO_PROPAGATE.add(ADDRESS)
+    before, os.environ[ADDRESS] = os.environ.get(ADDRESS), ray.get_runtime_context().gcs_address
+    try:
+        return trainer.fit()
+    finally:
+        os.environ.pop(ADDRESS)
+        if before is not None:
+            os.environ[ADDRESS] = before
 
 
 def _reason(failure: BaseException) -> str:
@@ -381,10 +336,6 @@ def _reason(failure: BaseException) -> str:
 def cause_of(error: BaseException) -> BaseException:
     """The exception that explains a failed fit: the user's error first, a lost peer last."""
     failures = list(getattr(error, "worker_failures", {}).values())
-    for failure in failures:
-        if isinstance(failure, UnoError):
-            return failure
-    for failure in failures:
-        if not (isinstance(failure, RuntimeError) and "connection" in str(failure).lower()):
-            return failure
-    return getattr(error, "controller_failure", None) or error
+    own = [f for f in failures if isinstance(f, UnoError)]
+    others = [f for f in failures if not (isinstance(f, RuntimeError) and "connection" in str(f).lower())]
+    return next(iter(own + others), getattr(error, "controller_failure", None) or error)

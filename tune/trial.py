@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import statistics
 import threading
 import time
@@ -260,28 +259,16 @@ def _run_shared(
 
 def _start_workers(index: int, sweep: dict[str, Any]) -> None:
     """A Ray Train run inside the trial; the trial itself only waits and needs next to no CPU."""
-    import ray
     import ray.tune
-    from ray.train.v2._internal import constants
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    # When Tune stops a trial, a helper of Ray Train gives its workers' CPUs back. It looks for the cluster by
-    # the processes of this machine and fails where a second cluster runs: each trial then keeps its CPUs, and
-    # the sweep soon waits for ever. So the processes of this trial are told their cluster's address.
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-    constants.ENV_VARS_TO_PROPAGATE.add("RAY_ADDRESS")
-    trainer = ray_worker.trainer(
-        _train_loop,
-        {"index": index, "sweep": sweep},
-        sweep["workers"],
-        sweep["resources"],
-        f"{sweep['output']}/{RAY_FOLDER}",
-        f"train-{ray.tune.get_context().get_trial_id()}",
-        timeout_s=1800,
-        callbacks=[TuneReportCallback()],
-    )
+    name = f"train-{ray.tune.get_context().get_trial_id()}"
+    loop, folder = {"index": index, "sweep": sweep}, f"{sweep['output']}/{RAY_FOLDER}"
     try:
-        trainer.fit()
+        ray_worker.fit(
+            _train_loop, loop, sweep["workers"], sweep["resources"], folder, name,
+            timeout_s=1800, callbacks=[TuneReportCallback()],
+        )  # fmt: skip
     except Exception as error:
         cause = ray_worker.cause_of(error)
         raise cause if isinstance(cause, Exception) else error from None

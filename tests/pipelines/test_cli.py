@@ -166,7 +166,7 @@ def test_plain_lines_away_from_a_terminal():
         progress(metrics(660, phase="pretrain", images_per_s=None))
     assert out.getvalue().splitlines() == [
         "discover  epoch 12/60  step 66/660  loss 1.234  lr 0.0953  5,120 images/s",
-        "discover  epoch 12/60  step 132/660  loss 1.234  lr 0.0953  5,120 images/s  ETA 1:20",
+        "discover  epoch 12/60  step 132/660  loss 1.234  lr 0.0953  5,120 images/s  ETA 01:20",
         "pretrain  epoch 12/60  step 660/660  loss 1.234  lr 0.0953",
     ]
 
@@ -179,7 +179,7 @@ def test_one_live_bar_on_a_terminal():
         progress(metrics(132))
     shown = out.getvalue()
     assert "\r" in shown and shown.count("\n") == 1 and shown.isascii()
-    assert "ETA 1:20" in shown and " 20% |" in shown
+    assert "ETA 01:20" in shown and " 20% |" in shown
 
 
 def test_say_escapes_what_would_steer_a_terminal_or_cannot_be_encoded():
