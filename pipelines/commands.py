@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt
 
-from pipelines.options import (
-    DRY_RUN,
-    PRINT_CONFIG,
-    RUN,
-    Argument,
-    Command,
-    Options,
-    checked_output,
-    parse,
-    switch,
-)
+from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, checked_output, parse, switch
 from uno.config import Config, override
 from uno.errors import ConfigError, UnoError
 
@@ -31,20 +21,17 @@ if TYPE_CHECKING:
     from uno.results.classes import OutputClass, Suggestion
     from uno.results.infer import Classifier
 
-DEMO_WORKERS = 2
 SHARD_MB = 128
 FRESH = switch("Start over: ignore the checkpoints of an earlier run in the same directory.")
+EMBEDDING = switch("Also write the pooled features, a list of floats.")
+APPLY = switch("Put classes.yaml into model and predictions.")
 TRAINING = {**PRINT_CONFIG, **DRY_RUN, "--fresh": FRESH}
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
 DISCOVER = Command("discover", TRAINING)
 EVALUATE = Command("evaluate", RUN, "few", text="From its checkpoints and its data: RUN/metrics.json again.")
-PREDICT = Command(
-    "predict",
-    {**RUN, "--embedding": switch("Also write the pooled features, a list of floats.")},
-    "few",
-    text="""
+PREDICT = Command("predict", {**RUN, "--embedding": EMBEDDING}, "few", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_mass, status (ok or bad), reason,
 model_hash. An unreadable image is a row with a reason. Labels, where there are any, mean nothing. The same
@@ -52,44 +39,25 @@ command after an interruption continues.
 
 Without --data: the data that RUN was trained on, and RUN/predictions.parquet; with it --output DIR is
 needed. --limit N takes at most N rows, evenly spaced.
-""",
-)
-REPORT = Command(
-    "report",
-    RUN,
-    "few",
-    text="RUN/report.html opens from disk and needs no network. --data SOURCE says where moved data is now.",
-)
-CLASSES = Command(
-    "classes",
-    {**RUN, "--apply": switch("Put classes.yaml into model and predictions.")},
-    "none",
-    text="""
+""")  # fmt: skip
+REPORT = Command("report", RUN, "few", text="""
+RUN/report.html opens from disk and needs no network. --data SOURCE says where moved data is now.
+""")  # fmt: skip
+CLASSES = Command("classes", {**RUN, "--apply": APPLY}, "none", text="""
 Writes RUN/classes.yaml, one entry for each discovered class, to edit by hand: its name, and keep, drop or
 merge into another. A file that is there is checked and left as it is.
-""",
-)
-EXPORT = Command(
-    "export",
-    {
-        "RUN": Argument("The run directory, or a copy of its model/ folder."),
-        "--format": Argument(
-            "encoder: safetensors under torchvision's keys; pt2: torch.export, uint8 images -> "
-            "probabilities; onnx: the same for ONNX runtimes.",
-            Literal["encoder", "pt2", "onnx"],
-        ),
-        "--output": Argument("A file; default: RUN/model/ and the format's usual name.", str | None),
-    },
-    "none",
-)
-DATA = Command(
-    "data",
-    {
-        "ACTION": Argument("check or pack.", Literal["check", "pack"]),
-        "--shard-mb": Argument(f"pack: size of a shard; default {SHARD_MB}.", PositiveInt | None),
-    },
-    output=None,
-    text="""
+""")  # fmt: skip
+EXPORT = Command("export", {
+    "RUN": Argument("The run directory, or a copy of its model/ folder."),
+    "--format": Argument(
+        "encoder: safetensors under torchvision's keys; pt2: torch.export, uint8 images -> probabilities; "
+        "onnx: the same for ONNX runtimes.", Literal["encoder", "pt2", "onnx"]),
+    "--output": Argument("A file; default: RUN/model/ and the format's usual name.", str | None),
+}, "none")  # fmt: skip
+DATA = Command("data", {
+    "ACTION": Argument("check or pack.", Literal["check", "pack"]),
+    "--shard-mb": Argument(f"pack: size of a shard; default {SHARD_MB}.", PositiveInt | None),
+}, output=None, text="""
 check: print classes, counts and problems, as a run would find them; exit code 2 if it could not succeed.
 
 pack: write the rows of any source to --output DIR as Parquet shards with checksums, shuffled, encoded
@@ -97,32 +65,28 @@ images as they are; --data parquet:DIR then reads the same data. Every image is 
 ones are listed in DIR/bad_samples.jsonl and left out. DIR is a path or a URI (s3://, gs://); the same
 command goes on after a kill. With --known-classes the rows that a run with it would see as labeled lie
 together; all labels are kept.
-""",
-)
+""")  # fmt: skip
 
 
 def demo(argv: Sequence[str]) -> int:
     """The whole job on the embedded digits, through Ray on this machine."""
-    return train(parse(["--workers", str(DEMO_WORKERS), *argv], DEMO))
+    return discover(["--workers", "2", *argv], DEMO)
+
+
+def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
+    """Pretrain unless weights are given, discover, evaluate."""
+    options = parse(argv, command)
+    from pipelines.jobs import run_job
+
+    return run_job(options)
 
 
 def pretrain(argv: Sequence[str]) -> int:
     """Train encoder and known head; ``discover`` with the same options goes on from there."""
+    options = parse(argv, PRETRAIN)
     from pipelines.jobs import run_job
 
-    return run_job(parse(argv, PRETRAIN), ("pretrain",))
-
-
-def discover(argv: Sequence[str]) -> int:
-    """Pretrain unless weights are given, discover, evaluate."""
-    return train(parse(argv, DISCOVER))
-
-
-def train(options: Options) -> int:
-    """Both phases and the evaluation."""
-    from pipelines.jobs import run_job
-
-    return run_job(options)
+    return run_job(options, ("pretrain",))
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -137,8 +101,6 @@ def predict(argv: Sequence[str]) -> int:
     """Predict, count, say where the table is."""
     options = parse(argv, PREDICT)
     given = options.given
-    if "data.source" in given and "data.labeled" in given:
-        raise ConfigError("give either --data or --labeled and --unlabeled, not both")
     if "output" in given:
         given["output"] = checked_output(str(given["output"]))
     from pipelines.inference import predict_job
@@ -173,23 +135,21 @@ def export(argv: Sequence[str]) -> int:
     from uno.results.export import FORMATS, can_check_onnx, export
     from uno.results.infer import load_classifier, model_folder
 
-    storage = Storage(own.run)
-    model = load_classifier(storage)
-    data = export(model, own.format)
-    folder, name = storage, model_folder(storage) + FORMATS[own.format]
+    folder = Storage(own.run)
+    model = load_classifier(folder)
+    data, name = export(model, own.format), model_folder(folder) + FORMATS[own.format]
     if own.output:
-        parent, _, name = os.path.expanduser(own.output).rpartition("/")
-        folder = Storage(parent or ("/" if own.output.startswith("/") else "."))
+        parent, name = os.path.split(os.path.expanduser(own.output))
+        folder = Storage(parent or ".")
     folder.write(name, data)
-    side, checked = model.size, "checked against the model"
+    checked, side, num = "checked against the model", model.size, len(model.classes)
     if own.format == "onnx" and not can_check_onnx():
         checked = "NOT checked: onnxruntime is not installed"
-    takes = f"; images uint8 (B, 3, {side}, {side}) -> probabilities (B, {len(model.classes)})"
-    say(f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}{takes if own.format != 'encoder' else ''}")
+    takes = f"; images uint8 (B, 3, {side}, {side}) -> probabilities (B, {num})"
+    say(f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}{'' if own.format == 'encoder' else takes}")
     return 0
 
 
-# ------------------------------------------------------------------------------------------------------- data
 def data(argv: Sequence[str]) -> int:
     """Check a data set, or pack it into shards."""
     options = parse(argv, DATA)
@@ -210,11 +170,7 @@ def data(argv: Sequence[str]) -> int:
 
 
 def pack_data(config: Config, shard_mb: int) -> int:
-    """Write a source as Parquet shards.
-
-    Raises:
-        ConfigError: no --output, or one that holds something else.
-    """
+    """Write a source as Parquet shards."""
     import numpy as np
 
     from pipelines.console import Progress, say
@@ -235,15 +191,12 @@ def pack_data(config: Config, shard_mb: int) -> int:
         def show(done: int, total: int) -> None:
             progress({"phase": "pack", "step": done, "total_steps": total})
 
-        packed = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, threads, show)
-    say(
-        f"{packed.rows:,} rows, {packed.packed:,} packed, {packed.bad:,} bad, {packed.shards:,} shards: "
-        f"{config.output}"
-    )
+        found = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, threads, show)
+    counts = f"{found.rows:,} rows, {found.packed:,} packed, {found.bad:,} bad, {found.shards:,} shards"
+    say(f"{counts}: {config.output}")
     return 0
 
 
-# ---------------------------------------------------------------------------------------------------- classes
 def classes(argv: Sequence[str]) -> int:
     """Write ``RUN/classes.yaml``, check it, or apply it."""
     own = parse(argv, CLASSES).own
@@ -274,10 +227,8 @@ def classes(argv: Sequence[str]) -> int:
 
 
 def _apply(storage: Storage, model: Classifier, edited: list[OutputClass]) -> str:
-    """Write ``classes.json`` and bring the run's predictions in line; what was done, in one line.
-
-    Raises:
-        UnoError: the predictions must be made again, and the data cannot be read; nothing was changed.
+    """Write ``classes.json`` and bring the run's predictions in line; what was done, in one line. Where they
+    must be made again and the data cannot be read, nothing is changed.
     """
     from pipelines.inference import own_task, predict_run
     from uno.results import predictions

@@ -13,10 +13,11 @@ import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import NoneType, SimpleNamespace
-from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -27,6 +28,7 @@ from uno.methods.registry import settings
 from uno.presets import PRESETS, preset
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
+MANY = 10**6
 
 
 class Argument(NamedTuple):
@@ -53,9 +55,6 @@ class Argument(NamedTuple):
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
         return len(get_args(self.type)) if kind is tuple else MANY if kind is list else 1
-
-
-MANY = 10**6
 
 
 def switch(sentence: str) -> Argument:
@@ -91,11 +90,11 @@ class Command:
 
     def flags(self) -> dict[str, Argument]:
         """All arguments by name: the command's own, then those of the schema."""
-        own, schema = {**self.arguments, "--help": switch("Print this and exit.")}, dict[str, Argument]()
-        if self.takes != "none":
-            own["--config"] = Argument("YAML file; repeatable, the last one wins.")
-            schema = dict(schema_flags())
-        return own | {name: flag for name, flag in schema.items() if name not in own}
+        own = {**self.arguments, "--help": switch("Print this and exit.")}
+        if self.takes == "none":
+            return own
+        own["--config"] = Argument("YAML file; repeatable, the last one wins.")
+        return own | {name: flag for name, flag in schema_flags() if name not in own}
 
     def may_change(self, key: str) -> bool:
         """Whether a field of the schema is an option of this command."""
@@ -115,29 +114,33 @@ class Options:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The dotted keys that were set, without presets and defaults."""
-        return {**self.file, **self.line}
+        """The dotted keys that were set; a source on the line replaces the two folders of a file."""
+        replaced = ("data.labeled", "data.unlabeled") if "data.source" in self.line else ()
+        return {key: value for key, value in self.file.items() if key not in replaced} | dict(self.line)
 
     @cached_property
     def config(self) -> Config:
-        """The configuration that the line leads to, with the command's output.
-
-        Raises:
-            ConfigError: a value out of range, data given in two ways, a relative output inside a Ray job.
-        """
-        config = _layer(self.file, self.line)
-        output = config.output or self.command.output
-        if output is not None:
-            output = checked_output(output.format(preset=config.preset, seed=config.seed))
-        return override(config, {"output": output})
+        """The configuration that the line leads to, with the command's output."""
+        given = self.given
+        source, two_folders = given.get("data.source"), given.get("data.labeled") is not None
+        own_data = two_folders or source not in (None, "digits")
+        name = str(given.pop("preset", "custom" if own_data else "digits"))
+        if name == "custom" and source is None and not two_folders:
+            raise ConfigError("the preset 'custom' needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
+        config = preset(name, str(given.pop("recipe", "paper")))
+        config = override(config, settings(str(given.get("method", config.method)), name))
+        kinds = {str(data).partition(":")[0] for data in (source, config.data.source)}
+        if two_folders or (source is not None and len(kinds) > 1):
+            config = override(config, {"data.known_classes": None})
+        config = override(config, given)
+        output = self.command.output and self.command.output.format(preset=name, seed=config.seed)
+        output = config.output or output
+        return override(config, {"output": output and checked_output(output)})
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
-    """Options of ``uno COMMAND ARGV...``; ``--help`` prints them and exits.
-
-    Raises:
-        ConfigError: unknown flag, missing argument, value of the wrong type, unreadable config file.
-        SystemExit: after ``--help`` with code 0, and with 2 where arguments are needed and there are none.
+    """Options of ``uno COMMAND ARGV...``; a ConfigError names the first mistake. ``--help`` prints
+    them and exits, as does, with code 2, a command without the arguments it needs.
     """
     asked = "--help" in argv or "-h" in argv
     if asked or (not argv and any(argument.required for argument in command.arguments.values())):
@@ -147,20 +150,17 @@ def parse(argv: Sequence[str], command: Command) -> Options:
     for name, argument in command.arguments.items():
         if argument.required and getattr(options.own, _attribute(name)) is None:
             raise ConfigError(f"{name} {'is missing' if name[0] == '-' else 'comes first'}: {command.usage}")
+    if {"data.source", "data.labeled"} <= options.line.keys():
+        raise ConfigError("give either --data or --labeled and --unlabeled, not both")
     for key in options.given:
         if not command.may_change(key):
-            raise ConfigError(
-                f"{key} is fixed by the trained model; see uno {command.name} --help for what is not"
-            )
+            see = f"see uno {command.name} --help for what is not"
+            raise ConfigError(f"{key} is fixed by the trained model; {see}")
     return options
 
 
 def checked_output(output: str) -> str:
-    """A directory to write to, ``~`` replaced.
-
-    Raises:
-        ConfigError: it is relative and this is a Ray job.
-    """
+    """A directory to write to, ``~`` replaced; a relative one inside a Ray job is a ConfigError."""
     output = os.path.expanduser(output)
     if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
         raise ConfigError(
@@ -170,29 +170,6 @@ def checked_output(output: str) -> str:
     return output
 
 
-def _layer(file: Mapping[str, Any], line: Mapping[str, Any]) -> Config:
-    """Defaults < preset < ``file`` < ``line``, all as dotted keys."""
-    if "data.source" in line and "data.labeled" in line:
-        raise ConfigError("give either --data or --labeled and --unlabeled, not both")
-    given = {**file, **line}
-    if "data.source" in line:  # one way to say where the images are replaces the other
-        given |= {"data.labeled": None, "data.unlabeled": None}
-
-    source, two_folders = given.get("data.source"), given.get("data.labeled") is not None
-    own_data = two_folders or source not in (None, "digits")
-    name = str(given.pop("preset", "custom" if own_data else "digits"))
-    if name == "custom" and source is None and not two_folders:
-        raise ConfigError("the preset 'custom' needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
-
-    config = preset(name, str(given.pop("recipe", "paper")))
-    config = override(config, settings(str(given.get("method", config.method)), name))
-    kinds = {str(name).partition(":")[0] for name in (source, config.data.source)}
-    if two_folders or (source is not None and len(kinds) > 1):
-        config = override(config, {"data.known_classes": None})
-    return override(config, given)
-
-
-# ------------------------------------------------------------------------------------------------ the parser
 def schema_flags(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Argument]]:
     """Every flag of the schema and what it sets; a field's long form comes first, its short one next."""
     for name, info in model.model_fields.items():
@@ -218,29 +195,35 @@ def _attribute(name: str) -> str:
 
 def _read(argv: Sequence[str], command: Command) -> Options:
     flags = command.flags()
-    own = {_attribute(name): argument.default for name, argument in command.arguments.items()}
     positional = [name for name in command.arguments if not name.startswith("-")]
-    file: dict[str, Any] = {}
-    line: dict[str, Any] = {}
+    given, file, line = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, joined, words in _groups(argv):
         if name and name not in flags:
-            _unknown(name, list(flags))
+            near = [flag for flag in flags if flag.endswith(f".{name[2:]}")][:3]
+            near = near or difflib.get_close_matches(name, flags, n=1)
+            hint = f"did you mean {' or '.join(near)}?" if near else "see --help"
+            raise ConfigError(f"unknown option {name}; {hint}")
         most = max(flags[name].most_words, joined) if name else 0
         words, surplus = words[:most], words[most:]
         while positional and surplus:
-            own[_attribute(positional[0])] = _checked(positional[0], surplus.pop(0), command)
-            positional.pop(0)
-        if not name and surplus:
-            raise ConfigError(f"unexpected argument {surplus[0]!r}; options start with --")
+            given[positional.pop(0)] = surplus.pop(0)
         if not name:
+            if surplus:
+                raise ConfigError(f"unexpected argument {surplus[0]!r}; options start with --")
             continue
-        value = _value(name, flags[name], [*words, *surplus])
+        value = _value(name, flags[name], words + surplus)
         if name in command.arguments:
-            own[_attribute(name)] = _checked(name, value, command)
+            given[name] = value
         elif name == "--config":
             file |= load_yaml(value)
         else:
             line[flags[name].key] = value
+    own = {_attribute(name): argument.default for name, argument in command.arguments.items()}
+    for name, value in given.items():
+        try:
+            own[_attribute(name)] = TypeAdapter(command.arguments[name].type).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(describe(error, name)) from None
     return Options(command, SimpleNamespace(**own), file, line)
 
 
@@ -258,11 +241,7 @@ def _groups(argv: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
 
 
 def _value(name: str, argument: Argument, words: Sequence[str]) -> Any:
-    """The words after a flag as what pydantic gets; it does the rest.
-
-    Raises:
-        ConfigError: too few or too many words.
-    """
+    """The words after a flag, as many as it takes, as what pydantic gets; it does the rest."""
     types, most = get_args(argument.type) or (argument.type,), argument.most_words
     if bool in types and not words:
         return not argument.negated
@@ -279,28 +258,11 @@ def _value(name: str, argument: Argument, words: Sequence[str]) -> Any:
 
 def _number(word: str) -> int | float | str:
     for convert in (int, float):
-        try:
+        with suppress(ValueError):
             return convert(word)
-        except ValueError:
-            continue
     return word
 
 
-def _checked(name: str, value: Any, command: Command) -> Any:
-    try:
-        return TypeAdapter(command.arguments[name].type).validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(describe(error, name)) from None
-
-
-def _unknown(name: str, known: Sequence[str]) -> NoReturn:
-    same_leaf = [flag for flag in known if flag.endswith("." + name[2:])]
-    near = same_leaf[:3] or difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {' or '.join(near)}?" if near else "see --help"
-    raise ConfigError(f"unknown option {name}; {hint}")
-
-
-# ---------------------------------------------------------------------------------------------------- --help
 RULES = f"""
 Order: defaults < preset < --config FILE < command line. Presets: {", ".join(PRESETS)}.
 Without --preset: digits for the digits, custom (the paper's CIFAR10 settings) for any other data.
@@ -325,12 +287,10 @@ def _print_help(argv: Sequence[str], command: Command) -> None:
     for paragraph in text.strip().split("\n\n"):
         print(f"{textwrap.fill(' '.join(paragraph.split()), width)}\n")
 
-    forms: dict[str, list[str]] = {}  # names of one argument
-    flags = command.flags()
+    flags, forms, section = command.flags(), dict[str, list[str]](), ""  # the names of one argument
     for name, argument in flags.items():
         if not argument.key or command.may_change(argument.key):
             forms.setdefault(argument.key or name, []).append(name)
-    section = ""
     for key, names in forms.items():
         argument = flags[names[0]]
         if argument.key and section != (section := key.rpartition(".")[0] or "run"):

@@ -238,7 +238,7 @@ def test_default_output():
     assert config(command=TUNE).output == "runs/tune-digits-seed0"
     assert config(command=ESTIMATE).output == "runs/digits-seed0-estimate"
     assert config("check", command=DATA).output is None
-    assert config("--output", "~/run").output == os.path.expanduser("~/run")
+    assert config("--output", "~/run/{x}").output == os.path.expanduser("~/run/{x}")
 
 
 # a command's own arguments

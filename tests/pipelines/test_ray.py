@@ -1,11 +1,16 @@
 """The commands through Ray Data and Ray Train on one shared cluster: equal to the local path."""
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from pipelines import cli, ray_env
-from tests.pipelines.small import LONG, SMALL, assert_same_weights, lines_of, write_images
+from tests.pipelines.small import LONG, ROOT, SMALL, assert_same_weights, lines_of, write_images
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -59,6 +64,19 @@ def test_the_real_demo(tmp_path):
     results = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert results["train/novel/task_aware/acc/best"] > 0.96
     assert results["train/known/task_aware/acc/best"] > 0.99
+
+
+@pytest.mark.slow
+def test_a_second_cluster_on_the_machine_confuses_no_run(tmp_path):
+    """Kills: Ray's helper that looks for its cluster among all there are, and leaves CPUs to dead workers."""
+    with tempfile.TemporaryDirectory(prefix="uno-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        argv = [*SMALL, "--workers", "1", "--max-steps", "3", "--output", str(tmp_path / "run")]
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        command = [sys.executable, "-m", "pipelines.pretrain", *argv]
+        subprocess.run(command, env=environment | {"RAY_TMPDIR": folder}, cwd=ROOT, check=True, timeout=120)
+        logs = [path.read_text() for path in Path(folder).rglob("worker-*.err")]
+        assert any("PlacementGroupCleaner" in log for log in logs)
+        assert not any("Traceback" in log for log in logs)
 
 
 @pytest.mark.slow
