@@ -17,7 +17,7 @@ from uno.data.files import Storage
 from uno.data.rows import Image
 from uno.errors import ConfigError
 from uno.results.classes import OutputClass
-from uno.results.infer import NUMBERS, Classifier, Scores, load_classifier, score_rows
+from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 
 ImageLike = str | PathLike[str] | bytes | np.ndarray | PIL.Image.Image
 
@@ -64,12 +64,9 @@ class Predictions:
         """The prediction of one image."""
         index = int(self.class_index[row])
         return Prediction(
-            class_index=None if index < 0 else index,
-            class_name=self.class_name[row],
-            kind=self.kind[row],
-            **{name: float(getattr(self, name)[row]) for name in NUMBERS},
-            reason=self.reason[row],
-        )
+            class_index=None if index < 0 else index, class_name=self.class_name[row], kind=self.kind[row],
+            **{name: float(getattr(self, name)[row]) for name in NUMBERS}, reason=self.reason[row],
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[Prediction]:
         """One prediction after the other."""
@@ -96,23 +93,19 @@ class Model:
         Raises:
             ConfigError: something else (it is a ValueError). Unreadable files are rows with a reason instead.
         """
-        items = _items(images)
-        broken = {row: str(item) for row, item in enumerate(items) if isinstance(item, BadImage)}
+        items, model = _items(images), self._classifier
         encoded: list[Image] = [b"" if isinstance(item, BadImage) else item for item in items]
-        model = self._classifier
-        reason: list[str | None] = []
-        parts: list[Scores] = []
         batches = np.split(np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows))
-        for index, reasons, scores in score_rows(model, partial(decoded, encoded, size=model.size), batches):
-            reason += [broken.get(row, text) for row, text in zip(index.tolist(), reasons, strict=True)]
-            parts += [] if scores is None else [scores]
-        ok = readable(reason)
+        parts = list(score_rows(model, partial(decoded, encoded, size=model.size), batches))
+        found = zip(items, (reason for _, some, _ in parts for reason in some), strict=True)
+        reasons = [str(item) if isinstance(item, BadImage) else reason for item, reason in found]
+        scores = [some for *_, some in parts if some is not None]
+        ok = readable(reasons)
 
         def column(name: str, *width: int) -> np.ndarray:
-            empty = np.int64(-1) if name == "class_index" else np.float32("nan")
-            full = np.full((len(reason), *width), empty)
-            if parts:
-                full[ok] = np.concatenate([getattr(part, name).numpy() for part in parts])
+            full = np.full((len(items), *width), -1 if name == "class_index" else np.float32("nan"))
+            if scores:
+                full[ok] = np.concatenate([getattr(some, name).numpy() for some in scores])
             return full
 
         index = column("class_index")
@@ -124,19 +117,15 @@ class Model:
             **{name: column(name) for name in NUMBERS},
             probabilities=column("probabilities", len(self.classes)),
             embedding=column("features", int(model.module.encoder.num_features)),  # type: ignore[arg-type]
-            reason=reason,
+            reason=reasons,
         )
 
 
 def load(run: str | PathLike[str], device: str = "cpu") -> Model:
     """The model of a finished run: ``uno.load("runs/demo")``; a copy of its ``model/`` folder does as well.
 
-    Args:
-        run: run directory, path or URI.
-        device: where to compute, "cpu" or "cuda".
-
-    Raises:
-        StorageError: no trained model there, or a damaged one.
+    ``run``: directory, path or URI; ``device``: "cpu" or "cuda". StorageError: no trained model there, or a
+    damaged one.
     """
     return Model(load_classifier(Storage(fspath(run)), device))
 
@@ -145,9 +134,8 @@ def _items(images: Any) -> list[Image | BadImage]:
     """Every image as what ``decode_many`` takes, or why it has no pixels."""
     if isinstance(images, Tensor):
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
-            raise ConfigError(
-                f"a tensor of images must be uint8 (N, 3, H, W), not {images.dtype} {tuple(images.shape)}"
-            )
+            found = f"{images.dtype} {tuple(images.shape)}"
+            raise ConfigError(f"a tensor of images must be uint8 (N, 3, H, W), not {found}")
         images = images.cpu().permute(0, 2, 3, 1).numpy()
     if isinstance(images, (str, bytes, PathLike, PIL.Image.Image)) or getattr(images, "ndim", 4) != 4:
         raise ConfigError("predict takes several images; put a single one in a list: predict([image])")

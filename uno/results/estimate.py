@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -44,6 +44,8 @@ CURVES = ("f1", "acc", "cvi")
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 STREAM = 8  # of the class splits' and starts' randomness; uno.data.plan has 0-2, uno.data.resident 3
 
+Scores = dict[tuple[int, int], list[dict[str, Any]]]
+"""(split, k) -> what :func:`score_clusters` says of it."""
 Results = Iterator[tuple[int, Any]]
 Tasks = Callable[[Callable[..., Any], tuple[Any, ...], Sequence[Any]], Results]
 """Runs independent tasks: (position, ``function(*shared, items[position])``) of all items, in any order."""
@@ -102,32 +104,16 @@ class Estimate:
 
 
 def estimate_num_novel(
-    config: Config,
-    train: TrainSet,
-    known: Sequence[str],
-    storage: Storage,
-    device: torch.device | str = "cpu",
-    settings: Settings | None = None,
-    tasks: Tasks = run_here,
+    config: Config, train: TrainSet, known: Sequence[str], storage: Storage,
+    device: torch.device | str = "cpu", settings: Settings | None = None, tasks: Tasks = run_here,
     report: Callable[[str], None] = lambda line: None,
-) -> Estimate:
+) -> Estimate:  # fmt: skip
     """Estimate the number of classes among the unlabeled rows, and store it as ``estimate.json``.
 
     Pretraining and features are kept in ``storage`` under a hash of what they depend on: the same command
-    continues after an interruption, and returns at once when it has finished.
-
-    Args:
-        config: of the run; only what pretraining needs is read.
-        train: images and known labels, on the host; its ``num_novel`` is not read.
-        known: names of the known classes, by index.
-        storage: where results go.
-        device: of the tasks.
-        settings: of the procedure.
-        tasks: where the tasks run; results do not depend on it.
-        report: gets a line a split.
-
-    Raises:
-        ConfigError: too few known classes or unlabeled rows, or as pretraining.
+    continues after an interruption, and returns at once when it has finished. ``train`` is on the host, its
+    ``num_novel`` is not read; ``known`` are names by index; ``tasks`` run on ``device``, anywhere, with the
+    same results; ``report`` gets a line a split. ConfigError: too few known classes or unlabeled rows.
     """
     settings, num_unlabeled = settings or Settings(), len(train.unlabeled_images)
     present = sorted(set(train.labels.tolist()))
@@ -151,7 +137,8 @@ def estimate_num_novel(
                 return Estimate(**stored)
 
     folders = [f"{storage.uri}/pretrain-{key}" for key in keys]
-    jobs, features = list(zip(splits, configs, folders, strict=True)), {}
+    jobs = list(zip(splits, configs, folders, strict=True))
+    features: dict[int, Features] = {}
     for index, found in tasks(pretrain_split, (train, settings, str(device)), jobs):
         features[index] = found
         report(f"pretrained {len(features)} of {len(splits)} splits")
@@ -164,12 +151,7 @@ def estimate_num_novel(
 
 
 def _combine(
-    splits: list[Split],
-    ks: list[int],
-    scores: Mapping[tuple[int, int], list[dict[str, Any]]],
-    known: Sequence[str],
-    settings: Settings,
-    key: str,
+    splits: list[Split], ks: list[int], scores: Scores, known: Sequence[str], settings: Settings, key: str
 ) -> Estimate:
     described: list[dict[str, Any]] = []
     for i, split in enumerate(splits):
@@ -188,20 +170,12 @@ def _combine(
     k_acc, k_cvi = largest_best(means["acc"]), largest_best(means["cvi"])
     sizes = [role["sizes"] for i in range(len(splits)) for role in scores[i, min(point, ks[-1])]]
     clusters = [float(np.mean([sum(n > r * max(s) for n in s) for s in sizes])) for r in RATIOS]
+    dtc = {"k_acc": k_acc, "k_cvi": k_cvi, "k": math.ceil((k_acc + k_cvi) / 2)}
     return Estimate(
-        num_novel=point,
-        low=low,
-        high=high,
-        suggested=suggest(point, low, high),
-        at_limit=high >= ks[-1],
-        ks=ks,
-        curves=means,
-        dtc={"k_acc": k_acc, "k_cvi": k_cvi, "k": math.ceil((k_acc + k_cvi) / 2)},
-        sizes={"ratios": list(RATIOS), "clusters": clusters},
-        splits=described,
-        settings=asdict(settings),
-        key=key,
-    )
+        num_novel=point, low=low, high=high, suggested=suggest(point, low, high), at_limit=high >= ks[-1],
+        ks=ks, curves=means, dtc=dtc, sizes={"ratios": list(RATIOS), "clusters": clusters}, splits=described,
+        settings=asdict(settings), key=key,
+    )  # fmt: skip
 
 
 def interval(votes: Sequence[int], quantile: float) -> tuple[int, int]:
@@ -263,7 +237,7 @@ def pretrain_split(
 ) -> Features:
     """Pretrain on the classes of a split and take the features of all the other rows; kept in its folder.
 
-    ``job``: the split, the configuration of its pretraining, and the folder's URI.
+    ``job``: the split, the configuration of its pretraining, the folder's URI.
     """
     split, config, uri = job
     storage, place, pretrain = Storage(uri), torch.device(device), torch.tensor(split.pretrain)
@@ -313,16 +287,11 @@ def whiten(features: Tensor, variance: float) -> Tensor:
 
 
 def score_clusters(
-    splits: Sequence[Split],
-    features: Sequence[Features],
-    config: Config,
-    settings: Settings,
-    device: str,
+    splits: Sequence[Split], features: Sequence[Features], config: Config, settings: Settings, device: str,
     item: tuple[int, int],
-) -> list[dict[str, Any]]:
-    """Cluster the features of split i with k novel classes, ``item`` = (i, k), for every choice of anchors.
-
-    Returns f1, acc, cvi and the unlabeled cluster sizes of each choice.
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Cluster the features of split i with k novel classes, ``item`` = (i, k): f1, acc, cvi and the unlabeled
+    cluster sizes of every choice of anchors.
     """
     index, k = item
     split, labels = splits[index], torch.tensor(features[index].labels)
@@ -337,15 +306,11 @@ def score_clusters(
             free, found = fixed == FREE, clusters.cpu().numpy()
             table = confusion(_positions(labels, validation), found, len(validation), num_clusters)
             unlabeled = np.bincount(found[(labels == FREE).numpy()], minlength=num_clusters)
-            results.append(
-                {
-                    "anchors": anchors,
-                    "f1": class_f1(table, np.bincount(found, minlength=num_clusters)),
-                    "acc": cluster_accuracy(table),
-                    "cvi": silhouette(points[free], clusters[free], settings.silhouette_rows, seed),
-                    "sizes": sorted(unlabeled.tolist(), reverse=True),
-                }
-            )
+            f1 = class_f1(table, np.bincount(found, minlength=num_clusters))
+            cvi = silhouette(points[free], clusters[free], settings.silhouette_rows, seed)
+            sizes = sorted(unlabeled.tolist(), reverse=True)
+            acc = cluster_accuracy(table)
+            results.append({"anchors": anchors, "f1": f1, "acc": acc, "cvi": cvi, "sizes": sizes})
     return results
 
 

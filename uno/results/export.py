@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 import torch.nn.functional as F
@@ -36,9 +35,8 @@ CHECK_ROWS = (1, 3, 8)  # batch sizes of the check; the example that is traced h
 def export(model: Classifier, format: str) -> bytes:
     """``model`` as a file of ``format`` (one of :data:`FORMATS`), loaded again and checked.
 
-    Raises:
-        ConfigError: unknown format, or its packages are not installed.
-        NumericsError: what was written computes something else than the model.
+    ConfigError: unknown format, or its packages are not installed; NumericsError: what was written computes
+    something else than the model.
     """
     if format not in FORMATS:
         raise ConfigError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")
@@ -65,6 +63,7 @@ class Program(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Uint8 (B, 3, S, S) -> probabilities (B, C)."""
+        # Not self.network(...): what it says of autocast would be in the program.
         network, data = self.network, self.config.data
         features = network.encoder(eval_view(images, self.side, data.mean, data.std))
         unit = F.normalize(features, dim=-1)
@@ -85,39 +84,33 @@ def _one_head(model: Classifier, head: int) -> UnoModel:
     state = alone.state_dict()
     for name, tensor in module.state_dict().items():
         if name in state:
-            rows = (
-                len(state[name]) if tensor.shape != state[name].shape else 0
-            )  # of a head in a stack of them
-            state[name] = tensor[head * rows : (head + 1) * rows] if rows else tensor
+            stacked = tensor.shape != state[name].shape
+            state[name] = tensor.split(len(state[name]))[head] if stacked else tensor
     alone.load_state_dict(state)
     if alone.projector is None:
         alone.novel.auxiliary = None
     return alone.eval().requires_grad_(False)
 
 
-# ---------------------------------------------------------------------------------------------------- formats
 def _encoder(model: Classifier) -> bytes:
     """Weights under torchvision's keys; checked against the encoder by features of random images."""
-    state = model.module.encoder.state_dict()
-    data = safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in state.items()})
+    state = model.module.encoder.state_dict().items()
+    data = safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in state})
     encoder = build_encoder(model.config.model)
     encoder.load_state_dict(safetensors.torch.load(data))
     # The model's memory layout: another one sums in another order, which alone may move features by 2e-6.
     encoder = encoder.eval().to(model.device).to(memory_format=torch.channels_last)
-    side = min(model.config.augment.large.size, model.size)
-    for num in CHECK_ROWS:
-        images = torch.randn(num, 3, side, side, generator=torch.Generator().manual_seed(num))
-        with torch.inference_mode():
-            images = images.to(model.device)
-            _check("encoder", encoder(images), model.module.features(images))
+    features, place = model.module.features, model.device
+    _compare("encoder", model, lambda x: encoder(x.to(place) / 255), lambda x: features(x.to(place) / 255))
     return data
 
 
 def _pt2(model: Classifier) -> bytes:
-    program, stream = torch.export.export(Program(model), **_traced(model)), io.BytesIO()
-    torch.export.save(program, stream, extra_files=_facts(model))
+    exported, stream = torch.export.export(Program(model), **_traced(model)), io.BytesIO()
+    torch.export.save(exported, stream, extra_files=_facts(model))
     data = stream.getvalue()
-    _compare("pt2", model, torch.export.load(io.BytesIO(data)).module())
+    program = torch.export.load(io.BytesIO(data)).module()
+    _compare("pt2", model, program, lambda x: model.score(x).probabilities)
     return data
 
 
@@ -137,16 +130,18 @@ def _onnx(model: Classifier) -> bytes:
         import onnxruntime
 
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-        _compare("onnx", model, lambda x: torch.from_numpy(session.run(None, {"images": np.asarray(x)})[0]))
+
+        def program(images: Tensor) -> Tensor:
+            return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+        _compare("onnx", model, program, lambda x: model.score(x).probabilities)
     return data
 
 
 def _traced(model: Classifier) -> dict[str, Any]:
     """The example that is traced, of any number of images."""
-    return {
-        "args": (_random_images(model, 2),),
-        "dynamic_shapes": ({0: torch.export.Dim("batch", min=1)},),
-    }
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    return {"args": (_random_images(model, 2),), "dynamic_shapes": shapes}
 
 
 def _facts(model: Classifier) -> dict[str, str]:
@@ -154,20 +149,20 @@ def _facts(model: Classifier) -> dict[str, str]:
     return {"classes.json": json.dumps(classes), "model_hash": model.model_hash}
 
 
-def _compare(format: str, model: Classifier, program: Callable[[Tensor], Tensor]) -> None:
+def _compare(
+    format: str, model: Classifier, found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor]
+) -> None:
+    """Refuse a file whose function of images uint8 (B, 3, S, S) is not the model's."""
     for num in CHECK_ROWS:
         images = _random_images(model, num)
         with torch.inference_mode():
-            _check(format, program(images), model.score(images).probabilities)
-
-
-def _check(format: str, found: Tensor, expected: Tensor) -> None:
-    difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("nan")
-    if not difference <= TOLERANCE[format]:
-        raise NumericsError(
-            f"the exported {format} file differs from the model by {difference:.1e} "
-            f"(allowed: {TOLERANCE[format]:.0e}); it was not written"
-        )
+            one, other = found(images), expected(images)
+        difference = float((one - other).abs().max()) if one.shape == other.shape else float("nan")
+        if not difference <= TOLERANCE[format]:
+            raise NumericsError(
+                f"the exported {format} file differs from the model by {difference:.1e} "
+                f"(allowed: {TOLERANCE[format]:.0e}); it was not written"
+            )
 
 
 def _random_images(model: Classifier, num: int) -> Tensor:
@@ -176,15 +171,14 @@ def _random_images(model: Classifier, num: int) -> Tensor:
     return F.interpolate(coarse, size=(model.size, model.size), mode="bilinear").to(torch.uint8)
 
 
-# --------------------------------------------------------------------------------------------- the model card
 CARD = """\
 # UNO model
 
 - Encoder: {encoder}; {size} px RGB.
-- Outputs: {num_known} known and {num_novel} discovered classes (`classes.json`); \
-cluster head {head} of {num_heads} predicts.
-- Method {method}: {what}.
-- Preset {preset}, recipe {recipe}, seed {seed}; all settings: `config.yaml`.
+- Outputs: {module.num_known} known and {module.num_novel} discovered classes (`classes.json`); \
+cluster head {model.best_head} of {module.num_heads} predicts.
+- Method {config.method}: {what}.
+- Preset {config.preset}, recipe {config.recipe}, seed {config.seed}; all settings: `config.yaml`.
 {facts}
 ## Measured
 
@@ -213,62 +207,46 @@ probabilities = program(images)                        # uint8 (B, 3, {size}, {s
 """
 
 
+SMALL_STEM = """\
+encoder.conv1 = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False)  # the stem for small images
+encoder.maxpool = torch.nn.Identity()
+"""
+
+
 def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """``model/README.md``: what the model is, what was measured, what it cannot do, how to load it.
 
-    Args:
-        model: of the run.
-        facts: more lines, such as {"Data": "digits, fingerprint ..."}.
-        metrics: flat metrics of the run; keys that are absent are left out of the table.
+    ``facts`` are more lines, {"Data": "digits, fingerprint ..."}; ``metrics`` flat, whichever there are.
     """
-    config, module = model.config, model.module
+    config = model.config
     encoder = f"{config.model.encoder}, stem {config.model.stem}, torchvision's keys, no `fc`"
     if config.model.encoder == "resnet_small":
         encoder = f"resnet_small, width {config.model.width}, {config.model.blocks} block(s) a stage"
     return CARD.format(
-        encoder=encoder,
-        size=model.size,
-        num_known=module.num_known,
-        num_novel=module.num_novel,
-        num_outputs=len(model.classes),
-        head=model.best_head,
-        num_heads=module.num_heads,
-        method=config.method,
-        what=METHODS[config.method],
-        preset=config.preset,
-        recipe=config.recipe,
-        seed=config.seed,
+        model=model, module=model.module, config=config, encoder=encoder, what=METHODS[config.method],
+        size=model.size, num_outputs=len(model.classes), measured="\n".join(_metrics_table(metrics)),
         facts="".join(f"- {key}: {' '.join(str(value).split())}\n" for key, value in facts.items()),
-        measured="\n".join(_metrics_table(metrics)),
-        load="\n".join(_encoder_lines(config)),
-    )
+        load=_load_encoder(config),
+    )  # fmt: skip
 
 
-def _encoder_lines(config: Config) -> list[str]:
+def _load_encoder(config: Config) -> str:
     """Python that loads the encoder without this project; with it for the small ResNet."""
     model = config.model
-    lines = ["import torch, safetensors.torch"]
+    stem = SMALL_STEM if model.stem == "small" else ""
+    build = f"encoder = torchvision.models.{model.encoder}()\n{stem}encoder.fc = torch.nn.Identity()"
     if model.encoder == "resnet_small":
-        lines += [
-            "from uno.encoder import SmallResNet",
-            f"encoder = SmallResNet(width={model.width}, blocks={model.blocks})",
-        ]
-    else:
-        lines += ["import torchvision", f"encoder = torchvision.models.{model.encoder}()"]
-        if model.stem == "small":
-            lines += [
-                "encoder.conv1 = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False)  # the stem for small images",
-                "encoder.maxpool = torch.nn.Identity()",
-            ]
-        lines.append("encoder.fc = torch.nn.Identity()")
-    mean, std = (
-        ", ".join(f"{value:g}" for value in values) for values in (config.data.mean, config.data.std)
+        build = f"encoder = SmallResNet(width={model.width}, blocks={model.blocks})"
+    package = (
+        "from uno.encoder import SmallResNet" if model.encoder == "resnet_small" else "import torchvision"
     )
-    return [
-        *lines,
-        'encoder.load_state_dict(safetensors.torch.load_file("encoder.safetensors"))',
-        f"# features = encoder.eval()((images / 255 - mean) / std), mean ({mean}), std ({std})",
-    ]
+    mean, std = (", ".join(map("{:g}".format, values)) for values in (config.data.mean, config.data.std))
+    return f"""\
+import torch, safetensors.torch
+{package}
+{build}
+encoder.load_state_dict(safetensors.torch.load_file("encoder.safetensors"))
+# features = encoder.eval()((images / 255 - mean) / std), mean ({mean}), std ({std})"""
 
 
 def _metrics_table(metrics: Mapping[str, float]) -> list[str]:

@@ -28,7 +28,7 @@ from uno.methods.registry import build_network
 from uno.model import Logits, UnoModel
 from uno.results.classes import OutputClass, dump_classes, parse_classes, route
 from uno.results.forward import forward
-from uno.results.metrics import hungarian
+from uno.results.metrics import confusion, hungarian
 from uno.state import with_prefix
 
 MODEL_FILES = ("config.yaml", "classes.json", "encoder.safetensors", "heads.safetensors")
@@ -134,15 +134,10 @@ def align_heads(novel: Tensor, best_head: int) -> Tensor:
     Head h and the best head put every row into a cluster each; the Hungarian method pairs the clusters so
     that most rows fall into paired ones. Row ``best_head`` of the result is 0..K-1.
     """
-    num_heads, _, num_clusters = novel.shape
-    assigned = novel.argmax(dim=-1).cpu()  # (H, N)
-    cells = assigned[best_head] * num_clusters + assigned  # (H, N)
-    counts = torch.zeros(num_heads, num_clusters**2, dtype=torch.int64)
-    counts.scatter_add_(1, cells, torch.ones_like(cells))
-    squares = counts.view(num_heads, num_clusters, num_clusters).numpy()
-    alignment = torch.from_numpy(np.stack([hungarian(square) for square in squares]))
-    alignment[best_head] = torch.arange(num_clusters)  # also where clusters are empty
-    return alignment
+    num, assigned = novel.shape[-1], novel.argmax(dim=-1).cpu().numpy()  # K, (H, N)
+    pairs = [hungarian(confusion(assigned[best_head], own, num, num)) for own in assigned]
+    pairs[best_head] = np.arange(num)  # also where clusters are empty
+    return torch.from_numpy(np.stack(pairs))
 
 
 def save_model(

@@ -1,8 +1,7 @@
-"""The table of predictions: one row for every input, in input order, in one Parquet file.
+"""The table of predictions: one row for every input, in input order, in ``predictions.parquet``.
 
 While it is being made, finished shards of 512 rows wait in ``_shards/``; the same command continues with the
-missing ones. The last step joins them into ``predictions.parquet``, whose schema metadata says what it was
-made from, and removes the shards.
+missing ones. The last step joins them and removes them; the schema's metadata says what it was made from.
 """
 
 from __future__ import annotations
@@ -26,26 +25,24 @@ from uno.results.infer import NUMBERS, Classifier, Decode, Scores, score_rows
 
 FILE = "predictions.parquet"
 SHARDS = "_shards"
+SHARD = f"{SHARDS}/{{:06d}}.parquet"
 CLAIM = f"{SHARDS}/manifest.json"  # what the shards are made from
 SHARD_ROWS = 512
 FORMAT = 1
 METADATA = b"uno"
 
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("uri", pa.string()),  # path of the image; null where it is inside a table
-        ("class_index", pa.int32()),  # null, as all results, where status is bad
-        ("class_name", pa.string()),
-        ("kind", pa.string()),  # known | novel
-        *((name, pa.float32()) for name in NUMBERS),
-        ("status", pa.string()),  # ok | bad
-        ("reason", pa.string()),  # why it is bad
-        ("model_hash", pa.string()),
-    ]
-)
-EMBEDDING = pa.field("embedding", pa.list_(pa.float32()))
-
+COLUMNS = {
+    "id": pa.string(),
+    "uri": pa.string(),  # path of the image; null where it is inside a table
+    "class_index": pa.int32(),  # null, as all results, where status is bad
+    "class_name": pa.string(),
+    "kind": pa.string(),  # known | novel
+    **dict.fromkeys(NUMBERS, pa.float32()),
+    "status": pa.string(),  # ok | bad
+    "reason": pa.string(),  # why it is bad
+    "model_hash": pa.string(),
+}
+EMBEDDING = {"embedding": pa.list_(pa.float32())}
 DIFFERENCES = {
     "model_hash": "of another model", "data": "of other data", "rows": "of other data",
     "names": "under other class names", "routes": "under other decisions on classes",
@@ -70,15 +67,8 @@ def predict_rows(
     writer: PredictionWriter,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
-    """Classify all rows that ``writer`` still lacks, here, and finish the table.
-
-    Memory is that of a few batches and one shard, however many rows there are.
-
-    Args:
-        model: what classifies.
-        decode: gives the pixels of the writer's rows.
-        writer: says what is missing and whether embeddings are wanted.
-        on_progress: called after every batch with (rows done, N).
+    """Classify the rows that ``writer`` still lacks, here, and finish the table; ``on_progress`` gets (rows
+    done, N) after every batch. Memory is that of a few batches and one shard.
     """
     for index, reasons, scores in score_rows(model, decode, writer.batches(model.batch_rows)):
         writer.add(result_table(index, reasons, scores, writer.embedding))
@@ -89,13 +79,8 @@ def predict_rows(
 def result_table(
     index: np.ndarray, reasons: Sequence[str | None], scores: Scores | None, embedding: bool
 ) -> pa.Table:
-    """Results of b rows for :meth:`PredictionWriter.add`.
-
-    Args:
-        index: (b,) row numbers.
-        reasons: why a row could not be read, None where it could (b).
-        scores: of those that could be read, in order; None where none could.
-        embedding: whether to keep the features.
+    """What :func:`score_rows` says of the rows ``index`` (b,), for :meth:`PredictionWriter.add`; with
+    ``embedding`` their features, too.
     """
     ok = readable(reasons)
     numbers = np.full((len(index), len(NUMBERS)), np.nan, dtype=np.float32)
@@ -118,17 +103,10 @@ def result_table(
 
 
 class PredictionWriter:
-    """Collects results in any order, stores whole shards, joins them.
+    """Collects results of ``model`` for ``rows`` in any order, stores whole shards, joins them.
 
-    Args:
-        storage: directory for ``predictions.parquet``.
-        rows: N rows to predict.
-        model: whose results these are.
-        embedding: whether rows carry the features.
-        replace: whether predictions of something else are overwritten instead of refused.
-
-    Raises:
-        ConfigError: the directory holds predictions of another model or other data, or another Parquet file.
+    ``embedding``: rows carry the features. ``replace``: predictions of something else are overwritten; else
+    they are refused with a ConfigError, as anybody else's Parquet file always is.
     """
 
     def __init__(
@@ -146,7 +124,7 @@ class PredictionWriter:
             "format": FORMAT,
         }
         self._storage, self._classes = storage, model.classes
-        self._schema = SCHEMA.append(EMBEDDING) if embedding else SCHEMA
+        self._schema = pa.schema(COLUMNS | (EMBEDDING if embedding else {}))
         self._parts: dict[int, list[pa.Table]] = {}
         self._num_shards = -(-len(rows) // SHARD_ROWS)
         self.complete = self._claim(replace)
@@ -155,19 +133,13 @@ class PredictionWriter:
         self.num_done = len(rows) - sum(len(self._rows_of(shard)) for shard in self._pending)
 
     def batches(self, max_rows: int) -> Iterator[np.ndarray]:
-        """Row numbers int64 (b,) of the missing rows, b <= ``max_rows``; cut alike however often the work was
-        interrupted, so that results are the same too.
-        """
+        """Row numbers int64 (b,) of missing rows, b <= ``max_rows``, cut alike after any interruption."""
         for shard in list(self._pending):
             rows = np.array(self._rows_of(shard))
             yield from (rows[start : start + max_rows] for start in range(0, len(rows), max_rows))
 
     def add(self, results: pa.Table) -> None:
-        """Take a :func:`result_table` of pending rows; a shard is stored as soon as it is whole.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Take a :func:`result_table` of pending rows; a shard is stored as soon as it is whole."""
         shards = results["row"].to_numpy() // SHARD_ROWS
         for shard in np.unique(shards).tolist():
             parts = self._parts.setdefault(shard, [])
@@ -175,63 +147,51 @@ class PredictionWriter:
             if sum(map(len, parts)) >= len(self._rows_of(shard)):
                 table = pa.concat_tables(self._parts.pop(shard)).sort_by("row")
                 assert table["row"].to_pylist() == list(self._rows_of(shard))
-                with self._storage.create(_shard_name(shard)) as stream:
+                with self._storage.create(SHARD.format(shard)) as stream:
                     pq.write_table(self._complete(table), stream, compression="zstd")
         self.num_done += len(results)
 
     def finish(self) -> Summary:
-        """Join the shards into ``predictions.parquet`` and count.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        storage = self._storage
+        """Join the shards into ``predictions.parquet`` and count."""
         if not self.complete:
             assert not self._parts
             tables = (self._read(shard) for shard in range(self._num_shards))
-            _write(storage, _described(self._schema, self.identity), tables)
+            _write(self._storage, self._schema, self.identity, tables)
             self.complete = True
-        storage.delete(SHARDS)
-        with _reading(storage) as file:
+        self._storage.delete(SHARDS)
+        with _reading(self._storage) as file:
             status = file.read(["status"])["status"].to_pylist()
-        assert len(status) == self.num_rows
-        return Summary(storage.path(FILE), len(status), status.count("ok"), status.count("bad"))
+        return Summary(self._storage.path(FILE), self.num_rows, status.count("ok"), status.count("bad"))
 
     def _rows_of(self, shard: int) -> range:
         return range(shard * SHARD_ROWS, min((shard + 1) * SHARD_ROWS, self.num_rows))
 
     def _claim(self, replace: bool) -> bool:
         """Make the directory ours, or continue there; whether nothing is left to do."""
-        storage = self._storage
-        for name in storage.list():
+        storage, finished = self._storage, None
+        names = storage.list()
+        for name in names:
             if name.startswith(f".{FILE}."):  # what a killed process was joining
                 storage.delete(name)
-            elif name.endswith(".parquet") and name != FILE:
-                raise ConfigError(f"{storage.path(name)} is not ours; choose another --output")
-        finished, started = None, None
+        foreign = [name for name in names if name.endswith(".parquet") and name != FILE]
         with suppress(StorageError) if replace else nullcontext():
             finished = read_identity(storage)
-        if finished == self.identity:
+        if not foreign and finished == self.identity:
             return True
         claimed = storage.exists(CLAIM)
-        if claimed:
-            started = _identity(storage.read(CLAIM))
-        if not replace:
-            if finished is not None or (claimed and started != self.identity):
-                raise self._refused(finished or started or self.identity | {"format": None})
-            if storage.exists(FILE) and not claimed:
-                raise ConfigError(f"{storage.path(FILE)} is not ours; choose another --output")
+        started = _identity(storage.read(CLAIM)) if claimed else None
+        if not replace and finished is None and not claimed and storage.exists(FILE):
+            foreign.append(FILE)
+        if foreign:
+            raise ConfigError(f"{storage.path(foreign[0])} is not ours; choose another --output")
+        if not replace and (finished is not None or (claimed and started != self.identity)):
+            found = finished or started or self.identity | {"format": None}
+            what = next(text for key, text in DIFFERENCES.items() if found[key] != self.identity[key])
+            raise ConfigError(f"{storage.uri} holds predictions {what}; choose another --output, or empty it")
         if started != self.identity:
             storage.delete(SHARDS)
             storage.write(CLAIM, json.dumps(self.identity).encode())
         return False
-
-    def _refused(self, found: dict[str, Any]) -> ConfigError:
-        differing = (text for key, text in DIFFERENCES.items() if found.get(key) != self.identity[key])
-        where = self._storage.uri
-        return ConfigError(
-            f"{where} holds predictions {next(differing)}; choose another --output, or empty it"
-        )
 
     def _is_stored(self, shard: int) -> bool:
         """Whether a whole shard is there; a damaged one is made again."""
@@ -242,16 +202,16 @@ class PredictionWriter:
         return len(table) == len(self._rows_of(shard)) and table.schema.equals(self._schema)
 
     def _read(self, shard: int) -> pa.Table:
-        with _reading(self._storage, _shard_name(shard)) as file:
+        with _reading(self._storage, SHARD.format(shard)) as file:
             return file.read()
 
     def _complete(self, table: pa.Table) -> pa.Table:
         """Results of the rows of a shard -> rows of the final table."""
         rows = table["row"].to_pylist()
         images = self.rows.images.source if isinstance(self.rows.images, Decoded) else self.rows.images
-        has_paths = not isinstance(images, np.ndarray)  # no need to read pixels to find out
-        uris = [_uri(images[row]) if has_paths else None for row in rows]
-        index = table["class_index"].combine_chunks()
+        found = [None if isinstance(images, np.ndarray) else images[row] for row in rows]
+        uris = [shown(full_path(image)) if isinstance(image, str) else None for image in found]
+        index = table["class_index"]
         columns = {
             **{name: table[name] for name in table.column_names},
             "id": pa.array([self.rows.ids[row] for row in rows], pa.string()),
@@ -264,7 +224,6 @@ class PredictionWriter:
         return pa.table({name: columns[name] for name in self._schema.names}, schema=self._schema)
 
 
-# ------------------------------------------------------------------------------------------------- the file
 def read_identity(storage: Storage) -> dict[str, Any] | None:
     """What ``predictions.parquet`` was made from; None where there is none, or it is not one of ours."""
     if not storage.exists(FILE):
@@ -274,34 +233,24 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
 
 
 def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
-    """Put the names of ``classes`` into ``predictions.parquet``; nothing else changes.
-
-    Returns:
-        Whether that was enough: False where there is no table, or other classes were merged or dropped when
-        it was made.
+    """Put the names of ``classes`` into ``predictions.parquet``; nothing else changes. False: that is not
+    enough, as there is no table, or other classes were merged or dropped when it was made.
     """
     found = read_identity(storage)
     if found is None or found["routes"] != routes_hash(classes):
         return False
     names = pa.array([c.name for c in classes], pa.string())
     with _reading(storage) as file:
-        schema = _described(file.schema_arrow, found | {"names": names_hash(classes)})
-        column = schema.get_field_index("class_name")
+        column = file.schema_arrow.get_field_index("class_name")
         groups = (file.read_row_group(group) for group in range(file.num_row_groups))
-        renamed = (
-            group.set_column(column, schema.field(column), names.take(group["class_index"].combine_chunks()))
-            for group in groups
-        )
-        _write(storage, schema, renamed)
+        renamed = (g.set_column(column, "class_name", names.take(g["class_index"])) for g in groups)
+        _write(storage, file.schema_arrow, found | {"names": names_hash(classes)}, renamed)
     return True
 
 
-def _described(schema: pa.Schema, identity: dict[str, Any]) -> pa.Schema:
-    return schema.with_metadata({**(schema.metadata or {}), METADATA: json.dumps(identity).encode()})
-
-
-def _write(storage: Storage, schema: pa.Schema, tables: Iterator[pa.Table]) -> None:
+def _write(storage: Storage, schema: pa.Schema, identity: dict[str, Any], tables: Iterator[pa.Table]) -> None:
     """Write ``predictions.parquet`` piece by piece; it appears whole."""
+    schema = schema.with_metadata({**(schema.metadata or {}), METADATA: json.dumps(identity).encode()})
     with storage.create(FILE) as stream, pq.ParquetWriter(stream, schema, compression="zstd") as writer:
         for table in tables:
             writer.write_table(table.cast(schema))
@@ -320,12 +269,3 @@ def _identity(data: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) and found.keys() == DIFFERENCES.keys() else None
-
-
-def _shard_name(shard: int) -> str:
-    return f"{SHARDS}/{shard:06d}.parquet"
-
-
-def _uri(image: Any) -> str | None:
-    """Local paths absolute, and as valid text; None for bytes and pixels."""
-    return shown(full_path(image)) if isinstance(image, str) else None
