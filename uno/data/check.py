@@ -3,14 +3,14 @@
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from uno.config import Config
 from uno.data.decode import MAX_BYTES, BadImage, read_header
 from uno.data.files import is_uri, read_bytes
-from uno.data.plan import Plan, make_plan, make_pretrain_plan
+from uno.data.plan import make_plan, make_pretrain_plan
 from uno.data.rows import Files, Image, base, content_of
 from uno.data.splits import Task
 from uno.errors import ConfigError
@@ -23,26 +23,26 @@ NUM_HEADERS = 64
 
 
 class Problem(NamedTuple):
-    """``error``: the run cannot succeed. ``warning``: it runs, but look at this."""
+    """``level`` "error": the run cannot succeed. "warning": it runs, but look at this."""
 
-    level: Literal["error", "warning"]
+    level: str
     message: str
 
 
 def check(task: Task, config: Config) -> list[Problem]:
     """Everything suspicious about ``task``, errors first; reads at most 2 GiB of images and decodes none."""
     headers, bad = _headers(task)
-    sample = len(headers) + len(bad)
-    unreadable = [f"{len(bad)} of a sample of {sample} images are unreadable, e.g. {bad[0]}"] if bad else []
-    errors = [*_errors(task, config), *(() if headers else unreadable)]
-    warnings = [*_warnings(task, config), *(unreadable if headers else ()), *_duplicates(task)]
-    return [Problem("error", text) for text in errors] + [Problem("warning", text) for text in warnings]
+    problems = [*_of_classes(task), *_of_batches(task, config)]
+    if bad:
+        text = f"{len(bad)} of a sample of {len(headers) + len(bad)} images are unreadable, e.g. {bad[0]}"
+        problems.append(Problem("warning" if headers else "error", text))
+    problems += [Problem("warning", text) for text in _duplicates(task)]
+    return sorted(problems, key=lambda problem: problem.level)
 
 
 def format_report(task: Task, problems: list[Problem]) -> str:
     """Plain text: source, image sizes, a table of classes, notes and problems."""
-    rows, counts = task.rows, _counts(task).tolist()
-    headers, _ = _headers(task)
+    rows, headers = task.rows, _headers(task)[0]
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
@@ -53,22 +53,19 @@ def format_report(task: Task, problems: list[Problem]) -> str:
         kinds = Counter(kind for kind, *_ in headers).most_common()
         formats = ", ".join(f"{number} {name}" for name, number in kinds)
         sides = sorted((width * height, f"{width} x {height}") for _, width, height in headers)
-        lines.append(
-            f"images       {sides[0][1]} to {sides[-1][1]} pixels ({formats}; sample of {len(headers)})"
-        )
+        sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
+        lines.append(f"images       {sizes} ({formats}; sample of {len(headers)})")
     names = [_printable(name) for name in task.known + task.novel] + ["(no truth)"]
     kinds_of = ["known"] * len(task.known) + ["novel"] * len(task.novel) + [""]
     width = min(max(map(len, names)), 40)
     lines += ["", f"{'class':<{width}}  kind   {'labeled':>8} {'unlabeled':>10} {'test':>8}"]
-    for name, kind, (labeled, unlabeled, test) in zip(names, kinds_of, counts, strict=True):
+    for name, kind, (labeled, unlabeled, test) in zip(names, kinds_of, _counts(task).tolist(), strict=True):
         if kind or labeled or unlabeled or test:
             lines.append(f"{name[:width]:<{width}}  {kind:<5}  {labeled:>8} {unlabeled:>10} {test:>8}")
-    lines.append("")
-    lines += [f"note: {note}" for note in task.notes]
+    lines += ["", *(f"note: {note}" for note in task.notes)]
     lines += [f"{level}: {message}" for level, message in problems]
     errors = sum(problem.level == "error" for problem in problems)
-    lines.append(f"{errors} errors, {len(problems) - errors} warnings")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{errors} errors, {len(problems) - errors} warnings"])
 
 
 def _counts(task: Task) -> np.ndarray:
@@ -79,79 +76,56 @@ def _counts(task: Task) -> np.ndarray:
     return counts
 
 
-def _classes_with(task: Task, num_rows: int) -> Iterator[tuple[str, str]]:
-    """(known or novel, '3 known classes' and their names) with that many training rows."""
-    train = _counts(task)[:-1, :2].sum(axis=1).tolist()
-    for kind, names, counts in (
-        ("known", task.known, train[: len(task.known)]),
-        ("novel", task.novel, train[len(task.known) :]),
-    ):
-        found = [_printable(name) for name, count in zip(names, counts, strict=True) if count == num_rows]
-        what = "no training image" if num_rows == 0 else "a single training image"
-        if found:
-            listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-            yield kind, f"{len(found)} {kind} classes have {what}: {listed}"
-
-
-def _sizes(task: Task) -> tuple[int, int]:
-    """Labeled and unlabeled training rows."""
-    return int((task.is_train & (task.labels >= 0)).sum()), int((task.is_train & (task.labels < 0)).sum())
-
-
-def _plan(task: Task, config: Config) -> Plan | str:
-    """The plan of discovery, or why there is none."""
-    labeled, unlabeled = _sizes(task)
-    size, workers = config.train.batch_size, max(1, config.compute.workers)
-    try:
-        make_pretrain_plan(config.seed, size, labeled, workers)
-        return make_plan(config.seed, config.data.composition, size, labeled, unlabeled, workers)
-    except ConfigError as error:
-        return str(error)
-
-
-def _errors(task: Task, config: Config) -> Iterator[str]:
-    yield from (text for kind, text in _classes_with(task, 0) if kind == "known")
-    _, unlabeled = _sizes(task)
-    if unlabeled < task.num_novel:
-        yield f"{unlabeled} unlabeled rows are fewer than the {task.num_novel} classes to discover"
-    plan = _plan(task, config)
-    if isinstance(plan, str):
-        yield plan
-
-
-def _warnings(task: Task, config: Config) -> Iterator[str]:
+def _of_classes(task: Task) -> Iterator[Problem]:
     seen: dict[str, str] = {}
     for name in task.known + task.novel:
         other = seen.setdefault(" ".join(name.casefold().split()), name)
         if other != name:
-            yield f"classes {other!r} and {name!r} differ only in case or spaces"
+            yield Problem("warning", f"classes {other!r} and {name!r} differ only in case or spaces")
     if task.num_known == 1:
-        yield f"only one known class, {task.known[0]!r}: pretraining has nothing to tell apart"
+        text = f"only one known class, {task.known[0]!r}: pretraining has nothing to tell apart"
+        yield Problem("warning", text)
     if task.num_novel == 1:
-        yield "num_novel is 1: every unlabeled row will fall into the one novel class"
+        yield Problem("warning", "num_novel is 1: every unlabeled row will fall into the one novel class")
     if task.num_novel < len(task.novel):
         hidden = f"the {len(task.novel)} hidden classes"
-        yield f"num_novel {task.num_novel} is below {hidden}: some share a cluster"
-    yield from (text for kind, text in _classes_with(task, 0) if kind == "novel")
-    yield from (text for _, text in _classes_with(task, 1))
-    labeled, unlabeled = _sizes(task)
-    factor, size = max(1, config.model.overcluster_factor), config.train.batch_size
-    if task.num_novel <= unlabeled < task.num_novel * factor:
-        yield (
-            f"{unlabeled} unlabeled rows are fewer than the {task.num_novel * factor} clusters of an "
-            f"overclustering head; lower --model.overcluster-factor (now {factor})"
-        )
-    plan = _plan(task, config)
-    if isinstance(plan, str):
+        yield Problem("warning", f"num_novel {task.num_novel} is below {hidden}: some share a cluster")
+    in_training = _counts(task)[:-1, :2].sum(axis=1).tolist()
+    classes = list(zip(map(_printable, task.known + task.novel), in_training, strict=True))
+    for kind, members in (("known", classes[: task.num_known]), ("novel", classes[task.num_known :])):
+        for num, what in enumerate(("no training image", "a single training image")):
+            found = [name for name, count in members if count == num]
+            if found:
+                listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+                level = "error" if kind == "known" and num == 0 else "warning"
+                yield Problem(level, f"{len(found)} {kind} classes have {what}: {listed}")
+
+
+def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
+    labeled, unlabeled = (int((task.is_train & ((task.labels >= 0) == kind)).sum()) for kind in (True, False))
+    num_novel, size, workers = task.num_novel, config.train.batch_size, max(1, config.compute.workers)
+    factor = max(1, config.model.overcluster_factor)
+    if unlabeled < num_novel:
+        text = f"{unlabeled} unlabeled rows are fewer than the {num_novel} classes to discover"
+        yield Problem("error", text)
+    elif unlabeled < num_novel * factor:
+        text = f"{unlabeled} unlabeled rows are fewer than the {num_novel * factor} clusters of an "
+        text += f"overclustering head; lower --model.overcluster-factor (now {factor})"
+        yield Problem("warning", text)
+    try:
+        make_pretrain_plan(config.seed, size, labeled, workers)
+        plan = make_plan(config.seed, config.data.composition, size, labeled, unlabeled, workers)
+    except ConfigError as error:
+        yield Problem("error", str(error))
         return
     if labeled < size:
-        yield f"{labeled} labeled rows are fewer than batch_size {size}: pretraining takes them all"
-    if plan.unlabeled_size / task.num_novel < MIN_ROWS_PER_CLUSTER:
-        yield (
-            f"a batch has {plan.unlabeled_size} unlabeled rows for {task.num_novel} classes, "
-            f"{plan.unlabeled_size / task.num_novel:.1f} each; pseudo-labels need {MIN_ROWS_PER_CLUSTER} or "
-            "more: raise batch_size"
-        )
+        text = f"{labeled} labeled rows are fewer than batch_size {size}: pretraining takes them all"
+        yield Problem("warning", text)
+    each = plan.unlabeled_size / num_novel
+    if each < MIN_ROWS_PER_CLUSTER:
+        text = f"a batch has {plan.unlabeled_size} unlabeled rows for {num_novel} classes, {each:.1f} each; "
+        text += f"pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size"
+        yield Problem("warning", text)
 
 
 def _headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
@@ -179,8 +153,7 @@ def _duplicates(task: Task) -> Iterator[str]:
         if len(labels - {-1}) > 1:
             found["images have two different known labels"].append(group)
     for text, copies in found.items():
-        example = " = ".join(task.rows.ids[i] for i in copies[0][:3])
-        yield f"{len(copies)} {text}, e.g. {example}"
+        yield f"{len(copies)} {text}, e.g. {' = '.join(task.rows.ids[i] for i in copies[0][:3])}"
     if not complete:
         yield f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of images"
 
@@ -206,10 +179,10 @@ def _copies(task: Task) -> tuple[list[list[int]], bool]:
 
 
 def _content(image: Image) -> bytes:
-    if not isinstance(image, str):
-        return content_of(image)
     try:
-        return b"" if is_uri(image) else read_bytes(image, MAX_BYTES)
+        if isinstance(image, str):
+            return b"" if is_uri(image) else read_bytes(image, MAX_BYTES)
+        return content_of(image)
     except OSError:
         return b""  # decoding reports it
 

@@ -1,6 +1,5 @@
 """CIFAR10 and CIFAR100 in torchvision's directory layout, unpickling nothing but lists and bytes."""
 
-import codecs
 import pickle
 from collections.abc import Callable
 from io import BytesIO
@@ -92,20 +91,13 @@ def _download(layout: Layout, path: str) -> None:
 def _batch(layout: Layout, path: str) -> tuple[np.ndarray, list[int]]:
     """Pixels uint8 (N,32,32,3) and class ids of one file."""
     content = _load(path)
-    array = _field(content, "data", _Array, path)
+    pixels = _field(content, "data", _Array, path).pixels
     labels = _field(content, layout.label_key, list, path)
-    num = len(labels)
     if any(type(n) is not int or not 0 <= n < layout.num_classes for n in labels):
         raise ConfigError(f"{path}: {layout.label_key} must be numbers from 0 to {layout.num_classes - 1}")
-    if array.type_code not in ("u1", "uint8", "|u1", "B") or tuple(array.shape) != (num, PIXELS):
-        raise ConfigError(
-            f"{path}: data must be uint8 ({num}, {PIXELS}), not {array.type_code} {array.shape}"
-        )
-    if not isinstance(array.content, bytes) or len(array.content) != num * PIXELS:
-        raise ConfigError(f"{path}: {num} rows need {num * PIXELS} bytes of pixels, the file is damaged")
-    flat = np.frombuffer(array.content, np.uint8)
-    matrix = flat.reshape(PIXELS, num).T if array.fortran else flat.reshape(num, PIXELS)
-    return np.ascontiguousarray(matrix.reshape(num, 3, 32, 32).transpose(0, 2, 3, 1)), labels
+    if pixels.shape != (len(labels), PIXELS):
+        raise ConfigError(f"{path}: data must be uint8 ({len(labels)}, {PIXELS}), not {pixels.shape}")
+    return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels
 
 
 def _field(content: Any, key: str, kind: type, path: str) -> Any:
@@ -131,20 +123,20 @@ def _load(path: str) -> Any:
 
 
 class _Array:
-    """Stands in for a numpy array: records shape, type and bytes; numpy's own unpickling never runs."""
+    """Stands in for a numpy array of bytes; numpy's own unpickling never runs."""
 
-    shape: Any = ()
-    type_code: Any = None
-    fortran: Any = False
-    content: Any = None
+    pixels = np.empty(0, np.uint8)
 
     def __init__(self, *_: Any) -> None:
         pass
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, self.shape, dtype, self.fortran, content = state
-        self.type_code = getattr(dtype, "code", None)
-        self.content = content.encode("latin1") if isinstance(content, str) else content
+        _, shape, dtype, fortran, content = state
+        code = getattr(dtype, "code", None)
+        if code not in ("u1", "uint8", "|u1", "B"):
+            raise ConfigError(f"data must be uint8, not {code}")
+        raw = content.encode("latin1") if isinstance(content, str) else content
+        self.pixels = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
 
 
 class _Type:
@@ -159,14 +151,14 @@ class _Type:
 
 def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any) -> _Array:
     array = _Array()
-    array.__setstate__((1, shape, dtype, order == "F", bytes(content)))
+    array.__setstate__((1, shape, dtype, order == "F", content))
     return array
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise ConfigError(f"pickled text in encoding {encoding!r} is refused")
-    return codecs.latin_1_encode(text)[0]
+    return text.encode("latin1")
 
 
 def _no_array(*_: Any) -> None:

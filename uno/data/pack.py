@@ -1,9 +1,8 @@
 """Parquet shards that stream well: a million small files is slow everywhere.
 
 Rows are shuffled, the same way every time; labeled and unlabeled rows never share a row group, so neither
-is read for the other's sake. Every page has a checksum. Encoded images keep their bytes, pixels become PNG.
-A shard appears whole or not at all, and the same command goes on after a kill; until ``pack.json`` says that
-all are there, readers refuse the directory.
+is read for the other's sake. Encoded images keep their bytes, pixels become PNG. A killed pack goes on when
+the command is repeated; until ``pack.json`` says that all shards are there, readers refuse the directory.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from uno.data.decode import BAD_SAMPLES, MAX_BYTES, BadImage, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
 from uno.data.plan import by_windows
 from uno.data.rows import Files, Image, Rows, base, fetch
-from uno.data.tables import PACKED, PACKING, ParquetImages
+from uno.data.tables import PACKED, PACKING, ParquetImages, metadata_of
 from uno.errors import ConfigError, one_line
 
 GROUP_BYTES = 8 * 2**20
@@ -49,19 +48,10 @@ def pack(
     threads: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Packed:
-    """Write ``rows`` to ``output``; every image is decoded once, unreadable ones are listed, not written.
+    """Write ``rows`` to ``output``, which is empty or begun by the same call, in shards of about
+    ``shard_bytes``. Every image is decoded once by ``threads``; unreadable ones are listed, not written.
 
-    Args:
-        rows: N rows.
-        labeled: bool (N,), rows that training will see as labeled.
-        output: an empty place, or one that the same call has begun to fill.
-        shard_bytes: of images in a shard, about.
-        threads: that read and decode.
-        on_progress: called with (rows done, N) after every shard.
-
-    Raises:
-        ConfigError: ``output`` holds something else.
-        StorageError: it cannot be written.
+    ``labeled`` bool (N,): what training will see as labeled. ``on_progress`` gets (rows done, N).
     """
     shards = _shards(rows, labeled, shard_bytes)
     digest = hashlib.sha256()  # of the rows of every row group: other options put other rows there
@@ -72,8 +62,7 @@ def pack(
         "groups_sha256": digest.hexdigest(),
     }  # fmt: skip
     _claim(output, plan)
-    bad: list[dict[str, str]] = []
-    done = 0
+    bad, done = [], 0  # type: list[dict[str, str]], int
     with ThreadPoolExecutor(threads) as pool:
         for name, groups in shards.items():
             found = _bad_of(output, name)
@@ -110,29 +99,28 @@ def _bad_of(output: Storage, name: str) -> list[dict[str, str]] | None:
     if not output.exists(name):
         return None
     try:
-        metadata = pa.parquet.read_schema(io.BytesIO(output.read(name))).metadata
-        return list(json.loads(metadata[PACKED.encode()])["bad"])
-    except (pa.ArrowException, KeyError, ValueError, TypeError):
+        schema = pa.parquet.read_schema(io.BytesIO(output.read(name)))
+    except pa.ArrowException:
         return None
+    found: list[dict[str, str]] | None = metadata_of(schema, PACKED, "bad")
+    return found
 
 
-# ------------------------------------------------------------------------------------------- what goes where
 def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list[np.ndarray]]:
     """File name -> its row groups, each int64 row numbers."""
     sizes = _sizes(rows)
     shards: dict[str, list[np.ndarray]] = {}
     for split in ("train", "test"):
-        files: list[list[np.ndarray]] = [[]]
-        filled = 0
+        files: list[list[np.ndarray]] = []
+        filled = shard_bytes
         for kind in (True, False):
             members = np.flatnonzero((rows.split == split) & (labeled == kind))
             for group in _groups(_order(rows, members, sizes, shard_bytes), sizes):
-                files[-1].append(group)
-                filled += int(sizes[group].sum())
                 if filled >= shard_bytes:
                     files.append([])
                     filled = 0
-        files = [groups for groups in files if groups]
+                files[-1].append(group)
+                filled += int(sizes[group].sum())
         shards |= {f"{split}-{i:05d}-of-{len(files):05d}.parquet": groups for i, groups in enumerate(files)}
     return shards
 
@@ -146,18 +134,16 @@ def _sizes(rows: Rows) -> np.ndarray:
     if isinstance(images, Files):
         return np.maximum(images.sizes[index], 0)
     found = (images[i] for i in index.tolist())
-    return np.array([image.nbytes if isinstance(image, np.ndarray) else len(image) for image in found])
+    return np.array([getattr(image, "nbytes", len(image)) for image in found])
 
 
 def _order(rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int) -> np.ndarray:
     """``members`` shuffled; those of a Parquet source window by window, or every row group would be read for
     every shard.
     """
-    if not len(members):
-        return members
     images, index = base(rows.images, members)
-    groups, window = np.zeros(len(members), np.int64), len(members)
-    if isinstance(images, ParquetImages):
+    groups, window = np.zeros(len(members), np.int64), 1
+    if len(members) and isinstance(images, ParquetImages):
         groups = images.groups(index)
         window = max(1, int(WINDOW_SHARDS * shard_bytes / max(1.0, sizes[members].mean())))
     return members[by_windows(groups, window, np.random.default_rng([0, 0, 0, 0]))]
@@ -174,7 +160,6 @@ def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
         yield order[start:]
 
 
-# --------------------------------------------------------------------------------------------------- a shard
 def _shard(
     rows: Rows, groups: list[np.ndarray], pool: ThreadPoolExecutor
 ) -> tuple[bytes, list[dict[str, str]]]:
@@ -197,14 +182,14 @@ def _shard(
         for group in groups:
             kept = [row for row in group.tolist() if row not in reasons]
             labels = [rows.labels[row] for row in kept]
-            columns: dict[str, Any] = {
-                "id": [rows.ids[row] for row in kept],
-                "image": [encoded[row] for row in kept],
-                "label": [number.get(label) for label in labels] if number else labels,
-                "split": rows.split[kept].tolist(),
-            }
+            columns: list[Any] = [
+                [rows.ids[row] for row in kept],
+                [encoded[row] for row in kept],
+                [number.get(label) for label in labels] if number else labels,
+                rows.split[kept].tolist(),
+            ]
             if rows.eval_labels is not None:
-                columns["eval_label"] = [rows.eval_labels[row] for row in kept]
+                columns.append([rows.eval_labels[row] for row in kept])
             if kept:
                 writer.write_table(pa.table(columns, schema=schema))
     return sink.getvalue(), bad
