@@ -68,10 +68,8 @@ def _find(layout: Layout, path: str, download: bool) -> str:
     if filesystem.kind(root) == "missing" and download:
         _download(layout, path)
     if filesystem.kind(root) == "missing":
-        raise ConfigError(
-            f"{layout.prefix}:{path}: no folder {layout.folder} there; unpack the archive, or allow the "
-            "download with --data.download"
-        )
+        fix = "unpack the archive, or allow the download with --data.download"
+        raise ConfigError(f"{layout.prefix}:{path}: no folder {layout.folder} there; {fix}")
     return root
 
 

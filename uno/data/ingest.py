@@ -20,16 +20,9 @@ def choose(
 ) -> tuple[Ingest, str]:
     """The way in for ``num_rows`` images, and a sentence that says why.
 
-    Args:
-        config: ``data.ingest``, the stored side and the number of workers.
-        num_rows: rows of the task.
-        host_bytes: free memory of this node. Every worker is taken to be here, and each keeps a copy, as
-            does Ray's object store.
-        device_bytes: free memory of a GPU, None on the CPU.
-        method_needs_images: whether the method reads images other than in training batches.
-
-    Raises:
-        ConfigError: streaming was asked for with what only works on images in memory.
+    ``host_bytes``: free memory of this node, where every worker is taken to be and keeps a copy, as Ray
+    does. ``device_bytes``: of a GPU, None on the CPU. ``method_needs_images``: it reads them other
+    than in training batches, and streaming is refused.
     """
     needed = num_rows * 3 * config.data.store_size**2
     copies = config.compute.workers + 1 if config.compute.workers else 1

@@ -85,9 +85,8 @@ def _claim(output: Storage, plan: dict[str, Any]) -> None:
         except ValueError:
             found = {}
         if {name: found.get(name) for name in plan} != plan:
-            raise ConfigError(
-                f"{output.uri} holds another pack (other data or options); choose another --output"
-            )
+            what = "another pack (other data or options)"
+            raise ConfigError(f"{output.uri} holds {what}; choose another --output")
     elif output.list():
         raise ConfigError(f"{output.uri} is not empty; choose another --output")
     else:

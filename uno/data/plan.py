@@ -34,10 +34,45 @@ class Plan:
 def make_plan(
     seed: int, composition: str, batch_size: int, num_labeled: int, num_unlabeled: int, num_workers: int = 1
 ) -> Plan:
-    """The plan of the discovery phase. ``batch_size`` is global, in images. Raises as :func:`batch_sizes`."""
-    sizes = batch_sizes(composition, batch_size, num_labeled, num_unlabeled, num_workers)
-    steps = steps_per_epoch(composition, *sizes, num_labeled, num_unlabeled)
-    return Plan(seed, num_labeled, num_unlabeled, *sizes, steps)
+    """The plan of the discovery phase. ``batch_size`` is global, in images; the workers do not change what it
+    is made of, B_l + B_u, and must divide both.
+
+    ``proportional``: B_l : B_u nearest to N_l : N_u, at least one each; an epoch has every row at most once.
+    ``paired``: half and half; the longer set once, the shorter cycles. Rows that do not fill a batch are left
+    out of that epoch. Any other size is a ConfigError with the nearest ones that work.
+    """
+    if num_labeled < 1 or num_unlabeled < 1:
+        found = f"{num_labeled} labeled, {num_unlabeled} unlabeled rows"
+        raise ConfigError(f"discovery needs both kinds: {found}")
+    sizes_of = partial(_sizes, composition, num_labeled, num_unlabeled, max(1, num_workers))
+    sizes = sizes_of(batch_size)
+    if not isinstance(sizes, str):
+        return Plan(seed, num_labeled, num_unlabeled, *sizes)
+    most = min(2 * (num_labeled + num_unlabeled), batch_size + 100_000)
+    sides = range(min(batch_size - 1, most), 1, -1), range(batch_size + 1, most + 1)
+    nearest = [next((str(b) for b in side if not isinstance(sizes_of(b), str)), "") for side in sides]
+    valid = " or ".join(filter(None, nearest))
+    fix = f"nearest batch_size that works: {valid}" if valid else "use fewer workers"
+    raise ConfigError(f"batch_size {batch_size}: {sizes}; {fix}")
+
+
+def _sizes(
+    composition: str, num_labeled: int, num_unlabeled: int, workers: int, batch_size: int
+) -> tuple[int, int, int] | str:
+    """B_l, B_u and the steps of an epoch, or why this batch size does not work."""
+    if composition == "paired" and batch_size % 2:
+        return "paired batches need an even size"
+    parts = (1, 1) if composition == "paired" else (num_labeled, num_unlabeled)
+    labeled = min(max(round(batch_size * parts[0] / sum(parts)), 1), batch_size - 1)
+    unlabeled = batch_size - labeled
+    longest = max if composition == "paired" else min
+    steps = longest(num_labeled // labeled, num_unlabeled // unlabeled) if labeled else 0
+    if steps < 1:
+        rows = f"{num_labeled} labeled and {num_unlabeled} unlabeled rows"
+        return f"an epoch of {rows} does not fill one batch of {labeled} + {unlabeled}"
+    if labeled % workers or unlabeled % workers:
+        return f"{labeled} labeled + {unlabeled} unlabeled rows do not divide by {workers} workers"
+    return labeled, unlabeled, steps
 
 
 def make_pretrain_plan(
@@ -53,63 +88,6 @@ def make_pretrain_plan(
     if size == 0:
         raise ConfigError(f"{num_labeled} labeled rows are too few for {workers} workers")
     return Plan(seed, num_labeled, 0, size, 0, num_labeled // size, stream)
-
-
-def batch_sizes(
-    composition: str, batch_size: int, num_labeled: int, num_unlabeled: int, num_workers: int = 1
-) -> tuple[int, int]:
-    """(B_l, B_u) of the global batch, fixed for the run: the workers do not change them and must divide both.
-
-    ``proportional``: B_l : B_u nearest to N_l : N_u, at least one each. ``paired``: half and half.
-
-    Raises:
-        ConfigError: an empty set, an odd paired batch, a batch larger than an epoch, or sizes that do not
-            divide by the workers (with the nearest batch sizes that work).
-    """
-    if num_labeled < 1 or num_unlabeled < 1:
-        raise ConfigError(
-            f"discovery needs both kinds: {num_labeled} labeled, {num_unlabeled} unlabeled rows"
-        )
-    sizes_of = partial(_sizes, composition, num_labeled, num_unlabeled, max(1, num_workers))
-    sizes = sizes_of(batch_size)
-    if not isinstance(sizes, str):
-        return sizes
-    most = min(2 * (num_labeled + num_unlabeled), batch_size + 100_000)
-    sides = range(min(batch_size - 1, most), 1, -1), range(batch_size + 1, most + 1)
-    nearest = [next((str(b) for b in side if not isinstance(sizes_of(b), str)), "") for side in sides]
-    valid = " or ".join(filter(None, nearest))
-    fix = f"nearest batch_size that works: {valid}" if valid else "use fewer workers"
-    raise ConfigError(f"batch_size {batch_size}: {sizes}; {fix}")
-
-
-def _sizes(
-    composition: str, num_labeled: int, num_unlabeled: int, workers: int, batch_size: int
-) -> tuple[int, int] | str:
-    """(B_l, B_u), or why this batch size does not work."""
-    if composition == "paired" and batch_size % 2:
-        return "paired batches need an even size"
-    parts = (1, 1) if composition == "paired" else (num_labeled, num_unlabeled)
-    labeled = min(max(round(batch_size * parts[0] / sum(parts)), 1), batch_size - 1)
-    sizes = (labeled, batch_size - labeled)
-    if min(sizes) < 1 or steps_per_epoch(composition, *sizes, num_labeled, num_unlabeled) < 1:
-        return (
-            f"an epoch of {num_labeled} labeled and {num_unlabeled} unlabeled rows does not fill one batch "
-            f"of {sizes[0]} + {sizes[1]}"
-        )
-    if any(size % workers for size in sizes):
-        return f"{sizes[0]} labeled + {sizes[1]} unlabeled rows do not divide by {workers} workers"
-    return sizes
-
-
-def steps_per_epoch(
-    composition: str, labeled_size: int, unlabeled_size: int, num_labeled: int, num_unlabeled: int
-) -> int:
-    """Full batches of an epoch; the rows that do not fill a batch are left out of that epoch.
-
-    ``proportional``: every row at most once. ``paired``: the longer set once, the shorter cycles.
-    """
-    steps = (num_labeled // labeled_size, num_unlabeled // unlabeled_size)
-    return max(steps) if composition == "paired" else min(steps)
 
 
 def epoch_indices(

@@ -142,9 +142,8 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     known, others = read_folder(labeled), read_images(unlabeled)
     loose = [name for name, label in zip(known.ids, known.labels, strict=True) if label is None]
     if loose:
-        raise ConfigError(
-            f"--labeled {labeled}: {len(loose)} images are in no class subfolder, e.g. {loose[0]}"
-        )
+        found = f"{len(loose)} images are in no class subfolder, e.g. {loose[0]}"
+        raise ConfigError(f"--labeled {labeled}: {found}")
     files = [rows.images for rows in (known, others) if isinstance(rows.images, Files)]
     images = Files(pa.concat_arrays([f.column for f in files]), np.concatenate([f.sizes for f in files]))
     return Rows(
@@ -168,10 +167,8 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
     rows = _labeled(root, f"imagenet:{root}", splits)
     for name, label in zip(rows.ids, rows.labels, strict=True):
         if label is None or not is_wnid(label):
-            raise ConfigError(
-                f"imagenet:{root}: image {name} is not in a wnid subfolder such as n01440764; "
-                f"sort it into one, or use folder:{root}"
-            )
+            what = f"image {name} is not in a wnid subfolder such as n01440764"
+            raise ConfigError(f"imagenet:{root}: {what}; sort it into one, or use folder:{root}")
     return _imagenet_split(rows, split) if use_split else rows
 
 
@@ -192,10 +189,8 @@ def _imagenet_split(rows: Rows, split: str) -> Rows:
     known = sorted(present - held_out)
     if not known or not present & novel:
         missing = f"novel wnid of split {split}" if known else "known wnid"
-        raise ConfigError(
-            f"{rows.source}: none of its {len(present)} classes is a {missing}; choose another "
-            "--data.imagenet-split, or name known classes with --known-classes first:N"
-        )
+        fix = "another --data.imagenet-split, or name known classes with --known-classes first:N"
+        raise ConfigError(f"{rows.source}: none of its {len(present)} classes is a {missing}; choose {fix}")
     left_out = present & held_out - novel
     kept = np.flatnonzero([label not in left_out for label in rows.labels])
     note = f"{len(left_out)} held-out classes that are not in split {split} are left out"

@@ -31,7 +31,6 @@ class Task:
     ``known`` and ``novel`` are class names in index order (``novel``: the hidden ones, [] without truth).
     ``labels`` int64 (N,): known class or -1 = unlabeled, all that training may see.
     ``eval_labels`` int64 (N,): index in known + novel or -1 = no truth, only evaluation reads it.
-    ``is_train`` bool (N,). ``notes``: lines for the user.
     """
 
     rows: Rows
@@ -75,10 +74,8 @@ def truth_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, tuple[Tens
 
 
 def make_task(rows: Rows, config: DataConfig) -> Task:
-    """Apply ``known_classes``, ``num_novel`` and ``limit``.
-
-    Raises:
-        ConfigError: no known class, no class to discover, an unknown class, or a limit below the class count.
+    """Apply ``known_classes``, ``num_novel`` and ``limit``; ConfigError where no class is known, none is to
+    discover, one is unknown, or the limit is below the class count.
     """
     if config.num_novel == "auto":
         raise ConfigError("num_novel auto must be estimated first: uno estimate-classes")
@@ -89,10 +86,8 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     chosen, num_novel = _known_classes(rows, config, classes), config.num_novel
     if chosen is not None:
         if len(chosen) == len(classes) and None not in rows.labels:
-            raise ConfigError(
-                f"all {len(classes)} classes of {source} are known: none is left to discover; "
-                "name fewer with --known-classes"
-            )
+            what = f"all {len(classes)} classes of {source} are known: none is left to discover"
+            raise ConfigError(f"{what}; name fewer with --known-classes")
         novel = [name for name in classes if name not in chosen]
         num_novel = num_novel or len(novel) or None
     else:
@@ -149,19 +144,13 @@ def _classes_of_labeled_rows(rows: Rows, is_train: np.ndarray) -> set[str]:
     if not present:
         raise ConfigError(f"{rows.source}: no training row has a label; known classes need labeled rows")
     if None not in labels:
-        raise ConfigError(
-            f"{rows.source}: every training row is labeled, so there is nothing to discover; give "
-            "--known-classes first:N to hide the other labels (benchmark), or add rows without a label"
-        )
+        fix = "--known-classes first:N to hide the other labels (benchmark), or add rows without a label"
+        raise ConfigError(f"{rows.source}: every training row is labeled, nothing is to discover; give {fix}")
     return present
 
 
 def parse_known_classes(value: str, classes: list[str]) -> set[str]:
-    """``first:N``, comma-separated names, or a text file of names -> names that are in ``classes``.
-
-    Raises:
-        ConfigError: N out of range, an unreadable file, an unknown name (with the nearest), or one twice.
-    """
+    """``first:N``, comma-separated names, or a text file of names -> names that are all in ``classes``."""
     first = re.fullmatch(r"first:(.*)", value.strip())
     if first:
         if not re.fullmatch(r"[0-9]{1,9}", first[1]) or not 1 <= int(first[1]) <= len(classes):

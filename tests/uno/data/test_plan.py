@@ -5,8 +5,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from uno.data.plan import Order, batch_sizes, by_windows, epoch_indices, make_plan, make_pretrain_plan
+from uno.data.plan import Order, by_windows, epoch_indices, make_plan, make_pretrain_plan
 from uno.errors import ConfigError
+
+
+def batch_sizes(*arguments):
+    plan = make_plan(0, *arguments)
+    return plan.labeled_size, plan.unlabeled_size
+
 
 few = settings(max_examples=80, deadline=None, derandomize=True)
 counts, workers = st.integers(1, 60), st.integers(1, 4)
