@@ -13,13 +13,15 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
-import yaml
-
+from uno.config import parse_yaml
 from uno.data.files import Storage
 from uno.errors import ConfigError
+from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
 
 SETTINGS = "sweep.yaml"
@@ -34,7 +36,7 @@ class PartStorage(Storage):
         self._whole = whole
 
     def check(self) -> None:
-        """Raise StorageError unless the sweep's claim holds."""
+        """As the sweep's."""
         self._whole.check()
 
 
@@ -49,20 +51,23 @@ class Trial:
     reason: str = ""
 
     @property
+    def _last(self) -> dict[str, Any]:
+        return self.epochs[-1] if self.epochs else {"epoch": 0, "score": math.nan}
+
+    @property
     def last_epoch(self) -> int:
         """Epochs trained and scored."""
-        return int(self.epochs[-1]["epoch"]) if self.epochs else 0
+        return int(self._last["epoch"])
 
     @property
     def score(self) -> float:
         """Score after the last epoch; NaN where there is none."""
-        return float(self.epochs[-1]["score"]) if self.epochs else math.nan
+        return float(self._last["score"])
 
     @property
     def spread(self) -> float:
         """Standard deviation of the score over seeds; NaN with one seed."""
-        value = self.epochs[-1].get("spread") if self.epochs else None
-        return math.nan if value is None else float(value)
+        return float(self._last.get("spread", math.nan))
 
     @property
     def standard_error(self) -> float:
@@ -70,7 +75,7 @@ class Trial:
 
         One right and one wrong row are added (Agresti & Coull 1998), or a perfect score would have none.
         """
-        rows = self.epochs[-1].get("rows", 0) if self.epochs else 0
+        rows = self._last.get("rows", 0)
         share = (self.score * rows + 1) / (rows + 2)
         return math.sqrt(share * (1 - share) / rows) if rows else 0.0
 
@@ -80,29 +85,17 @@ def trial_name(index: int) -> str:
     return f"trials/{index:04d}"
 
 
-def read_settings(storage: Storage) -> dict[str, Any]:
-    """``sweep.yaml``.
-
-    Raises:
-        ConfigError: there is none, or it is damaged.
-    """
+def read_settings(storage: Storage) -> Mapping[str, Any]:
+    """``sweep.yaml``; ConfigError where there is none, or it is damaged."""
     if not storage.exists(SETTINGS):
         raise ConfigError(f"{storage.uri} is not the directory of a sweep: it has no {SETTINGS}")
-    try:
-        tree = yaml.safe_load(storage.read(SETTINGS))
-    except (yaml.YAMLError, ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{storage.path(SETTINGS)} is damaged")
-    return tree
+    return parse_yaml(storage.read(SETTINGS), storage.path(SETTINGS))
 
 
 def read_json(storage: Storage, name: str) -> dict[str, Any]:
     """A JSON mapping, {} where there is none or a kill left a damaged one."""
-    if not storage.exists(name):
-        return {}
     try:
-        tree = json.loads(storage.read(name))
+        tree = json.loads(storage.read(name)) if storage.exists(name) else {}
     except ValueError:
         return {}
     return tree if isinstance(tree, dict) else {}
@@ -110,33 +103,18 @@ def read_json(storage: Storage, name: str) -> dict[str, Any]:
 
 def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
     """The epochs a trial has scored, 1, 2, 3, ...; a line cut short by a kill ends them."""
-    name = f"{trial_name(index)}/epochs.jsonl"
-    epochs: list[dict[str, Any]] = []
-    if not storage.exists(name):
-        return []
-    for line in storage.read(name).splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(entry, dict) or entry.get("epoch") != len(epochs) + 1:
-            break
-        epochs.append(entry)
-    return epochs
+    lines = enumerate(read_journal(storage, f"{trial_name(index)}/epochs.jsonl"), start=1)
+    return [line for _, line in takewhile(lambda pair: pair[1].get("epoch") == pair[0], lines)]
 
 
 def read_trials(storage: Storage) -> list[Trial]:
     """All trials whose values have been drawn, by index."""
     trials = []
-    for name in storage.list("trials"):
-        tree = read_json(storage, f"trials/{name}/trial.json")
-        if not name.isdigit() or "overrides" not in tree:
-            continue
-        result = read_json(storage, f"trials/{name}/result.json")
-        epochs = read_epochs(storage, int(name))
-        trials.append(
-            Trial(int(name), tree["overrides"], epochs, result.get("status"), result.get("reason", ""))
-        )
+    for name in filter(str.isdigit, storage.list("trials")):
+        tree, result = (read_json(storage, f"trials/{name}/{file}.json") for file in ("trial", "result"))
+        if "overrides" in tree:
+            ended = result.get("status"), result.get("reason", "")
+            trials.append(Trial(int(name), tree["overrides"], read_epochs(storage, int(name)), *ended))
     return trials
 
 

@@ -6,11 +6,9 @@ score every file is called ``oracle-...`` and every table says so.
 
 import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
@@ -32,8 +30,7 @@ NUMBERS = (
 MAX_CURVES = 200
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """A sweep read back from its directory.
 
     ``ranked`` are its sound trials, best first; ``best`` is the one that ``best.yaml`` takes, if any
@@ -42,7 +39,7 @@ class Summary:
     ``pretrainings`` and ``pretrain_s``, their part of the seconds.
     """
 
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
     space: Space
     trials: list[Trial]
     ranked: list[Trial]
@@ -53,7 +50,7 @@ class Summary:
     @property
     def oracle(self) -> bool:
         """Whether true labels of novel classes were used."""
-        return self.settings["score"] == ORACLE
+        return bool(self.settings["score"] == ORACLE)
 
     @property
     def keeps_given(self) -> bool:
@@ -62,24 +59,18 @@ class Summary:
 
 
 def read(storage: Storage) -> Summary:
-    """Read a sweep's directory.
-
-    Raises:
-        ConfigError: it holds no sweep.
-    """
+    """Read a sweep's directory; ConfigError where it holds none."""
     settings, trials = records.read_settings(storage), records.read_trials(storage)
     space, ranked = spaces.from_tree(settings["space"]), records.ranking(trials)
     pretrained = [
         records.read_json(storage, f"pretrain/{name}/done.json") for name in storage.list("pretrain")
     ]
     lines = [line for trial in trials for line in trial.epochs] + pretrained
-    sound = [trial for trial in trials if trial.status in (FINISHED, STOPPED)]
+    sound = [trial.last_epoch for trial in trials if trial.status in (FINISHED, STOPPED)]
     planned = len(sound) * int(settings["epochs"])
-    cost = {
-        key: sum(line.get(key, 0.0) for line in lines) for key in ("seconds", "cpu_seconds", "gpu_seconds")
-    }
+    cost = {key: sum(e.get(key, 0.0) for e in lines) for key in ("seconds", "cpu_seconds", "gpu_seconds")}
     cost["epochs"] = sum(trial.last_epoch for trial in trials)
-    cost["saved"] = 1 - sum(trial.last_epoch for trial in sound) / planned if planned else 0.0
+    cost["saved"] = 1 - sum(sound) / planned if planned else 0.0
     cost["pretrainings"] = sum(map(bool, pretrained))
     cost["pretrain_s"] = sum(line.get("seconds", 0.0) for line in pretrained)
     best = records.best_trial(trials)
@@ -105,33 +96,31 @@ def importance(space: Space, ranked: Sequence[Trial]) -> list[tuple[str, float]]
     """
     found = []
     for domain in space if len(ranked) >= 4 else ():
-        values = [position(domain, trial.overrides[domain.key]) for trial in ranked]
+        values = [domain.position(trial.overrides[domain.key]) for trial in ranked]
         if len(set(values)) > 1:
             rho = stats.spearmanr(values, range(len(values))).statistic
             found.append((domain.key, abs(float(rho))))
     return sorted(found, key=lambda entry: (-entry[1], entry[0]))
 
 
-# ----------------------------------------------------------------------------------------------------- tables
 def table_bytes(summary: Summary) -> bytes:
     """Parquet, one row for every trial and epoch (one without epoch for a trial that never finished one).
 
     Columns: trial, status, reason, objective, epoch, the score and its parts, and the searched keys.
     """
-    fields = {"trial": pa.int64(), "status": pa.string(), "reason": pa.string(), "objective": pa.string()}
+    fields = {"trial": pa.int64(), **dict.fromkeys(("status", "reason", "objective"), pa.string())}
     fields |= {"epoch": pa.int64(), **dict.fromkeys(NUMBERS, pa.float64())}
     objective = summary.settings["score"]
     rows = [
-        {"trial": trial.index, "status": trial.status or "unfinished", "reason": trial.reason}
-        | {"objective": objective, **{name: line.get(name) for name in ("epoch", *NUMBERS)}}
-        | trial.overrides
-        for trial in summary.trials
-        for line in trial.epochs or [{}]
+        {"trial": t.index, "status": t.status or "unfinished", "reason": t.reason, "objective": objective}
+        | {name: line.get(name) for name in ("epoch", *NUMBERS)}
+        | t.overrides
+        for t in summary.trials
+        for line in t.epochs or [{}]
     ]
+    fields |= {domain.key: None for domain in summary.space}
     columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in fields.items()}
-    columns |= {domain.key: pa.array([row[domain.key] for row in rows]) for domain in summary.space}
-    buffer = io.BytesIO()
-    marks = {"objective": objective, "oracle": str(summary.oracle).lower()}
+    marks, buffer = {"objective": objective, "oracle": str(summary.oracle).lower()}, io.BytesIO()
     pq.write_table(pa.table(columns).replace_schema_metadata(marks), buffer)
     return buffer.getvalue()
 
@@ -140,36 +129,34 @@ def best_yaml(summary: Summary, best: Trial) -> str:
     """What ``uno discover --config`` takes as it is: the given options and the winner's values, all searched
     keys.
     """
-    given = {key: value for key, value in summary.settings["given"].items() if key not in best.overrides}
-    lines = [
+    lines = ["# ORACLE: chosen by the true labels of the novel classes. Not a result; research only."]
+    lines = lines if summary.oracle else []
+    lines.append(
         f"# trial {best.index} of {len(summary.trials)}, score {best.score:.4f} "
         f"({summary.settings['score']}); uno discover --config best.yaml"
-    ]
-    if summary.oracle:
-        lines.insert(
-            0, "# ORACLE: chosen by the true labels of the novel classes. Not a result; research only."
-        )
-    if given:
+    )
+    if given := {k: v for k, v in summary.settings["given"].items() if k not in best.overrides}:
         lines.append(yaml.safe_dump(given, sort_keys=False).rstrip())
     return "\n".join([*lines, "# searched:", yaml.safe_dump(best.overrides, sort_keys=False)])
 
 
 def format_table(summary: Summary, most: int = 10) -> str:
     """The console table: the best trials and the one as given, the others counted, the cost."""
-    ranked, cost = summary.ranked, summary.cost
-    rows = [["trial", "epochs", "score", *(domain.key.rpartition(".")[2] for domain in summary.space)]]
-    for rank, trial in enumerate(ranked):
+    cost, space = summary.cost, summary.space
+    rows = [["trial", "epochs", "score", *(_leaf(domain.key) for domain in space)]]
+    for rank, trial in enumerate(summary.ranked):
         if rank < most or trial.index == 0:
             name = f"{trial.index}{' (as given)' if trial.index == 0 else ''}"
             spread = "" if math.isnan(trial.spread) else f" +- {trial.spread:.4f}"
             epochs = f"{trial.last_epoch}{' stopped' if trial.status == STOPPED else ''}"
-            values = [str(trial.overrides[domain.key]) for domain in summary.space]
+            values = (str(trial.overrides[domain.key]) for domain in space)
             rows.append([name, epochs, f"{trial.score:.4f}{spread}", *values])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = ["ORACLE: scored by the true labels of the novel classes; not a result"] * summary.oracle
+    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     failed = sum(trial.status == FAILED for trial in summary.trials)
     lines.append(
-        f"{len(ranked)} trials, {failed} failed; {cost['epochs']} epochs, stopping saved "
+        f"{len(summary.ranked)} trials, {failed} failed; {cost['epochs']} epochs, stopping saved "
         f"{100 * cost['saved']:.0f} %; {cost['pretrainings']} pretrainings; {cost['cpu_seconds']:.0f} CPU s"
     )
     if summary.best is not None and summary.keeps_given:
@@ -177,12 +164,9 @@ def format_table(summary: Summary, most: int = 10) -> str:
             f"best.yaml keeps the values as given: none beats their {summary.best.score:.4f} by more than a "
             "standard error"
         )
-    if summary.oracle:
-        lines.insert(0, "ORACLE: scored by the true labels of the novel classes; not a result")
     return "\n".join(lines)
 
 
-# --------------------------------------------------------------------------------------------------- the page
 def page(summary: Summary) -> str:
     """``sweep.html``."""
     trials, ranked = summary.trials, summary.ranked
@@ -201,24 +185,11 @@ def page(summary: Summary) -> str:
     return render("sweep.html", context, package="tune")
 
 
-def position(domain: Domain, value: Any) -> float:
-    """Where a value lies in its domain, 0 to 1, the inverse of :meth:`Domain.at`; clipped outside."""
-    marks = domain.choices or (domain.low, domain.high)
-    value = tuple(value) if isinstance(value, list) else value
-    if value in marks:
-        return marks.index(value) / max(1, len(marks) - 1)
-    if not all(isinstance(number, int | float) for number in (value, *marks)):
-        return 0.0
-    scale = math.log if domain.scale == "log" else float
-    return float(np.interp(scale(value), [scale(mark) for mark in marks], np.linspace(0, 1, len(marks))))
-
-
 def domain_ticks(domain: Domain) -> list[tuple[float, str]]:
     """About five values of a domain: (position, text)."""
     values = domain.choices[:: max(1, len(domain.choices) // 6)]
-    if not domain.choices:
-        values = tuple(dict.fromkeys(domain.at(share) for share in (0, 0.25, 0.5, 0.75, 1 - 1e-12)))
-    return [(position(domain, value), _text(value)) for value in values]
+    values = values or tuple(dict.fromkeys(domain.at(share) for share in (0, 0.25, 0.5, 0.75, 1 - 1e-12)))
+    return [(domain.position(value), _text(value)) for value in values]
 
 
 def best_so_far(summary: Summary) -> Chart | None:
@@ -248,7 +219,7 @@ def learning_curves(summary: Summary) -> Chart | None:
 
 def scatter(domain: Domain, summary: Summary) -> Chart | None:
     """Score over the values of one key."""
-    dots = [_dot(summary, t, position(domain, t.overrides[domain.key])) for t in _scored(summary)]
+    dots = [_dot(summary, t, domain.position(t.overrides[domain.key])) for t in _scored(summary)]
     return _chart(domain.key, "", [], dots, x_range=(0, 1), x_ticks=domain_ticks(domain))
 
 
@@ -258,11 +229,11 @@ def parallel(summary: Summary) -> dict[str, Any]:
     low, high = _around([trial.score for trial in ranked])
     series = []
     for rank, trial in reversed(list(enumerate(ranked))):
-        heights = [position(domain, trial.overrides[domain.key]) for domain in space]
+        heights = [domain.position(trial.overrides[domain.key]) for domain in space]
         points = list(enumerate([*heights, (trial.score - low) / (high - low)]))
         faded = 1 if trial is summary.best else round(0.85 - 0.65 * rank / len(ranked), 2)
         series.append(Series(f"trial {trial.index}", points, _kind(summary, trial), faded))
-    axes = [(domain.key.rpartition(".")[2], domain_ticks(domain)) for domain in space]
+    axes = [(_leaf(domain.key), domain_ticks(domain)) for domain in space]
     axes.append(("score", [((score - low) / (high - low), f"{score:g}") for score in ticks(low, high)]))
     chart = line_chart("", "", series, x_range=(0, len(space)), y_range=(0, 1), width=WIDE)
     return {"chart": chart, "axes": axes}
@@ -288,10 +259,14 @@ def _around(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _dot(summary: Summary, trial: Trial, x: float) -> Dot:
-    values = ", ".join(f"{key.rpartition('.')[2]} {_text(value)}" for key, value in trial.overrides.items())
+    values = ", ".join(f"{_leaf(key)} {_text(value)}" for key, value in trial.overrides.items())
     how = f"{trial.status or 'unfinished'}, epoch {trial.last_epoch}"
     words = f"trial {trial.index} ({how}): {trial.score:.4f}; {values}"
     return Dot(x, trial.score, _kind(summary, trial), words)
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _kind(summary: Summary, trial: Trial) -> str:

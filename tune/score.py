@@ -1,19 +1,13 @@
 """What a trial is scored by. Nobody has the true labels of the novel classes, so nobody may tune on them.
 
 ``folds`` (default). Known classes play novel ones: a fold hides some of the known classes, discovers them
-from the other known classes, and is scored by ``strict`` clustering accuracy of the hidden rows together with
-plain accuracy of held-out rows of the classes that stayed known. The two are combined by their harmonic mean,
-as in generalised zero-shot learning (Xian et al., CVPR 2017): 0 where one is lost, and a gain on the weaker
-counts more; the hidden classes alone count where classes are too small to hold a row out. A fold hides the
-share of classes that is novel in the real problem, and folds take turns through the known classes, so that
-each is hidden about equally often.
-
-Accuracies are means over heads, not the best head's, which is noisier and saturates on the easier problem of
-a fold (chosen on the digits, by true labels, on 8 configurations); a run still reports the best head.
-
-The real unlabeled rows take no part in the folds: they have no labels to be scored by, and as training rows
-they would be a third kind that the real run does not have. Test rows take no part either; held out is every
-fifth labeled row of a class. So a sweep reads ``Task.labels`` and nothing else.
+from the others, and is scored by ``strict`` clustering accuracy of the hidden rows together with plain
+accuracy of held-out rows (every fifth) of the classes that stayed known, by their harmonic mean as in
+generalised zero-shot learning (Xian et al., CVPR 2017): 0 where one is lost, and a gain on the weaker counts
+more; the hidden classes alone count where classes are too small to hold a row out. Accuracies are means over
+heads: the best head's is noisier and saturates on a fold's easier problem (chosen on the digits, by true
+labels, on 8 configurations). The real unlabeled rows and the test rows take no part: they have no labels to
+be scored by. So a sweep reads ``Task.labels`` and nothing else.
 
 ``loss`` and ``agreement`` run the real problem: the cluster loss of the best head (comparable only where
 neither temperature nor the number of clusters is searched), and the mean clustering agreement of all pairs of
@@ -39,6 +33,7 @@ from uno.results.evaluate import count, protocol_metrics
 from uno.results.forward import forward
 from uno.results.metrics import cluster_accuracy, confusion
 from uno.state import TrainState
+from uno.train import Worker
 
 FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"
 SCORES = {
@@ -80,12 +75,10 @@ def sweep_data(task: Task, images: Tensor, ok: np.ndarray, score: str) -> SweepD
     return SweepData(images.numpy(), labels, unlabeled, len(task.known), task.num_novel, oracle)
 
 
-# ------------------------------------------------------------------------------------------------------ folds
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """One discovery problem of a trial: what is trained on, and rows with their class to be scored by.
-
-    ``hidden`` names the pseudo-novel classes; empty for the real problem.
+    """One discovery problem of a trial: what is trained on, rows with their class to be scored by, and the
+    pseudo-novel classes, empty for the real problem.
     """
 
     name: str
@@ -97,33 +90,27 @@ class Fold:
 def make_folds(data: SweepData, score: str, num_folds: int, seed: int, hide: int | None = None) -> list[Fold]:
     """The problems that every trial solves, all of one sweep the same: the real one, or folds.
 
-    Raises:
-        ConfigError: as :func:`hidden_classes`.
+    Raises ConfigError as :func:`hidden_classes`.
     """
     if score != FOLDS:
         labels = data.labels  # of the real unlabeled rows -1, unless the oracle knows better
         if data.oracle is not None:
             labels = np.where(data.unlabeled & (data.oracle >= 0), data.num_known + data.oracle, labels)
-        return [_fold("real", data, labels, data.unlabeled, data.num_known, data.num_novel)]
+        return [_fold("real", data, labels, data.unlabeled, data.num_novel)]
     folds: list[Fold] = []
     for hidden in hidden_classes(data.num_known, data.num_novel, num_folds, seed, hide):
         visible = [c for c in range(data.num_known) if c not in hidden]
         renumbered = np.full(data.num_known + 1, -1)  # the last entry is that of label -1
         renumbered[[*visible, *hidden]] = np.arange(data.num_known)
-        name, labels, novel = f"fold{len(folds)}", renumbered[data.labels], np.isin(data.labels, hidden)
-        folds.append(_fold(name, data, labels, novel, len(visible), len(hidden), hidden))
+        labels, novel = renumbered[data.labels], np.isin(data.labels, hidden)
+        folds.append(_fold(f"fold{len(folds)}", data, labels, novel, len(hidden), hidden))
     return folds
 
 
 def _fold(
-    name: str,
-    data: SweepData,
-    labels: np.ndarray,
-    novel: np.ndarray,
-    num_known: int,
-    num_novel: int,
+    name: str, data: SweepData, labels: np.ndarray, novel: np.ndarray, num_novel: int,
     hidden: tuple[int, ...] = (),
-) -> Fold:
+) -> Fold:  # fmt: skip
     """``labels`` int64 (N,): class within the fold, known first, or -1; ``novel`` bool (N,): to discover."""
     held_out = np.zeros(len(labels), dtype=bool)  # classes of fewer rows keep them all
     for c in range(data.num_known):
@@ -135,7 +122,7 @@ def _fold(
     def images(chosen: np.ndarray) -> Tensor:
         return torch.from_numpy(data.images[chosen])
 
-    classes = torch.from_numpy(labels)
+    num_known, classes = data.num_known - len(hidden), torch.from_numpy(labels.copy())
     train = TrainSet(images(labeled), classes[labeled], images(unlabeled), num_known, num_novel)
     return Fold(name, train, EvalSet(images(rows), classes[rows], torch.from_numpy(rows)), hidden)
 
@@ -145,11 +132,8 @@ def hidden_classes(
 ) -> list[tuple[int, ...]]:
     """Which known classes each fold hides: windows of one permutation, so that all are hidden about as often.
 
-    ``hide`` classes at once; by default the share of classes that is novel in the real problem, at least two
-    and at most all but one.
-
-    Raises:
-        ConfigError: too few known classes.
+    ``hide`` at once; by default the share of classes that is novel in the real problem, at least two and at
+    most all but one. ConfigError where there are too few.
     """
     if num_known < 3:
         raise ConfigError(
@@ -172,17 +156,13 @@ def hidden_classes(
     return [tuple(sorted(order[(fold * hide + i) % num_known] for i in range(hide))) for fold in range(folds)]
 
 
-# ----------------------------------------------------------------------------------------------------- scores
-def measure(
-    config: Config, fold: Fold, state: TrainState, score: str, rank: int, world: int
-) -> dict[str, float]:
-    """Score and its parts after an epoch, the same on every worker; ``score`` is to be maximised.
-
-    ``rows`` are those that a score which is a share of rows was measured on.
+def measure(config: Config, fold: Fold, state: TrainState, score: str, worker: Worker) -> dict[str, float]:
+    """Score, to be maximised, and its parts after an epoch, the same on every worker; ``rows`` are those that
+    a score which is a share of rows was measured on.
     """
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)
-    batches = fold.scored.batches(config.train.eval_batch_size, rank, world)
+    batches = fold.scored.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
     metrics = protocol_metrics(count(model, config, batches, num_true), state.best_head, "scored")
     parts = {"loss": float(state.head_losses.min())}
     for group, which in product(("known", "novel"), ("best", "avg")):
@@ -198,7 +178,7 @@ def measure(
 
 
 def combined(parts: Mapping[str, float], score: str) -> float:
-    """One number of the parts; of accuracies the harmonic mean, 0 where one is 0."""
+    """One number of the parts; of accuracies the harmonic mean."""
     if score == LOSS:
         return -parts["loss"]
     if score == AGREEMENT:

@@ -18,6 +18,7 @@ from ray.tune.search import Searcher
 from tune import records, spaces
 from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Space
+from tune.trial import SweepOptions
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 
@@ -36,7 +37,7 @@ class RandomSampler:
         """A trial ended."""
 
 
-class OptunaSampler:
+class OptunaSampler(RandomSampler):
     """Optuna's TPE. Its proposals depend on which trials ended before, so with several at a time a sweep is
     reproducible only up to their order.
     """
@@ -45,18 +46,17 @@ class OptunaSampler:
         try:
             import optuna
         except ImportError:
-            raise ConfigError(
-                "--search optuna needs a package: pip install 'uno-discovery[optuna]'"
-            ) from None
+            message = "--search optuna needs a package: pip install 'uno-discovery[optuna]'"
+            raise ConfigError(message) from None
+        super().__init__(space, seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna, self._space = optuna, space
+        self._optuna, self._asked = optuna, dict[int, Any]()
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5, constant_liar=True)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        self._asked: dict[int, Any] = {}
         self._distributions = {domain.key: self._distribution(domain) for domain in space}
 
     def values(self, index: int) -> dict[str, Any]:
-        """Overrides of a new trial."""
+        """Optuna's proposal for a new trial."""
         self._asked[index] = self._study.ask(self._distributions)
         params = self._asked[index].params
         return {d.key: d.choices[params[d.key]] if d.choices else params[d.key] for d in self._space}
@@ -87,49 +87,36 @@ class OptunaSampler:
         if domain.choices:  # in order: neighbours are alike
             return kinds.IntDistribution(0, len(domain.choices) - 1)
         if domain.scale == "int":
-            return kinds.IntDistribution(int(domain.low or 0), int(domain.high or 0))
-        return kinds.FloatDistribution(domain.low, domain.high, log=domain.scale == "log")
+            return kinds.IntDistribution(*domain.ends)
+        return kinds.FloatDistribution(*domain.ends, log=domain.scale == "log")
 
 
-SAMPLERS: dict[str, type[RandomSampler] | type[OptunaSampler]] = {
-    "random": RandomSampler,
-    "optuna": OptunaSampler,
-}
+SAMPLERS = {"random": RandomSampler, "optuna": OptunaSampler}
 
 
 class SweepSearcher(Searcher):
     """Hands out the trials that have no result yet and writes the result of each as it ends.
 
-    Args:
-        storage: the sweep's directory.
-        sampler: values of trials that were not begun before.
-        first: values of trial 0, the configuration as given.
-        num_trials: of the whole sweep.
-        num_epochs: of a trial that is not stopped.
-        on_end: called with every trial that ended.
-        stopping: whether the sweep is being interrupted: trials that end now have not ended.
+    ``on_end`` is called with every trial that ended; while ``stopping``, the sweep is being interrupted, and
+    trials that end have not ended.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        sampler: RandomSampler | OptunaSampler,
-        first: dict[str, Any],
-        num_trials: int,
-        num_epochs: int,
-        on_end: Callable[[Trial], None],
+        self, storage: Storage, options: SweepOptions, num_epochs: int, on_end: Callable[[Trial], None],
         stopping: Callable[[], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(metric="score", mode="max")
-        self._storage, self._sampler, self._first = storage, sampler, first
-        self._num_epochs, self._on_end, self._stopping = num_epochs, on_end, stopping
+        self._storage, self._options, self._num_epochs = storage, options, num_epochs
+        self._on_end, self._stopping = on_end, stopping
+        self._sampler = SAMPLERS[options.search](options.space, options.config.seed)
         self._begun = {trial.index: trial for trial in records.read_trials(storage)}
-        self._missing = [i for i in range(num_trials) if i not in self._begun or not self._begun[i].status]
         self._running: dict[str, int] = {}
         self.storage_error: str | None = None
+        self._missing = list(range(options.trials))
         for trial in self._begun.values():
             if trial.status:
-                sampler.tell(trial)
+                self._sampler.tell(trial)
+                self._missing = [index for index in self._missing if index != trial.index]
 
     @property
     def num_missing(self) -> int:
@@ -148,7 +135,8 @@ class SweepSearcher(Searcher):
         name = records.trial_name(index)
         self._storage.delete(f"{name}/failure.json")
         if index not in self._begun:
-            overrides = self._first if index == 0 else self._sampler.values(index)
+            space, config = self._options.space, self._options.config
+            overrides = self._sampler.values(index) if index else spaces.current(space, config)
             data = json.dumps({"overrides": overrides}, indent=1).encode()
             self._storage.write(f"{name}/trial.json", data)
         self._running[trial_id] = index
@@ -174,21 +162,15 @@ class SweepSearcher(Searcher):
             return
         else:
             trial.status = FINISHED if complete else STOPPED
-        self._write_result(trial)
-        self._sampler.tell(trial)
-        self._on_end(trial)
-
-    def _write_result(self, trial: Trial) -> None:
-        name = records.trial_name(trial.index)
-        result: dict[str, Any] = {"status": trial.status, "epochs": trial.last_epoch}
-        if trial.epochs:
-            result["score"] = trial.score
-        if trial.reason:
-            result["reason"] = trial.reason
-        self._storage.write(f"{name}/result.json", json.dumps(result, indent=1).encode())
+        ended: dict[str, Any] = {"status": trial.status, "epochs": trial.last_epoch}
+        ended |= {"score": trial.score} if trial.epochs else {}
+        ended |= {"reason": trial.reason} if trial.reason else {}
+        self._storage.write(f"{name}/result.json", json.dumps(ended, indent=1).encode())
         for entry in self._storage.list(name):  # checkpoints of a trial that has ended serve nobody
             if "-seed" in entry:
                 self._storage.delete(f"{name}/{entry}")
+        self._sampler.tell(trial)
+        self._on_end(trial)
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune pickles its tuner into a file that nobody reads."""

@@ -57,9 +57,9 @@ class Domain:
     @model_validator(mode="after")
     def _check(self) -> Domain:
         bounds = [value for value in (self.low, self.high) if value is not None]
+        if self.choices and bounds:
+            raise ValueError("give either choices, or low and high")
         if self.choices:
-            if bounds:
-                raise ValueError("give either choices, or low and high")
             return self
         if len(bounds) < 2:
             raise ValueError("needs choices, or the numbers low and high")
@@ -72,31 +72,38 @@ class Domain:
             raise ValueError(f"an int scale needs whole bounds, got {low:g} and {high:g}")
         return self
 
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """What must be valid for every value to be: the bounds, or all choices."""
+        bounds = (value for value in (self.low, self.high) if value is not None)
+        return self.choices or tuple(int(value) if self.scale == "int" else value for value in bounds)
+
     def at(self, share: float) -> Any:
         """The value below which ``share`` in [0, 1) of the domain lies."""
         if self.choices:
             return self.choices[int(share * len(self.choices))]
-        assert self.low is not None and self.high is not None
+        low, high = self.ends
         if self.scale == "int":
-            return int(self.low) + int(share * (int(self.high) - int(self.low) + 1))
+            return low + int(share * (high - low + 1))
         if self.scale == "log":
-            value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
+            value = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
         else:
-            value = self.low + share * (self.high - self.low)
-        return float(f"{min(max(value, self.low), self.high):.4g}")
+            value = low + share * (high - low)
+        return float(f"{min(max(value, low), high):.4g}")
 
-    @property
-    def ends(self) -> tuple[Any, ...]:
-        """What must be valid for every value to be: the bounds, or all choices."""
-        if self.choices:
-            return self.choices
-        return tuple(int(v) if self.scale == "int" else v for v in (self.low, self.high) if v is not None)
+    def position(self, value: Any) -> float:
+        """Where a value lies in its domain, 0 to 1, the inverse of :meth:`at`; clipped outside."""
+        value, ends = _frozen(value), self.ends
+        if value in ends:
+            return ends.index(value) / max(1, len(ends) - 1)
+        if not all(isinstance(number, int | float) for number in (value, *ends)):
+            return 0.0
+        scale = math.log if self.scale == "log" else float
+        return float(np.interp(scale(value), [scale(end) for end in ends], np.linspace(0, 1, len(ends))))
 
     def describe(self) -> str:
         """``0.02 to 0.2 (log)`` or ``2, 4, 8``."""
-        if self.choices:
-            return ", ".join(str(choice) for choice in self.choices)
-        return f"{self.low:g} to {self.high:g} ({self.scale})"
+        return ", ".join(map(str, self.choices)) or f"{self.low:g} to {self.high:g} ({self.scale})"
 
 
 Space = tuple[Domain, ...]
@@ -116,52 +123,44 @@ def load_space(name: str, config: Config) -> Space:
     """A named space, or the one in a YAML file, checked for ``config``.
 
     Raises:
-        ConfigError: no such space or file, an unknown key, a bound the schema refuses, or an empty domain.
+        ConfigError: no such space or file, an unknown key, a value that no run could have, an empty domain.
     """
     if name in SPACES:
-        space = tuple(
-            _domain(key, cast(dict[str, Any], about(key).search), key)
-            for key in SPACES[name]
-            if _has_effect(key, config)
-        )
+        entries = {key: (key, about(key).search) for key in SPACES[name] if _has_effect(key, config)}
     elif name.endswith((".yaml", ".yml")) or os.path.exists(name):
-        space = _from_file(name)
+        entries = {key: (f"{name}: {key}", entry) for key, entry in _from_file(name).items()}
     else:
         raise ConfigError(f"unknown space {name!r}; choose {', '.join(SPACES)} or give a .yaml file")
-    check_space(space, config)
-    return space
-
-
-def check_space(space: Space, config: Config) -> None:
-    """Raise ConfigError for a key or value that no run could have."""
-    if not space:
+    if not entries:
         raise ConfigError("the search space is empty: it names no key")
-    known = field_names()
-    for domain in space:
-        if domain.key not in known:
-            override(config, {domain.key: None})  # raises, and names the nearest key
-            raise ConfigError(f"{domain.key!r} is a section, not a key")
-        if not searchable(domain.key):
-            raise ConfigError(f"{domain.key} cannot be searched: it is the same for all trials of a sweep")
+    space, known = [], field_names()
+    for key, (where, entry) in entries.items():
+        try:
+            domain = Domain(key, **cast(dict[str, Any], entry))
+        except ValidationError as error:
+            raise ConfigError(describe(error, where)) from None
+        if key not in known:
+            override(config, {key: None})  # raises, and names the nearest key
+            raise ConfigError(f"{key!r} is a section, not a key")
+        # Trials share the problem, the machine, and what early stopping compares by.
+        if not about(key).search or resumable(key) or key == "discover.epochs":
+            raise ConfigError(f"{key} cannot be searched: it is the same for all trials of a sweep")
         for value in (*domain.ends, domain.at(0.37)):  # between the ends: a whole number needs scale int
-            override(config, {domain.key: value})
-
-
-def searchable(key: str) -> bool:
-    """Whether trials may differ in it: not the problem, the machine, or what early stopping compares by."""
-    return bool(about(key).search) and not resumable(key) and key != "discover.epochs"
+            override(config, {key: value})
+        space.append(domain)
+    return tuple(space)
 
 
 def _has_effect(key: str, config: Config) -> bool:
     """Whether a key of a named space changes anything: some presets switch whole operations off."""
-    if key in ("model.num_heads", "model.overcluster_factor") and config.method != "uno":
-        return False
+    if key in ("model.num_heads", "model.overcluster_factor"):
+        return config.method == "uno"
     if key == "augment.large.crop_scale":
         return "resized" in config.augment.large.crop and not config.augment.weak
     return not (key == "augment.large.jitter" and config.augment.weak)
 
 
-def _from_file(path: str) -> Space:
+def _from_file(path: str) -> dict[str, dict[str, Any]]:
     """Entries of a YAML file: ``load_yaml`` has flattened ``key: {low: 1}`` to ``key.low: 1``."""
     entries: dict[str, dict[str, Any]] = {}
     for name, value in load_yaml(path).items():
@@ -169,17 +168,9 @@ def _from_file(path: str) -> Space:
         if setting not in ("low", "high", "scale", "choices", "reason"):
             raise ConfigError(f"{path}: {name}: expected KEY: {{low, high, scale, choices, reason}}")
         entries.setdefault(key, {})[setting] = value
-    return tuple(_domain(key, entry, f"{path}: {key}") for key, entry in entries.items())
+    return entries
 
 
-def _domain(key: str, entry: Mapping[str, Any], where: str) -> Domain:
-    try:
-        return Domain(key, **entry)
-    except ValidationError as error:
-        raise ConfigError(describe(error, where)) from None
-
-
-# ------------------------------------------------------------------------------------------------- sampling
 def draw(space: Space, seed: int, index: int) -> dict[str, Any]:
     """The overrides of random trial ``index``: a function of (space, seed, index) and of nothing else."""
     shares = np.random.default_rng([seed, index]).random(len(space))

@@ -12,8 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, PositiveInt
@@ -27,9 +26,8 @@ from pipelines.worker import use_gpu, worker_resources
 from tune import records, report, spaces
 from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import AGREEMENT, FOLDS, SCORES, Fold, SweepData, make_folds, sweep_data
-from tune.spaces import Space
-from tune.trial import Leases, train_trial
-from uno.config import Config, about, differing_keys, dump_yaml, override, to_dict
+from tune.trial import Leases, Sweep, SweepOptions, train_trial
+from uno.config import about, differing_keys, dump_yaml, override, to_dict
 from uno.data.decode import check_bad, decode_many, readable
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -71,24 +69,6 @@ configuration as it is. The same command again continues a sweep that was stoppe
 --trials adds trials. `uno discover --config DIR/best.yaml` runs the winner.
 """,
 )
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """What ``uno tune`` was asked to do; ``given`` are the configuration keys the user set himself."""
-
-    config: Config
-    given: dict[str, Any]
-    space: Space
-    space_name: str = "uno"
-    trials: int = 16
-    search: str = "random"
-    score: str = FOLDS
-    folds: int = 2
-    hide: int | None = None
-    seeds: int = 1
-    concurrent: int | None = None
-    asha: dict[str, int] | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -149,20 +129,15 @@ def run_sweep(options: SweepOptions) -> int:
         else:
             say(f"{storage.uri}: all {len(ended)} trials have a result; nothing is run again")
         summary = report.write(claim.storage)
-    best = records.best_trial(summary.trials)
-    if best is None:
+    if summary.best is None:
         first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
         raise NumericsError(
             f"no trial finished without failing, so there is no best.yaml; first reason: {first}"
         )
-    say("")
-    say(report.format_table(summary))
-    say("")
-    say(f"results in {storage.uri}")
+    say(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
     return 0
 
 
-# ------------------------------------------------------------------------------------------------- preflight
 def check_options(options: SweepOptions) -> None:
     """Raise ConfigError for combinations that mean nothing."""
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
@@ -181,20 +156,15 @@ def check_options(options: SweepOptions) -> None:
 
 
 def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
-    """Number of epochs of a trial that have steps to take.
-
-    Raises:
-        ConfigError: a fold is too small for the batch size.
-    """
+    """Number of epochs of a trial that have steps to take; ConfigError for a fold smaller than a batch."""
     config, epochs = options.config, 1
     for fold in folds:
         sizes = fold.train.num_labeled, fold.train.num_unlabeled
         try:
             plan = run.plans(config, *sizes, config.compute.workers)[DISCOVER]
         except ConfigError as error:
-            raise ConfigError(
-                f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden rows: {error}"
-            ) from None
+            where = f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden rows"
+            raise ConfigError(f"{where}: {error}") from None
         steps = min(config.train.max_steps or 10**12, config.discover.epochs * plan.steps_per_epoch)
         epochs = max(epochs, math.ceil(steps / plan.steps_per_epoch))
     return epochs
@@ -208,33 +178,23 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
         ConfigError: the directory holds something else, or a sweep with other settings (named).
     """
     settings = {
-        "score": options.score,
-        "search": options.search,
-        "space_name": options.space_name,
-        "folds": options.folds if options.score == FOLDS else None,
-        "hide": options.hide,
-        "seeds": options.seeds,
-        "asha": options.asha,
-        "epochs": num_epochs,
-        "data_fingerprint": fingerprint,
-        "space": spaces.to_tree(options.space),
-        "given": options.given,
-        "config": to_dict(options.config),
-    }
+        "score": options.score, "search": options.search, "space_name": options.space_name,
+        "folds": options.folds if options.score == FOLDS else None, "hide": options.hide,
+        "seeds": options.seeds, "asha": options.asha, "epochs": num_epochs, "data_fingerprint": fingerprint,
+        "space": spaces.to_tree(options.space), "given": options.given, "config": to_dict(options.config),
+    }  # fmt: skip
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
     if not storage.exists(SETTINGS):
         if any(not lock.ours(name) for name in storage.list()):
             raise ConfigError(f"{storage.uri} is not empty and holds no sweep; choose another --output")
-        storage.write(SETTINGS, text.encode())
-        return
+        return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)
     different = [key for key in new if key not in ("config", "given") and old.get(key) != new[key]]
-    stored = old.get("config")
-    different += differing_keys(stored if isinstance(stored, dict) else {}, options.config)
+    different += differing_keys(old.get("config") or {}, options.config)
     if different:
+        names = f"{', '.join(different[:6])}{' ...' if len(different) > 6 else ''}"
         raise ConfigError(
-            f"{storage.uri} holds a sweep with other settings: {', '.join(different[:6])}"
-            f"{' ...' if len(different) > 6 else ''}; use those, or another --output"
+            f"{storage.uri} holds a sweep with other settings: {names}; use those, or another --output"
         )
 
 
@@ -250,13 +210,8 @@ def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epo
         )
 
 
-# ---------------------------------------------------------------------------------------------------- running
 def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
-    """(trials at a time, resources of the process that trains or of each worker).
-
-    Raises:
-        ConfigError: the cluster cannot hold one trial.
-    """
+    """Trials at a time and the resources of each training process; ConfigError if not one trial fits."""
     config, workers = options.config, options.config.compute.workers
     if workers:
         resources = worker_resources(config, cluster)
@@ -299,15 +254,12 @@ def _run_missing(
             say(f"{len(ended)}/{options.trials}  {_line(trial)}  ({seconds:.0f} s)")
 
         scheduler = search.scheduler(options.asha, num_epochs, ended)
-        sampler = search.SAMPLERS[options.search](options.space, config.seed)
-        first = spaces.current(options.space, config)
-        searcher = search.SweepSearcher(
-            storage, sampler, first, options.trials, num_epochs, on_end, stopping.is_set
-        )
-        shared = _shared(ray, options, data, num_epochs, claim, resources)
+        searcher = search.SweepSearcher(storage, options, num_epochs, on_end, stopping.is_set)
+        leases = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Leases).remote()
+        sweep = Sweep(options, num_epochs, storage.uri, storage.token, resources, ray.put(data), leases)
         here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.workers else resources
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(train_trial, sweep=shared), here),
+            tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
             tune_config=tune.TuneConfig(
                 search_alg=searcher,
                 scheduler=scheduler,
@@ -324,39 +276,11 @@ def _run_missing(
             ),
         )
         ray_env.in_thread(tuner.fit)
-        if searcher.storage_error is not None:
-            reason = searcher.storage_error
+        if (reason := searcher.storage_error) is not None:
             raise StorageError(f"a trial could not write: {reason}; the same command continues")
     storage.delete(RAY_FOLDER)
     if stopping.is_set():
         raise Interrupted("stopped; the same command continues the sweep")
-
-
-def _shared(
-    ray: Any,
-    options: SweepOptions,
-    data: SweepData,
-    num_epochs: int,
-    claim: Claim,
-    resources: dict[str, float],
-) -> dict[str, Any]:
-    """What every trial is told: plain values, the data's object reference, the actor of the leases."""
-    config = options.config
-    return {
-        "output": claim.storage.uri,
-        "token": claim.storage.token,
-        "config": to_dict(config),
-        "score": options.score,
-        "folds": options.folds,
-        "hide": options.hide,
-        "seeds": options.seeds,
-        "num_epochs": num_epochs,
-        "workers": config.compute.workers,
-        "resources": resources,
-        "threads": config.compute.threads or max(1, int(resources["CPU"])),
-        "data": ray.put(data),
-        "leases": ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Leases).remote(),
-    }
 
 
 def _line(trial: Trial) -> str:

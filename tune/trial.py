@@ -16,14 +16,15 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from pipelines import worker as ray_worker
 from tune.records import PartStorage, read_epochs, read_json, trial_name
-from tune.score import Fold, make_folds, measure
+from tune.score import FOLDS, Fold, make_folds, measure
+from tune.spaces import Space
 from uno import collectives
 from uno.config import Config, dump_yaml, override
 from uno.errors import NumericsError, StorageError, UnoError
@@ -37,6 +38,36 @@ WAIT_S = 0.3
 
 Report = Callable[[dict[str, Any]], None]
 Lease = Callable[[str, str, float], bool]  # see Leases.lease
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What ``uno tune`` was asked to do; ``given`` are the configuration keys the user set himself."""
+
+    config: Config
+    given: dict[str, Any]
+    space: Space
+    space_name: str = "uno"
+    trials: int = 16
+    search: str = "random"
+    score: str = FOLDS
+    folds: int = 2
+    hide: int | None = None
+    seeds: int = 1
+    concurrent: int | None = None
+    asha: dict[str, int] | None = None
+
+
+class Sweep(NamedTuple):
+    """What the driver tells every trial; ``data`` and ``leases`` are an object and an actor in Ray."""
+
+    options: SweepOptions
+    num_epochs: int
+    output: str
+    token: str
+    resources: dict[str, float]
+    data: Any
+    leases: Any
 
 
 class Leases:
@@ -54,30 +85,12 @@ class Leases:
         return True
 
 
-# --------------------------------------------------------------------------------------------------- training
 def run_trial(
-    index: int,
-    configs: list[Config],
-    folds: list[Fold],
-    score: str,
-    num_epochs: int,
-    worker: Worker,
-    storage: ClaimedStorage,
-    lease: Lease,
-    report: Report,
-) -> None:
-    """Train and score, reporting a dict for every epoch, those of an earlier, killed attempt first.
-
-    Args:
-        index: of the trial.
-        configs: one for each seed.
-        folds: to discover.
-        score: its name.
-        num_epochs: of the discovery phase that have steps to take.
-        worker: this process, or a rank of a worker group.
-        storage: the sweep's directory.
-        lease: guards the shared pretrainings.
-        report: called on every rank after each epoch.
+    index: int, configs: list[Config], folds: list[Fold], score: str, num_epochs: int, worker: Worker,
+    storage: ClaimedStorage, lease: Lease, report: Report,
+) -> None:  # fmt: skip
+    """Train and score with ``configs``, one for each seed, calling ``report`` on every rank with a dict for
+    every epoch, those of an earlier, killed attempt first; ``lease`` guards the shared pretrainings.
 
     Raises:
         UnoError: as :func:`uno.runs.run.run_phase`; a score that is not finite is a NumericsError.
@@ -88,9 +101,8 @@ def run_trial(
         report(line)
     if len(past) >= num_epochs:
         return
-    seconds = _clock(worker)
+    seconds, runs = _clock(worker), []
     folds = [replace(fold, train=fold.train.to(worker.device)) for fold in folds]
-    runs = []
     for config in configs:
         for fold in folds:
             weights = config.model.weights or shared_pretraining(config, fold, worker, storage, lease)
@@ -118,7 +130,7 @@ def _train_and_measure(
     plan = run.plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[DISCOVER]
     last_step = min(epoch * plan.steps_per_epoch, config.train.max_steps or 10**12)
     state = run.run_phase(override(config, {"train.max_steps": last_step}), DISCOVER, train, worker, folder)
-    return measure(config, fold, state, score, worker.rank, worker.world_size)
+    return measure(config, fold, state, score, worker)
 
 
 def _means(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
@@ -146,7 +158,6 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
     return seconds
 
 
-# ------------------------------------------------------------------------------------------------ pretraining
 def pretrain_key(config: Config, fold: Fold) -> str:
     """Equal for trials that can share a pretraining: hash of all it depends on."""
     hidden = hashlib.sha256(json.dumps(fold.hidden).encode()).hexdigest()[:6]
@@ -198,23 +209,17 @@ def _renewed(lease: Lease, key: str, owner: str) -> Iterator[None]:
         lease(key, owner, 0)
 
 
-# ------------------------------------------------------------------------------------------------ on Ray Tune
-def train_trial(sample: dict[str, Any], sweep: dict[str, Any]) -> None:
-    """What Tune runs for each trial. A failure is noted for the driver, which marks the trial.
-
-    Args:
-        sample: ``index`` of the trial.
-        sweep: what ``tune.sweep`` shares with all trials.
-    """
+def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
+    """What Tune runs for the trial ``sample["index"]``. A failure is noted for the driver, which marks it."""
     import ray.tune
 
     ray_worker.quiet_exit()
-    index, storage = sample["index"], ClaimedStorage(sweep["output"], sweep["token"])
+    index, storage = sample["index"], ClaimedStorage(sweep.output, sweep.token)
     try:
-        if sweep["workers"]:
+        if sweep.options.config.compute.workers:
             _start_workers(index, sweep)
         else:
-            worker = LocalWorker(torch.device("cuda" if "GPU" in sweep["resources"] else "cpu"))
+            worker = LocalWorker(torch.device("cuda" if "GPU" in sweep.resources else "cpu"))
             _run_shared(index, sweep, worker, storage, ray.tune.report)
     except Exception as error:
         note_failure(storage, index, error)
@@ -223,10 +228,10 @@ def train_trial(sample: dict[str, Any], sweep: dict[str, Any]) -> None:
 
 def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
     """Leave ``failure.json``: one line for the table, and the traceback where it is not one of our errors."""
-    text = " ".join(str(error).split())
-    reason = text if isinstance(error, UnoError) else f"{type(error).__name__}: {text}"
-    failure = {"kind": type(error).__name__, "reason": reason[:300]}
+    name, reason = type(error).__name__, " ".join(str(error).split())
+    failure = {"kind": name, "reason": reason[:300]}
     if not isinstance(error, UnoError):
+        failure["reason"] = f"{name}: {reason}"[:300]
         failure["traceback"] = "".join(traceback.format_exception(error))[-8000:]
     with contextlib.suppress(StorageError):
         storage.write(f"{trial_name(index)}/failure.json", json.dumps(failure, indent=1).encode())
@@ -237,37 +242,34 @@ def trial_configs(base: Config, overrides: dict[str, Any], seeds: int) -> list[C
     return [override(base, {**overrides, "seed": base.seed + i}) for i in range(seeds)]
 
 
-def _run_shared(
-    index: int, sweep: dict[str, Any], worker: Worker, storage: ClaimedStorage, report: Report
-) -> None:
+def _run_shared(index: int, sweep: Sweep, worker: Worker, storage: ClaimedStorage, report: Report) -> None:
     """:func:`run_trial` of what the driver shares; ``report`` is Ray's, of Tune or of Train."""
     import ray
 
     def lease(*request: Any) -> bool:
-        return bool(ray.get(sweep["leases"].lease.remote(*request)))
+        return bool(ray.get(sweep.leases.lease.remote(*request)))
 
-    torch.set_num_threads(sweep["threads"])
-    base = override(Config(), sweep["config"])
+    options, base = sweep.options, sweep.options.config
+    torch.set_num_threads(base.compute.threads or max(1, int(sweep.resources["CPU"])))
     overrides = read_json(storage, f"{trial_name(index)}/trial.json")["overrides"]
-    folds = make_folds(ray.get(sweep["data"]), sweep["score"], sweep["folds"], base.seed, sweep["hide"])
-    configs = trial_configs(base, overrides, sweep["seeds"])
+    folds = make_folds(ray.get(sweep.data), options.score, options.folds, base.seed, options.hide)
     run_trial(
-        index, configs, folds, sweep["score"], sweep["num_epochs"], worker, storage, lease,
-        lambda line: report({"epoch": line["epoch"], "score": line["score"]}),
+        index, trial_configs(base, overrides, options.seeds), folds, options.score, sweep.num_epochs, worker,
+        storage, lease, lambda line: report({"epoch": line["epoch"], "score": line["score"]}),
     )  # fmt: skip
 
 
-def _start_workers(index: int, sweep: dict[str, Any]) -> None:
+def _start_workers(index: int, sweep: Sweep) -> None:
     """A Ray Train run inside the trial; the trial itself only waits and needs next to no CPU."""
     import ray.tune
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    name = f"train-{ray.tune.get_context().get_trial_id()}"
-    loop, folder = {"index": index, "sweep": sweep}, f"{sweep['output']}/{RAY_FOLDER}"
+    workers, name = sweep.options.config.compute.workers, f"train-{ray.tune.get_context().get_trial_id()}"
+    loop, folder = {"index": index, "sweep": sweep}, f"{sweep.output}/{RAY_FOLDER}"
     try:
         ray_worker.fit(
-            _train_loop, loop, sweep["workers"], sweep["resources"], folder, name,
-            timeout_s=1800, callbacks=[TuneReportCallback()],
+            _train_loop, loop, workers, sweep.resources, folder, name, timeout_s=1800,
+            callbacks=[TuneReportCallback()],
         )  # fmt: skip
     except Exception as error:
         cause = ray_worker.cause_of(error)
@@ -290,6 +292,7 @@ def _train_loop(loop: dict[str, Any]) -> None:
     import ray.train
 
     ray_worker.quiet_ray_train()
-    storage = ClaimedStorage(loop["sweep"]["output"], loop["sweep"]["token"])
+    sweep: Sweep = loop["sweep"]
+    storage = ClaimedStorage(sweep.output, sweep.token)
     storage.check()
-    _run_shared(loop["index"], loop["sweep"], _TrialWorker(storage), storage, ray.train.report)
+    _run_shared(loop["index"], sweep, _TrialWorker(storage), storage, ray.train.report)

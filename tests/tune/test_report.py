@@ -47,29 +47,28 @@ def storage(tmp_path, options):
     return fake_sweep(tmp_path / "sweep", options, trials(options))
 
 
+def finished(*scores, **more):
+    return {"overrides": VALUES, "scores": scores, "status": "finished"} | more
+
+
 def test_only_a_finished_trial_wins(storage):
     """A stopped and a failed trial have the higher scores; neither wins."""
     summary = report.read(storage)
-    assert records.best_trial(summary.trials).index == 1
-    assert [t.index for t in records.ranking(summary.trials)] == [1, 0, 5, 2]
+    assert summary.best.index == 1
+    assert [t.index for t in summary.ranked] == [1, 0, 5, 2]
 
 
-def test_equal_scores_go_to_the_configuration_as_given(tmp_path, options):
-    both = [{"overrides": VALUES, "scores": [0.5, 0.6, 0.7], "status": "finished"}] * 2
-    assert records.best_trial(report.read(fake_sweep(tmp_path / "s", options, both)).trials).index == 0
-
-
-@pytest.mark.parametrize(("rows", "winner"), [(0, 1), (100, 0), (100_000, 1)])
-def test_a_change_needs_evidence(tmp_path, options, rows, winner):
+@pytest.mark.parametrize(
+    ("rows", "given", "winner"), [(0, 0.999, 0), (0, 0.995, 1), (100, 0.995, 0), (100_000, 0.995, 1)]
+)
+def test_a_change_needs_evidence(tmp_path, options, rows, given, winner):
     """.999 against .995 as given: a tie on 100 rows, not on 100,000; 0 rows: the score is no share."""
-    both = [
-        {"overrides": VALUES, "scores": [0.5, score], "status": "finished", "line": {"rows": rows}}
-        for score in (0.995, 0.999)
-    ]
+    both = [finished(0.5, score, line={"rows": rows}) for score in (given, 0.999)]
     summary = report.read(fake_sweep(tmp_path / "s", options, both))
-    assert records.best_trial(summary.trials).index == winner
-    assert ("keeps the values as given" in report.format_table(summary)) == (winner == 0)
-    assert ("none is better" in report.page(summary)) == (winner == 0)
+    assert summary.best.index == winner
+    keeps = winner == 0 and given < 0.999
+    assert ("keeps the values as given" in report.format_table(summary)) == keeps
+    assert ("none is better" in report.page(summary)) == keeps
 
 
 def test_the_standard_error_is_the_binomial_one():
@@ -78,26 +77,17 @@ def test_the_standard_error_is_the_binomial_one():
     assert trial.standard_error == pytest.approx((10 / 12 * 2 / 12 / 10) ** 0.5)
 
 
-def test_best_yaml_is_taken_by_uno_discover_as_it_is(tmp_path, storage, options):
+@pytest.mark.parametrize("winner", [0, 1])
+def test_best_yaml_is_taken_by_uno_discover_as_it_is(tmp_path, options, winner):
+    """All searched keys are in it, also where the winner has the default; options override them."""
+    storage = fake_sweep(tmp_path / "s", options, trials(options)[: winner + 1])
     report.write(storage)
-    path = storage.path("best.yaml")
-    config = parse(["--config", path], DISCOVER).config
-    wanted = override(options.config, VALUES)
-    assert differing_keys(to_dict(wanted), config) == []
+    words = ["--config", storage.path("best.yaml")]
+    wanted = override(options.config, VALUES) if winner else options.config
+    assert differing_keys(to_dict(wanted), parse(words, DISCOVER).config) == []
+    assert parse([*words, "--objective.epsilon", "0.5"], DISCOVER).config.objective.epsilon == 0.5
     text = storage.read("best.yaml").decode()
-    assert all(key in text for key in VALUES)  # also where the winner has the default
-    assert "compute" not in text
-    assert "output" not in text
-
-
-def test_the_winner_may_be_overridden_and_lists_all_keys_even_of_the_default(tmp_path, options):
-    only = [{"overrides": current(UNO, options.config), "scores": [0.1] * 3, "status": "finished"}]
-    storage = fake_sweep(tmp_path / "s", options, only)
-    report.write(storage)
-    config = parse(["--config", storage.path("best.yaml"), "--objective.epsilon", "0.5"], DISCOVER).config
-    assert config.objective.epsilon == 0.5
-    text = storage.read("best.yaml").decode()
-    assert all(domain.key in text for domain in UNO)
+    assert all(key in text for key in VALUES) and "compute" not in text and "output" not in text
 
 
 def test_the_table_holds_every_trial_and_epoch(storage):
@@ -114,19 +104,16 @@ def test_the_table_holds_every_trial_and_epoch(storage):
 
 def test_cost_and_what_stopping_saved(storage):
     cost = report.read(storage).cost
-    assert cost["epochs"] == 13
+    assert cost["epochs"] == 13 and cost["seconds"] == 2 * 13 and cost["pretrainings"] == 0
     assert cost["saved"] == pytest.approx(1 - 10 / 12)  # trials 0, 1, 2, 5 of 3 epochs each
-    assert cost["seconds"] == 2 * 13
-    assert cost["pretrainings"] == 0
 
 
 def test_the_page_is_self_contained_and_inert(storage):
     report.write(storage)
     page = Page(storage.read("sweep.html").decode())
     assert page.unclosed == [] and page.scripts == [] and requests(page) == []
-    assert page.tags[3][1]["content"].startswith(
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline';"
-    )
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline';"
+    assert page.tags[3][1]["content"].startswith(policy)
     assert visible(NASTY) in page.text and "ORACLE" not in page.text and "nan" not in page.text
     dots = [attrs["class"] for tag, attrs in page.tags if tag == "circle"]
     assert dots.count("dot best") == 1 + 2 + len(UNO)  # legend, two charts, a scatter for each key
@@ -149,25 +136,18 @@ def test_the_oracle_brands_every_file_and_table(tmp_path):
     assert table.schema.metadata[b"oracle"] == b"true"
 
 
-@pytest.mark.parametrize("keep", [slice(0, 0), slice(0, 1), slice(4, 5), slice(3, 7)])
-def test_any_number_of_trials_has_a_page(tmp_path, options, keep):
-    storage = fake_sweep(tmp_path / "s", options, trials(options)[keep])
+@pytest.mark.parametrize("keep", [slice(0, 0), slice(0, 1), slice(4, 5), slice(2, 5), slice(3, 7)])
+def test_any_number_of_trials_has_a_page_and_only_a_finished_one_a_best_yaml(tmp_path, options, keep):
+    kept = trials(options)[keep]
+    storage = fake_sweep(tmp_path / "s", options, kept)
     report.write(storage)
     assert storage.exists("sweep.html")
-
-
-def test_no_finished_trial_no_best_yaml(tmp_path, options):
-    storage = fake_sweep(tmp_path / "s", options, trials(options)[2:5])
-    report.write(storage)
-    assert not storage.exists("best.yaml")
+    assert storage.exists("best.yaml") == any(trial.get("status") == "finished" for trial in kept)
 
 
 def test_importance_finds_the_key_that_matters(tmp_path, options):
-    ranked = [
-        {"overrides": VALUES | {"objective.epsilon": 0.01 + 0.02 * i, "model.num_heads": 2 + i * 3 % 5},
-         "scores": [0.1, 0.2, 0.3 + 0.05 * i], "status": "finished"}
-        for i in range(10)
-    ]  # fmt: skip
+    values = [{"objective.epsilon": 0.01 + 0.02 * i, "model.num_heads": 2 + i * 3 % 5} for i in range(10)]
+    ranked = [finished(0.1, 0.3 + 0.05 * i, overrides=VALUES | own) for i, own in enumerate(values)]
     summary = report.read(fake_sweep(tmp_path / "s", options, ranked))
     assert summary.importance[0] == ("objective.epsilon", pytest.approx(1.0))
     assert {key for key, _ in summary.importance} == {"objective.epsilon", "model.num_heads"}
@@ -176,11 +156,4 @@ def test_importance_finds_the_key_that_matters(tmp_path, options):
 def test_the_console_table(storage):
     text = report.format_table(report.read(storage))
     assert text.splitlines()[1].startswith("1 ")
-    assert "0 (as given)" in text
-    assert "4 trials, 2 failed" in text
-
-
-def test_values_outside_a_domain_are_drawn_at_its_edge():
-    assert report.position(UNO[0], 5.0) == 1
-    assert report.position(UNO[1], 0.12) == pytest.approx(0.625)  # between .1 and .14
-    assert report.position(UNO[2], 1) == 0
+    assert "0 (as given)" in text and "4 trials, 2 failed" in text

@@ -1,5 +1,8 @@
 """What Ray Tune is told to run, and what becomes of each trial; no cluster, but the package is needed."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from tests.tune.tiny import fake_sweep, tiny_options
@@ -16,36 +19,32 @@ pytestmark = pytest.mark.ray
 @pytest.fixture
 def sweep(tmp_path):
     options = tiny_options(tmp_path / "s")
-    first = spaces.current(UNO, options.config)
     trials = [
-        {"overrides": first, "scores": [0.1, 0.5, 0.6], "status": "finished"},
+        {"overrides": spaces.current(UNO, options.config), "scores": [0.1, 0.5, 0.6], "status": "finished"},
         {"overrides": spaces.draw(UNO, 0, 1), "scores": [0.2], "status": "failed", "reason": "x"},
         {"overrides": spaces.draw(UNO, 9, 9), "scores": [0.3]},  # begun with values of its own, then killed
     ]
-    return options, fake_sweep(tmp_path / "s", options, trials), first
+    return options, fake_sweep(tmp_path / "s", options, trials)
 
 
-def plan_of(sweep, sampler=None, trials=5, stopping=False):
-    from tune.search import RandomSampler, SweepSearcher
+def plan_of(sweep, trials=5, stopping=False, search="random"):
+    """A searcher, the trials that it says ended, and the numbers of those that it hands out."""
+    from tune.search import SweepSearcher
 
-    options, storage, first = sweep
-    ended = []
-    sampler = sampler or RandomSampler(options.space, 0)
-    return SweepSearcher(storage, sampler, first, trials, 3, ended.append, lambda: stopping), ended
+    options, ended = replace(sweep[0], trials=trials, search=search), []
+    plan = SweepSearcher(sweep[1], options, 3, ended.append, lambda: stopping)
+    names = "abcdefg"[: plan.num_missing]
+    return plan, ended, [plan.suggest(name)["index"] for name in names]
 
 
 def epochs(storage, index, count):
-    for epoch in range(1, count + 1):
-        storage.append(
-            f"{records.trial_name(index)}/epochs.jsonl", f'{{"epoch": {epoch}, "score": 0.5}}\n'.encode()
-        )
+    lines = [f'{{"epoch": {epoch}, "score": 0.5}}\n' for epoch in range(1, count + 1)]
+    storage.append(f"{records.trial_name(index)}/epochs.jsonl", "".join(lines).encode())
 
 
 def test_only_trials_without_a_result_are_run(sweep):
-    plan, _ = plan_of(sweep)
-    assert plan.num_missing == 3
-    assert [plan.suggest(name)["index"] for name in "abc"] == [2, 3, 4]
-    assert plan.suggest("d") == "FINISHED"
+    plan, _, indices = plan_of(sweep)
+    assert indices == [2, 3, 4] and plan.suggest("d") == "FINISHED"
     drawn = {t.index: t.overrides for t in records.read_trials(sweep[1])}
     assert drawn[2] == spaces.draw(UNO, 9, 9)  # as it was begun
     assert drawn[4] == spaces.draw(UNO, 0, 4)
@@ -53,9 +52,7 @@ def test_only_trials_without_a_result_are_run(sweep):
 
 def test_how_trials_end(sweep):
     storage = sweep[1]
-    plan, ended = plan_of(sweep, trials=7)
-    for name in "abcde":
-        plan.suggest(name)
+    plan, ended, _ = plan_of(sweep, trials=7)
     epochs(storage, 3, 3)
     epochs(storage, 4, 1)
     storage.write("trials/0005/failure.json", b'{"kind": "NumericsError", "reason": "non-finite"}')
@@ -66,67 +63,54 @@ def test_how_trials_end(sweep):
     assert [(t.index, t.status) for t in ended] == [(3, FINISHED), (4, STOPPED), (5, FAILED), (6, FAILED)]
     assert [t.reason for t in ended[2:]] == ["non-finite", "the process died; out of memory?"]
     assert not storage.exists("trials/0005/fold0-seed0")
-    assert plan_of(sweep, trials=7)[0].num_missing == 1  # trial 2 never ended
+    assert plan_of(sweep, trials=7)[2] == [2]  # it never ended
 
 
 def test_a_trial_that_is_interrupted_has_no_result(sweep):
-    plan, ended = plan_of(sweep, stopping=True)
-    for name in "abc":
-        plan.suggest(name)
+    plan, ended, _ = plan_of(sweep, stopping=True)
     plan.on_trial_complete("a", result={})
     plan.on_trial_complete("b", error=True)
-    assert ended == []
-    assert plan_of(sweep)[0].num_missing == 3
+    assert ended == [] and len(plan_of(sweep)[2]) == 3
 
 
 def test_a_full_disk_is_not_the_configurations_fault(sweep):
-    plan, ended = plan_of(sweep)
-    plan.suggest("a")
+    plan, ended, _ = plan_of(sweep, trials=12)  # some are not handed out yet
     sweep[1].write("trials/0002/failure.json", b'{"kind": "StorageError", "reason": "no space left"}')
     plan.on_trial_complete("a", result={})
     assert plan.storage_error == "no space left"
-    assert ended == []
-    assert plan.suggest("b") == "FINISHED"
+    assert ended == [] and plan.suggest("h") == "FINISHED"
 
 
-def test_early_stopping_remembers_earlier_trials(sweep):
+def test_early_stopping_remembers_earlier_trials():
     """Kills: a continued sweep whose first trial meets empty rungs and always survives."""
-    from types import SimpleNamespace
-
     from tune.search import scheduler
 
-    ended = [
-        records.Trial(i, {}, [{"epoch": e, "score": 0.9} for e in (1, 2, 3)], FINISHED) for i in range(4)
-    ]
-    for past, expected in ((ended, "STOP"), ([], "CONTINUE")):
-        asha = scheduler({"grace_epochs": 1, "reduction": 3}, 9, past)
-        new = SimpleNamespace(trial_id="new")
+    lines = [{"epoch": epoch, "score": 0.9} for epoch in (1, 2, 3)]
+    for past, expected in (
+        ([records.Trial(i, {}, lines, FINISHED) for i in range(4)], "STOP"),
+        ([], "CONTINUE"),
+    ):
+        asha, new = scheduler({"grace_epochs": 1, "reduction": 3}, 9, past), SimpleNamespace(trial_id="new")
         asha.on_trial_add(None, new)
         assert asha.on_trial_result(None, new, {"epoch": 1, "score": 0.1}) == expected
 
 
 def test_optuna_is_told_what_happened_before(sweep):
     pytest.importorskip("optuna")
-    from tune.search import OptunaSampler
-
-    options, storage, _ = sweep
-    sampler = OptunaSampler(options.space, 0)
-    plan, _ = plan_of(sweep, sampler)
-    states = [(t.state.name, t.value) for t in sampler._study.trials]
-    assert states == [("COMPLETE", 0.6), ("FAIL", None)]
-    for name in "abc":
-        plan.suggest(name)
-    spaces.check_space(options.space, options.config)
+    options, storage = sweep
+    plan, _, _ = plan_of(sweep, search="optuna")
+    study = plan._sampler._study
+    assert [(t.state.name, t.value) for t in study.trials[:2]] == [("COMPLETE", 0.6), ("FAIL", None)]
     for trial in records.read_trials(storage):
         for domain in options.space:
             value = trial.overrides[domain.key]
             assert value in domain.choices if domain.choices else domain.low <= value <= domain.high
     epochs(storage, 4, 3)
     plan.on_trial_complete("c", result={})
-    assert sampler._study.trials[-1].value == 0.5
+    assert study.trials[-1].value == 0.5
 
 
-def test_optuna_learns(sweep):
+def test_optuna_learns():
     pytest.importorskip("optuna")
     from tune.search import OptunaSampler
 

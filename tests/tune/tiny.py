@@ -10,8 +10,8 @@ import torch
 
 from tune import records
 from tune.score import FOLDS, SweepData, make_folds, sweep_data
-from tune.sweep import SweepOptions, parse
-from tune.trial import Leases, run_trial, trial_configs
+from tune.sweep import open_sweep, parse
+from tune.trial import Leases, SweepOptions, run_trial, trial_configs
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.resident import load_resident
@@ -49,37 +49,22 @@ def claimed(folder: Path) -> Iterator[ClaimedStorage]:
 
 
 def run_tiny(
-    options: SweepOptions,
-    data: SweepData,
-    storage: ClaimedStorage,
-    index: int = 0,
-    overrides: dict[str, Any] | None = None,
-    report: Any = None,
-    num_epochs: int = 2,
-) -> list[dict[str, Any]]:
-    """One trial in this without Ray; its epochs without the clock."""
+    options: SweepOptions, data: SweepData, storage: ClaimedStorage, overrides: dict[str, Any] | None = None,
+    report: Any = lambda line: None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Trial 0 in this process, without Ray; its epochs without the clock."""
     folds = make_folds(data, options.score, options.folds, options.config.seed, options.hide)
     configs = trial_configs(options.config, overrides or {}, options.seeds)
-    worker, lease, sink = LocalWorker(CPU), Leases().lease, report or (lambda line: None)
-    run_trial(index, configs, folds, options.score, num_epochs, worker, storage, lease, sink)
-    return timeless(records.read_epochs(storage, index))
-
-
-def timeless(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines without seconds."""
+    run_trial(0, configs, folds, options.score, 2, LocalWorker(CPU), storage, Leases().lease, report)
+    lines = records.read_epochs(storage, 0)
     return [{k: v for k, v in line.items() if not k.endswith("seconds")} for line in lines]
 
 
 def fake_sweep(
-    folder: Path,
-    options: SweepOptions,
-    trials: Sequence[dict[str, Any]],
-    num_epochs: int = 3,
+    folder: Path, options: SweepOptions, trials: Sequence[dict[str, Any]], num_epochs: int = 3,
     fingerprint: str = NO_DATA,
-) -> Storage:
+) -> Storage:  # fmt: skip
     """The directory of a sweep that never ran: ``trials`` hold overrides, scores, status, reason."""
-    from tune.sweep import open_sweep
-
     storage = Storage(str(folder))
     open_sweep(options, storage, fingerprint, num_epochs)
     for index, trial in enumerate(trials):
