@@ -1,6 +1,6 @@
 """A run that takes a second: real digits, a network of width 4, two heads, six steps an epoch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from uno import collectives
 from uno.config import Config, override
 from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
@@ -15,15 +16,17 @@ from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import Interrupted
-from uno.model import build_model
+from uno.methods import registry
 from uno.presets import preset
 from uno.runs import faults, run
 from uno.runs.journal import read_journal
 from uno.runs.run import plans
 from uno.state import TrainState, new_state, state_tensors
-from uno.train import LocalWorker
+from uno.steps import Batch
+from uno.train import LocalWorker, Worker
 
 CPU = torch.device("cpu")
+HERE = LocalWorker(CPU)
 SMALL = {
     "model.width": 4, "model.num_heads": 2, "model.overcluster_factor": 2, "model.hidden_dim": 16,
     "model.projection_dim": 8, "data.limit": 200, "train.batch_size": 32, "train.log_every": 4,
@@ -47,23 +50,31 @@ def small_sets() -> tuple[TrainSet, dict[str, EvalSet]]:
     return assemble(task, images, ok), eval_sets(task, images, ok)
 
 
-def fresh_state(config: Config, num_novel: int = 5, dtype: torch.dtype = torch.float32) -> TrainState:
-    """A state at step 0 for the discovery phase (pretraining: num_novel 0)."""
-    model = build_model(config.model, 5, num_novel, config.seed).to(dtype)
-    model.train()
-    return new_state(model, model, config.discover if num_novel else config.pretrain, CPU, False)
+def fresh_state(
+    config: Config, num_novel: int = 5, dtype: torch.dtype = torch.float32, worker: Worker = HERE
+) -> TrainState:
+    """A state at step 0 of discovery by the run's method (pretraining: num_novel 0), as uno.runs makes it."""
+    method = registry.load(config)
+    model = registry.build_network(config, 5, num_novel, config.seed).to(dtype).train()
+    extra = method.start(config, model, small_sets()[0]) if method.start and num_novel else {}
+    phase = config.discover if num_novel else config.pretrain
+    state = new_state(model, worker.wrap(model), phase, CPU, False)
+    state.extra = {name: collectives.from_first(tensor) for name, tensor in extra.items()}
+    state.total_steps = 18
+    return state
 
 
-def batches_of(config: Config, phase: str = run.DISCOVER, train: TrainSet | None = None):
+def batches_of(
+    config: Config, phase: str = run.DISCOVER, train: TrainSet | None = None, worker: Worker = HERE
+) -> Callable[[int], Batch]:
     """``batches(step)`` of a phase on the small set."""
     train = train or small_sets()[0]
-    plan = plans(config, len(train.labels), len(train.unlabeled_images), 1)[phase]
-    return train.batches(config, plan)
+    plan = plans(config, len(train.labels), len(train.unlabeled_images), worker.world_size)[phase]
+    return train.batches(config, plan, worker.rank, worker.world_size)
 
 
-def train_both(config: Config, storage: Storage, worker: LocalWorker | None = None) -> TrainState:
+def train_both(config: Config, storage: Storage, worker: Worker = HERE) -> TrainState:
     """Pretraining, then discovery; returns the final state."""
-    worker = worker or LocalWorker(CPU)
     run.run_phase(config, run.PRETRAIN, small_sets()[0], worker, storage)
     return run.run_phase(config, run.DISCOVER, small_sets()[0], worker, storage)
 

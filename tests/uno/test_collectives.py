@@ -1,96 +1,227 @@
-"""W workers give what one worker gives: real processes, gloo."""
+"""W workers give what one worker gives: real processes, gloo.
+
+One of them is ``python -m tests.uno.test_collectives RANK WORLD_SIZE FOLDER``.
+"""
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from tests.uno.gloo_worker import main
-from uno import collectives
-from uno.methods import METHODS
+from tests.uno.small_run import CPU, StopAt, batches_of, copied_tensors, fresh_state, small_config
+from uno import collectives, steps
+from uno.data.files import Storage
+from uno.errors import Interrupted
+from uno.methods import METHODS, registry
+from uno.model import build_model
+from uno.runs import run
+from uno.runs.checkpoint import load_newest
+from uno.state import TrainState
+from uno.train import Phase, fit
 
 ROOT = Path(__file__).parents[2]
+CONFIG = small_config(train__batch_size=24)
+# Everything that Python code can call; DDP reduces gradients from C++, once for each bucket.
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier",
+    "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+)  # fmt: skip
+OPTIONS = {
+    "objective__iic_weight": 0.5, "objective__iic_view_weight": 0.5, "objective__rkd_weight": 0.5,
+    "objective__queue_size": 12,
+}  # fmt: skip
 
 
+# --------------------------------------------------------------------------------------------- in one process
+class GlooWorker(StopAt):
+    """A worker among others."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(-1)
+        self.rank, self.world_size = rank, world_size
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model) if self.world_size > 1 else model
+
+
+def seen_in(state: TrainState) -> dict[str, Tensor]:
+    """Gradients, and what a checkpoint would hold but the sums over a worker's own rows."""
+    kept = {k: v for k, v in copied_tensors(state).items() if "epoch" not in k and "line" not in k}
+    grads = {f"grad/{name}": p.grad.clone() for name, p in state.model.named_parameters()}
+    return grads | {f"state/{name}": tensor for name, tensor in kept.items()}
+
+
+def one_step(worker: GlooWorker) -> dict[str, Tensor]:
+    """A discovery step with BatchNorm in eval mode, so that rows do not see each other but in Sinkhorn."""
+    state, batch, calls, targets = (
+        fresh_state(CONFIG, worker=worker),
+        batches_of(CONFIG, worker=worker)(0),
+        [],
+        [],
+    )
+    state.model.eval()
+
+    def noted(name: str, real, results: list):
+        def call(*args, **kwargs):
+            calls.append(name)
+            results.append(real(*args, **kwargs))
+            return results[-1]
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "global_targets", noted("targets", steps.global_targets, targets))
+        for name in COLLECTIVES if worker.world_size > 1 else ():
+            patch.setattr(dist, name, noted(name, getattr(dist, name), []))
+        loss = steps.discovery_step(state, batch, CONFIG.objective, 0.1)
+    assert calls == (["targets", "all_gather"] if worker.world_size > 1 else ["targets"])  # nothing else
+    seen = {"novel_targets": targets[0][0], "over_targets": targets[0][1]}
+    return seen | {"loss": loss, "head_losses": state.epoch_losses.clone()} | seen_in(state)
+
+
+def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
+    """The last rank's rows are not numbers: all ranks skip the step."""
+    state, batch = fresh_state(CONFIG, worker=worker), batches_of(CONFIG, worker=worker)(0)
+    before = [p.detach().clone() for p in state.model.encoder.parameters()]
+    if worker.rank == worker.world_size - 1:
+        batch = batch._replace(views=[view.fill_(float("nan")) for view in batch.views])
+    steps.discovery_step(state, batch, CONFIG.objective, 0.1)
+    kept = all(torch.equal(a, b) for a, b in zip(before, state.model.encoder.parameters(), strict=True))
+    return {"skipped": state.skipped.clone(), "kept": torch.tensor(kept)}
+
+
+def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
+    """Two epochs, stopped in the middle of the second and resumed, against the same without a stop."""
+    found = {}
+    for name, stops in (("clean", (-1,)), ("resumed", (11, -1))):
+        storage = Storage(str(folder / name))
+        for worker.step in stops:
+            state = fresh_state(CONFIG, worker=worker)
+            phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, steps.discovery_step)
+            with suppress(Interrupted):
+                fit(CONFIG, phase, state, batches_of(CONFIG, worker=worker), worker, storage)
+        found |= {f"{name}/{key}": value for key, value in copied_tensors(state).items()}
+        # what rank 0 stored is there for everyone as soon as fit returns
+        found[f"{name}/stored"] = torch.tensor(load_newest(storage, run.DISCOVER).step)
+    return found
+
+
+def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
+    """Gradients and state after two steps of a method, with BatchNorm in eval mode."""
+    options = OPTIONS if name == "uno" else {"objective__rampup": 0.0}
+    config = small_config(method=name, train__batch_size=24, **options)
+    state, batches, step = (
+        fresh_state(config, worker=worker),
+        batches_of(config, worker=worker),
+        registry.load(config).step,
+    )
+    if name == "uno":
+        teacher = build_model(config.model, 5, 0, 5).eval()
+        state.teacher = nn.Sequential(teacher.encoder, teacher.known)
+    state.model.eval()
+    loss = step(state, batches(0), config.objective, 0.02)
+    first = {key: tensor for key, tensor in seen_in(state).items() if key.startswith("grad/")}
+    step(state, batches(1), config.objective, 0.02)
+    return seen_in(state) | first | {"loss": loss}
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    """Run everything and store the tensors."""
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
+    assert collectives.world() == (rank, world_size)
+    worker = GlooWorker(rank, world_size)
+    parts = {"step": one_step(worker)}
+    if world_size <= 2:
+        parts |= {f"method/{name}": two_steps(name, worker) for name in METHODS}
+    if world_size > 1:
+        parts |= {"nan": nan_on_one_rank(worker), "phase": whole_phase(worker, folder)}
+    tensors = {
+        f"{part}/{k}": v.detach().contiguous().clone()
+        for part, seen in parts.items()
+        for k, v in seen.items()
+    }
+    save_file(tensors, folder / f"{rank}.st")
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------- the tests
 def test_one_process_is_the_identity():
     """Kills: a copy, a reduction or a process group where there is one worker."""
     tensor = torch.rand(3, 4)
     assert collectives.world() == (0, 1)
-    assert collectives.gather_rows(tensor, 0) is tensor
-    assert collectives.own_rows(tensor, 1) is tensor
-    assert collectives.sum_(tensor) is tensor
-    collectives.barrier(torch.device("cpu"))
+    for same in (
+        collectives.gather_rows(tensor, 0),
+        collectives.own_rows(tensor, 1),
+        collectives.sum_(tensor),
+    ):
+        assert same is tensor
+    collectives.barrier(CPU)
 
 
-def results(world_size: int, folder: Path) -> list[dict[str, torch.Tensor]]:
+def results(world_size: int, folder: Path) -> list[dict[str, Tensor]]:
     """What each process stored."""
+    folder.mkdir()
     if world_size == 1:
         main(0, 1, folder)
     else:
-        command = [sys.executable, "-m", "tests.uno.gloo_worker"]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(world_size), str(folder)],
-                cwd=ROOT,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
+        command = [sys.executable, "-m", "tests.uno.test_collectives"]
+        ranks = [[*command, str(rank), str(world_size), str(folder)] for rank in range(world_size)]
+        processes = [subprocess.Popen(rank, cwd=ROOT, stderr=subprocess.PIPE, text=True) for rank in ranks]
         try:
             errors = [process.communicate(timeout=200)[1] for process in processes]
         finally:
             for process in processes:
                 process.kill()
         assert not any(process.returncode for process in processes), "\n".join(errors)
-    return [safetensors.torch.load_file(folder / f"{rank}.st") for rank in range(world_size)]
+    return [load_file(folder / f"{rank}.st") for rank in range(world_size)]
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [
-        pytest.param(2, marks=pytest.mark.ray),
-        pytest.param(4, marks=pytest.mark.ray),
-        pytest.param(3, marks=pytest.mark.slow),
-    ],
-)
+RAY, SLOW = pytest.mark.ray, pytest.mark.slow
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(w, marks=m) for w, m in ((2, RAY), (4, RAY), (3, SLOW))])
 def test_workers_equal_one_worker(tmp_path, one_thread, world_size):
-    """Pseudo-labels, loss, gradients and the step of the same global batch, with BatchNorm in eval mode.
+    """Pseudo-labels, loss, gradients and the step of the same global batch, with BatchNorm in eval mode; two
+    workers take the steps of one for every method in the registry.
 
     Kills: Sinkhorn on a worker's own rows, rows of another rank, a collective per view, head or family, loss
     weights that depend on the worker, gradients summed, a NaN that only its own rank sees, head losses of
-    rank 0 alone, a resume that differs, a checkpoint looked for before it is written.
+    rank 0 alone, a resume that differs, a checkpoint looked for before it is written; pairs of a worker's own
+    rows, the gradient of others' rows lost or counted twice, a queue or a memory that differs between
+    workers, IIC's means or a teacher's weights per worker.
     """
-    (tmp_path / "one").mkdir()
-    (tmp_path / "many").mkdir()
     (whole,) = results(1, tmp_path / "one")
     shares = results(world_size, tmp_path / "many")
-
-    for name in ("step/novel_targets", "step/over_targets"):
-        joined = torch.cat([share[name] for share in shares], dim=2)
-        assert joined.shape == whole[name].shape
-        torch.testing.assert_close(joined, whole[name], atol=1e-6, rtol=0)
-    assert all(share["step/calls"].tolist() == [1, 1] for share in shares)  # one gather, nothing else
-
-    mean_loss = sum(share["step/loss"] for share in shares) / world_size
-    torch.testing.assert_close(mean_loss, whole["step/loss"], atol=1e-5, rtol=0)
-    head_losses = sum(share["step/head_losses"] for share in shares) / world_size
-    torch.testing.assert_close(head_losses, whole["step/head_losses"], atol=1e-5, rtol=0)
-    for name, expected in whole.items():
-        if name.startswith(("step/grad/", "step/state/")):
-            for share in shares:
-                torch.testing.assert_close(share[name], expected, atol=1e-5, rtol=1e-4)
-
-    assert [(int(share["nan/skipped"]), bool(share["nan/kept"])) for share in shares] == [
-        (1, True)
-    ] * world_size
     if world_size == 2:
-        check_methods(whole, shares)
+        assert {name.split("/")[1] for name in whole if name.startswith("method/")} == set(METHODS)
+    for name, expected in whole.items():
+        if name.startswith("method/") and world_size > 2:
+            continue
+        exact = dict(atol=1e-5, rtol=1e-4) if name.startswith("step/") else dict(atol=2e-5, rtol=1e-3)
+        if name.endswith("_targets"):
+            joined = torch.cat([share[name] for share in shares], dim=2)
+            torch.testing.assert_close(joined, expected, atol=1e-6, rtol=0)
+        elif name.endswith(("/loss", "head_losses")):
+            mean = sum(share[name] for share in shares) / world_size
+            torch.testing.assert_close(mean, expected, **exact)
+        else:
+            for share in shares:
+                torch.testing.assert_close(
+                    share[name], expected, **exact, msg=lambda text, n=name: f"{n}: {text}"
+                )
+                assert "/extra/" not in name or torch.equal(share[name], shares[0][name]), name
 
     for share in shares:
+        assert (int(share["nan/skipped"]), bool(share["nan/kept"])) == (1, True)
         assert share["phase/clean/stored"] == share["phase/resumed/stored"] == 16
         assert torch.equal(share["phase/clean/head_losses"], shares[0]["phase/clean/head_losses"])
         for name in share:
@@ -99,26 +230,8 @@ def test_workers_equal_one_worker(tmp_path, one_thread, world_size):
                 if world_size == 2:  # a third of a sum does not come back to the bit
                     assert torch.equal(other, share[name]), name
                 torch.testing.assert_close(other, share[name], atol=1e-5, rtol=1e-4)
-                if "/model/" in name:
-                    assert torch.equal(share[name], shares[0][name]), name
+                assert "/model/" not in name or torch.equal(share[name], shares[0][name]), name
 
 
-def check_methods(whole: dict[str, torch.Tensor], shares: list[dict[str, torch.Tensor]]) -> None:
-    """Two workers take the steps of one, for every method in the registry.
-
-    Kills: pairs of a worker's own rows, the gradient of other workers' rows lost or counted twice, a queue or
-    a memory that differs between workers, IIC's means per worker, a teacher's weights per worker.
-    """
-    names = [name for name in whole if name.startswith("method/")]
-    assert {name.split("/")[1] for name in names} == set(METHODS)
-    for name in names:
-        if name.endswith("/loss"):
-            mean = (shares[0][name] + shares[1][name]) / 2
-            torch.testing.assert_close(mean, whole[name], atol=1e-4, rtol=1e-4)
-            continue
-        for share in shares:
-            torch.testing.assert_close(
-                share[name], whole[name], atol=2e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
-            )
-        if "/extra/" in name:
-            assert torch.equal(shares[0][name], shares[1][name]), name
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

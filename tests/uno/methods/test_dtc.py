@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.uno.methods import toy
-from tests.uno.small_run import batches_of, check_resumes, small_config, small_sets
+from tests.uno.small_run import batches_of, check_resumes, fresh_state, small_config, small_sets
 from uno.errors import ConfigError
 from uno.methods import dtc, registry
 from uno.results.forward import features_of
@@ -52,7 +52,7 @@ def test_sharpened_of_known_cases():
 def test_the_start_is_pca_and_k_means():
     """Kills: components of uncentred features, the smallest ones, centres of other points."""
     config = small_config(method="dtc")
-    state = toy.method_state(config)
+    state = fresh_state(config)
     head = state.model.novel
     features = features_of(state.model.eval(), small_sets()[0].unlabeled_images, config).double().numpy()
     centred = features - features.mean(axis=0)
@@ -71,7 +71,7 @@ def test_the_step_equals_the_loop(step):
     renewed at every step, consistency in the warm-up, q of the second view.
     """
     config = small_config(method="dtc", objective__consistency_weight=3.0)
-    state, batch = toy.method_state(config), batches_of(config)(1)
+    state, batch = fresh_state(config), batches_of(config)(1)
     state.step, state.total_steps = step, 66
     generator = torch.Generator().manual_seed(1)
     state.extra["probabilities"] = torch.rand(100, 5, generator=generator).softmax(dim=1)

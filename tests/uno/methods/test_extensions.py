@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.uno.methods.toy import softmax
-from tests.uno.small_run import batches_of, check_resumes, fresh_state, small_config, small_sets
+from tests.uno.small_run import batches_of, check_resumes, fresh_state, small_config
 from tests.uno.test_objective import problem
 from uno.errors import ConfigError
-from uno.methods import registry
 from uno.methods.extensions import iic_loss, iic_view_loss, past_logits, rkd_loss, step
 from uno.model import build_model
 from uno.sinkhorn import sinkhorn
@@ -115,9 +114,7 @@ def test_other_methods_refuse_them():
 
 def queue_state(size: int, overcluster_factor: int = 2):
     config = small_config(objective__queue_size=size, model__overcluster_factor=overcluster_factor)
-    state = fresh_state(config)
-    state.extra = registry.load(config).start(config, state.model, small_sets()[0])
-    return config, state
+    return config, fresh_state(config)
 
 
 @pytest.mark.parametrize("overcluster_factor", [0, 2])

@@ -6,7 +6,7 @@ import torch
 
 from tests.uno.methods import toy
 from tests.uno.methods.test_mcl import naive_logit
-from tests.uno.small_run import batches_of, small_config
+from tests.uno.small_run import batches_of, fresh_state, small_config
 from uno.methods import kcl, registry
 from uno.methods.pairs import similarity_loss
 
@@ -48,7 +48,7 @@ def test_the_target_has_no_gradient():
 def test_the_step_equals_the_loop():
     """Kills: one order of the pairs only, similarities of the other order, a term missing."""
     config = small_config(method="kcl")
-    state, logits = toy.method_state(config), toy.random_logits(9, 4, 5, 16)
+    state, logits = fresh_state(config), toy.random_logits(9, 4, 5, 16)
     labels = torch.tensor([0, 3, 1, 1])
     network, features = state.model.novel.auxiliary, logits.features[:, 4:].numpy()
     first, second = (toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
@@ -64,6 +64,6 @@ def test_the_step_equals_the_loop():
 def test_steps_lower_the_loss(method):
     """Of every method. Kills: a sign, a loss without gradient."""
     config = small_config(method=method, objective__rampup=0.0)
-    state, batch, step = toy.method_state(config), batches_of(config)(0), registry.load(config).step
+    state, batch, step = fresh_state(config), batches_of(config)(0), registry.load(config).step
     found = [float(step(state, batch, config.objective, 0.05)) for _ in range(20)]
     assert found[-1] < 0.8 * found[0]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.uno.methods import toy
-from tests.uno.small_run import small_config
+from tests.uno.small_run import fresh_state, small_config
 from uno.methods.pairs import PairSimilarity, similar_pairs, similarity_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +37,7 @@ def test_similarity_equals_the_loop():
 def test_the_step_equals_the_loop():
     """Kills: similarities of labeled rows used for unlabeled ones, a term missing, one view's pairs."""
     config = small_config(method="mcl")
-    state, logits = toy.method_state(config), toy.random_logits(9, 4, 5, 16)
+    state, logits = fresh_state(config), toy.random_logits(9, 4, 5, 16)
     labels = torch.tensor([0, 3, 1, 1])
     network, (first, second) = state.model.novel.auxiliary, logits.features.numpy()
     similar = [[naive_logit(network, a, b) > 0 for b in second[4:]] for a in first[4:]]
@@ -49,7 +49,7 @@ def test_the_step_equals_the_loop():
 
 def test_the_similarity_network_learns_without_moving_the_encoder():
     """Kills: features that are not detached, a network that is not trained."""
-    state = toy.method_state(small_config(method="mcl"))
+    state = fresh_state(small_config(method="mcl"))
     features = torch.randn(2, 8, 16, requires_grad=True)
     similarity_loss(state.model.novel.auxiliary, features, torch.arange(8) % 2).backward()
     assert features.grad is None and state.model.novel.auxiliary.output.weight.grad.abs().sum() > 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.uno.methods import toy
-from tests.uno.small_run import small_config
+from tests.uno.small_run import fresh_state, small_config
 from uno.methods import rs
 from uno.methods.method import pair_likelihood_loss
 from uno.methods.registry import settings
@@ -54,7 +54,7 @@ def test_the_step_equals_the_loop(step):
     does not rise or rises beyond the end, consistency of unlabeled rows only.
     """
     config = small_config(method="rs", objective__consistency_weight=7.0, objective__rampup=0.5)
-    state, logits = toy.method_state(config), toy.random_logits(9, 4, 3, 6)
+    state, logits = fresh_state(config), toy.random_logits(9, 4, 3, 6)
     labels = torch.tensor([0, 3, 1, 1])
     state.step, state.total_steps = step, 20
     found = toy.step_on(config, logits, labels, state)

@@ -6,7 +6,7 @@ import torch
 
 from tests.uno.methods import toy
 from tests.uno.methods.test_rs import naive_same_top
-from tests.uno.small_run import small_config
+from tests.uno.small_run import fresh_state, small_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -16,7 +16,7 @@ def test_the_step_equals_the_loop():
     known outputs only, the increment without its ramp, one view's joint loss.
     """
     config = small_config(method="rs_plus", objective__consistency_weight=2.0, objective__rampup=0.5)
-    state, logits = toy.method_state(config), toy.random_logits(9, 5, 5, 16)
+    state, logits = fresh_state(config), toy.random_logits(9, 5, 5, 16)
     state.model.normalize_prototypes_()
     state.step, state.total_steps, labels = 4, 20, [0, 4, 1, 1]
     found = toy.step_on(config, logits, torch.tensor(labels), state)
@@ -37,5 +37,5 @@ def test_the_step_equals_the_loop():
 
 def test_both_heads_are_trained():
     """Kills: a cluster head left out of the optimizer."""
-    names = dict(toy.method_state(small_config(method="rs_plus")).model.named_parameters())
+    names = dict(fresh_state(small_config(method="rs_plus")).model.named_parameters())
     assert {"novel.prototypes.weight", "novel.auxiliary.weight"} <= set(names)

@@ -1,27 +1,16 @@
-"""Logits without a network, naive sums, and a network small enough to step twenty times in a second."""
+"""Logits without a network, and naive sums."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tests.uno.small_run import CPU, small_sets
 from uno.config import Config
 from uno.methods import registry
 from uno.model import Logits
-from uno.state import TrainState, new_state
+from uno.state import TrainState
 from uno.steps import Batch
 
 TAU = 0.1
-
-
-def method_state(config: Config) -> TrainState:
-    """A fresh state of the run's method, as ``uno.runs.run`` makes it."""
-    method = registry.load(config)
-    model = registry.build_network(config, 5, 5, config.seed).train()
-    state = new_state(model, model, config.discover, CPU, False)
-    state.extra = method.start(config, model, small_sets()[0]) if method.start is not None else {}
-    state.total_steps = 18
-    return state
 
 
 def step_on(config: Config, logits: Logits, labels: Tensor, state: TrainState) -> float:
