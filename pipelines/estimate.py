@@ -7,10 +7,21 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from pipelines import cli
+from pipelines import cli, ray_env
+from pipelines.console import on_stop, say, say_left_out
 from pipelines.options import DRY_RUN, PRINT_CONFIG, Argument, Command, parse
+from pipelines.worker import use_gpu
 from uno.config import Config, dump_yaml
+from uno.data.decode import check_bad, decode_many, readable
+from uno.data.files import Storage
+from uno.data.resident import assemble
+from uno.data.sources import read_rows
+from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted
+from uno.results import estimate
+from uno.results.estimate import Estimate, Settings
+from uno.runs import lock
+from uno.runs.hardware import local_device
 
 ESTIMATE = Command(
     "estimate-classes",
@@ -34,37 +45,25 @@ results and encoders; --workers N tasks run at once on Ray, with the same result
 def main(argv: Sequence[str]) -> int:
     """Estimate, write ``estimate.json``, print the table."""
     options = parse(argv, ESTIMATE)
-    if options.own.print_config:
+    own = options.own
+    if own.print_config:
         print(dump_yaml(options.config), end="")
-        return 0
-    from pipelines.console import say
-    from uno.results.estimate import Settings
-
-    settings = Settings(num_splits=options.own.num_splits, max_novel=options.own.max_novel)
-    estimate_job(options.config, settings, options.own.dry_run, say)
+    else:
+        settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
+        estimate_job(options.config, settings, own.dry_run)
     return 0
 
 
-def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[str], None]) -> Any:
-    """Read the data of ``config``, estimate into ``config.output`` and show the result: an
-    :class:`uno.results.estimate.Estimate`, None after a dry run.
-    """
-    from pipelines.console import on_stop
-    from uno.data.files import Storage
-    from uno.data.sources import read_rows
-    from uno.data.splits import make_task
-    from uno.runs import lock
-    from uno.runs.hardware import local_device
-
+def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate | None:
+    """Read the data of ``config``, estimate into ``config.output`` and show the result; None: a dry run."""
     if config.compute.workers == 0:
         local_device(config)
     # The number is what we are after: 1 stands in for it and is never read.
     task = make_task(read_rows(config.data), config.data.model_copy(update={"num_novel": 1}))
     labeled = int((task.is_train & (task.labels >= 0)).sum())
-    unlabeled = int(task.is_train.sum()) - labeled
     say(
         f"{task.rows.source}: {labeled:,} labeled rows of {len(task.known)} known classes, "
-        f"{unlabeled:,} unlabeled rows"
+        f"{int(task.is_train.sum()) - labeled:,} unlabeled rows"
     )
     if dry_run:
         say(f"would pretrain {settings.num_splits} encoders, each on some known classes; nothing was done")
@@ -76,39 +75,32 @@ def estimate_job(config: Config, settings: Any, dry_run: bool, say: Callable[[st
         raise Interrupted("stopped; finished encoders are kept")
 
     with lock.claim(storage, on_wait=say), on_stop(stop):
-        found = estimate_num_novel(config, task, storage, settings, say)
+        found = estimate_num_novel(config, task, storage, settings)
     say(format_estimate(found))
     say(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")
     return found
 
 
 def estimate_num_novel(
-    config: Config, task: Any, storage: Any, settings: Any = None, say: Callable[[str], None] = print
-) -> Any:
+    config: Config, task: Task, storage: Storage, settings: Settings | None = None,
+    report: Callable[[str], None] = say,
+) -> Estimate:  # fmt: skip
     """:func:`uno.results.estimate.estimate_num_novel` of a task, here or on Ray."""
-    from pipelines import ray_env
-    from pipelines.console import say_left_out
-    from uno.data.decode import check_bad, decode_many, readable
-    from uno.data.resident import assemble
-    from uno.results.estimate import estimate_num_novel as estimate
-    from uno.runs.hardware import local_device
-
     compute = config.compute
     images, reasons = decode_many(task.rows.images, config.data.store_size)
     say_left_out(check_bad(task.rows.ids, reasons, config.data.max_bad_fraction))
     data = config, assemble(task, images, readable(reasons)), task.known, storage
     if compute.workers == 0:
-        return estimate(*data, local_device(config), settings, report=say)
+        return estimate.estimate_num_novel(*data, local_device(config), settings, report=report)
     with ray_env.connect(workers=compute.workers) as ray:
-        from pipelines.worker import use_gpu
-
         resources = ray.cluster_resources()
         gpu = use_gpu(config, resources)
         if gpu and resources.get("GPU", 0) < compute.gpus_per_worker:
             raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
         request = {"num_cpus": 1, "num_gpus": compute.gpus_per_worker if gpu else 0}
         tasks = partial(ray_tasks, ray, compute.workers, request)
-        return estimate(*data, "cuda" if gpu else "cpu", settings, tasks, report=say)
+        device = "cuda" if gpu else "cpu"
+        return estimate.estimate_num_novel(*data, device, settings, tasks, report=report)
 
 
 def ray_tasks(
@@ -134,7 +126,7 @@ def ray_tasks(
         yield pending.pop(done[0]), value
 
 
-def format_estimate(found: Any) -> str:
+def format_estimate(found: Estimate) -> str:
     """The curves as a plain table, the answer, and what to make of it."""
     lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
     for k, f1, acc, cvi in zip(found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True):

@@ -128,7 +128,8 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
     from uno.results.estimate import Settings
 
     folder = f"{config.output}-estimate"
-    found = estimate_job(override(config, {"output": folder}), Settings(), False, say)
+    found = estimate_job(override(config, {"output": folder}), Settings(), False)
+    assert found is not None
     return override(config, {"data.num_novel": found.suggested}), Storage(folder).read(ESTIMATE_FILE)
 
 

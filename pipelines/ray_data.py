@@ -7,7 +7,7 @@ can be the first; each is bounded, so that memory does not grow, and the next on
 """
 
 import logging
-import os
+import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -26,7 +26,7 @@ from uno.data.files import Storage, full_path
 from uno.data.ingest import free_host_bytes
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
-from uno.data.rows import Chosen, Files, Image, Images, base
+from uno.data.rows import Chosen, Image, Images, base
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import (
     CHUNK_BYTES,
@@ -78,28 +78,21 @@ def worker_sets(
     import ray
     import ray.train
 
+    def truth(make: Callable[[Any, Any], EvalData]) -> Callable[[], Mapping[str, EvalData]]:
+        return lambda: {split: make(*each) for split, each in ray.get(loop["truth"]).items()}
+
     side, rows = config.data.store_size, dict(ray.get(loop["rows"]))
     if config.data.ingest != "streaming":
         images = pixels_of(ray.train.get_dataset_shard("images"), loop["num_rows"], side)
-
-        def resident_truth() -> Mapping[str, EvalData]:
-            truth = ray.get(loop["truth"])
-            return {split: EvalSet(images[own], true, own) for split, (own, true) in truth.items()}
-
-        return resident_set(images, **rows), resident_truth
+        return resident_set(images, **rows), truth(lambda own, true: EvalSet(images[own], true, own))
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
     limits = execution_limits(ray.cluster_resources(), config.compute.workers, loop["worker_cpus"])
     names, every = rows.pop("ids"), Chosen(rows["images"], rows["index"])
     bad = BadRows(names, every, config.data.max_bad_fraction, storage)
+    decode = decode_on_ray(ray, rows["images"], rows["index"], side, *limits)
     train = StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
-
-    def streamed_truth() -> Mapping[str, EvalData]:
-        decode = decode_on_ray(ray, train.images, train.index, side, *limits)
-        truth = ray.get(loop["truth"])
-        return {split: StreamedEvalSet(true, own, side, decode, bad) for split, (own, true) in truth.items()}
-
-    return train, streamed_truth
+    return train, truth(lambda own, true: StreamedEvalSet(true, own, side, decode, bad))
 
 
 def decode_task(ray: Any, task: Task, side: int) -> Any:
@@ -116,14 +109,11 @@ def decode_task(ray: Any, task: Task, side: int) -> Any:
     )
 
 
-def reasons_of(dataset: Any, num_rows: int) -> list[str | None]:
+def reasons_of(dataset: Any) -> list[str | None]:
     """Why an image of :func:`decode_task` has no pixels, None where it has, in row order."""
-    reasons: list[str | None] = [None] * num_rows
     columns = dataset.select_columns(["row", "reason"])
-    for batch in columns.iter_batches(batch_size=ROWS_PER_BATCH, batch_format="pyarrow"):
-        for row, reason in zip(batch["row"].to_pylist(), batch["reason"].to_pylist(), strict=True):
-            reasons[row] = reason
-    return reasons
+    batches = columns.iter_batches(batch_size=None, batch_format="pyarrow")
+    return pa.concat_tables(batches).sort_by("row")["reason"].to_pylist()
 
 
 def pixels_of(dataset: Any, num_rows: int, side: int) -> Tensor:
@@ -141,23 +131,12 @@ def image_block(images: Images, rows: np.ndarray) -> pa.Table:
 
 
 def image_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
-    """How images travel: numbers of Parquet rows; else paths as bytes (a path need not be text), encoded
-    bytes, or pixels with a shape.
-    """
+    """How images travel: numbers of Parquet rows; else pickled, as full paths, encoded bytes or pixels."""
     if isinstance(images, ParquetImages):
         return {"number": pa.array(rows)}
-    if isinstance(images, Files):
-        nothing = {"data": pa.nulls(len(rows), pa.large_binary()), "shape": pa.nulls(len(rows))}
-        return {"path": images.column.take(pa.array(rows)), **nothing}
-    found = [images[int(row)] for row in rows]
-    paths = [os.fsencode(i and full_path(i)) if isinstance(i, str) else None for i in found]
-    data = [None if isinstance(i, str) else i.tobytes() if isinstance(i, np.ndarray) else i for i in found]
-    shapes = [list(i.shape) if isinstance(i, np.ndarray) else None for i in found]
-    return {
-        "path": pa.array(paths, pa.large_binary()),
-        "data": pa.array(data, pa.large_binary()),
-        "shape": pa.array(shapes, pa.list_(pa.int32())),
-    }
+    found = (images[int(row)] for row in rows)
+    whole = (full_path(image) if isinstance(image, str) and image else image for image in found)
+    return {"image": pa.array(map(pickle.dumps, whole), pa.large_binary())}
 
 
 def parquet_images(images: Images) -> ParquetImages | None:
@@ -170,11 +149,7 @@ def images_of(block: pa.Table, images: ParquetImages | None) -> list[Image]:
     """The inverse of :func:`image_columns`."""
     if images is not None:
         return list(images.fetch(block["number"].to_numpy()))
-    columns = (block[name].to_pylist() for name in ("path", "data", "shape"))
-    return [
-        np.frombuffer(data, np.uint8).reshape(shape) if shape else data if path is None else os.fsdecode(path)
-        for path, data, shape in zip(*columns, strict=True)
-    ]
+    return [pickle.loads(image) for image in block["image"].to_pylist()]
 
 
 def decode_block(block: pa.Table, side: int, images: ParquetImages | None) -> pa.Table:
@@ -203,7 +178,7 @@ def store_bytes(workers: int) -> int:
 
 
 def execution_limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:
-    """(CPUs, bytes of the object store) for an execution of one worker of ``workers``, each of which reserves
+    """(CPUs, bytes of the object store) for an execution of one of ``workers``, each of which reserves
     ``worker_cpus``; an execution and the next share a store.
     """
     cpus = (cluster.get("CPU", 1) - workers * worker_cpus) / workers

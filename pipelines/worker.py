@@ -152,7 +152,7 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
         images, reasons = None, None
         if not streams:
             images = ray_data.decode_task(ray, task, side)
-            reasons = ray_data.reasons_of(images, len(task.rows))
+            reasons = ray_data.reasons_of(images)
             leave_out_unreadable(reasons, config, task, storage)
         if stopping.is_set():
             raise Interrupted("stopped before training began")

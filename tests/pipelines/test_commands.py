@@ -359,7 +359,7 @@ def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch
     class Found:
         num_novel, suggested = 3, 4
 
-    def estimate(config, _settings, _dry_run, _say):
+    def estimate(config, _settings, _dry_run):
         Storage(config.output).write("estimate.json", b'{"suggested": 4}')
         return Found
 
