@@ -11,11 +11,11 @@ from pipelines import cli
 from tests.pipelines.small import LONG
 
 
-@pytest.fixture
-def cluster(ray_cluster: Any) -> Iterator[Any]:
-    """The shared cluster; a command in this process changes the number of threads."""
+@pytest.fixture(autouse=True)
+def restored_threads() -> Iterator[None]:
+    """A command in this process changes the number of threads."""
     threads = torch.get_num_threads()
-    yield ray_cluster
+    yield
     torch.set_num_threads(threads)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from pipelines import cli
 from tests.uno import small_run
 from tests.uno.small_run import assert_same, lines, wasted_steps
 from uno.data.files import Storage
@@ -41,6 +42,16 @@ def assert_as_undisturbed(run: Path, undisturbed: Path, num_faults: int) -> None
     assert len(wasted) == num_faults and max(wasted) <= INTERVAL + 1, wasted
     assert_same_weights(run, undisturbed)
     assert lines_of(run) == lines_of(undisturbed)
+
+
+def refused(capsys: Any, code: int, *argv: Any) -> str:
+    """The one line on stderr of a command that ends with that exit code."""
+    capsys.readouterr()
+    assert cli.main([str(word) for word in argv]) == code
+    err: str = capsys.readouterr().err
+    assert err.startswith("uno: error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert "internal" not in err and "Traceback" not in err
+    return err
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:

@@ -5,11 +5,11 @@ import io
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 
 from pipelines import cli, console
+from tests.pipelines.small import ROOT
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 
 
@@ -98,35 +98,31 @@ def test_a_defect_is_one_line_and_a_file(capsys, tmp_path, monkeypatch, error):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     (file,) = tmp_path.glob("uno-error-*.txt")
-    assert (
-        err.startswith(f"uno: error: internal: {type(error).__name__}: ") and f"(traceback in {file})" in err
-    )
+    start = f"uno: error: internal: {type(error).__name__}: "
+    assert err.startswith(start) and f"(traceback in {file})" in err
     assert "Traceback (most recent call last)" in file.read_text() and "raise error" in file.read_text()
     monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")  # nor can the file be written
-    assert cli.guard(command, []) == 1
-    assert capsys.readouterr().err.startswith(f"uno: error: internal: {type(error).__name__}: ")
+    assert cli.guard(command, []) == 1 and capsys.readouterr().err.startswith(start)
 
 
 def python(code: str) -> subprocess.CompletedProcess:
-    root = Path(__file__).parents[2]
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
-def test_nothing_heavy_is_imported_before_a_command_is_chosen():
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("[cli.main([word]) for word in ('--help', '--version', 'nope')]", "torch ray numpy tune pydantic"),
+        ("commands.parse([], commands.DISCOVER).config", "torch ray numpy tune"),
+        ("[cli.main([name, '--help']) for name in ('predict', 'classes', 'export')]", "torch ray tune"),
+    ],
+)
+def test_nothing_heavy_is_imported_before_there_is_work(code, heavy):
     """Kills: an import of a pipeline or torch at the top of cli.py, which makes ``uno --help`` slow."""
+    imports = "cli" if code.startswith("[cli") else "commands"
     done = python(
-        "import sys; from pipelines import cli; [cli.main([a]) for a in ('--help', '--version', 'nope')]\n"
-        "heavy = set('torch ray numpy tune pydantic'.split()) & {m.split('.')[0] for m in sys.modules}\n"
-        "assert not heavy, heavy"
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_parsing_options_imports_neither_torch_nor_ray():
-    done = python(
-        "import sys; from pipelines.commands import DISCOVER, parse; parse([], DISCOVER).config\n"
-        "heavy = {'torch', 'ray', 'numpy', 'tune'} & {m.split('.')[0] for m in sys.modules}\n"
-        "assert not heavy, heavy"
+        f"import sys; from pipelines import {imports}; {code}\n"
+        f"found = set('{heavy}'.split()) & {{m.split('.')[0] for m in sys.modules}}\nassert not found, found"
     )
     assert done.returncode == 0, done.stderr
 
@@ -144,9 +140,6 @@ def test_a_reader_that_left_ends_quietly(stream):
     assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
 
 
-# the console
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -157,27 +150,24 @@ def metrics(step: int, **more) -> dict:
     return base | {"step": step, "images_per_s": 5120.4} | more
 
 
-def test_plain_lines_away_from_a_terminal():
-    out, now = io.StringIO(), [0.0]
+def shown_on(out) -> str:
+    now = [0.0]
     with console.Progress(out, clock=lambda: now[0]) as progress:
         progress(metrics(66))  # resumed here: no speed known yet
         now[0] = 10.0
         progress(metrics(132))
-        progress(metrics(660, phase="pretrain", images_per_s=None))
-    assert out.getvalue().splitlines() == [
+        if not out.isatty():
+            progress(metrics(660, phase="pretrain", images_per_s=None))
+    return out.getvalue()
+
+
+def test_progress_is_plain_lines_or_one_live_bar_on_a_terminal():
+    assert shown_on(io.StringIO()).splitlines() == [
         "discover  epoch 12/60  step 66/660  loss 1.234  lr 0.0953  5,120 images/s",
         "discover  epoch 12/60  step 132/660  loss 1.234  lr 0.0953  5,120 images/s  ETA 01:20",
         "pretrain  epoch 12/60  step 660/660  loss 1.234  lr 0.0953",
     ]
-
-
-def test_one_live_bar_on_a_terminal():
-    out, now = Terminal(), [0.0]
-    with console.Progress(out, clock=lambda: now[0]) as progress:
-        progress(metrics(66))
-        now[0] = 10.0
-        progress(metrics(132))
-    shown = out.getvalue()
+    shown = shown_on(Terminal())
     assert "\r" in shown and shown.count("\n") == 1 and shown.isascii()
     assert "ETA 01:20" in shown and " 20% |" in shown
 

@@ -7,29 +7,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import safetensors.torch
 import torch
 
 from pipelines import cli, jobs, ray_env
-from tests.pipelines.small import SMALL, assert_same_weights, lines_of, write_images
+from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
 from tests.uno.small_run import wasted_steps
 from uno.data import resident
 from uno.data.files import Storage
-from uno.model import build_model
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
 
-
-@pytest.fixture(autouse=True)
-def restored_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+DISCOVER = ["discover", *SMALL]
 
 
 @pytest.fixture(autouse=True)
@@ -41,34 +33,16 @@ def quick_maps(monkeypatch):
 @pytest.fixture
 def nothing_starts(monkeypatch):
     """Training or connecting to Ray fails the test."""
-
-    def start(*_args, **_kwargs):
-        raise AssertionError("this should have been refused earlier")
-
-    monkeypatch.setattr(ray_env, "connect", start)
-    monkeypatch.setattr(jobs.run, "run_phase", start)
-
-
-def refused(capsys, *argv: str) -> str:
-    """The one line on stderr of a command that ends with code 2."""
-    assert cli.main(list(argv)) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("uno: error: ") and err.count("\n") == 1 and err.endswith("\n"), err
-    assert "internal" not in err and "Traceback" not in err
-    return err
+    for module, name in ((ray_env, "connect"), (jobs.run, "run_phase")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("to be refused earlier"))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A finished small run."""
-    threads = torch.get_num_threads()
     output = tmp_path_factory.mktemp("finished") / "run"
-    assert cli.main(["discover", *SMALL, "--output", str(output)]) == 0
-    torch.set_num_threads(threads)
+    assert cli.main([*DISCOVER, "--output", str(output)]) == 0
     return output
-
-
-# what is refused
 
 
 @pytest.mark.parametrize(
@@ -89,8 +63,7 @@ def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says):
     if "cuda" in argv and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     output = tmp_path / "run"
-    line = refused(capsys, "discover", *SMALL, "--workers", "2", "--output", str(output), *argv)
-    assert says in line
+    assert says in refused(capsys, 2, *DISCOVER, "--workers", "2", "--output", output, *argv)
     assert not output.exists()
 
 
@@ -104,124 +77,70 @@ def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says):
     ],
 )
 def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
-    folder = write_images(tmp_path / "images", counts)
-    line = refused(
-        capsys, "discover", "--data", f"folder:{folder}", "--batch-size", "8", "--workers", "2",
-        "--output", str(tmp_path / "run"), *argv,
-    )  # fmt: skip
-    assert says in line
+    data = f"folder:{write_images(tmp_path / 'images', counts)}"
+    words = ["--batch-size", "8", "--workers", "2", "--output", tmp_path / "run", *argv]
+    assert says in refused(capsys, 2, "discover", "--data", data, *words)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_label_outside_the_list_of_names(tmp_path, capsys, nothing_starts):
-    info = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
-    images = [b"\x00"] * 3
-    table = pa.table({"img": pa.array(images, pa.binary()), "label": pa.array([0, 1, 7], pa.int64())})
-    table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
-    pq.write_table(table, tmp_path / "train.parquet")
-    line = refused(capsys, "discover", "--data", str(tmp_path / "train.parquet"), "--known-classes", "cat")
-    assert "7" in line
-
-
-FOLDER = (
-    "--known-classes", "cat,dog", "--batch-size", "16", "--data.store-size", "8", "--augment.large.size", "8",
-    "--augment.large.crop", "none", "--model.encoder", "resnet_small", "--model.width", "4",
-    "--model.hidden-dim", "16", "--max-steps", "1", "--pretrain.epochs", "1", "--discover.epochs", "1",
-)  # fmt: skip
-
-
-def test_unreadable_images_within_the_budget_are_left_out_and_listed(tmp_path, capsys):
+def test_unreadable_images_are_left_out_and_listed_or_stop_the_run(tmp_path, capsys):
     folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
     (folder / "emu" / "7.png").write_text("not an image")
-    output = tmp_path / "run"
-    argv = ("discover", "--data", f"folder:{folder}", "--output", str(output), *FOLDER)
-    assert cli.main([*argv, "--data.max-bad-fraction", "0.02"]) == 0
-    (bad,) = map(json.loads, (output / "bad_samples.jsonl").read_text().splitlines())
+    listed = tmp_path / "run/bad_samples.jsonl"
+    argv = [
+        "discover", "--data", f"folder:{folder}", "--output", str(tmp_path / "run"), "--known-classes",
+        "cat,dog", "--batch-size", "16", "--data.store-size", "8", "--augment.large.size", "8",
+        "--augment.large.crop", "none", "--model.encoder", "resnet_small", "--model.width", "4",
+        "--model.hidden-dim", "16", "--max-steps", "1", "--pretrain.epochs", "1", "--discover.epochs", "1",
+    ]  # fmt: skip
+    line = refused(capsys, 2, *argv)
+    assert "1 of 60 images are unreadable" in line and str(listed) in line
+    (bad,) = map(json.loads, listed.read_text().splitlines())
     assert bad["id"].endswith("emu/7.png") and "not a readable" in bad["reason"]
-    assert f"1 unreadable images are left out; see {output}/bad_samples.jsonl" in capsys.readouterr().out
-
-
-def test_too_many_unreadable_images_stop_the_run(tmp_path, capsys, nothing_starts):
-    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
-    (folder / "emu" / "7.png").write_text("not an image")
-    output = tmp_path / "run"
-    line = refused(capsys, "discover", "--data", f"folder:{folder}", "--output", str(output), *FOLDER)
-    assert "1 of 60 images are unreadable" in line and f"{output}/bad_samples.jsonl" in line
-    assert (output / "bad_samples.jsonl").read_text().count("\n") == 1
-
-
-# what a run leaves, and what the same command does again
+    assert not (tmp_path / "run/checkpoints").exists()
+    assert cli.main([*argv, "--data.max-bad-fraction", "0.02", "--fresh"]) == 0
+    assert f"1 unreadable images are left out; see {listed}" in capsys.readouterr().out
 
 
 def test_the_run_directory(finished):
-    assert {path.name for path in finished.iterdir()} >= {
-        "config.yaml", "environment.json", "metrics.jsonl", "metrics.json", "checkpoints", "model",
-        "tensorboard",
-    }  # fmt: skip
+    names = {"config.yaml", "environment.json", "metrics.jsonl", "metrics.json", "checkpoints", "model"}
+    assert {path.name for path in finished.iterdir()} >= {*names, "tensorboard"}
     assert not (finished / "lock.json").exists()
     results = json.loads((finished / "metrics.json").read_text())
     assert all(isinstance(value, float) and 0 <= value <= 1 for value in results.values())
     assert {"train/novel/task_aware/acc/best", "test/novel/task_agnostic_strict/acc/avg",
             "baseline/kmeans/novel/acc"} <= results.keys()  # fmt: skip
     assert {line["phase"] for line in lines_of(finished)} == {"pretrain", "discover"}
-    classes = json.loads((finished / "model" / "classes.json").read_text())["classes"]
-    assert [c["kind"] for c in classes] == ["known"] * 5 + ["novel"] * 5
-
-
-def test_the_saved_encoder_loads(finished):
-    from uno.config import load_yaml, override
-    from uno.presets import preset
-
-    config = override(preset("digits"), load_yaml(finished / "config.yaml"))
-    encoder = build_model(config.model, 5, 5, seed=1).encoder
-    weights = safetensors.torch.load_file(finished / "model" / "encoder.safetensors")
-    encoder.load_state_dict(weights, strict=True)
 
 
 def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
     before = (finished / "metrics.json").read_bytes()
-    assert cli.main(["discover", *SMALL, "--output", str(finished)]) == 0
+    assert cli.main([*DISCOVER, "--output", str(finished)]) == 0
     shown = capsys.readouterr().out
     assert "is finished; nothing is trained again" in shown and "task_aware" in shown
     assert (finished / "metrics.json").read_bytes() == before
-
-
-def test_damaged_results_are_written_again(finished, tmp_path):
-    """Kills: a traceback of json; training again."""
-    output = tmp_path / "run"
-    shutil.copytree(finished, output)
-    (output / "metrics.json").write_text("{")
-    assert cli.main(["discover", *SMALL, "--output", str(output)]) == 0
-    assert (output / "metrics.json").read_bytes() == (finished / "metrics.json").read_bytes()
-
-
-def test_other_settings_are_refused_with_their_names(finished, capsys, nothing_starts):
-    line = refused(
-        capsys, "discover", *SMALL, "--output", str(finished), "--objective.epsilon", "0.1", "--seed", "3"
-    )
+    changed = ["--objective.epsilon", "0.1", "--seed", "3"]
+    line = refused(capsys, 2, *DISCOVER, "--output", finished, *changed)
     assert "objective.epsilon, seed" in line
 
 
-def test_evaluate_reproduces_the_results(finished, capsys):
+def test_evaluate_reproduces_the_results_and_so_does_the_run(finished, tmp_path, capsys):
+    """Kills: a traceback of json for damaged results; training again."""
     before = (finished / "metrics.json").read_bytes()
-    capsys.readouterr()
-    (finished / "metrics.json").unlink()
-    assert cli.main(["evaluate", str(finished)]) == 0
-    assert (finished / "metrics.json").read_bytes() == before
+    results = Path(shutil.copytree(finished, tmp_path / "run")) / "metrics.json"
+    results.unlink()
+    assert cli.main(["evaluate", str(tmp_path / "run")]) == 0 and results.read_bytes() == before
     assert "task_aware" in capsys.readouterr().out
+    results.write_text("{")
+    assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 0 and results.read_bytes() == before
+    assert "is not a run directory" in refused(capsys, 2, "evaluate", tmp_path)
+    assert "RUN comes first" in refused(capsys, 2, "evaluate", "--workers", "0")
 
 
-def test_evaluate_refuses_what_is_no_run(tmp_path, capsys):
-    assert "is not a run directory" in refused(capsys, "evaluate", str(tmp_path))
-    assert "RUN comes first" in refused(capsys, "evaluate", "--workers", "0")
-
-
-def test_pretrain_then_discover_equals_discover(finished, tmp_path, capsys):
-    output = str(tmp_path / "run")
-    assert cli.main(["pretrain", *SMALL, "--output", output]) == 0
-    pretrained = lines_of(tmp_path / "run")
-    assert {line["phase"] for line in pretrained} == {"pretrain"}
-    assert cli.main(["discover", *SMALL, "--output", output]) == 0
+def test_pretrain_then_discover_equals_discover(finished, tmp_path):
+    assert cli.main(["pretrain", *SMALL, "--output", str(tmp_path / "run")]) == 0
+    assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"pretrain"}
+    assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 0
     assert lines_of(tmp_path / "run") == lines_of(finished)  # nothing was pretrained twice
     assert_same_weights(tmp_path / "run", finished)
 
@@ -230,20 +149,16 @@ def test_pretrain_then_discover_equals_discover(finished, tmp_path, capsys):
 def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
     """Kills: weights looked up from another directory than the user's."""
     monkeypatch.chdir(finished.parent)
-    output = tmp_path / "run"
-    source = os.path.join("run", weights)
-    assert (
-        cli.main(["discover", *SMALL, "--output", str(output), "--weights", source, "--max-steps", "2"]) == 0
-    )
-    assert {line["phase"] for line in lines_of(output)} == {"discover"}
+    argv = [*DISCOVER, "--weights", os.path.join("run", weights), "--max-steps", "2"]
+    assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
+    assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"discover"}
 
 
 def test_fresh_starts_over(finished, tmp_path):
     output = tmp_path / "run"
-    argv = ["discover", *SMALL, "--output", str(output)]
-    assert cli.main([*argv, "--max-steps", "2"]) == 0
+    assert cli.main([*DISCOVER, "--output", str(output), "--max-steps", "2"]) == 0
     (output / "old-report.html").write_text("")
-    assert cli.main([*argv, "--fresh"]) == 0
+    assert cli.main([*DISCOVER, "--output", str(output), "--fresh"]) == 0
     assert not (output / "old-report.html").exists()
     assert_same_weights(output, finished)
 
@@ -251,42 +166,34 @@ def test_fresh_starts_over(finished, tmp_path):
 @pytest.mark.parametrize("switch", [[], ["--fresh"]])
 def test_a_directory_that_is_no_run_is_not_touched(tmp_path, capsys, nothing_starts, switch):
     (tmp_path / "thesis.tex").write_text("years of work")
-    line = refused(capsys, "discover", *SMALL, "--output", str(tmp_path), *switch)
+    line = refused(capsys, 2, *DISCOVER, "--output", tmp_path, *switch)
     assert "holds no run" in line and [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_print_config_and_data_check_and_dry_run_leave_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["discover", *SMALL, "--print-config"]) == 0
+    assert cli.main([*DISCOVER, "--print-config"]) == 0
     assert "batch_size: 32" in capsys.readouterr().out
     assert cli.main(["data", "check", *SMALL]) == 0
     assert "5 known, 5 to discover" in capsys.readouterr().out
-    assert cli.main(["discover", *SMALL, "--workers", "2", "--dry-run"]) == 0
+    assert cli.main(["data", "check", *SMALL, "--num-novel", "1000"]) == 2
+    assert "error: 100 unlabeled rows are fewer than the 1000" in capsys.readouterr().out
+    assert cli.main([*DISCOVER, "--workers", "2", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "pretrain: 3 epochs of 3 steps of 32 labeled + 0 unlabeled rows" in shown
     assert "discover: 3 epochs of 6 steps of 16 labeled + 16 unlabeled rows" in shown
     assert list(tmp_path.iterdir()) == []
 
 
-def test_data_check_says_when_a_run_could_not_succeed(capsys):
-    assert cli.main(["data", "check", *SMALL, "--num-novel", "1000"]) == 2
-    assert "error: 100 unlabeled rows are fewer than the 1000" in capsys.readouterr().out
-
-
-# stopped and killed
-
-
 @pytest.mark.ray  # several processes
 def test_a_signal_saves_and_the_same_command_resumes(finished, tmp_path, capsys, monkeypatch):
     output = tmp_path / "run"
-    argv = ["discover", *SMALL, "--output", str(output)]
+    argv = [*DISCOVER, "--output", str(output)]
     monkeypatch.setenv("UNO_FAULTS", "sigterm:step=4")
     assert cli.main(argv) == 75
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1] == (
-        "uno: stopped at discover step 4 of 18; resume with the same command"
-    )
-    assert "stopping: saving a checkpoint first" in captured.out
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == "uno: stopped at discover step 4 of 18; resume with the same command"
+    assert "stopping: saving a checkpoint first" in out
     assert checkpoint_steps(Storage(str(output)), "discover") == [4]
     assert not (output / "lock.json").exists()
     assert cli.main(argv) == 0
@@ -301,14 +208,14 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(lock, "RENEW_S", 0.2)
     monkeypatch.setattr(lock, "WATCH_S", 0.5)
     output = tmp_path / "run"
-    argv = ["discover", *SMALL, "--output", str(output)]
+    words = [*SMALL, "--output", str(output)]
     killed = subprocess.run(
-        [sys.executable, "-m", "pipelines.discover", *argv[1:]], cwd=Path(__file__).parents[2], timeout=120,
-        capture_output=True, env={**os.environ, "UNO_FAULTS": "kill-driver:step=8"},
+        [sys.executable, "-m", "pipelines.discover", *words], cwd=ROOT, timeout=120, capture_output=True,
+        env={**os.environ, "UNO_FAULTS": "kill-driver:step=8"},
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL
     assert checkpoint_steps(Storage(str(output)), "discover") == [6]
-    assert cli.main(argv) == 0
+    assert cli.main(["discover", *words]) == 0
     assert "watching 0.5 s whether it still runs" in capsys.readouterr().out
     assert lines_of(output) == lines_of(finished)
     assert_same_weights(output, finished)
@@ -319,7 +226,7 @@ def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeyp
     monkeypatch.setattr(lock, "RENEW_S", 0.2)
     output = tmp_path / "run"
     with lock.claim(Storage(str(output)), on_wait=print):
-        line = refused(capsys, "discover", *SMALL, "--output", str(output), "--fresh")
+        line = refused(capsys, 2, *DISCOVER, "--output", output, "--fresh")
     assert f"{output} is in use by process {os.getpid()} on" in line
     assert list(output.iterdir()) == []
 
@@ -335,37 +242,31 @@ def test_numbers_out_of_range_stop_with_code_3(tmp_path, capsys, monkeypatch):
         return batch
 
     monkeypatch.setattr(resident.ResidentBatches, "__call__", poisoned)
-    assert cli.main(["discover", *SMALL, "--output", str(tmp_path / "run")]) == 3
+    assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 3
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("uno: error: non-finite loss at pretrain step")
 
 
 def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
-    output = tmp_path / "run"
-    output.mkdir()
-    assert cli.main(["pretrain", *SMALL, "--max-steps", "1", "--output", str(output)]) == 0
-    for path in sorted((output / "checkpoints").rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    (output / "checkpoints").rmdir()
-    (output / "checkpoints").write_text("in the way")
+    argv = ["pretrain", *SMALL, "--max-steps", "1", "--output", str(tmp_path)]
+    assert cli.main(argv) == 0
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").write_text("in the way")
     capsys.readouterr()
-    assert cli.main(["pretrain", *SMALL, "--max-steps", "1", "--output", str(output)]) == 4
+    assert cli.main(argv) == 4
     assert capsys.readouterr().err.splitlines()[-1].startswith("uno: error: cannot write ")
 
 
 def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch):
     """Kills: the point estimate instead of the suggested number, 'auto' left in the stored configuration."""
 
-    class Found:
-        num_novel, suggested = 3, 4
-
     def estimate(config, _settings, _dry_run):
         Storage(config.output).write("estimate.json", b'{"suggested": 4}')
-        return Found
+        return SimpleNamespace(num_novel=3, suggested=4)
 
     monkeypatch.setattr("pipelines.estimate.estimate_job", estimate)
     output = tmp_path / "run"
-    command = ["discover", *SMALL, "--workers", "0", "--num-novel", "auto", "--output", str(output)]
+    command = [*DISCOVER, "--workers", "0", "--num-novel", "auto", "--output", str(output)]
     assert cli.main(command) == 0
     assert "num_novel: 4" in (output / "config.yaml").read_text()
     assert json.loads((output / "estimate.json").read_text()) == {"suggested": 4}

@@ -12,7 +12,7 @@ from uno.data.files import Storage
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.faults import VARIABLE
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_a_stop_a_killed_worker_and_a_nan_on_one_rank(two, tmp_path, capsys, caplog, monkeypatch):

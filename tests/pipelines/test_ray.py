@@ -12,7 +12,7 @@ import pytest
 from pipelines import cli, ray_env
 from tests.pipelines.small import LONG, ROOT, SMALL, assert_same_weights, lines_of, write_images
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_one_worker_equals_no_ray(tmp_path, capsys):

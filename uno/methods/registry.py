@@ -27,7 +27,9 @@ def _method(module: str) -> Method:
 
 def settings(name: str, preset: str) -> dict[str, Any]:
     """Dotted keys that a method's authors set differently on a preset's data; UNO's are the presets."""
-    return dict(_method(name).settings.get(preset, {})) if name in METHODS else {}
+    if name == "uno" or name not in METHODS:  # a plain command line imports no method, and so no torch
+        return {}
+    return dict(_method(name).settings.get(preset, {}))
 
 
 def build_network(config: Config, num_known: int, num_novel: int, seed: int) -> UnoModel:
