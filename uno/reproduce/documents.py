@@ -1,6 +1,6 @@
 """Results as Markdown, Parquet and HTML: grids of texts for people, one long table for programs, a record."""
 
-import io
+import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -20,11 +20,9 @@ from uno.reproduce.figures import Figure
 DASH = "–"  # noqa: RUF001
 MINUS = "−"  # noqa: RUF001
 
-Grid = list[list[str]]
-"""A table of texts, its head first."""
+Grid = list[list[str]]  # a table of texts, its head first
 
 
-# ------------------------------------------------------------------------------------------------------ texts
 def spread(value: float, sd: float | None, signed: bool = False) -> str:
     """``98.1 ± 0.8``, or the mean alone."""
     text = f"{value:.1f}"
@@ -56,8 +54,8 @@ def results_grid(found: Results) -> Grid:
 def _measured(found: Results, benchmark: Benchmark, row: Row, evaluation: Evaluation) -> list[str]:
     """Accuracy, number of seeds and mean minutes of a run."""
     keys = [(benchmark.key, row.key, evaluation.name, group) for group in found.table.groups]
-    values = [found.values.get(key) for key in keys]
-    num_seeds = max(len(value or ()) for value in values)
+    values = [found.values.get(key, {}) for key in keys]
+    num_seeds = max(map(len, values))
     text = " / ".join(spread(mean(v), deviation(v)) if v else DASH for v in values) if num_seeds else DASH
     cell = f"cells/{benchmark.key}-{row.trained}-seed"
     if num_failed := sum(name.startswith(cell) for name in found.failures):
@@ -73,17 +71,12 @@ def effects_grid(found: Results) -> Grid:
     grid = [["", "evaluation", *(f"paper: {title}" for title in columns), "measured", "n", "verdict"]]
     for effect in effects:
         several = f", {effect.benchmark.name}" if len(found.table.benchmarks) > 1 else ""
+        counted = f"{effect.group}, {effect.evaluation.name}, {effect.evaluation.split}"
         paper = [effect.published.get(title) for title in columns]
-        grid.append(
-            [
-                f"{effect.row.name}{several}",
-                f"{effect.group}, {effect.evaluation.name}, {effect.evaluation.split}",
-                *(DASH if value is None else spread(value, None, signed=True) for value in paper),
-                spread(mean(effect.measured), deviation(effect.measured), signed=True),
-                str(len(effect.measured)),
-                effect.verdict,
-            ]
-        )
+        texts = [DASH if value is None else spread(value, None, signed=True) for value in paper]
+        measured = spread(mean(effect.measured), deviation(effect.measured), signed=True)
+        named = [f"{effect.row.name}{several}", counted]
+        grid.append([*named, *texts, measured, str(len(effect.measured)), effect.verdict])
     return grid
 
 
@@ -124,12 +117,10 @@ def decision(found: Results) -> str:
         rows[name].append((effect.verdict, f"{effect.group}, {effect.evaluation.name}"))
     said = []
     for name, verdicts in rows.items():
-        texts = []
-        for verdict in dict(verdicts):
-            where = [group for one, group in verdicts if one == verdict]
-            several = f" ({len(where)} of {len(verdicts)}: {'; '.join(where)})" if len(verdicts) > 1 else ""
-            texts.append(f"{verdict}{several}")
-        said.append(f"{name}: {', '.join(texts)}.")
+        groups = {verdict: [where for one, where in verdicts if one == verdict] for verdict, _ in verdicts}
+        of = f"of {len(verdicts)}"
+        texts = [f"{verdict} ({len(some)} {of}: {'; '.join(some)})" for verdict, some in groups.items()]
+        said.append(f"{name}: {', '.join(texts if len(verdicts) > 1 else groups)}.")
     return " ".join(said) or "No verdict: nothing is compared by numbers here."
 
 
@@ -143,7 +134,6 @@ def facts(found: Results, command: str) -> dict[str, str]:
     }
 
 
-# --------------------------------------------------------------------------------------------------- Markdown
 def markdown(found: Results) -> str:
     """Title, question, results, effects and explanations."""
     parts = [f"## {found.table.title}", found.table.question, _markdown_table(results_grid(found))]
@@ -164,7 +154,6 @@ def _inert(text: str) -> str:
     return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
 
 
-# ---------------------------------------------------------------------------------------------------- Parquet
 TEXTS = ("table", "scale", "row", "name", "head", "protocol", "split", "data", "group")
 SCHEMA = pa.schema(
     dict.fromkeys(TEXTS, pa.string())
@@ -178,16 +167,12 @@ SCHEMA = pa.schema(
 
 def long_table(found: Results) -> pa.Table:
     """One line for each row, evaluation, group and data set, the paper's among them."""
-    table = found.table
-    lines = [
-        {
-            "table": table.name, "scale": table.scale, "row": row.key, "name": row.name, "head": row.head,
-            "protocol": evaluation.protocol, "split": evaluation.split, **fields,
-        }
-        for row in table.rows
-        for evaluation in table.evaluations
-        for fields in [*_published_fields(found, row, evaluation), *_measured_fields(found, row, evaluation)]
-    ]  # fmt: skip
+    table, lines = found.table, list[dict[str, Any]]()
+    for row, evaluation in itertools.product(table.rows, table.evaluations):
+        fields = [*_published_fields(found, row, evaluation), *_measured_fields(found, row, evaluation)]
+        of_row = {"table": table.name, "scale": table.scale, "row": row.key, "name": row.name}
+        counted = {"head": row.head, "protocol": evaluation.protocol, "split": evaluation.split}
+        lines += [{**of_row, **counted, **more} for more in fields]
     return pa.Table.from_pylist(lines, schema=SCHEMA)
 
 
@@ -200,24 +185,21 @@ def _published_fields(found: Results, row: Row, evaluation: Evaluation) -> Itera
 
 
 def _measured_fields(found: Results, row: Row, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    for benchmark in found.table.benchmarks:
-        minutes = found.minutes.get((benchmark.key, row.trained), [])
-        for group in found.table.groups:
-            key = (benchmark.key, row.key, evaluation.name, group)
-            if (values := found.values.get(key)) is None:
-                continue
+    for benchmark, group in itertools.product(found.table.benchmarks, found.table.groups):
+        key = (benchmark.key, row.key, evaluation.name, group)
+        if values := found.values.get(key):
             fields = {
                 "data": benchmark.name, "group": group, "mean": mean(values), "sd": deviation(values),
                 "n": len(values), "values": list(values.values()), "seeds": list(values),
-                "minutes": statistics.fmean(minutes), "hardware": "; ".join(found.hardware),
+                "minutes": statistics.fmean(found.minutes[benchmark.key, row.trained]),
+                "hardware": "; ".join(found.hardware),
             }  # fmt: skip
-            if (effect := found.effects.get(key)) is not None:
+            if effect := found.effects.get(key):
                 difference = {"effect": mean(effect.measured), "effect_sd": deviation(effect.measured)}
                 fields |= {**difference, "verdict": effect.verdict}
             yield fields
 
 
-# ------------------------------------------------------------------------------------------------------- HTML
 def charts(found: Results) -> list[Chart]:
     """Accuracy over the rows' ``x`` for each series, and the margin of UNO relative to its accuracy."""
     drawn: list[Chart | None] = []
@@ -226,7 +208,7 @@ def charts(found: Results) -> list[Chart]:
         series: defaultdict[str, dict[int, float]] = defaultdict(dict)
         for row in found.table.rows:
             values = found.values.get((benchmark.key, row.key, evaluation.name, "novel"))
-            if row.x is not None and row.series is not None and values is not None:
+            if values and row.x is not None and row.series is not None:
                 series[row.series][row.x] = mean(values)
         title = f"{benchmark.name}: novel accuracy, percent, {evaluation.name}, {evaluation.split}"
         drawn.append(line_chart(title, label, [_points(*one) for one in series.items()]))
@@ -247,25 +229,19 @@ def _points(name: str, values: dict[int, float]) -> Series:
 def html(found: Results, command: str, figures: Sequence[Figure]) -> str:
     """One page that opens from disk: no script, no request."""
     context = {
-        "table": found.table,
-        "grids": {"Results": results_grid(found), "Effects": effects_grid(found)},
-        "explanations": explanations(found),
-        "decision": decision(found),
-        "charts": charts(found),
-        "figures": figures,
-        "facts": facts(found, command),
-    }
+        "table": found.table, "grids": {"Results": results_grid(found), "Effects": effects_grid(found)},
+        "explanations": explanations(found), "decision": decision(found), "charts": charts(found),
+        "figures": figures, "facts": facts(found, command),
+    }  # fmt: skip
     return render("reproduce.html", context, package="uno.reproduce")
 
 
-# ------------------------------------------------------------------------------------------------------ files
 def write(storage: Storage, found: Results, command: str, figures: Sequence[Figure]) -> None:
     """``TABLE.md``, ``TABLE.parquet`` and ``TABLE.html``: tables may share a directory and its cells."""
     name = found.table.name
     storage.write(f"{name}.md", (markdown(found) + "\n").encode())
-    buffer = io.BytesIO()
-    pq.write_table(long_table(found), buffer)
-    storage.write(f"{name}.parquet", buffer.getvalue())
+    with storage.create(f"{name}.parquet") as file:
+        pq.write_table(long_table(found), file)
     storage.write(f"{name}.html", html(found, command, figures).encode())
 
 
@@ -285,16 +261,10 @@ def write_record(storage: Storage, found: Results, command: str, figures: Sequen
     storage.write("README.md", ("\n\n".join(text) + "\n").encode())
     lines = long_table(found).to_pylist()
     row = {
-        "question": found.table.question,
-        **where,
-        "minutes": round(found.total_minutes, 2),
-        "scale": found.table.scale,
-        "n": found.seeds,
-        "changes": dict(found.changes),
-        "failures": dict(found.failures),
-        "missing": found.missing,
-        "decision": decision(found),
+        "question": found.table.question, **where, "minutes": round(found.total_minutes, 2),
+        "scale": found.table.scale, "n": found.seeds, "changes": dict(found.changes),
+        "failures": dict(found.failures), "missing": found.missing, "decision": decision(found),
         "notes": explanations(found),
         "lines": [{k: v for k, v in line.items() if v is not None} for line in lines],
-    }
+    }  # fmt: skip
     storage.write("result.json", (json.dumps(row, indent=1, ensure_ascii=False) + "\n").encode())

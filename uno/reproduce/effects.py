@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +16,13 @@ from uno.data.splits import make_task
 from uno.errors import ConfigError
 from uno.reproduce.experiments import REFERENCE, Benchmark, Cell, Evaluation, Row, Table
 
-ERRORS = 2.0
-"""An effect counts as shown where it is at least so many standard errors from zero: those of its mean over
-seeds, and those of counting images."""
-
+ERRORS = 2.0  # standard errors from zero, over seeds and of counting images, from which an effect is shown
 SHOWN, SAME = "shown", "no difference shown, as in the paper"
 NOT_SHOWN, OPPOSITE = "not shown at this scale", "not shown at this scale: the sign is opposite"
 DIFFERENT, FEW = "a difference the paper does not have", "no verdict from one seed"
 
-Key = tuple[str, str, str, str]
-"""Benchmark, row, evaluation, group."""
-
-
-Measured = Mapping[int, float]
-"""Accuracies, or differences of accuracies, in percent by seed."""
+Key = tuple[str, str, str, str]  # benchmark, row, evaluation, group
+Measured = Mapping[int, float]  # accuracies, or differences of accuracies, in percent by seed
 
 
 def mean(measured: Measured) -> float:
@@ -55,13 +47,11 @@ class Effect(NamedTuple):
     published: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Results:
+class Results(NamedTuple):
     """A table and what is known of its cells.
 
-    ``minutes[benchmark key, row key]`` of each cell, without its pretraining; ``pretrain_minutes`` of all
-    pretrainings together. ``failures`` (with reasons) and ``missing`` name cells. ``hardware`` and
-    ``versions`` are those of the runs, ``changes`` the command line's.
+    ``minutes`` of each cell by (benchmark, row), without its pretraining; ``pretrain_minutes`` of all
+    pretrainings. ``failures`` (with reasons) and ``missing`` name cells. ``changes`` are the command line's.
     """
 
     table: Table
@@ -85,38 +75,32 @@ class Results:
 
 
 def read(
-    table: Table,
-    cells: Sequence[Cell],
-    output: Path,
-    changes: Mapping[str, Any],
-    seconds: Mapping[str, float],
-    failed: Mapping[str, str],
-) -> Results:
-    """Collect what the finished ones of ``cells``, all those of a table, measured.
+    table: Table, cells: Sequence[Cell], output: Path, changes: Mapping[str, Any],
+    seconds: Mapping[str, float], failed: Mapping[str, str],
+) -> Results:  # fmt: skip
+    """What the finished ones of ``cells``, all those of a table, measured below ``output``.
 
-    Their directories are below ``output``; ``changes`` are dotted keys of the command line; ``seconds`` that
-    cells and pretrainings took and reasons of ``failed`` ones stand by name.
-
-    Raises:
-        ConfigError: a result that cannot be read.
+    ``changes`` are dotted keys of the command line; ``seconds`` that cells and pretrainings took and reasons
+    of ``failed`` ones stand by name. ConfigError: a result that cannot be read.
     """
     values: defaultdict[Key, dict[int, float]] = defaultdict(dict)
     minutes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     failures, missing, environments, remarks = {}, [], [], []
     for cell in cells:
         run = output / cell.name
-        if cell.name in failed and not (run / "metrics.json").exists():
-            failures[cell.name] = failed[cell.name]
-        elif not (run / "metrics.json").exists():
-            missing.append(cell.name)
-        else:
-            minutes[cell.benchmark.key, cell.row.key].append(seconds.get(cell.name, 0.0) / 60)
-            environments.append(_read_json(run / "environment.json"))
-            for key, value in _readings(table, cell, _read_json(run / "metrics.json")):
-                values[key][cell.seed] = 100 * value
-            if cell.config.data.num_novel == "auto":
-                suggested = _read_json(run / "estimate.json").get("suggested", "?")
-                remarks.append(f"{cell.row.name}, seed {cell.seed}: {suggested} classes")
+        if not (run / "metrics.json").exists():
+            if cell.name in failed:
+                failures[cell.name] = failed[cell.name]
+            else:
+                missing.append(cell.name)
+            continue
+        minutes[cell.benchmark.key, cell.row.key].append(seconds.get(cell.name, 0.0) / 60)
+        environments.append(_read_json(run / "environment.json"))
+        for key, value in _readings(table, cell, _read_json(run / "metrics.json")):
+            values[key][cell.seed] = 100 * value
+        if cell.config.data.num_novel == "auto":
+            suggested = _read_json(run / "estimate.json").get("suggested", "?")
+            remarks.append(f"{cell.row.name}, seed {cell.seed}: {suggested} classes")
     on_gpu = changes.get("compute.device") != "cpu"
     pretrainings = {cell.pretraining for cell in cells}
     return Results(
@@ -169,13 +153,12 @@ def published_effects(table: Table, row: Row, evaluation: Evaluation, group: str
 
 
 def verdict(differences: Sequence[float], claim: str, num_rows: int) -> str:
-    """What paired differences (row - reference) say of the paper's claim, ``lower``, ``higher`` or ``same``.
+    """What paired differences (row - reference, in percent, one a seed) of accuracies on ``num_rows`` rows
+    say of the paper's claim, ``lower``, ``higher`` or ``same``.
 
     ``shown`` asks for a mean at least :data:`ERRORS` standard errors below (above) zero. All seeds share the
     measured images, so agreement of seeds alone proves little: D images that only one of two models has right
     have a standard error of at least sqrt(D), and a difference of less than 4 images is never shown.
-
-    ``differences`` in percent, one for each seed, of accuracies on ``num_rows`` rows.
     """
     if len(differences) < 2:
         return FEW
@@ -197,17 +180,15 @@ def chance_of_no_effect(seeds: int) -> float | None:
 
 def _row_counts(cells: Sequence[Cell]) -> dict[tuple[str, str, str], int]:
     """Rows with truth that accuracies are measured on, by (benchmark, split, group)."""
-    counts: dict[tuple[str, str, str], int] = {}
+    counts = {}
     for cell in cells:
-        if (cell.row.key, cell.seed) != (REFERENCE, 0):
-            continue
-        task = make_task(read_rows(cell.config.data), cell.config.data)
-        for split, member in (("train", task.is_train), ("test", ~task.is_train)):
-            truth = task.eval_labels[member]
-            novel = int((truth >= task.num_known).sum())
-            numbers = {"all": int((truth >= 0).sum()), "novel": novel}
-            numbers["known"] = numbers["all"] - novel
-            counts |= {(cell.benchmark.key, split, group): number for group, number in numbers.items()}
+        if (cell.row.key, cell.seed) == (REFERENCE, 0):
+            task = make_task(read_rows(cell.config.data), cell.config.data)
+            for split, member in (("train", task.is_train), ("test", ~task.is_train)):
+                truth = task.eval_labels[member]
+                every, novel = int((truth >= 0).sum()), int((truth >= task.num_known).sum())
+                for group, number in (("all", every), ("known", every - novel), ("novel", novel)):
+                    counts[cell.benchmark.key, split, group] = number
     return counts
 
 

@@ -1,17 +1,16 @@
 """The paper's tables and figures, and two of ours: what is trained, how it is counted, what the paper says.
 
-They stand in ``experiments.yaml``, the numbers of the paper in ``published.yaml``. The scale ``full`` is its
-own: CIFAR10, CIFAR100 and ImageNet from the user's disk, with its recipe. ``small`` is for two CPU cores: the
-embedded digits and, where its directory is given, a subset of CIFAR10-JPEG.
+They stand in ``experiments.yaml``, the paper's numbers in ``published.yaml``. The scale ``full`` is the
+paper's: CIFAR10, CIFAR100 and ImageNet from the user's disk. ``small`` is for two CPU cores: the embedded
+digits and, where its directory is given, a subset of CIFAR10-JPEG.
 """
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from string import Template
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict
@@ -22,8 +21,7 @@ from uno.methods.registry import settings
 from uno.presets import preset
 from uno.runs.run import pretrain_hash
 
-REFERENCE = "uno"
-"""Key of the row that others are compared to, unless they say otherwise."""
+REFERENCE = "uno"  # key of the row that others are compared to, unless they say otherwise
 
 
 class Entry(BaseModel):
@@ -33,10 +31,8 @@ class Entry(BaseModel):
 
 
 class Benchmark(Entry):
-    """A data set with its split into known and novel classes.
-
-    ``source`` has a place for the directory of the command line's ``option``; the digits need none.
-    ``minutes`` are one cell's on one core (measured), None where nobody has measured them.
+    """A data set with its split into known and novel classes. ``source`` has a place for the directory of the
+    command line's ``option``; ``minutes`` are one cell's on one core, None where nobody has measured them.
     """
 
     key: str
@@ -57,11 +53,10 @@ class Evaluation(Entry):
 
 
 class Row(Entry):
-    """What is trained, or another reading of what another row trained.
+    """What is trained, or another reading of what another row (``of``) trained.
 
-    ``of``: the row whose runs are read (default: its own). ``head``: avg or best. ``metric``: path that is
-    read for the novel group instead of the evaluation's. ``claim``: what its paper says of it against the row
-    ``versus`` (default: the reference row). ``series`` and ``x`` place it in a chart.
+    ``metric``: path that is read for the novel group instead of the evaluation's. ``claim``: what its paper
+    says of it against the row ``versus``. ``series`` and ``x`` place it in a chart.
     """
 
     key: str
@@ -126,8 +121,7 @@ class Table(Entry):
 
 @cache
 def _load(file: str) -> dict[str, Any]:
-    text = (resources.files("uno.reproduce") / file).read_text("utf-8")
-    return dict(yaml.safe_load(text))
+    return dict(yaml.safe_load((resources.files("uno.reproduce") / file).read_text("utf-8")))
 
 
 def names() -> list[str]:
@@ -136,11 +130,7 @@ def names() -> list[str]:
 
 
 def build(name: str, scale: str) -> Table:
-    """The table of that name at ``full`` or ``small`` scale.
-
-    Raises:
-        ConfigError: no table of that name.
-    """
+    """The table of that name at ``full`` or ``small`` scale. ConfigError: there is none."""
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "choose from " + ", ".join(names())
@@ -164,9 +154,7 @@ def _fill(node: Any, values: Mapping[str, Any]) -> Any:
     return [_fill(value, values) for value in node] if isinstance(node, list) else node
 
 
-# ------------------------------------------------------------------------------------------------------ cells
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One run: a row on a data set with a seed."""
 
     row: Row
@@ -190,9 +178,6 @@ def cells(table: Table, seeds: int, directories: Mapping[str, str], changes: Map
 
     A configuration is preset < data set < what the authors of the row's method set there < ``changes`` < row
     < seed. ``directories`` of the data sets: by the benchmark's ``option``.
-
-    Raises:
-        ConfigError: a key that the schema does not have, or a value out of range.
     """
     found = []
     for benchmark in table.benchmarks:
@@ -202,9 +187,7 @@ def cells(table: Table, seeds: int, directories: Mapping[str, str], changes: Map
         for row in table.rows:
             if row.of is None:
                 method = str(row.overrides.get("method", changes.get("method", base.method)))
-                config = override(override(base, settings(method, benchmark.preset)), changes)
-                found += [
-                    Cell(row, benchmark, seed, override(config, {**row.overrides, "seed": seed}))
-                    for seed in range(seeds)
-                ]
+                own = {**settings(method, benchmark.preset), **changes, **row.overrides}
+                configs = [override(base, {**own, "seed": seed}) for seed in range(seeds)]
+                found += [Cell(row, benchmark, seed, config) for seed, config in enumerate(configs)]
     return sorted(found, key=lambda cell: cell.seed)

@@ -17,8 +17,12 @@ from uno.reproduce.experiments import REFERENCE, Cell
 from uno.results.infer import decoder
 from uno.runs.directory import read_config_tree
 
-Panels = list[tuple[Map, list[dict[str, Any]]]]
-"""Maps, each with its dots as of :func:`uno.report.charts.map_groups`."""
+Panels = list[tuple[Map, list[dict[str, Any]]]]  # each map with its dots, of uno.report.charts.map_groups
+CAPTION_ALL = (
+    "Training images, labeled and unlabeled, coloured by their true class; PCA, then t-SNE. Squares are "
+    "known classes, dots novel ones. Logits: those of the known head and of all novel heads."
+)
+CAPTION_NOVEL = "Unlabeled training images, coloured by their true class, in the spaces of UNO."
 
 
 class Figure(NamedTuple):
@@ -33,14 +37,17 @@ def draw(cells: Sequence[Cell], output: Path, say: Callable[[str], None]) -> lis
     """Both figures from the runs of seed 0, for each data set; a run that is missing leaves its maps out."""
     figures = []
     for name in dict.fromkeys(cell.benchmark.name for cell in cells):
-        all_classes: Panels = []
-        novel_classes: Panels = []
+        all_classes, novel_classes = Panels(), Panels()
         for cell in cells:
             run = output / cell.name
             if (cell.benchmark.name, cell.seed) != (name, 0) or not (run / "metrics.json").exists():
                 continue
             say(f"drawing the maps of {cell.row.name} on {name}")
-            task, found, seed = _look(str(run))
+            storage = Storage(str(run))
+            config = override(Config(), read_config_tree(storage))
+            task = make_task(read_rows(config.data), config.data)
+            model = open_model(config, storage, task, "cpu")
+            found, seed = look(task, model, decoder(model, task.rows)), config.seed
             novel = found.novel.reshape(len(found.novel), -1)
             spaces = {
                 f"{cell.row.name}: shared feature space": found.features,
@@ -53,37 +60,14 @@ def draw(cells: Sequence[Cell], output: Path, say: Callable[[str], None]) -> lis
                     spaces["Overclustering-head logits"] = found.over.reshape(len(found.over), -1)
                 novel_classes = _panels(spaces, task, found, task.is_train & (task.labels < 0), seed)
         figures += [
-            Figure(
-                f"All classes, {name} (paper, Fig. 4)",
-                "Training images, labeled and unlabeled, coloured by their true class; PCA, then t-SNE. "
-                "Squares are known classes, dots novel ones. Logits: those of the known head and of all "
-                "novel heads.",
-                all_classes,
-            ),
-            Figure(
-                f"Novel classes, {name} (paper, appendix's figure)",
-                "Unlabeled training images, coloured by their true class, in the spaces of UNO.",
-                novel_classes,
-            ),
+            Figure(f"All classes, {name} (paper, Fig. 4)", CAPTION_ALL, all_classes),
+            Figure(f"Novel classes, {name} (paper, appendix's figure)", CAPTION_NOVEL, novel_classes),
         ]
     return [figure for figure in figures if figure.panels]
 
 
-def _look(run: str) -> tuple[Task, Sample, int]:
-    """What a run's model says of its rows; and the seed of the drawing."""
-    storage = Storage(run)
-    config = override(Config(), read_config_tree(storage))
-    task = make_task(read_rows(config.data), config.data)
-    model = open_model(config, storage, task, "cpu")
-    return task, look(task, model, decoder(model, task.rows)), config.seed
-
-
 def _panels(
-    spaces: Mapping[str, NDArray[np.float32]],
-    task: Task,
-    found: Sample,
-    member: NDArray[np.bool_],
-    seed: int,
+    spaces: Mapping[str, NDArray[np.float32]], task: Task, found: Sample, member: NDArray[np.bool_], seed: int
 ) -> Panels:
     """One map for each space, of those rows of the task that are ``member``."""
     rows = np.flatnonzero(member[found.index])

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -70,7 +69,7 @@ def test_a_failure_is_in_the_table_and_inert(results):
     html = documents.html(results, "uno <b>", [])
     assert "<script" not in html and "uno <b>" not in html
     assert all(line.count(" | ") == 6 for line in text.splitlines() if line.startswith("| UNO"))
-    unfinished = documents.markdown(replace(results, missing=["cells/x"]))
+    unfinished = documents.markdown(results._replace(missing=["cells/x"]))
     assert "1 cells have no result yet: the table is not finished" in unfinished
 
 
