@@ -45,13 +45,11 @@ def test_numbers_agree_in_all_formats(results, tmp_path):
     assert len(verdicts) == 3 * 6 and all(v in text and v in html for v in verdicts)
 
 
-def test_differences_have_a_sign():
-    assert documents.spread(-1.26, 0.5, signed=True) == f"{documents.MINUS}1.3 ± 0.5"
-    assert documents.spread(1.2, None, signed=True) == "+1.2"
-    assert documents.spread(-0.04, None, signed=True) == "0.0"
-
-
 def test_paper_and_measurement_stand_side_by_side(results):
+    differences = [
+        documents.spread(*number, signed=True) for number in ((-1.26, 0.5), (1.2, None), (-0.04, None))
+    ]
+    assert differences == [f"{documents.MINUS}1.3 ± 0.5", "+1.2", "0.0"]
     head, uno, *_ = documents.results_grid(results)
     first = dict(zip(head, uno, strict=True))
     assert first["paper: CIFAR10, Tab. 2"] == "96.6 / 95.1 / 95.8"

@@ -4,21 +4,12 @@ import logging
 
 import pytest
 
-from tests.uno.small_run import (
-    CPU,
-    assert_same,
-    copied_tensors,
-    lines,
-    small_config,
-    train_both,
-    wasted_steps,
-)
+from tests.uno.small_run import assert_same, copied_tensors, lines, small_config, train_both, wasted_steps
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.runs import faults
 from uno.runs.checkpoint import checkpoint_steps, load_newest
 from uno.runs.faults import Fault, planned
-from uno.train import LocalWorker
 
 INTERVAL = 6  # steps between two checkpoints of the small run
 
@@ -40,15 +31,11 @@ def test_without_the_variable_nothing_is_wrapped(tmp_path, monkeypatch):
 
 def test_what_the_variable_says():
     text = "kill-worker:rank=1,step=7; nan:phase=pretrain,step=2 ;full-disk:checkpoint=2"
-    assert planned(text) == [
-        Fault("kill-worker", "discover", 7, 1),
-        Fault("nan", "pretrain", 2, 0),
-        Fault("full-disk", "discover", 2, 0),
-    ]
+    faults = [("kill-worker", "discover", 7, 1), ("nan", "pretrain", 2, 0), ("full-disk", "discover", 2, 0)]
+    assert planned(text) == [Fault(*fault) for fault in faults]
     drawn = [planned(f"kill-worker:step=5..80,times=3,seed={seed}") for seed in (0, 0, 1)]
-    steps = [[fault.at for fault in few] for few in drawn]
-    assert steps[0] == steps[1] != steps[2]
-    assert all(len(set(few)) == 3 and min(few) >= 5 and max(few) <= 80 for few in steps)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(len(set(few)) == 3 and all(5 <= fault.at <= 80 for fault in few) for few in drawn)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +75,7 @@ def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kin
         train_both(small_config(), storage)
     assert "\n" not in str(caught.value)
     assert checkpoint_steps(storage, "discover") == [6]
-    state = train_both(small_config(), storage, LocalWorker(CPU))
-    assert_same(copied_tensors(state), undisturbed[0])
+    assert_same(copied_tensors(train_both(small_config(), storage)), undisturbed[0])
     assert wasted_steps(storage) == [INTERVAL]
     assert load_newest(storage, "discover").step == 18
 
@@ -115,12 +101,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path, undisturbed, m
 
 def test_wasted_steps_are_counted_from_the_next_start_of_the_phase(tmp_path):
     storage = Storage(str(tmp_path))
-    for event in (
-        {"event": "start", "phase": "discover", "step": 0},
-        {"event": "fault", "name": "a", "phase": "discover", "step": 9},
-        {"event": "start", "phase": "pretrain", "step": 2},
-        {"event": "start", "phase": "discover", "step": 6},
-        {"event": "fault", "name": "b", "phase": "discover", "step": 17},
-    ):
-        faults._note(storage, event)
+    for event, phase, step in (("start", "discover", 0), ("fault", "discover", 9), ("start", "pretrain", 2),
+                               ("start", "discover", 6), ("fault", "discover", 17)):  # fmt: skip
+        faults._note(storage, {"event": event, "phase": phase, "step": step})
     assert wasted_steps(storage) == [3, 0]

@@ -1,6 +1,7 @@
 """metrics.jsonl is one line of JSON a step, without repetition."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,48 +13,43 @@ from uno.runs.journal import Journal, JournalTail, read_journal
 
 
 def line(step: int, phase: str = "discover", **more) -> dict:
-    return {
-        "phase": phase,
-        "step": step,
-        "loss": 1 / step,
-        "lr": 0.1,
-        "images_per_s": 5.0,
-        "skipped_steps": 0,
-    } | more
+    numbers = {"loss": 1 / step, "lr": 0.1, "images_per_s": 5.0, "skipped_steps": 0}
+    return {"phase": phase, "step": step, **numbers, **more}
 
 
 def steps(storage: Storage, phase: str = "discover") -> list[int]:
     return [entry["step"] for entry in read_journal(storage) if entry["phase"] == phase]
 
 
-def write(storage: Storage, phase: str, from_step: int, numbers) -> None:
-    journal = Journal(storage, phase, from_step)
-    for step in numbers:
-        journal.write(line(step, phase))
-    journal.close()
+def write(storage: Storage, phase: str, from_step: int, numbers, **more) -> None:
+    with closing(Journal(storage, phase, from_step)) as journal:
+        for step in numbers:
+            journal.write(line(step, phase, **more))
 
 
-@pytest.mark.parametrize("uri", [False, True])
-def test_later_lines_of_the_same_phase_are_dropped(tmp_path, uri):
-    """Kills: duplicate lines after a resume, the other phase's lines dropped, the line of the step itself
-    dropped.
-    """
-    storage = Storage("mock:///run") if uri else Storage(str(tmp_path))
+@pytest.fixture(params=["local", "remote"])
+def storage(request, tmp_path) -> Storage:
+    return Storage(str(tmp_path) if request.param == "local" else "mock:///run")
+
+
+def test_later_lines_of_the_same_phase_are_dropped(storage):
+    """Kills: duplicate lines after a resume, the other phase's dropped, or that of the step itself."""
+    assert read_journal(storage) == []
     write(storage, "pretrain", 0, range(1, 10))
     write(storage, "discover", 0, range(1, 8))
     write(storage, "discover", 4, range(5, 7))
     assert steps(storage, "pretrain") == list(range(1, 10))
     assert steps(storage) == [1, 2, 3, 4, 5, 6]
-    journal = Journal(storage, "discover", 6)
-    journal.rewind(2)
-    journal.write(line(3))
-    journal.close()
+    with closing(Journal(storage, "discover", 6)) as journal:
+        journal.rewind(2)
+        journal.write(line(3))
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            journal.write(line(4, loss=float("nan")))  # a journal that only Python reads
     assert steps(storage) == [1, 2, 3]
 
 
-def test_a_line_cut_short_is_left_out_and_overwritten(tmp_path):
+def test_a_line_cut_short_is_left_out_and_overwritten(storage):
     """Kills: a crash on the half line of a killed run, the next line glued to it."""
-    storage = Storage(str(tmp_path))
     write(storage, "discover", 0, [1, 2])
     whole = storage.read(METRICS_FILE)
     for cut in (whole[:-1], whole[:-5], whole[: len(whole) // 2 + 3], whole + b"7\n", whole + b"\xff\xfe\n"):
@@ -63,18 +59,6 @@ def test_a_line_cut_short_is_left_out_and_overwritten(tmp_path):
         lines = storage.read(METRICS_FILE).splitlines()
         assert [json.loads(entry)["step"] for entry in lines][-1] == 3
         assert steps(storage) in ([1, 2, 3], [1, 3])
-
-
-def test_no_journal_yet(tmp_path):
-    assert read_journal(Storage(str(tmp_path))) == []
-
-
-def test_not_a_number_is_refused(tmp_path):
-    """JSON has no NaN. Kills: a journal only Python reads."""
-    journal = Journal(Storage(str(tmp_path)), "discover", 0)
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        journal.write(line(1, loss=float("nan")))
-    journal.close()
 
 
 def events(storage: Storage, phase: str) -> list[Event]:
@@ -94,10 +78,7 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
     """
     storage = Storage(str(tmp_path))
     for phase in ("pretrain", "discover"):
-        journal = Journal(storage, phase, 0)
-        journal.write(line(4, phase, head_losses=[2.0, 3.0]))
-        journal.close()
-        journal.close()
+        write(storage, phase, 0, [4], head_losses=[2.0, 3.0])
     write(storage, "discover", 4, [8])
     for phase, expected in (("pretrain", [4]), ("discover", [4, 8])):
         found = events(storage, phase)
@@ -108,31 +89,29 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
         assert purges == [1] if phase == "pretrain" else [1, 5]
 
 
-@pytest.mark.parametrize("uri", [False, True])
-def test_the_tail_shows_each_line_once(tmp_path, uri):
-    """Kills: a line shown in halves or twice, silence after the file was rewound, a whole read per look."""
-    storage = Storage("mock:///run") if uri else Storage(str(tmp_path))
+def test_the_tail_shows_each_line_once(storage, monkeypatch):
+    """Kills: a line shown in halves or twice, silence after a rewind, a read where all is seen."""
     write(storage, "discover", 0, [1, 2])
     tail = JournalTail(storage)
-    assert tail.new_entries() == []
+
+    def new():
+        return [entry["step"] for entry in tail.new_entries()]
+
+    assert new() == []
     write(storage, "discover", 2, [3, 4])
-    assert [entry["step"] for entry in tail.new_entries()] == [3, 4]
+    assert new() == [3, 4]
     write(storage, "discover", 1, [])  # rolled back
-    assert tail.new_entries() == []
+    assert new() == []
     write(storage, "discover", 1, [2, 3])
-    assert [entry["step"] for entry in tail.new_entries()] == [2, 3]
-    journal = Journal(storage, "discover", 1)  # rolled back and grown again between two looks
-    for step in (2, 3, 4, 5):
-        journal.write(line(step, images_per_s=7.0))
-    journal.close()
-    assert [entry["step"] for entry in tail.new_entries()] == [2, 3, 4, 5]
+    assert new() == [2, 3]
+    write(storage, "discover", 1, [2, 3, 4, 5], images_per_s=7.0)  # rolled back and grown between two looks
+    assert new() == [2, 3, 4, 5]
     storage.append(METRICS_FILE, b'{"step": 6, ')
-    assert tail.new_entries() == []
+    assert new() == []
     storage.append(METRICS_FILE, b'"phase": "discover"}\n')
-    assert [entry["step"] for entry in tail.new_entries()] == [6]
-    reads = []
-    storage.read = lambda *args: reads.append(args)
-    assert tail.new_entries() == [] and not reads
+    assert new() == [6]
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read", pytest.fail)
+        assert new() == []
     storage.delete(METRICS_FILE)
-    del storage.read
-    assert tail.new_entries() == [] and tail.new_entries() == []
+    assert new() == [] and new() == []

@@ -10,15 +10,7 @@ import torch
 import torchvision
 import yaml
 
-from tests.uno.small_run import (
-    CPU,
-    assert_same,
-    copied_tensors,
-    fresh_state,
-    small_config,
-    small_sets,
-    train_both,
-)
+from tests.uno.small_run import assert_same, copied_tensors, fresh_state, small_config, small_sets, train_both
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
@@ -29,7 +21,7 @@ from uno.runs import directory, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.train import LocalWorker
 
-CONFIG = small_config()
+CONFIG, WORKER = small_config(), LocalWorker(torch.device("cpu"))
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -41,35 +33,25 @@ def storage(tmp_path) -> Storage:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Storage:
     """A run of both phases."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     storage = Storage(str(tmp_path_factory.mktemp("finished")))
     directory.open_run(CONFIG, storage, "print")
     train_both(CONFIG, storage)
-    torch.set_num_threads(before)
     return storage
 
 
-def test_discovery_starts_from_the_pretrained_encoder_and_prototypes(finished):
-    """Kills: fresh known prototypes, a fresh encoder, running statistics left behind."""
+@pytest.mark.parametrize(("of_another_run", "num_known"), [(False, 5), (True, 5), (True, 3)])
+def test_discovery_starts_from_pretrained_weights(finished, storage, of_another_run, num_known):
+    """Kills: fresh known prototypes, a fresh encoder, running statistics left behind, this run's own
+    checkpoint preferred, another number of known classes refused or half loaded.
+    """
+    config = small_config(model__weights=finished.uri) if of_another_run else CONFIG
     pretrained = run.load_newest(finished, run.PRETRAIN).tensors
-    model = build_model(CONFIG.model, 5, 5, seed=1)
-    run.load_weights_(model, CONFIG, finished)
-    for name, tensor in model.state_dict().items():
-        if name.startswith(("encoder.", "known.")):
-            assert torch.equal(tensor, pretrained[f"model/{name}"]), name
-
-
-def test_weights_of_another_run(finished, storage):
-    """Kills: this run's own checkpoint preferred, another number of known classes refused or half loaded."""
-    config = small_config(model__weights=finished.uri)
-    for num_known in (5, 3):
-        model = build_model(config.model, num_known, 5, seed=1)
-        known = model.known.weight.detach().clone()
-        run.load_weights_(model, config, storage)
-        pretrained = run.load_newest(finished, run.PRETRAIN).tensors
-        assert torch.equal(model.encoder.conv1.weight, pretrained["model/encoder.conv1.weight"])
-        assert torch.equal(known, model.known.weight) == (num_known == 3)
+    model = build_model(config.model, num_known, 5, seed=1)
+    known = model.known.weight.detach().clone()
+    assert run.load_weights_(model, config, storage if of_another_run else finished) == (num_known == 5)
+    for name, tensor in model.encoder.state_dict().items():
+        assert torch.equal(tensor, pretrained[f"model/encoder.{name}"]), name
+    assert torch.equal(model.known.weight, pretrained["model/known.weight"] if num_known == 5 else known)
     with pytest.raises(ConfigError, match="another number of classes"):
         run.load_weights_(build_model(CONFIG.model, 3, 5, seed=1), CONFIG, finished)
 
@@ -104,7 +86,7 @@ def test_weights_that_cannot_be_read_are_one_line(storage, content):
 def test_no_pretraining_is_an_error(storage):
     """Kills: discovery from a random encoder without a word."""
     with pytest.raises(StorageError, match="no pretraining checkpoint"):
-        run.run_phase(CONFIG, run.DISCOVER, small_sets()[0], LocalWorker(CPU), storage)
+        run.run_phase(CONFIG, run.DISCOVER, small_sets()[0], WORKER, storage)
     with pytest.raises(StorageError, match="run uno discover first"):
         run.load_trained(CONFIG, storage, 5, 5)
 
@@ -127,13 +109,13 @@ def test_prototypes_are_normalised_before_evaluation(tmp_path):
 def test_evaluation_has_all_protocols_and_baselines(finished):
     """Kills: a split or baseline left out, numbers that change from call to call."""
     train, sets = small_sets()
-    values = evaluate_run(CONFIG, finished, train, sets, 10, LocalWorker(CPU))
+    values = evaluate_run(CONFIG, finished, train, sets, 10, WORKER)
     protocols = ["task_aware", *(f"task_agnostic_{name}" for name in ("official", "joint", "strict"))]
     for key in product(("train", "test"), ("known", "novel", "all"), protocols, ("acc",), ("avg", "best")):
         assert 0 <= values["/".join(key)] <= 1
     assert {"baseline/kmeans/novel/acc", "baseline/kmeans_pixels/novel/acc"} <= set(values)
     assert values["train/known/task_aware/acc/best"] > 0.5
-    assert evaluate_run(CONFIG, finished, train, sets, 10, LocalWorker(CPU)) == values
+    assert evaluate_run(CONFIG, finished, train, sets, 10, WORKER) == values
 
 
 def test_saved_model_is_what_is_evaluated(finished):
@@ -146,13 +128,10 @@ def test_saved_model_is_what_is_evaluated(finished):
     heads = safetensors.torch.load(finished.read("model/heads.safetensors"))
     assert set(encoder) == set(model.encoder.state_dict())
     assert_same(model.state_dict(), {f"encoder.{name}": tensor for name, tensor in encoder.items()} | heads)
-    names += [f"novel-{i}" for i in range(1, 6)]
-    kinds = ["known"] * 5 + ["novel"] * 5
-    assert json.loads(finished.read("model/classes.json")) == {
-        "best_head": best_head,
-        "classes": [
-            {"index": i, "name": name, "kind": kind}
-            for i, (name, kind) in enumerate(zip(names, kinds, strict=True))
-        ],
-    }
+    classes = json.loads(finished.read("model/classes.json"))
+    expected = [*product(names, ["known"]), *((f"novel-{i}", "novel") for i in range(1, 6))]
+    assert [(entry["index"], entry["name"], entry["kind"]) for entry in classes["classes"]] == [
+        (index, *names) for index, names in enumerate(expected)
+    ]
+    assert classes["best_head"] == best_head
     assert override(Config(), yaml.safe_load(finished.read("model/config.yaml"))) == CONFIG
