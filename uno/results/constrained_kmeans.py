@@ -1,7 +1,5 @@
-"""k-means with some rows fixed to their cluster (DTC, Han et al., ICCV 2019; METHOD.md Sec. 8).
-
-Randomness comes from a seeded generator on the host and sums are matrix products, so the same device gives
-the same clusters again.
+"""k-means with some rows fixed to their cluster (DTC, Han et al., ICCV 2019; METHOD.md Sec. 8): a seeded
+generator on the host, and sums as matrix products, so the same device gives the same clusters again.
 """
 
 from typing import NamedTuple
@@ -33,8 +31,6 @@ def constrained_kmeans(
             are 0 .. F - 1, every one with at least one row.
         num_clusters: K, from F to F + the number of free rows. A cluster is empty in the result, never NaN,
             only where the free rows have too few distinct values to fill it.
-        num_restarts: runs, each from other starts.
-        seed: of the starts.
     """
     generator, num_free = torch.Generator().manual_seed(seed), num_clusters - int(fixed.max()) - 1
     draws = torch.rand(num_free, num_restarts, generator=generator, dtype=torch.float64).T
@@ -72,7 +68,7 @@ def lloyd(points: Tensor, fixed: Tensor, centers: Tensor, max_iters: int = 100) 
     free = fixed == FREE
     rounding = 8 * torch.finfo(points.dtype).eps * float(points.square().sum(dim=1).max())
     assignment = fixed
-    rows = max(1, MAX_CELLS // len(centers))
+    rows = MAX_CELLS // len(centers)
     for _ in range(max_iters):
         found = [_squared(part, centers).min(dim=1) for part in points.split(rows)]
         moved = torch.where(free, torch.cat([f.indices for f in found]), fixed)
@@ -89,9 +85,7 @@ def _fill_empty_(assignment: Tensor, distance: Tensor, num_clusters: int, roundi
     """Move far rows into the empty clusters, in place: two (N,) tensors."""
     sizes = torch.bincount(assignment, minlength=num_clusters).tolist()
     empty = [c for c, size in enumerate(sizes) if size == 0]
-    if not empty:
-        return
-    for row in distance.argsort(descending=True, stable=True).tolist():
+    for row in distance.argsort(descending=True, stable=True).tolist() if empty else []:
         if not empty or float(distance[row]) <= rounding:
             return
         own = int(assignment[row])
@@ -110,7 +104,7 @@ def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
     """Means (K, D) of the rows assigned (N,) to 0 .. K - 1; an empty cluster keeps its centre."""
     sums, counts = torch.zeros_like(centers), centers.new_zeros(len(centers), 1)
     clusters = torch.arange(len(centers), device=points.device)[:, None]
-    rows = max(1, MAX_CELLS // max(1, len(centers)))
+    rows = MAX_CELLS // max(1, len(centers))
     for part, own in zip(points.split(rows), assignment.split(rows), strict=True):
         member = (own == clusters).to(points.dtype)  # (K, rows): a product is deterministic on CUDA, too
         sums += member @ part
@@ -121,15 +115,13 @@ def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
 def silhouette(points: Tensor, assignment: Tensor, max_rows: int, seed: int) -> float:
     """Mean silhouette (Rousseeuw, 1987), in [-1, 1], of at most ``max_rows`` rows drawn with ``seed``.
 
-    ``points`` (N, D), ``assignment`` (N,) int64 on their device. A row that is alone in its cluster counts 0,
-    as does everything where there is one cluster only.
+    ``points`` (N, D), ``assignment`` (N,) int64. A row that is alone in its cluster counts 0, as does
+    everything where there is one cluster only.
     """
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(len(points), generator=generator)[:max_rows].sort().values.to(points.device)
-    points, clusters = points[chosen], assignment[chosen].cpu().numpy()
-    if not 1 < len(set(clusters.tolist())) < len(clusters):
-        return 0.0
-    distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
     from sklearn.metrics import silhouette_score
 
-    return float(silhouette_score(distances.cpu().numpy(), clusters, metric="precomputed"))
+    order = torch.randperm(len(points), generator=torch.Generator().manual_seed(seed))
+    chosen = order[:max_rows].sort().values.to(points.device)
+    clusters = assignment[chosen].cpu().numpy()
+    several = 1 < len(set(clusters.tolist())) < len(clusters)
+    return float(silhouette_score(points[chosen].cpu().numpy(), clusters)) if several else 0.0

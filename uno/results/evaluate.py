@@ -43,10 +43,8 @@ def evaluate_run(
     num_true: int,
     worker: Worker,
 ) -> dict[str, float]:
-    """All protocols on both splits, the same on every worker, and on rank 0 the k-means baselines, flat.
-
-    ``train`` gives the numbers of classes, ``sets`` are "train" and "test" rows with truth, which indexes
-    ``num_true`` classes, known and novel; rows are shared among all workers.
+    """All protocols on the rows of both splits ("train", "test"), shared among all workers, the same on each,
+    and on rank 0 the k-means baselines, flat. ``num_true``: classes, known and novel, that truth indexes.
     """
     model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
     model = model.to(worker.device)
@@ -70,13 +68,9 @@ class Confusions(NamedTuple):
 
     @classmethod
     def zeros(
-        cls,
-        num_heads: int,
-        num_known: int,
-        num_true_novel: int,
-        num_clusters: int,
+        cls, num_heads: int, num_known: int, num_true_novel: int, num_clusters: int,
         device: torch.device | str = "cpu",
-    ) -> Confusions:
+    ) -> Confusions:  # fmt: skip
         """For H heads, C_l known classes, C_u true novel ones (0: nobody knows them), K clusters a head."""
         known, joint = (num_known, num_known), (num_known + num_true_novel, num_known + num_clusters)
         shapes = (known, (num_heads, num_true_novel, num_clusters), (num_heads, *joint))
@@ -98,16 +92,12 @@ class Confusions(NamedTuple):
 
 
 def _add_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> None:
-    """Add rows to (H, R, P) counts in place: truth (B,), output (H, B), counted (B,) bool.
-
-    Rows that are not counted add zero to class 0 instead of being selected away: a selection would have to
-    wait for the device to learn its size, as would bincount.
+    """Add rows to (H, R, P) counts in place: truth (B,), output (H, B), counted (B,) bool. Others add zero to
+    class 0: a selection would have to wait for the device to learn its size, as would bincount.
     """
-    num_heads, num_classes, num_outputs = counts.shape
-    if num_classes:
-        cells = torch.where(counted, truth, 0) * num_outputs + output  # (H, B)
-        ones = counted.to(counts.dtype).expand(num_heads, -1)
-        counts.view(num_heads, -1).scatter_add_(1, cells, ones)
+    if counts.shape[1]:
+        cells = torch.where(counted, truth, 0) * counts.shape[2] + output  # (H, B)
+        counts.flatten(1).scatter_add_(1, cells, counted.to(counts.dtype).expand(len(counts), -1))
 
 
 def count(
@@ -116,9 +106,8 @@ def count(
     """The counts of all workers, each of which brings its own ``batches``, however many: images uint8
     (b, 3, S, S) and truth (b,) in [0, ``num_true``) or -1. ``model`` in eval mode, not its DDP wrapper.
     """
-    device = model.known.weight.device
-    num_known, num_clusters = model.num_known, model.num_novel
-    counts = Confusions.zeros(model.num_heads, num_known, num_true - num_known, num_clusters, device)
+    device, num_novel = model.known.weight.device, num_true - model.num_known
+    counts = Confusions.zeros(model.num_heads, model.num_known, num_novel, model.num_novel, device)
     for images, truth in batches:
         logits = forward(model, images, config)
         assert logits.novel is not None
@@ -133,10 +122,8 @@ def protocol_metrics(confusions: Confusions, best_head: int, split: str) -> dict
     `PROTOCOLS`, and `{split}/novel/task_aware/chance/acc`, the clustering accuracy of random predictions.
     Known and all rows have `acc` only. A key is absent where no row has truth.
 
-    Args:
-        confusions: counts of ALL rows of the split, that is summed over workers.
-        best_head: index of the head with the lowest TRAINING cluster loss, never chosen by accuracy.
-        split: `train` or `test`.
+    ``confusions``: of ALL rows of the split (`train` or `test`), that is summed over workers; ``best_head``:
+    that with the lowest TRAINING cluster loss, never chosen by accuracy.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     agnostic = (metrics.task_agnostic_official, metrics.task_agnostic_joint, metrics.task_agnostic_strict)
@@ -149,9 +136,8 @@ def protocol_metrics(confusions: Confusions, best_head: int, split: str) -> dict
             rows, metric = key.split("/")
             path = f"{split}/{rows}/{name}/{metric}"
             result |= {f"{path}/avg": float(np.mean([head[key] for head in per_head])), f"{path}/best": best}
-    class_counts = novel[0].sum(axis=1)
-    if class_counts.sum():
-        chance = metrics.chance_accuracy(class_counts, novel.shape[2])
+    if novel.any():
+        chance = metrics.chance_accuracy(novel[0].sum(axis=1), novel.shape[2])
         result[f"{split}/novel/task_aware/chance/acc"] = chance
     return result
 
@@ -205,9 +191,7 @@ def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, se
 
 def format_table(values: Mapping[str, float]) -> str:
     """The console table of accuracies, percent with one decimal, at most 80 columns; absent values are blank.
-
-    ``values``: flat metric paths, fractions 0-1, as `protocol_metrics` returns them for `train` and `test`;
-    chance levels and k-means baselines get a line where present.
+    ``values``: flat metric paths, fractions 0-1, as `evaluate_run` returns them.
     """
     splits = [split for split in ("train", "test") if any(key.startswith(f"{split}/") for key in values)]
     groups = ("known", "novel", "all")

@@ -96,11 +96,7 @@ class Classifier:
 
 
 def score(
-    logits: Logits,
-    temperature: float,
-    best_head: int,
-    classes: Sequence[OutputClass],
-    alignment: Tensor | None,
+    logits: Logits, temperature: float, best_head: int, classes: list[OutputClass], alignment: Tensor | None
 ) -> Scores:
     """Cosines of B images under one view -> what ``best_head`` says, and how many heads say the same.
 
@@ -129,10 +125,8 @@ def score(
 
 
 def align_heads(novel: Tensor, best_head: int) -> Tensor:
-    """Which clusters of the heads are the same: (H, N, K) cosines of N unlabeled rows -> int64 (H, K).
-
-    Head h and the best head put every row into a cluster each; the Hungarian method pairs the clusters so
-    that most rows fall into paired ones. Row ``best_head`` of the result is 0..K-1.
+    """Which clusters of the heads are the same: (H, N, K) cosines of N unlabeled rows -> int64 (H, K), the
+    pairs with those of the best head (0..K-1 in its own row) that most rows fall into.
     """
     num, assigned = novel.shape[-1], novel.argmax(dim=-1).cpu().numpy()  # K, (H, N)
     pairs = [hungarian(confusion(assigned[best_head], own, num, num)) for own in assigned]
@@ -147,9 +141,9 @@ def save_model(
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     encoder = with_prefix(weights, "encoder.")
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    named = [(name, "known") for name in known]
-    named += [(f"novel-{i + 1}", "novel") for i in range(module.num_novel)]
-    classes = [OutputClass(i, name, kind, i) for i, (name, kind) in enumerate(named)]
+    classes = [OutputClass(i, name, "known", i) for i, name in enumerate(known)]
+    for i in range(module.num_novel):
+        classes.append(OutputClass(len(classes), f"novel-{i + 1}", "novel", len(classes)))
     files = {
         "encoder.safetensors": safetensors.torch.save(encoder),
         "heads.safetensors": safetensors.torch.save(heads, {"best_head": str(best_head)}),
@@ -158,7 +152,7 @@ def save_model(
     }
     for name, data in files.items():
         storage.write(f"model/{name}", data)
-    return _classifier(files, module, config, best_head, None)
+    return build_classifier(files, module.known.weight.device)
 
 
 def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Classifier:
@@ -206,21 +200,14 @@ def build_classifier(files: Mapping[str, bytes], device: torch.device | str = "c
     ) as error:  # fmt: skip
         what = f"the model's files are damaged or do not belong together: {one_line(error)}"
         raise StorageError(what) from None
-    return _classifier(files, module.to(device), config, best_head, alignment)
-
-
-def _classifier(
-    files: Mapping[str, bytes], module: UnoModel, config: Config, best_head: int, alignment: Tensor | None
-) -> Classifier:
-    """``model_hash`` is 16 hex digits over weights, transform and temperature."""
     data, side = config.data, config.augment.large.size
     transform = [data.store_size, side, data.mean, data.std, config.objective.temperature]
     digest = hashlib.sha256(json.dumps(transform).encode())
     for name in ("encoder.safetensors", "heads.safetensors"):
         digest.update(hashlib.sha256(files[name]).digest())
-    module = module.eval().requires_grad_(False).to(memory_format=torch.channels_last)
-    classes, device = parse_classes(files["classes.json"]), module.known.weight.device
-    return Classifier(module, config, classes, best_head, alignment, digest.hexdigest()[:16], device)
+    module = module.to(device).eval().requires_grad_(False).to(memory_format=torch.channels_last)
+    model_hash, device = digest.hexdigest()[:16], module.known.weight.device
+    return Classifier(module, config, classes, best_head, alignment, model_hash, device)
 
 
 def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode:
@@ -231,9 +218,7 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
 def score_rows(
     model: Classifier, decode: Decode, batches: Iterable[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, Sequence[str | None], Scores | None]]:
-    """Batches of row numbers (b,) -> them, why a row could not be read, and scores of the others in order;
-    None where none could.
-    """
+    """Batches of row numbers (b,) -> them, why a row could not be read, scores of the others or None."""
     for index, pixels, reasons in decode(batches):
         ok = readable(reasons)
         yield index, reasons, model.score(pixels[torch.from_numpy(ok)]) if ok.any() else None
@@ -264,9 +249,7 @@ def with_alignment(model: Classifier, storage: Storage, decode: Decode, unlabele
     """``model`` with its heads aligned on a sample of the ``unlabeled`` training rows int64 (N_u,), and that
     kept in the run's ``classes.json``; as it is where it has been done, or no row can be read.
     """
-    if model.alignment is not None:
-        return model
-    sample = sample_logits(model, decode, unlabeled)
+    sample = sample_logits(model, decode, unlabeled) if model.alignment is None else None
     if sample is None or sample[1].novel is None:
         return model
     alignment = align_heads(sample[1].novel[0], model.best_head)

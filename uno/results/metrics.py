@@ -20,14 +20,8 @@ Counts = NDArray[np.int64]
 def confusion(truth: ArrayLike, predicted: ArrayLike, num_true: int, num_predicted: int) -> Counts:
     """Count (true class, predicted output) pairs: (R, P), additive over disjoint sets of rows.
 
-    Args:
-        truth: (N,) integers in [0, R), or -1 for a row without truth, which is ignored. Host memory.
-        predicted: (N,) integers in [0, P); not read where truth is -1. Host memory.
-        num_true: R.
-        num_predicted: P.
-
-    Raises:
-        ValueError: the shapes differ, or a value lies outside its range.
+    ``truth`` (N,) integers in [0, R), or -1 for a row without truth, which is ignored; ``predicted`` (N,)
+    integers in [0, P). Host memory. ValueError: the shapes differ, or a value lies outside its range.
     """
     rows, columns = np.asarray(truth), np.asarray(predicted)
     if rows.ndim != 1 or rows.shape != columns.shape:
@@ -70,9 +64,8 @@ def purity(counts: Counts) -> float:
 
 
 def nmi(counts: Counts) -> float:
-    """Mutual information over the arithmetic mean of both entropies, 0-1, as scikit-learn's.
-
-    Two trivial partitions (one class, one output) agree: 1.
+    """Mutual information over the arithmetic mean of both entropies, 0-1, as scikit-learn's; 1 for two
+    trivial partitions (one class, one output).
     """
     joint = counts / _num_rows(counts)
     total = entr(joint.sum(axis=1)).sum() + entr(joint.sum(axis=0)).sum()
@@ -81,10 +74,11 @@ def nmi(counts: Counts) -> float:
 
 def ari(counts: Counts) -> float:
     """Adjusted Rand index, at most 1, expected 0 for random predictions (Hubert and Arabie, 1985), as
-    scikit-learn's. Two trivial partitions agree: 1.
+    scikit-learn's; 1 for two trivial partitions.
     """
-    all_pairs, together = _pairs(np.asarray(_num_rows(counts))), _pairs(counts)
-    same_class, same_output = _pairs(counts.sum(axis=1)), _pairs(counts.sum(axis=0))
+    sums = (np.asarray(_num_rows(counts)), counts, counts.sum(axis=1), counts.sum(axis=0))
+    # Pairs of rows within groups; floats, as products of two of them overflow int64.
+    all_pairs, together, same_class, same_output = (float((n * (n - 1)).sum() / 2) for n in sums)
     expected = same_class * same_output / all_pairs if all_pairs else 0.0
     most = (same_class + same_output) / 2
     return 1.0 if most == expected else (together - expected) / (most - expected)
@@ -113,8 +107,7 @@ def chance_accuracy(
 
 # The protocols return `{known|novel|all}/{metric}`. Known and all rows get accuracy only: a known class has a
 # name, how well its rows cluster says nothing more. A group without rows has no key; `all`, the
-# sample-weighted mean, needs rows of both. NMI, ARI and purity need no matching, so `official` and `joint`
-# share them. `joint` counts are of all rows: argmax over the known and the head's novel outputs.
+# sample-weighted mean, needs rows of both. `joint`: argmax over the known and the head's novel outputs.
 def task_aware(known: Counts, novel: Counts) -> dict[str, float]:
     """Each row is told whether its class is known or novel: ``known`` (C_l, C_l) are the known rows over the
     known outputs, ``novel`` (C_u, K) the novel rows over the head's own novel outputs.
@@ -145,9 +138,8 @@ def task_agnostic_strict(joint: Counts, num_known: int) -> dict[str, float]:
     NMI and ARI pool the known outputs into a single one, "not discovered": telling novel classes apart by the
     known class they are mistaken for earns nothing. Purity counts the pooled rows as wrong.
     """
-    known, novel = joint[:num_known], joint[num_known:]
-    missed, found = novel[:, :num_known].sum(axis=1, keepdims=True), novel[:, num_known:]
-    pooled = np.concatenate([missed, found], axis=1)
+    known, novel, found = joint[:num_known], joint[num_known:], joint[num_known:, num_known:]
+    pooled = np.concatenate([novel[:, :num_known].sum(axis=1, keepdims=True), found], axis=1)
     result = _result(known, pooled, np.trace(known), matched_counts(found, hungarian(found)).sum())
     if novel.sum():
         result["novel/purity"] = float(found.max(axis=0, initial=0).sum() / novel.sum())
@@ -172,8 +164,3 @@ def _num_rows(counts: Counts) -> int:
     if num_rows == 0:
         raise ValueError(f"a confusion matrix of shape {counts.shape} without rows has no metric")
     return num_rows
-
-
-def _pairs(sizes: NDArray[np.int64]) -> float:
-    """Pairs of rows within groups of the given sizes; a float, as products of two results overflow int64."""
-    return float((sizes * (sizes - 1)).sum() / 2)
