@@ -21,34 +21,24 @@ def matrices(max_side: int, max_count: int = 20) -> st.SearchStrategy[np.ndarray
     return counts.filter(lambda matrix: matrix.sum() > 0)
 
 
-def expand(counts):
-    """A confusion matrix back to one (truth, predicted) pair a row."""
-    truth, predicted = np.indices(counts.shape)
-    return np.repeat(truth.ravel(), counts.ravel()), np.repeat(predicted.ravel(), counts.ravel())
-
-
 def brute_force_accuracy(counts):
     """Equation ClusterAcc by enumeration: pad to a square, try every permutation."""
     side = max(counts.shape)
     square = np.zeros((side, side), np.int64)
     square[: counts.shape[0], : counts.shape[1]] = counts
-    rows = range(side)
-    return max(sum(square[i, perm[i]] for i in rows) for perm in permutations(rows)) / counts.sum()
+    return max(square[range(side), order].sum() for order in permutations(range(side))) / counts.sum()
 
 
 def values(result):
     return {key: pytest.approx(value, abs=1e-12) for key, value in result.items()}
 
 
-# ------------------------------------------------------------------------------------------------- counting
 def test_confusion_by_hand():
     """Kills: transposed matrix, -1 counted as the last class, -1 rows' predictions range-checked."""
     truth, predicted = [0, 0, 1, -1, 1, -1], [2, 0, 1, 1, 1, 99]
-    expected = [[1, 0, 1], [0, 2, 0]]
     for make in (np.array, torch.tensor):
         counts = metrics.confusion(make(truth), make(predicted), 2, 3)
-        assert counts.dtype == np.int64
-        assert counts.tolist() == expected
+        assert counts.dtype == np.int64 and counts.tolist() == [[1, 0, 1], [0, 2, 0]]
     assert metrics.confusion([], [], 2, 3).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
@@ -61,33 +51,30 @@ def test_confusion_refuses_values_outside_their_range(truth, predicted):
         metrics.confusion(truth, predicted, 2, 3)
 
 
-# ------------------------------------------------------------------------------------------ cluster accuracy
-@few
-@given(matrices(6))
-def test_cluster_accuracy_is_the_best_permutation(counts):
-    """Kills: minimised for maximised, greedy matching, diagonal, square matrices only, many-to-one."""
-    assert metrics.cluster_accuracy(counts) == pytest.approx(brute_force_accuracy(counts), abs=1e-12)
-
-
-def test_hungarian_by_hand():
-    """Kills: greedy matching (takes the 9, gets 9 + 1), matching indexed by output instead of class."""
-    counts = np.array([[9, 8], [8, 1]])
-    assert metrics.hungarian(counts).tolist() == [1, 0]
-    assert metrics.cluster_accuracy(counts) == 16 / 26
-    # more classes than clusters: class 0 has no partner; more clusters than classes: cluster 1 has none
-    assert metrics.hungarian(np.array([[1, 2], [0, 9], [7, 0]])).tolist() == [-1, 1, 0]
-    assert metrics.cluster_accuracy(np.array([[1, 2], [0, 9], [7, 0]])) == 16 / 19
-    assert metrics.cluster_accuracy(np.array([[5, 4, 0], [0, 0, 6]])) == 11 / 15
-    assert metrics.hungarian(np.zeros((0, 3), np.int64)).tolist() == []
-
-
 @few
 @given(matrices(6), st.randoms(use_true_random=False))
-def test_permuted_clusters_change_nothing(counts, random):
-    """Kills: metrics that depend on the numbering of clusters (plain accuracy for clustering accuracy)."""
+def test_cluster_accuracy_is_the_best_permutation(counts, random):
+    """Kills: minimised for maximised, greedy matching, square matrices only, many-to-one; metrics that depend
+    on the numbering of clusters (plain accuracy for clustering accuracy).
+    """
+    assert metrics.cluster_accuracy(counts) == pytest.approx(brute_force_accuracy(counts), abs=1e-12)
     order = list(range(counts.shape[1]))
     random.shuffle(order)
     assert metrics.cluster_metrics(counts[:, order]) == values(metrics.cluster_metrics(counts))
+
+
+@pytest.mark.parametrize(
+    ("counts", "matching", "accuracy"),
+    [
+        ([[9, 8], [8, 1]], [1, 0], 16 / 26),
+        ([[1, 2], [0, 9], [7, 0]], [-1, 1, 0], 16 / 19),  # more classes than clusters
+        ([[5, 4, 0], [0, 0, 6]], [0, 2], 11 / 15),  # more clusters than classes
+    ],
+)
+def test_hungarian_by_hand(counts, matching, accuracy):
+    """Kills: greedy matching (takes the 9, gets 9 + 1), matching indexed by output instead of class."""
+    assert metrics.hungarian(np.array(counts)).tolist() == matching
+    assert metrics.cluster_accuracy(np.array(counts)) == accuracy
 
 
 def test_matching_per_shard_inflates_and_merged_counts_do_not():
@@ -123,9 +110,8 @@ def test_chance_accuracy():
     assert metrics.chance_accuracy([20, 30], 3) == first != metrics.chance_accuracy([20, 30], 3, seed=1)
 
 
-# ------------------------------------------------------------------------------------------ partition metrics
 def assert_equal_scikit_learn(counts):
-    truth, predicted = expand(counts)
+    truth, predicted = (np.repeat(index.ravel(), counts.ravel()) for index in np.indices(counts.shape))
     assert metrics.nmi(counts) == pytest.approx(normalized_mutual_info_score(truth, predicted), abs=1e-10)
     assert metrics.ari(counts) == pytest.approx(adjusted_rand_score(truth, predicted), abs=1e-10)
 
@@ -166,75 +152,63 @@ def test_no_rows_have_no_metric(shape):
         with pytest.raises(ValueError, match="without rows"):
             metric(empty)
     assert metrics.cluster_metrics(empty) == {}
+    assert len(metrics.hungarian(empty)) == shape[0]
 
 
-# -------------------------------------------------------------------------------------------------- protocols
 # Two known classes (rows 0, 1), two novel (rows 2, 3); outputs: known 0, 1, then clusters 2, 3, 4.
 KNOWN = np.array([[8, 2], [1, 9]])
 NOVEL = np.array([[1, 9, 0], [7, 1, 2]])
 JOINT = np.array([[6, 2, 2, 0, 0], [1, 9, 0, 0, 0], [0, 5, 1, 4, 0], [3, 0, 5, 0, 2]])
+POOLED = np.array([[5, 1, 4, 0], [3, 5, 0, 2]])
+OFFICIAL, MATCHED, STRICT = PROTOCOLS = [
+    metrics.task_agnostic_official, metrics.task_agnostic_joint, metrics.task_agnostic_strict
+]  # fmt: skip
 
 
 def accuracies(result):
-    return {key: value for key, value in result.items() if key.endswith("acc")}
+    return tuple(round(result[f"{group}/acc"], 12) for group in ("known", "novel", "all"))
 
 
 def test_task_aware_by_hand():
     """Kills: known rows matched by Hungarian, novel rows by plain accuracy, unweighted mean."""
     novel = NOVEL * 3  # 60 rows against 20: the weighted mean is not the plain one
     result = metrics.task_aware(KNOWN, novel)
-    assert accuracies(result) == values({"known/acc": 17 / 20, "novel/acc": 48 / 60, "all/acc": 65 / 80})
-    assert result["novel/nmi"] == metrics.nmi(novel)
-    assert result["novel/ari"] == metrics.ari(novel)
+    assert accuracies(result) == (17 / 20, 48 / 60, 65 / 80)
+    assert result["novel/nmi"] == metrics.nmi(novel) and result["novel/ari"] == metrics.ari(novel)
     assert result["novel/purity"] == (7 + 9 + 2) / 20
     assert metrics.task_aware(KNOWN[::-1], novel)["known/acc"] == 3 / 20
 
 
-def test_official_by_hand():
-    """Novel class 0 takes KNOWN output 1 (5 rows), class 1 takes cluster 2 (5 rows).
-
-    Kills: novel outputs only (strict), one matching of all rows (joint), matching against the wrong block.
+@pytest.mark.parametrize(
+    ("protocol", "expected", "clusters", "purity"),
+    [
+        (OFFICIAL, (15 / 20, 10 / 20, 25 / 40), JOINT[2:], 3 + 5 + 5 + 4 + 2),  # 2 -> KNOWN 1 (5), 3 -> 2 (5)
+        (MATCHED, (15 / 20, 9 / 20, 24 / 40), JOINT[2:], 3 + 5 + 5 + 4 + 2),  # 0 -> 0, 1 -> 1, 2 -> 3, 3 -> 2
+        (STRICT, (15 / 20, 9 / 20, 24 / 40), POOLED, 5 + 4 + 2),  # 2 -> 3 (4), 3 -> 2 (5), of ALL novel rows
+    ],
+)
+def test_task_agnostic_by_hand(protocol, expected, clusters, purity):
+    """Kills: official with novel outputs only, separate matchings for joint, the known block matched first,
+    strict without the rows predicted as known, blocks exchanged.
     """
-    result = metrics.task_agnostic_official(JOINT, 2)
-    assert accuracies(result) == values({"known/acc": 15 / 20, "novel/acc": 10 / 20, "all/acc": 25 / 40})
-    assert result["novel/nmi"] == metrics.nmi(JOINT[2:])
-    assert result["novel/purity"] == (3 + 5 + 5 + 4 + 2) / 20
+    result = protocol(JOINT, 2)
+    assert accuracies(result) == expected
+    assert result["novel/nmi"] == metrics.nmi(clusters) and result["novel/ari"] == metrics.ari(clusters)
+    assert result["novel/purity"] == purity / 20
 
 
-def test_joint_by_hand():
-    """One matching: 0 -> 0 (6), 1 -> 1 (9), 2 -> 3 (4), 3 -> 2 (5): 24 of 40.
-
-    Kills: separate matchings for known and novel rows, the known block matched first.
-    """
-    result = metrics.task_agnostic_joint(JOINT, 2)
-    assert accuracies(result) == values({"known/acc": 15 / 20, "novel/acc": 9 / 20, "all/acc": 24 / 40})
-    # known class 0 sits on cluster 2 and novel class 2 on output 0: joint follows, plain accuracy does not
+def test_joint_matches_known_classes_too():
+    """Known class 0 sits on cluster 2, novel class 2 on output 0: joint follows, plain accuracy does not."""
     swapped = np.array([[1, 9], [8, 2]])
-    assert accuracies(metrics.task_agnostic_joint(swapped, 1)) == values(
-        {"known/acc": 0.9, "novel/acc": 0.8, "all/acc": 0.85}
-    )
-    assert accuracies(metrics.task_agnostic_official(swapped, 1))["known/acc"] == 0.1
+    assert accuracies(metrics.task_agnostic_joint(swapped, 1)) == (0.9, 0.8, 0.85)
+    assert metrics.task_agnostic_official(swapped, 1)["known/acc"] == 0.1
 
 
 def test_joint_breaks_ties_for_known_rows():
     """Two matchings get 4 of 8 right. Kills: shares left to the solver, ties broken for novel rows."""
     tied = np.array([[1, 0, 0], [4, 0, 3]])  # 0 -> 0 and 1 -> 2: 1 + 3; 0 -> 1 and 1 -> 0: 0 + 4
     for columns in ([0, 1, 2], [0, 2, 1], [2, 1, 0]):
-        result = metrics.task_agnostic_joint(tied[:, columns], 1)
-        assert accuracies(result) == values({"known/acc": 1, "novel/acc": 3 / 7, "all/acc": 4 / 8})
-
-
-def test_strict_by_hand():
-    """Novel class 0 -> cluster 3 (4 rows), class 1 -> cluster 2 (5 rows), of ALL 20 novel rows.
-
-    Kills: rows predicted as known left out of the denominator, known outputs matched, blocks exchanged.
-    """
-    result = metrics.task_agnostic_strict(JOINT, 2)
-    assert accuracies(result) == values({"known/acc": 15 / 20, "novel/acc": 9 / 20, "all/acc": 24 / 40})
-    pooled = np.array([[5, 1, 4, 0], [3, 5, 0, 2]])
-    assert result["novel/nmi"] == metrics.nmi(pooled)
-    assert result["novel/ari"] == metrics.ari(pooled)
-    assert result["novel/purity"] == (5 + 4 + 2) / 20
+        assert accuracies(metrics.task_agnostic_joint(tied[:, columns], 1)) == (1, round(3 / 7, 12), 4 / 8)
 
 
 def test_absorbed_novel_classes_tell_official_from_strict():
@@ -243,20 +217,15 @@ def test_absorbed_novel_classes_tell_official_from_strict():
     official: (1000 + 820) / 2000 = .91; strict: 820 / 2000 = .41; joint: the known classes (200 rows each)
     keep their outputs, so absorbed classes gain nothing: .41. Kills: any two of the protocols exchanged.
     """
-    joint = np.zeros((30, 30), np.int64)
-    joint[:10, :10] = 200 * np.eye(10, dtype=np.int64)
-    joint[10:20, :10] = 100 * np.eye(10, dtype=np.int64)
-    joint[20:, 20:] = 82 * np.eye(10, dtype=np.int64) + 18 * np.roll(np.eye(10, dtype=np.int64), 1, axis=1)
-    assert metrics.task_agnostic_official(joint, 10)["novel/acc"] == 0.91
-    strict, matched = metrics.task_agnostic_strict(joint, 10), metrics.task_agnostic_joint(joint, 10)
-    assert strict["novel/acc"] == matched["novel/acc"] == 0.41
-    assert strict["known/acc"] == matched["known/acc"] == 1
-    assert strict["all/acc"] == (2000 + 820) / 4000
+    one, joint = np.eye(10, dtype=np.int64), np.zeros((30, 30), np.int64)
+    joint[:10, :10], joint[10:20, :10] = 200 * one, 100 * one
+    joint[20:, 20:] = 82 * one + 18 * np.roll(one, 1, axis=1)
+    official, matched = metrics.task_agnostic_official(joint, 10), metrics.task_agnostic_joint(joint, 10)
+    strict = metrics.task_agnostic_strict(joint, 10)
+    assert official["novel/acc"] == 0.91
+    assert accuracies(strict) == accuracies(matched) == (1, 0.41, (2000 + 820) / 4000)
     # pooling: the ten absorbed classes are one heap to `strict`, ten clusters to `official`
-    assert strict["novel/nmi"] < metrics.task_agnostic_official(joint, 10)["novel/nmi"] - 0.2
-
-
-PROTOCOLS = [metrics.task_agnostic_official, metrics.task_agnostic_joint, metrics.task_agnostic_strict]
+    assert strict["novel/nmi"] < official["novel/nmi"] - 0.2
 
 
 @few
@@ -272,14 +241,13 @@ def test_protocol_properties(counts, num_known, random):
     order = [*range(num_known), *order]
     blocks = {"known": counts[:num_known], "novel": counts[num_known:]}
     groups = [name for name, rows in blocks.items() if rows.sum()]
-    for protocol in PROTOCOLS:
-        result = protocol(counts, num_known)
-        expected = {f"{name}/acc" for name in groups} | ({"all/acc"} if len(groups) == 2 else set())
-        expected |= {f"novel/{name}" for name in ("nmi", "ari", "purity") if "novel" in groups}
+    expected = {f"{name}/acc" for name in groups} | ({"all/acc"} if len(groups) == 2 else set())
+    expected |= {f"novel/{name}" for name in ("nmi", "ari", "purity") if "novel" in groups}
+    official, joint, strict = results = [protocol(counts, num_known) for protocol in PROTOCOLS]
+    for protocol, result in zip(PROTOCOLS, results, strict=True):
         assert set(result) == expected
         assert all(-1 <= value <= 1 for value in result.values())  # False for NaN
         assert protocol(counts[:, order], num_known) == values(result)
-    official, joint, strict = (protocol(counts, num_known) for protocol in PROTOCOLS)
     assert official.get("novel/acc", 0) >= strict.get("novel/acc", 0)
     if len(groups) == 2:
         assert joint["all/acc"] >= strict["all/acc"] - 1e-12
@@ -289,8 +257,8 @@ def test_protocol_properties(counts, num_known, random):
 def test_missing_groups_have_no_keys():
     """Kills: 0 or NaN where no row has truth, `all` formed from one group."""
     empty = np.zeros((2, 2), np.int64)
-    assert metrics.task_aware(KNOWN, empty) == {"known/acc": 17 / 20}
-    assert metrics.task_aware(KNOWN, np.zeros((0, 3), np.int64)) == {"known/acc": 17 / 20}
+    for nothing in (empty, empty[:0]):
+        assert metrics.task_aware(KNOWN, nothing) == {"known/acc": 17 / 20}
     assert set(metrics.task_aware(empty, NOVEL)) == {"novel/acc", "novel/nmi", "novel/ari", "novel/purity"}
     for protocol in PROTOCOLS:
         assert set(protocol(JOINT[:2], 2)) == {"known/acc"}
