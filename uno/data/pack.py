@@ -22,7 +22,7 @@ from uno.data.decode import BAD_SAMPLES, MAX_BYTES, BadImage, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
 from uno.data.plan import by_windows
 from uno.data.rows import Files, Image, Rows, base, fetch
-from uno.data.tables import PACKED, PACKING, ParquetImages, metadata_of
+from uno.data.tables import PACKED, PACKING, ParquetImages, json_at
 from uno.errors import ConfigError, one_line
 
 GROUP_BYTES = 8 * 2**20
@@ -101,7 +101,7 @@ def _bad_of(output: Storage, name: str) -> list[dict[str, str]] | None:
         schema = pa.parquet.read_schema(io.BytesIO(output.read(name)))
     except pa.ArrowException:
         return None
-    found: list[dict[str, str]] | None = metadata_of(schema, PACKED, "bad")
+    found: list[dict[str, str]] | None = json_at((schema.metadata or {}).get(PACKED.encode(), ""), "bad")
     return found
 
 

@@ -56,25 +56,20 @@ def _read(config: DataConfig, readers: dict[str, Reader]) -> Rows:
     source = config.source.strip()
     if source == "digits":
         return read_digits()
-    prefix, path = _split_prefix(source)
+    prefix, path = "", source
+    match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
+    if match and not os.path.exists(source):
+        prefix, path = match.groups()
+        if prefix not in READERS:
+            near = difflib.get_close_matches(prefix.lower(), READERS, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}:{path}?" if near else f"known are digits, {':, '.join(READERS)}:"
+            raise ConfigError(f"unknown data source {prefix + ':'!r}; {hint}")
     path = filesystem.normal(path)
     if filesystem.kind(path) == "missing" and not (config.download and prefix in ("cifar10", "cifar100")):
         near = difflib.get_close_matches(source.lower(), ["digits", *READERS], n=1, cutoff=0.6)
         hint = f"; did you mean {near[0] + ('' if near[0] == 'digits' else ':DIR')!r}?" if near else ""
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
     return readers[prefix or recognise(path)](path, config)
-
-
-def _split_prefix(source: str) -> tuple[str | None, str]:
-    match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
-    if not match or os.path.exists(source):
-        return None, source
-    prefix, path = match.groups()
-    if prefix not in READERS:
-        near = difflib.get_close_matches(prefix.lower(), READERS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}:{path}?" if near else f"known are digits, {':, '.join(READERS)}:"
-        raise ConfigError(f"unknown data source {prefix + ':'!r}; {hint}")
-    return prefix, path
 
 
 def recognise(path: str) -> str:
@@ -130,8 +125,7 @@ def read_folder(root: str) -> Rows:
 
 def read_images(root: str) -> Rows:
     """Every image below ``root``, unlabeled; names of folders mean nothing."""
-    found = _images(root)
-    return _rows(found, [None] * len(found), ["train"] * len(found), f"folder:{root}")
+    return _rows([(found, None, "train") for found in _images(root)], f"folder:{root}")
 
 
 def read_two_folders(labeled: str, unlabeled: str) -> Rows:
@@ -169,7 +163,20 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
         if label is None or not is_wnid(label):
             what = f"image {name} is not in a wnid subfolder such as n01440764"
             raise ConfigError(f"imagenet:{root}: {what}; sort it into one, or use folder:{root}")
-    return _imagenet_split(rows, split) if use_split else rows
+    if not use_split:
+        return rows
+    held_out, novel = set(imagenet_wnids("held_out_118")), set(imagenet_wnids(f"novel_30_{split}"))
+    present = set(rows.labels)
+    known = sorted(label for label in present - held_out if label is not None)
+    if not known or not present & novel:
+        missing = f"novel wnid of split {split}" if known else "known wnid"
+        fix = "another --data.imagenet-split, or name known classes with --known-classes first:N"
+        raise ConfigError(f"{rows.source}: none of its {len(present)} classes is a {missing}; choose {fix}")
+    left_out = present & held_out - novel
+    kept = np.flatnonzero([label not in left_out for label in rows.labels])
+    note = f"{len(left_out)} held-out classes that are not in split {split} are left out"
+    notes = (*rows.notes, note) if left_out else rows.notes
+    return replace(rows.take(kept), known=tuple(known), notes=notes)
 
 
 def is_wnid(name: str) -> bool:
@@ -183,33 +190,16 @@ def imagenet_wnids(file: str) -> list[str]:
     return text.split()
 
 
-def _imagenet_split(rows: Rows, split: str) -> Rows:
-    held_out, novel = set(imagenet_wnids("held_out_118")), set(imagenet_wnids(f"novel_30_{split}"))
-    present = {label for label in rows.labels if label is not None}
-    known = sorted(present - held_out)
-    if not known or not present & novel:
-        missing = f"novel wnid of split {split}" if known else "known wnid"
-        fix = "another --data.imagenet-split, or name known classes with --known-classes first:N"
-        raise ConfigError(f"{rows.source}: none of its {len(present)} classes is a {missing}; choose {fix}")
-    left_out = present & held_out - novel
-    kept = np.flatnonzero([label not in left_out for label in rows.labels])
-    note = f"{len(left_out)} held-out classes that are not in split {split} are left out"
-    notes = (*rows.notes, note) if left_out else rows.notes
-    return replace(rows.take(kept), known=tuple(known), notes=notes)
-
-
 def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
     """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class."""
-    images, kept = _images(root), []
-    labels: list[str | None] = []
-    filled = set()
+    images, filled = _images(root), set()
+    kept: list[tuple[Found, str | None, str]] = []
     for found in images:
-        for prefix in splits:
+        for prefix, split in splits.items():
             if found.relative.startswith(prefix):
                 folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
                 filled.add(prefix + folder)
-                labels.append(shown(folder) if slash else None)
-                kept.append((found, splits[prefix]))
+                kept.append((found, shown(folder) if slash else None, split))
     for prefix in splits if kept else ():
         for folder in children(join(root, prefix) if prefix else root)[0]:
             if prefix + folder not in filled:
@@ -218,17 +208,23 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
     notes = []
     if len(kept) < len(images):
         notes.append(f"{len(images) - len(kept)} images outside {', '.join(splits)} are left out")
-    if None in labels and any(labels):
-        notes.append(f"{labels.count(None)} images outside class subfolders are unlabeled")
-    return _rows([found for found, _ in kept], labels, [split for _, split in kept], source, *notes)
+    loose = sum(label is None for _, label, _ in kept)
+    if 0 < loose < len(kept):
+        notes.append(f"{loose} images outside class subfolders are unlabeled")
+    return _rows(kept, source, *notes)
 
 
-def _rows(found: list[Found], labels: list[str | None], split: list[str], source: str, *notes: str) -> Rows:
-    if not found:
+def _rows(kept: list[tuple[Found, str | None, str]], source: str, *notes: str) -> Rows:
+    """Rows of (file, label, split) each."""
+    if not kept:
         root = source.partition(":")[2]
         raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}")
-    ids, paths, sizes = [shown(f.relative) for f in found], [f.path for f in found], [f.size for f in found]
-    return Rows(ids, Files.of(paths, sizes), labels, np.array(split), source, notes=notes)
+    found, labels, split = zip(*kept, strict=True)
+    ids, images = (
+        [shown(f.relative) for f in found],
+        Files.of([f.path for f in found], [f.size for f in found]),
+    )
+    return Rows(ids, images, list(labels), np.array(split), source, notes=notes)
 
 
 def _images(root: str) -> list[Found]:

@@ -44,7 +44,9 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
     else:
         root, found = path, filesystem.walk(path)
         files = [(f.relative, f.path) for f in found if f.relative.endswith(".parquet")]
-        _check_complete(path, [f.path for f in found if f.relative == PACKING])
+        packs = [filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING]
+        if any(json_at(pack, "finished") is False for pack in packs):
+            raise ConfigError(f"{source} is half a pack; run the same uno data pack again to finish it")
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
     parts = [_read_file(name, file, images_only, lazy) for name, file in files]
@@ -90,7 +92,9 @@ class ParquetImages:
         self._groups = [(file, g) for file in files for g in range(_footer(file).num_row_groups)]
         groups = [_footer(file).row_group(g) for file, g in self._groups]
         self._starts = np.cumsum([0, *(group.num_rows for group in groups)])
-        self.group_bytes = np.array([_column_bytes(group, column) for group in groups], dtype=np.int64)
+        chunks = [[group.column(i) for i in range(group.num_columns)] for group in groups]
+        own = [[c for c in group if c.path_in_schema.split(".")[0] == column] for group in chunks]
+        self.group_bytes = np.array([sum(c.total_compressed_size for c in group) for group in own], np.int64)
 
     def __len__(self) -> int:
         """Number of images."""
@@ -156,12 +160,6 @@ def _read_group(path: str, number: int, column: str) -> Any:
 _lock, _recent = threading.Lock(), lru_cache(maxsize=4)(_read_group)  # for access row by row
 
 
-def _column_bytes(group: Any, column: str) -> int:
-    """Compressed bytes of a column, with its children, in a row group."""
-    chunks = (group.column(i) for i in range(group.num_columns))
-    return sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] == column)
-
-
 def _read_file(
     name: str, path: str, images_only: bool, lazy: bool
 ) -> tuple[pa.Table, tuple[str, ...], tuple[str, ...], str | None]:
@@ -179,60 +177,33 @@ def _read_file(
             raise ConfigError(f"{path}: two columns have one name")
         left = image if lazy and schema.field(image).type not in TEXT else None
         wanted = {"id"} if images_only else {"id", label, "split", "eval_label"}
-        wanted |= set() if left else {image}
-        table = parquet.read([c for c in schema.names if c in wanted])
-        given = {c: table[c].cast(pa.string()) for c in ("id", "split") if c in table.column_names}
-    columns = {
-        "id": pa.array([f"{filesystem.shown(name)}#{i}" for i in range(num)], pa.string()),
-        "image": pa.nulls(num) if left else table[image],
-        "split": pa.array([_split_of(name)] * num, pa.string()),
-        **given,
-        **({"label": table[label]} if label else {}),
-        **{c: table[c] for c in ("eval_label",) if c in table.column_names},
-    }
-    known = metadata_of(schema, PACKED, "known")
+        table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
+        columns = {{image: "image", label: "label"}.get(c, c): table[c] for c in table.column_names}
+        # train-00000-of-00004.parquet or train/0000.parquet; rows below unknown names are for training
+        words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
+        split = next((SPLITS[word] for word in words if word in SPLITS), "train")
+        ids = [f"{filesystem.shown(name)}#{i}" for i in range(num)]
+        for column, values in (("id", ids), ("split", [split] * num)):
+            given = columns.get(column, pa.array(values, pa.string()))
+            columns[column] = given.cast(pa.string())
+    metadata = schema.metadata or {}
+    known = json_at(metadata.get(PACKED.encode(), ""), "known")
     known = tuple(map(str, known)) if isinstance(known, list) else ()
-    return pa.table(columns), _class_names(path, schema, label), known, left
+    names = json_at(metadata.get(b"huggingface", ""), "info", "features", label or "", "names")
+    if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
+        raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
+    return pa.table(columns), tuple(map(str, names or ())), known, left
 
 
-def _check_complete(path: str, packing: Sequence[str]) -> None:
-    """Raise ConfigError where ``uno data pack`` has not finished."""
-    for file in packing:
-        try:
-            finished = json.loads(filesystem.read_text(file, MAX_TABLE_BYTES))["finished"]
-        except (ValueError, KeyError, TypeError):
-            continue  # somebody else's file
-        if finished is False:
-            raise ConfigError(f"parquet:{path} is half a pack; run the same uno data pack again to finish it")
-
-
-def metadata_of(schema: pa.Schema, key: str, *names: str) -> Any:
-    """What JSON metadata holds below ``names``, None where there is nothing of the kind."""
+def json_at(text: str | bytes, *names: str) -> Any:
+    """What JSON holds below ``names``, None where there is nothing of the kind."""
     try:
-        value = json.loads((schema.metadata or {})[key.encode()])
+        value = json.loads(text)
         for name in names:
             value = value[name]
         return value
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _class_names(path: str, schema: pa.Schema, label: str | None) -> tuple[str, ...]:
-    """Names of a ClassLabel column as Hugging Face stores them, () where there are none."""
-    names = metadata_of(schema, "huggingface", "info", "features", label, "names") if label else None
-    if names is None:
-        return ()
-    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not texts or len(set(names)) < len(names):
-        raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
-    return tuple(names)
-
-
-def _split_of(name: str) -> str:
-    """train-00000-of-00004.parquet, train/0000.parquet -> 'train'; unknown names are training rows."""
-    folder, file = posixpath.split(name)
-    words = [file.removesuffix(".parquet").split("-")[0], posixpath.basename(folder)]
-    return next((SPLITS[w] for w in words if w in SPLITS), "train")
 
 
 def _labels(source: str, column: Any, names: Sequence[str]) -> list[str | None]:
