@@ -2,11 +2,8 @@
 
 A worker's rows of all steps form one sequence (:class:`CropJob`). Whoever crops them, threads here or Ray
 Data, hands back 8-bit views in the same order; :class:`StreamBatches` packs them into batches and does the
-rest of the augmentation on the device. Everything is a function of (seed, step, rank), so any step can be the
-first.
-
-An image that turns out to be unreadable is replaced in its batch by the views of the next readable row of its
-kind in the worker's share; it is listed in bad_samples.jsonl, and too many of them end the run.
+rest of the augmentation on the device. In the place of an unreadable image stands the next readable row
+of its kind in the worker's share; it is listed in bad_samples.jsonl, and too many of them end the run.
 """
 
 from __future__ import annotations
@@ -59,8 +56,7 @@ class StreamSet:
     """What training may see of a task whose images are not loaded; as TrainSet it holds no hidden label.
 
     ``index`` int64 (N,) is the number in ``images`` of each row of the task; ``labeled`` (N_l,) and
-    ``unlabeled`` (N_u,) are training rows of the task; ``labels`` int64 (N_l,) known classes. ``crop`` turns
-    a :class:`CropJob` into chunks, in order.
+    ``unlabeled`` (N_u,) are training rows of the task; ``labels`` int64 (N_l,) known classes.
     """
 
     images: Images
@@ -112,16 +108,15 @@ def stream_facts(task: Task) -> dict[str, Any]:
 
 
 class StreamBatches:
-    """``batches(step)`` -> this worker's :class:`Batch`, as :class:`uno.data.resident.ResidentBatches`.
-
-    Steps in order come from one sequence that is cropped ahead; any other step starts a new one.
+    """As :class:`uno.data.resident.ResidentBatches`. Steps in order come from one sequence that is cropped
+    ahead; any other step starts a new one.
     """
 
     def __init__(
         self, config: Config, train: StreamSet, plan: Plan, rank: int, world_size: int, last: int
     ) -> None:
-        self._config, self._train, self._plan = config, train, plan
-        self._place, self._last = (rank, world_size), last
+        self._config, self._train, self._plan, self._last = config, train, plan, last
+        self._job_from = partial(CropJob, config, train, plan, rank, world_size, last=last)
         self._running = ExitStack()
         self._packed: Iterator[tuple[Tensor, dict[int, str]]] = iter(())
         self._next = -1
@@ -133,7 +128,7 @@ class StreamBatches:
             self._start(step)
         pixels, bad = next(self._packed)
         self._next = step + 1
-        rows, labels = self._job.rows(step), self._job.labels(step)
+        rows, labels = self._job.rows(step), train.labels[torch.from_numpy(self._job.order.rows(step)[0])]
         for position, reason in bad.items():
             train.bad.add(int(rows[position]), reason)
         if step % SYNC_STEPS == 0 or step % plan.steps_per_epoch == 0:
@@ -146,10 +141,10 @@ class StreamBatches:
             pixels, labels = pixels[torch.from_numpy(chosen)], labels[torch.from_numpy(chosen[: len(labels)])]
         crops = self._job.cropper.split(pixels.to(train.device, non_blocking=True))
         generator = augment_generator(config.seed, plan.labeled_stream, step)
-        data, positions = config.data, torch.from_numpy(self._job.order.positions)
-        num_rows = plan.labeled_size + plan.unlabeled_size
+        data, places = config.data, torch.from_numpy(self._job.order.positions)
+        size = plan.labeled_size + plan.unlabeled_size
         views = augment_crops(
-            crops, config.augment, generator, data.mean, data.std, positions, num_rows, data.store_size
+            crops, config.augment, generator, data.mean, data.std, places, size, data.store_size
         )
         return Batch(views, labels.to(train.device), config.augment.large.num_views)
 
@@ -160,7 +155,7 @@ class StreamBatches:
 
     def _start(self, step: int) -> None:
         self.close()
-        self._job = job = CropJob(self._config, self._train, self._plan, *self._place, step, self._last)
+        self._job = job = self._job_from(first=step)
         chunks = self._running.enter_context(closing(self._train.crop(job)))
         pin = self._train.device.type == "cuda"
         packed = self._running.enter_context(closing(pack(chunks, job.rows_per_step, job.row_bytes, pin)))
@@ -175,22 +170,19 @@ def pack(
 
     ``pin``: pixels in page-locked memory, for copies that do not wait.
     """
-
-    def empty() -> Tensor:
-        return torch.empty(num_rows, row_bytes, dtype=torch.uint8, pin_memory=pin)
-
-    pixels, bad, filled = empty(), {}, 0  # type: Tensor, dict[int, str], int
+    filled = 0
     for found, reasons in chunks:
-        start = 0
-        while start < len(found):
-            num = min(num_rows - filled, len(found) - start)
-            pixels.numpy()[filled : filled + num] = found[start : start + num]
-            own = enumerate(reasons[start : start + num], filled)
-            bad |= {position: reason for position, reason in own if reason is not None}
-            start, filled = start + num, filled + num
+        while len(found):
+            if filled == 0:
+                pixels = torch.empty(num_rows, row_bytes, dtype=torch.uint8, pin_memory=pin)
+                bad: dict[int, str] = {}
+            num = min(num_rows - filled, len(found))
+            pixels.numpy()[filled : filled + num] = found[:num]
+            bad |= {position: why for position, why in enumerate(reasons[:num], filled) if why is not None}
+            found, reasons, filled = found[num:], reasons[num:], filled + num
             if filled == num_rows:
                 yield pixels, bad
-                pixels, bad, filled = empty(), {}, 0
+                filled = 0
 
 
 def stand_ins(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
@@ -199,9 +191,8 @@ def stand_ins(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
     ``ok`` bool (B,) has labeled rows first. Returns int64 (B,), None where a kind has no readable row at all.
     """
     chosen = np.arange(len(ok))
-    for start, stop in ((0, num_labeled), (num_labeled, len(ok))):
-        good = np.flatnonzero(ok[start:stop]) + start
-        bad = np.flatnonzero(~ok[start:stop]) + start
+    for kind in (slice(num_labeled), slice(num_labeled, None)):
+        good, bad = chosen[kind][ok[kind]], chosen[kind][~ok[kind]]
         if len(bad) and not len(good):
             return None
         if len(bad):
@@ -217,8 +208,7 @@ class CropJob:
     ) -> None:
         self.images, self.index = train.images, train.index
         self.first, self.last, self._train = first, last, train
-        num_rows = plan.labeled_size + plan.unlabeled_size
-        side = config.data.store_size
+        num_rows, side = plan.labeled_size + plan.unlabeled_size, config.data.store_size
         self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, config.augment, side)
         self.row_bytes = self.cropper.row_bytes
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))
@@ -236,10 +226,6 @@ class CropJob:
         """Rows of the task that make a step, int64 (B/W,), labeled ones first."""
         labeled, unlabeled = self.order.rows(step)
         return np.concatenate([self._train.labeled[labeled], self._train.unlabeled[unlabeled]])
-
-    def labels(self, step: int) -> Tensor:
-        """Known classes of a step's labeled rows, int64 (B_l/W,)."""
-        return self._train.labels[torch.from_numpy(self.order.rows(step)[0])]
 
     def references(self, num_rows: int) -> Iterator[References]:
         """All rows in order, ``num_rows`` at a time, across the borders of steps; the last may be fewer."""
@@ -273,10 +259,7 @@ def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, list[An
 
 @dataclass(frozen=True, eq=False)
 class StreamedEvalSet:
-    """:class:`~uno.data.resident.EvalSet` of images that are decoded when they are evaluated.
-
-    Unreadable images are noted in ``bad`` and left out.
-    """
+    """An EvalSet of images that are decoded when they are evaluated; ``bad`` notes unreadable ones."""
 
     truth: Tensor
     index: Tensor
