@@ -19,10 +19,9 @@ def task_of(labels, config, images=None, split=None):
     return make_task(rows, config.data)
 
 
-def config_of(**overrides):
-    return override(
-        Config(), {"train.batch_size": 16, **{k.replace("__", "."): v for k, v in overrides.items()}}
-    )
+def config_of(known=None, **overrides):
+    values = {"data.known_classes": known, **{k.replace("__", "."): v for k, v in overrides.items()}}
+    return override(Config(), {"train.batch_size": 16, **values})
 
 
 def messages(task, config, level):
@@ -33,7 +32,7 @@ LABELS = ["a", "b", "c", "d"] * 10
 
 
 def test_good_data_has_no_problems():
-    config = config_of(data__known_classes="first:2", model__overcluster_factor=3)
+    config = config_of(known="first:2", model__overcluster_factor=3)
     assert check(task_of(LABELS, config), config) == []
     config = override(Config(), {"data.known_classes": "first:5"})
     task = make_task(read_rows(config.data), config.data)
@@ -46,16 +45,16 @@ def test_good_data_has_no_problems():
 @pytest.mark.parametrize(
     ("labels", "overrides", "level", "text"),
     [
-        (["a"] * 8 + ["b"] * 8, {"data__known_classes": "a"}, "warning", "only one known class"),
-        (["a"] * 8 + ["b"] * 8, {"data__known_classes": "a"}, "warning", "num_novel is 1"),
-        (["a"] * 9 + ["A "] * 9 + ["c"] * 9, {"data__known_classes": "a"}, "warning", "differ only in case"),
-        (["a"] * 9 + ["b"] + ["c"] * 9, {"data__known_classes": "a,b"}, "warning", "1 known classes have a"),
+        (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "only one known class"),
+        (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "num_novel is 1"),
+        (["a"] * 9 + ["A "] * 9 + ["c"] * 9, {"known": "a"}, "warning", "differ only in case"),
+        (["a"] * 9 + ["b"] + ["c"] * 9, {"known": "a,b"}, "warning", "1 known classes have a"),
         (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "3 unlabeled rows are fewer than the 4"),
         (["a"] * 9 + [None] * 7, {"data__num_novel": 4}, "warning", "fewer than the 12 clusters"),
-        (LABELS, {"data__known_classes": "a,b", "train__batch_size": 64}, "error", "works: 40"),
-        (LABELS, {"data__known_classes": "a,b", "compute__workers": 3}, "error", "3 workers"),
-        (LABELS, {"data__known_classes": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
-        (LABELS, {"data__known_classes": "a,b", "data__num_novel": 1}, "warning", "share a cluster"),
+        (LABELS, {"known": "a,b", "train__batch_size": 64}, "error", "works: 40"),
+        (LABELS, {"known": "a,b", "compute__workers": 3}, "error", "3 workers"),
+        (LABELS, {"known": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
+        (LABELS, {"known": "a,b", "data__num_novel": 1}, "warning", "share a cluster"),
     ],
 )
 def test_problems_of_classes_and_batches(labels, overrides, level, text):
@@ -69,14 +68,14 @@ def test_problems_of_classes_and_batches(labels, overrides, level, text):
     ("known", "kind", "level"), [("a,b", "novel", "warning"), ("a,aa", "known", "error")]
 )
 def test_a_class_without_training_rows(known, kind, level):
-    config = config_of(data__known_classes=known)
+    config = config_of(known=known)
     task = task_of([*LABELS, "aa"], config, split=["train"] * 40 + ["test"])
     assert f"1 {kind} classes have no training image: aa" in messages(task, config, level)
 
 
 def test_duplicates():
     """Kills: copies looked for in one split only, or found by name."""
-    config = config_of(data__known_classes="a,b")
+    config = config_of(known="a,b")
     images = np.random.default_rng(0).integers(0, 256, (41, 4, 4, 3), np.uint8)
     images[40] = images[3]  # test = train
     images[6] = images[0]  # c (unlabeled) = a (labeled)
@@ -95,22 +94,20 @@ def test_duplicate_files_are_found_by_size_and_content(tmp_path):
     (tmp_path / "test" / "a").mkdir(parents=True)
     copy = tmp_path / "test" / "a" / "copy.png"
     copy.write_bytes((tmp_path / "train" / "a" / "2.png").read_bytes())
-    config = config_of(data__source=str(tmp_path), data__known_classes="first:2")
+    config = config_of(data__source=str(tmp_path), known="first:2")
     task = make_task(read_rows(config.data), config.data)
     found = messages(task, config, "warning")
     assert any("e.g. test/a/copy.png = train/a/2.png" in message for message in found), found
     copy.write_bytes(b"broken")
     task = make_task(read_rows(config.data), config.data)
     found = messages(task, config, "warning")
-    assert any(
-        "1 of a sample of 13 images are unreadable, e.g. test/a/copy.png" in message for message in found
-    )
+    assert any("1 of a sample of 13 images are unreadable, e.g. test/a/copy.png" in text for text in found)
     report = format_report(task, check(task, config))
     assert "12 PNG; sample of 12" in report and "unreadable" in report
 
 
 def test_the_report_prints_no_control_characters():
-    config = config_of(data__known_classes="first:2")
+    config = config_of(known="first:2")
     task = task_of(["a", "b\x1b[31m", "c\n", "d"] * 10, config)
     report = format_report(task, check(task, config))
     assert "\x1b" not in report and "b?[31m" in report

@@ -9,9 +9,7 @@ from uno.errors import ConfigError
 
 
 def config(**values):
-    return override(
-        Config(), {"data.store_size": 100, **{k.replace("__", "."): v for k, v in values.items()}}
-    )
+    return override(Config(), {"data.store_size": 100} | {k.replace("__", "."): v for k, v in values.items()})
 
 
 @pytest.mark.parametrize(

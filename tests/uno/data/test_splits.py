@@ -20,25 +20,29 @@ def rows_of(labels, split=None, **options):
     return Rows([f"r{i}" for i in range(num)], images, list(labels), split, "rows", **options)
 
 
+def task_of(rows, **config):
+    return make_task(rows, DataConfig(**config))
+
+
 def refused(rows, **config):
-    return failure(make_task, rows, DataConfig(**config))
+    return failure(task_of, rows, **config)
 
 
 def test_benchmark_hides_the_other_labels():
-    task = make_task(read_digits(), DataConfig(known_classes="first:5"))
+    task = task_of(read_digits(), known_classes="first:5")
     assert (task.known, task.novel, task.num_novel) == (list("01234"), list("56789"), 5)
     truth = np.array([int(v) for v in task.rows.labels])
     np.testing.assert_array_equal(task.eval_labels, truth)
     np.testing.assert_array_equal(task.labels, np.where(task.is_train & (truth < 5), truth, -1))
     assert task.labels.dtype == task.eval_labels.dtype == np.int64
     for num in (3, 8):
-        task = make_task(read_digits(), DataConfig(known_classes="first:5", num_novel=num))
+        task = task_of(read_digits(), known_classes="first:5", num_novel=num)
         assert task.num_novel == num and len(task.novel) == 5
 
 
 def test_rows_without_a_label_are_unlabeled():
     rows = rows_of(["b", None, "a", None, "a", "c", None], ["train"] * 4 + ["test"] * 3)
-    task = make_task(rows, DataConfig(num_novel=2))
+    task = task_of(rows, num_novel=2)
     assert (task.known, task.novel, task.num_novel) == (["a", "b"], ["c"], 2)
     assert task.labels.tolist() == [1, -1, 0, -1, -1, -1, -1]
     assert task.eval_labels.tolist() == [1, -1, 0, -1, 0, 2, -1]
@@ -48,25 +52,27 @@ def test_eval_labels_are_never_labels():
     """Kills: labels made from the truth, so that an unlabeled row of a known class would be labeled."""
     truth = [None, "c", "a", "b", "d"]
     rows = rows_of(["a", None, None, None, None], ["train"] * 4 + ["test"], eval_labels=truth)
-    task = make_task(rows, DataConfig(num_novel=2))
+    task = task_of(rows, num_novel=2)
     assert (task.known, task.novel) == (["a"], ["b", "c", "d"])
     assert task.labels.tolist() == [0, -1, -1, -1, -1]
     assert task.eval_labels.tolist() == [0, 2, 0, 1, 3]
     changed = rows_of(["a", None, None, None, None], ["train"] * 4 + ["test"], eval_labels=truth[::-1])
-    assert make_task(changed, DataConfig(num_novel=2)).labels.tolist() == task.labels.tolist()
+    assert task_of(changed, num_novel=2).labels.tolist() == task.labels.tolist()
     assert rows.fingerprint == changed.fingerprint
 
 
 def test_benchmark_with_unlabeled_rows_and_new_test_classes():
-    task = make_task(rows_of(["a", "b", None, "c"], ["train"] * 3 + ["test"]), DataConfig(known_classes="a"))
+    task = task_of(rows_of(["a", "b", None, "c"], ["train"] * 3 + ["test"]), known_classes="a")
     assert (task.known, task.novel, task.num_novel) == (["a"], ["b", "c"], 2)
     assert task.eval_labels.tolist() == [0, 1, -1, 2] and task.labels.tolist() == [0, -1, -1, -1]
 
 
 def test_a_source_may_declare_its_known_classes():
     rows = rows_of(["x", "y", "z"], known=("z",))
-    assert make_task(rows, DataConfig()).known == ["z"]
-    assert make_task(rows, DataConfig(known_classes="first:1")).known == ["x"]
+    assert task_of(
+        rows,
+    ).known == ["z"]
+    assert task_of(rows, known_classes="first:1").known == ["x"]
 
 
 def test_order_of_classes():
@@ -97,7 +103,7 @@ def test_known_classes_as_names_and_file(tmp_path, monkeypatch):
     assert parse_known_classes("names.txt", classes) == {"a,b", "x"}
     (tmp_path / "dog").write_text("cat")
     assert parse_known_classes("dog", classes) == {"dog"}
-    task = make_task(rows_of(["cat", "dog", "x"]), DataConfig(known_classes="x,cat"))
+    task = task_of(rows_of(["cat", "dog", "x"]), known_classes="x,cat")
     assert task.known == ["cat", "x"]  # index order does not depend on how they were listed
 
 
@@ -127,10 +133,7 @@ def test_what_cannot_be_a_task():
     assert "--num-novel" in refused(rows_of(["a", None]), known_classes="first:1")
 
 
-@given(
-    st.lists(st.sampled_from(["a", "b", "c", None]), min_size=8, max_size=80),
-    st.integers(4, 90),
-)
+@given(st.lists(st.sampled_from(["a", "b", "c", None]), min_size=8, max_size=80), st.integers(4, 90))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_limit_is_even_and_keeps_every_class(labels, limit):
     """At most ``limit`` rows, no class lost, no class more than one row ahead of one that has rows left; rows
@@ -141,7 +144,7 @@ def test_limit_is_even_and_keeps_every_class(labels, limit):
     """
     labels = ["a", None, *labels]
     rows = rows_of(labels + labels, ["train"] * len(labels) + ["test"] * len(labels))
-    task = make_task(rows, DataConfig(num_novel=2, limit=limit))
+    task = task_of(rows, num_novel=2, limit=limit)
     for train in (True, False):
         kept = [label for label, t in zip(task.rows.labels, task.is_train, strict=True) if t == train]
         assert len(kept) == min(limit, len(labels)) and set(kept) == set(labels)
@@ -156,12 +159,12 @@ def test_limit_is_even_and_keeps_every_class(labels, limit):
 
 def test_limit_takes_rows_from_all_over_a_class():
     """Kills: the first rows of each class, which in a sorted folder may all show the same thing."""
-    task = make_task(rows_of(["a"] * 10 + [None] * 4), DataConfig(num_novel=2, limit=7))
+    task = task_of(rows_of(["a"] * 10 + [None] * 4), num_novel=2, limit=7)
     assert task.rows.ids == ["r0", "r2", "r4", "r6", "r8", "r10", "r12"]
 
 
 def test_limit_below_the_class_count():
     assert "below the 10 classes" in refused(read_digits(), known_classes="first:5", limit=9)
-    task = make_task(read_digits(), DataConfig(known_classes="first:5", limit=100))
+    task = task_of(read_digits(), known_classes="first:5", limit=100)
     assert np.bincount(task.eval_labels[task.is_train]).tolist() == [10] * 10
     assert len(task.rows) == 200

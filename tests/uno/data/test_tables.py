@@ -1,6 +1,5 @@
 """Parquet, CSV and JSONL tables; images by reference."""
 
-import json
 import os
 import pickle
 
@@ -47,20 +46,16 @@ def test_files_must_agree_on_the_class_names(tmp_path, names):
 
 def test_labels_of_parquet(tmp_path):
     """Null and negative ones are none; without names they are numbers; broken metadata says nothing."""
-    image = encoded(pixels(0))
-    tables = {
-        "named": (hf_table([picture(i) for i in range(3)], [0, None, -1], ["a", "b"]), ["a", None, None]),
-        "fine": (pa.table({"img": [image] * 2, "coarse_label": [0, 0], "fine_label": [3, 10]}), ["3", "10"]),
-        "words": (pa.table({"img": [image], "label": pa.array(["x"]).dictionary_encode()}), ["x"]),
-        "broken": (
-            pa.table({"img": [image], "label": [1]}).replace_schema_metadata({"huggingface": "{not json"}),
-            ["1"],
-        ),
-    }
-    for name, (table, labels) in tables.items():
-        pq.write_table(table, tmp_path / f"{name}.parquet")
-        rows = read_parquet(str(tmp_path / f"{name}.parquet"))
-        assert rows.labels == labels and set(rows.split) == {"train"}, name
+    broken = {"huggingface": "{not json"}
+    for table, labels in (
+        (hf_table([picture(i) for i in range(3)], [0, None, -1], ["a", "b"]), ["a", None, None]),
+        (pa.table({"img": [b"x"] * 2, "coarse_label": [0, 0], "fine_label": [3, 10]}), ["3", "10"]),
+        (pa.table({"img": [b"x"], "label": pa.array(["x"]).dictionary_encode()}), ["x"]),
+        (pa.table({"img": [b"x"], "label": [1]}).replace_schema_metadata(broken), ["1"]),
+    ):
+        pq.write_table(table, tmp_path / "a.parquet")
+        rows = read_parquet(str(tmp_path / "a.parquet"))
+        assert rows.labels == labels and set(rows.split) == {"train"}
 
 
 def test_hugging_face_rows_by_path(tmp_path):
@@ -77,13 +72,8 @@ def test_hugging_face_rows_by_path(tmp_path):
 
 def test_canonical_layout(tmp_path):
     write_images(tmp_path, ["im/a.png", "im/b.png"])
-    columns = {
-        "id": ["r1", "r2"],
-        "image": ["im/a.png", "im/b.png"],
-        "label": ["x", None],
-        "split": ["train", "test"],
-    }
-    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    columns = {"id": ["r1", "r2"], "label": ["x", None], "split": ["train", "test"]}
+    pq.write_table(pa.table({**columns, "image": ["im/a.png", "im/b.png"]}), tmp_path / "rows.parquet")
     for lazy in (False, True):  # paths are small and read at once
         rows = read_parquet(str(tmp_path), lazy=lazy)
         assert isinstance(rows.images, Files) and rows.images[1] == str(tmp_path / "im/b.png")
@@ -103,34 +93,36 @@ def test_files_and_folders_name_the_split(tmp_path):
     assert dict(zip([i.split("#")[0] for i in rows.ids], rows.split.tolist(), strict=True)) == splits
 
 
-def test_parquet_errors(tmp_path):
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        (pa.table({"picture": [b"x"], "label": ["a"]}), "it has picture, label"),
+        (pa.table({"image": [1.5]}), "images must be bytes"),
+        (pa.table({"image": [b"x"], "label": [1.5]}), "names or numbers"),
+        (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
+        (pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}), "'same' appears more than once"),
+        (pa.table({"image": ["/etc/passwd"]}), "leaves the folder"),
+        (pa.table({"image": ["missing.png"]}), "none of its 1 images"),
+        (pa.table({"image": pa.array([], pa.binary())}), "no rows"),
+        (pa.table([[b"x"], ["a"], ["b"]], ["image", "label", "label"]), "two columns have one name"),
+        (hf_table([{"bytes": b"x", "path": None}], [7], ["a", "b"]), "label 7 has no name"),
+        (hf_table([{"bytes": b"x", "path": None}], [0], ["a", "a"]), "not a list of different names"),
+    ],
+)
+def test_parquet_errors(tmp_path, table, text):
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert text in failure(read_parquet, str(tmp_path))
+
+
+def test_parquet_files_must_be_there_whole_and_alike(tmp_path):
     assert "no *.parquet files" in failure(read_parquet, str(tmp_path))
-    file = tmp_path / "a.parquet"
-    file.write_bytes(b"PAR1 but nothing else")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 but nothing else")
     assert "cannot read Parquet file" in failure(read_parquet, str(tmp_path))
-    cases = [
-        ({"picture": [b"x"], "label": ["a"]}, "it has picture, label"),
-        ({"image": [1.5]}, "images must be bytes"),
-        ({"image": [b"x"], "label": [1.5]}, "names or numbers"),
-        ({"image": [b"x"], "split": ["holdout"]}, "'holdout'"),
-        ({"image": [b"x", b"y"], "id": ["same", "same"]}, "'same' appears more than once"),
-        ({"image": ["/etc/passwd"]}, "leaves the folder"),
-        ({"image": ["missing.png"]}, "none of its 1 images"),
-        ({"image": pa.array([], pa.binary())}, "no rows"),
-    ]
-    for columns, text in cases:
-        pq.write_table(pa.table(columns), file)
-        assert text in failure(read_parquet, str(tmp_path))
-    pq.write_table(hf_table([{"bytes": b"x", "path": None}], [7], ["a", "b"]), file)
-    assert "label 7 has no name" in failure(read_parquet, str(tmp_path))
-    pq.write_table(pa.table([[b"x"], ["a"], ["b"]], ["image", "label", "label"]), file)
-    assert "two columns have one name" in failure(read_parquet, str(tmp_path))
-    pq.write_table(pa.table({"img": [b"x"]}), file)
-    pq.write_table(pa.table({"image": [b"x"]}), tmp_path / "b.parquet")
+    for name, column in (("a", "img"), ("b", "image")):
+        pq.write_table(pa.table({column: [b"x"]}), tmp_path / f"{name}.parquet")
     assert "name their image column differently" in failure(read_parquet, str(tmp_path), lazy=True)
 
 
-# -------------------------------------------------------------------------------------- images left in files
 @pytest.fixture
 def shards(tmp_path):
     """Two files of 10 and 7 rows in row groups of 4; two rows without bytes, one of them with a path."""
@@ -186,7 +178,6 @@ def test_another_file_and_no_file_are_seen(shards):
     assert "cannot read row group 0 of " in failure(rows.images.__getitem__, 0)
 
 
-# --------------------------------------------------------------------------------------------- CSV and JSONL
 def write_csv(folder, text):
     (folder / "t.csv").write_text(text, encoding="utf-8")
     return str(folder / "t.csv")
@@ -196,19 +187,17 @@ def test_csv_and_jsonl_agree(tmp_path):
     write_images(tmp_path, ["a.png", "b.png", "sub/c.png"])
     text = '\ufeffpath,label,split\na.png,cat,train\nb.png,,train\nsub/c.png,"dog, big",test\n'
     first = read_table(write_csv(tmp_path, text))
-    records = [
-        {"image": "a.png", "label": "cat"},
-        {"image": "b.png", "label": None, "split": "train"},
-        {"image": "sub/c.png", "label": "dog, big", "split": "validation"},
-    ]
-    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    (tmp_path / "t.jsonl").write_text(
+        '{"image": "a.png", "label": "cat"}\n{"image": "b.png", "label": null, "split": "train"}\n'
+        '{"image": "sub/c.png", "label": "dog, big", "split": "validation"}\n\n'
+    )
     second = read_table(str(tmp_path / "t.jsonl"))
     for rows in (first, second):
         assert rows.labels == ["cat", None, "dog, big"] and rows.split.tolist() == ["train", "train", "test"]
         assert rows.ids == ["row-0", "row-1", "row-2"]
         assert rows.images[2] == os.path.realpath(tmp_path / "sub/c.png")
     assert first.fingerprint == second.fingerprint
-    (tmp_path / "t.jsonl").write_text(json.dumps({"path": "a.png", "label": 7, "id": 3}))
+    (tmp_path / "t.jsonl").write_text('{"path": "a.png", "label": 7, "id": 3}')
     rows = read_table(str(tmp_path / "t.jsonl"))
     assert rows.labels == ["7"] and rows.ids == ["3"]
 
@@ -235,34 +224,33 @@ def test_table_paths_are_confined(tmp_path):
     assert len(read_table(write_csv(tmp_path / "data", f"path\n{tmp_path}/data/a.png\n"))) == 1
 
 
-def test_table_errors(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("t.csv", "file,label\na.png,x\n", "it has file, label"),
+        ("t.csv", "path,label\n", "no rows"),
+        ("t.csv", "", "it has none"),
+        ("t.csv", "path,label\na.png,x,y\n", "more values"),
+        ("t.csv", 'path\n""\n', "row 0 has no image path"),
+        ("t.csv", "path,split\na.png,dev\n", "'dev'"),
+        ("t.csv", "id,path\n1,a.png\n1,a.png\n", "'1' appears more than once"),
+        ("t.csv", "path\n" + "x" * 200_000 + "\n", "is not CSV"),
+        ("t.csv", "path\n\udcff\udcfe\n", "cannot read"),
+        ("t.jsonl", "{", "line 1 is not JSON"),
+        ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
+        ("t.jsonl", '{"path": "\\ud800.png"}', "line 1 is not JSON"),
+        ("t.jsonl", "[1]", "must be an object"),
+        ("t.jsonl", '{"path": "a.png", "label": 1.5}', "1.5"),
+        ("t.jsonl", '{"path": 3}', "no image path"),
+    ],
+    ids=range(15),
+)
+def test_table_errors(tmp_path, name, text, part):
     write_images(tmp_path, ["a.png"])
-    for text, part in [
-        ("file,label\na.png,x\n", "it has file, label"),
-        ("path,label\n", "no rows"),
-        ("", "it has none"),
-        ("path,label\na.png,x,y\n", "more values"),
-        ('path\n""\n', "row 0 has no image path"),
-        ("path,split\na.png,dev\n", "'dev'"),
-        ("id,path\n1,a.png\n1,a.png\n", "'1' appears more than once"),
-        ("path\n" + "x" * 200_000 + "\n", "is not CSV"),
-    ]:
-        assert part in failure(read_table, write_csv(tmp_path, text))
-    (tmp_path / "t.csv").write_bytes(b"path\n\xff\xfe\n")
-    assert "cannot read" in failure(read_table, str(tmp_path / "t.csv"))
-    for line, part in [
-        ("{", "line 1 is not JSON"),
-        ("[" * 100_000, "line 1 is not JSON"),
-        ('{"path": "\\ud800.png"}', "line 1 is not JSON"),
-        ("[1]", "must be an object"),
-        ('{"path": "a.png", "label": 1.5}', "1.5"),
-        ('{"path": 3}', "no image path"),
-    ]:
-        (tmp_path / "t.jsonl").write_text(line)
-        assert part in failure(read_table, str(tmp_path / "t.jsonl"))
+    (tmp_path / name).write_text(text, "utf-8", "surrogateescape")
+    assert part in failure(read_table, str(tmp_path / name))
 
 
-# ------------------------------------------------------------------------------------------------------ URIs
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     """'s3://bucket' served from tmp_path by pyarrow's own sub-tree file system."""
