@@ -2,9 +2,8 @@
 
 Dimensions used in every docstring:
 
-    V views    H heads    B rows of a batch (B_l labeled, then B_u unlabeled)
-    K clusters of a head    C all outputs (C_l known, C_u novel)    D features    S image side    N rows of a
-    set
+    V views    H heads    B rows of a batch (B_l labeled, then B_u unlabeled)    N rows of a set
+    K clusters of a head    C all outputs (C_l known, C_u novel)    D features    S image side
 
 The paper is the outline:
 
@@ -15,10 +14,8 @@ The paper is the outline:
     Sec. 4.1  Metrics and protocol           uno.results.metrics, uno.results.evaluate
     Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 
-What others proposed: uno.methods (competitors on the same loop), uno.methods.extensions (terms added to UNO's
-objective, off by default).
-
-A trained model: ``uno.load("runs/demo").predict(images)`` (uno.results.api).
+What others proposed, competitors and terms added to UNO's objective: uno.methods. A trained model:
+``uno.load("runs/demo").predict(images)`` (uno.results.api).
 """
 
 from typing import Any

@@ -59,10 +59,8 @@ class Cropper:
     def crop(
         self, steps: np.ndarray, positions: np.ndarray, images: Sequence[Image]
     ) -> tuple[np.ndarray, list[str | None]]:
-        """The views of n rows: (uint8 (n, row_bytes), why a row has none or None (n)).
-
-        ``steps``, int64 (n,) ascending, are their global steps; ``positions`` int64 (n,) their places in the
-        global batch.
+        """The views of n rows, of steps (n,) and places in the global batch (n,): uint8 (n, row_bytes), and why
+        a row has none, or None (n).
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [[row.unbind(0) for row in part.unbind(0)] for part in self.split(pixels)]
@@ -108,7 +106,7 @@ class Cropper:
     @cached_property
     def _draft_side(self) -> int:
         """The side of an image at which its smallest crop still has as many pixels as its view."""
-        resized = [kind for kind in self.kinds if kind.crop == "resized"]
+        resized = (kind for kind in self.kinds if kind.crop == "resized")
         return max(math.ceil(kind.size / math.sqrt(kind.crop_scale[0])) for kind in resized)
 
 

@@ -32,5 +32,5 @@ class Interrupted(UnoError):
 
 
 def one_line(error: object) -> str:
-    """Of somebody else's error, at most 300 characters."""
+    """The text of somebody else's error, at most 300 characters."""
     return " ".join(str(error).split())[:300]

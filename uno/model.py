@@ -11,7 +11,7 @@ from uno.config import ModelConfig
 from uno.encoder import build_encoder
 from uno.heads import Prototypes, StackedProjector, unit
 
-NovelHead = Callable[[int, int], nn.Module]
+BuildHead = Callable[[int, int], nn.Module]
 
 
 class Logits(NamedTuple):
@@ -37,7 +37,7 @@ class UnoModel(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, num_known: int, num_novel: int, novel_head: NovelHead | None = None
+        self, config: ModelConfig, num_known: int, num_novel: int, novel_head: BuildHead | None = None
     ) -> None:
         super().__init__()
         self.encoder = build_encoder(config)
@@ -96,7 +96,7 @@ class UnoModel(nn.Module):
 
 
 def build_model(
-    config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: NovelHead | None = None
+    config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: BuildHead | None = None
 ) -> UnoModel:
     """A freshly initialised model; equal seeds give equal weights, the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):

@@ -18,7 +18,7 @@ from tests.uno.pictures import (
     uniform,
     view,
 )
-from uno import augment_color as color
+from uno import augment as color
 from uno.augment import affine, apply, blur, crop_weights, resample
 from uno.config import ViewConfig
 

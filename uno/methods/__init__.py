@@ -1,13 +1,10 @@
 """Discovery methods under one protocol: an objective and its heads; all the rest is shared.
 
-All share the encoder, the supervised pretraining of encoder and cosine known head, batches and views (of
-which baselines use two large ones), SGD and schedule, and the evaluation. Unless its module says otherwise, a
-baseline's novel head is one layer of cosines on the feature, divided by the temperature tau as everywhere
-here, where the papers have a linear layer with a bias: so known and novel outputs are comparable, and
-predict, report and export serve every method.
-
-A new method is a module of this package with a ``METHOD`` (:class:`uno.methods.method.Method`) and its line
-in :data:`METHODS`; :mod:`uno.methods.registry` imports it when it is used.
+All share encoder, pretraining, batches and views (of which baselines use two large ones), SGD, schedule and
+evaluation. Unless its module says otherwise, a baseline's novel head is one layer of cosines on the feature
+over tau, where the papers have a linear layer with a bias: so known and novel outputs are comparable, and
+predict, report and export serve every method. A new one is a module of this package with a ``METHOD``
+(:class:`uno.methods.method.Method`) and its line in :data:`METHODS`.
 """
 
 METHODS = {

@@ -16,8 +16,8 @@ from uno.methods.method import Method, pair_likelihood_loss
 
 def likelihood(first: Tensor, second: Tensor, similarity: pairs.PairSimilarity, features: Tensor) -> Tensor:
     """Of the similarities, from the rows' probabilities (B_u, C_u) under two views; features (2, B_u, D)."""
-    everyones = collectives.gather_rows_with_grad(second, 0)
-    return pair_likelihood_loss(first, everyones, pairs.similar_pairs(similarity, features))
+    similar = pairs.similar_pairs(similarity, features)
+    return pair_likelihood_loss(first, collectives.gather_rows_with_grad(second, 0), similar)
 
 
 METHOD = Method(partial(pairs.step, likelihood), pairs.pair_head)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from uno.config import Config
 from uno.heads import Prototypes
-from uno.model import UnoModel
+from uno.model import BuildHead, UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, Step, forward
 
@@ -25,12 +25,11 @@ class Method:
     N, K) logits, with ``weight`` (1, K, ...); None: UNO's projection heads. ``start`` runs once, before the
     first step, on every worker alike: it may initialise the model in place and returns what to keep in
     ``state.extra`` and in checkpoints. ``settings``: preset -> dotted keys, where the authors' constants
-    depend on the data. ``needs_images``: it reads images outside batches, or ``Batch.rows``, so it cannot
-    stream.
+    depend on the data. ``needs_images``: it reads images or ``Batch.rows`` itself, so it cannot stream.
     """
 
     step: Step
-    novel_head: Callable[[int, int], nn.Module] | None = None
+    novel_head: BuildHead | None = None
     start: Start | None = None
     needs_images: bool = False
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -20,9 +20,8 @@ def load(config: Config) -> Method:
     return _method("extensions" if config.method == "uno" and extended else config.method)
 
 
-def _method(module: str) -> Method:
-    method: Method = import_module(f"uno.methods.{module}").METHOD
-    return method
+def _method(module: str) -> Any:
+    return import_module(f"uno.methods.{module}").METHOD
 
 
 def settings(name: str, preset: str) -> dict[str, Any]:
