@@ -67,15 +67,6 @@ def _stored(state):
     return state_tensors(state).values()
 
 
-def test_best_head_is_the_lowest_loss():
-    """Kills: argmax, the running epoch instead of the finished one."""
-    state = fresh_state(CONFIG)
-    state.head_losses.copy_(torch.tensor([2.0, 1.5]))
-    state.epoch_losses.copy_(torch.tensor([0.1, 9.0, 4.0]))
-    assert state.best_head == 1
-    assert len(fresh_state(CONFIG, num_novel=0).head_losses) == 1
-
-
 def test_momentum_of_zero():
     """Kills: a state that needs a momentum buffer to step."""
     config = small_config(discover__momentum=0.0)

@@ -62,7 +62,7 @@ def step(term: PairTerm, state: TrainState, batch: Batch, objective: ObjectiveCo
 
 
 def similarity_loss(similarity: PairSimilarity, features: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross-entropy over pairs of labeled rows, view 0 of ours and view 1 of all workers', detached."""
+    """Binary cross-entropy over pairs of labeled rows, view 0 of ours, view 1 of all workers', detached."""
     others, other_labels = (collectives.gather_rows(t, 0) for t in (features[1].detach(), labels))
     same = (labels[:, None] == other_labels[None]).float()
     return F.binary_cross_entropy_with_logits(similarity(features[0].detach(), others), same)
