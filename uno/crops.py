@@ -59,8 +59,9 @@ class Cropper:
     def crop(
         self, steps: np.ndarray, positions: np.ndarray, images: Sequence[Image]
     ) -> tuple[np.ndarray, list[str | None]]:
-        """The views of n rows, of steps (n,) and places in the global batch (n,): uint8 (n, row_bytes), and the
-        reason why a row has none, or None (n).
+        """The views of n rows, of steps (n,) and places in the global batch (n,): uint8 (n, row_bytes).
+
+        And for each the reason why it has none, or None.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [[row.unbind(0) for row in part.unbind(0)] for part in self.split(pixels)]

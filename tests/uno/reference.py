@@ -2,6 +2,8 @@
 equal.
 """
 
+import itertools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -10,34 +12,25 @@ import torch.nn.functional as F
 def scale_matrix(logits: np.ndarray, epsilon: float, num_iters: int) -> np.ndarray:
     """Sinkhorn-Knopp by scaling the matrix exp(logits / epsilon): (B, K) -> (B, K).
 
-    Works on exact logarithms of the row and column sums, one element at a time, so that nothing over- or
-    underflows.
+    Works on exact logarithms of the row and column sums, so that nothing over- or underflows.
     """
-    num_rows, num_clusters = logits.shape
-    if num_rows == 0:
-        return np.zeros((0, num_clusters))
-    log_y = [[float(logits[b, k]) / epsilon for k in range(num_clusters)] for b in range(num_rows)]
-    for _ in range(num_iters):
-        for k in range(num_clusters):
-            total = _log_sum([log_y[b][k] for b in range(num_rows)])
-            for b in range(num_rows):
-                log_y[b][k] -= total
-        for b in range(num_rows):
-            total = _log_sum(log_y[b])
-            for k in range(num_clusters):
-                log_y[b][k] -= total
-    return np.exp(np.array(log_y, dtype=np.float64).reshape(num_rows, num_clusters))
+    log_y = logits.astype(np.float64) / epsilon
+    for _ in range(num_iters if log_y.size else 0):
+        for column in log_y.T:
+            column -= _log_sum(column)
+        for row in log_y:
+            row -= _log_sum(row)
+    return np.exp(log_y)
 
 
-def _log_sum(values: list[float]) -> float:
-    top = max(values)
-    return top + float(np.log(sum(np.exp(v - top) for v in values)))
+def _log_sum(values: np.ndarray) -> float:
+    return max(values) + float(np.log(sum(np.exp(v - max(values)) for v in values)))
 
 
 def cross_entropy(logits: np.ndarray, target: np.ndarray, temperature: float) -> float:
     """Eq. 1 for one row."""
     scaled = logits / temperature
-    log_p = scaled - _log_sum(list(scaled))
+    log_p = scaled - _log_sum(scaled)
     return -float(sum(t * lp for t, lp in zip(target, log_p, strict=True)))
 
 
@@ -46,49 +39,30 @@ def targets_of(novel: np.ndarray, num_labeled: int, num_large: int, options: dic
     epsilon, num_iters = options["epsilon"], options["num_iters"]
     unlabeled = novel[:num_large, num_labeled:]
     if options["aggregation"] == "average_logits":
-        target = scale_matrix(sum(unlabeled) / num_large, epsilon, num_iters)
-        targets = [target] * num_large
-    elif options["aggregation"] == "average_pseudo_labels":
-        target = sum(scale_matrix(view, epsilon, num_iters) for view in unlabeled) / num_large
-        targets = [target] * num_large
-    else:
-        targets = [scale_matrix(view, epsilon, num_iters) for view in unlabeled]
+        unlabeled = [sum(unlabeled) / num_large] * num_large
+    targets = [scale_matrix(view, epsilon, num_iters) for view in unlabeled]
+    if options["aggregation"] == "average_pseudo_labels":
+        targets = [sum(targets) / num_large] * num_large
     if options["hard"]:
         targets = [np.eye(t.shape[1])[t.argmax(axis=1)] for t in targets]
     return np.array(targets)
 
 
-def loss_of(
-    known: np.ndarray,
-    novel: np.ndarray,
-    labels: np.ndarray,
-    targets: np.ndarray,
-    temperature: float,
-    concat: bool,
-) -> float:
+def loss_of(known, novel, labels, targets, temperature: float, concat: bool) -> float:
     """Eq. 1-3 for one head: known (V, B, C_l), novel (V, B, K), targets (V_large, B_u, K)."""
-    num_views, num_rows, num_known = known.shape
-    num_clusters = novel.shape[2]
-    terms = []
-    for v in range(len(targets)):  # the view that teaches
-        for w in range(num_views):  # the view that predicts
-            if v == w:
-                continue
-            for b in range(num_rows):
-                if b < len(labels):
-                    one_hot = np.eye(num_known)[labels[b]]
-                    target = np.concatenate([one_hot, np.zeros(num_clusters)])  # Eq. 2, upper row
-                    logits, alone = known[w, b], one_hot
-                else:
-                    pseudo = targets[v, b - len(labels)]
-                    target = np.concatenate([np.zeros(num_known), pseudo])  # Eq. 2, lower row
-                    logits, alone = novel[w, b], pseudo
-                if concat:
-                    terms.append(
-                        cross_entropy(np.concatenate([known[w, b], novel[w, b]]), target, temperature)
-                    )
-                else:
-                    terms.append(cross_entropy(logits, alone, temperature))
+    terms, num_known, num_clusters = [], known.shape[2], novel.shape[2]
+    for v, w in itertools.permutations(range(len(known)), 2):  # the view that teaches, the one that predicts
+        for b in range(known.shape[1] if v < len(targets) else 0):
+            if b < len(labels):
+                alone, logits = np.eye(num_known)[labels[b]], known[w, b]
+                target = np.concatenate([alone, np.zeros(num_clusters)])  # Eq. 2, upper row
+            else:
+                alone, logits = targets[v, b - len(labels)], novel[w, b]
+                target = np.concatenate([np.zeros(num_known), alone])  # Eq. 2, lower row
+            if concat:
+                terms.append(cross_entropy(np.concatenate([known[w, b], novel[w, b]]), target, temperature))
+            else:
+                terms.append(cross_entropy(logits, alone, temperature))
     return float(np.mean(terms))
 
 

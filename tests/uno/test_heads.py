@@ -1,7 +1,5 @@
 """Stacked heads against the H separate networks of the paper."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,9 +50,8 @@ def test_stacked_heads_equal_separate_heads_in_train_mode(mlp_input, num_views):
     MLP input, projections not normalised, a missing bias.
     """
     model = small_model(mlp_input).train()
-    with torch.no_grad():  # BatchNorm's affine starts at 1 and 0: make heads differ
-        model.projector.bn.weight.uniform_(0.5, 1.5)
-        model.projector.bn.bias.uniform_(-0.5, 0.5)
+    torch.nn.init.uniform_(model.projector.bn.weight, 0.5, 1.5)  # it starts at 1 and 0: make heads differ
+    torch.nn.init.uniform_(model.projector.bn.bias, -0.5, 0.5)
     mlps = separate_heads(model)
     prototypes = [p.detach().clone().requires_grad_() for p in (*model.novel.weight, *model.over.weight)]
     features = torch.randn(num_views * B, 16) * 3
@@ -63,21 +60,15 @@ def test_stacked_heads_equal_separate_heads_in_train_mode(mlp_input, num_views):
 
     naive = features.clone().requires_grad_()
     z = F.normalize(naive, dim=1) if mlp_input == "normalized" else naive
-    outputs = [
-        F.normalize(mlp(z), dim=1) @ prototype.T for mlp, prototype in zip(mlps, prototypes, strict=True)
-    ]
+    outputs = [F.normalize(mlp(z), dim=1) @ own.T for mlp, own in zip(mlps, prototypes, strict=True)]
     expected_known = F.normalize(naive, dim=1) @ F.normalize(model.known.weight, dim=1).T
     torch.testing.assert_close(logits.known, expected_known.reshape(num_views, B, C_L))
-    for h in range(H):
-        for family, clusters, output in (
-            (logits.novel, C_U, outputs[h]),
-            (logits.over, 2 * C_U, outputs[H + h]),
-        ):
-            torch.testing.assert_close(family[:, h], output.reshape(num_views, B, clusters))
+    stacked = [*logits.novel.unbind(1), *logits.over.unbind(1)]
+    for found, expected in zip(stacked, outputs, strict=True):
+        torch.testing.assert_close(found, expected.reshape(found.shape))
 
     weights = [torch.randn_like(output) for output in outputs]  # gradients of a random projection
     sum((w * o).sum() for w, o in zip(weights, outputs, strict=True)).backward()
-    stacked = [*logits.novel.unbind(1), *logits.over.unbind(1)]
     sum((w.view_as(o) * o).sum() for w, o in zip(weights, stacked, strict=True)).backward()
     torch.testing.assert_close(own.grad, naive.grad, atol=1e-5, rtol=1e-4)
     projector = model.projector
@@ -112,24 +103,18 @@ def test_layers_start_as_separate_linear_layers_would():
     """Kills: fan-in of the stacked layer (H times too many inputs), zero or unscaled initialisation."""
     torch.manual_seed(0)
     projector = StackedProjector(8, 64, 256, 128)
-    for weight, fan_in in (
-        (projector.hidden.weight, 64),
-        (projector.weight, 256),
-        (projector.bias, 256),
-        (projector.hidden.bias, 64),
-    ):
-        bound = fan_in**-0.5
-        assert weight.abs().max() <= bound
-        assert float(weight.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+    of_64, of_256 = (projector.hidden.weight, projector.hidden.bias), (projector.weight, projector.bias)
+    for weights, bound in ((of_64, 64**-0.5), (of_256, 256**-0.5)):
+        for weight in weights:
+            assert weight.abs().max() <= bound
+            assert float(weight.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
 def test_all_prototypes_of_a_model_are_normalised():
     """Kills: a family left out."""
     model = small_model()
-    heads = (model.known, model.novel, model.over)
-    with torch.no_grad():
-        for head in heads:
-            head.weight.mul_(2)
+    for head in (heads := (model.known, model.novel, model.over)):
+        head.weight.data.mul_(2)
     model.normalize_prototypes_()
     for head in heads:
         torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(head.weight.shape[:-1]))
@@ -146,7 +131,6 @@ def test_cosines_are_float32_under_autocast():
     assert found.dtype == torch.float32
     assert torch.equal(found, exact)
     assert head(features.bfloat16()).dtype == torch.float32
-    assert exact.abs().max() <= 1 + 1e-6
     model = small_model()
     with torch.autocast("cpu", torch.bfloat16):
         logits = model([torch.randn(4, 3, 8, 8)])
@@ -160,4 +144,3 @@ def test_parameters_are_as_many_as_in_the_paper():
     count = sum(p.numel() for p in projector.parameters())
     assert count == 8 * sum(p.numel() for p in one.parameters())
     assert count == pytest.approx(12.6e6, rel=0.01)
-    assert copy.deepcopy(projector).num_heads == 8

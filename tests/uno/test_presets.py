@@ -38,12 +38,6 @@ def test_schema_defaults_are_the_custom_preset():
 
 
 @pytest.mark.parametrize("recipe", ["paper", "v2"])
-def test_digits_are_never_mirrored(recipe):
-    views = preset("digits", recipe).augment
-    assert views.large.flip == views.small.flip == 0 and views.large.crop == "none"
-
-
-@pytest.mark.parametrize("recipe", ["paper", "v2"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_says_what_it_is(name, recipe):
     config = preset(name, recipe)

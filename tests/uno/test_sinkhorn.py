@@ -14,8 +14,7 @@ def cosines(
     num_rows: int, num_clusters: int, seed: int = 0, low: float = -1, high: float = 1
 ) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    values = torch.rand(num_rows, num_clusters, generator=generator, dtype=torch.float64) * (high - low) + low
-    return values.float()
+    return torch.rand(num_rows, num_clusters, generator=generator) * (high - low) + low
 
 
 def check_against_reference(logits: torch.Tensor, epsilon: float, num_iters: int = 3) -> None:
@@ -46,17 +45,12 @@ def test_equals_matrix_scaling(num_rows, num_clusters, log_epsilon, num_iters, s
 @pytest.mark.parametrize("num_clusters", [1, 2, 1000])
 @pytest.mark.parametrize("rows", ["0", "1", "2", "K-1", "K", "10K"])
 def test_shapes(num_clusters, rows):
-    """Kills: failures for B in {0, 1, 2, K-1, K, 10K} and K in {1, 2, 1000}. (10K at K = 1000: 1000 rows.)"""
-    num_rows = {"0": 0, "1": 1, "2": 2, "K-1": num_clusters - 1, "K": num_clusters, "10K": 10 * num_clusters}[
-        rows
-    ]
-    if num_clusters == 1000:
-        num_rows = min(num_rows, 40)  # the reference is a Python loop
-        logits = cosines(num_rows, num_clusters)
-        assert torch.isfinite(sinkhorn(cosines(10_000, 1000), 0.05, 3)).all()
-    else:
-        logits = cosines(num_rows, num_clusters)
-    check_against_reference(logits, 0.05)
+    """Kills: failures for B in {0, 1, 2, K-1, K, 10K} and K in {1, 2, 1000}."""
+    k = num_clusters
+    num_rows = {"0": 0, "1": 1, "2": 2, "K-1": k - 1, "K": k, "10K": 10 * k}[rows]
+    if k == 1000:
+        assert torch.isfinite(sinkhorn(cosines(num_rows, k), 0.05, 3)).all()
+    check_against_reference(cosines(min(num_rows, 40), k), 0.05)  # the reference is a loop
 
 
 @pytest.mark.parametrize("epsilon", [1e-4, 1e-3, 0.01, 0.05, 1.0, 10.0])
@@ -64,26 +58,20 @@ def test_shapes(num_clusters, rows):
 def test_degenerate_logits(case, epsilon):
     """Kills: exp before subtracting (overflow), dividing by a starved cluster (NaN at epsilon <= .01)."""
     logits = cosines(20, 5)
-    if case == "constant":
-        logits = torch.full((20, 5), 0.7)
-    elif case == "saturated":
-        logits = torch.ones(20, 5)
-    elif case == "starved":
-        logits[:, 3] = -1.0
-    elif case == "one_hot":
-        logits = torch.eye(5).repeat(4, 1) * 2 - 1
-    elif case == "negative":
-        logits = -logits.abs()
+    logits = {
+        "constant": torch.full((20, 5), 0.7), "saturated": torch.ones(20, 5), "negative": -logits.abs(),
+        "starved": logits.index_fill(1, torch.tensor([3]), -1.0),
+        "one_hot": torch.eye(5).repeat(4, 1) * 2 - 1,
+    }[case]  # fmt: skip
     check_against_reference(logits, epsilon)
 
 
 def test_half_precision_is_raised_to_float32():
     """Kills: exp(logits / eps) in half precision, which overflows as soon as a cosine passes .554."""
-    logits = cosines(32, 5).half()
-    result = sinkhorn(logits, 0.05, 3)
-    assert result.dtype == torch.float32
-    assert torch.equal(result, sinkhorn(logits.float(), 0.05, 3))
-    assert torch.equal(sinkhorn(logits.bfloat16(), 0.05, 3), sinkhorn(logits.bfloat16().float(), 0.05, 3))
+    for dtype in (torch.float16, torch.bfloat16):
+        logits = cosines(32, 5).to(dtype)
+        result = sinkhorn(logits, 0.05, 3)
+        assert result.dtype == torch.float32 and torch.equal(result, sinkhorn(logits.float(), 0.05, 3))
 
 
 def test_global_shift_is_exact_but_a_shift_per_sample_is_not():

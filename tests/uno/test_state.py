@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config
-from uno.state import load_state_, new_state
+from uno.data.files import Storage
+from uno.errors import StorageError
+from uno.runs.checkpoint import Checkpoint, save_checkpoint
+from uno.state import load_state_, new_state, state_tensors
 from uno.steps import discovery_step
 from uno.train import resume_
 
@@ -56,15 +59,8 @@ def test_every_tensor_of_model_and_optimizer_is_stored():
     names = set(copied_tensors(state))
     assert {f"model/{name}" for name in state.model.state_dict()} <= names
     assert {f"optimizer/{name}" for name, _ in state.model.named_parameters()} <= names
-    for value in vars(state).values():
-        if isinstance(value, torch.Tensor):
-            assert any(value is tensor for tensor in _stored(state)), "a counter is not stored"
-
-
-def _stored(state):
-    from uno.state import state_tensors
-
-    return state_tensors(state).values()
+    counters = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
+    assert all(any(counter is tensor for tensor in state_tensors(state).values()) for counter in counters)
 
 
 def test_momentum_of_zero():
@@ -79,10 +75,6 @@ def test_momentum_of_zero():
 
 def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
     """Kills: a traceback of load_state_dict, a model filled by half."""
-    from uno.data.files import Storage
-    from uno.errors import StorageError
-    from uno.runs.checkpoint import Checkpoint, save_checkpoint
-
     storage = Storage(str(tmp_path))
     wide = fresh_state(small_config(model__width=8))
     save_checkpoint(storage, "discover", Checkpoint(4, copied_tensors(wide), {}), "")
