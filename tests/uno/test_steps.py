@@ -140,8 +140,9 @@ def test_targets_come_from_the_unlabeled_rows_of_large_views():
 
 def test_bfloat16_follows_the_curve_of_float32():
     """The stated tolerance of bfloat16: over 20 steps the mean loss within 3 %, every loss within 15 %
-    (found: 0.5 and 4 %; a smaller network amplifies any rounding, differently on every processor). Kills: bfloat16
-    that does not learn, autocast without effect, or around the objective (its softmax would lose 1e-2).
+    (found: 0.5 and 4 %; a smaller network amplifies any rounding, differently on every processor). Kills:
+    bfloat16 that does not learn, autocast without effect, or around the objective (its softmax would lose
+    1e-2).
     """
     config = small_config(train__batch_size=128, model__width=16)
     batches, curves = batches_of(config), []
