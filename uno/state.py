@@ -16,8 +16,7 @@ class TrainState:
     """Model, optimizer and the running head losses after ``step`` optimizer steps.
 
     ``epoch_losses`` (H + 1,) sums the cluster loss of each head over the current epoch on this worker, and
-    counts its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers: the
-    best head is its minimum.
+    counts its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers.
     ``line_loss`` (2,) is the sum and count of the total loss since the last line of metrics. Skipped steps
     enter none of them. The sums are float64: adding float32 numbers in another order, as a resumed run does,
     changes no bit of them.
@@ -37,6 +36,11 @@ class TrainState:
     warmup_steps: int = 0
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a method keeps from step to step
     teacher: nn.Module | None = None  # of rKD; frozen, not in the checkpoint
+
+    @property
+    def best_head(self) -> int:
+        """Index of the head with the lowest training cluster loss over the last finished epoch."""
+        return int(self.head_losses.argmin())
 
     @property
     def progress(self) -> float:

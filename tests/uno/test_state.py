@@ -63,6 +63,14 @@ def test_every_tensor_of_model_and_optimizer_is_stored():
     assert all(any(counter is tensor for tensor in state_tensors(state).values()) for counter in counters)
 
 
+def test_best_head_is_the_lowest_loss():
+    """Kills: argmax, the running epoch instead of the finished one."""
+    state = fresh_state(CONFIG)
+    state.head_losses.copy_(torch.tensor([2.0, 1.5]))
+    state.epoch_losses.copy_(torch.tensor([0.1, 9.0, 4.0]))
+    assert state.best_head == 1
+
+
 def test_momentum_of_zero():
     """Kills: a state that needs a momentum buffer to step."""
     config = small_config(discover__momentum=0.0)
