@@ -107,15 +107,19 @@ def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
     return [line for _, line in takewhile(lambda pair: pair[1].get("epoch") == pair[0], lines)]
 
 
+def read_trial(storage: Storage, index: int) -> Trial | None:
+    """A trial whose values have been drawn, as far as it got."""
+    tree, result = (read_json(storage, f"{trial_name(index)}/{name}.json") for name in ("trial", "result"))
+    if "overrides" not in tree:
+        return None
+    epochs = read_epochs(storage, index)
+    return Trial(index, tree["overrides"], epochs, result.get("status"), result.get("reason", ""))
+
+
 def read_trials(storage: Storage) -> list[Trial]:
     """All trials whose values have been drawn, by index."""
-    trials = []
-    for name in filter(str.isdigit, storage.list("trials")):
-        tree, result = (read_json(storage, f"trials/{name}/{file}.json") for file in ("trial", "result"))
-        if "overrides" in tree:
-            ended = result.get("status"), result.get("reason", "")
-            trials.append(Trial(int(name), tree["overrides"], read_epochs(storage, int(name)), *ended))
-    return trials
+    found = [read_trial(storage, int(name)) for name in storage.list("trials") if name.isdigit()]
+    return [trial for trial in found if trial is not None]
 
 
 def ranking(trials: list[Trial]) -> list[Trial]:

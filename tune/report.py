@@ -34,9 +34,8 @@ class Summary(NamedTuple):
     """A sweep read back from its directory.
 
     ``ranked`` are its sound trials, best first; ``best`` is the one that ``best.yaml`` takes, if any
-    finished. ``cost``: ``seconds``, ``cpu_seconds`` and ``gpu_seconds``, sums over processes; ``epochs``;
-    ``saved``, the share of epochs that stopping spared, of those the trials that did not fail would have run;
-    ``pretrainings`` and ``pretrain_s``, their part of the seconds.
+    finished. The seconds of ``cost`` are sums over processes; ``saved`` is the share of epochs that stopping
+    spared, of those the trials that did not fail would have run.
     """
 
     settings: Mapping[str, Any]
@@ -62,9 +61,8 @@ def read(storage: Storage) -> Summary:
     """Read a sweep's directory; ConfigError where it holds none."""
     settings, trials = records.read_settings(storage), records.read_trials(storage)
     space, ranked = spaces.from_tree(settings["space"]), records.ranking(trials)
-    pretrained = [
-        records.read_json(storage, f"pretrain/{name}/done.json") for name in storage.list("pretrain")
-    ]
+    folders = (f"pretrain/{name}" for name in storage.list("pretrain"))
+    pretrained = [records.read_json(storage, f"{folder}/done.json") for folder in folders]
     lines = [line for trial in trials for line in trial.epochs] + pretrained
     sound = [trial.last_epoch for trial in trials if trial.status in (FINISHED, STOPPED)]
     planned = len(sound) * int(settings["epochs"])
@@ -104,10 +102,7 @@ def importance(space: Space, ranked: Sequence[Trial]) -> list[tuple[str, float]]
 
 
 def table_bytes(summary: Summary) -> bytes:
-    """Parquet, one row for every trial and epoch (one without epoch for a trial that never finished one).
-
-    Columns: trial, status, reason, objective, epoch, the score and its parts, and the searched keys.
-    """
+    """Parquet, one row for every trial and epoch (one without epoch for a trial that never finished one)."""
     fields = {"trial": pa.int64(), **dict.fromkeys(("status", "reason", "objective"), pa.string())}
     fields |= {"epoch": pa.int64(), **dict.fromkeys(NUMBERS, pa.float64())}
     objective = summary.settings["score"]
@@ -126,15 +121,11 @@ def table_bytes(summary: Summary) -> bytes:
 
 
 def best_yaml(summary: Summary, best: Trial) -> str:
-    """What ``uno discover --config`` takes as it is: the given options and the winner's values, all searched
-    keys.
-    """
+    """What ``uno discover --config`` takes as it is: the options given, the winner's value of each key."""
     lines = ["# ORACLE: chosen by the true labels of the novel classes. Not a result; research only."]
-    lines = lines if summary.oracle else []
-    lines.append(
-        f"# trial {best.index} of {len(summary.trials)}, score {best.score:.4f} "
-        f"({summary.settings['score']}); uno discover --config best.yaml"
-    )
+    which = f"trial {best.index} of {len(summary.trials)}, score {best.score:.4f}"
+    how = f"# {which} ({summary.settings['score']}); uno discover --config best.yaml"
+    lines = [*lines * summary.oracle, how]
     if given := {k: v for k, v in summary.settings["given"].items() if k not in best.overrides}:
         lines.append(yaml.safe_dump(given, sort_keys=False).rstrip())
     return "\n".join([*lines, "# searched:", yaml.safe_dump(best.overrides, sort_keys=False)])
@@ -160,27 +151,24 @@ def format_table(summary: Summary, most: int = 10) -> str:
         f"{100 * cost['saved']:.0f} %; {cost['pretrainings']} pretrainings; {cost['cpu_seconds']:.0f} CPU s"
     )
     if summary.best is not None and summary.keeps_given:
-        lines.append(
-            f"best.yaml keeps the values as given: none beats their {summary.best.score:.4f} by more than a "
-            "standard error"
-        )
+        kept = f"keeps the values as given: none beats their {summary.best.score:.4f}"
+        lines.append(f"best.yaml {kept} by more than a standard error")
     return "\n".join(lines)
 
 
 def page(summary: Summary) -> str:
     """``sweep.html``."""
-    trials, ranked = summary.trials, summary.ranked
-    charts = [best_so_far(summary), learning_curves(summary)]
+    charts = best_so_far(summary), learning_curves(summary)
     scatters = [scatter(domain, summary) for domain in summary.space]
     context = {
         "summary": summary,
-        "default": next((trial for trial in ranked if trial.index == 0), None),
-        "others": [trial for trial in trials if trial not in ranked],
+        "default": next((trial for trial in summary.ranked if trial.index == 0), None),
+        "others": [trial for trial in summary.trials if trial not in summary.ranked],
         "sentence": SCORES[summary.settings["score"]],
-        "statuses": [trial.status for trial in trials],
-        "charts": [chart for chart in charts if chart is not None],
-        "scatters": [chart for chart in scatters if chart is not None],
-        "parallel": parallel(summary) if len(ranked) > 1 else None,
+        "statuses": [trial.status for trial in summary.trials],
+        "charts": [chart for chart in charts if chart],
+        "scatters": [chart for chart in scatters if chart],
+        "parallel": parallel(summary) if len(summary.ranked) > 1 else None,
     }
     return render("sweep.html", context, package="tune")
 
@@ -212,9 +200,8 @@ def learning_curves(summary: Summary) -> Chart | None:
         Series(f"trial {t.index}", [(e["epoch"], e["score"]) for e in t.epochs], _kind(summary, t))
         for t in shown
     ]
-    dots = [_dot(summary, trial, trial.last_epoch) for trial in shown]
-    x_range = (1, int(summary.settings["epochs"]))
-    return _chart("Score by epoch", "epoch", series, dots, x_range=x_range, width=WIDE)
+    dots, last = [_dot(summary, t, t.last_epoch) for t in shown], int(summary.settings["epochs"])
+    return _chart("Score by epoch", "epoch", series, dots, x_range=(1, last), width=WIDE)
 
 
 def scatter(domain: Domain, summary: Summary) -> Chart | None:
@@ -260,9 +247,8 @@ def _around(values: Sequence[float]) -> tuple[float, float]:
 
 def _dot(summary: Summary, trial: Trial, x: float) -> Dot:
     values = ", ".join(f"{_leaf(key)} {_text(value)}" for key, value in trial.overrides.items())
-    how = f"{trial.status or 'unfinished'}, epoch {trial.last_epoch}"
-    words = f"trial {trial.index} ({how}): {trial.score:.4f}; {values}"
-    return Dot(x, trial.score, _kind(summary, trial), words)
+    how = f"{trial.status or 'unfinished'}, epoch {trial.last_epoch}): {trial.score:.4f}"
+    return Dot(x, trial.score, _kind(summary, trial), f"trial {trial.index} ({how}; {values}")
 
 
 def _leaf(key: str) -> str:

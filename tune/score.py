@@ -17,8 +17,8 @@ only, and everything it writes says so.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import combinations, product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,12 +47,10 @@ HELD_OUT_EVERY = 5  # of each known class, to measure known accuracy on rows tha
 FOLD_STREAM = 11  # of the seed's randomness: which known classes are hidden
 
 
-@dataclass(frozen=True, eq=False)
-class SweepData:
-    """What trials see of a data set: ``images`` uint8 (N,3,S,S), ``labels`` int64 (N,) known class or -1.
-
-    ``labels`` are of training rows that decoded; ``unlabeled`` bool (N,) marks the training rows to discover.
-    ``oracle`` int64 (N,), true novel class from 0 or -1, exists only for the oracle score.
+class SweepData(NamedTuple):
+    """What trials see of a data set: ``images`` uint8 (N,3,S,S); of training rows that decoded ``labels``
+    int64 (N,), known class or -1, and whether they are ``unlabeled`` bool (N,), to be discovered; for the
+    oracle score alone ``oracle`` int64 (N,), true novel class from 0 or -1.
     """
 
     images: np.ndarray
@@ -60,13 +58,12 @@ class SweepData:
     unlabeled: np.ndarray
     num_known: int
     num_novel: int
-    oracle: np.ndarray | None = None
+    oracle: np.ndarray | None
 
 
 def sweep_data(task: Task, images: Tensor, ok: np.ndarray, score: str) -> SweepData:
     """What ``score`` may see of a task; ``Task.eval_labels`` are read for the oracle alone."""
-    usable = task.is_train & ok
-    oracle = None
+    usable, oracle = task.is_train & ok, None
     if score == ORACLE:
         oracle = np.where(usable, np.maximum(task.eval_labels - len(task.known), -1), -1)
         if oracle.max(initial=-1) < 0:
@@ -75,8 +72,7 @@ def sweep_data(task: Task, images: Tensor, ok: np.ndarray, score: str) -> SweepD
     return SweepData(images.numpy(), labels, unlabeled, len(task.known), task.num_novel, oracle)
 
 
-@dataclass(frozen=True, eq=False)
-class Fold:
+class Fold(NamedTuple):
     """One discovery problem of a trial: what is trained on, rows with their class to be scored by, and the
     pseudo-novel classes, empty for the real problem.
     """
@@ -140,19 +136,18 @@ def hidden_classes(
             f"--score folds hides known classes and needs at least 3 of them, the data has {num_known}; "
             "use --score agreement"
         )
+    most = num_known - 1
     if hide is None:
-        hide = math.floor(num_known * num_novel / (num_known + num_novel) + 0.5)
-        hide = min(max(hide, 2), num_known - 1)
-    if not 2 <= hide < num_known:
-        raise ConfigError(
-            f"--hide {hide}: must be from 2 to {num_known - 1}, one less than the known classes"
-        )
+        hide = min(max(math.floor(num_known * num_novel / (num_known + num_novel) + 0.5), 2), most)
+    if not 2 <= hide <= most:
+        raise ConfigError(f"--hide {hide}: must be from 2 to {most}, one less than the known classes")
     order = np.random.default_rng([seed, FOLD_STREAM]).permutation(num_known).tolist()
-    distinct = num_known // math.gcd(hide, num_known)
+    distinct, what = (
+        num_known // math.gcd(hide, num_known),
+        f"{num_known} known classes, {hide} hidden at once",
+    )
     if folds > distinct:
-        raise ConfigError(
-            f"--folds {folds}: {num_known} known classes, {hide} hidden at once, give {distinct}"
-        )
+        raise ConfigError(f"--folds {folds}: {what}, give {distinct}")
     return [tuple(sorted(order[(fold * hide + i) % num_known] for i in range(hide))) for fold in range(folds)]
 
 
@@ -164,11 +159,10 @@ def measure(config: Config, fold: Fold, state: TrainState, score: str, worker: W
     num_true = max(train.num_known, int(truth.max()) + 1)
     batches = fold.scored.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
     metrics = protocol_metrics(count(model, config, batches, num_true), state.best_head, "scored")
-    parts = {"loss": float(state.head_losses.min())}
-    for group, which in product(("known", "novel"), ("best", "avg")):
-        key = f"scored/{group}/task_agnostic_strict/acc/{which}"
-        if key in metrics:
-            parts[f"{group}_{which}"] = metrics[key]
+    keys = {f"{group}_{which}": f"scored/{group}/task_agnostic_strict/acc/{which}"
+            for group, which in product(("known", "novel"), ("best", "avg"))}  # fmt: skip
+    parts = {name: metrics[key] for name, key in keys.items() if key in metrics}
+    parts["loss"] = float(state.head_losses.min())
     if score == AGREEMENT:
         parts |= {"agreement": _agreement(model, config, train), "rows": float(train.num_unlabeled)}
     elif score != LOSS:

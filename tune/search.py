@@ -8,6 +8,7 @@ configuration as it was given, so that the winner is compared with what everybod
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,25 +70,19 @@ class OptunaSampler(RandomSampler):
         if trial.index in self._asked:
             self._study.tell(self._asked.pop(trial.index), value, state)
             return
-        try:
-            params = {}
-            for domain in self._space:
-                drawn = trial.overrides[domain.key]
-                drawn = tuple(drawn) if isinstance(drawn, list) else drawn
-                params[domain.key] = domain.choices.index(drawn) if domain.choices else drawn
-            earlier = self._optuna.trial.create_trial(
-                params=params, distributions=self._distributions, value=value, state=state
-            )
-        except (ValueError, TypeError):  # outside the space
-            return
-        self._study.add_trial(earlier)
+        params = dict(trial.overrides)
+        with suppress(ValueError, TypeError):  # outside the space
+            for key, choices in ((domain.key, domain.choices) for domain in self._space if domain.choices):
+                drawn = params[key]
+                params[key] = choices.index(tuple(drawn) if isinstance(drawn, list) else drawn)
+            kinds = self._distributions
+            create = self._optuna.trial.create_trial
+            self._study.add_trial(create(params=params, distributions=kinds, value=value, state=state))
 
     def _distribution(self, domain: spaces.Domain) -> Any:
         kinds = self._optuna.distributions
-        if domain.choices:  # in order: neighbours are alike
-            return kinds.IntDistribution(0, len(domain.choices) - 1)
-        if domain.scale == "int":
-            return kinds.IntDistribution(*domain.ends)
+        if domain.choices or domain.scale == "int":  # choices in order: neighbours are alike
+            return kinds.IntDistribution(*((0, len(domain.choices) - 1) if domain.choices else domain.ends))
         return kinds.FloatDistribution(*domain.ends, log=domain.scale == "log")
 
 
@@ -97,8 +92,8 @@ SAMPLERS = {"random": RandomSampler, "optuna": OptunaSampler}
 class SweepSearcher(Searcher):
     """Hands out the trials that have no result yet and writes the result of each as it ends.
 
-    ``on_end`` is called with every trial that ended; while ``stopping``, the sweep is being interrupted, and
-    trials that end have not ended.
+    ``missing`` are their numbers; ``on_end`` is called with every trial that ended; while ``stopping``, the
+    sweep is being interrupted, and trials that end have not ended.
     """
 
     def __init__(
@@ -112,16 +107,10 @@ class SweepSearcher(Searcher):
         self._begun = {trial.index: trial for trial in records.read_trials(storage)}
         self._running: dict[str, int] = {}
         self.storage_error: str | None = None
-        self._missing = list(range(options.trials))
-        for trial in self._begun.values():
-            if trial.status:
-                self._sampler.tell(trial)
-                self._missing = [index for index in self._missing if index != trial.index]
-
-    @property
-    def num_missing(self) -> int:
-        """Trials to run."""
-        return len(self._missing)
+        ended = [trial for trial in self._begun.values() if trial.status]
+        self.missing = [i for i in range(options.trials) if i not in {trial.index for trial in ended}]
+        for trial in ended:
+            self._sampler.tell(trial)
 
     def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
         """Nothing to set."""
@@ -129,9 +118,9 @@ class SweepSearcher(Searcher):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
         """The next trial without a result, with the values it was begun with, if it was."""
-        if not self._missing:
+        if not self.missing:
             return Searcher.FINISHED
-        index = self._missing.pop(0)
+        index = self.missing.pop(0)
         name = records.trial_name(index)
         self._storage.delete(f"{name}/failure.json")
         if index not in self._begun:
@@ -148,12 +137,12 @@ class SweepSearcher(Searcher):
         if index is None:
             return
         name = records.trial_name(index)
-        overrides = records.read_json(self._storage, f"{name}/trial.json")["overrides"]
-        trial = Trial(index, overrides, records.read_epochs(self._storage, index))
+        trial = records.read_trial(self._storage, index)
+        assert trial is not None
         failure = records.read_json(self._storage, f"{name}/failure.json")
         if failure.get("kind") == StorageError.__name__:  # the disk's fault, not the configuration's
             self.storage_error = failure["reason"]
-            self._missing.clear()
+            self.missing.clear()
             return
         complete = trial.last_epoch >= self._num_epochs
         if failure or (error and not self._stopping()):
@@ -162,10 +151,10 @@ class SweepSearcher(Searcher):
             return
         else:
             trial.status = FINISHED if complete else STOPPED
-        ended: dict[str, Any] = {"status": trial.status, "epochs": trial.last_epoch}
-        ended |= {"score": trial.score} if trial.epochs else {}
-        ended |= {"reason": trial.reason} if trial.reason else {}
-        self._storage.write(f"{name}/result.json", json.dumps(ended, indent=1).encode())
+        result = {"status": trial.status, "epochs": trial.last_epoch}
+        result |= {"score": trial.score} if trial.epochs else {}
+        result |= {"reason": trial.reason} if trial.reason else {}
+        self._storage.write(f"{name}/result.json", json.dumps(result, indent=1).encode())
         for entry in self._storage.list(name):  # checkpoints of a trial that has ended serve nobody
             if "-seed" in entry:
                 self._storage.delete(f"{name}/{entry}")
@@ -203,19 +192,14 @@ class Interruption(Stopper):
 
 
 def scheduler(asha: dict[str, int] | None, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:
-    """Asynchronous successive halving (Li et al., 2020) on the own metric ``epoch``, told of earlier trials.
-
-    ``None`` stops nobody.
-    """
+    """Asynchronous successive halving (Li et al., 2020), told of earlier trials; None: no stopping."""
     if asha is None:
         return FIFOScheduler()
     halving = AsyncHyperBandScheduler(
         time_attr="epoch", metric="score", mode="max", max_t=num_epochs,
         grace_period=min(asha["grace_epochs"], num_epochs), reduction_factor=asha["reduction"],
     )  # fmt: skip
-    for trial in ended:
-        if trial.status == FAILED or not trial.epochs:
-            continue
+    for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
         past: Any = SimpleNamespace(trial_id=f"earlier-{trial.index}")
         halving.on_trial_add(None, past)
         for epoch in trial.epochs:

@@ -109,22 +109,13 @@ class Domain:
 Space = tuple[Domain, ...]
 
 UNO = ("objective.epsilon", "objective.temperature", "model.num_heads", "model.overcluster_factor")
-SPACES = {
-    "uno": UNO,
-    "full": (
-        *UNO, "discover.base_lr", "discover.weight_decay", "augment.large.crop_scale", "objective.num_iters",
-        "augment.large.jitter",
-    ),
-}  # fmt: skip
+MORE = ("discover.base_lr", "discover.weight_decay", "augment.large.crop_scale", "objective.num_iters")
+SPACES = {"uno": UNO, "full": (*UNO, *MORE, "augment.large.jitter")}
 """Named spaces: keys, in the order of their draws; the schema has the domain of each."""
 
 
 def load_space(name: str, config: Config) -> Space:
-    """A named space, or the one in a YAML file, checked for ``config``.
-
-    Raises:
-        ConfigError: no such space or file, an unknown key, a value that no run could have, an empty domain.
-    """
+    """A named space, or the one in a YAML file; ConfigError if it names a key or value no run could have."""
     if name in SPACES:
         entries = {key: (key, about(key).search) for key in SPACES[name] if _has_effect(key, config)}
     elif name.endswith((".yaml", ".yml")) or os.path.exists(name):
@@ -187,8 +178,7 @@ def to_tree(space: Space) -> dict[str, dict[str, Any]]:
     """The space as plain data for YAML and JSON; :func:`from_tree` reads it back."""
     trees = {domain.key: TypeAdapter(Domain).dump_python(domain, mode="json") for domain in space}
     return {
-        key: {name: value for name, value in tree.items() if name != "key" and value not in ([], None)}
-        for key, tree in trees.items()
+        k: {n: v for n, v in tree.items() if n != "key" and v not in ([], None)} for k, tree in trees.items()
     }
 
 

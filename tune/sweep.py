@@ -37,8 +37,10 @@ from uno.runs.lock import Claim
 
 STOPPING = "stopping: unfinished trials go on where they are with the same command"
 CPU_OF_A_WAITING_TRIAL = 0.01
-
-
+WHAT_SCORES = (
+    "What trials are compared by: folds (known classes hidden in turn), loss, agreement; oracle uses "
+    "the true labels and is for research only."
+)
 TUNE = Command(
     "tune",
     {
@@ -46,12 +48,7 @@ TUNE = Command(
         "--space": Argument(f"{', '.join(spaces.SPACES)}, or a YAML file.", str, "uno"),
         "--trials": Argument("Configurations to try.", PositiveInt, 16),
         "--search": Argument("How they are chosen.", Literal["random", "optuna"], "random"),
-        "--score": Argument(
-            "What trials are compared by: folds (known classes hidden in turn), loss, agreement; oracle uses "
-            "the true labels and is for research only.",
-            Literal[*SCORES],
-            FOLDS,
-        ),
+        "--score": Argument(WHAT_SCORES, Literal[*SCORES], FOLDS),
         "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
         "--hide": Argument("Classes a fold hides; default: the novel share of all classes.", int | None),
         "--seeds": Argument("Runs of each configuration; the score is their mean.", PositiveInt, 1),
@@ -81,12 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[SweepOptions, bool]:
-    """Options of ``uno tune ARGV...``, and whether only the configuration is to be printed.
-
-    Raises:
-        ConfigError: an unknown option, a value out of range, or a space that does not fit the schema.
-        SystemExit: after ``--help``.
-    """
+    """Options of ``uno tune ARGV...``, and whether only the configuration is to be printed."""
     parsed = parse_line(argv, TUNE)
     own, config = parsed.own, parsed.config
     grace = own.grace_epochs or max(1, config.discover.epochs // 6)
@@ -103,11 +95,7 @@ def parse(argv: Sequence[str]) -> tuple[SweepOptions, bool]:
 def run_sweep(options: SweepOptions) -> int:
     """Run what is missing of a sweep and write its tables. Returns 0.
 
-    Raises:
-        ConfigError: anything a trial would stumble over, before the first one starts.
-        Interrupted: after SIGTERM or SIGINT; the same command continues.
-        NumericsError: every trial failed.
-        StorageError: the output directory cannot be written.
+    What a trial would stumble over is a ConfigError before the first one starts; a NumericsError if all fail.
     """
     config = options.config
     check_options(options)
@@ -131,9 +119,8 @@ def run_sweep(options: SweepOptions) -> int:
         summary = report.write(claim.storage)
     if summary.best is None:
         first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
-        raise NumericsError(
-            f"no trial finished without failing, so there is no best.yaml; first reason: {first}"
-        )
+        message = f"no trial finished without failing, so there is no best.yaml; first reason: {first}"
+        raise NumericsError(message)
     say(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
     return 0
 
@@ -142,10 +129,8 @@ def check_options(options: SweepOptions) -> None:
     """Raise ConfigError for combinations that mean nothing."""
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
     if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
-        raise ConfigError(
-            "--score agreement compares heads: every trial needs two or more, and baselines have one "
-            "(model.num_heads)"
-        )
+        needs = "every trial needs two or more, and baselines have one (model.num_heads)"
+        raise ConfigError(f"--score agreement compares heads: {needs}")
     if options.config.model.weights is not None and options.score == FOLDS:
         raise ConfigError(
             "--score folds pretrains anew for each fold: --weights may have been trained on the classes it "
@@ -172,10 +157,7 @@ def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
 
 def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int) -> None:
     """Write ``sweep.yaml``, all that a continuation must share (and ``given``, for ``best.yaml``), or check
-    that it matches.
-
-    Raises:
-        ConfigError: the directory holds something else, or a sweep with other settings (named).
+    that it matches; ConfigError where the directory holds something else, or another sweep.
     """
     settings = {
         "score": options.score, "search": options.search, "space_name": options.space_name,
@@ -190,12 +172,12 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
         return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)
     different = [key for key in new if key not in ("config", "given") and old.get(key) != new[key]]
-    different += differing_keys(old.get("config") or {}, options.config)
+    stored = old.get("config")
+    different += differing_keys(stored if isinstance(stored, dict) else {}, options.config)
     if different:
-        names = f"{', '.join(different[:6])}{' ...' if len(different) > 6 else ''}"
-        raise ConfigError(
-            f"{storage.uri} holds a sweep with other settings: {names}; use those, or another --output"
-        )
+        names = ", ".join(different[:6]) + " ..." * (len(different) > 6)
+        message = f"{storage.uri} holds a sweep with other settings: {names}; use those, or another --output"
+        raise ConfigError(message)
 
 
 def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:
@@ -204,10 +186,8 @@ def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epo
         say(f"  {domain.key:<28}{domain.describe()}")
     say(f"score: {SCORES[options.score]}")
     if options.score == FOLDS:
-        say(
-            f"{len(folds)} folds: {len(folds[0].hidden)} of {data.num_known} known classes hidden; "
-            f"{int(data.unlabeled.sum())} unlabeled rows take no part"
-        )
+        hidden = f"{len(folds[0].hidden)} of {data.num_known} known classes hidden"
+        say(f"{len(folds)} folds: {hidden}; {int(data.unlabeled.sum())} unlabeled rows take no part")
 
 
 def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
@@ -250,10 +230,8 @@ def _run_missing(
 
         def on_end(trial: Trial) -> None:
             ended.append(trial)
-            seconds = time.monotonic() - start
-            say(f"{len(ended)}/{options.trials}  {_line(trial)}  ({seconds:.0f} s)")
+            say(f"{len(ended)}/{options.trials}  {_line(trial)}  ({time.monotonic() - start:.0f} s)")
 
-        scheduler = search.scheduler(options.asha, num_epochs, ended)
         searcher = search.SweepSearcher(storage, options, num_epochs, on_end, stopping.is_set)
         leases = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Leases).remote()
         sweep = Sweep(options, num_epochs, storage.uri, storage.token, resources, ray.put(data), leases)
@@ -261,20 +239,16 @@ def _run_missing(
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
             tune_config=tune.TuneConfig(
-                search_alg=searcher,
-                scheduler=scheduler,
-                num_samples=searcher.num_missing,
-                max_concurrent_trials=number,
+                search_alg=searcher, scheduler=search.scheduler(options.asha, num_epochs, ended),
+                num_samples=len(searcher.missing), max_concurrent_trials=number,
                 reuse_actors=not config.compute.workers,  # a process takes seconds to import torch
             ),
             run_config=tune.RunConfig(
-                name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
-                storage_path=f"{storage.uri}/{RAY_FOLDER}",
-                verbose=0,
-                stop=search.Interruption(stopping.is_set),
+                name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", verbose=0,
+                storage_path=f"{storage.uri}/{RAY_FOLDER}", stop=search.Interruption(stopping.is_set),
                 failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
             ),
-        )
+        )  # fmt: skip
         ray_env.in_thread(tuner.fit)
         if (reason := searcher.storage_error) is not None:
             raise StorageError(f"a trial could not write: {reason}; the same command continues")
@@ -284,11 +258,10 @@ def _run_missing(
 
 
 def _line(trial: Trial) -> str:
-    values = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in trial.overrides.items())
-    if trial.status == FAILED:
-        return f"trial {trial.index} failed: {trial.reason}  [{values}]"
     how = "finished" if trial.status == FINISHED else f"stopped after epoch {trial.last_epoch}"
-    return f"trial {trial.index} {how}: score {trial.score:.4f}  [{values}]"
+    what = f"{how}: score {trial.score:.4f}" if trial.status != FAILED else f"failed: {trial.reason}"
+    values = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in trial.overrides.items())
+    return f"trial {trial.index} {what}  [{values}]"
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 from pipelines import worker as ray_worker
 from tune.records import PartStorage, read_epochs, read_json, trial_name
-from tune.score import FOLDS, Fold, make_folds, measure
+from tune.score import Fold, make_folds, measure
 from tune.spaces import Space
 from uno import collectives
 from uno.config import Config, dump_yaml, override
@@ -40,22 +40,21 @@ Report = Callable[[dict[str, Any]], None]
 Lease = Callable[[str, str, float], bool]  # see Leases.lease
 
 
-@dataclass(frozen=True)
-class SweepOptions:
+class SweepOptions(NamedTuple):
     """What ``uno tune`` was asked to do; ``given`` are the configuration keys the user set himself."""
 
     config: Config
     given: dict[str, Any]
     space: Space
-    space_name: str = "uno"
-    trials: int = 16
-    search: str = "random"
-    score: str = FOLDS
-    folds: int = 2
-    hide: int | None = None
-    seeds: int = 1
-    concurrent: int | None = None
-    asha: dict[str, int] | None = None
+    space_name: str
+    trials: int
+    search: str
+    score: str
+    folds: int
+    hide: int | None
+    seeds: int
+    concurrent: int | None
+    asha: dict[str, int] | None
 
 
 class Sweep(NamedTuple):
@@ -92,8 +91,7 @@ def run_trial(
     """Train and score with ``configs``, one for each seed, calling ``report`` on every rank with a dict for
     every epoch, those of an earlier, killed attempt first; ``lease`` guards the shared pretrainings.
 
-    Raises:
-        UnoError: as :func:`uno.runs.run.run_phase`; a score that is not finite is a NumericsError.
+    A score that is not finite is a NumericsError.
     """
     past = read_epochs(storage, index)
     collectives.barrier(worker.device)  # nobody appends before all have read
@@ -102,45 +100,39 @@ def run_trial(
     if len(past) >= num_epochs:
         return
     seconds, runs = _clock(worker), []
-    folds = [replace(fold, train=fold.train.to(worker.device)) for fold in folds]
-    for config in configs:
-        for fold in folds:
-            weights = config.model.weights or shared_pretraining(config, fold, worker, storage, lease)
-            rarely = {"train.checkpoint_every_epochs": 10**6, "train.keep_checkpoints": 1}
-            folder = PartStorage(storage, f"{trial_name(index)}/{fold.name}-seed{config.seed}")
-            runs.append((override(config, {"model.weights": weights, **rarely}), fold, folder))
+    folds = [fold._replace(train=fold.train.to(worker.device)) for fold in folds]
+    for config, fold in product(configs, folds):
+        sizes = fold.train.num_labeled, fold.train.num_unlabeled
+        steps = run.plans(config, *sizes, worker.world_size)[DISCOVER].steps_per_epoch
+        weights = config.model.weights or shared_pretraining(config, fold, worker, storage, lease)
+        rarely = {"train.checkpoint_every_epochs": 10**6, "train.keep_checkpoints": 1}
+        folder = PartStorage(storage, f"{trial_name(index)}/{fold.name}-seed{config.seed}")
+        runs.append((override(config, {"model.weights": weights, **rarely}), fold, folder, steps))
     seconds()  # pretraining is accounted for where it is trained
     for epoch in range(len(past) + 1, num_epochs + 1):
-        parts = [_train_and_measure(*each, epoch, score, worker) for each in runs]
+        parts = []
+        for config, fold, folder, steps in runs:
+            last = {"train.max_steps": min(epoch * steps, config.train.max_steps or 10**12)}
+            state = run.run_phase(override(config, last), DISCOVER, fold.train, worker, folder)
+            parts.append(measure(config, fold, state, score, worker))
         line = {"epoch": epoch, **_means(parts, len(folds)), **seconds()}
-        broken = [name for name in ("score", "loss") if not math.isfinite(line[name])]
-        if broken:
-            raise NumericsError(f"the {broken[0]} of epoch {epoch} is not finite: training diverged")
+        for name in ("score", "loss"):
+            if not math.isfinite(line[name]):
+                raise NumericsError(f"the {name} of epoch {epoch} is not finite: training diverged")
         if worker.rank == 0:
             text = json.dumps(line, allow_nan=False) + "\n"
             storage.append(f"{trial_name(index)}/epochs.jsonl", text.encode())
         report(line)
 
 
-def _train_and_measure(
-    config: Config, fold: Fold, folder: PartStorage, epoch: int, score: str, worker: Worker
-) -> dict[str, float]:
-    """Discover to the end of ``epoch``, and score."""
-    train = fold.train
-    plan = run.plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[DISCOVER]
-    last_step = min(epoch * plan.steps_per_epoch, config.train.max_steps or 10**12)
-    state = run.run_phase(override(config, {"train.max_steps": last_step}), DISCOVER, train, worker, folder)
-    return measure(config, fold, state, score, worker)
-
-
 def _means(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
     """Over folds and seeds; ``spread`` is the deviation over seeds, each a mean of folds."""
     scores = [part["score"] for part in parts]
-    means = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
+    line: dict[str, Any] = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
     seeds = [statistics.fmean(scores[i : i + num_folds]) for i in range(0, len(scores), num_folds)]
-    spread = {"spread": statistics.stdev(seeds)} if len(seeds) > 1 else {}
-    rows = sum(part.get("rows", 0) for part in parts[:num_folds])
-    return {**means, **spread, "scores": scores, "rows": rows}
+    if len(seeds) > 1:
+        line["spread"] = statistics.stdev(seeds)
+    return {**line, "scores": scores, "rows": sum(part.get("rows", 0) for part in parts[:num_folds])}
 
 
 def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
@@ -149,9 +141,8 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
 
     def seconds() -> dict[str, float]:
         nonlocal last
-        now = time.perf_counter(), time.process_time()
-        wall, cpu = now[0] - last[0], (now[1] - last[1]) * worker.world_size
-        last = now
+        before, last = last, (time.perf_counter(), time.process_time())
+        wall, cpu = last[0] - before[0], (last[1] - before[1]) * worker.world_size
         gpu = wall * worker.world_size if worker.device.type == "cuda" else 0.0
         return {"seconds": round(wall, 3), "cpu_seconds": round(cpu, 3), "gpu_seconds": round(gpu, 3)}
 
@@ -168,11 +159,11 @@ def shared_pretraining(
     config: Config, fold: Fold, worker: Worker, storage: ClaimedStorage, lease: Lease
 ) -> str:
     """Directory of the pretraining of ``config`` on ``fold``; trained unless there or on its way."""
-    key, owner = pretrain_key(config, fold), uuid.uuid4().hex
+    key, owner, first = pretrain_key(config, fold), uuid.uuid4().hex, worker.rank == 0
     folder = PartStorage(storage, f"pretrain/{key}")
     while True:
-        mine = worker.rank == 0 and lease(key, owner, LEASE_S)
-        done = worker.rank == 0 and folder.exists("done.json")  # asked last: whoever leased before has ended
+        mine = first and lease(key, owner, LEASE_S)
+        done = first and folder.exists("done.json")  # asked last: whoever leased before has ended
         votes = collectives.sum_(torch.tensor([float(mine), float(done)], device=worker.device)).tolist()
         if votes[1]:
             return folder.uri
@@ -180,12 +171,12 @@ def shared_pretraining(
             break
         time.sleep(WAIT_S)
     seconds = _clock(worker)
-    with _renewed(lease, key, owner) if worker.rank == 0 else contextlib.nullcontext():
-        if worker.rank == 0:
+    with _renewed(lease, key, owner) if first else contextlib.nullcontext():
+        if first:
             folder.append("starts.log", f"{owner}\n".encode())
             folder.write("config.yaml", dump_yaml(config).encode())
         run.run_phase(config, PRETRAIN, fold.train, worker, folder)
-        if worker.rank == 0:
+        if first:
             folder.write("done.json", json.dumps({"hidden": fold.hidden, **seconds()}).encode())
     return folder.uri
 

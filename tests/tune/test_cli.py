@@ -1,5 +1,7 @@
 """``uno tune``'s options and what is refused before anything starts."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from pipelines import ray_env
@@ -14,8 +16,7 @@ def test_options_are_its_own_and_those_of_a_run():
     words = "--space full --trials 5 --objective.epsilon 0.2 --score loss --output /x"
     options, _ = parse([*TINY, *words.split()])
     assert (options.trials, options.score, options.space_name) == (5, "loss", "full")
-    assert options.config.objective.epsilon == 0.2
-    assert options.given["objective.epsilon"] == 0.2
+    assert options.config.objective.epsilon == options.given["objective.epsilon"] == 0.2
     assert options.given["preset"] == "digits"
     assert not any(key.startswith(("output", "compute")) for key in options.given)
     assert options.asha == {"grace_epochs": 1, "reduction": 3}
@@ -53,8 +54,7 @@ def test_what_a_trial_would_stumble_over_is_refused_before_ray_starts(tmp_path, 
 def test_help_and_print_config(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
-    assert end.value.code == 0
-    assert "--space" in capsys.readouterr().out
+    assert end.value.code == 0 and "--space" in capsys.readouterr().out
     assert main([*TINY, "--print-config"]) == 0
     assert "epsilon: 0.05" in capsys.readouterr().out
 
@@ -67,42 +67,45 @@ def test_a_foreign_directory_is_left_alone(tmp_path):
 
 
 def test_other_settings_are_refused_with_their_names(tmp_path):
-    fake_sweep(tmp_path, tiny_options(tmp_path), [])
+    storage = fake_sweep(tmp_path, tiny_options(tmp_path), [])
     for words, name in ((["--folds", "1"], "folds"), (["--objective.epsilon", "0.3"], "objective.epsilon")):
         with pytest.raises(ConfigError, match=name):
-            sweep.open_sweep(tiny_options(tmp_path, *words), sweep.Storage(str(tmp_path)), "0" * 64, 3)
+            sweep.open_sweep(tiny_options(tmp_path, *words), storage, "0" * 64, 3)
     same = tiny_options(tmp_path, "--trials", "99", "--concurrent", "1", "--compute.workers", "0")
-    sweep.open_sweep(same, sweep.Storage(str(tmp_path)), "0" * 64, 3)
+    sweep.open_sweep(same, storage, "0" * 64, 3)
+    storage.write("sweep.yaml", b"- damaged")
+    with pytest.raises(ConfigError, match=r"sweep\.yaml"):
+        sweep.open_sweep(same, storage, "0" * 64, 3)
 
 
-def test_epochs_that_have_steps_to_take(tmp_path):
-    for words, epochs in (([], 2), (["--max-steps", "2"], 1), (["--max-steps", "1000"], 2)):
-        options = tiny_options(tmp_path, *words)
-        folds = make_folds(tiny_data(options.config), "folds", 2, 0)
-        assert sweep.check_plans(options, folds) == epochs
+@pytest.mark.parametrize(
+    ("words", "epochs"), [([], 2), (["--max-steps", "2"], 1), (["--max-steps", "1000"], 2)]
+)
+def test_epochs_that_have_steps_to_take(tmp_path, words, epochs):
+    options = tiny_options(tmp_path, *words)
+    assert sweep.check_plans(options, make_folds(tiny_data(options.config), "folds", 2, 0)) == epochs
 
 
 @pytest.mark.parametrize(
     ("words", "cluster", "number"),
     [
-        ([], {"CPU": 2.0}, 2),
-        ([], {"CPU": 64.0}, 16),
-        (["--concurrent", "3"], {"CPU": 64.0}, 3),
-        (["--compute.cpus-per-worker", "4"], {"CPU": 10.0}, 2),
-        ([], {"CPU": 0.5}, 1),
-        (["--device", "cuda"], {"CPU": 16.0, "GPU": 2.0}, 2),
-        (["--device", "cuda", "--gpus-per-worker", "0.5"], {"CPU": 16.0, "GPU": 2.0}, 4),
-        (["--workers", "2", "--compute.cpus-per-worker", "1"], {"CPU": 5.0}, 2),
+        ("", {"CPU": 2.0}, 2),
+        ("", {"CPU": 64.0}, 16),
+        ("--concurrent 3", {"CPU": 64.0}, 3),
+        ("--compute.cpus-per-worker 4", {"CPU": 10.0}, 2),
+        ("", {"CPU": 0.5}, 1),
+        ("--device cuda", {"CPU": 16.0, "GPU": 2.0}, 2),
+        ("--device cuda --gpus-per-worker 0.5", {"CPU": 16.0, "GPU": 2.0}, 4),
+        ("--workers 2 --compute.cpus-per-worker 1", {"CPU": 5.0}, 2),
+        ("--compute.cpus-per-worker 4", {"CPU": 1.0}, None),
+        ("--device cuda", {"CPU": 1.0}, None),
+        ("--workers 2", {"CPU": 1.0}, None),
     ],
 )
 def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, number):
-    assert sweep.concurrency(tiny_options(tmp_path, *words), cluster)[0] == number
-
-
-def test_a_cluster_too_small_for_one_trial_is_one_line(tmp_path):
-    for words in (["--compute.cpus-per-worker", "4"], ["--device", "cuda"], ["--workers", "2"]):
-        with pytest.raises(ConfigError):
-            sweep.concurrency(tiny_options(tmp_path, *words), {"CPU": 1.0})
+    options = tiny_options(tmp_path, *words.split())
+    with nullcontext() if number else pytest.raises(ConfigError):
+        assert sweep.concurrency(options, cluster)[0] == number
 
 
 def test_a_stale_cluster_address_is_one_line():

@@ -1,6 +1,5 @@
 """What Ray Tune is told to run, and what becomes of each trial; no cluster, but the package is needed."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -31,9 +30,9 @@ def plan_of(sweep, trials=5, stopping=False, search="random"):
     """A searcher, the trials that it says ended, and the numbers of those that it hands out."""
     from tune.search import SweepSearcher
 
-    options, ended = replace(sweep[0], trials=trials, search=search), []
+    options, ended = sweep[0]._replace(trials=trials, search=search), []
     plan = SweepSearcher(sweep[1], options, 3, ended.append, lambda: stopping)
-    names = "abcdefg"[: plan.num_missing]
+    names = "abcdefg"[: len(plan.missing)]
     return plan, ended, [plan.suggest(name)["index"] for name in names]
 
 

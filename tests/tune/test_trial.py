@@ -29,6 +29,12 @@ def fold(options):
     return make_folds(tiny_data(options.config), "folds", 1, 0)[0]
 
 
+@pytest.fixture
+def storage(tmp_path):
+    with claimed(tmp_path / "a") as storage:
+        yield storage
+
+
 def newest(storage, phase):
     return load_newest(storage, phase).tensors
 
@@ -38,67 +44,54 @@ def assert_equal(a, b):
     assert [k for k in a if not torch.equal(a[k], b[k])] == []
 
 
-# -------------------------------------------------------------------------------------------------- training
-def test_epochs_one_by_one_are_the_training_of_uno_discover(options, fold, tmp_path):
+def test_epochs_one_by_one_are_the_training_of_uno_discover(options, fold, storage, tmp_path):
     """Kills: a schedule that restarts with every epoch, a state that is not resumed."""
-    with claimed(tmp_path / "a") as storage:
-        run_tiny(options, tiny_data(options.config), storage)
-        chunks = newest(PartStorage(storage, "trials/0000/fold0-seed0"), run.DISCOVER)
+    run_tiny(options, tiny_data(options.config), storage)
+    chunks = newest(PartStorage(storage, "trials/0000/fold0-seed0"), run.DISCOVER)
     whole = Storage(str(tmp_path / "b"))
-    worker = LocalWorker(CPU)
-    run.run_phase(options.config, run.PRETRAIN, fold.train, worker, whole)
-    run.run_phase(options.config, run.DISCOVER, fold.train, worker, whole)
+    for phase in (run.PRETRAIN, run.DISCOVER):
+        run.run_phase(options.config, phase, fold.train, LocalWorker(CPU), whole)
     assert_equal(chunks, newest(whole, run.DISCOVER))
 
 
-def test_a_killed_trial_goes_on_with_the_same_numbers(options, tmp_path):
-    data = tiny_data(options.config)
-    with claimed(tmp_path / "a") as storage:
-        whole = run_tiny(options, data, storage)
-
+def test_a_killed_trial_goes_on_with_the_same_numbers(options, storage, tmp_path):
     def die(line):
         raise KeyboardInterrupt
 
-    seen = []
-    with claimed(tmp_path / "b") as storage:
+    data, seen = tiny_data(options.config), []
+    whole = run_tiny(options, data, storage)
+    with claimed(tmp_path / "b") as other:
         with pytest.raises(KeyboardInterrupt):
-            run_tiny(options, data, storage, report=die)
-        assert len(records.read_epochs(storage, 0)) == 1
-        storage.append("trials/0000/epochs.jsonl", b'{"epoch": 2, "sc')  # a line cut short
-        again = run_tiny(options, data, storage, report=seen.append)
-    assert [line["epoch"] for line in seen] == [1, 2]  # early stopping sees the earlier epoch too
-    assert seen[0]["score"] == whole[0]["score"]
-    assert seen[1]["score"] == whole[1]["score"]
+            run_tiny(options, data, other, report=die)
+        assert len(records.read_epochs(other, 0)) == 1
+        other.append("trials/0000/epochs.jsonl", b'{"epoch": 2, "sc')  # a line cut short
+        again = run_tiny(options, data, other, report=seen.append)
+    # early stopping sees the earlier epoch too
+    assert [(e["epoch"], e["score"]) for e in seen] == [(e["epoch"], e["score"]) for e in whole]
     assert again == whole[: len(again)]
 
 
-def test_a_score_that_is_not_finite_is_a_numerics_error(options, tmp_path, monkeypatch):
+def test_a_score_that_is_not_finite_is_a_numerics_error(options, storage, monkeypatch):
+    with pytest.raises(NumericsError):  # a divergent configuration
+        run_tiny(options, tiny_data(options.config), storage, overrides={"objective.temperature": 1e-40})
     monkeypatch.setattr(trial, "measure", lambda *args: {"score": float("nan"), "loss": 1.0})
-    with claimed(tmp_path / "a") as storage, pytest.raises(NumericsError, match="epoch 1"):
+    with pytest.raises(NumericsError, match="epoch 1"):
         run_tiny(options, tiny_data(options.config), storage)
 
 
-def test_a_divergent_configuration_is_a_numerics_error(options, tmp_path):
-    with claimed(tmp_path / "a") as storage, pytest.raises(NumericsError):
-        run_tiny(options, tiny_data(options.config), storage, overrides={"objective.temperature": 1e-40})
-
-
-def test_a_trial_of_a_sweep_that_was_taken_over_writes_nothing(options, tmp_path):
-    with claimed(tmp_path / "a") as storage:
-        Storage(storage.uri).write("lock.json", json.dumps({"token": "another"}).encode())
-        with pytest.raises(StorageError, match="taken over"):
-            run_tiny(options, tiny_data(options.config), storage)
-        note_failure(storage, 0, ValueError("x"))
-        assert not storage.exists("trials")
+def test_a_trial_of_a_sweep_that_was_taken_over_writes_nothing(options, storage):
+    Storage(storage.uri).write("lock.json", json.dumps({"token": "another"}).encode())
+    with pytest.raises(StorageError, match="taken over"):
+        run_tiny(options, tiny_data(options.config), storage)
+    note_failure(storage, 0, ValueError("x"))
+    assert not storage.exists("trials")
 
 
 def test_seeds_of_a_trial(options):
     configs = trial_configs(options.config, {"objective.epsilon": 0.1}, 3)
-    assert [c.seed for c in configs] == [0, 1, 2]
-    assert all(c.objective.epsilon == 0.1 for c in configs)
+    assert [(c.seed, c.objective.epsilon) for c in configs] == [(0, 0.1), (1, 0.1), (2, 0.1)]
 
 
-# ----------------------------------------------------------------------------------------------- pretraining
 CHANGES = {
     "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
     "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2, "objective.num_iters": 5,
@@ -112,20 +105,18 @@ CHANGES = {
 
 def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, fold, tmp_path):
     """Kills: a key that changes pretraining and is left out: a trial would start from another's weights."""
-    other = override(options.config, CHANGES)
     covered = {key for key in field_names() if about(key).scope == "discover"}
-    assert {k for k in covered if not k.startswith("discover.")} == {*CHANGES, "method", "model.weights"} - {
-        "discover.base_lr"
-    }
-    found = []
-    method = override(options.config, {"method": "rs"})
-    for name, config in (("a", options.config), ("b", other), ("c", method)):
-        storage = Storage(str(tmp_path / name))
+    phase = {key for key in covered if key.startswith("discover.")}
+    assert covered - phase == {*CHANGES, "method", "model.weights"} - phase
+    found, keys = [], set()
+    for changes in ({}, CHANGES, {"method": "rs"}):
+        config, storage = override(options.config, changes), Storage(str(tmp_path / str(len(found))))
         run.run_phase(config, run.PRETRAIN, fold.train, LocalWorker(CPU), storage)
         found.append(newest(storage, run.PRETRAIN))
+        keys.add(pretrain_key(config, fold))
     assert_equal(*found[:2])
     assert_equal(*found[1:])
-    assert len({pretrain_key(config, fold) for config in (options.config, other, method)}) == 1
+    assert len(keys) == 1
 
 
 @pytest.mark.parametrize(
@@ -142,36 +133,31 @@ def test_each_fold_has_its_own_pretraining(options):
     assert len({pretrain_key(options.config, p) for p in folds}) == 2
 
 
-def test_pretraining_is_trained_once(options, fold, tmp_path):
+def test_pretraining_is_trained_once(options, fold, storage):
     configs = [override(options.config, {"model.num_heads": n}) for n in (2, 3)]
-    with claimed(tmp_path / "a") as storage:
-        lease = Leases().lease
-        folders = {shared_pretraining(c, fold, LocalWorker(CPU), storage, lease) for c in configs}
-    assert len(folders) == 1
-    assert len(Storage(folders.pop()).read("starts.log").splitlines()) == 1
+    lease = Leases().lease
+    [folder] = {shared_pretraining(c, fold, LocalWorker(CPU), storage, lease) for c in configs}
+    assert len(Storage(folder).read("starts.log").splitlines()) == 1
 
 
 def test_a_lease_has_one_living_owner(monkeypatch):
     lease = Leases().lease
-    assert lease("key", "a", 9)
-    assert not lease("key", "b", 9)
-    assert lease("other", "b", 9)
+    assert lease("key", "a", 9) and not lease("key", "b", 9) and lease("other", "b", 9)
     assert lease("key", "a", 9)  # renews
     assert not lease("key", "b", 0)  # not the owner
     assert not lease("key", "b", 9)
-    assert lease("key", "a", 0)
-    assert lease("key", "b", 9)
+    assert lease("key", "a", 0) and lease("key", "b", 9)
     now = time.monotonic()
     monkeypatch.setattr(trial.time, "monotonic", lambda: now + 10)
     assert lease("key", "a", 9)  # b died
 
 
-def test_a_failed_pretraining_gives_its_lease_back(options, fold, tmp_path, monkeypatch):
+def test_a_failed_pretraining_gives_its_lease_back(options, fold, storage, monkeypatch):
     def fail(*args):
         raise NumericsError("no")
 
     monkeypatch.setattr(run, "run_phase", fail)
     lease = Leases().lease
-    with claimed(tmp_path / "a") as storage, pytest.raises(NumericsError):
+    with pytest.raises(NumericsError):
         shared_pretraining(options.config, fold, LocalWorker(CPU), storage, lease)
     assert lease(pretrain_key(options.config, fold), "another", 9)
