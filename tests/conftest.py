@@ -36,13 +36,9 @@ def ray_cluster() -> Iterator[Any]:
 
     wait_until_free(AGENT_PORT)
     ray.init(
-        address="local",
-        num_cpus=NUM_CPUS,
-        include_dashboard=True,
-        object_store_memory=200 * 2**20,
-        log_to_driver=False,
-        _temp_dir=folder,
-    )
+        address="local", num_cpus=NUM_CPUS, include_dashboard=True, object_store_memory=200 * 2**20,
+        log_to_driver=False, _temp_dir=folder,
+    )  # fmt: skip
     yield ray
     ray.shutdown()
     _set(before)

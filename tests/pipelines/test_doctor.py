@@ -1,7 +1,5 @@
 """``uno doctor`` as a command: its lines and exit codes."""
 
-import pytest
-
 from pipelines import cli, doctor
 from tests.pipelines.small import SMALL
 from uno.data.files import Storage
@@ -11,13 +9,6 @@ from uno.runs.checkpoint import checkpoint_steps
 
 def run(*argv: str) -> int:
     return cli.guard(doctor.main, argv)
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    output = tmp_path_factory.mktemp("stopped") / "run"
-    assert cli.main(["pretrain", *SMALL, "--output", str(output)]) == 0
-    return output
 
 
 def test_the_machine(capsys, monkeypatch):
@@ -34,15 +25,17 @@ def test_the_machine(capsys, monkeypatch):
     )
 
 
-def test_a_run_damaged_and_repaired(stopped, capsys, monkeypatch):
+def test_a_run_damaged_and_repaired(tmp_path, capsys, monkeypatch):
     """Exit 0 with warnings, 4 without a checkpoint that verifies; a start does the same by itself."""
     monkeypatch.setattr(lock, "RENEW_S", 0.1)
-    storage = Storage(str(stopped))
+    storage, stopped = Storage(str(tmp_path / "run")), tmp_path / "run"
+    pretrain = ["pretrain", *SMALL, "--output", str(stopped)]
+    assert cli.main(pretrain) == 0
     assert checkpoint_steps(storage, "pretrain") == [6, 9]
     storage.write("checkpoints/pretrain/step_00000009/state.json", b"{}")
     assert run(str(stopped)) == 0
     assert "warning  pretrain step 9: state.json is damaged; an older one is used" in capsys.readouterr().out
-    assert cli.main(["pretrain", *SMALL, "--output", str(stopped)]) == 0
+    assert cli.main(pretrain) == 0
     line = "warning: removed the damaged checkpoint of pretrain step 9 (state.json is damaged)"
     assert line in capsys.readouterr().out
     assert checkpoint_steps(storage, "pretrain") == [6, 9]
@@ -53,7 +46,7 @@ def test_a_run_damaged_and_repaired(stopped, capsys, monkeypatch):
     assert run(str(stopped), "--repair") == 4
     out = capsys.readouterr().out
     assert "nothing is repaired" in out and "error    none of the 2 checkpoints" in out
-    assert cli.main(["pretrain", *SMALL, "--output", str(stopped)]) == 4
+    assert cli.main(pretrain) == 4
     assert "use --fresh" in capsys.readouterr().err
 
 

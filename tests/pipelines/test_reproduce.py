@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import torch
 from pipelines import cells, cli, reproduce
 from pipelines.cells import Job, RayProcess, read_attempts, run_jobs
 from pipelines.options import RAY_JOB
-from tests.pipelines.small import SMALL
+from tests.pipelines.small import SMALL, wait_for
 from uno.config import Config, dump_yaml, override
 from uno.errors import ConfigError, Interrupted
 
@@ -64,7 +63,6 @@ def run(request, codes=None):
     return processes, {job.name: attempt for job, attempt in ended}
 
 
-# --------------------------------------------------------------------------------------------- command line
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -93,30 +91,19 @@ def test_mistakes_are_one_line_and_nothing_starts(words, message, capsys, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_chosen_rows_bring_what_they_are_compared_to():
-    """Kills: rows without the reference row, without the row whose runs they read."""
-    for words, expected in (
-        (["ablation", "--rows", "no-concat"], {"uno", "no-concat"}),
-        (["rotation", "--rows", "rs-plus-rotation"], {"uno", "rs-plus", "rs-plus-rotation"}),
-    ):
-        assert {row.key for row in reproduce.parse(words).table.rows} == expected
-
-
-def test_cells_of_many_workers_run_one_at_a_time(request_of):
-    """Kills: as many Ray runs at a time as there are cores or GPUs."""
+def test_what_a_command_line_leads_to(request_of, monkeypatch):
+    """Kills: rows without the reference row or the row whose runs they read; as many Ray runs at a time as
+    there are cores; a record that says where and how fast.
+    """
+    chosen = reproduce.parse(["rotation", "--rows", "rs-plus-rotation"]).table.rows
+    assert {row.key for row in chosen} == {"uno", "rs-plus", "rs-plus-rotation"}
     assert reproduce._default_parallel(request_of("--workers", "2").compute) == 1
     assert reproduce._default_parallel(request_of("--device", "cpu").compute) == (os.cpu_count() or 1)
-
-
-def test_a_ray_job_needs_an_absolute_output(monkeypatch):
+    words = ["ablation", "--output", "x", "--seeds", "3", "--record=y", "--parallel", "1", "--recipe", "v2"]
+    assert reproduce.parse(words).command == "uno reproduce ablation --seeds 3 --recipe v2"
     monkeypatch.setenv(RAY_JOB, "{}")
     with pytest.raises(ConfigError, match="inside a Ray job --output must be an absolute path"):
         reproduce.parse(["ablation"])
-
-
-def test_the_recorded_command_leaves_out_where_and_how_fast():
-    words = ["ablation", "--output", "x", "--seeds", "3", "--record=y", "--parallel", "1", "--recipe", "v2"]
-    assert reproduce.parse(words).command == "uno reproduce ablation --seeds 3 --recipe v2"
 
 
 def test_dry_run_lists_cells_and_cost(capsys, tmp_path, monkeypatch):
@@ -127,9 +114,10 @@ def test_dry_run_lists_cells_and_cost(capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------------ queue
-def test_pretrainings_are_shared_and_come_first(request_of):
-    """Kills: a cell before its pretraining, a pretraining for each cell, weights of another seed."""
+def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
+    """Kills: a cell before its pretraining, a pretraining for each cell, weights of another seed; a second
+    run of anything, seeds that cannot be added, a lost cell that stays lost.
+    """
     request = request_of()
     jobs = reproduce.plan(request)
     assert len(request.cells) == 8 and len(jobs) == 8 + 4
@@ -143,12 +131,6 @@ def test_pretrainings_are_shared_and_come_first(request_of):
     order = processes.started
     assert all(order.index(job.needs) < order.index(job.name) for job in jobs if job.needs)
     assert processes.most == 2
-
-
-def test_finished_cells_are_never_repeated(request_of):
-    """Kills: a second run of anything, seeds that cannot be added, a lost cell that stays lost."""
-    request = request_of()
-    run(request)
     assert reproduce.plan(request) == []
     more = reproduce.plan(request_of("--seeds", "3"))
     assert [job.label.rpartition(" ")[2] for job in more] == ["2"] * 6
@@ -165,6 +147,9 @@ def test_failures_are_noted_and_only_divergence_is_final(request_of):
     attempts = read_attempts(request.output)
     assert attempts[diverged].failed and attempts[full].failed and not attempts[stopped].failed
     assert attempts[diverged].seconds == pytest.approx(told[diverged].seconds, abs=0.01)
+    with (request.output / cells.ATTEMPTS).open("a") as file:
+        file.write('{"job": "cells/cut short", "sec')
+    assert read_attempts(request.output) == attempts
     assert {job.name for job in reproduce.plan(request)} == {full, stopped}
 
 
@@ -214,12 +199,6 @@ def test_a_directory_of_other_settings_is_refused(request_of):
         reproduce.plan(request)
 
 
-def test_attempts_survive_a_line_cut_short(tmp_path):
-    line = json.dumps({"job": "cells/a", "seconds": 1.5, "code": 0, "reason": ""})
-    (tmp_path / cells.ATTEMPTS).write_text(f'{line}\n{line}\n{{"job": "cells/b", "sec')
-    assert {name: past.seconds for name, past in read_attempts(tmp_path).items()} == {"cells/a": 3.0}
-
-
 def test_a_signal_stops_the_queue(tmp_path):
     """Kills: a driver that starts the next cell after SIGTERM."""
     jobs = [Job(f"cells/{i}", Config(), str(i)) for i in range(3)]
@@ -240,12 +219,7 @@ def test_a_process_ends_with_its_driver(tmp_path):
     parent += f"print(start_here([sys.executable, '-c', {child!r}], Path({str(tmp_path / 'log')!r})).pid)"
     ended = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=60)
     pid = int(ended.stdout)
-    for _ in range(200):
-        if not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text():
-            return
-        time.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the process outlives its driver")
+    wait_for(lambda: not (path := Path(f"/proc/{pid}/status")).exists() or "zombie" in path.read_text(), 20)
 
 
 @pytest.mark.slow
@@ -256,9 +230,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     words = ["ablation", "--rows", "no-overclustering", "--seeds", "2", "--output", str(out)]
     words += ["--parallel", "2", *TINY]
     driver = subprocess.Popen([sys.executable, "-m", "pipelines.reproduce", *words], stderr=subprocess.PIPE)
-    while not list(out.glob("cells/*/metrics.json")):
-        assert driver.poll() is None
-        time.sleep(0.2)
+    wait_for(lambda: any(out.glob("cells/*/metrics.json")), 600)
     driver.terminate()
     _, said = driver.communicate(timeout=120)
     assert driver.returncode == 75 and b"resume with the same command" in said
@@ -287,15 +259,12 @@ def test_cells_on_ray(ray_cluster, tmp_path):
         return RayProcess(ray_cluster, {"num_cpus": 1}, [sys.executable, "-c", script], tmp_path / name)
 
     def code(process):
-        while process.poll() is None:
-            time.sleep(0.1)
+        wait_for(lambda: process.poll() is not None)
         return process.poll()
 
     done, failed = (start(str(i), f"print('said'); raise SystemExit({i})") for i in (0, 3))
     assert (code(done), code(failed)) == (0, 3) and (tmp_path / "3").read_text() == "said\n"
     saving, log = start("saving", SAVES), tmp_path / "saving"
-    while not log.exists() or "ready" not in log.read_text():
-        assert saving.poll() is None
-        time.sleep(0.1)
+    wait_for(lambda: log.exists() and "ready" in log.read_text())
     saving.terminate()
     assert code(saving) == Interrupted.exit_code and "saved" in log.read_text()
