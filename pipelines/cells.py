@@ -1,7 +1,7 @@
 """Runs as processes of their own, on this machine or in Ray actors, each after the one it starts from.
 
 A job is ``uno pretrain`` or ``uno discover`` with a configuration file, in a directory below one output
-directory. How each attempt ended, and after how many seconds, stands in ``attempts.jsonl`` there.
+directory, whose ``attempts.jsonl`` notes how each attempt ended, and after how many seconds.
 """
 
 import json
@@ -79,9 +79,8 @@ def start_here(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 class RayProcess:
-    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``.
-
-    It runs in an actor, since a task can only be cancelled, and Ray's interrupt may get lost on its way.
+    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``. In an actor:
+    a task can only be cancelled, and Ray's interrupt may get lost on its way.
     """
 
     def __init__(self, ray: Any, resources: dict[str, float], command: list[str], log: Path) -> None:

@@ -146,10 +146,8 @@ def prepare(config: Config, task: Task | None = None) -> Task:
     run.plans(config, labeled, unlabeled, config.compute.workers)
     if config.compute.workers == 0:
         local_device(config)
-    say(
-        f"{task.rows.source}: {labeled:,} labeled rows of {len(task.known)} known classes, "
-        f"{unlabeled:,} unlabeled rows, {task.num_novel} classes to discover"
-    )
+    rows = f"{labeled:,} labeled rows of {len(task.known)} known classes, {unlabeled:,} unlabeled rows"
+    say(f"{task.rows.source}: {rows}, {task.num_novel} classes to discover")
     return task
 
 
@@ -180,9 +178,9 @@ def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[st
     config, task, storage = job.config, job.task, job.claim.storage
     torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
     worker = LocalWorker(local_device(config), show)
+    train: TrainData
+    truth: Callable[[], Mapping[str, EvalData]]
     with on_stop(lambda: setattr(worker, "stop_requested", True), STOPPING):
-        train: TrainData
-        truth: Callable[[], Mapping[str, EvalData]]
         if config.data.ingest == "streaming":
             stream = streaming_set(config, task, storage)
             train, truth = stream, partial(streaming_eval_sets, config, task, stream.bad)
@@ -196,8 +194,8 @@ def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[st
             run.run_phase(config, phase, train, worker, storage)
     if not job.evaluate:
         return {}, task
-    values = evaluate_run(config, storage, train, truth(), len(task.known) + len(task.novel), worker)
-    return values, task
+    num_true = len(task.known) + len(task.novel)
+    return evaluate_run(config, storage, train, truth(), num_true, worker), task
 
 
 def _write_results(storage: Storage, values: dict[str, float]) -> None:

@@ -41,6 +41,7 @@ DATA_OPTIONS = {
     "imagenet": "ImageNet: train/ and val/ with wnid folders",
     "cifar10-jpeg": "CIFAR10 as JPEG in Parquet, for --scale small: adds a subset of it",
 }
+RUNNER = Literal["auto", "processes", "ray"]
 REPRODUCE = Command(
     "reproduce",
     {
@@ -52,11 +53,7 @@ REPRODUCE = Command(
         "--datasets": Argument("Only these data sets of the table.", list[str], ()),
         "--rows": Argument("Only these rows, and the reference row.", list[str], ()),
         "--parallel": Argument("Cells at a time; default: cores / threads, or the GPUs.", PositiveInt | None),
-        "--runner": Argument(
-            "auto: Ray where RAY_ADDRESS is set or there are several GPUs.",
-            Literal["auto", "processes", "ray"],
-            "auto",
-        ),
+        "--runner": Argument("auto: Ray where RAY_ADDRESS is set or there are several GPUs.", RUNNER, "auto"),
         "--record": Argument("Also write README.md and result.json there.", str | None),
         "--dry-run": switch("List the cells and what they would cost."),
     },
@@ -164,22 +161,20 @@ def plan(request: Request) -> list[Job]:
 def _check_data(configs: Sequence[Config]) -> None:
     """The preflight checks of a run, once for each data set and its classes."""
     for config in {(c.data, c.train.batch_size, c.augment): c for c in configs}.values():
-        auto = {"num_novel": 1} if config.data.num_novel == "auto" else {}
-        data = config.data.model_copy(update=auto)
-        errors = [p for p in check(make_task(read_rows(data), data), config) if p.level == "error"]
-        if errors:
-            raise ConfigError(f"{data.source}: {errors[0].message}")
+        data = config.data.model_copy(update={"num_novel": 1} if config.data.num_novel == "auto" else {})
+        for problem in check(make_task(read_rows(data), data), config):
+            if problem.level == "error":
+                raise ConfigError(f"{data.source}: {problem.message}")
 
 
 def _check_stored(run: Path, config: Config) -> None:
     """Raise ConfigError where a directory holds a cell of other settings."""
-    if not (run / "config.yaml").exists():
-        return
-    stored = override(Config(), read_config_tree(Storage(str(run))))  # fields it does not know: defaults
-    free = {"model.weights", *(["data.num_novel"] if config.data.num_novel == "auto" else [])}
-    keys = [key for key in differing_keys(to_dict(stored), config) if key not in free]
-    if keys:
-        raise ConfigError(f"{run} was run with other settings: {', '.join(keys[:6])}; use another --output")
+    if (run / "config.yaml").exists():
+        stored = override(Config(), read_config_tree(Storage(str(run))))  # fields it does not know: defaults
+        free = {"model.weights", *(["data.num_novel"] if config.data.num_novel == "auto" else [])}
+        if keys := [key for key in differing_keys(to_dict(stored), config) if key not in free]:
+            some = ", ".join(keys[:6])
+            raise ConfigError(f"{run} was run with other settings: {some}; use another --output")
 
 
 def _describe(request: Request, jobs: Sequence[Job]) -> None:
@@ -244,11 +239,8 @@ def _default_parallel(compute: ComputeConfig) -> int:
 
 
 def write_tables(request: Request) -> None:
-    """Write Markdown, Parquet, HTML and, where asked for, the record; show the table.
-
-    Raises:
-        ConfigError, NumericsError, StorageError: some cells failed; the tables are written and say so.
-        Interrupted: some have no result yet.
+    """Write Markdown, Parquet, HTML and, where asked for, the record; show the table. Where cells failed or
+    have no result yet, that is raised after.
     """
     attempts = read_attempts(request.output)
     found = effects.read(

@@ -94,11 +94,10 @@ def explanations(found: Results) -> list[str]:
     if found.effects and chance is not None:
         named = " (or the row that is named)" if any(row.versus != REFERENCE for row in table.rows) else ""
         said.append(
-            f"Effects are differences to {table.row(REFERENCE).name}{named} of the same seed. "
-            f"Shown: with its paper's sign, at least {ERRORS:g} standard errors from zero, over seeds and "
-            "as a count of at least 4 images. "
-            f"With {found.seeds} seeds an effect of zero looks so clear in {100 * chance:.0f} % of cases: "
-            "where n is small a verdict is a hint."
+            f"Effects are differences to {table.row(REFERENCE).name}{named} of the same seed. Shown: with "
+            f"its paper's sign, at least {ERRORS:g} standard errors from zero, over seeds and as a count of at "
+            f"least 4 images. With {found.seeds} seeds an effect of zero looks so clear in "
+            f"{100 * chance:.0f} % of cases: where n is small a verdict is a hint."
         )
     said += [*table.notes, *found.remarks]
     if found.changes:
@@ -126,12 +125,10 @@ def decision(found: Results) -> str:
 
 def facts(found: Results, command: str) -> dict[str, str]:
     """Command, hardware, versions and times."""
-    return {
-        "command": command,
-        "hardware": "; ".join(found.hardware) or DASH,
-        "versions": ", ".join(f"{name} {value}" for name, value in found.versions.items() if value),
-        "minutes": f"{found.total_minutes:.1f} in all, as the sum of all processes",
-    }
+    versions = ", ".join(f"{name} {value}" for name, value in found.versions.items() if value)
+    minutes = f"{found.total_minutes:.1f} in all, as the sum of all processes"
+    hardware = "; ".join(found.hardware) or DASH
+    return {"command": command, "hardware": hardware, "versions": versions, "minutes": minutes}
 
 
 def markdown(found: Results) -> str:
@@ -214,11 +211,10 @@ def charts(found: Results) -> list[Chart]:
         drawn.append(line_chart(title, label, [_points(*one) for one in series.items()]))
         ours = series.pop("UNO", {})
         series.pop("chance", None)
-        margins = [
-            _points(name, {x: 100 * (ours[x] - y) / ours[x] for x, y in other.items() if ours.get(x)})
-            for name, other in series.items()
-        ]
-        drawn.append(line_chart(f"{benchmark.name}: margin of UNO, percent of its accuracy", label, margins))
+        for name, other in series.items():
+            series[name] = {x: 100 * (ours[x] - y) / ours[x] for x, y in other.items() if ours.get(x)}
+        title = f"{benchmark.name}: margin of UNO, percent of its accuracy"
+        drawn.append(line_chart(title, label, [_points(*one) for one in series.items()]))
     return [chart for chart in drawn if chart is not None]
 
 
@@ -248,13 +244,9 @@ def write(storage: Storage, found: Results, command: str, figures: Sequence[Figu
 def write_record(storage: Storage, found: Results, command: str, figures: Sequence[Figure]) -> None:
     """``README.md``, ``result.json`` (hardware, versions, raw values, decision) and figures as HTML."""
     where = facts(found, command)
-    text = [
-        f"# {found.table.question}",
-        f"    {command}",
-        markdown(found).split("\n\n", 2)[2],
-        f"Hardware: {where['hardware']}. {where['versions']}. Minutes: {where['minutes']}.",
-        f"Decision: {_inert(decision(found))}",
-    ]
+    text = [f"# {found.table.question}", f"    {command}", markdown(found).split("\n\n", 2)[2]]
+    text.append(f"Hardware: {where['hardware']}. {where['versions']}. Minutes: {where['minutes']}.")
+    text.append(f"Decision: {_inert(decision(found))}")
     if figures or charts(found):
         text.append("Drawings: [figures.html](figures.html).")
         storage.write("figures.html", html(found, command, figures).encode())

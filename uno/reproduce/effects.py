@@ -127,8 +127,7 @@ def _readings(table: Table, cell: Cell, metrics: Mapping[str, Any]) -> Iterator[
 
 def _effects(table: Table, cells: Sequence[Cell], values: Mapping[Key, Measured]) -> dict[Key, Effect]:
     """Rows against the row each is compared to, where both have values of the same seeds."""
-    num_rows = _row_counts(cells) if table.effects else {}
-    effects = {}
+    num_rows, effects = _row_counts(cells) if table.effects else {}, {}
     for benchmark, row, evaluation in itertools.product(table.benchmarks, table.rows, table.evaluations):
         for group in table.effects.get(evaluation.name, ()) if row.claim else ():
             key, other = ((benchmark.key, k, evaluation.name, group) for k in (row.key, row.versus))

@@ -48,11 +48,8 @@ def save_checkpoint(
         return
     state = {"format_version": FORMAT_VERSION, "step": checkpoint.step, **checkpoint.state}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
-    files = {
-        TENSORS: safetensors.torch.save(tensors),
-        STATE: json.dumps(state, indent=1).encode(),
-        CONFIG: config_yaml.encode(),
-    }
+    files = {TENSORS: safetensors.torch.save(tensors), STATE: json.dumps(state, indent=1).encode()}
+    files[CONFIG] = config_yaml.encode()
     manifest = {name: _entry(data) for name, data in files.items()}
     files[MANIFEST] = json.dumps(manifest, indent=1).encode()  # the last to be written
     storage.delete(directory)
@@ -76,10 +73,8 @@ def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
 
 
 def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
-    """The newest checkpoint that verifies; None where the phase has none. Warns about newer ones.
-
-    Raises:
-        StorageError: checkpoints exist but none verifies; starting over must be the user's decision.
+    """The newest checkpoint that verifies; None where the phase has none. Warns about newer ones. Where none
+    of those there are verifies, a StorageError: starting over must be the user's decision.
     """
     newest, problems = read_checkpoints(storage, phase)
     for step, problem in problems.items():
@@ -101,10 +96,9 @@ def read_checkpoints(
         if newest is not None and not every:
             break
     if problems and newest is None:
-        raise StorageError(
-            f"none of the {len(problems)} checkpoints in {storage.path('checkpoints/' + phase)} verifies "
-            f"({problems[max(problems)]}); use --fresh to start over"
-        )
+        where, why = storage.path(f"checkpoints/{phase}"), problems[max(problems)]
+        none = f"none of the {len(problems)} checkpoints in {where} verifies ({why})"
+        raise StorageError(f"{none}; use --fresh to start over")
     return newest, problems
 
 

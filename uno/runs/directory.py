@@ -1,6 +1,5 @@
 """A run's directory: who may use it, what is wrong with it, and the repairs that cannot lose anything."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -27,18 +26,14 @@ LEFTOVERS = {
 
 
 def is_run(storage: Storage) -> bool:
-    """Whether the directory holds a run; False where it is empty, or a kill came before ``config.yaml``.
-
-    Raises:
-        ConfigError: it holds something else.
+    """Whether the directory holds a run; False where it is empty, or a kill came before ``config.yaml``;
+    ConfigError where it holds something else.
     """
     if storage.exists(CONFIG_FILE):
         return True
     if any(name != ENVIRONMENT_FILE and not lock.ours(name) for name in storage.list()):
-        raise ConfigError(
-            f"{storage.uri} is not empty and holds no run (no {CONFIG_FILE}); nothing there is touched, "
-            "choose another --output"
-        )
+        problem = f"{storage.uri} is not empty and holds no run (no {CONFIG_FILE})"
+        raise ConfigError(f"{problem}; nothing there is touched, choose another --output")
     return False
 
 
@@ -54,10 +49,9 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
         return
     keys = differing_keys(read_config_tree(storage), config)
     if keys:
-        raise ConfigError(
-            f"{storage.uri} holds a run with other settings: {', '.join(keys[:6])}"
-            f"{' ...' if len(keys) > 6 else ''}; use those, --fresh, or another --output"
-        )
+        some = ", ".join(keys[:6]) + (" ..." if len(keys) > 6 else "")
+        advice = "use those, --fresh, or another --output"
+        raise ConfigError(f"{storage.uri} holds a run with other settings: {some}; {advice}")
     known = _read(storage, ENVIRONMENT_FILE)
     found = known.get("format_version")
     if found != FORMAT_VERSION:
@@ -102,10 +96,8 @@ def heal(storage: Storage, thorough: bool = False) -> list[str]:
 
     That is: files a killed writer left, Ray's bookkeeping, a STOP file, and damaged checkpoints where an
     older one verifies (``thorough``: all that are damaged, not only those newer than the newest valid one).
-    Returns a line for everything that had a meaning once.
-
-    Raises:
-        StorageError: a phase has checkpoints and none verifies; nothing of it is removed.
+    Returns a line for everything that had a meaning once. StorageError: a phase has checkpoints and none
+    verifies; nothing of it is removed.
     """
     lines = []
     for phase in runs.PHASES:
@@ -184,14 +176,11 @@ def _of_environment(storage: Storage) -> Finding:
     if known.get("format_version") != FORMAT_VERSION:
         text = f"format version {known.get('format_version')}, not {FORMAT_VERSION}"
         return Finding("error", text, "--fresh")
-    changed = []
-    for name in ("torch", "torchvision", "numpy"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            now = importlib.metadata.version(name)
-            if versions.get(name, now) != now:
-                changed.append(f"{name} {versions[name]} is {now} now")
+    now = environment("")["versions"]
+    pairs = [(name, versions.get(name, now[name])) for name in ("torch", "torchvision", "numpy")]
+    changed = ", ".join(f"{name} {then} is {now[name]} now" for name, then in pairs if then != now[name])
     if changed:
-        return Finding("warning", ", ".join(changed), "it resumes, but not to the bit")
+        return Finding("warning", changed, "it resumes, but not to the bit")
     return Finding("ok", f"{ENVIRONMENT_FILE} names the versions installed here")
 
 

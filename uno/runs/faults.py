@@ -72,10 +72,8 @@ def _parse(part: str) -> list[Fault]:
     numbers = [values[name] for name in ("rank", "times", "seed")]
     known = given.keys() <= {unit, *optional} and values["phase"] in PHASES
     if not (found and known and all(map(str.isdecimal, numbers))):
-        raise ConfigError(
-            f"{VARIABLE}: {part!r} is not KIND:key=value,... with {unit}=N or {unit}=N..M and any of "
-            f"{', '.join(sorted(optional))}"
-        )
+        form = f"KIND:key=value,... with {unit}=N or {unit}=N..M and any of {', '.join(sorted(optional))}"
+        raise ConfigError(f"{VARIABLE}: {part!r} is not {form}")
     rank, times, seed = map(int, numbers)
     steps = range(int(found[1]), int(found[2] or found[1]) + 1)
     if len(steps) < times:
@@ -132,10 +130,8 @@ def in_driver(show: Callable[[dict[str, Any]], None], storage: Storage) -> Calla
 def _concerns(fault: Fault, rank: int) -> bool:
     if fault.kind != "kill-node":
         return fault.kind in RANKED and fault.rank == rank
-    try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    except OSError:
-        return False
+    parent = Path(f"/proc/{os.getppid()}/cmdline")
+    words = parent.read_text().split("\0") if parent.exists() else [""]
     return words[0].endswith("/raylet") and "--head" not in words  # a node manager of Ray, not the head's
 
 

@@ -35,10 +35,8 @@ class ClaimedStorage(Storage):
         """Raise StorageError, before every write, unless the claim holds."""
         found = _read(self)
         if found is None:
-            raise StorageError(
-                f"{self.path(LOCK_FILE)} is not visible on {socket.gethostname()}: the run was deleted, "
-                "or --output is not on storage that all nodes share"
-            )
+            problem = f"{self.path(LOCK_FILE)} is not visible on {socket.gethostname()}: the run was deleted"
+            raise StorageError(f"{problem}, or --output is not on storage that all nodes share")
         if found.get("token") != self.token:
             raise StorageError(f"{self.uri} was taken over by {_who(found)}; this run stops writing")
 

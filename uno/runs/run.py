@@ -102,10 +102,7 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
     """Carry the encoder over from ``config.model.weights`` or this run's pretraining.
 
     Returns whether the known prototypes came along: not of a file, nor of another number of classes.
-
-    Raises:
-        ConfigError: the weights do not fit this encoder.
-        StorageError: there are no weights, or they cannot be read.
+    ConfigError: the weights do not fit this encoder. StorageError: there are none, or they cannot be read.
     """
     source = config.model.weights
     if source is not None and source.endswith(".safetensors"):
