@@ -79,8 +79,8 @@ def start_here(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 class RayProcess:
-    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``. In an actor:
-    a task can only be cancelled, and Ray's interrupt may get lost on its way.
+    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``. It runs in
+    an actor: a task can only be cancelled, and Ray's interrupt may get lost on its way.
     """
 
     def __init__(self, ray: Any, resources: dict[str, float], command: list[str], log: Path) -> None:

@@ -95,8 +95,8 @@ def explanations(found: Results) -> list[str]:
         named = " (or the row that is named)" if any(row.versus != REFERENCE for row in table.rows) else ""
         said.append(
             f"Effects are differences to {table.row(REFERENCE).name}{named} of the same seed. Shown: with "
-            f"its paper's sign, at least {ERRORS:g} standard errors from zero, over seeds and as a count of at "
-            f"least 4 images. With {found.seeds} seeds an effect of zero looks so clear in "
+            f"its paper's sign, at least {ERRORS:g} standard errors from zero, over seeds and as a count of "
+            f"at least 4 images. With {found.seeds} seeds an effect of zero looks so clear in "
             f"{100 * chance:.0f} % of cases: where n is small a verdict is a hint."
         )
     said += [*table.notes, *found.remarks]
