@@ -21,6 +21,11 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def model(run):
+    return uno.load(run)
+
+
 def test_importing_uno_is_cheap():
     code = "import sys, uno; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -28,12 +33,11 @@ def test_importing_uno_is_cheap():
         _ = uno.nonsense
 
 
-def test_every_kind_of_image_gives_the_same(run, tmp_path):
+def test_every_kind_of_image_gives_the_same(model, tmp_path):
     pixels = read_digits().images[:20]
     paths = [tmp_path / f"{i}.png" for i in range(20)]
     for path, image in zip(paths, pixels, strict=True):
         Image.fromarray(image).save(path)
-    model = uno.load(run)
     assert model.size == 8 and [c.name for c in model.classes][4:6] == ["4", "novel-1"]
     expected = model.predict(pixels)
     opened = [Image.open(path) for path in paths]
@@ -67,29 +71,23 @@ def test_the_numbers_are_those_of_the_model(run, tmp_path):
     assert len(list(found)) == 600
 
 
-def test_unreadable_images_are_rows_with_a_reason(run, tmp_path):
+def test_unreadable_images_are_rows_with_a_reason(model, tmp_path):
     readable = write_damaged(tmp_path)
-    model = uno.load(run)
     found = model.predict([tmp_path / name for name in readable])
     assert [reason is None for reason in found.reason] == list(readable.values())
-    truncated = Image.open(tmp_path / "truncated-half.jpg")
-    found = model.predict([truncated, np.zeros((9, 5, 3), np.uint8), Image.new("F", (4, 4)), "/no/such/file"])
-    truncated.close()
+    grey = np.zeros((9, 5, 3), np.uint8)
+    with Image.open(tmp_path / "truncated-half.jpg") as truncated:
+        found = model.predict([truncated, grey, Image.new("F", (4, 4)), "/no/such/file"])
     assert found.class_index.tolist()[::2] == [-1, -1] and found.class_index[1] >= 0
     assert found[2].class_name is None and "floating-point" in found[2].reason
     assert np.isnan(found[0].probability) and found[3].reason == "No such file or directory"
-
-
-def test_a_rotated_picture_is_turned_upright(run, tmp_path):
-    write_damaged(tmp_path)
-    model = uno.load(run)
+    # a rotated picture is turned upright
     with Image.open(tmp_path / "rotated.jpg") as picture:
         found = model.predict([picture, tmp_path / "rotated.jpg"])
     np.testing.assert_allclose(found.probabilities[0], found.probabilities[1], atol=0.05)
 
 
-def test_nothing_and_nonsense(run, tmp_path):
-    model = uno.load(run)
+def test_nothing_and_nonsense(model, tmp_path):
     empty = model.predict([])
     assert len(empty) == 0 and empty.probabilities.shape == (0, 10)
     for images, words in (

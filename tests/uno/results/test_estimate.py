@@ -12,19 +12,14 @@ from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.presets import preset
+from uno.results import estimate as estimating
 from uno.results.estimate import (
     Features,
     Settings,
     Split,
     anchor_choices,
     class_f1,
-    class_splits,
-    estimate_num_novel,
     interval,
-    largest_best,
-    pretrain_split,
-    run_here,
-    score_clusters,
     suggest,
     whiten,
 )
@@ -58,17 +53,14 @@ def estimate(tmp_path):
 
         def tasks(function, shared, items):
             run.calls.append(function)
-            if function is not pretrain_split:
-                yield from run_here(function, shared, items)
-                return
-            for position, (split, *_) in enumerate(items):
-                labels = np.where(truth < 6, truth, -1)
-                rest = ~np.isin(labels, split.pretrain)
-                yield position, Features(points[rest], labels[rest])
+            if function is not estimating.pretrain_split:
+                return estimating.run_here(function, shared, items)
+            labels = np.where(truth < 6, truth, -1)
+            rests = [~np.isin(labels, split.pretrain) for split, *_ in items]
+            return enumerate([Features(points[rest], labels[rest]) for rest in rests])
 
-        return estimate_num_novel(
-            config, train, list("abcdef"), Storage(str(tmp_path)), "cpu", settings, tasks
-        )
+        storage, known = Storage(str(tmp_path)), list("abcdef")
+        return estimating.estimate_num_novel(config, train, known, storage, "cpu", settings, tasks)
 
     return run
 
@@ -82,17 +74,16 @@ def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     """
     data = synthetic(6 + num_novel)
     found = estimate(*data, QUICK)
-    assert found.low == found.num_novel == num_novel
-    assert num_novel <= found.high and num_novel <= found.suggested <= 2 * num_novel
+    assert found.low == found.num_novel == num_novel <= found.high
+    assert num_novel <= found.suggested <= 2 * num_novel
     assert found.ks == list(range(8)) and found.at_limit == (found.high == 7)
     curve = found.curves["f1"]
-    assert curve[num_novel] > 0.99
-    assert max(curve[:num_novel]) <= curve[num_novel] > max(curve[num_novel + 1 :])
+    assert max(curve[:num_novel]) <= curve[num_novel] > max(0.99, *curve[num_novel + 1 :])
     assert found.sizes["clusters"][found.sizes["ratios"].index(0.3)] == num_novel
     assert len(found.splits) == 2
     for split in found.splits:
         assert sorted(split["pretrain"] + split["probe"]) == list("abcdef")
-        assert len(split["roles"]) == 6 and all(len(role["f1"]) == 8 for role in split["roles"])
+        assert [len(role["f1"]) for role in split["roles"]] == [8] * 6
     assert json.loads((tmp_path / ESTIMATE_FILE).read_text()) == json.loads(json.dumps(asdict(found)))
     again = estimate(*data, replace(QUICK, max_novel=4))
     assert again.ks[-1] == 4 and again.key != found.key
@@ -119,25 +110,23 @@ def test_a_finished_estimate_is_returned_and_another_seed_is_not(estimate):
 def test_too_little_to_go_by(tmp_path):
     storage = Storage(str(tmp_path))
     with pytest.raises(ConfigError, match="at least 4 known classes with rows, there are 3"):
-        estimate_num_novel(preset("digits"), train_set(3), list("abc"), storage)
+        estimating.estimate_num_novel(preset("digits"), train_set(3), list("abc"), storage)
     with pytest.raises(ConfigError, match="1 unlabeled rows"):
-        estimate_num_novel(preset("digits"), train_set(unlabeled=1), list("abcdef"), storage)
+        estimating.estimate_num_novel(preset("digits"), train_set(unlabeled=1), list("abcdef"), storage)
 
 
 @pytest.mark.parametrize(("known", "probes"), [(4, 2), (5, 3), (6, 4), (7, 4), (8, 4), (80, 20)])
 def test_class_splits(known, probes):
-    """The digits' 3 + 4 and the paper's 60 + 20. Kills: equal splits, a class in both parts, probes that
-    are always the same classes.
-    """
-    splits = class_splits(range(10, 10 + known), 3, seed=0)
+    """Kills: equal splits, a class in both parts, probes that are always the same classes."""
+    splits = estimating.class_splits(range(10, 10 + known), 3, seed=0)
     assert len(set(splits)) == 3 == len({split.probe for split in splits})
     for split in splits:
         assert len(split.probe) == probes and len(split.pretrain) >= 2
         assert sorted(split.pretrain + split.probe) == list(range(10, 10 + known))
     probed = np.bincount([c for split in splits for c in split.probe])[10:]
     assert probed.max() - probed.min() <= 2
-    assert class_splits(range(10, 10 + known), 3, seed=1) != splits
-    assert len(class_splits(range(4), 9, seed=0)) == 4
+    assert estimating.class_splits(range(10, 10 + known), 3, seed=1) != splits
+    assert len(estimating.class_splits(range(4), 9, seed=0)) == 4
 
 
 def test_anchor_choices():
@@ -146,9 +135,10 @@ def test_anchor_choices():
     pairs = list(itertools.combinations((1, 2, 3, 4), 2))
     assert anchor_choices(Split((0,), (1, 2, 3, 4)), settings, 0) == pairs
     assert anchor_choices(Split((0,), (1, 2)), settings, 0) == [(1,), (2,)]
-    many = anchor_choices(Split((0,), tuple(range(1, 21))), settings, 0)
+    split = Split((0,), tuple(range(1, 21)))
+    many = anchor_choices(split, settings, 0)
     assert len(many) == len(set(many)) == 6 and {len(choice) for choice in many} == {12}
-    assert many == anchor_choices(Split((0,), tuple(range(1, 21))), settings, 0)
+    assert many == anchor_choices(split, settings, 0)
 
 
 def test_whitening():
@@ -190,24 +180,22 @@ def test_scores_of_one_k():
     split, settings = Split((), (0, 1, 2, 3)), Settings(num_roles=6)
 
     def scores(k):
-        return score_clusters([split], [Features(points, labels)], preset("digits"), settings, "cpu", (0, k))
+        return estimating.score_clusters(
+            [split], [Features(points, labels)], preset("digits"), settings, "cpu", (0, k)
+        )
 
     right = scores(2)
     assert [role["anchors"] for role in right] == list(itertools.combinations(range(4), 2))
     assert all(role["f1"] == role["acc"] == 1 and role["cvi"] > 0.5 for role in right)
     assert all(role["sizes"] == [20, 20, 0, 0, 0, 0] for role in right)
-    few = scores(0)
-    assert all(role["f1"] < 0.95 for role in few)
+    assert all(role["f1"] < 0.95 for role in scores(0))
     assert scores(2) == right
 
 
 def test_interval_and_suggestion():
     """Kills: rounding inwards, minimum and maximum for quantiles, 0 classes, a suggestion above twice low."""
-    assert interval([3, 3, 3], 0.2) == (3, 3)
     assert interval([1, 3, 3, 3, 3, 3, 3, 3, 3, 9], 0.2) == (3, 3)
     assert interval([2, 2, 2, 3, 3, 3, 3, 4, 4, 4], 0.2) == (2, 4)
-    assert interval([2, 3, 4, 5], 0.2) == (2, 5)
-    assert interval([0, 0, 0], 0.2) == (1, 1)
-    assert suggest(3, 2, 4) == 4 and suggest(3, 3, 3) == 3
-    assert suggest(3, 2, 7) == 4 and suggest(6, 2, 7) == 6
-    assert largest_best([0.1, 0.5, 0.2, 0.5, 0.4]) == 3 and largest_best([1.0]) == 0
+    assert interval([2, 3, 4, 5], 0.2) == (2, 5) and interval([0, 0, 0], 0.2) == (1, 1)
+    assert [suggest(*given) for given in ((3, 2, 4), (3, 3, 3), (3, 2, 7), (6, 2, 7))] == [4, 3, 4, 6]
+    assert estimating.largest_best([0.1, 0.5, 0.2, 0.5, 0.4]) == 3 and estimating.largest_best([1.0]) == 0
