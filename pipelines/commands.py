@@ -232,12 +232,12 @@ def _apply(storage: Storage, model: Classifier, edited: list[OutputClass]) -> st
     """
     from pipelines.inference import own_task, predict_run
     from uno.results import predictions
-    from uno.results.classes import dump_classes, routes_hash
+    from uno.results.classes import dump_classes, hashes
     from uno.results.infer import model_folder
 
     found = predictions.read_identity(storage)
-    hashes = {"model_hash": model.model_hash, "routes": routes_hash(edited)}
-    same_rows = found is not None and hashes.items() <= found.items()
+    same = {"model_hash": model.model_hash, "routes": hashes(edited)["routes"]}
+    same_rows = found is not None and same.items() <= found.items()
     task = None if found is None or same_rows else own_task(model.config)  # before anything is written
     name = f"{model_folder(storage)}classes.json"
     storage.write(name, dump_classes(storage.read(name), edited))

@@ -96,18 +96,10 @@ def route(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
     return torch.zeros_like(probabilities).index_add(-1, into, probabilities[..., kept])
 
 
-def names_hash(classes: Sequence[OutputClass]) -> str:
-    """Identifies the names."""
-    return _hash([c.name for c in classes])
-
-
-def routes_hash(classes: Sequence[OutputClass]) -> str:
-    """Identifies what is merged and dropped."""
-    return _hash([c.into for c in classes])
-
-
-def _hash(values: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
+def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
+    """What identifies the "names" of classes, and the "routes": what is merged and dropped."""
+    values = {"names": [c.name for c in classes], "routes": [c.into for c in classes]}
+    return {key: hashlib.sha256(json.dumps(v).encode()).hexdigest()[:12] for key, v in values.items()}
 
 
 def suggest(

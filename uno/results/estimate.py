@@ -5,10 +5,8 @@ the rest; some probe classes are anchors, whose rows are fixed to a cluster, the
 whose rows are as free as the unlabeled ones. The k at which clusters fit the validation classes best is how
 many classes the unlabeled rows hold. Unlike DTC (why: the record ``estimate-classes-digits``) k is chosen by
 :func:`class_f1`, which counts unlabeled rows in a validation class's cluster as mistakes, instead of accuracy
-and silhouette, both recorded; features are whitened (:func:`whiten`), because a supervised encoder keeps few
-directions; and several class splits, with every choice of anchors in each, vote for an interval.
-
-Only known labels enter. Every (split, k) is a task of its own: see :data:`Tasks`.
+and silhouette, both recorded; features are whitened, because a supervised encoder keeps few directions; and
+several class splits, with every choice of anchors in each, vote for an interval. Only known labels enter.
 """
 
 import hashlib
@@ -126,9 +124,12 @@ def estimate_num_novel(
         raise ConfigError(f"{num_unlabeled} unlabeled rows: there is nothing to estimate")
     splits = class_splits(present, settings.num_splits, config.seed)
     ks = list(range(min(settings.max_novel or max(10, len(present)), num_unlabeled, settings.max_rows) + 1))
-    configs = [_pretraining(config, [known[c] for c in split.pretrain]) for split in splits]
-    data, depends = _fingerprint(train), [settings.variance, settings.max_rows]
-    keys = [_digest(config_hash(c), data, s, depends) for c, s in zip(configs, splits, strict=True)]
+    configs, keys, data = [], [], _fingerprint(train)
+    for split in splits:  # in the pretraining of which only its classes are known
+        only = {"known_classes": ",".join(known[c] for c in split.pretrain), "num_novel": None}
+        own = {"data": config.data.model_copy(update=only), "discover": PhaseConfig(), "output": None}
+        configs.append(config.model_copy(update=own))
+        keys.append(_digest(config_hash(configs[-1]), data, split, [settings.variance, settings.max_rows]))
     key = _digest(keys, asdict(settings), ks)
     if storage.exists(ESTIMATE_FILE):
         with suppress(ValueError, TypeError, AttributeError):  # damaged: estimated anew
@@ -136,8 +137,7 @@ def estimate_num_novel(
             if stored.get("key") == key:
                 return Estimate(**stored)
 
-    folders = [f"{storage.uri}/pretrain-{key}" for key in keys]
-    jobs = list(zip(splits, configs, folders, strict=True))
+    jobs = list(zip(splits, configs, (f"{storage.uri}/pretrain-{key}" for key in keys), strict=True))
     features: dict[int, Features] = {}
     for index, found in tasks(pretrain_split, (train, settings, str(device)), jobs):
         features[index] = found
@@ -154,6 +154,7 @@ def _combine(
     splits: list[Split], ks: list[int], scores: Scores, known: Sequence[str], settings: Settings, key: str
 ) -> Estimate:
     described: list[dict[str, Any]] = []
+    all_roles: list[dict[str, Any]] = []
     for i, split in enumerate(splits):
         roles = []
         for role, first in enumerate(scores[i, ks[0]]):
@@ -162,7 +163,7 @@ def _combine(
             roles.append({"anchors": anchors, "vote": largest_best(curves["f1"]), **curves})
         names = {part: [known[c] for c in classes] for part, classes in split._asdict().items()}
         described.append({**names, "roles": roles})
-    all_roles = [role for entry in described for role in entry["roles"]]
+        all_roles += roles
     means = {name: np.mean([role[name] for role in all_roles], axis=0).tolist() for name in CURVES}
     point = max(1, largest_best(means["f1"]))
     low, high = interval([role["vote"] for role in all_roles], settings.quantile)
@@ -185,9 +186,8 @@ def interval(votes: Sequence[int], quantile: float) -> tuple[int, int]:
 
 
 def suggest(num_novel: int, low: int, high: int) -> int:
-    """What to train with: ``high``, for a class too few merges two that nobody takes apart again.
-
-    In an interval wider than twice ``low``: as many as that, but not fewer than ``num_novel``.
+    """What to train with: ``high``, for a class too few merges two that nobody takes apart again; but in an
+    interval wider than twice ``low`` as many as that, or ``num_novel``.
     """
     return high if high <= 2 * low else max(num_novel, 2 * low)
 
@@ -198,18 +198,15 @@ def largest_best(curve: Sequence[float]) -> int:
 
 
 def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Split]:
-    """Splits of the known ``classes`` into pretraining and probe classes, all different, in random order.
-
-    A quarter of the classes are probes (paper: 20 of 80), at least 4 where 3 are left to pretrain on, else
-    what two pretraining classes leave. Their roles go round, so every class is probed about equally often.
-    At most as many splits as classes.
+    """Splits of the known ``classes`` into pretraining and probe classes, all different, in random order: at
+    most as many as classes. A quarter of the classes are probes (paper: 20 of 80), at least 4 where 3 remain
+    to pretrain on, else what two leave. Roles go round, so every class is probed about equally often.
     """
     order = np.random.default_rng([seed, STREAM]).permutation(np.array(classes)).tolist()
     total = len(order)
     num_probe = min(max(4, round(total / 4)), total - (2 if total < 7 else 3))
     num_splits = min(num_splits, total)
-    turns = [i * total // num_splits for i in range(num_splits)]
-    turned = [order[start:] + order[:start] for start in turns]
+    turned = [np.roll(order, -(i * total // num_splits)).tolist() for i in range(num_splits)]
     return [Split(tuple(sorted(t[num_probe:])), tuple(sorted(t[:num_probe]))) for t in turned]
 
 
@@ -224,12 +221,6 @@ def anchor_choices(split: Split, settings: Settings, seed: int) -> list[tuple[in
     while len(chosen) < settings.num_roles:
         chosen[tuple(sorted(generator.choice(split.probe, anchors, replace=False).tolist()))] = None
     return list(chosen)
-
-
-def _pretraining(config: Config, known: Sequence[str]) -> Config:
-    """The configuration of a split's pretraining: only its classes are known."""
-    data = config.data.model_copy(update={"known_classes": ",".join(known), "num_novel": None})
-    return config.model_copy(update={"data": data, "discover": PhaseConfig(), "output": None})
 
 
 def pretrain_split(
@@ -270,11 +261,9 @@ def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
 
 
 def whiten(features: Tensor, variance: float) -> Tensor:
-    """Leading principal directions at unit variance, rows at unit length: (N, D) -> (N, D') float32.
-
-    D' is the smallest number of directions that explain ``variance`` (0-1) of the variance. On the digits
-    (3 pretraining classes, 8 other tasks than the record's) this lifts the adjusted Rand index of the
-    clusters from .40 to .67. Features without any variance give (N, 1) zeros.
+    """Leading principal directions, as few as explain ``variance`` (0-1) of the variance, at unit variance;
+    rows at unit length: (N, D) -> (N, D') float32; without any variance (N, 1) zeros. On the digits (3
+    pretraining classes) this lifts the adjusted Rand index of the clusters from .40 to .67.
     """
     centered = features.double() - features.double().mean(dim=0)
     values, vectors = torch.linalg.eigh(centered.T @ centered / max(1, len(features) - 1))

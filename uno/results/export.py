@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno.augment import eval_view
-from uno.config import Config, override
+from uno.config import override
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, NumericsError
 from uno.methods import METHODS
@@ -35,8 +35,8 @@ CHECK_ROWS = (1, 3, 8)  # batch sizes of the check; the example that is traced h
 def export(model: Classifier, format: str) -> bytes:
     """``model`` as a file of ``format`` (one of :data:`FORMATS`), loaded again and checked.
 
-    ConfigError: unknown format, or its packages are not installed; NumericsError: what was written computes
-    something else than the model.
+    ConfigError: unknown format, or its packages are not installed; NumericsError: the file computes something
+    else than the model.
     """
     if format not in FORMATS:
         raise ConfigError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")
@@ -199,14 +199,15 @@ cluster head {model.best_head} of {module.num_heads} predicts.
 import uno                                             # everything: names, confidence, bad files
 print(uno.load("RUN").predict(["image.jpg"])[0])
 
-{load}
+import torch, safetensors.torch
+{build}
+encoder.load_state_dict(safetensors.torch.load_file("encoder.safetensors"))
+# features = encoder.eval()((images / 255 - mean) / std), mean ({mean}), std ({std})
 
 program = torch.export.load("model.pt2").module()      # after: uno export RUN --format pt2
 probabilities = program(images)                        # uint8 (B, 3, {size}, {size}) -> (B, {num_outputs})
 ```
 """
-
-
 SMALL_STEM = """\
 encoder.conv1 = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False)  # the stem for small images
 encoder.maxpool = torch.nn.Identity()
@@ -218,38 +219,25 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
 
     ``facts`` are more lines, {"Data": "digits, fingerprint ..."}; ``metrics`` flat, whichever there are.
     """
-    config = model.config
-    encoder = f"{config.model.encoder}, stem {config.model.stem}, torchvision's keys, no `fc`"
-    if config.model.encoder == "resnet_small":
-        encoder = f"resnet_small, width {config.model.width}, {config.model.blocks} block(s) a stage"
+    config, net, data = model.config, model.config.model, model.config.data
+    if net.encoder == "resnet_small":
+        encoder = f"resnet_small, width {net.width}, {net.blocks} block(s) a stage"
+        build = "from uno.encoder import SmallResNet\n"
+        build += f"encoder = SmallResNet(width={net.width}, blocks={net.blocks})"
+    else:
+        encoder = f"{net.encoder}, stem {net.stem}, torchvision's keys, no `fc`"
+        build = f"import torchvision\nencoder = torchvision.models.{net.encoder}()\n"
+        build += (SMALL_STEM if net.stem == "small" else "") + "encoder.fc = torch.nn.Identity()"
+    mean, std = (", ".join(map("{:g}".format, numbers)) for numbers in (data.mean, data.std))
     return CARD.format(
-        model=model, module=model.module, config=config, encoder=encoder, what=METHODS[config.method],
-        size=model.size, num_outputs=len(model.classes), measured="\n".join(_metrics_table(metrics)),
+        model=model, module=model.module, config=config, encoder=encoder, build=build, mean=mean, std=std,
+        what=METHODS[config.method], size=model.size, num_outputs=len(model.classes),
         facts="".join(f"- {key}: {' '.join(str(value).split())}\n" for key, value in facts.items()),
-        load=_load_encoder(config),
+        measured=_metrics_table(metrics),
     )  # fmt: skip
 
 
-def _load_encoder(config: Config) -> str:
-    """Python that loads the encoder without this project; with it for the small ResNet."""
-    model = config.model
-    stem = SMALL_STEM if model.stem == "small" else ""
-    build = f"encoder = torchvision.models.{model.encoder}()\n{stem}encoder.fc = torch.nn.Identity()"
-    if model.encoder == "resnet_small":
-        build = f"encoder = SmallResNet(width={model.width}, blocks={model.blocks})"
-    package = (
-        "from uno.encoder import SmallResNet" if model.encoder == "resnet_small" else "import torchvision"
-    )
-    mean, std = (", ".join(map("{:g}".format, values)) for values in (config.data.mean, config.data.std))
-    return f"""\
-import torch, safetensors.torch
-{package}
-{build}
-encoder.load_state_dict(safetensors.torch.load_file("encoder.safetensors"))
-# features = encoder.eval()((images / 255 - mean) / std), mean ({mean}), std ({std})"""
-
-
-def _metrics_table(metrics: Mapping[str, float]) -> list[str]:
+def _metrics_table(metrics: Mapping[str, float]) -> str:
     rows = {
         "known classes alone": "known/task_aware/acc/best",
         "discovered classes alone (clusters matched to classes)": "novel/task_aware/acc/best",
@@ -257,11 +245,9 @@ def _metrics_table(metrics: Mapping[str, float]) -> list[str]:
         "all classes together, strict": "all/task_agnostic_strict/acc/best",
     }
     splits = [split for split in ("train", "test") if any(f"{split}/{k}" in metrics for k in rows.values())]
-    if not splits:
-        return ["Nothing: the data has no labels for the discovered classes."]
     lines = [f"| accuracy, % | {' | '.join(splits)} |", "|---|" + "---|" * len(splits)]
-    for title, key in rows.items():
-        cells = [metrics.get(f"{split}/{key}") for split in splits]
-        if any(cell is not None for cell in cells):
-            lines.append(f"| {title} | {' | '.join('' if c is None else f'{100 * c:.1f}' for c in cells)} |")
-    return lines
+    for title, row in rows.items():
+        keys = [f"{split}/{row}" for split in splits]
+        cells = [f"{100 * metrics[key]:.1f}" if key in metrics else "" for key in keys]
+        lines += [f"| {title} | {' | '.join(cells)} |"] if any(cells) else []
+    return "\n".join(lines) if splits else "Nothing: the data has no labels for the discovered classes."

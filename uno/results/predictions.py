@@ -20,7 +20,7 @@ from uno.data.decode import readable
 from uno.data.files import Storage, full_path, shown
 from uno.data.rows import Decoded, Rows
 from uno.errors import ConfigError, StorageError
-from uno.results.classes import OutputClass, names_hash, routes_hash
+from uno.results.classes import OutputClass, hashes
 from uno.results.infer import NUMBERS, Classifier, Decode, Scores, score_rows
 
 FILE = "predictions.parquet"
@@ -79,9 +79,7 @@ def predict_rows(
 def result_table(
     index: np.ndarray, reasons: Sequence[str | None], scores: Scores | None, embedding: bool
 ) -> pa.Table:
-    """What :func:`score_rows` says of the rows ``index`` (b,), for :meth:`PredictionWriter.add`; with
-    ``embedding`` their features, too.
-    """
+    """What :func:`score_rows` says of the rows ``index`` (b,), with ``embedding`` their features, too."""
     ok = readable(reasons)
     numbers = np.full((len(index), len(NUMBERS)), np.nan, dtype=np.float32)
     classes, features = np.zeros(len(index), dtype=np.int32), np.zeros((0, 0), dtype=np.float32)
@@ -114,15 +112,10 @@ class PredictionWriter:
     ) -> None:
         self.rows, self.embedding, self.num_rows = rows, embedding, len(rows)
         self.identity = {
-            "model_hash": model.model_hash,
-            "names": names_hash(model.classes),
-            "routes": routes_hash(model.classes),
-            "data": rows.fingerprint,
-            "rows": len(rows),
-            "embedding": embedding,
-            "aligned": model.alignment is not None,
+            "model_hash": model.model_hash, **hashes(model.classes), "data": rows.fingerprint,
+            "rows": len(rows), "embedding": embedding, "aligned": model.alignment is not None,
             "format": FORMAT,
-        }
+        }  # fmt: skip
         self._storage, self._classes = storage, model.classes
         self._schema = pa.schema(COLUMNS | (EMBEDDING if embedding else {}))
         self._parts: dict[int, list[pa.Table]] = {}
@@ -195,11 +188,10 @@ class PredictionWriter:
 
     def _is_stored(self, shard: int) -> bool:
         """Whether a whole shard is there; a damaged one is made again."""
-        try:
+        with suppress(StorageError):
             table = self._read(shard)
-        except StorageError:
-            return False
-        return len(table) == len(self._rows_of(shard)) and table.schema.equals(self._schema)
+            return len(table) == len(self._rows_of(shard)) and table.schema.equals(self._schema)
+        return False
 
     def _read(self, shard: int) -> pa.Table:
         with _reading(self._storage, SHARD.format(shard)) as file:
@@ -237,14 +229,14 @@ def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
     enough, as there is no table, or other classes were merged or dropped when it was made.
     """
     found = read_identity(storage)
-    if found is None or found["routes"] != routes_hash(classes):
+    if found is None or found["routes"] != hashes(classes)["routes"]:
         return False
     names = pa.array([c.name for c in classes], pa.string())
     with _reading(storage) as file:
         column = file.schema_arrow.get_field_index("class_name")
         groups = (file.read_row_group(group) for group in range(file.num_row_groups))
         renamed = (g.set_column(column, "class_name", names.take(g["class_index"])) for g in groups)
-        _write(storage, file.schema_arrow, found | {"names": names_hash(classes)}, renamed)
+        _write(storage, file.schema_arrow, found | hashes(classes), renamed)
     return True
 
 
@@ -264,8 +256,7 @@ def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
 
 def _identity(data: bytes) -> dict[str, Any] | None:
     """None where ``data`` is not an identity of this format."""
-    try:
+    with suppress(ValueError):
         found = json.loads(data)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and found.keys() == DIFFERENCES.keys() else None
+        return found if isinstance(found, dict) and found.keys() == DIFFERENCES.keys() else None
+    return None
