@@ -169,9 +169,7 @@ def readable(reasons: Sequence[str | None]) -> np.ndarray:
 def check_bad(
     ids: Sequence[str], reasons: Sequence[str | None], max_fraction: float, storage: Storage | None = None
 ) -> list[dict[str, str]]:
-    """The unreadable images of N as {"id", "reason"}, in order; rank 0 lists them in ``storage``. More than
-    ``max_fraction`` of all are a ConfigError with the count and the first reason.
-    """
+    """The unreadable images of N, which rank 0 lists in ``storage``; ConfigError beyond ``max_fraction``."""
     bad = [{"id": str(ids[i]), "reason": why} for i, why in enumerate(reasons) if why is not None]
     if bad and storage is not None and collectives.world()[0] == 0:
         storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
@@ -183,9 +181,7 @@ def check_bad(
 
 
 class BadRows:
-    """The rows of a task, with ``ids`` and ``images``, that this worker, and after :meth:`sync` all workers,
-    could not read while training; the ``storage`` of the run keeps the list.
-    """
+    """The rows of a task that this worker, and after :meth:`sync` all workers, could not read in training."""
 
     def __init__(self, ids: Sequence[str], images: Images, max_fraction: float, storage: Storage) -> None:
         self._ids, self._images, self._max_fraction, self._storage = ids, images, max_fraction, storage
@@ -201,9 +197,7 @@ class BadRows:
         return len(self._reasons)
 
     def sync(self, device: torch.device) -> None:
-        """Tell each other; to be called by all workers at the same time. Rank 0 writes the list; more than
-        ``max_fraction`` are a ConfigError.
-        """
+        """Tell each other, all workers at the same time, and list the rows as :func:`check_bad`."""
         new = torch.tensor([float(len(self._reasons) > self._synced)], device=device)
         if not collectives.sum_(new):
             return
@@ -220,14 +214,13 @@ class BadRows:
 
     def _listed(self) -> dict[int, str]:
         """What the run has listed before it was resumed."""
-        if not self._storage.exists(BAD_SAMPLES):
-            return {}
+        reasons = {}
         try:
-            entries = [json.loads(line) for line in self._storage.read(BAD_SAMPLES).splitlines()]
-            reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
+            if self._storage.exists(BAD_SAMPLES):
+                entries = map(json.loads, self._storage.read(BAD_SAMPLES).splitlines())
+                reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
         except (ValueError, TypeError, KeyError):
             log.warning("%s is damaged; it is written anew", self._storage.path(BAD_SAMPLES))
-            return {}
         return {row: reasons[name] for row, name in enumerate(map(str, self._ids)) if name in reasons}
 
 
@@ -259,9 +252,7 @@ def _square(picture: Pillow.Image, size: int) -> Pillow.Image:
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:
-    """Any mode -> RGB; transparent pixels become white, 16-bit grey is scaled to 8 bits. Raises BadImage
-    where pixels have no known range.
-    """
+    """Any mode -> RGB; transparent pixels become white, 16-bit grey is scaled to 8 bits."""
     if picture.mode.startswith("I;16") or picture.mode == "I":
         values = np.asarray(picture).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
@@ -278,9 +269,7 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
 
 @contextmanager
 def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]:
-    """The picture with its header checked, a JPEG at the scale that ``side`` allows; every error inside, of
-    Pillow or the disk, is a BadImage.
-    """
+    """The picture with its header checked, a JPEG at the scale for ``side``; errors inside are BadImages."""
     try:
         data = read_bytes(image, MAX_BYTES) if isinstance(image, str) else bytes(image)
         if not data:

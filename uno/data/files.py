@@ -53,16 +53,13 @@ def kind(path: str) -> str:
     """'file', 'directory' or 'missing'; ConfigError where it cannot be reached."""
     with _reading(path):
         files, inner = _locate(path)
-        names = {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}
-        return names.get(files.get_file_info(inner).type, "missing")
+        info = files.get_file_info(inner)
+        is_directory = info.type == pa.fs.FileType.Directory
+        return "file" if info.is_file else "directory" if is_directory else "missing"
 
 
 def walk(root: str) -> list[Found]:
-    """All files below ``root``, sorted by relative path, without hidden ones.
-
-    Local symbolic links are followed while they stay below ``root``; one that leaves it is a ConfigError, as
-    is an unreadable folder.
-    """
+    """All files below ``root`` but hidden ones, by relative path. Local links must stay below ``root``."""
     if is_uri(root):
         with _reading(root):
             files, inner = _locate(root)

@@ -57,10 +57,8 @@ def pack(
     digest = hashlib.sha256()  # of the rows of every row group: other options put other rows there
     for group in chain.from_iterable(shards.values()):
         digest.update(len(group).to_bytes(8, "little") + group.astype("<i8").tobytes())
-    plan = {
-        "format": FORMAT, "fingerprint": rows.fingerprint, "rows": len(rows), "shards": list(shards),
-        "groups_sha256": digest.hexdigest(),
-    }  # fmt: skip
+    plan = {"format": FORMAT, "fingerprint": rows.fingerprint, "rows": len(rows), "shards": list(shards)}
+    plan["groups_sha256"] = digest.hexdigest()
     _claim(output, plan)
     bad, done = [], 0  # type: list[dict[str, str]], int
     with ThreadPoolExecutor(threads) as pool:
@@ -137,9 +135,7 @@ def _sizes(rows: Rows) -> np.ndarray:
 
 
 def _order(rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int) -> np.ndarray:
-    """``members`` shuffled; those of a Parquet source window by window, or every row group would be read for
-    every shard.
-    """
+    """``members`` shuffled; those of a Parquet source by windows, or each shard would read all row groups."""
     images, index = base(rows.images, members)
     groups, window = np.zeros(len(members), np.int64), 1
     if len(members) and isinstance(images, ParquetImages):

@@ -85,11 +85,7 @@ class EvalSet:
 def load_resident(
     config: DataConfig, threads: int | None = None
 ) -> tuple[Task, Tensor, np.ndarray, list[dict[str, str]]]:
-    """Read, split and decode here: (task, images uint8 (N,3,S,S), ok bool (N,), bad [{"id", "reason"}, ...]).
-
-    Raises:
-        ConfigError: as read_rows and make_task, or more bad images than ``max_bad_fraction``.
-    """
+    """Read, split and decode: (task, images uint8 (N,3,S,S), ok bool (N,), bad [{"id", "reason"}, ...])."""
     task = make_task(read_rows(config), config)
     images, reasons = decode_many(task.rows.images, config.store_size, threads)
     bad = check_bad(task.rows.ids, reasons, config.max_bad_fraction)
@@ -122,10 +118,8 @@ def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
 
 
 class ResidentBatches:
-    """``batches(step)`` -> this worker's :class:`Batch`: a pure function of (seed, step, rank).
-
-    Parameters of the views are drawn for the global batch, so a row gets the same views on any number of
-    workers.
+    """``batches(step)`` -> this worker's :class:`Batch`: a pure function of (seed, step, rank). Views are
+    drawn for the global batch, so a row gets the same ones on any number of workers.
     """
 
     def __init__(self, config: Config, train: TrainSet, plan: Plan, rank: int, world_size: int) -> None:

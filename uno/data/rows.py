@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,27 +19,16 @@ from uno.errors import ConfigError
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
+Images = Any
+"""What has a length and an Image for each row number: a list, an array (N,H,W,3), or a class below. Where it
+has a method ``facts(rows)``, that tells the content of rows apart without reading it."""
 SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}
 """What sources call their splits -> ours."""
 
 
-class Images(Protocol):
-    """Anything indexable by row number: a list, an array (N,H,W,3), or one of the classes below. Where it has
-    a method ``facts(rows)``, that tells the content of rows apart without reading it.
-    """
-
-    def __len__(self) -> int:
-        """Number of images."""
-
-    def __getitem__(self, row: Any, /) -> Any:
-        """The Image of a row."""
-
-
 @dataclass(frozen=True, eq=False)
 class Files:
-    """Images on a file system: paths and URIs as bytes in one Arrow column, which processes share, and int64
-    sizes (N,) in bytes (-1: not known).
-    """
+    """Paths and URIs as bytes in one Arrow column, which processes share; sizes int64 (N,), -1: not known."""
 
     column: Any
     sizes: np.ndarray
@@ -111,9 +100,7 @@ def base(images: Images, rows: np.ndarray) -> tuple[Images, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """Images that have been decoded, uint8 ``pixels`` (N,3,S,S); one with a reason against it has no pixels
-    and is what it was in ``source``.
-    """
+    """Decoded images, uint8 ``pixels`` (N,3,S,S); one with a reason against it is as it was in ``source``."""
 
     source: Images
     pixels: np.ndarray

@@ -74,9 +74,7 @@ def truth_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, tuple[Tens
 
 
 def make_task(rows: Rows, config: DataConfig) -> Task:
-    """Apply ``known_classes``, ``num_novel`` and ``limit``; ConfigError where no class is known, none is to
-    discover, one is unknown, or the limit is below the class count.
-    """
+    """Apply ``known_classes``, ``num_novel`` and ``limit``; ConfigError where that leaves no task."""
     if config.num_novel == "auto":
         raise ConfigError("num_novel auto must be estimated first: uno estimate-classes")
     source, is_train = rows.source, rows.split == "train"

@@ -108,9 +108,7 @@ def stream_facts(task: Task) -> dict[str, Any]:
 
 
 class StreamBatches:
-    """As :class:`uno.data.resident.ResidentBatches`. Steps in order come from one sequence that is cropped
-    ahead; any other step starts a new one.
-    """
+    """As ResidentBatches; steps in order come from one sequence cropped ahead, any other starts a new one."""
 
     def __init__(
         self, config: Config, train: StreamSet, plan: Plan, rank: int, world_size: int, last: int
@@ -166,10 +164,7 @@ class StreamBatches:
 def pack(
     chunks: Iterator[Chunk], num_rows: int, row_bytes: int, pin: bool
 ) -> Generator[tuple[Tensor, dict[int, str]], None, None]:
-    """Chunks -> batches of ``num_rows``: (uint8 (num_rows, row_bytes), why a row has no pixels, by position).
-
-    ``pin``: pixels in page-locked memory, for copies that do not wait.
-    """
+    """Chunks -> batches: uint8 (num_rows, row_bytes), page-locked if ``pin``, and why rows have no pixels."""
     filled = 0
     for found, reasons in chunks:
         while len(found):
