@@ -112,7 +112,7 @@ def job_of(config: Config, images: Any, rows: np.ndarray, folder: str) -> CropJo
     plan = make_pretrain_plan(0, BATCH, len(rows))
     bad = BadRows([], images, 1.0, Storage(folder))
     train = StreamSet(images, rows, np.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64),
-                      np.empty(0, np.int64), 1, 1, bad, crop_here(CORES))  # fmt: skip
+                      np.empty(0, np.int64), 1, 1, bad, partial(crop_here, threads=CORES))  # fmt: skip
     return CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
 
 
@@ -157,10 +157,10 @@ def rate(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(config, images, rows, folder)
         count = (job.last - job.first) * BATCH
-        one = crop_here(1)
+        one = partial(crop_here, threads=1)
         methods = {
             "DataLoader": loader_of(config, images, rows),
-            "uno, threads": lambda: drain(crop_here(CORES)(job), count),
+            "uno, threads": lambda: drain(crop_here(job, CORES), count),
             "uno, one thread": lambda: drain(one(job), count),
         }
         return row(options, take_turns(methods, options.repeats), count)

@@ -138,7 +138,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         chunks = list(crop(job))
         assert len(chunks) >= 12 * 6 / 5  # they leave a task one by one
         pixels, why = joined(chunks)
-        expected, expected_why = joined(crop_here(1)(job))
+        expected, expected_why = joined(crop_here(job, 1))
         assert (pixels == expected).all() and why == expected_why and len(pixels) == 12 * 6
         rest, _ = joined(crop(job_of(train, rank, 2, first=7, last=12)))
         assert (rest == expected[7 * 6 :]).all()

@@ -27,11 +27,6 @@ class Layout(NamedTuple):
     names_key: str
     num_classes: int
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """All file names, the class names first."""
-        return (self.meta, *self.train, *self.test)
-
 
 CIFAR10 = Layout(
     "cifar10", "cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",),
@@ -159,13 +154,9 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _no_array(*_: Any) -> None:
-    raise ConfigError("numpy.ndarray is refused outside an array's own record")
-
-
 _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "dtype"): _Type,
-    ("numpy", "ndarray"): _no_array,  # only ever named, as an argument of _reconstruct
+    ("numpy", "ndarray"): _Array,  # only ever named, as an argument of _reconstruct
     ("_codecs", "encode"): _encode,
     **{(f"{m}.multiarray", "_reconstruct"): _Array for m in ("numpy.core", "numpy._core")},
     **{(f"{m}.numeric", "_frombuffer"): _frombuffer for m in ("numpy.core", "numpy._core")},

@@ -3,6 +3,7 @@ directories to write. A local name need not be UTF-8: a ``str`` carries its byte
 """
 
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import pyarrow.fs
 from uno.errors import ConfigError, StorageError, one_line
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
+HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # what file managers leave behind
 
 
 class Found(NamedTuple):
@@ -52,7 +54,7 @@ def shown(name: str) -> str:
 def kind(path: str) -> str:
     """'file', 'directory' or 'missing'; ConfigError where it cannot be reached."""
     with _reading(path):
-        files, inner = _locate(path)
+        files, inner = locate(path)
         info = files.get_file_info(inner)
         is_directory = info.type == pa.fs.FileType.Directory
         return "file" if info.is_file else "directory" if is_directory else "missing"
@@ -62,33 +64,28 @@ def walk(root: str) -> list[Found]:
     """All files below ``root`` but hidden ones, by relative path. Local links must stay below ``root``."""
     if is_uri(root):
         with _reading(root):
-            files, inner = _locate(root)
+            files, inner = locate(root)
             infos = files.get_file_info(pa.fs.FileSelector(inner, recursive=True))
         prefix = inner.strip("/")
         named = [(i.path.strip("/").removeprefix(prefix).strip("/"), i.size) for i in infos if i.is_file]
         found = [Found(name, join(root, name), size) for name, size in named]
     else:
         found = _walk_local(root)
-    return sorted(f for f in found if not any(map(_hidden, f.relative.split("/"))))
+    return sorted(f for f in found if not HIDDEN.search(f.relative))
 
 
 def children(root: str) -> tuple[list[str], list[str]]:
     """Names directly below a directory, sorted: (folders, files). Raises as :func:`walk`."""
     with _reading(root):
         if is_uri(root):
-            files, inner = _locate(root)
+            files, inner = locate(root)
             infos = files.get_file_info(pa.fs.FileSelector(inner))
             entries = [(i.base_name, i.type == pa.fs.FileType.Directory) for i in infos]
         else:
             with os.scandir(root) as scan:
                 entries = [(e.name, e.is_dir()) for e in scan]
-    entries = sorted(e for e in entries if not _hidden(e[0]))
+    entries = sorted(e for e in entries if not HIDDEN.search(e[0]))
     return [name for name, is_dir in entries if is_dir], [name for name, is_dir in entries if not is_dir]
-
-
-def _hidden(name: str) -> bool:
-    """What file managers leave behind."""
-    return name.startswith(".") or name == "__MACOSX"
 
 
 def join(root: str, *parts: str) -> str:
@@ -113,7 +110,7 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
     if not is_uri(path):
         with open(path, "rb") as file:
             return file.read(max_bytes + 1)
-    files, inner = _locate(path)
+    files, inner = locate(path)
     with files.open_input_stream(inner) as stream:
         return bytes(stream.read(max_bytes + 1))
 
@@ -131,12 +128,6 @@ def read_text(path: str, max_bytes: int, what: str = "") -> str:
     """As :func:`read_whole`, of UTF-8."""
     with _reading(what or path):
         return read_whole(path, max_bytes, what).decode("utf-8-sig")
-
-
-def open_input(path: str) -> Any:
-    """A random-access file for pyarrow's readers; use it in a ``with``. Raises as :func:`read_bytes`."""
-    files, inner = _locate(path)
-    return files.open_input_file(inner)
 
 
 def inside(root: str, relative: str) -> str | None:
@@ -177,7 +168,7 @@ def _walk_local(root: str) -> list[Found]:
     return found
 
 
-def _locate(path: str) -> tuple[Any, Any]:
+def locate(path: str) -> tuple[Any, Any]:
     """File system and the path inside it; one connection per scheme, host and options."""
     if not is_uri(path):
         return pa.fs.LocalFileSystem(), os.fsencode(path)

@@ -97,7 +97,8 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
     """The training rows of ``task``, cropped by threads of this process."""
     facts = stream_facts(task)
     bad = BadRows(facts.pop("ids"), task.rows.images, config.data.max_bad_fraction, storage)
-    return StreamSet(**facts, bad=bad, crop=crop_here(config.compute.threads or os.cpu_count() or 1))
+    crop = partial(crop_here, threads=config.compute.threads or os.cpu_count() or 1)
+    return StreamSet(**facts, bad=bad, crop=crop)
 
 
 def stream_facts(task: Task) -> dict[str, Any]:
@@ -181,9 +182,8 @@ def pack(
 
 
 def stand_ins(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
-    """Which row takes each place of a batch: itself, or the next readable one of its kind, going round.
-
-    ``ok`` bool (B,) has labeled rows first. Returns int64 (B,), None where a kind has no readable row at all.
+    """int64 (B,): which row takes each place of a batch, labeled ones first: itself if ``ok`` bool (B,), else
+    the next one of its kind that is, going round. None where a kind has none.
     """
     chosen = np.arange(len(ok))
     for kind in (slice(num_labeled), slice(num_labeled, None)):
@@ -232,13 +232,9 @@ class CropJob:
             yield self.first + step, self.order.positions[position], rows[step - step[0], position]
 
 
-def crop_here(threads: int) -> Callable[[CropJob], Generator[Chunk, None, None]]:
+def crop_here(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
     """Crop in ``threads`` threads of this process."""
-
-    def chunks(job: CropJob) -> Generator[Chunk, None, None]:
-        return ahead(lambda item: job.cropper.crop(*item), _with_images(job), threads, threads + 1)
-
-    return chunks
+    return ahead(lambda item: job.cropper.crop(*item), _with_images(job), threads, threads + 1)
 
 
 def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, list[Any]]]:

@@ -140,7 +140,8 @@ def _parquet(path: str, what: str = "Parquet file", metadata: Any = None) -> Ite
     """The open file with page checksums verified; what goes wrong inside the ``with`` is a ConfigError."""
     options = {"metadata": metadata, "page_checksum_verification": True}
     try:
-        with filesystem.open_input(path) as file, pa.parquet.ParquetFile(file, **options) as parquet:
+        files, inner = filesystem.locate(path)
+        with files.open_input_file(inner) as file, pa.parquet.ParquetFile(file, **options) as parquet:
             yield parquet
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"cannot read {what} {path}: {one_line(error)}") from None

@@ -138,7 +138,7 @@ def test_every_row_once_in_an_epoch(tmp_path, world_size):
             job = CropJob(config, train, plan, rank, world_size, first, last)
             for _, _, rows in job.references(5):
                 seen.update(rows.tolist())
-            assert sum(len(pixels) for pixels, _ in crop_here(2)(job)) == (last - first) * job.rows_per_step
+            assert sum(len(pixels) for pixels, _ in crop_here(job, 2)) == (last - first) * job.rows_per_step
     assert set(seen.values()) == {1} and len(seen) == plan.steps_per_epoch * 12
 
 
