@@ -81,11 +81,7 @@ def recognise(path: str) -> str:
             raise ConfigError(f"{path}: a file source must end in .parquet, .csv or .jsonl")
         return names[suffix]
     folders, files = children(path)
-    cifar = [
-        c.prefix
-        for c in (CIFAR10, CIFAR100)
-        if c.folder in folders or {c.meta, *c.train} <= set(files)
-    ]
+    cifar = [c.prefix for c in (CIFAR10, CIFAR100) if c.folder in folders or {c.meta, *c.train} <= set(files)]
     if len(cifar) > 1:
         raise ConfigError(f"{path} holds CIFAR10 and CIFAR100; say which: cifar10:{path} or cifar100:{path}")
     if cifar:
