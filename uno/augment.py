@@ -5,10 +5,10 @@
     crop + flip -> affine -> jitter -> grey -> solarize -> equalize -> blur -> normalise
 
 :func:`draw_numbers` takes every random number from a generator on the host; :func:`apply` is deterministic.
-So parameters do not depend on the device, how many rows an operation works on is known without asking it,
-and a worker draws for the whole batch and keeps its rows: its views are those that one worker would have
-made, bit for bit on the CPU at every preset's sizes; up to the rounding of batched products, 1e-6 of the
-range, on CUDA and where the matrices do not fill whole cache lines (11 pixels).
+So parameters do not depend on the device, how many rows an operation works on is known without asking it, and
+a worker draws for the whole batch and keeps its rows: its views are those that one worker would have made,
+bit for bit on the CPU at every preset's sizes, elsewhere up to the rounding of batched products, 1e-6 of the
+range.
 
 Definitions and parameter ranges are torchvision's, without its rounding to 8 bits after every operation. An
 operation takes float32 images (B,3,H,W) in 0-1 and parameters (B,) on their device; ``_`` changes images. On
@@ -254,10 +254,8 @@ def crop_weights(start: Tensor, length: Tensor, reverse: Tensor, size: int, side
 
     Bilinear with antialiasing, as Pillow and torchvision (antialias=True) define it: a triangle around the
     centre of each target pixel with a half width of one source pixel when enlarging, one target pixel when
-    reducing; cut off at the box and normalised. So enlarging is plain bilinear interpolation and size =
-    length an exact copy, with zeros where the box reaches outside the image. The box begins at pixel
-    ``start`` (...) float, negative with padding, and has ``length`` (...) pixels; ``reverse`` (...) bool
-    mirrors it.
+    reducing; cut off at the box and normalised. So size = length is an exact copy, with zeros where the box,
+    ``start`` (...) and ``length`` (...) in pixels, reaches outside the image. ``reverse`` (...) bool mirrors.
     """
     start, length = start.unsqueeze(-1), length.unsqueeze(-1)
     scale = length / size
@@ -414,9 +412,8 @@ def solarize(images: Tensor, threshold: Tensor) -> Tensor:
 def equalize(images: Tensor) -> Tensor:
     """Equalise the histogram of each channel over 256 levels in PIL's integer arithmetic; rounds to levels.
 
-    A level becomes the number of darker pixels divided by ``step``, to the nearest integer, where ``step`` is
-    one 255th, rounded down, of the pixels below the brightest level present. With step 0 a channel stays as
-    it is.
+    A level becomes the number of darker pixels / ``step``, to the nearest integer: ``step`` is one 255th,
+    rounded down, of the pixels below the brightest level present. With step 0 a channel stays as it is.
     """
     num_pixels = images.shape[2] * images.shape[3]
     levels = (images * 255).round_().long().flatten(2)

@@ -42,19 +42,16 @@ class Cropper:
         """The kinds of views, large ones first."""
         return kinds(self.augment)
 
-    @cached_property
-    def _kind_bytes(self) -> list[int]:
-        return [3 * kind.num_views * kind.size**2 for kind in self.kinds]
-
     @property
     def row_bytes(self) -> int:
         """Bytes of all views of one image."""
-        return sum(self._kind_bytes)
+        return sum(3 * kind.num_views * kind.size**2 for kind in self.kinds)
 
     def split(self, pixels: Tensor) -> list[Tensor]:
         """uint8 (B, row_bytes) -> for each kind (B,V,3,size,size)."""
-        parts = zip(pixels.split(self._kind_bytes, dim=1), self.kinds, strict=True)
-        return [part.unflatten(1, (kind.num_views, 3, kind.size, kind.size)) for part, kind in parts]
+        shapes = [(kind.num_views, 3, kind.size, kind.size) for kind in self.kinds]
+        parts = pixels.split([math.prod(shape) for shape in shapes], dim=1)
+        return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def crop(
         self, steps: np.ndarray, positions: np.ndarray, images: Sequence[Image]
@@ -121,9 +118,6 @@ def crop_(view: Tensor, image: Tensor, box: Sequence[int]) -> None:
     if (height, width) != (size, size):
         part = image[top : top + height, left : left + width].permute(2, 0, 1).unsqueeze(0)
         view.copy_(F.interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0, :3])
-        return
-    up, down = max(0, top), min(image.shape[0], top + size)
-    near, far = max(0, left), min(image.shape[1], left + size)
-    if down > up and far > near:
-        inside = image[up:down, near:far, :3].permute(2, 0, 1)
-        view[:, up - top : down - top, near - left : far - left].copy_(inside)
+    elif -size < top < image.shape[0] and -size < left < image.shape[1]:
+        edges = (-left, left + size - image.shape[1], -top, top + size - image.shape[0])  # negative: cut off
+        view.copy_(F.pad(image[..., :3].permute(2, 0, 1), edges))

@@ -15,11 +15,11 @@ COUNTERS = ("epoch_losses", "head_losses", "line_loss", "skipped")
 class TrainState:
     """Model, optimizer and the running head losses after ``step`` optimizer steps.
 
-    ``epoch_losses`` (H + 1,) sums the cluster loss of each head over the current epoch on this worker, and
-    counts its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers.
-    ``line_loss`` (2,) is the sum and count of the total loss since the last line of metrics. Skipped steps
-    enter none of them. The sums are float64: adding float32 numbers in another order, as a resumed run does,
-    changes no bit of them.
+    ``epoch_losses`` (H + 1,) sums the cluster loss of each head over this worker's current epoch, and counts
+    its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers; ``line_loss``
+    (2,) the sum and count of the total loss since the last line of metrics. Skipped steps enter none of them.
+    The sums are float64: adding float32 numbers in another order, as a resumed run does, changes no bit of
+    them.
     """
 
     model: UnoModel
