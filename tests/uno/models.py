@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from tests.uno.data.builders import encoded, pixels
+from tests.uno.small_run import SMALL
 from uno.augment import normalize
 from uno.config import Config, dump_yaml, override
 from uno.data.files import Storage
@@ -20,10 +22,8 @@ from uno.model import UnoModel
 from uno.presets import preset
 from uno.results.infer import Classifier, load_classifier, save_model
 
-TINY = {
-    "model.width": 4, "model.num_heads": 3, "model.overcluster_factor": 2, "model.hidden_dim": 16,
-    "model.projection_dim": 8, "compute.threads": 1,
-}  # fmt: skip
+TINY = {key: value for key, value in SMALL.items() if key.startswith("model.")}
+TINY |= {"model.num_heads": 3, "compute.threads": 1}
 NUM_DAMAGED = 40
 
 
@@ -52,15 +52,15 @@ def _spread_prototypes_(model: UnoModel, config: Config) -> None:
     """Point prototypes from the mean to single images, so that every class is predicted for some digits."""
     digits = torch.from_numpy(read_digits().images[:40]).permute(0, 3, 1, 2) / 255
     size = config.data.store_size
-    images = torch.nn.functional.interpolate(digits, size=(size, size), mode="bilinear")
+    images = F.interpolate(digits, size=(size, size), mode="bilinear")
     features = model.features(normalize(images, config.data.mean, config.data.std))
-    inputs = torch.nn.functional.normalize(features, dim=-1) if model.normalize_input else features
+    inputs = F.normalize(features, dim=-1) if model.normalize_input else features
     for head, points in ((model.known, features), (model.novel, model.projector(inputs))):
-        points = torch.nn.functional.normalize(points, dim=-1)
-        mean = torch.nn.functional.normalize(points.mean(dim=-2, keepdim=True), dim=-1)
+        points = F.normalize(points, dim=-1)
+        mean = F.normalize(points.mean(dim=-2, keepdim=True), dim=-1)
         points = points[..., : head.weight.shape[-2], :]
         points = points - (points * mean).sum(dim=-1, keepdim=True) * mean
-        head.weight.copy_(torch.nn.functional.normalize(points[: len(head.weight)], dim=-1))
+        head.weight.copy_(F.normalize(points[: len(head.weight)], dim=-1))
 
 
 def tiny_model(run: Path, **overrides: Any) -> Classifier:

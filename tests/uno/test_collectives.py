@@ -38,7 +38,6 @@ OPTIONS = {
 }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------- in one process
 class GlooWorker(StopAt):
     """A worker among others."""
 
@@ -153,7 +152,6 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-# -------------------------------------------------------------------------------------------------- the tests
 def test_one_process_is_the_identity():
     """Kills: a copy, a reduction or a process group where there is one worker."""
     tensor = torch.rand(3, 4)

@@ -25,13 +25,10 @@ def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def jpeg(pixels: np.ndarray, exif: int | None = None) -> bytes:
-    file = io.BytesIO()
-    options = {}
-    if exif is not None:
-        options["exif"] = Image.Exif()
-        options["exif"][0x0112] = exif
-    Image.fromarray(pixels).save(file, "JPEG", quality=95, **options)
+def jpeg(pixels: np.ndarray, orientation: int = 1) -> bytes:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(file, "JPEG", quality=95, exif=exif)
     return file.getvalue()
 
 
@@ -81,12 +78,13 @@ def test_an_image_is_decoded_once_and_turned_upright(monkeypatch):
     monkeypatch.setattr(crops, "decode_rgb", lambda *a: calls.append(1) or real(*a))
     turned = np.rot90(smooth(40, 64), 1).copy()  # 6: turn clockwise to see it upright
     plain = cropper(large=RESIZED, small=RESIZED.model_copy(update={"num_views": 3, "size": 9}))
-    pixels, reasons = plain.crop(np.zeros(1, int), np.zeros(1, int), [jpeg(turned, exif=6)])
+    first = np.zeros(1, int)
+    pixels, reasons = plain.crop(first, first, [jpeg(turned, 6)])
     assert len(calls) == 1 and reasons == [None]
-    upright, _ = plain.crop(np.zeros(1, int), np.zeros(1, int), [smooth(40, 64)])
+    upright, _ = plain.crop(first, first, [smooth(40, 64)])
     assert np.abs(pixels.astype(int) - upright).mean() < 6  # JPEG's own loss
-    assert [tuple(part.shape) for part in plain.split(torch.from_numpy(pixels))] == [
-        (1, 2, 3, 24, 24), (1, 3, 3, 9, 9)]  # fmt: skip
+    shapes = [part.shape for part in plain.split(torch.from_numpy(pixels))]
+    assert shapes == [(1, 2, 3, 24, 24), (1, 3, 3, 9, 9)]
 
 
 def test_views_do_not_depend_on_who_cuts_them_or_when():
@@ -116,10 +114,10 @@ def test_crops_of_the_stored_square_give_the_resident_views(crop):
     """Everything but ``resized`` starts from the square that a resident set would hold; the difference is the
     rounding to 8 bits. Kills: numbers of another row, flips or colours drawn apart from the crops.
     """
-    size = 16 if crop == "none" else 12
     kind = ViewConfig(
-        size=size, crop=crop, crop_padding=2, crop_scale=(0.5, 1.0), jitter=0.7, grey=0.3, blur=0.3
-    )
+        size=16 if crop == "none" else 12, crop=crop, crop_padding=2, crop_scale=(0.5, 1.0), jitter=0.7,
+        grey=0.3, blur=0.3,
+    )  # fmt: skip
     config = AugmentConfig(large=kind, small=kind.model_copy(update={"num_views": 1}))
     images = [smooth(16, 16, seed=i) for i in range(6)]
     rows = torch.tensor([1, 3, 4])
@@ -127,9 +125,8 @@ def test_crops_of_the_stored_square_give_the_resident_views(crop):
     expected = augment(stored, config, augment_generator(7, 0, 2), *STATS, rows, 6)
     some = Cropper(7, 0, 6, config, 16)
     pixels, _ = some.crop(np.full(3, 2), rows.numpy(), [images[i] for i in rows.tolist()])
-    found = augment_crops(
-        some.split(torch.from_numpy(pixels)), config, augment_generator(7, 0, 2), *STATS, rows, 6, 16
-    )
+    parts = some.split(torch.from_numpy(pixels))
+    found = augment_crops(parts, config, augment_generator(7, 0, 2), *STATS, rows, 6, 16)
     assert [view.shape for view in found] == [view.shape for view in expected]
     for a, b in zip(found, expected, strict=True):
         assert (a - b).abs().max() < (0.002 if crop == "none" else 0.03) and (a - b).abs().mean() < 0.003

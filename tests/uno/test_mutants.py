@@ -45,7 +45,6 @@ def also(name: str, target: str, function: Callable, test: str, **arguments: Any
     MUTANTS[name] = target, function, test, arguments
 
 
-# ----------------------------------------------------------------------------------------------- the mistakes
 def scaled(original, logits, epsilon, num_iters, order=(-2, -1), detach=True):
     """Sinkhorn-Knopp that normalises along the dimensions of ``order``, first to last."""
     scores = (logits.detach() if detach else logits) / epsilon
@@ -221,7 +220,6 @@ also("a queue that takes part in the warm-up", PAST, partial(replaced, values={"
      warmup_steps=3, first=3, overcluster_factor=2)  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ their tests
 def replace(target: str, mutated: Callable | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put ``mutated`` in the place of ``target``, wherever a loaded module knows it by name."""
     module, _, name = target.partition(":")

@@ -1,11 +1,14 @@
 """The self-supervised phase: its batches, its step, and what pretraining takes from it."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.uno.small_run import CPU, assert_same, check_resumes, lines, small_config, small_sets
+from uno.config import override
 from uno.data.files import Storage
 from uno.data.resident import RotationBatches
 from uno.model import build_model
@@ -27,9 +30,7 @@ def rotation_batches(config=CONFIG, rank: int = 0, world_size: int = 1) -> Rotat
 
 def test_view_k_is_turned_k_times_and_all_rows_take_part():
     """Kills: turns of the other direction for some views, one kind of rows, rows repeated in an epoch."""
-    still = small_config(
-        rotation__epochs=2, train__batch_size=24, augment__weak=True, augment__large__affine=0.0
-    )
+    still = override(CONFIG, {"augment.weak": True, "augment.large.affine": 0.0})
     batches, seen = rotation_batches(still), []
     for step in range(200 // 24):
         batch = batches(step)
@@ -56,8 +57,6 @@ def test_the_step_tells_turns_apart():
     """Kills: labels in the order of rows, one view only, a temperature left out."""
     model = build_model(CONFIG.model, 4, 0, 0).train()
     state, batch = new_state(model, model, CONFIG.rotation, CPU, False), rotation_batches()(0)
-    import copy
-
     known = copy.deepcopy(model)(batch.views).known.detach()
     expected = np.mean([float(F.cross_entropy(known[k] / 0.1, torch.full((24,), k))) for k in range(4)])
     found = [float(rotation_step(state, batch, CONFIG.objective, 0.05)) for _ in range(20)]
@@ -73,7 +72,7 @@ def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
     check_resumes(config, tmp_path, (10, 5))
     stored = load_newest(whole, run.ROTATION)
     assert stored.step == 2 * (200 // 24) and lines(whole)[0]["phase"] == "rotation"
-    still = config.model_copy(update={"pretrain": config.pretrain.model_copy(update={"epochs": 0})})
+    still = override(config, {"pretrain.epochs": 0})
     start = run.run_phase(
         still, run.PRETRAIN, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "still"))
     )
