@@ -71,9 +71,8 @@ class Trial:
 
     @property
     def standard_error(self) -> float:
-        """Of the last score as a share of the rows it was measured on; 0 where it is no such share.
-
-        One right and one wrong row are added (Agresti & Coull 1998), or a perfect score would have none.
+        """Of the last score as a share of rows, one right and one wrong added (Agresti & Coull 1998), or a
+        perfect score would have none; 0 where it is no such share.
         """
         rows = self._last.get("rows", 0)
         share = (self.score * rows + 1) / (rows + 2)
@@ -123,19 +122,17 @@ def read_trials(storage: Storage) -> list[Trial]:
 
 
 def ranking(trials: list[Trial]) -> list[Trial]:
-    """Best first: by epochs survived, then score, then index; failed ones are left out.
-
-    Scores of trials that were stopped at different epochs do not compare, but surviving a rung does.
+    """Best first, without failed ones: by epochs survived, then score (scores of different epochs do not
+    compare, but surviving a rung does), then index.
     """
     sound = [t for t in trials if t.status in (FINISHED, STOPPED) and math.isfinite(t.score)]
     return sorted(sound, key=lambda t: (-t.last_epoch, -t.score, t.index))
 
 
 def best_trial(trials: list[Trial]) -> Trial | None:
-    """The best of the finished trials; a stopped or failed one never wins, nor does one without a score.
-
-    The configuration as given, trial 0, wins unless another is better by more than a standard error
-    (the rule of Breiman et al. 1984): without evidence for a change nothing is changed.
+    """The best of the finished trials that have a score. The configuration as given, trial 0, wins unless
+    another is better by more than a standard error (the rule of Breiman et al. 1984): without evidence for a
+    change nothing is changed.
     """
     finished = [trial for trial in ranking(trials) if trial.status == FINISHED]
     if not finished:

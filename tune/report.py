@@ -24,9 +24,8 @@ from uno.report.page import render, visible
 
 NUMBERS = (
     "score", "spread", "known_best", "novel_best", "known_avg", "novel_avg", "loss", "agreement",
-    "seconds", "cpu_seconds", "gpu_seconds",
+    "seconds", "cpu_seconds", "gpu_seconds",  # of an epoch: columns, where a trial has them
 )  # fmt: skip
-"""Numbers of an epoch that become columns, where a trial has them."""
 MAX_CURVES = 200
 
 
@@ -87,10 +86,8 @@ def write(storage: Storage) -> Summary:
 
 
 def importance(space: Space, ranked: Sequence[Trial]) -> list[tuple[str, float]]:
-    """Absolute Spearman correlation of each searched key with the trials' ranks, largest first.
-
-    Choices count by their position in the space. It sees monotone effects of one key at a time: a key with a
-    best value in the middle, or one that matters only together with another, looks unimportant.
+    """Absolute Spearman correlation of each searched key's position in its domain with the trials' ranks,
+    largest first: it sees monotone effects of one key at a time.
     """
     found = []
     for domain in space if len(ranked) >= 4 else ():
@@ -196,10 +193,8 @@ def best_so_far(summary: Summary) -> Chart | None:
 def learning_curves(summary: Summary) -> Chart | None:
     """Score by epoch, a line for each trial: where early stopping cut."""
     shown = _scored(summary)[-MAX_CURVES:]
-    series = [
-        Series(f"trial {t.index}", [(e["epoch"], e["score"]) for e in t.epochs], _kind(summary, t))
-        for t in shown
-    ]
+    points = [[(e["epoch"], e["score"]) for e in t.epochs] for t in shown]
+    series = [Series(f"trial {t.index}", p, _kind(summary, t)) for t, p in zip(shown, points, strict=True)]
     dots, last = [_dot(summary, t, t.last_epoch) for t in shown], int(summary.settings["epochs"])
     return _chart("Score by epoch", "epoch", series, dots, x_range=(1, last), width=WIDE)
 

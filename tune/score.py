@@ -84,10 +84,7 @@ class Fold(NamedTuple):
 
 
 def make_folds(data: SweepData, score: str, num_folds: int, seed: int, hide: int | None = None) -> list[Fold]:
-    """The problems that every trial solves, all of one sweep the same: the real one, or folds.
-
-    Raises ConfigError as :func:`hidden_classes`.
-    """
+    """The problems that every trial solves, all of one sweep the same: the real one, or folds."""
     if score != FOLDS:
         labels = data.labels  # of the real unlabeled rows -1, unless the oracle knows better
         if data.oracle is not None:

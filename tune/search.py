@@ -47,8 +47,7 @@ class OptunaSampler(RandomSampler):
         try:
             import optuna
         except ImportError:
-            message = "--search optuna needs a package: pip install 'uno-discovery[optuna]'"
-            raise ConfigError(message) from None
+            raise ConfigError("--search optuna needs: pip install 'uno-discovery[optuna]'") from None
         super().__init__(space, seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._asked = optuna, dict[int, Any]()
@@ -72,11 +71,10 @@ class OptunaSampler(RandomSampler):
             return
         params = dict(trial.overrides)
         with suppress(ValueError, TypeError):  # outside the space
-            for key, choices in ((domain.key, domain.choices) for domain in self._space if domain.choices):
-                drawn = params[key]
-                params[key] = choices.index(tuple(drawn) if isinstance(drawn, list) else drawn)
-            kinds = self._distributions
-            create = self._optuna.trial.create_trial
+            for domain in self._space:
+                if domain.choices:
+                    params[domain.key] = domain.choices.index(spaces.frozen(params[domain.key]))
+            create, kinds = self._optuna.trial.create_trial, self._distributions
             self._study.add_trial(create(params=params, distributions=kinds, value=value, state=state))
 
     def _distribution(self, domain: spaces.Domain) -> Any:
@@ -121,13 +119,13 @@ class SweepSearcher(Searcher):
         if not self.missing:
             return Searcher.FINISHED
         index = self.missing.pop(0)
-        name = records.trial_name(index)
+        name, options = records.trial_name(index), self._options
         self._storage.delete(f"{name}/failure.json")
         if index not in self._begun:
-            space, config = self._options.space, self._options.config
-            overrides = self._sampler.values(index) if index else spaces.current(space, config)
-            data = json.dumps({"overrides": overrides}, indent=1).encode()
-            self._storage.write(f"{name}/trial.json", data)
+            overrides = (
+                self._sampler.values(index) if index else spaces.current(options.space, options.config)
+            )
+            self._storage.write(f"{name}/trial.json", json.dumps({"overrides": overrides}, indent=1).encode())
         self._running[trial_id] = index
         return {"index": index}
 
@@ -166,10 +164,9 @@ class SweepSearcher(Searcher):
         return {}
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing to save: the sweep's directory is the state."""
+        """Nothing to save or to restore: the sweep's directory is the state."""
 
-    def restore(self, checkpoint_path: str) -> None:
-        """Nothing to restore."""
+    restore = save
 
 
 class Interruption(Stopper):
@@ -178,17 +175,12 @@ class Interruption(Stopper):
     def __init__(self, stopping: Callable[[], bool]) -> None:
         self._stopping = stopping
 
-    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Whether to end this trial."""
+    def __call__(self, *trial: Any) -> bool:
+        """Whether to end a trial, or the sweep."""
         return self._stopping()
 
-    def stop_all(self) -> bool:
-        """Whether to end the sweep."""
-        return self._stopping()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """As :class:`SweepSearcher`."""
-        return {}
+    stop_all = __call__
+    __getstate__ = SweepSearcher.__getstate__
 
 
 def scheduler(asha: dict[str, int] | None, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:

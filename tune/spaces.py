@@ -4,8 +4,6 @@ A user's own space is a YAML file of the same form, one entry a key::
 
     objective.epsilon: {scale: log, low: 0.02, high: 0.2, reason: "sharper or softer targets"}
     model.num_heads: {choices: [2, 4, 8]}
-
-Every key and every bound is checked against the configuration's schema before anything starts.
 """
 
 from __future__ import annotations
@@ -30,8 +28,9 @@ from uno.config import Config, about, describe, field_names, flatten, load_yaml,
 from uno.errors import ConfigError
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+def frozen(value: Any) -> Any:
+    """``value`` with tuples for lists, as a domain holds its choices."""
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _not_a_bool(value: Any) -> Any:
@@ -51,7 +50,7 @@ class Domain:
     low: Bound = None
     high: Bound = None
     scale: Literal["linear", "log", "int"] = "linear"
-    choices: Annotated[tuple[Any, ...], AfterValidator(_frozen)] = ()
+    choices: Annotated[tuple[Any, ...], AfterValidator(frozen)] = ()
     reason: str = ""
 
     @model_validator(mode="after")
@@ -93,7 +92,7 @@ class Domain:
 
     def position(self, value: Any) -> float:
         """Where a value lies in its domain, 0 to 1, the inverse of :meth:`at`; clipped outside."""
-        value, ends = _frozen(value), self.ends
+        value, ends = frozen(value), self.ends
         if value in ends:
             return ends.index(value) / max(1, len(ends) - 1)
         if not all(isinstance(number, int | float) for number in (value, *ends)):
@@ -146,9 +145,9 @@ def _has_effect(key: str, config: Config) -> bool:
     """Whether a key of a named space changes anything: some presets switch whole operations off."""
     if key in ("model.num_heads", "model.overcluster_factor"):
         return config.method == "uno"
-    if key == "augment.large.crop_scale":
-        return "resized" in config.augment.large.crop and not config.augment.weak
-    return not (key == "augment.large.jitter" and config.augment.weak)
+    if key == "augment.large.crop_scale" and "resized" not in config.augment.large.crop:
+        return False
+    return not (key.startswith("augment.large.") and config.augment.weak)
 
 
 def _from_file(path: str) -> dict[str, dict[str, Any]]:
@@ -171,7 +170,7 @@ def draw(space: Space, seed: int, index: int) -> dict[str, Any]:
 def current(space: Space, config: Config) -> dict[str, Any]:
     """The values that ``config`` itself has for the searched keys: trial 0 of every sweep."""
     flat = flatten(to_dict(config))
-    return {domain.key: _frozen(flat[domain.key]) for domain in space}
+    return {domain.key: frozen(flat[domain.key]) for domain in space}
 
 
 def to_tree(space: Space) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipelines import worker as ray_worker
-from tune.records import PartStorage, read_epochs, read_json, trial_name
+from tune.records import PartStorage, Trial, read_trial, trial_name
 from tune.score import Fold, make_folds, measure
 from tune.spaces import Space
 from uno import collectives
@@ -85,20 +85,18 @@ class Leases:
 
 
 def run_trial(
-    index: int, configs: list[Config], folds: list[Fold], score: str, num_epochs: int, worker: Worker,
+    trial: Trial, options: SweepOptions, folds: list[Fold], num_epochs: int, worker: Worker,
     storage: ClaimedStorage, lease: Lease, report: Report,
 ) -> None:  # fmt: skip
-    """Train and score with ``configs``, one for each seed, calling ``report`` on every rank with a dict for
-    every epoch, those of an earlier, killed attempt first; ``lease`` guards the shared pretrainings.
-
-    A score that is not finite is a NumericsError.
+    """Train and score, calling ``report`` on every rank with a dict for every epoch, those of an earlier,
+    killed attempt first; ``lease`` guards the shared pretrainings. NumericsError for a score not finite.
     """
-    past = read_epochs(storage, index)
-    collectives.barrier(worker.device)  # nobody appends before all have read
-    for line in past:
+    collectives.barrier(worker.device)  # nobody appends before all have read the trial's epochs
+    for line in trial.epochs:
         report(line)
-    if len(past) >= num_epochs:
+    if trial.last_epoch >= num_epochs:
         return
+    folder, configs = trial_name(trial.index), trial_configs(options.config, trial.overrides, options.seeds)
     seconds, runs = _clock(worker), []
     folds = [fold._replace(train=fold.train.to(worker.device)) for fold in folds]
     for config, fold in product(configs, folds):
@@ -106,22 +104,21 @@ def run_trial(
         steps = run.plans(config, *sizes, worker.world_size)[DISCOVER].steps_per_epoch
         weights = config.model.weights or shared_pretraining(config, fold, worker, storage, lease)
         rarely = {"train.checkpoint_every_epochs": 10**6, "train.keep_checkpoints": 1}
-        folder = PartStorage(storage, f"{trial_name(index)}/{fold.name}-seed{config.seed}")
-        runs.append((override(config, {"model.weights": weights, **rarely}), fold, folder, steps))
+        part = PartStorage(storage, f"{folder}/{fold.name}-seed{config.seed}")
+        runs.append((override(config, {"model.weights": weights, **rarely}), fold, part, steps))
     seconds()  # pretraining is accounted for where it is trained
-    for epoch in range(len(past) + 1, num_epochs + 1):
+    for epoch in range(trial.last_epoch + 1, num_epochs + 1):
         parts = []
-        for config, fold, folder, steps in runs:
+        for config, fold, part, steps in runs:
             last = {"train.max_steps": min(epoch * steps, config.train.max_steps or 10**12)}
-            state = run.run_phase(override(config, last), DISCOVER, fold.train, worker, folder)
-            parts.append(measure(config, fold, state, score, worker))
+            state = run.run_phase(override(config, last), DISCOVER, fold.train, worker, part)
+            parts.append(measure(config, fold, state, options.score, worker))
         line = {"epoch": epoch, **_means(parts, len(folds)), **seconds()}
         for name in ("score", "loss"):
             if not math.isfinite(line[name]):
                 raise NumericsError(f"the {name} of epoch {epoch} is not finite: training diverged")
         if worker.rank == 0:
-            text = json.dumps(line, allow_nan=False) + "\n"
-            storage.append(f"{trial_name(index)}/epochs.jsonl", text.encode())
+            storage.append(f"{folder}/epochs.jsonl", (json.dumps(line, allow_nan=False) + "\n").encode())
         report(line)
 
 
@@ -240,13 +237,13 @@ def _run_shared(index: int, sweep: Sweep, worker: Worker, storage: ClaimedStorag
     def lease(*request: Any) -> bool:
         return bool(ray.get(sweep.leases.lease.remote(*request)))
 
-    options, base = sweep.options, sweep.options.config
+    options, base, trial = sweep.options, sweep.options.config, read_trial(storage, index)
+    assert trial is not None
     torch.set_num_threads(base.compute.threads or max(1, int(sweep.resources["CPU"])))
-    overrides = read_json(storage, f"{trial_name(index)}/trial.json")["overrides"]
     folds = make_folds(ray.get(sweep.data), options.score, options.folds, base.seed, options.hide)
     run_trial(
-        index, trial_configs(base, overrides, options.seeds), folds, options.score, sweep.num_epochs, worker,
-        storage, lease, lambda line: report({"epoch": line["epoch"], "score": line["score"]}),
+        trial, options, folds, sweep.num_epochs, worker, storage, lease,
+        lambda line: report({"epoch": line["epoch"], "score": line["score"]}),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from tune import records
 from tune.score import FOLDS, SweepData, make_folds, sweep_data
 from tune.sweep import open_sweep, parse
-from tune.trial import Leases, SweepOptions, run_trial, trial_configs
+from tune.trial import Leases, SweepOptions, run_trial
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.resident import load_resident
@@ -54,8 +54,8 @@ def run_tiny(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Trial 0 in this process, without Ray; its epochs without the clock."""
     folds = make_folds(data, options.score, options.folds, options.config.seed, options.hide)
-    configs = trial_configs(options.config, overrides or {}, options.seeds)
-    run_trial(0, configs, folds, options.score, 2, LocalWorker(CPU), storage, Leases().lease, report)
+    trial = records.Trial(0, overrides or {}, records.read_epochs(storage, 0))
+    run_trial(trial, options, folds, 2, LocalWorker(CPU), storage, Leases().lease, report)
     lines = records.read_epochs(storage, 0)
     return [{k: v for k, v in line.items() if not k.endswith("seconds")} for line in lines]
 

@@ -36,9 +36,8 @@ def write_report(
 ) -> str:  # fmt: skip
     """Write ``report.html`` into a run directory and return its path.
 
-    Everything but the configuration may be missing: without a ``task`` (unreadable data) or a trained
-    ``model`` (None: it is loaded) the page shows what is left and says so; ``note`` is shown on it.
-    ``max_rows`` are looked at, by default as many as take a minute.
+    Without a ``task`` (unreadable data) or a trained ``model`` (None: it is loaded) the page shows what is
+    left and says so; ``note`` is shown on it. By default as many rows are looked at as take a minute.
     """
     found, notes = facts.read_facts(storage), [note] if note else []
     looked: dict[str, Any] = {"sample": None, "findings": None, "cards": [], "known_cards": []}
@@ -47,8 +46,7 @@ def write_report(
         try:
             model = facts.open_model(config, storage, task, device) if model is None else model.to(device)
             sample = facts.look(task, model, decoder(model, task.rows, config.compute.threads), max_rows)
-        except (StorageError, RuntimeError, ValueError) as error:
-            # RuntimeError: the checkpoint is of another shape. The page says what is missing and why.
+        except (StorageError, RuntimeError, ValueError) as error:  # RuntimeError: of another shape
             notes.append(f"No predictions: {' '.join(str(error).split())[:300]}.")
             log.warning("report without predictions: %s", error)
         else:

@@ -66,10 +66,8 @@ def line_chart(
     x_range: tuple[float, float] | None = None, y_range: tuple[float, float] | None = None,
     x_ticks: Sequence[tuple[float, str]] | None = None, width: int = WIDTH,
 ) -> Chart | None:  # fmt: skip
-    """A chart without the points that are not finite; None if none is left.
-
-    The ranges are by default those of the points, y from zero upwards; ``x_ticks`` (x, label) are by default
-    round whole numbers.
+    """A chart without the points that are not finite; None if none is left. By default the ranges are those
+    of the points, y from zero upwards, and ``x_ticks`` (x, label) round whole numbers.
     """
     kept = [s._replace(points=[p for p in s.points if all(map(math.isfinite, p))]) for s in series]
     kept = [s for s in kept if s.points]

@@ -37,8 +37,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Facts:
-    """The contents of a run directory; empty where a file is missing or damaged (``unreadable`` names it).
-
+    """The contents of a run directory; empty where a file is missing or damaged (``unreadable`` names it);
     ``bad`` are (id, reason) of the images that could not be read.
     """
 
@@ -127,9 +126,9 @@ def times(config: Config, facts: Facts, task: Task | None) -> list[tuple[str, st
             size = config.train.batch_size
             if phase == "pretrain" and task is not None:  # a set smaller than a batch is one batch
                 size = min(size, int((task.labels >= 0).sum()))
-            steps, epochs = entries[-1].get("step", 0), entries[-1].get("epoch", 0)
-            took = duration(training_seconds(entries, size))
-            found.append((f"{name} time", f"{took} for {steps:,} steps, {epochs:,} epochs"))
+            took, last = duration(training_seconds(entries, size)), entries[-1]
+            how_far = f"{last.get('step', 0):,} steps, {last.get('epoch', 0):,} epochs"
+            found.append((f"{name} time", f"{took} for {how_far}"))
     return found
 
 
@@ -202,9 +201,7 @@ class Sample:
 
 
 def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
-    """At most ``limit`` row numbers, ascending: a uniform sample within labeled, unlabeled and test rows, so
-    that shares of classes within each of the three are unbiased.
-    """
+    """At most ``limit`` row numbers, ascending: a uniform sample within labeled, unlabeled and test rows."""
     num = len(task.rows)
     if num <= limit:
         return np.arange(num)
@@ -215,11 +212,8 @@ def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
 
 
 def open_model(config: Config, storage: Storage, task: Task, device: torch.device | str) -> Classifier:
-    """The model of a run: that in ``model/``, or while there is none that of the newest checkpoint.
-
-    Raises:
-        StorageError: there is neither.
-        RuntimeError: the checkpoint is of other classes than ``task``.
+    """The model of a run: that in ``model/``, or while there is none that of the newest checkpoint;
+    StorageError where there is neither, RuntimeError where it is of other classes than ``task``.
     """
     with suppress(StorageError):
         model = load_classifier(storage, device)
@@ -232,11 +226,9 @@ def open_model(config: Config, storage: Storage, task: Task, device: torch.devic
 
 
 def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = None) -> Sample:
-    """What ``model`` says of at most ``max_rows`` rows, by default as many as take a minute.
-
-    Unreadable images are left out; ValueError if none can be read. Heads vote as in ``predictions.parquet``:
-    their clusters are renumbered as the model's files say, in an unfinished run as the unlabeled rows of this
-    sample say.
+    """What ``model`` says of at most ``max_rows`` rows, by default as many as take a minute; ValueError if no
+    image can be read. Heads vote as in ``predictions.parquet``: their clusters are renumbered as the model's
+    files say, in an unfinished run as the unlabeled rows of this sample say.
     """
     config, best, size = model.config, model.best_head, model.size
     default = MAX_ROWS if model.device.type == "cuda" else MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
@@ -264,11 +256,9 @@ def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = N
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """One output of the best head and the unlabeled training rows it takes: ``count`` of them.
-
-    ``confidence`` is their median, ``agreement`` their mean, NaN without rows. ``majority`` is (true class,
-    share) where rows have truth; ``closest_known`` the known class with the highest mean cosine; ``twin``
-    (output, cosine) the discovered class with the most similar prototype.
+    """One output of the best head and the ``count`` unlabeled training rows it takes: median ``confidence``,
+    mean ``agreement``, NaN without rows; ``majority``, (true class, share) where rows have truth;
+    ``closest_known`` by mean cosine; ``twin``, (output, cosine) of the most similar prototype.
     """
 
     output: int

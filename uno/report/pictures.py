@@ -41,8 +41,8 @@ def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
 
 
 class Album:
-    """Draws strips of ``sample``'s images, stored with side ``size``, until :data:`BUDGET_BYTES` are spent;
-    after that ``full`` is true. Many classes get fewer, smaller and coarser pictures.
+    """Draws strips of ``sample``'s images, stored with side ``size``, until :data:`BUDGET_BYTES` are spent
+    and it is ``full``. Many classes get fewer, smaller and coarser pictures.
     """
 
     def __init__(self, rows: Rows, sample: Sample, size: int, seed: int) -> None:

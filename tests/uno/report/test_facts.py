@@ -112,15 +112,12 @@ def test_warnings_about_classes(digits, change, seen):
     assert any(seen in title for title in found) if seen else found == []
 
 
-def test_one_head_cannot_disagree(digits):
-    titles = warned(digits, disagreeing(sample_of(digits, digits.eval_labels, 1)))
-    assert not any("Heads" in title for title in titles)
-
-
 def test_warnings_about_training(digits):
     line = {"phase": "discover", "step": 5, "total_steps": 10, "skipped_steps": 2, "epochs": 1}
     known = Facts({"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5}, journal=[line])
-    titles = " ".join(warned(digits, sample_of(digits, digits.eval_labels), known))
+    one_head = disagreeing(sample_of(digits, digits.eval_labels, 1))
+    titles = " ".join(warned(digits, one_head, known))
+    assert "Heads disagree" not in titles
     assert "Unfinished: the discover phase stopped at step 5 of 10" in titles
     assert "2 steps of discover skipped" in titles and "No better than k-means: 40.0%" in titles
 
@@ -153,10 +150,8 @@ def test_the_printed_command_leads_to_the_configuration(changes):
 
 def test_formats():
     assert page.visible("a\nb\u202ec") == "a\\nb\\u202ec" and page.visible("é א") == "é א"
-    assert len(page.visible("x" * 400)) == 300 and page.visible("abcdef", 4) == "abc…"
-    assert page.visible("\u202e" * 4, 4) == "\\u2…"
+    assert len(page.visible("x" * 400)) == 300 and page.visible("\u202e" * 4, 4) == "\\u2…"
     assert [page.duration(s) for s in (7.4, 700, 11100)] == ["7 s", "12 min", "3 h 05 min"]
-    assert page.percent(0.12345) == "12.3"
 
 
 def test_training_time_counts_each_step_once():
@@ -167,18 +162,18 @@ def test_training_time_counts_each_step_once():
 def test_line_chart_places_points_and_skips_nan():
     points = [(0, 0.0), (10, 2.0), (5, float("nan"))]
     chart = charts.line_chart("t", "step", [charts.Series("a", points)], [charts.Dot(5, 1, "best", "words")])
-    assert chart is not None and chart.lines[0].path == f"M0 {charts.HEIGHT}L{charts.WIDTH} 0"
+    assert chart.lines[0].path == f"M0 {charts.HEIGHT}L{charts.WIDTH} 0"
     assert chart.dots == [charts.Dot(charts.WIDTH / 2, charts.HEIGHT / 2, "best", "words")]
     assert [label for _, label in chart.y_ticks] == ["0", "0.5", "1", "1.5", "2"]
     assert charts.line_chart("t", "x", [charts.Series("a", [])]) is None
     many = charts.line_chart("t", "x", [charts.Series("a", [(i, 1.0) for i in range(9999)])])
-    assert many is not None and many.lines[0].path.count("L") < charts.MAX_CURVE_POINTS
+    assert many.lines[0].path.count("L") < charts.MAX_CURVE_POINTS
 
 
 def test_matrix_columns_follow_the_matching():
     counts, names = np.array([[0, 9, 1], [7, 0, 0]]), (["a", "b"], ["x", "y", "z"])
     figure = charts.matrix("t", counts, names, np.array([1, 0]), 1)
-    assert figure is not None and figure["columns"] == ["y", "x", "z"]
+    assert figure["columns"] == ["y", "x", "z"]
     assert (figure["correct"], figure["total"]) == (16, 17)
     assert figure["cells"] == [[0, 0, 9], [0, 2, 1], [1, 1, 7]]
     assert figure["outline"] == "M0 0h1v1h-1zM1 1h1v1h-1z"
@@ -189,7 +184,7 @@ def test_matrix_columns_follow_the_matching():
 def test_maps_repeat_and_keep_groups_apart():
     data = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
     first, second = (charts.draw_map("t", "c", data, 1) for _ in range(2))
-    assert first is not None and second is not None and (first.xy == second.xy).all()
+    assert (first.xy == second.xy).all()
     assert first.xy.min() >= 0 and first.xy.max() <= charts.EXTENT
     classes = np.arange(60) % 3 - 1
     groups = charts.map_groups(classes, ["a", "b"], 1, [4, 5], [first])
