@@ -59,11 +59,10 @@ class Suggestion(NamedTuple):
 def parse_classes(data: bytes) -> list[OutputClass]:
     """The classes in the content of ``classes.json``, by index. StorageError where it is damaged."""
     try:
-        entries = json.loads(data)["classes"]
-        into = [None if e.get("drop") else e.get("merge_into", e["index"]) for e in entries]
-        classes = [
-            OutputClass(e["index"], e["name"], e["kind"], i) for e, i in zip(entries, into, strict=True)
-        ]
+        classes = []
+        for e in json.loads(data)["classes"]:
+            into = None if e.get("drop") else e.get("merge_into", e["index"])
+            classes.append(OutputClass(e["index"], e["name"], e["kind"], into))
         kinds, targets = [c.kind for c in classes], (None, *range(len(classes)))
         typed = all(isinstance(c.name, str) and isinstance(c.into, int | None) for c in classes)
         placed = all(c.index == i and c.into in targets for i, c in enumerate(classes))
@@ -125,12 +124,11 @@ def suggest(
         pairs = zip(order.tolist(), values.tolist(), strict=True)
         return tuple((names[i], value) for i, value in pairs if value > -torch.inf)[:NUM_NEAREST]
 
-    return {
-        num_known + i: Suggestion(
-            rows, len(predicted), nearest(to_known[i], names), nearest(to_novel[i], names[num_known:])
-        )
-        for i, rows in enumerate(counts.int().tolist())
-    }
+    found = {}
+    for i, rows in enumerate(counts.int().tolist()):
+        similar = nearest(to_known[i], names), nearest(to_novel[i], names[num_known:])
+        found[num_known + i] = Suggestion(rows, len(predicted), *similar)
+    return found
 
 
 def template(classes: Sequence[OutputClass], model_hash: str, suggestions: Mapping[int, Suggestion]) -> str:

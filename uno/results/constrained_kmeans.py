@@ -43,18 +43,17 @@ def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
     the squared distance to the nearest centre so far (k-means++, Arthur and Vassilvitskii, 2007), each by one
     of the uniform ``draws`` (K - F,).
     """
-    candidates, num_fixed = points[fixed == FREE], int(fixed.max()) + 1
-    centers = _means(points, fixed, points.new_zeros(num_fixed, points.shape[1]))
+    candidates = points[fixed == FREE]
+    centers = _means(points, fixed, points.new_zeros(int(fixed.max()) + 1, points.shape[1]))
     nearest = F.pad(_squared(candidates, centers), (0, 1), value=torch.inf).amin(dim=1)
     for draw in draws.tolist():
         # Without any centre yet, or with every row on a centre, all rows are equally likely.
         even = not nearest.isfinite().all() or nearest.sum() <= 0
         cumulative = (torch.ones_like(nearest) if even else nearest).double().cumsum(dim=0)
-        row = torch.searchsorted(cumulative, draw * cumulative[-1:], right=True).clamp(
-            max=len(candidates) - 1
-        )
-        centers = torch.cat([centers, candidates[row]])
-        nearest = torch.minimum(nearest, _squared(candidates, candidates[row])[:, 0])
+        row = torch.searchsorted(cumulative, draw * cumulative[-1:], right=True)
+        chosen = candidates[row.clamp(max=len(candidates) - 1)]
+        centers = torch.cat([centers, chosen])
+        nearest = torch.minimum(nearest, _squared(candidates, chosen)[:, 0])
     return centers
 
 

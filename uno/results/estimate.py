@@ -117,8 +117,8 @@ def estimate_num_novel(
     present = sorted(set(train.labels.tolist()))
     if len(present) < MIN_KNOWN:
         raise ConfigError(
-            f"estimating the number of classes needs at least {MIN_KNOWN} known classes with rows, there are "
-            f"{len(present)}; give --num-novel"
+            f"estimating the number of classes needs at least {MIN_KNOWN} known classes with rows, "
+            f"there are {len(present)}; give --num-novel"
         )
     if num_unlabeled < 2:
         raise ConfigError(f"{num_unlabeled} unlabeled rows: there is nothing to estimate")

@@ -36,13 +36,9 @@ strict: novel rows matched to novel outputs only, predicted known = error"""
 
 
 def evaluate_run(
-    config: Config,
-    storage: Storage,
-    train: TrainData,
-    sets: Mapping[str, EvalData],
-    num_true: int,
+    config: Config, storage: Storage, train: TrainData, sets: Mapping[str, EvalData], num_true: int,
     worker: Worker,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """All protocols on the rows of both splits ("train", "test"), shared among all workers, the same on each,
     and on rank 0 the k-means baselines, flat. ``num_true``: classes, known and novel, that truth indexes.
     """
@@ -162,14 +158,11 @@ def kmeans_baselines(
             parts["kmeans_pixels"].append(images.flatten(1).float().cpu())
     if len(classes) < train.num_novel:  # of streamed rows some may be unreadable
         return {}
-    return {
-        f"baseline/{name}/novel/{metric}": value
-        for name, tensors in parts.items()
-        if tensors
-        for metric, value in kmeans_baseline(
-            torch.cat(tensors), classes, train.num_novel, config.seed
-        ).items()
-    }
+    values: dict[str, float] = {}
+    for name, tensors in parts.items():
+        found = kmeans_baseline(torch.cat(tensors), classes, train.num_novel, config.seed) if tensors else {}
+        values |= {f"baseline/{name}/novel/{metric}": value for metric, value in found.items()}
+    return values
 
 
 def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, seed: int) -> dict[str, float]:

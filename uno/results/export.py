@@ -27,8 +27,7 @@ from uno.results.infer import Classifier
 
 FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
 """Formats and the names of their files in ``model/``."""
-TOLERANCE = {"encoder": 1e-6, "pt2": 1e-5, "onnx": 1e-4}
-"""Largest difference from the model: of features (encoder), of probabilities (pt2, onnx)."""
+TOLERANCE = {"encoder": 1e-6, "pt2": 1e-5, "onnx": 1e-4}  # of features; of probabilities
 CHECK_ROWS = (1, 3, 8)  # batch sizes of the check; the example that is traced has another
 
 
@@ -159,10 +158,8 @@ def _compare(
             one, other = found(images), expected(images)
         difference = float((one - other).abs().max()) if one.shape == other.shape else float("nan")
         if not difference <= TOLERANCE[format]:
-            raise NumericsError(
-                f"the exported {format} file differs from the model by {difference:.1e} "
-                f"(allowed: {TOLERANCE[format]:.0e}); it was not written"
-            )
+            what = f"differs from the model by {difference:.1e} (allowed: {TOLERANCE[format]:.0e})"
+            raise NumericsError(f"the exported {format} file {what}; it was not written")
 
 
 def _random_images(model: Classifier, num: int) -> Tensor:

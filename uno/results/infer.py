@@ -1,6 +1,5 @@
-"""A trained model and what it says of images: probabilities, how sure it is, and which heads agree.
-
-``model/`` of a run is all it takes: no checkpoint, no training data.
+"""A trained model, from ``model/`` of a run alone, and what it says of images: probabilities, how sure it is,
+and which heads agree.
 """
 
 from __future__ import annotations
@@ -139,13 +138,12 @@ def save_model(
 ) -> Classifier:
     """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns what it holds."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
-    encoder = with_prefix(weights, "encoder.")
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
     classes = [OutputClass(i, name, "known", i) for i, name in enumerate(known)]
     for i in range(module.num_novel):
         classes.append(OutputClass(len(classes), f"novel-{i + 1}", "novel", len(classes)))
     files = {
-        "encoder.safetensors": safetensors.torch.save(encoder),
+        "encoder.safetensors": safetensors.torch.save(with_prefix(weights, "encoder.")),
         "heads.safetensors": safetensors.torch.save(heads, {"best_head": str(best_head)}),
         "classes.json": dump_classes(json.dumps({"best_head": best_head}).encode(), classes),
         "config.yaml": dump_yaml(config).encode(),
@@ -165,9 +163,8 @@ def model_folder(storage: Storage) -> str:
     for folder in ("model/", ""):
         if storage.exists(f"{folder}classes.json"):
             return folder
-    raise StorageError(
-        f"{storage.uri} holds no trained model (no model/classes.json): run uno discover first"
-    )
+    found = f"{storage.uri} holds no trained model (no model/classes.json)"
+    raise StorageError(f"{found}: run uno discover first")
 
 
 def read_model_files(storage: Storage) -> dict[str, bytes]:

@@ -47,9 +47,8 @@ def hungarian(counts: Counts) -> Counts:
 
 def matched_counts(counts: Counts, matching: Counts) -> Counts:
     """Rows of each class that fall on its matched output: counts (R, P), matching (R,) -> (R,) int64."""
-    matched, classes = np.zeros(len(counts), dtype=np.int64), np.flatnonzero(matching >= 0)
-    matched[classes] = counts[classes, matching[classes]]
-    return matched
+    padded = np.pad(counts, ((0, 0), (0, 1)))  # no rows in column -1, for classes without partner
+    return padded[np.arange(len(counts)), matching]
 
 
 # The metrics of counts (R, P); undefined (ValueError) where they count no row.

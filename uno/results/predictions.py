@@ -42,7 +42,7 @@ COLUMNS = {
     "reason": pa.string(),  # why it is bad
     "model_hash": pa.string(),
 }
-EMBEDDING = {"embedding": pa.list_(pa.float32())}
+EMBEDDING = pa.list_(pa.float32())
 DIFFERENCES = {
     "model_hash": "of another model", "data": "of other data", "rows": "of other data",
     "names": "under other class names", "routes": "under other decisions on classes",
@@ -62,11 +62,9 @@ class Summary(NamedTuple):
 
 
 def predict_rows(
-    model: Classifier,
-    decode: Decode,
-    writer: PredictionWriter,
+    model: Classifier, decode: Decode, writer: PredictionWriter,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Summary:
+) -> Summary:  # fmt: skip
     """Classify the rows that ``writer`` still lacks, here, and finish the table; ``on_progress`` gets (rows
     done, N) after every batch. Memory is that of a few batches and one shard.
     """
@@ -81,22 +79,14 @@ def result_table(
 ) -> pa.Table:
     """What :func:`score_rows` says of the rows ``index`` (b,), with ``embedding`` their features, too."""
     ok = readable(reasons)
-    numbers = np.full((len(index), len(NUMBERS)), np.nan, dtype=np.float32)
-    classes, features = np.zeros(len(index), dtype=np.int32), np.zeros((0, 0), dtype=np.float32)
-    if scores is not None:
-        classes[ok], features = scores.class_index.numpy(), scores.features.numpy()
-        numbers[ok] = np.stack([getattr(scores, name).numpy() for name in NUMBERS], axis=1)
-    columns = {
-        "row": pa.array(index, pa.int64()),
-        "class_index": pa.array(classes, mask=~ok),
-        **{name: pa.array(numbers[:, i], from_pandas=True) for i, name in enumerate(NUMBERS)},
-        "reason": pa.array(reasons, pa.string()),
-    }
+    columns = {"row": pa.array(index, pa.int64()), "reason": pa.array(reasons, pa.string())}
+    for name in ("class_index", *NUMBERS):
+        values = np.zeros(len(index), np.int32 if name == "class_index" else np.float32)
+        values[ok] = 0 if scores is None else getattr(scores, name).numpy()
+        columns[name] = pa.array(values, mask=~ok, from_pandas=True)  # NaN becomes null
     if embedding:
-        ends = np.concatenate([[0], np.cumsum(ok * features.shape[1])]).astype(np.int32)
-        columns["embedding"] = pa.ListArray.from_arrays(
-            pa.array(ends), pa.array(features.ravel()), mask=pa.array(~ok)
-        )
+        features = iter([] if scores is None else scores.features.numpy())
+        columns["embedding"] = pa.array([next(features) if fine else None for fine in ok], EMBEDDING)
     return pa.table(columns)
 
 
@@ -117,7 +107,7 @@ class PredictionWriter:
             "format": FORMAT,
         }  # fmt: skip
         self._storage, self._classes = storage, model.classes
-        self._schema = pa.schema(COLUMNS | (EMBEDDING if embedding else {}))
+        self._schema = pa.schema(COLUMNS | ({"embedding": EMBEDDING} if embedding else {}))
         self._parts: dict[int, list[pa.Table]] = {}
         self._num_shards = -(-len(rows) // SHARD_ROWS)
         self.complete = self._claim(replace)
