@@ -28,8 +28,7 @@ def test_sets_of_the_digits():
     assert torch.equal(train.labeled_images, images[rows])
     assert train.labels.tolist() == [int(task.rows.labels[i]) for i in rows]
     assert len(train.labels) + len(train.unlabeled_images) == task.is_train.sum() == len(sets["train"].truth)
-    for split in ("train", "test"):
-        found = sets[split]
+    for found in sets.values():
         assert torch.equal(found.images, images[found.index])
         assert found.truth.tolist() == [int(task.rows.labels[i]) for i in found.index]
     assert set(sets["test"].index.tolist()) == set(np.flatnonzero(~task.is_train))

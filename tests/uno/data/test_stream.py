@@ -4,34 +4,24 @@ import json
 import pickle
 from collections import Counter
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, small_sets
-from uno.config import override
-from uno.data import stream as feed
-from uno.data.decode import BadRows
+from uno.config import DataConfig, override
+from uno.data import stream as module
+from uno.data.decode import BadRows, ahead
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.stream import (
-    CropJob,
-    StreamSet,
-    ahead,
-    crop_here,
-    stand_ins,
-    stream_facts,
-    streaming_eval_sets,
-    streaming_set,
-)
 from uno.errors import ConfigError
 from uno.runs import run
 from uno.train import LocalWorker
+
+from .builders import encoded, pixels
 
 CONFIG = small_config(train__batch_size=24, data__ingest="streaming", compute__threads=2)
 
@@ -41,7 +31,7 @@ def digits_task():
 
 
 def stream(tmp_path, config=CONFIG, task=None):
-    return streaming_set(config, task or digits_task(), Storage(str(tmp_path)))
+    return module.streaming_set(config, task or digits_task(), Storage(str(tmp_path)))
 
 
 def batches(train, config=CONFIG, phase=run.DISCOVER, rank=0, world_size=1, last=10):
@@ -53,21 +43,12 @@ def same(a, b):
     return torch.equal(a.labels, b.labels) and all(map(torch.equal, a.views, b.views))
 
 
-def pictures(folder: Path, num: int = 40, broken: tuple[int, ...] = ()):
-    """A task of PNG files of different shapes, half of them labeled."""
-    folder.mkdir(exist_ok=True)
-    random = np.random.default_rng(0)
-    paths = []
-    for i in range(num):
-        paths.append(str(folder / f"{i}.png"))
-        Image.fromarray(random.integers(0, 256, (9 + i % 4, 12, 3), dtype=np.uint8)).save(paths[-1])
-        if i in broken:
-            Path(paths[-1]).write_text("not an image")
+def pictures(num=40, broken=()):
+    """A task of encoded images of different shapes, half of them labeled."""
+    images = [b"not an image" if i in broken else encoded(pixels(i, 9 + i % 4, 12)) for i in range(num)]
     labels = [["cat", "dog"][i % 2] if i < num // 2 else None for i in range(num)]
-    rows = Rows([f"row {i}" for i in range(num)], paths, labels, np.full(num, "train"), "pictures")
-    return make_task(
-        rows, override(CONFIG, {"data.known_classes": None, "data.num_novel": 2, "data.limit": None}).data
-    )
+    rows = Rows([f"row {i}" for i in range(num)], images, labels, np.full(num, "train"), "pictures")
+    return make_task(rows, DataConfig(num_novel=2))
 
 
 @pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
@@ -76,7 +57,7 @@ def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, 
     """Bit for bit, in order, backwards and from the middle; parts end inside steps. Kills: rows, labels or
     colours of another step or worker, a part's border that loses a row.
     """
-    monkeypatch.setattr(feed, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 7)
     for rank in range(world_size):
         expected = batches(small_sets()[0], phase=phase, rank=rank, world_size=world_size)
         found = batches(stream(tmp_path), phase=phase, rank=rank, world_size=world_size)
@@ -87,13 +68,12 @@ def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, 
 
 def test_nothing_is_cut_beyond_the_last_step(tmp_path, monkeypatch):
     """And few steps ahead of the consumer. Kills: an unbounded queue, an endless line."""
-    monkeypatch.setattr(feed, "CHUNK_ROWS", 24)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 24)
     done = Counter()
     train = stream(tmp_path)
-    real = train.crop
 
     def counting(job):
-        for chunk in real(job):
+        for chunk in train.crop(job):
             done["chunks"] += 1
             yield chunk
 
@@ -113,14 +93,10 @@ def test_what_workers_get_holds_no_hidden_label():
     hidden = (task.labels < 0) & task.is_train
     shuffled = task.eval_labels.copy()
     shuffled[hidden] = np.random.default_rng(0).permutation(shuffled[hidden])
-    names = [
-        name if labeled else "?" for name, labeled in zip(task.rows.labels, task.labels >= 0, strict=True)
-    ]
+    names = np.where(task.labels >= 0, task.rows.labels, "?").tolist()
     other = replace(task, eval_labels=shuffled, rows=replace(task.rows, labels=names))
-    first, second = stream_facts(task), stream_facts(other)
-    assert (
-        set(first) == set(second) == {f.name for f in fields(StreamSet)} - {"bad", "crop", "device"} | {"ids"}
-    )
+    first, second = module.stream_facts(task), module.stream_facts(other)
+    assert set(first) == {f.name for f in fields(module.StreamSet)} - {"bad", "crop", "device"} | {"ids"}
     for name in first:
         assert pickle.dumps(np.asarray(first[name])) == pickle.dumps(np.asarray(second[name])), name
 
@@ -128,17 +104,18 @@ def test_what_workers_get_holds_no_hidden_label():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_row_once_in_an_epoch(tmp_path, world_size):
     """The rows that are really read, with lengths that do not divide, also after a start in the middle."""
-    task = pictures(tmp_path / "images", 46)
+    task = pictures(46)
     config = override(CONFIG, {"train.batch_size": 12})
     train = stream(tmp_path / "run", config, task)
     plan = run.plans(config, train.num_labeled, train.num_unlabeled, world_size)[run.DISCOVER]
     seen: Counter[int] = Counter()
     for rank in range(world_size):
         for first, last in ((0, 2), (2, plan.steps_per_epoch)):  # a stop in between
-            job = CropJob(config, train, plan, rank, world_size, first, last)
+            job = module.CropJob(config, train, plan, rank, world_size, first, last)
             for _, _, rows in job.references(5):
                 seen.update(rows.tolist())
-            assert sum(len(pixels) for pixels, _ in crop_here(job, 2)) == (last - first) * job.rows_per_step
+            cropped = sum(len(found) for found, _ in module.crop_here(job, 2))
+            assert cropped == (last - first) * job.rows_per_step
     assert set(seen.values()) == {1} and len(seen) == plan.steps_per_epoch * 12
 
 
@@ -148,11 +125,9 @@ def test_a_resumed_stream_learns_the_same(tmp_path, one_thread):
 
     def train(name, stop_at=None):
         storage, worker = Storage(str(tmp_path / name)), LocalWorker(CPU)
-        if stop_at is not None:
-            worker.should_stop = lambda step: step == stop_at
-        return run.run_phase(
-            config, run.PRETRAIN, streaming_set(config, digits_task(), storage), worker, storage
-        ), storage
+        worker.should_stop = lambda step: step == stop_at
+        data = stream(tmp_path / name, config)
+        return run.run_phase(config, run.PRETRAIN, data, worker, storage), storage
 
     whole, there = train("whole")
     with pytest.raises(Exception, match="stopped at pretrain step 6"):
@@ -166,11 +141,11 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
     """The next readable row of its kind stands in, with its own label. Kills: black images trained on, a
     label of the bad row kept, bad rows counted once per epoch.
     """
-    task = pictures(tmp_path / "images", broken=(3, 30))
+    task = pictures(broken=(3, 30))
     config = override(CONFIG, {"train.batch_size": 12, "data.max_bad_fraction": 0.05})
     train = stream(tmp_path / "run", config, task)
     found = batches(train, config, last=12)
-    clean = batches(stream(tmp_path / "other", config, pictures(tmp_path / "clean")), config, last=12)
+    clean = batches(stream(tmp_path / "other", config, pictures()), config, last=12)
     replaced = 0
     for step in range(12):
         line = clean(step)
@@ -179,7 +154,7 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
         replaced += len(hit)
         ok = np.ones(len(rows), bool)
         ok[hit] = False
-        assert torch.equal(batch.labels, line.labels[torch.from_numpy(stand_ins(ok, 6)[:6])])
+        assert torch.equal(batch.labels, line.labels[torch.from_numpy(module.stand_ins(ok, 6)[:6])])
         kept = torch.from_numpy(np.flatnonzero(ok))
         assert all(torch.equal(a[kept], b[kept]) for a, b in zip(batch.views, line.views, strict=True))
         assert all(float(view[i].std()) > 0.1 for view in batch.views for i in hit)
@@ -192,10 +167,9 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
 
 
 def test_too_many_bad_images_end_the_run(tmp_path):
-    task = pictures(tmp_path / "images", broken=(1, 2, 3))
+    task = pictures(broken=(1, 2, 3))
     config = override(CONFIG, {"train.batch_size": 12})
-    storage = Storage(str(tmp_path / "run"))
-    train = streaming_set(config, task, storage)
+    train, storage = stream(tmp_path, config, task), Storage(str(tmp_path))
     with pytest.raises(ConfigError, match=r"of 40 images are unreadable.*bad_samples.jsonl"):
         run.run_phase(config, run.PRETRAIN, train, LocalWorker(CPU), storage)
 
@@ -203,9 +177,9 @@ def test_too_many_bad_images_end_the_run(tmp_path):
 def test_stand_ins():
     """Kills: a labeled row that stands in for an unlabeled one, the previous row instead of the next."""
     ok = np.array([True, False, True, False, True, True, False])
-    assert stand_ins(ok, 4).tolist() == [0, 2, 2, 0, 4, 5, 4]
-    assert stand_ins(np.array([False, False, True]), 2) is None
-    assert stand_ins(np.ones(3, bool), 1).tolist() == [0, 1, 2]
+    assert module.stand_ins(ok, 4).tolist() == [0, 2, 2, 0, 4, 5, 4]
+    assert module.stand_ins(np.array([False, False, True]), 2) is None
+    assert module.stand_ins(np.ones(3, bool), 1).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -213,16 +187,16 @@ def test_evaluation_counts_every_readable_row_once(tmp_path, world_size):
     """The images and truth of the resident sets, over all workers; a bad one is noted, not counted."""
     expected = small_sets()[1]["test"]
     bad = stream(tmp_path).bad
-    found = streaming_eval_sets(CONFIG, digits_task(), bad)["test"]
+    found = module.streaming_eval_sets(CONFIG, digits_task(), bad)["test"]
     pairs = [pair for rank in range(world_size) for pair in found.batches(7, rank, world_size)]
     assert torch.equal(torch.cat([images for images, _ in pairs]), expected.images)
     assert torch.equal(torch.cat([truth for _, truth in pairs]), expected.truth)
     chosen = found.where(found.truth >= 5)
     assert torch.equal(chosen.index, expected.index[expected.truth >= 5])
 
-    task = pictures(tmp_path / "images", broken=(4,))
+    task = pictures(broken=(4,))
     few = stream(tmp_path / "run", task=task).bad
-    rows = streaming_eval_sets(CONFIG, task, few)["train"]
+    rows = module.streaming_eval_sets(CONFIG, task, few)["train"]
     assert sum(len(truth) for _, truth in rows.batches(3)) == len(rows.truth) - 1 == 19
     assert len(few) == 1
 
