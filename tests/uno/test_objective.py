@@ -124,14 +124,6 @@ def test_permuted_clusters_leave_the_loss_alone():
     torch.testing.assert_close(losses(novel), losses(novel[..., order]))
 
 
-def test_no_unlabeled_rows_give_plain_cross_entropy():
-    """B_u = 0 is an explicit zero of the unlabeled part. Kills: mean over an empty set (NaN)."""
-    known, novel, labels = problem(2, 4, 0, 3, 5, 1)
-    (loss,) = discovery_loss(known, [novel], labels, [pseudo_labels(novel[:, :, 4:], 0.05, 3)], 0.1)
-    logits = torch.cat([known, novel[:, 0]], dim=2).flatten(0, 1) / 0.1
-    torch.testing.assert_close(loss[0], F.cross_entropy(logits, labels.repeat(2)))
-
-
 def test_labeled_loss_is_cross_entropy_of_cosines():
     """Kills: temperature missing, labels not repeated per view."""
     known, _, labels = problem(2, 6, 0, 4, 2, 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from uno.config import Config, flatten, override, to_dict
+from uno.config import Config, flatten, to_dict
 from uno.errors import ConfigError
 from uno.presets import PRESETS, preset
 
@@ -30,19 +30,6 @@ def test_numbers_are_the_published_ones():
         for recipe in ("paper", "v2")
     }
     assert {"defaults": DEFAULTS, **now} == json.loads(GOLDEN.read_text())
-
-
-def test_schema_defaults_are_the_custom_preset():
-    """A default changed in the schema alone would change what ``--data folder:X`` trains."""
-    assert preset("custom") == Config()
-
-
-@pytest.mark.parametrize("recipe", ["paper", "v2"])
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_says_what_it_is(name, recipe):
-    config = preset(name, recipe)
-    assert (config.preset, config.recipe) == (name, recipe)
-    assert override(Config(), to_dict(config)) == config
 
 
 def test_unknown_names_are_one_line_with_a_suggestion():

@@ -77,8 +77,3 @@ def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
         still, run.PRETRAIN, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "still"))
     )
     assert_same(dict(start.model.encoder.state_dict()), with_prefix(stored.tensors, "model/encoder."))
-
-
-def test_it_is_off_by_default():
-    """Kills: a phase nobody asked for."""
-    assert set(run.plans(small_config(), 100, 100, 1)) == {run.PRETRAIN, run.DISCOVER}

@@ -327,18 +327,3 @@ def test_a_stop_never_saves_what_is_not_finite(storage, clean):
         discover(storage, rarely, step=failing_at([8], "statistics"), worker=StopAt(10))
     assert checkpoint_steps(storage, run.DISCOVER) == [6]
     assert_same(discover(storage), clean[0])
-
-
-def test_an_image_that_is_not_a_number_is_named_by_its_step(storage):
-    """The real path: NaN in a view, so in the loss, the statistics and again after the roll-back."""
-    batches = batches_of(CONFIG)
-
-    def poisoned(step):
-        batch = batches(step)
-        if step == 8:
-            batch.views[0][0] = float("nan")
-        return batch
-
-    with pytest.raises(NumericsError, match="discover step 12"):
-        discover(storage, small_config(train__log_every=50), batches=poisoned)
-    assert all_checkpoints_are_finite(storage)
