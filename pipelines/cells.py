@@ -12,8 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from pipelines.options import parse
 from uno.config import Config, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted
+from uno.runs.journal import read_journal
 
 ATTEMPTS = "attempts.jsonl"
 PARENT = "UNO_PARENT"  # set by the driver: its process may be gone before this one has imported torch
@@ -42,8 +41,7 @@ class Job(NamedTuple):
     needs: str | None = None
 
 
-@dataclass
-class Attempts:
+class Attempts(NamedTuple):
     """What ``attempts.jsonl`` says of a job: seconds of all attempts, exit code and reason of the last."""
 
     seconds: float = 0.0
@@ -57,15 +55,11 @@ class Attempts:
 
 
 def read_attempts(output: Path) -> dict[str, Attempts]:
-    """Every job of ``output`` that was started, by name. A line that a kill cut short is left out."""
+    """Every job of ``output`` that was started, by name."""
     found: dict[str, Attempts] = {}
-    path = output / ATTEMPTS
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
-            entry = json.loads(line)
-            job = found.setdefault(entry["job"], Attempts())
-            job.seconds += entry["seconds"]
-            job.code, job.reason = entry["code"], entry["reason"]
+    for entry in read_journal(Storage(str(output)), ATTEMPTS):
+        seconds = found.get(entry["job"], Attempts()).seconds + entry["seconds"]
+        found[entry["job"]] = Attempts(seconds, entry["code"], entry["reason"])
     return found
 
 
@@ -173,8 +167,7 @@ def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> list[tupl
     ended = []
     for entry in list(running):
         job, process, since = entry
-        code = process.poll()
-        if code is not None:
+        if (code := process.poll()) is not None:
             running.remove(entry)
             reason = last_line(Path(f"{output / job.name}.log")) if code else ""
             ended.append(_noted(output, job, Attempts(time.monotonic() - since, code, reason)))
@@ -182,7 +175,7 @@ def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> list[tupl
 
 
 def _noted(output: Path, job: Job, attempt: Attempts) -> tuple[Job, Attempts]:
-    entry = {"job": job.name, **asdict(attempt), "seconds": round(attempt.seconds, 2)}
+    entry = {"job": job.name, **attempt._asdict(), "seconds": round(attempt.seconds, 2)}
     Storage(str(output)).append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
     return job, attempt
 

@@ -14,7 +14,8 @@ import torch
 
 from pipelines import cells, cli, reproduce
 from pipelines.cells import Job, RayProcess, read_attempts, run_jobs
-from pipelines.options import RAY_JOB
+from pipelines.commands import DISCOVER
+from pipelines.options import RAY_JOB, parse
 from tests.pipelines.small import SMALL, wait_for
 from uno.config import Config, dump_yaml, override
 from uno.errors import ConfigError, Interrupted
@@ -167,23 +168,19 @@ def test_a_failed_pretraining_fails_its_cells(request_of):
 
 
 def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, monkeypatch):
-    """RS weighs consistency 50 on CIFAR100, in the plan and in the process that reads the cell's file.
-    Kills: constants that get lost on the way, or are those of CIFAR10.
+    """RS weighs consistency 50 on CIFAR100, also in the process that reads the cell's file. Kills: constants
+    that get lost on the way.
     """
-    from pipelines.commands import DISCOVER
-    from pipelines.options import parse
-
     monkeypatch.setattr(reproduce, "_check_data", lambda configs: None)
     words = ["sota", "--scale", "full", "--datasets", "cifar10", "cifar100-20", "--seeds", "1", "--dry-run"]
     words += ["--cifar10", "/a", "--cifar100", "/b", "--output", str(tmp_path)]
-    jobs = {job.name: job for job in reproduce.plan(reproduce.parse(words))}
-    for name, weight, rampup in (("cifar100-20-rs", 50.0, 0.75), ("cifar100-20-rs-plus", 25.0, 0.75),
-                                 ("cifar10-rs", None, None)):  # fmt: skip
-        job = jobs[f"cells/{name}-seed0"]
+    weights = {}
+    for job in reproduce.plan(reproduce.parse(words)):
         (tmp_path / "cell.yaml").write_text(dump_yaml(job.config))
         found = parse(["--config", str(tmp_path / "cell.yaml")], DISCOVER).config.objective
         assert found == job.config.objective
-        assert (found.consistency_weight, found.rampup) == (weight, rampup)
+        weights[job.name] = found.consistency_weight
+    assert [weights[f"cells/{name}-seed0"] for name in ("cifar100-20-rs", "cifar10-rs")] == [50.0, None]
 
 
 def test_a_directory_of_other_settings_is_refused(request_of):

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, FAULTS_FILE, PHASES
+from uno.runs.journal import read_journal
 from uno.steps import Batch
 
 VARIABLE = "UNO_FAULTS"
@@ -163,8 +164,7 @@ def _strikes(storage: Storage, fault: Fault, step: int) -> bool:
 
 def read_events(storage: Storage) -> list[dict[str, Any]]:
     """What ``faults.jsonl`` notes: starts and faults, with phase and step."""
-    lines = storage.read(FAULTS_FILE).splitlines() if storage.exists(FAULTS_FILE) else []
-    return [json.loads(line) for line in lines]
+    return read_journal(storage, FAULTS_FILE)
 
 
 def _note(storage: Storage, event: dict[str, Any]) -> None:
