@@ -5,16 +5,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
-pytestmark = pytest.mark.ray
+from tests.pipelines.small import RAY, ROOT, SMALL, wait_for
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.ray
 
 
 def test_the_cluster_file_fits_rays_schema():
@@ -30,44 +29,27 @@ def test_the_cluster_file_fits_rays_schema():
     assert head["resources"] == {"CPU": 0} and head.get("max_workers", 0) == 0
     assert all(kind["min_workers"] <= kind["max_workers"] for kind in types.values())
     assert sum(kind["max_workers"] for kind in types.values()) >= prepared["max_workers"] > 0
-    assert any(
-        kind["node_config"].get("InstanceMarketOptions", {}).get("MarketType") == "spot"
-        for kind in types.values()
-    )
+    markets = [kind["node_config"].get("InstanceMarketOptions", {}) for kind in types.values()]
+    assert any(market.get("MarketType") == "spot" for market in markets)
     commands = [*prepared["setup_commands"], *prepared["head_start_ray_commands"]]
     assert not any("nightly" in command or "dev0" in command for command in commands)
     assert any("--dashboard-host=127.0.0.1" in command for command in commands)
 
 
-def test_every_field_of_the_cluster_file_has_a_comment():
-    """Above it, or above the block of equal fields it belongs to."""
-    lines = (ROOT / "cluster.yaml").read_text().splitlines()
-    top = [i for i, line in enumerate(lines) if line and line[0].isalpha()]
-    assert [lines[i] for i in top if not lines[i - 1].startswith("#") and lines[i] not in UNCOMMENTED] == []
-
-
-UNCOMMENTED = ("provider:", "auth:", "available_node_types:")  # their fields have comments
-
-
 def test_the_kubernetes_manifest_has_the_keys_of_its_api():
     """KubeRay's ray.io/v1 types and the names that its objects must share; no Kubernetes is needed."""
-    claim, job = yaml.safe_load_all((ROOT / "rayjob.yaml").read_text())
-    assert (claim["kind"], job["apiVersion"], job["kind"]) == ("PersistentVolumeClaim", "ray.io/v1", "RayJob")
-    spec = job["spec"]
-    assert spec.keys() <= {
-        "entrypoint", "runtimeEnvYAML", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit",
-        "rayClusterSpec",
-    }  # fmt: skip
-    assert "--output /" in spec["entrypoint"] and "--device cuda" in spec["entrypoint"]
-    assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
-    cluster = spec["rayClusterSpec"]
-    assert cluster.keys() <= {
-        "rayVersion", "enableInTreeAutoscaling", "autoscalerOptions", "authOptions", "headGroupSpec",
-        "workerGroupSpecs",
-    }  # fmt: skip
-    assert cluster["enableInTreeAutoscaling"] and cluster["authOptions"] == {"mode": "token"}
     import ray
 
+    claim, job = yaml.safe_load_all((ROOT / "rayjob.yaml").read_text())
+    assert (claim["kind"], job["apiVersion"], job["kind"]) == ("PersistentVolumeClaim", "ray.io/v1", "RayJob")
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    fields = "entrypoint runtimeEnvYAML shutdownAfterJobFinishes ttlSecondsAfterFinished backoffLimit"
+    assert spec.keys() <= {*fields.split(), "rayClusterSpec"}
+    assert "--output /" in spec["entrypoint"] and "--device cuda" in spec["entrypoint"]
+    assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
+    fields = "rayVersion enableInTreeAutoscaling autoscalerOptions authOptions headGroupSpec workerGroupSpecs"
+    assert cluster.keys() <= {*fields.split()}
+    assert cluster["enableInTreeAutoscaling"] and cluster["authOptions"] == {"mode": "token"}
     assert cluster["rayVersion"].split(".")[:2] == ray.__version__.split(".")[:2]
     (workers,) = cluster["workerGroupSpecs"]
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
@@ -78,9 +60,8 @@ def test_the_kubernetes_manifest_has_the_keys_of_its_api():
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
         assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-        (container,) = pod["containers"]
-        assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/runs", "/dev/shm"}
-        assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {"runs": "/runs", "shm": "/dev/shm"} and mounts.keys() == volumes.keys()
 
 
 @pytest.mark.slow
@@ -97,20 +78,14 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
         **os.environ, "RAY_FAKE_CLUSTER": "1", "RAY_AUTH_MODE": "disabled",
         "RAY_TMPDIR": f"/tmp/uno-{os.getpid()}",
     }  # fmt: skip
-    ray = str(Path(sys.executable).parent / "ray")
     head = subprocess.Popen(
-        [ray, "start", "--head", "--num-cpus=0", "--node-ip-address=127.0.0.1", "--dashboard-port=0",
+        [RAY, "start", "--head", "--num-cpus=0", "--node-ip-address=127.0.0.1", "--dashboard-port=0",
          "--block", f"--port={address.rpartition(':')[2]}",
          f"--autoscaling-config={tmp_path / 'cluster.yaml'}"],
         env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        end = time.monotonic() + 60
-        while socket.socket().connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))):
-            assert head.poll() is None and time.monotonic() < end
-            time.sleep(0.2)
-        from tests.pipelines.small import SMALL
-
+        wait_for(lambda: not socket.socket().connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))), 60)
         done = subprocess.run(
             [sys.executable, "-m", "pipelines.pretrain", *SMALL, "--workers", "2", "--max-steps", "3",
              "--output", str(tmp_path / "run")],

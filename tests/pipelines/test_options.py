@@ -2,6 +2,7 @@
 
 import os
 import re
+from itertools import product
 from typing import Literal
 
 import pytest
@@ -31,9 +32,6 @@ def file(tmp_path):
     return write
 
 
-# what wins
-
-
 def test_no_arguments_are_the_digits():
     got = parse([], DISCOVER)
     assert config_hash(got.config) == config_hash(preset("digits"))
@@ -43,30 +41,21 @@ def test_no_arguments_are_the_digits():
 def test_each_layer_overrides_the_one_before(file):
     """defaults < preset < YAML < later YAML < command line; kills any swapped pair of layers."""
     first = file(
-        "preset: cifar10\nobjective:\n  epsilon: 0.2\n  num_iters: 7\ndiscover.epochs: 5\n", "first.yaml"
+        "preset: cifar10\nobjective:\n  epsilon: 0.2\n  num_iters: 7\ndiscover.epochs: 5\n", "1.yaml"
     )
-    second = file("objective.num_iters: 8\ndiscover:\n  epochs: 6\n", "second.yaml")
+    second = file("objective.num_iters: 8\ndiscover:\n  epochs: 6\n", "2.yaml")
     got = config("--config", first, "--config", second, "--discover.epochs", "9", "--recipe", "v2")
     assert got.objective.temperature == 0.1  # default
     assert got.discover.base_lr == 0.4  # preset, whose recipe comes from the command line
     assert got.objective.epsilon == 0.2  # first file
     assert got.objective.num_iters == 8  # second file
     assert got.discover.epochs == 9  # command line
-
-
-def test_a_preset_on_the_command_line_beats_the_files(file):
     path = file("preset: cifar10\nrecipe: v2\n")
     assert config("--config", path).discover.base_lr == 0.4
     assert config("--config", path, "--preset", "imagenet").data.store_size == 256
     assert config("--config", path, "--recipe=paper").discover.base_lr == 0.1
-
-
-def test_the_last_of_two_equal_flags_wins():
     got = config("--seed", "1", "--data.num-novel", "3", "--seed=2", "--num-novel", "4")
     assert (got.seed, got.data.num_novel) == (2, 4)
-
-
-# which preset
 
 
 @pytest.mark.parametrize(
@@ -98,21 +87,16 @@ def test_preset_and_known_classes_follow_the_data(argv, name, known):
     assert got.augment.large.size == preset(name).augment.large.size
 
 
-def test_the_rule_holds_for_files_too(file):
+def test_the_rule_holds_for_files_too_and_a_source_replaces_the_two_folders_of_one(file):
     got = config("--config", file("data:\n  source: folder:d\n"))
     assert (got.preset, got.data.known_classes, got.data.store_size) == ("custom", None, 32)
     kept = config("--config", file("preset: cifar10\ndata:\n  source: folder:d\n  known_classes: first:2\n"))
     assert kept.data.known_classes == "first:2"
-
-
-def test_a_source_on_the_command_line_replaces_the_two_folders_of_a_file(file):
     path = file("data: {labeled: a, unlabeled: b}\n")
     assert config("--config", path).data.labeled == "a"
     got = config("--config", path, "--data", "folder:d").data
     assert (got.source, got.labeled, got.unlabeled) == ("folder:d", None, None)
-
-
-# flags
+    assert parse(["run", "--config", path, "--data", "d"], PREDICT).given == {"data.source": "d"}
 
 
 def test_every_field_is_a_flag_and_short_forms_are_frozen():
@@ -163,17 +147,12 @@ MISTAKES = [
     ("--objective.epsilon -1", "objective.epsilon: Input should be greater than or equal to 0.0001 (got -1)"),
     ("--objective.epsilon=-1e-5", "objective.epsilon: Input should be greater than or equal to 0.0001"),
     ("--objective.epsilon nan", "objective.epsilon: Input should be a finite number (got nan)"),
-    ("--objective.temperature inf", "objective.temperature: Input should be a finite number (got inf)"),
-    ("--discover.base-lr -inf", "discover.base_lr: Input should be a finite number (got -inf)"),
     ("--data.std 1 1 nan", "data.std.2: Input should be a finite number (got nan)"),
     ("--data.std 1 1", "--data.std takes 3 values, got '1' '1'"),
     ("--data.std=1,1,1", "--data.std takes 3 values, got '1,1,1'"),
     ("--seed", "--seed needs one value"),
     ("--seed 1 2", "--seed takes one value, got '1' '2'"),
     ("--seed 1.5", "seed: Input should be a valid integer, got a number with a fractional part (got 1.5)"),
-    ("--seed -1", "seed: Input should be greater than or equal to 0 (got -1)"),
-    ("--seed none", "seed: Input should be a valid integer, unable to parse string"),
-    ("--limit abc", "data.limit: Input should be a valid integer, unable to parse string"),
     ("--seed " + "9" * 5000, "seed: Input should be a finite number (got inf)"),
     ("--device tpu", "compute.device: Input should be 'auto', 'cpu' or 'cuda' (got 'tpu')"),
     ("--objective.concat maybe", "objective.concat: Input should be a valid boolean"),
@@ -182,7 +161,6 @@ MISTAKES = [
     ("--output=", "--output needs one value"),
     ("--recipe v3", "unknown recipe 'v3'; choose paper or v2"),
     ("--preset cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
-    ("--preset=digit", "unknown preset 'digit'; did you mean 'digits'?"),
     ("--preset custom", "the preset 'custom' needs --data SOURCE, or --labeled DIR and --unlabeled DIR"),
     ("--labeled a", "data: labeled and unlabeled must be given together"),
     ("--labeled a --unlabeled b --data c", "give either --data or --labeled and --unlabeled, not both"),
@@ -202,9 +180,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[argv[:40] for argv, _ in MISTAKES])
-def test_a_mistake_is_one_line(argv, message):
+def test_a_mistake_is_one_line(argv, message, command=DISCOVER):
     with pytest.raises(ConfigError) as caught:
-        config(*argv.split())
+        config(*argv.split(), command=command)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
@@ -214,7 +192,7 @@ def test_a_mistake_is_one_line(argv, message):
         ("objective: {epsilonn: 1}", "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?"),
         (
             "objective: {epsilon: -1}",
-            "objective.epsilon: Input should be greater than or equal to 0.0001 (got -1)",
+            "objective.epsilon: Input should be greater than or equal to 0.0001 (got",
         ),
         ("objective: {epsilon: .inf}", "objective.epsilon: Input should be a finite number (got inf)"),
         ("preset: cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
@@ -229,9 +207,6 @@ def test_a_mistake_in_a_file_is_one_line(text, message, file):
     test_a_mistake_is_one_line(f"--config {file(text)}", message)
 
 
-# the run directory
-
-
 def test_default_output():
     assert config("--preset", "cifar100_50", "--seed", "3").output == "runs/cifar100_50-seed3"
     assert config(command=DEMO).output == "runs/demo"
@@ -240,8 +215,6 @@ def test_default_output():
     assert config("check", command=DATA).output is None
     assert config("--output", "~/run/{x}").output == os.path.expanduser("~/run/{x}")
 
-
-# a command's own arguments
 
 OWN = Command(
     "export",
@@ -283,15 +256,12 @@ def test_own_arguments_in_any_order(argv):
     ],
 )
 def test_a_mistake_in_own_arguments_is_one_line(argv, message):
-    with pytest.raises(ConfigError) as caught:
-        parse(argv.split(), OWN)
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    test_a_mistake_is_one_line(argv, message, OWN)
 
 
 def test_a_trained_model_fixes_all_but_where_it_runs():
-    assert parse(["run", "--device", "cpu", "--data", "d"], PREDICT).given == {
-        "compute.device": "cpu", "data.source": "d",
-    }  # fmt: skip
+    given = parse(["run", "--device", "cpu", "--data", "d"], PREDICT).given
+    assert given == {"compute.device": "cpu", "data.source": "d"}
     with pytest.raises(ConfigError, match=r"objective\.epsilon is fixed by the trained model"):
         parse(["run", "--objective.epsilon", "0.1"], PREDICT)
 
@@ -304,18 +274,12 @@ def test_a_command_without_what_it_needs_shows_its_help(capsys):
 
 def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
     monkeypatch.setenv(options.RAY_JOB, "{}")
-    for argv in ([], ["--output", "runs/x"], ["--output", "./x"]):
-        for command in (DISCOVER, DEMO):
-            with pytest.raises(
-                ConfigError, match="inside a Ray job --output must be an absolute path or a URI"
-            ):
-                config(*argv, command=command)
+    for argv, command in product(("", "--output runs/x", "--output ./x"), (DISCOVER, DEMO)):
+        line = "inside a Ray job --output must be an absolute path or a URI"
+        test_a_mistake_is_one_line(argv, line, command)
     for output in ("/data/run", "s3://bucket/run"):
         assert config("--output", output).output == output
     assert config("check", command=DATA).output is None
-
-
-# help and --print-config
 
 
 @pytest.fixture
@@ -333,17 +297,8 @@ def help_text(capsys, monkeypatch):
 
 def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):
     text = help_text("--preset", "cifar10", "--recipe", "v2", "--discover.epochs", "77")
-    for name in (*DISCOVER.flags(),):
-        assert f" {name} " in text or f" {name}," in text, name
-
-    def sentences(model):
-        for info in model.model_fields.values():
-            yield from (
-                sentences(info.annotation) if hasattr(info.annotation, "model_fields") else [info.description]
-            )
-
-    for sentence in sentences(Config):
-        assert sentence in text
+    for name, flag in DISCOVER.flags().items():
+        assert (f" {name} " in text or f" {name}," in text) and flag.sentence in text, name
     assert "Length of the phase in epochs. (default: 77)" in text
     assert "Learning rate after warm-up. (default: 0.4)" in text
     assert "\x1b" not in text

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -15,8 +14,6 @@ from uno.runs.faults import VARIABLE
 
 pytestmark = pytest.mark.ray
 
-STOP_WAIT_S = "60"
-
 
 @pytest.fixture
 def client(ray_cluster):
@@ -26,20 +23,17 @@ def client(ray_cluster):
     address = f"http://{get_dashboard_url()}"
     client = JobSubmissionClient(address)
     client.url = address
-    wait_for_agent(client)
+    wait_for(lambda: takes_jobs(client))
     return client
 
 
-def wait_for_agent(client, seconds: float = 120) -> None:
-    """Returns once the head takes jobs: its agent starts after its dashboard."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            client.submit_job(entrypoint="true")
-            return
-        except RuntimeError as error:
-            assert "No available agent" in str(error) and time.monotonic() < end, error
-            time.sleep(0.5)
+def takes_jobs(client) -> bool:
+    """The head's agent starts after its dashboard."""
+    try:
+        return bool(client.submit_job(entrypoint="true"))
+    except RuntimeError as error:
+        assert "No available agent" in str(error), error
+        return False
 
 
 def submit(client, name: str, module: str, *argv: str, faults: str = "") -> tuple[int, str]:
@@ -53,15 +47,13 @@ def submit(client, name: str, module: str, *argv: str, faults: str = "") -> tupl
 
 
 def runtime_env(faults: str) -> dict:
-    return {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S, VARIABLE: faults}}
+    return {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60", VARIABLE: faults}}
 
 
 def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
     """One line in the logs, the code in the status; ray's own exit code is 1 for every failure."""
-    code, printed = submit(
-        client, "uno-bad", "pipelines.discover", *LONG, "--batch-size", "33", "--workers", "2",
-        "--output", str(tmp_path / "run"),
-    )  # fmt: skip
+    words = [*LONG, "--batch-size", "33", "--workers", "2", "--output", str(tmp_path / "run")]
+    code, printed = submit(client, "uno-bad", "pipelines.discover", *words)
     assert code == 1
     logs = client.get_job_logs("uno-bad")
     assert logs.splitlines()[-1].startswith("uno: error: ") and "Traceback" not in logs
@@ -110,12 +102,10 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, clie
 def test_a_sweep_is_submitted_like_a_run(client, tmp_path):
     from tests.tune.tiny import TINY
 
-    output = str(tmp_path / "sweep")
-    code, printed = submit(
-        client, "uno-sweep", "tune.sweep", *TINY, "--trials", "2", "--folds", "1", "--output", output
-    )
+    words = [*TINY, "--trials", "2", "--folds", "1", "--output", str(tmp_path)]
+    code, printed = submit(client, "uno-sweep", "tune.sweep", *words)
     assert code == 0, printed
-    assert Storage(output).exists("best.yaml") and "Traceback" not in printed
+    assert Storage(str(tmp_path)).exists("best.yaml") and "Traceback" not in printed
 
 
 def has_ended(client, job: str) -> bool:
