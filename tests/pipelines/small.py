@@ -54,12 +54,12 @@ def refused(capsys: Any, code: int, *argv: Any) -> str:
     return err
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120, pause: float = 0.1) -> None:
     """Return once it holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
-        time.sleep(0.1)
+        time.sleep(pause)
 
 
 def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +14,7 @@ import safetensors.torch
 import yaml
 
 from pipelines import cli, inference, options
-from tests.pipelines.small import SMALL, refused, write_images
+from tests.pipelines.small import SMALL, refused, wait_for, write_images
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -187,19 +186,17 @@ def test_a_killed_process_is_continued(run, tmp_path, number):
     """A real process, killed while it predicts: no row is lost and none is there twice."""
     for part in range(4):
         write_digits(tmp_path / "in" / str(part), read_digits().images)
-    command = ["predict", str(run), "--data", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "pipelines.predict", *command[1:]], env=environment)
+    words = [str(run), "--data", str(tmp_path / "in"), "--output"]
+    command = [sys.executable, "-m", "pipelines.predict", *words, str(tmp_path / "out")]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     shards = tmp_path / "out" / "_shards"
-    deadline = time.monotonic() + 120
-    while len(list(shards.glob("*.parquet"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_for(lambda: len(list(shards.glob("*.parquet"))) >= 3, pause=0.002)
     process.send_signal(number)
     assert process.wait(60) == (75 if number == signal.SIGTERM else -number)
     done = len(list(shards.glob("*.parquet")))
     assert 3 <= done < 15 and not (tmp_path / "out" / FILE).exists()
-    uno(*command)
-    uno(*command[:-1], tmp_path / "whole")
+    for name in ("out", "whole"):
+        uno("predict", *words, tmp_path / name)
     table = table_of(tmp_path / "out")
     assert len(set(table["id"].to_pylist())) == len(table) == 4 * 1797
     assert table.equals(table_of(tmp_path / "whole"))
