@@ -157,7 +157,7 @@ def data(argv: Sequence[str]) -> int:
         return pack_data(options.config, options.own.shard_mb or SHARD_MB)
     if options.own.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
-    from pipelines.ingest import decide
+    from pipelines.jobs import decide
     from uno.data.check import check, format_report
     from uno.data.sources import read_rows
     from uno.data.splits import make_task

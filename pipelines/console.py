@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
@@ -29,13 +29,6 @@ def say(line: str, stream: TextIO | None = None) -> None:
     encoding = stream.encoding or "ascii"
     tqdm.write(shown.encode(encoding, "backslashreplace").decode(encoding), file=stream)
     stream.flush()
-
-
-def say_left_out(bad: Sequence[Mapping[str, str]]) -> None:
-    """One line where images could not be read, in commands that write no list of them."""
-    if bad:
-        first = f"{bad[0]['id']} ({bad[0]['reason']})"
-        say(f"warning: {len(bad)} unreadable images are left out, the first: {first}")
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import PositiveInt
 
 from pipelines import cli, ray_env
-from pipelines.console import on_stop, say, say_left_out
+from pipelines.console import on_stop, say
 from pipelines.options import DRY_RUN, PRINT_CONFIG, Argument, Command, parse
-from pipelines.worker import use_gpu
+from pipelines.worker import leave_out_unreadable, use_gpu
 from uno.config import Config, dump_yaml
-from uno.data.decode import check_bad, decode_many, readable
+from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
 from uno.data.resident import assemble
 from uno.data.sources import read_rows
@@ -88,7 +88,7 @@ def estimate_num_novel(
     """:func:`uno.results.estimate.estimate_num_novel` of a task, here or on Ray."""
     compute = config.compute
     images, reasons = decode_many(task.rows.images, config.data.store_size)
-    say_left_out(check_bad(task.rows.ids, reasons, config.data.max_bad_fraction))
+    leave_out_unreadable(reasons, config, task)
     data = config, assemble(task, images, readable(reasons)), task.known, storage
     if compute.workers == 0:
         return estimate.estimate_num_novel(*data, local_device(config), settings, report=report)

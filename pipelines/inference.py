@@ -25,15 +25,8 @@ from uno.data.rows import Decoded
 from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted, UnoError
-from uno.results.infer import (
-    Classifier,
-    Decode,
-    build_classifier,
-    decoder,
-    load_classifier,
-    read_model_files,
-    with_alignment,
-)
+from uno.results import infer
+from uno.results.infer import Classifier, build_classifier, decoder, with_alignment
 from uno.results.predictions import PredictionWriter, Summary, predict_rows, result_table
 from uno.runs.hardware import local_device
 
@@ -44,7 +37,7 @@ INTERVAL_S = 5.0  # between two lines of progress
 def predict_job(target: str, given: Mapping[str, Any], embedding: bool) -> int:
     """``uno predict``: classify a source with the model of a run; ``given`` are dotted keys. Returns 0."""
     storage = Storage(target)
-    model = load_classifier(storage)
+    model = infer.load_classifier(storage)
     compute = {key: value for key, value in given.items() if key.startswith("compute.")}
     data = {key: value for key, value in given.items() if key.startswith("data.")}
     config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
@@ -81,7 +74,7 @@ def predict_run(
     """
     if isinstance(task.rows.images, Decoded) or len(task.rows) < RAY_PAYS_ROWS:
         config = override(config, {"compute.workers": 0})
-    model = load_classifier(storage) if model is None else model
+    model = infer.load_classifier(storage) if model is None else model
     decode = decoder(model, task.rows, config.compute.threads)
     model = with_alignment(model, storage, decode, unlabeled_rows(task))
     writer = PredictionWriter(storage, task.rows, model, embedding=False, replace=True)
@@ -99,7 +92,7 @@ def unlabeled_rows(task: Task) -> np.ndarray:
 
 
 def _predict(
-    config: Config, model: Classifier, storage: Storage, decode: Decode, writer: PredictionWriter
+    config: Config, model: Classifier, storage: Storage, decode: infer.Decode, writer: PredictionWriter
 ) -> Summary:
     """Here or on Ray, as ``config.compute`` says."""
     if writer.complete:
@@ -115,7 +108,7 @@ def _predict(
 
         if config.compute.workers:
             with ray_env.connect(workers=config.compute.workers) as ray:
-                return predict_on_ray(ray, config, read_model_files(storage), writer, show)
+                return predict_on_ray(ray, config, infer.read_model_files(storage), writer, show)
         torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
         return predict_rows(model.to(local_device(config)), decode, writer, show)
 

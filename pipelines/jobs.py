@@ -11,10 +11,11 @@ import torch
 
 from pipelines.console import Progress, on_stop, say
 from pipelines.inference import predict_run
-from pipelines.ingest import decide
 from pipelines.options import Options
+from pipelines.ray_data import parquet_images
 from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
 from uno.config import Config, dump_yaml, override
+from uno.data import ingest
 from uno.data.check import check, format_report
 from uno.data.decode import BAD_SAMPLES, decode_many, readable
 from uno.data.files import Storage, full_path, normal, split
@@ -23,6 +24,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.errors import ConfigError
+from uno.methods import registry
 from uno.report import REPORT, write_report
 from uno.results.evaluate import evaluate_run, format_table
 from uno.results.export import model_card
@@ -131,6 +133,25 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
     found = estimate_job(override(config, {"output": folder}), Settings(), False)
     assert found is not None
     return override(config, {"data.num_novel": found.suggested}), Storage(folder).read(ESTIMATE_FILE)
+
+
+def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
+    """``config`` with ``data.ingest`` decided, and the task where it had to be read for that.
+
+    A run goes on as it began: its ``config.yaml`` holds the decision.
+    """
+    if config.data.ingest == "auto" and config.output is not None and not fresh:
+        storage = Storage(config.output)
+        if storage.exists("config.yaml"):
+            stored = dict(directory.read_config_tree(storage).get("data") or {})
+            return override(config, {"data.ingest": stored.get("ingest", "auto")}), None
+    lazy = override(config, {"data.ingest": "streaming"}).data
+    task = make_task(read_rows(lazy), lazy)
+    free = ingest.free_host_bytes(), ingest.free_device_bytes(config)
+    chosen, reason = ingest.choose(config, len(task.rows), *free, registry.load(config).needs_images)
+    say(f"data: {reason}")
+    to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
+    return override(config, {"data.ingest": chosen}), None if to_load else task
 
 
 def prepare(config: Config, task: Task | None = None) -> Task:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from uno.config import Config
 from uno.crops import Cropper
+from uno.data import stream
 from uno.data.decode import BadRows, decode_many, readable
 from uno.data.files import Storage, full_path
 from uno.data.ingest import free_host_bytes
@@ -28,17 +29,7 @@ from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
 from uno.data.rows import Chosen, Image, Images, base
 from uno.data.splits import Task, train_rows, truth_rows
-from uno.data.stream import (
-    CHUNK_BYTES,
-    Chunk,
-    CropJob,
-    Decoded,
-    EvalData,
-    StreamedEvalSet,
-    StreamSet,
-    TrainData,
-    stream_facts,
-)
+from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, TrainData
 from uno.data.tables import ParquetImages
 from uno.errors import UnoError
 
@@ -62,7 +53,7 @@ def shared(ray: Any, config: Config, task: Task, reasons: list[str | None] | Non
     truth. ``reasons``: why an image of a resident set has no pixels.
     """
     ok = None if reasons is None else readable(reasons)
-    rows = stream_facts(task) if config.data.ingest == "streaming" else train_rows(task, ok)
+    rows = stream.stream_facts(task) if config.data.ingest == "streaming" else train_rows(task, ok)
     return {
         "rows": ray.put(rows),
         "truth": ray.put(truth_rows(task, ok)),
@@ -91,8 +82,8 @@ def worker_sets(
     names, every = rows.pop("ids"), Chosen(rows["images"], rows["index"])
     bad = BadRows(names, every, config.data.max_bad_fraction, storage)
     decode = decode_on_ray(ray, rows["images"], rows["index"], side, *limits)
-    train = StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
-    return train, truth(lambda own, true: StreamedEvalSet(true, own, side, decode, bad))
+    train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
+    return train, truth(lambda own, true: stream.StreamedEvalSet(true, own, side, decode, bad))
 
 
 def decode_task(ray: Any, task: Task, side: int) -> Any:
@@ -205,13 +196,13 @@ def crop_on_ray(ray: Any, cpus: float, store: float) -> Callable[[CropJob], Gene
 
 def decode_on_ray(
     ray: Any, images: Images, index: np.ndarray, side: int, cpus: float, store: float
-) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:
+) -> Callable[[Iterable[np.ndarray]], Iterator[stream.Decoded]]:
     """As :func:`uno.data.decode.decoded` of rows ``index`` of ``images``, in Ray tasks."""
     decode = partial(decode_block, side=side, images=parquet_images(images))
     run = _runner(ray, decode, cpus, store, CHUNK_BYTES)
     max_rows = _num_chunks(cpus, store) * max(1, CHUNK_BYTES // (3 * side**2))
 
-    def decoded(batches: Iterable[np.ndarray]) -> Iterator[Decoded]:
+    def decoded(batches: Iterable[np.ndarray]) -> Iterator[stream.Decoded]:
         blocks = (image_block(Chosen(images, index), rows) for rows in batches)
         for table in in_executions(run, blocks, max_rows):
             pixels = torch.from_numpy(bytes_of(table["pixels"], 3 * side**2).copy())

@@ -168,11 +168,17 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
         return values, task
 
 
-def leave_out_unreadable(reasons: list[str | None], config: Config, task: Task, storage: Storage) -> None:
-    """List unreadable images in ``bad_samples.jsonl``; a ConfigError if there are too many."""
+def leave_out_unreadable(
+    reasons: list[str | None], config: Config, task: Task, storage: Storage | None = None
+) -> None:
+    """Say how many images cannot be read, and list them in a run's ``bad_samples.jsonl``; a ConfigError if
+    there are too many.
+    """
     bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
     if bad:
-        say(f"warning: {len(bad)} unreadable images are left out; see {storage.path(BAD_SAMPLES)}")
+        first = f"the first: {bad[0]['id']} ({bad[0]['reason']})"
+        where = f"see {storage.path(BAD_SAMPLES)}" if storage else first
+        say(f"warning: {len(bad)} unreadable images are left out; {where}")
 
 
 def run_workers(

@@ -18,17 +18,17 @@ import yaml
 from pydantic import Field, PositiveInt
 
 from pipelines import cli, ray_env
-from pipelines.console import on_stop, say, say_left_out
+from pipelines.console import on_stop, say
 from pipelines.jobs import prepare
 from pipelines.options import PRINT_CONFIG, Argument, Command, switch
 from pipelines.options import parse as parse_line
-from pipelines.worker import use_gpu, worker_resources
+from pipelines.worker import leave_out_unreadable, use_gpu, worker_resources
 from tune import records, report, spaces
 from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import AGREEMENT, FOLDS, SCORES, Fold, SweepData, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
 from uno.config import about, differing_keys, dump_yaml, override, to_dict
-from uno.data.decode import check_bad, decode_many, readable
+from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods.registry import num_heads
@@ -102,7 +102,7 @@ def run_sweep(options: SweepOptions) -> int:
     # Trials may find a GPU that this process lacks.
     task = prepare(override(config, {"compute.workers": 0, "compute.device": "auto"}))
     images, reasons = decode_many(task.rows.images, config.data.store_size)
-    say_left_out(check_bad(task.rows.ids, reasons, config.data.max_bad_fraction))
+    leave_out_unreadable(reasons, config, task)
     data = sweep_data(task, images, readable(reasons), options.score)
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
     num_epochs = check_plans(options, folds)

@@ -72,7 +72,7 @@ def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says):
     [
         ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
         ({"cat": 40}, ["--known-classes", "first:1"], "none is left to discover"),
-        ({"cat": 40}, [], "nothing to discover"),
+        ({"cat": 40}, [], "every training row is labeled"),
         ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "fewer than the 9"),
     ],
 )

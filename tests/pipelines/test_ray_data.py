@@ -283,11 +283,11 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     """auto decides once; another choice for the same run is refused with the key."""
     output = tmp_path / "run"
     argv = ["pretrain", *SMALL, "--workers", "0", "--output", str(output), "--max-steps", "2"]
-    monkeypatch.setattr("pipelines.ingest.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("uno.data.ingest.free_host_bytes", lambda: 1000)
     assert cli.main(argv) == 0
     assert "data: streaming, 76.8 kB decoded, budget 600 bytes (60% of free" in capsys.readouterr().out
     assert "ingest: streaming" in (output / "config.yaml").read_text()
-    monkeypatch.setattr("pipelines.ingest.free_host_bytes", lambda: 10**12)
+    monkeypatch.setattr("uno.data.ingest.free_host_bytes", lambda: 10**12)
     assert cli.main(argv) == 0
     assert "other settings: data.ingest" in refused(capsys, 2, *argv, "--data.ingest", "resident")
     assert cli.main([*argv, "--fresh"]) == 0
