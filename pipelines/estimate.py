@@ -23,23 +23,16 @@ from uno.results.estimate import Estimate, Settings
 from uno.runs import lock
 from uno.runs.hardware import local_device
 
-ESTIMATE = Command(
-    "estimate-classes",
-    {
-        **PRINT_CONFIG,
-        **DRY_RUN,
-        "--max-novel": Argument(
-            "Largest number tried; default: the number of known classes, at least 10.", PositiveInt | None
-        ),
-        "--num-splits": Argument("Splits of the known classes; each pretrains an encoder.", PositiveInt, 3),
-    },
-    output="runs/{preset}-seed{seed}-estimate",
-    text="""
+ESTIMATE = Command("estimate-classes", {
+    **PRINT_CONFIG, **DRY_RUN,
+    "--max-novel": Argument(
+        "Largest number tried; default: the number of known classes, at least 10.", PositiveInt | None),
+    "--num-splits": Argument("Splits of the known classes; each pretrains an encoder.", PositiveInt, 3),
+}, output="runs/{preset}-seed{seed}-estimate", text="""
 From at least 4 known classes: some are hidden in turn, and the number of clusters that finds them again is
 the estimate, an interval, in DIR/estimate.json. --known-classes hides the other labels; --output DIR is for
 results and encoders; --workers N tasks run at once on Ray, with the same result.
-""",
-)
+""")  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:

@@ -125,25 +125,14 @@ def predict_on_ray(
     num_workers, rows = config.compute.workers, writer.rows
     blocks = [image_block(rows.images, index) for index in writer.batches(model.batch_rows)]
     decode = partial(decode_block, side=model.size, images=parquet_images(rows.images))
-    scorer = {
-        "files": ray.put(dict(files)),
-        "embedding": writer.embedding,
-        "device": "cuda" if "GPU" in resources else "cpu",
-        "threads": config.compute.threads or max(1, (os.cpu_count() or 1) // num_workers),
-    }
+    device = "cuda" if "GPU" in resources else "cpu"
+    threads = config.compute.threads or max(1, (os.cpu_count() or 1) // num_workers)
     whole = {"batch_format": "pyarrow", "batch_size": None}
-    results = (
-        ray.data.from_arrow(blocks)
-        .map_batches(decode, **whole)
-        .map_batches(
-            Scorer,
-            fn_constructor_kwargs=scorer,
-            compute=ray.data.ActorPoolStrategy(size=num_workers),
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU", 0),
-            **whole,
-        )
-    )
+    results = ray.data.from_arrow(blocks).map_batches(decode, **whole).map_batches(
+        Scorer, fn_constructor_args=(ray.put(dict(files)), writer.embedding, device, threads),
+        compute=ray.data.ActorPoolStrategy(size=num_workers), num_cpus=resources["CPU"],
+        num_gpus=resources.get("GPU", 0), **whole,
+    )  # fmt: skip
     for batch in results.iter_batches(**whole):
         writer.add(batch)
         on_progress(writer.num_done, len(rows))

@@ -194,13 +194,10 @@ def run_workers(
     config, storage = job.config, job.claim.storage
     resources = worker_resources(config, ray.cluster_resources())
     loop = facts | {
-        "config": to_dict(config),
-        "output": storage.uri,
-        "phases": list(job.phases),
-        "evaluate": job.evaluate,
-        "faults": os.environ.get(faults.VARIABLE, ""),
+        "config": to_dict(config), "output": storage.uri, "phases": list(job.phases),
+        "evaluate": job.evaluate, "faults": os.environ.get(faults.VARIABLE, ""),
         "worker_cpus": resources["CPU"],
-    }
+    }  # fmt: skip
     saved, deaths = _saved_steps(storage), 0
     while True:
         loop["token"] = job.claim.replace_token()  # a worker of the last group that still runs writes no more
@@ -213,7 +210,11 @@ def run_workers(
             deaths = 1 if saved > before else deaths + 1
             if isinstance(failure, UnoError) or deaths == MAX_DEATHS:
                 raise failure from None
-            log.warning("workers died (%s); new ones resume from the newest checkpoint", _reason(failure))
+            name = type(failure).__name__
+            lost = name.startswith(("ActorDied", "WorkerHealthCheckFailed", "WorkerGroupError"))
+            own = f"{name}: {failure}".splitlines()[0][:200]  # of the many lines that Ray says
+            reason = "a worker process or its node was lost" if lost else own
+            log.warning("workers died (%s); new ones resume from the newest checkpoint", reason)
     storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
         raise Interrupted(outcome["interrupted"])
@@ -329,14 +330,6 @@ def fit(
         os.environ.pop(ADDRESS)
         if before is not None:
             os.environ[ADDRESS] = before
-
-
-def _reason(failure: BaseException) -> str:
-    """One line, of what Ray says in many."""
-    name = type(failure).__name__
-    if name.startswith(("ActorDied", "WorkerHealthCheckFailed", "WorkerGroupError")):
-        return "a worker process or its node was lost"
-    return f"{name}: {failure}".splitlines()[0][:200]
 
 
 def cause_of(error: BaseException) -> BaseException:
