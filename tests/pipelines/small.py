@@ -3,14 +3,15 @@
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from pipelines import cli
 from tests.uno import small_run
+from tests.uno.data.builders import pixels
 from tests.uno.small_run import assert_same, lines, wasted_steps
 from uno.data.files import Storage
 from uno.runs.checkpoint import load_newest
@@ -64,10 +65,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120, pause: float =
 
 def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:
     """PNG files of noise in one subfolder for each class."""
-    generator = np.random.default_rng(0)
-    for name, count in counts.items():
+    seeds = count()
+    for name, num in counts.items():
         (folder / name).mkdir(parents=True)
-        for i in range(count):
-            pixels = generator.integers(0, 256, (size, size, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+        for i in range(num):
+            Image.fromarray(pixels(next(seeds), size, size)).save(folder / name / f"{i}.png")
     return folder

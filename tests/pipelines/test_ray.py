@@ -86,12 +86,6 @@ def test_numerics_error_in_a_worker_is_code_3(tmp_path, capfd):
     assert not any("Traceback" in line for line in err)
 
 
-def test_more_workers_than_cpus(tmp_path, capsys):
-    argv = ["discover", *SMALL, "--output", tmp_path / "run", "--workers", "4"]
-    line = "4 workers of 1 CPUs and one CPU for Ray Data need more than the cluster's 4"
-    assert line in refused(capsys, 2, *argv, "--compute.cpus-per-worker", "1")
-
-
 def test_unreadable_images_beyond_the_budget_stop_before_any_worker(tmp_path, capsys, monkeypatch):
     from pipelines import worker
 

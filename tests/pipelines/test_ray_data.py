@@ -96,7 +96,7 @@ def parquet_task(tmp_path):
     return task_of(f"parquet:{tmp_path / 'out'}")
 
 
-def job_of(train, rank=0, world_size=1, first=0, last=4):
+def job_of(train, rank=0, world_size=1, first=0, last=12):
     plan = run.plans(CONFIG, train.num_labeled, train.num_unlabeled, world_size)[run.DISCOVER]
     return CropJob(CONFIG, train, plan, rank, world_size, first, last)
 
@@ -133,13 +133,13 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     limits = ray_data.execution_limits(PAIR, 2, 0.5)
     crop = ray_data.crop_on_ray(ray_cluster, *limits)
     for rank in (0, 1):
-        job = job_of(train, rank, 2, last=12)
+        job = job_of(train, rank, 2)
         chunks = list(crop(job))
         assert len(chunks) >= 12 * 6 / 5  # they leave a task one by one
         pixels, why = joined(chunks)
         expected, expected_why = joined(crop_here(job, 1))
         assert (pixels == expected).all() and why == expected_why and len(pixels) == 12 * 6
-        rest, _ = joined(crop(job_of(train, rank, 2, first=7, last=12)))
+        rest, _ = joined(crop(job_of(train, rank, 2, first=7)))
         assert (rest == expected[7 * 6 :]).all()
 
     rows = np.arange(len(task.rows))
@@ -159,7 +159,7 @@ def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
         path.write_bytes(data)
     crop = ray_data.crop_on_ray(ray_cluster, *ray_data.execution_limits(PAIR, 1, 1))
     with pytest.raises(ConfigError, match="cannot read row group") as caught:
-        joined(crop(job_of(train, last=6)))
+        joined(crop(job_of(train)))
     assert "CRC" in str(caught.value) and "\n" not in str(caught.value)
 
 
