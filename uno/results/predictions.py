@@ -83,7 +83,7 @@ def result_table(
     for name in ("class_index", *NUMBERS):
         values = np.zeros(len(index), np.int32 if name == "class_index" else np.float32)
         values[ok] = 0 if scores is None else getattr(scores, name).numpy()
-        columns[name] = pa.array(values, mask=~ok, from_pandas=True)  # NaN becomes null
+        columns[name] = pa.array(values, mask=~ok | np.isnan(values))
     if embedding:
         features = iter([] if scores is None else scores.features.numpy())
         columns["embedding"] = pa.array([next(features) if fine else None for fine in ok], EMBEDDING)

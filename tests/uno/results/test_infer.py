@@ -135,6 +135,7 @@ def test_alignment_is_kept_with_the_model(tmp_path):
     model = load_classifier(storage)
     assert model.alignment is None
     aligned = with_alignment(model, storage, decoder(model, read_digits(), threads=1), np.arange(100))
+    assert predict_all(model, rows_of("digits", 9), tmp_path / "out")["head_agreement"].null_count == 9
     assert torch.equal(load_classifier(storage).alignment, aligned.alignment)
     assert aligned.model_hash == load_classifier(storage).model_hash == model.model_hash
 
