@@ -380,15 +380,8 @@ def jitter_(images: Tensor, rows: Tensor, factors: Tensor, order: Tensor) -> Ten
     strength = factors.gather(1, blends)[by_place]
     has_blend, has_hue = bool((strength != 1).any()), bool((factors[:, HUE] != 0).any())
     # Transposed: the parameters of each of the three blends lie together.
-    chosen, shift, strength, blends = (
-        t.to(images.device, non_blocking=True)
-        for t in (
-            rows[by_place],
-            factors[by_place, HUE],
-            strength.T.contiguous(),
-            blends[by_place].T.contiguous(),
-        )
-    )
+    parts = (rows[by_place], factors[by_place, HUE], strength.T.contiguous(), blends[by_place].T.contiguous())
+    chosen, shift, strength, blends = (part.to(images.device, non_blocking=True) for part in parts)
     work = images.index_select(0, chosen)
 
     def blend(parts: list[slice]) -> None:

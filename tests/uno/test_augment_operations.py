@@ -7,17 +7,7 @@ import torch
 from torchvision.transforms import functional as pil_functional
 from torchvision.transforms.v2 import functional as tv
 
-from tests.uno.pictures import (
-    EVERYTHING,
-    LEVEL,
-    NOTHING,
-    check_both_dtypes,
-    draw,
-    per_row,
-    photos,
-    uniform,
-    view,
-)
+from tests.uno.pictures import EVERYTHING, LEVEL, check_both_dtypes, draw, per_row, photos, uniform, view
 from uno import augment as color
 from uno.augment import affine, apply, blur, crop_weights, resample
 from uno.config import ViewConfig
@@ -72,7 +62,7 @@ def test_crop_after_padding_copies_pixels():
 def test_flip(crop):
     """Kills: a flip at probability 0, no flip at 1, vertical flip, flip of the box in place of the pixels."""
     images = photos(64)
-    off = NOTHING.model_copy(update=dict(crop=crop, flip=0.0, size=20 if crop == "resized" else 32))
+    off = ViewConfig(size=20 if crop == "resized" else 32, crop=crop, flip=0, jitter=0, grey=0)
     plain, mirrored = (view(images, off.model_copy(update=dict(flip=p))) for p in (0.0, 1.0))
     torch.testing.assert_close(mirrored, plain.flip(3), atol=1e-6, rtol=0)
     assert (mirrored - plain).abs().mean() > 0.02

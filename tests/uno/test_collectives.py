@@ -58,12 +58,8 @@ def seen_in(state: TrainState) -> dict[str, Tensor]:
 
 def one_step(worker: GlooWorker) -> dict[str, Tensor]:
     """A discovery step with BatchNorm in eval mode, so that rows do not see each other but in Sinkhorn."""
-    state, batch, calls, targets = (
-        fresh_state(CONFIG, worker=worker),
-        batches_of(CONFIG, worker=worker)(0),
-        [],
-        [],
-    )
+    state, batch = fresh_state(CONFIG, worker=worker), batches_of(CONFIG, worker=worker)(0)
+    calls, targets = [], []
     state.model.eval()
 
     def noted(name: str, real, results: list):
@@ -115,11 +111,8 @@ def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients and state after two steps of a method, with BatchNorm in eval mode."""
     options = OPTIONS if name == "uno" else {"objective__rampup": 0.0}
     config = small_config(method=name, train__batch_size=24, **options)
-    state, batches, step = (
-        fresh_state(config, worker=worker),
-        batches_of(config, worker=worker),
-        registry.load(config).step,
-    )
+    state, batches = fresh_state(config, worker=worker), batches_of(config, worker=worker)
+    step = registry.load(config).step
     if name == "uno":
         teacher = build_model(config.model, 5, 0, 5).eval()
         state.teacher = nn.Sequential(teacher.encoder, teacher.known)

@@ -39,14 +39,7 @@ def test_scopes():
     scopes = {
         "run": ("train.log_every", "train.keep_checkpoints"),
         "place": ("output", "compute.threads", "compute.of_another_version"),
-        "pretrain": (
-            "preset",
-            "data.mean",
-            "model.width",
-            "objective.temperature",
-            "pretrain.epochs",
-            "other",
-        ),
+        "pretrain": ("preset", "data.mean", "objective.temperature", "pretrain.epochs", "other"),
         "discover": ("method", "data.num_novel", "model.num_heads", "objective.epsilon", "discover.epochs"),
     }
     for scope, keys in scopes.items():

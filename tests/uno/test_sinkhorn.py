@@ -29,12 +29,9 @@ def check_against_reference(logits: torch.Tensor, epsilon: float, num_iters: int
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    num_rows=st.integers(0, 24),
-    num_clusters=st.integers(1, 12),
-    log_epsilon=st.floats(-4, 1),
-    num_iters=st.integers(1, 6),
-    seed=st.integers(0, 99),
-)
+    num_rows=st.integers(0, 24), num_clusters=st.integers(1, 12), log_epsilon=st.floats(-4, 1),
+    num_iters=st.integers(1, 6), seed=st.integers(0, 99),
+)  # fmt: skip
 def test_equals_matrix_scaling(num_rows, num_clusters, log_epsilon, num_iters, seed):
     """Kills: softmax for Sinkhorn, rows normalised before clusters, one iteration more or less, epsilon
     inverted.

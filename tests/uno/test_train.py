@@ -9,6 +9,7 @@ import torch
 
 from tests.uno.small_run import (
     CPU,
+    HERE,
     StopAt,
     assert_same,
     batches_of,
@@ -30,17 +31,10 @@ CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def phase_of(config=CONFIG, step=discovery_step, steps_per_epoch: int = 6, max_steps=None) -> Phase:
-    return Phase(run.DISCOVER, config.discover, steps_per_epoch, 32, max_steps, step)
-
-
-def discover(storage: Storage, config=CONFIG, step=discovery_step, batches=None, worker=None, **options):
+def discover(storage: Storage, config=CONFIG, step=discovery_step, batches=None, worker=HERE, max_steps=None):
     """The discovery phase from random weights; returns its final tensors."""
-    state = fresh_state(config)
-    fit(
-        config, phase_of(config, step, **options), state, batches or batches_of(config),
-        worker or LocalWorker(CPU), storage,
-    )  # fmt: skip
+    state, phase = fresh_state(config), Phase(run.DISCOVER, config.discover, 6, 32, max_steps, step)
+    fit(config, phase, state, batches or batches_of(config), worker, storage)
     return copied_tensors(state)
 
 
