@@ -179,12 +179,11 @@ def _check_stored(run: Path, config: Config) -> None:
 
 def _describe(request: Request, jobs: Sequence[Job]) -> None:
     """The cells that are missing, and their cost where a cell's is known."""
-    missing = [cell for cell in request.cells if cell.name in {job.name for job in jobs}]
-    num_cells = len(request.cells)
-    say(f"{request.table.title}: {num_cells} cells, {num_cells - len(missing)} of them have a result")
+    todo, num_cells = {job.name for job in jobs}, len(request.cells)
+    minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
+    say(f"{request.table.title}: {num_cells} cells, {num_cells - len(minutes)} of them have a result")
     for job in jobs:
         say(f"  {job.label}")
-    minutes = [cell.benchmark.minutes for cell in missing]
     if None in minutes:
         say("nobody has measured what these cells cost; the first finished one says")
     else:
@@ -253,8 +252,8 @@ def write_tables(request: Request) -> None:
     if request.own.record is not None:
         documents.write_record(Storage(request.own.record), found, request.command, maps)
     name = request.table.name
-    say(f"\n{documents.markdown(found)}\n")
-    say(f"tables in {request.output}: {name}.md, {name}.parquet, {name}.html")
+    files = f"{name}.md, {name}.parquet, {name}.html"
+    say(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
     if found.failures:
         name, reason = next(iter(found.failures.items()))
         kind = {2: ConfigError, 3: NumericsError}.get(attempts[name].code, StorageError)
