@@ -22,7 +22,7 @@ from torch import Tensor
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
-from uno.data.decode import BadRows, decode_many, readable
+from uno.data.decode import BadRows, Decoded, decode_many, readable
 from uno.data.files import Storage, full_path
 from uno.data.ingest import free_host_bytes
 from uno.data.resident import EvalSet
@@ -196,13 +196,13 @@ def crop_on_ray(ray: Any, cpus: float, store: float) -> Callable[[CropJob], Gene
 
 def decode_on_ray(
     ray: Any, images: Images, index: np.ndarray, side: int, cpus: float, store: float
-) -> Callable[[Iterable[np.ndarray]], Iterator[stream.Decoded]]:
+) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:
     """As :func:`uno.data.decode.decoded` of rows ``index`` of ``images``, in Ray tasks."""
     decode = partial(decode_block, side=side, images=parquet_images(images))
     run = _runner(ray, decode, cpus, store, CHUNK_BYTES)
     max_rows = _num_chunks(cpus, store) * max(1, CHUNK_BYTES // (3 * side**2))
 
-    def decoded(batches: Iterable[np.ndarray]) -> Iterator[stream.Decoded]:
+    def decoded(batches: Iterable[np.ndarray]) -> Iterator[Decoded]:
         blocks = (image_block(Chosen(images, index), rows) for rows in batches)
         for table in in_executions(run, blocks, max_rows):
             pixels = torch.from_numpy(bytes_of(table["pixels"], 3 * side**2).copy())

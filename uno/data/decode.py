@@ -47,6 +47,8 @@ BATCHES_AHEAD = 2  # that are decoded while the model works
 BAD_SAMPLES = "bad_samples.jsonl"
 
 Result = TypeVar("Result")
+Decoded = tuple[np.ndarray, Tensor, list[str | None]]
+"""Rows (b,), images uint8 (b,3,S,S), why a row has none: of :func:`decoded`."""
 
 log = logging.getLogger(__name__)
 
@@ -133,12 +135,10 @@ def decode_many(images: Images, size: int, threads: int | None = None) -> tuple[
 
 def decoded(
     images: Images, batches: Iterable[np.ndarray], size: int, threads: int | None = None
-) -> Iterator[tuple[np.ndarray, Tensor, list[str | None]]]:
-    """Batches of row numbers (b,) -> (row numbers, pixels, reasons) of :func:`decode_many`, decoded ahead of
-    whoever works on them by ``threads`` (default: as many as there are cores).
-    """
+) -> Iterator[Decoded]:
+    """Batches of row numbers, decoded ahead of the work on them by ``threads`` (default: all cores)."""
 
-    def decode_batch(rows: np.ndarray) -> tuple[np.ndarray, Tensor, list[str | None]]:
+    def decode_batch(rows: np.ndarray) -> Decoded:
         return rows, *decode_many(Chosen(images, rows), size, threads or os.cpu_count())
 
     return ahead(decode_batch, batches, 1, BATCHES_AHEAD)

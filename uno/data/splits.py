@@ -89,7 +89,13 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         novel = [name for name in classes if name not in chosen]
         num_novel = num_novel or len(novel) or None
     else:
-        chosen = _classes_of_labeled_rows(rows, is_train)
+        in_training = {rows.labels[i] for i in np.flatnonzero(is_train)}
+        chosen = {label for label in in_training if label is not None}
+        if not chosen:
+            raise ConfigError(f"{source}: no training row has a label; known classes need labeled rows")
+        if None not in in_training:
+            fix = "--known-classes first:N to hide the other labels (benchmark), or add rows without a label"
+            raise ConfigError(f"{source}: every training row is labeled, nothing is to discover; give {fix}")
         novel = [name for name in order_classes(rows.truth, rows.class_names) if name not in chosen]
     if num_novel is None:
         raise ConfigError(f"{source}: give --num-novel, the number of classes among the unlabeled rows")
@@ -111,15 +117,13 @@ def _indices(names: list[str | None], classes: list[str]) -> np.ndarray:
 def order_classes(names: Iterable[str | None], declared: Iterable[str] = ()) -> list[str]:
     """The different names in the declared order, or else sorted with numbers by value: 2 before 10."""
     rank = {name: i for i, name in enumerate(declared)}
-    different = {name for name in names if name is not None}
-    return sorted(different, key=lambda name: (rank.get(name, len(rank)), _natural(name)))
 
+    def key(name: str) -> tuple[object, ...]:
+        words = re.split(r"([0-9]+)", name)  # numbers by length, then digits: int() refuses very long ones
+        words[1::2] = [f"{len(d.lstrip('0')):06}{d.lstrip('0')}" for d in words[1::2]]
+        return rank.get(name, len(rank)), [*words, "000000", name]
 
-def _natural(name: str) -> tuple[object, ...]:
-    # Digits compare by (length, digits) without int(): int() refuses numbers of more than 4300 digits.
-    parts = re.split(r"([0-9]+)", name)
-    numbers = [(len(d.lstrip("0")), d.lstrip("0")) for d in parts[1::2]]
-    return (*(x for pair in zip(parts[::2], [*numbers, (0, "")], strict=True) for x in pair), name)
+    return sorted({name for name in names if name is not None}, key=key)
 
 
 def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
@@ -134,17 +138,6 @@ def _known_classes(rows: Rows, config: DataConfig, classes: list[str]) -> set[st
     if config.known_classes is not None:
         return parse_known_classes(config.known_classes, classes)
     return set(rows.known) or None
-
-
-def _classes_of_labeled_rows(rows: Rows, is_train: np.ndarray) -> set[str]:
-    labels = {rows.labels[i] for i in np.flatnonzero(is_train)}
-    present = {label for label in labels if label is not None}
-    if not present:
-        raise ConfigError(f"{rows.source}: no training row has a label; known classes need labeled rows")
-    if None not in labels:
-        fix = "--known-classes first:N to hide the other labels (benchmark), or add rows without a label"
-        raise ConfigError(f"{rows.source}: every training row is labeled, nothing is to discover; give {fix}")
-    return present
 
 
 def parse_known_classes(value: str, classes: list[str]) -> set[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from uno.augment import augment_crops
 from uno.config import Config
 from uno.crops import Cropper
-from uno.data.decode import BadRows, ahead, decoded, readable
+from uno.data.decode import BadRows, Decoded, ahead, decoded, readable
 from uno.data.files import Storage
 from uno.data.plan import Order, Plan, augment_generator
 from uno.data.resident import EvalSet, TrainSet
@@ -43,8 +43,6 @@ WINDOW_BYTES = 64 * 2**20
 MAX_WINDOW_ROWS = CHUNK_ROWS // 2  # one Ray task crops two windows: with more, cores would wait for the last
 CPU = torch.device("cpu")
 
-Decoded = tuple[np.ndarray, Tensor, list[str | None]]
-"""Rows of the task (b,), images uint8 (b,3,S,S), why a row has none: of :func:`decoded`."""
 Chunk = tuple[np.ndarray, list[str | None]]
 """Rows that have been cropped, in order: views uint8 (n, row_bytes), why a row has none."""
 References = tuple[np.ndarray, np.ndarray, np.ndarray]
