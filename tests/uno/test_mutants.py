@@ -103,10 +103,8 @@ def known_and_novel_blocks_exchanged(original, self, *args):
     self.joint.copy_(before + (self.joint - before).roll(self.novel.shape[2], dims=-1))
 
 
-@mutant(
-    "uno.results.metrics:cluster_accuracy",
-    "results.test_metrics:test_matching_per_shard_inflates_and_merged_counts_do_not",
-)
+@mutant("uno.results.metrics:cluster_accuracy",
+        "results.test_metrics:test_matching_per_shard_inflates_and_merged_counts_do_not")  # fmt: skip
 def hungarian_per_shard(original, counts):
     cells = np.repeat(np.arange(counts.size), counts.ravel())
     shards = np.array_split(np.random.default_rng(0).permutation(cells), 8)
@@ -114,10 +112,8 @@ def hungarian_per_shard(original, counts):
     return float(np.mean([original(part) for part in parts]))
 
 
-@mutant(
-    "uno.results.metrics:task_agnostic_strict",
-    "results.test_metrics:test_absorbed_novel_classes_tell_official_from_strict",
-)
+@mutant("uno.results.metrics:task_agnostic_strict",
+        "results.test_metrics:test_absorbed_novel_classes_tell_official_from_strict")  # fmt: skip
 def strict_counted_as_official(original, *args):
     return metrics.task_agnostic_official(*args)
 
@@ -128,10 +124,8 @@ def one_common_top_feature_is_enough(original, features, others, top):
     return a @ b.T > 0.5
 
 
-@mutant(
-    "uno.methods.pairs:similarity_loss",
-    "methods.test_mcl:test_the_similarity_network_learns_without_moving_the_encoder",
-)
+@mutant("uno.methods.pairs:similarity_loss",
+        "methods.test_mcl:test_the_similarity_network_learns_without_moving_the_encoder")  # fmt: skip
 def features_of_the_similarity_network_not_detached(original, similarity, features, labels):
     same = (labels[:, None] == labels[None]).float()
     return F.binary_cross_entropy_with_logits(similarity(features[0], features[1].detach()), same)
@@ -156,10 +150,8 @@ def warm_up_divided_by_its_steps_less_one(original, step, total_steps, warmup_st
     return original(step, total_steps, warmup_steps, base_lr, min_lr)
 
 
-@mutant(
-    "uno.data.resident:RotationBatches.__call__",
-    "test_rotation:test_view_k_is_turned_k_times_and_all_rows_take_part",
-)
+@mutant("uno.data.resident:RotationBatches.__call__",
+        "test_rotation:test_view_k_is_turned_k_times_and_all_rows_take_part")  # fmt: skip
 def all_views_turned_the_same_way(original, self, step):
     batch = original(self, step)
     return batch._replace(views=batch.views[:1] * 4)

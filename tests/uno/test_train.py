@@ -237,7 +237,7 @@ def failing_at(steps, kind: str = "gradient", times: int = 1):
 
 
 def all_checkpoints_are_finite(storage: Storage) -> bool:
-    stored = [load_checkpoint(storage, run.DISCOVER, s) for s in checkpoint_steps(storage, run.DISCOVER)]
+    stored = (load_checkpoint(storage, run.DISCOVER, s) for s in checkpoint_steps(storage, run.DISCOVER))
     return all(tensor.isfinite().all() for one in stored for tensor in one.tensors.values())
 
 
