@@ -23,31 +23,25 @@ def test_options_are_its_own_and_those_of_a_run():
     assert parse([*TINY, "--no-stopping"])[0].asha is None
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--trial", "3"], ["--trials", "x"], ["--space", "huge"], ["--search", "grid"], ["--score", "truth"],
-        ["--grace-epochs", "0"], ["--reduction", "1"], ["--dry-run"], ["--objective.epsilonn", "1"], ["3"],
-    ],
-)  # fmt: skip
+BAD = "--trial 3,--trials x,--space huge,--search grid,--score truth,--grace-epochs 0,--reduction 1,--dry-run"
+USELESS = (
+    "--trials 0,--folds 0,--seeds 0,--concurrent 0,--folds 9,--hide 1,--hide 5,--weights /some/run,"
+    "--discover.epochs 0,--train.batch-size 5000,--data.known-classes first:2,"
+    "--score agreement --model.num-heads 1"
+)
+
+
+@pytest.mark.parametrize("words", [*BAD.split(","), "--objective.epsilonn 1", "3"])
 def test_bad_options_are_config_errors(words):
     with pytest.raises(ConfigError):
-        parse([*TINY, *words])
+        parse([*TINY, *words.split()])
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--trials", "0"], ["--folds", "0"], ["--seeds", "0"], ["--concurrent", "0"], ["--folds", "9"],
-        ["--hide", "1"], ["--hide", "5"], ["--weights", "/some/run"], ["--discover.epochs", "0"],
-        ["--train.batch-size", "5000"], ["--data.known-classes", "first:2"],
-        ["--score", "agreement", "--model.num-heads", "1"],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", USELESS.split(","))
 def test_what_a_trial_would_stumble_over_is_refused_before_ray_starts(tmp_path, monkeypatch, words):
     monkeypatch.setattr(sweep, "_run_missing", lambda *args: pytest.fail("started"))
     with pytest.raises(ConfigError) as error:
-        main([*TINY, "--output", str(tmp_path / "s"), *words])
+        main([*TINY, "--output", str(tmp_path / "s"), *words.split()])
     assert "\n" not in str(error.value)
 
 

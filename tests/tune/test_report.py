@@ -51,11 +51,23 @@ def finished(*scores, **more):
     return {"overrides": VALUES, "scores": scores, "status": "finished"} | more
 
 
-def test_only_a_finished_trial_wins(storage):
+def test_only_a_finished_trial_wins_and_the_console_shows_the_cost(storage):
     """A stopped and a failed trial have the higher scores; neither wins."""
     summary = report.read(storage)
     assert summary.best.index == 1
     assert [t.index for t in summary.ranked] == [1, 0, 5, 2]
+    cost = summary.cost
+    assert cost["epochs"] == 13 and cost["seconds"] == 2 * 13 and cost["pretrainings"] == 0
+    assert cost["saved"] == pytest.approx(1 - 10 / 12)  # trials 0, 1, 2, 5 of 3 epochs each
+    text = report.format_table(summary)
+    assert text.splitlines()[1].startswith("1 ")
+    assert "0 (as given)" in text and "4 trials, 2 failed" in text
+
+
+def test_the_standard_error_is_the_binomial_one():
+    """By hand: 9 of 10 right, one right and one wrong added: 10 of 12."""
+    trial = records.Trial(0, {}, [{"epoch": 1, "score": 0.9, "rows": 10}])
+    assert trial.standard_error == pytest.approx((10 / 12 * 2 / 12 / 10) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +81,6 @@ def test_a_change_needs_evidence(tmp_path, options, rows, given, winner):
     keeps = winner == 0 and given < 0.999
     assert ("keeps the values as given" in report.format_table(summary)) == keeps
     assert ("none is better" in report.page(summary)) == keeps
-
-
-def test_the_standard_error_is_the_binomial_one():
-    """By hand: 9 of 10 right, one right and one wrong added: 10 of 12."""
-    trial = records.Trial(0, {}, [{"epoch": 1, "score": 0.9, "rows": 10}])
-    assert trial.standard_error == pytest.approx((10 / 12 * 2 / 12 / 10) ** 0.5)
 
 
 @pytest.mark.parametrize("winner", [0, 1])
@@ -100,12 +106,6 @@ def test_the_table_holds_every_trial_and_epoch(storage):
     assert [r["status"] for r in rows if r["trial"] == 6] == ["unfinished"]
     assert [r["epoch"] for r in rows if r["trial"] == 4] == [None]
     assert {row["objective"] for row in rows} == {"folds"}
-
-
-def test_cost_and_what_stopping_saved(storage):
-    cost = report.read(storage).cost
-    assert cost["epochs"] == 13 and cost["seconds"] == 2 * 13 and cost["pretrainings"] == 0
-    assert cost["saved"] == pytest.approx(1 - 10 / 12)  # trials 0, 1, 2, 5 of 3 epochs each
 
 
 def test_the_page_is_self_contained_and_inert(storage):
@@ -151,9 +151,3 @@ def test_importance_finds_the_key_that_matters(tmp_path, options):
     summary = report.read(fake_sweep(tmp_path / "s", options, ranked))
     assert summary.importance[0] == ("objective.epsilon", pytest.approx(1.0))
     assert {key for key, _ in summary.importance} == {"objective.epsilon", "model.num_heads"}
-
-
-def test_the_console_table(storage):
-    text = report.format_table(report.read(storage))
-    assert text.splitlines()[1].startswith("1 ")
-    assert "0 (as given)" in text and "4 trials, 2 failed" in text

@@ -94,7 +94,7 @@ def test_scores_of_an_epoch(tmp_path):
         assert len(line["scores"]) == 4  # 2 folds, 2 seeds
         assert line["score"] == pytest.approx(np.mean(line["scores"]))
         seeds = np.array(line["scores"]).reshape(2, 2).mean(axis=1)
-        assert line["spread"] == pytest.approx(np.std(seeds, ddof=1))
+        assert line["spread"] == pytest.approx(np.std(seeds, ddof=1)) and line["spread"] > 0
         assert 0 <= line["score"] <= 1
         assert line["rows"] == sum(len(fold.scored.truth) for fold in make_folds(data, FOLDS, 2, 0))
     assert lines[0]["scores"] != lines[1]["scores"]

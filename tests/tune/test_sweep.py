@@ -46,17 +46,8 @@ def planned(folder: Path, trials: list[dict[str, float]], *words: str):
 
 
 def command_of(folder: Path, words: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "tune.sweep",
-        *TINY,
-        "--folds",
-        "1",
-        *words.split(),
-        "--output",
-        str(folder),
-    ]
+    own = ["--folds", "1", *words.split(), "--output", str(folder)]
+    return [sys.executable, "-m", "tune.sweep", *TINY, *own]
 
 
 def results(storage: Storage) -> list[dict]:

@@ -10,7 +10,7 @@ from tests.tune.tiny import CPU, claimed, run_tiny, tiny_data, tiny_options
 from tune import records, trial
 from tune.records import PartStorage
 from tune.score import make_folds
-from tune.trial import Leases, note_failure, pretrain_key, shared_pretraining, trial_configs
+from tune.trial import Leases, note_failure, pretrain_key, shared_pretraining
 from uno.config import about, field_names, override
 from uno.data.files import Storage
 from uno.errors import NumericsError, StorageError
@@ -87,11 +87,6 @@ def test_a_trial_of_a_sweep_that_was_taken_over_writes_nothing(options, storage)
     assert not storage.exists("trials")
 
 
-def test_seeds_of_a_trial(options):
-    configs = trial_configs(options.config, {"objective.epsilon": 0.1}, 3)
-    assert [(c.seed, c.objective.epsilon) for c in configs] == [(0, 0.1), (1, 0.1), (2, 0.1)]
-
-
 CHANGES = {
     "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
     "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2, "objective.num_iters": 5,
@@ -128,12 +123,9 @@ def test_everything_else_makes_another_pretraining(options, fold, key, value):
     assert pretrain_key(options.config, fold) != pretrain_key(override(options.config, {key: value}), fold)
 
 
-def test_each_fold_has_its_own_pretraining(options):
+def test_pretraining_is_trained_once_for_each_fold(options, fold, storage):
     folds = make_folds(tiny_data(options.config), "folds", 2, 0)
     assert len({pretrain_key(options.config, p) for p in folds}) == 2
-
-
-def test_pretraining_is_trained_once(options, fold, storage):
     configs = [override(options.config, {"model.num_heads": n}) for n in (2, 3)]
     lease = Leases().lease
     [folder] = {shared_pretraining(c, fold, LocalWorker(CPU), storage, lease) for c in configs}
