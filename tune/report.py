@@ -155,18 +155,17 @@ def format_table(summary: Summary, most: int = 10) -> str:
 
 def page(summary: Summary) -> str:
     """``sweep.html``."""
-    charts = best_so_far(summary), learning_curves(summary)
+    ranked, trials = summary.ranked, summary.trials
     scatters = [scatter(domain, summary) for domain in summary.space]
     context = {
-        "summary": summary,
-        "default": next((trial for trial in summary.ranked if trial.index == 0), None),
-        "others": [trial for trial in summary.trials if trial not in summary.ranked],
-        "sentence": SCORES[summary.settings["score"]],
-        "statuses": [trial.status for trial in summary.trials],
-        "charts": [chart for chart in charts if chart],
+        "summary": summary, "sentence": SCORES[summary.settings["score"]],
+        "default": next((trial for trial in ranked if trial.index == 0), None),
+        "others": [trial for trial in trials if trial not in ranked],
+        "statuses": [trial.status for trial in trials],
+        "charts": [chart for chart in (best_so_far(summary), learning_curves(summary)) if chart],
         "scatters": [chart for chart in scatters if chart],
-        "parallel": parallel(summary) if len(summary.ranked) > 1 else None,
-    }
+        "parallel": parallel(summary) if len(ranked) > 1 else None,
+    }  # fmt: skip
     return render("sweep.html", context, package="tune")
 
 
@@ -180,12 +179,10 @@ def domain_ticks(domain: Domain) -> list[tuple[float, str]]:
 def best_so_far(summary: Summary) -> Chart | None:
     """Score of each trial by its number, and the best of the finished ones up to there."""
     shown = _scored(summary)
-    steps: list[tuple[float, float]] = []
+    steps, top = [], -math.inf
     for trial in sorted(shown, key=lambda t: t.index):
-        top = steps[-1][1] if steps else -math.inf
-        steps.append((trial.index, top))
-        if trial.status == FINISHED and trial.score > top:
-            steps.append((trial.index, trial.score))
+        before, top = top, max(top, trial.score) if trial.status == FINISHED else top
+        steps += [(trial.index, score) for score in dict.fromkeys((before, top))]
     dots = [_dot(summary, trial, trial.index) for trial in shown]
     return _chart("Best so far", "trial", [Series("best so far", steps, "best")], dots, width=WIDE)
 

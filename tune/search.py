@@ -24,21 +24,7 @@ from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 
 
-class RandomSampler:
-    """Independent draws; nothing is learnt from results."""
-
-    def __init__(self, space: Space, seed: int) -> None:
-        self._space, self._seed = space, seed
-
-    def values(self, index: int) -> dict[str, Any]:
-        """Overrides of a new trial."""
-        return spaces.draw(self._space, self._seed, index)
-
-    def tell(self, trial: Trial) -> None:
-        """A trial ended."""
-
-
-class OptunaSampler(RandomSampler):
+class OptunaSampler:
     """Optuna's TPE. Its proposals depend on which trials ended before, so with several at a time a sweep is
     reproducible only up to their order.
     """
@@ -48,9 +34,8 @@ class OptunaSampler(RandomSampler):
             import optuna
         except ImportError:
             raise ConfigError("--search optuna needs: pip install 'uno-discovery[optuna]'") from None
-        super().__init__(space, seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna, self._asked = optuna, dict[int, Any]()
+        self._optuna, self._space, self._asked = optuna, space, dict[int, Any]()
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5, constant_liar=True)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
         self._distributions = {domain.key: self._distribution(domain) for domain in space}
@@ -84,9 +69,6 @@ class OptunaSampler(RandomSampler):
         return kinds.FloatDistribution(*domain.ends, log=domain.scale == "log")
 
 
-SAMPLERS = {"random": RandomSampler, "optuna": OptunaSampler}
-
-
 class SweepSearcher(Searcher):
     """Hands out the trials that have no result yet and writes the result of each as it ends.
 
@@ -101,14 +83,15 @@ class SweepSearcher(Searcher):
         super().__init__(metric="score", mode="max")
         self._storage, self._options, self._num_epochs = storage, options, num_epochs
         self._on_end, self._stopping = on_end, stopping
-        self._sampler = SAMPLERS[options.search](options.space, options.config.seed)
+        optuna = options.search == "optuna"
+        self._sampler = OptunaSampler(options.space, options.config.seed) if optuna else None
         self._begun = {trial.index: trial for trial in records.read_trials(storage)}
         self._running: dict[str, int] = {}
         self.storage_error: str | None = None
         ended = [trial for trial in self._begun.values() if trial.status]
         self.missing = [i for i in range(options.trials) if i not in {trial.index for trial in ended}]
         for trial in ended:
-            self._sampler.tell(trial)
+            self._tell(trial)
 
     def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
         """Nothing to set."""
@@ -122,9 +105,12 @@ class SweepSearcher(Searcher):
         name, options = records.trial_name(index), self._options
         self._storage.delete(f"{name}/failure.json")
         if index not in self._begun:
-            overrides = (
-                self._sampler.values(index) if index else spaces.current(options.space, options.config)
-            )
+            if index == 0:
+                overrides = spaces.current(options.space, options.config)
+            elif self._sampler is not None:
+                overrides = self._sampler.values(index)
+            else:
+                overrides = spaces.draw(options.space, options.config.seed, index)
             self._storage.write(f"{name}/trial.json", json.dumps({"overrides": overrides}, indent=1).encode())
         self._running[trial_id] = index
         return {"index": index}
@@ -156,8 +142,12 @@ class SweepSearcher(Searcher):
         for entry in self._storage.list(name):  # checkpoints of a trial that has ended serve nobody
             if "-seed" in entry:
                 self._storage.delete(f"{name}/{entry}")
-        self._sampler.tell(trial)
+        self._tell(trial)
         self._on_end(trial)
+
+    def _tell(self, trial: Trial) -> None:
+        if self._sampler is not None:
+            self._sampler.tell(trial)
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune pickles its tuner into a file that nobody reads."""

@@ -14,14 +14,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+import pydantic
 from pydantic.dataclasses import dataclass
 
 from uno.config import Config, about, describe, field_names, flatten, load_yaml, override, resumable, to_dict
@@ -39,10 +32,10 @@ def _not_a_bool(value: Any) -> Any:
     return value
 
 
-Bound = Annotated[float | None, BeforeValidator(_not_a_bool)]
+Bound = Annotated[float | None, pydantic.BeforeValidator(_not_a_bool)]
 
 
-@dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
+@dataclass(frozen=True, config=pydantic.ConfigDict(allow_inf_nan=False))
 class Domain:
     """Values of one key: ``choices``, or from ``low`` to ``high`` on a ``scale``."""
 
@@ -50,10 +43,10 @@ class Domain:
     low: Bound = None
     high: Bound = None
     scale: Literal["linear", "log", "int"] = "linear"
-    choices: Annotated[tuple[Any, ...], AfterValidator(frozen)] = ()
+    choices: Annotated[tuple[Any, ...], pydantic.AfterValidator(frozen)] = ()
     reason: str = ""
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _check(self) -> Domain:
         bounds = [value for value in (self.low, self.high) if value is not None]
         if self.choices and bounds:
@@ -127,7 +120,7 @@ def load_space(name: str, config: Config) -> Space:
     for key, (where, entry) in entries.items():
         try:
             domain = Domain(key, **cast(dict[str, Any], entry))
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             raise ConfigError(describe(error, where)) from None
         if key not in known:
             override(config, {key: None})  # raises, and names the nearest key
@@ -175,7 +168,7 @@ def current(space: Space, config: Config) -> dict[str, Any]:
 
 def to_tree(space: Space) -> dict[str, dict[str, Any]]:
     """The space as plain data for YAML and JSON; :func:`from_tree` reads it back."""
-    trees = {domain.key: TypeAdapter(Domain).dump_python(domain, mode="json") for domain in space}
+    trees = {domain.key: pydantic.TypeAdapter(Domain).dump_python(domain, mode="json") for domain in space}
     return {
         k: {n: v for n, v in tree.items() if n != "key" and v not in ([], None)} for k, tree in trees.items()
     }

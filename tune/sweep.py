@@ -1,9 +1,9 @@
 """A sweep from its options to its tables: ``uno tune``, or ``python -m tune.sweep`` for ``ray job submit``.
 
 All state is in the output directory (``tune.records``), in plain files, written by a driver that holds its
-claim. Ray Tune schedules and stops trials; it is not asked to remember anything, so the same command
-continues a sweep that was killed anywhere: trials with a result are not run again, an unfinished one goes on
-at the epoch it had reached, and early stopping and Optuna are told what happened before.
+claim. Ray Tune schedules and stops trials and remembers nothing, so the same command continues a sweep that
+was killed anywhere: trials with a result are not run again, an unfinished one goes on at the epoch it had
+reached, and early stopping and Optuna are told what happened before.
 """
 
 import logging
@@ -202,10 +202,10 @@ def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, 
         if use_gpu(config, cluster):
             resources["GPU"] = config.compute.gpus_per_worker
         needed = resources
-    fits = min(int(cluster.get(name, 0) / amount + 1e-9) for name, amount in needed.items())
+    held = {name: cluster.get(name, 0.0) for name in needed}
+    fits = min(int(held[name] / amount + 1e-9) for name, amount in needed.items())
     if fits < 1:
-        needs = " and ".join(f"{amount:g} {name}s" for name, amount in needed.items())
-        has = " and ".join(f"{cluster.get(name, 0):g} {name}s" for name in needed)
+        needs, has = (" and ".join(f"{n:g} {name}s" for name, n in some.items()) for some in (needed, held))
         raise ConfigError(f"a trial needs {needs}, the cluster has {has}; lower --compute.cpus-per-worker")
     return min(fits, options.concurrent or fits, options.trials), resources
 
