@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -33,13 +32,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 @contextmanager
 def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[None]:
-    """Say ``line`` and call ``request`` at SIGTERM and Ctrl-C; a second Ctrl-C interrupts at once.
-
-    Nothing happens outside the main thread, where Python takes no signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Say ``line`` and call ``request`` at SIGTERM and Ctrl-C; a second Ctrl-C interrupts at once."""
 
     def handle(number: int, frame: Any) -> None:
         if line is not None:

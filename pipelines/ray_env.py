@@ -57,35 +57,24 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
         options: dict[str, Any] = {"runtime_env": {"env_vars": variables}}
     else:
         options = {"address": "local", "include_dashboard": True, "object_store_memory": store_bytes}
+    on_term = signal.getsignal(signal.SIGTERM)
+    # A terminal sends Ctrl-C to Ray's processes too, and the dashboard dies of it; ignoring is inherited.
+    on_int = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with _own_signals():
-            ray.init(logging_level=logging.WARNING, **options)
-    except SystemExit:  # Ray's own handler of SIGTERM
+        ray.init(logging_level=logging.WARNING, **options)
+        if callable(on_term):
+            signal.signal(signal.SIGTERM, on_term)  # Ray puts its own, which ends the process without a word
+    except SystemExit:  # that handler, while Ray was starting
         ray.shutdown()
         raise Interrupted("stopped while Ray was starting") from None
     except ConnectionError as error:
         raise ConfigError(f"cannot reach the Ray cluster at {address}: {error}") from None
+    finally:
+        signal.signal(signal.SIGINT, on_int)
     try:
         yield ray
     finally:
         ray.shutdown()
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """While Ray starts Ctrl-C does nothing: a terminal sends it to Ray's processes too, the dashboard would
-    die of it, and ignoring is inherited. Then our handlers are back; Ray's ends the process without a word.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    on_term, on_int = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-        if callable(on_term):
-            signal.signal(signal.SIGTERM, on_term)
-    finally:
-        signal.signal(signal.SIGINT, on_int)
 
 
 def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: None) -> T:
