@@ -41,15 +41,9 @@ def test_every_kind_of_image_gives_the_same(model, tmp_path):
     assert model.size == 8 and [c.name for c in model.classes][4:6] == ["4", "novel-1"]
     expected = model.predict(pixels)
     opened = [Image.open(path) for path in paths]
-    for images in (
-        paths,
-        [str(path) for path in paths],
-        [path.read_bytes() for path in paths],
-        list(pixels),
-        [image[..., 0] for image in pixels],
-        opened,
-        torch.from_numpy(pixels).permute(0, 3, 1, 2),
-    ):
+    encoded, grey = [path.read_bytes() for path in paths], [image[..., 0] for image in pixels]
+    tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    for images in (paths, list(map(str, paths)), encoded, list(pixels), grey, opened, tensor):
         found = model.predict(images)
         np.testing.assert_array_equal(found.class_index, expected.class_index)
         np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-6)
@@ -63,12 +57,10 @@ def test_the_numbers_are_those_of_the_model(run, tmp_path):
     scores = tiny_model(tmp_path / "same").score(torch.from_numpy(images[:9].transpose(0, 3, 1, 2).copy()))
     np.testing.assert_allclose(found.margin[:9], scores.margin, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.embedding[:9], scores.features, rtol=1e-4, atol=1e-6)
-    assert len(found) == 600 and found.probabilities.shape == (600, 10)
+    assert len(found) == len(list(found)) == 600 and found.probabilities.shape == (600, 10)
     np.testing.assert_allclose(found.probabilities.sum(axis=1), 1, atol=1e-5)
-    first = found[0]
-    assert first.class_name == found.class_name[0] and first.kind in ("known", "novel")
-    assert first.probability == pytest.approx(float(found.probabilities[0].max()))
-    assert len(list(found)) == 600
+    assert found[0].class_name == found.class_name[0] and found[0].kind in ("known", "novel")
+    assert found[0].probability == pytest.approx(float(found.probabilities[0].max()))
 
 
 def test_unreadable_images_are_rows_with_a_reason(model, tmp_path):

@@ -13,16 +13,7 @@ from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.results import estimate as estimating
-from uno.results.estimate import (
-    Features,
-    Settings,
-    Split,
-    anchor_choices,
-    class_f1,
-    interval,
-    suggest,
-    whiten,
-)
+from uno.results.estimate import Features, Settings, Split, anchor_choices, class_f1, interval, whiten
 from uno.runs import ESTIMATE_FILE
 
 QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
@@ -171,18 +162,16 @@ def test_class_f1_by_hand():
 
 
 def test_scores_of_one_k():
-    """Separated blobs: at the true k everything fits; the accuracy is the Hungarian one over validation rows.
-
-    Kills: unlabeled rows scored, anchors scored, clusters numbered as classes (accuracy without matching).
+    """Separated blobs: at the true k everything fits. Kills: unlabeled rows scored, anchors scored, clusters
+    numbered as classes (accuracy without matching).
     """
     points, truth = synthetic(6)  # probes 0-3, unlabeled 4 and 5
     labels = np.where(truth < 4, truth, -1)
     split, settings = Split((), (0, 1, 2, 3)), Settings(num_roles=6)
 
     def scores(k):
-        return estimating.score_clusters(
-            [split], [Features(points, labels)], preset("digits"), settings, "cpu", (0, k)
-        )
+        features = [Features(points, labels)]
+        return estimating.score_clusters([split], features, preset("digits"), settings, "cpu", (0, k))
 
     right = scores(2)
     assert [role["anchors"] for role in right] == list(itertools.combinations(range(4), 2))
@@ -197,5 +186,10 @@ def test_interval_and_suggestion():
     assert interval([1, 3, 3, 3, 3, 3, 3, 3, 3, 9], 0.2) == (3, 3)
     assert interval([2, 2, 2, 3, 3, 3, 3, 4, 4, 4], 0.2) == (2, 4)
     assert interval([2, 3, 4, 5], 0.2) == (2, 5) and interval([0, 0, 0], 0.2) == (1, 1)
-    assert [suggest(*given) for given in ((3, 2, 4), (3, 3, 3), (3, 2, 7), (6, 2, 7))] == [4, 3, 4, 6]
+    assert [estimating.suggest(*given) for given in ((3, 2, 4), (3, 3, 3), (3, 2, 7), (6, 2, 7))] == [
+        4,
+        3,
+        4,
+        6,
+    ]
     assert estimating.largest_best([0.1, 0.5, 0.2, 0.5, 0.4]) == 3 and estimating.largest_best([1.0]) == 0
