@@ -1,22 +1,15 @@
 """Names for discovered classes: what a person may write, what it does, and one line for every mistake."""
 
 import json
+import math
 
 import pytest
 import torch
 import yaml
 
 from uno.errors import ConfigError, StorageError
-from uno.results.classes import (
-    OutputClass,
-    Suggestion,
-    dump_classes,
-    parse_classes,
-    read_edits,
-    route,
-    suggest,
-    template,
-)
+from uno.results import classes as naming
+from uno.results.classes import OutputClass, Suggestion, dump_classes, parse_classes, read_edits, route
 
 HASH = "0123456789abcdef"
 KNOWN = [OutputClass(i, name, "known", i) for i, name in enumerate(["cat", "dog", "007"])]
@@ -39,7 +32,7 @@ def read(data: bytes) -> list[OutputClass]:
 
 def test_a_fresh_file_changes_nothing():
     similar = (("cat\nname: evil", 0.5), ("</script>", 0.25))
-    text = template(CLASSES, HASH, {3: Suggestion(7, 9, similar, similar)})
+    text = naming.template(CLASSES, HASH, {3: Suggestion(7, 9, similar, similar)})
     assert read(text.encode()) == CLASSES
     assert "7 of 9 sampled rows" in text and "'cat\\nname: evil' 0.50" in text
 
@@ -49,9 +42,9 @@ def test_any_name_survives_the_file(name):
     classes = [*CLASSES[:3], OutputClass(3, name, "novel", 3), *CLASSES[4:6], OutputClass(6, "x", "novel", 3)]
     if not name.isprintable():
         with pytest.raises(ConfigError, match="printable"):
-            read(template(classes, HASH, {}).encode())
+            read(naming.template(classes, HASH, {}).encode())
         return
-    assert read(template(classes, HASH, {}).encode()) == classes
+    assert read(naming.template(classes, HASH, {}).encode()) == classes
     assert parse_classes(dump_classes(b"{}", classes)) == classes
 
 
@@ -110,22 +103,12 @@ def test_mistakes_are_one_line(data, words):
     assert "\n" not in str(error.value) and str(error.value).startswith("classes.yaml")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"[]",
-        b'{"classes": []}',
-        b'{"classes": [{"index": 1, "name": "a", "kind": "known"}]}',
-        b'{"classes": [{"index": 0, "name": "a", "kind": "known", "merge_into": 5}]}',
-        b'{"classes": [{"index": 0, "name": "a", "kind": "known", "merge_into": Infinity}]}',
-        b'{"classes": [{"index": 0, "name": "a", "kind": "new"}]}',
-        b'{"classes": [{"index": 0, "name": 3, "kind": "known"}]}',
-    ],
-)
-def test_damaged_class_lists(data):
-    with pytest.raises(StorageError, match=r"classes.json is damaged"):
-        parse_classes(data)
+def test_damaged_class_lists():
+    changes = ({"index": 1}, {"merge_into": 5}, {"merge_into": math.inf}, {"kind": "new"}, {"name": 3})
+    entries = [{"index": 0, "name": "a", "kind": "known"} | change for change in changes]
+    for data in ("", "[]", '{"classes": []}', *(json.dumps({"classes": [entry]}) for entry in entries)):
+        with pytest.raises(StorageError, match=r"classes.json is damaged"):
+            parse_classes(data.encode())
 
 
 def test_route_adds_merged_and_leaves_out_dropped():
@@ -135,8 +118,7 @@ def test_route_adds_merged_and_leaves_out_dropped():
     probabilities = torch.rand(5, 7).softmax(dim=-1)
     found = route(probabilities, classes)
     torch.testing.assert_close(found[:, 0], probabilities[:, [0, 3, 4]].sum(dim=-1))
-    assert torch.equal(found[:, [3, 4, 5]], torch.zeros(5, 3))
-    assert torch.equal(found[:, [1, 2, 6]], probabilities[:, [1, 2, 6]])
+    assert not found[:, [3, 4, 5]].any() and torch.equal(found[:, [1, 2, 6]], probabilities[:, [1, 2, 6]])
     torch.testing.assert_close(found.sum(dim=-1), 1 - probabilities[:, 5])
     assert route(probabilities, CLASSES) is probabilities
 
@@ -145,7 +127,7 @@ def test_suggestions_name_the_nearest():
     features = torch.tensor([[1.0, 0, 0], [0.9, 0.1, 0], [0, 1.0, 0], [0.8, 0.6, 0]])
     cosines = torch.tensor([[0.9, 0.1, 0.0], [0.7, 0.1, 0.4], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]])
     novel = 2.0 * torch.nn.functional.one_hot(torch.tensor([0, 0, 1, 3]), 4)
-    found = suggest(cosines, novel, features, CLASSES)
+    found = naming.suggest(cosines, novel, features, CLASSES)
     assert found[3].rows == 2 and found[3].total == 4
     assert [name for name, _ in found[3].known] == ["cat", "007", "dog"]
     assert found[3].known[0][1] == pytest.approx(0.8)
