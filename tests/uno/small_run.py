@@ -123,11 +123,9 @@ def lines(storage: Storage) -> list[dict[str, Any]]:
 
 def wasted_steps(storage: Storage) -> list[int]:
     """For every fault that struck: the steps that were trained once more because of it."""
-    events = faults.read_events(storage)
-    wasted = []
+    events, wasted = faults.read_events(storage), []
     for i, event in enumerate(events):
         if event["event"] == "fault":
-            starts = (e for e in events[i + 1 :] if e["event"] == "start" and e["phase"] == event["phase"])
-            again = next(starts, None)
-            wasted.append(0 if again is None else max(0, event["step"] - again["step"]))
+            later = [e for e in events[i + 1 :] if e["event"] == "start" and e["phase"] == event["phase"]]
+            wasted.append(max(0, event["step"] - later[0]["step"]) if later else 0)
     return wasted

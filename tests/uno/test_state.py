@@ -7,7 +7,7 @@ from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_s
 from uno.data.files import Storage
 from uno.errors import StorageError
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
-from uno.state import load_state_, new_state, state_tensors
+from uno.state import load_state_, state_tensors
 from uno.steps import discovery_step
 from uno.train import resume_
 
@@ -73,12 +73,10 @@ def test_best_head_is_the_lowest_loss():
 
 def test_momentum_of_zero():
     """Kills: a state that needs a momentum buffer to step."""
-    config = small_config(discover__momentum=0.0)
-    model = fresh_state(config).model
-    state = new_state(model, model, config.discover, torch.device("cpu"), False)
-    before = model.known.weight.detach().clone()
+    state = fresh_state(config := small_config(discover__momentum=0.0))
+    before = state.model.known.weight.detach().clone()
     discovery_step(state, batches_of(config)(0), config.objective, 0.1)
-    assert not torch.equal(before, model.known.weight)
+    assert not torch.equal(before, state.model.known.weight)
 
 
 def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
