@@ -43,6 +43,7 @@ def test_numbers_agree_in_all_formats(results, tmp_path):
     assert {line["scale"] for line in lines} == {"small"}
     verdicts = [line["verdict"] for line in measured if line["verdict"] is not None]
     assert len(verdicts) == 3 * 6 and all(v in text and v in html for v in verdicts)
+    assert "where n is small a verdict is a hint." in html  # the end of a long explanation
 
 
 def test_paper_and_measurement_stand_side_by_side(results):
