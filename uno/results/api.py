@@ -122,10 +122,8 @@ class Model:
 
 
 def load(run: str | PathLike[str], device: str = "cpu") -> Model:
-    """The model of a finished run: ``uno.load("runs/demo")``; a copy of its ``model/`` folder does as well.
-
-    ``run``: directory, path or URI; ``device``: "cpu" or "cuda". StorageError: no trained model there, or a
-    damaged one.
+    """The model of a finished run, by path or URI, or of a copy of its ``model/`` folder, on "cpu" or
+    "cuda". StorageError: no trained model there, or a damaged one.
     """
     return Model(load_classifier(Storage(fspath(run)), device))
 
@@ -157,6 +155,5 @@ def _item(image: Any, row: int) -> Image | BadImage:
         if image.shape[2] == 3:
             return image
     what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
-    raise ConfigError(
-        f"image {row} is {what}; images are paths, bytes, PIL images or uint8 arrays (H, W, 3) or (H, W)"
-    )
+    takes = "paths, bytes, PIL images or uint8 arrays (H, W, 3) or (H, W)"
+    raise ConfigError(f"image {row} is {what}; images are {takes}")

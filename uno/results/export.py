@@ -32,10 +32,8 @@ CHECK_ROWS = (1, 3, 8)  # batch sizes of the check; the example that is traced h
 
 
 def export(model: Classifier, format: str) -> bytes:
-    """``model`` as a file of ``format`` (one of :data:`FORMATS`), loaded again and checked.
-
-    ConfigError: unknown format, or its packages are not installed; NumericsError: the file computes something
-    else than the model.
+    """``model`` as a file of ``format`` (one of :data:`FORMATS`), loaded again and checked. ConfigError:
+    unknown format, or packages missing; NumericsError: the file computes something else than the model.
     """
     if format not in FORMATS:
         raise ConfigError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")

@@ -225,7 +225,7 @@ def sample_logits(
     model: Classifier, decode: Decode, rows: np.ndarray, limit: int = SAMPLE_ROWS
 ) -> tuple[np.ndarray, Logits] | None:
     """What the model says of at most ``limit`` of ``rows`` int64 (N,), evenly spaced, under one view: the
-    numbers of the M that can be read, and their :class:`Logits` on the CPU; None where none can be read.
+    numbers of those that can be read, and their :class:`Logits` on the CPU; None where there are none.
     """
     num, size = min(limit, len(rows)), model.batch_rows
     chosen = rows[np.arange(num) * len(rows) // max(num, 1)]
