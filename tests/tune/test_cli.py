@@ -80,22 +80,15 @@ def test_epochs_that_have_steps_to_take(tmp_path, words, epochs):
     assert sweep.check_plans(options, make_folds(tiny_data(options.config), "folds", 2, 0)) == epochs
 
 
-@pytest.mark.parametrize(
-    ("words", "cluster", "number"),
-    [
-        ("", {"CPU": 2.0}, 2),
-        ("", {"CPU": 64.0}, 16),
-        ("--concurrent 3", {"CPU": 64.0}, 3),
-        ("--compute.cpus-per-worker 4", {"CPU": 10.0}, 2),
-        ("", {"CPU": 0.5}, 1),
-        ("--device cuda", {"CPU": 16.0, "GPU": 2.0}, 2),
-        ("--device cuda --gpus-per-worker 0.5", {"CPU": 16.0, "GPU": 2.0}, 4),
-        ("--workers 2 --compute.cpus-per-worker 1", {"CPU": 5.0}, 2),
-        ("--compute.cpus-per-worker 4", {"CPU": 1.0}, None),
-        ("--device cuda", {"CPU": 1.0}, None),
-        ("--workers 2", {"CPU": 1.0}, None),
-    ],
-)
+@pytest.mark.parametrize(("words", "cluster", "number"), [
+    ("", {"CPU": 2.0}, 2), ("", {"CPU": 64.0}, 16), ("--concurrent 3", {"CPU": 64.0}, 3),
+    ("--compute.cpus-per-worker 4", {"CPU": 10.0}, 2), ("", {"CPU": 0.5}, 1),
+    ("--device cuda", {"CPU": 16.0, "GPU": 2.0}, 2),
+    ("--device cuda --gpus-per-worker 0.5", {"CPU": 16.0, "GPU": 2.0}, 4),
+    ("--workers 2 --compute.cpus-per-worker 1", {"CPU": 5.0}, 2),
+    ("--compute.cpus-per-worker 4", {"CPU": 1.0}, None), ("--device cuda", {"CPU": 1.0}, None),
+    ("--workers 2", {"CPU": 1.0}, None),
+])  # fmt: skip
 def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, number):
     options = tiny_options(tmp_path, *words.split())
     with nullcontext() if number else pytest.raises(ConfigError):

@@ -37,35 +37,32 @@ def test_named_spaces():
 EPSILON, HEADS = "objective.epsilon", "model.num_heads"
 
 
-@pytest.mark.parametrize(
-    ("key", "entry", "words"),
-    [
-        ("objective.epsilonn", "{low: 0.1, high: 0.2}", "'objective.epsilon'"),
-        ("objective", "{low: 0.1, high: 0.2}", "section"),
-        (EPSILON, "{low: 0.0, high: 0.2}", "objective.epsilon: Input should be greater"),
-        (EPSILON, "{low: 0.1, high: 20.0}", "objective.epsilon: Input should be less"),
-        (EPSILON, "{low: 0.2, high: 0.1}", "low 0.2 is not below high 0.1"),
-        (EPSILON, "{low: 0.1}", "needs choices, or the numbers low and high"),
-        (EPSILON, "{low: 0.1, high: .inf}", "finite"),
-        (EPSILON, "{low: false, high: 0.2}", "low: must be a number, not false"),
-        (EPSILON, "{low: a, high: b}", "low: Input should be a valid number"),
-        (EPSILON, "{low: 0.1, high: 0.2, choices: [0.1]}", "either"),
-        (EPSILON, "{low: 0.1, high: 0.2, scale: cubic}", "'linear', 'log' or 'int'"),
-        (EPSILON, "{lo: 0.1, high: 0.2}", "expected KEY: {low, high, scale, choices, reason}"),
-        (EPSILON, "{choices: []}", "needs choices"),
-        (EPSILON, "{choices: 0.1}", "choices: Input should be a valid tuple"),
-        ("discover.min_lr", "{low: 0.0, high: 0.1, scale: log}", "log scale"),
-        (HEADS, "{low: 2, high: 4.5, scale: int}", "whole"),
-        (HEADS, "{low: 2, high: 64, scale: int}", "model.num_heads: Input should be less"),
-        (HEADS, "{low: 1, high: 8}", "model.num_heads: Input should be a valid integer"),  # 5.459 heads
-        (HEADS, "{choices: [2, many]}", "model.num_heads"),
-        ("data.source", "{choices: [digits]}", "cannot be searched"),
-        ("seed", "{low: 0, high: 5, scale: int}", "cannot be searched"),
-        ("discover.epochs", "{low: 1, high: 5, scale: int}", "cannot be searched"),
-        ("compute.workers", "{low: 0, high: 2, scale: int}", "cannot be searched"),
-        ("model.weights", "{choices: [a, b]}", "cannot be searched"),
-    ],
-)
+@pytest.mark.parametrize(("key", "entry", "words"), [
+    ("objective.epsilonn", "{low: 0.1, high: 0.2}", "'objective.epsilon'"),
+    ("objective", "{low: 0.1, high: 0.2}", "section"),
+    (EPSILON, "{low: 0.0, high: 0.2}", "objective.epsilon: Input should be greater"),
+    (EPSILON, "{low: 0.1, high: 20.0}", "objective.epsilon: Input should be less"),
+    (EPSILON, "{low: 0.2, high: 0.1}", "low 0.2 is not below high 0.1"),
+    (EPSILON, "{low: 0.1}", "needs choices, or the numbers low and high"),
+    (EPSILON, "{low: 0.1, high: .inf}", "finite"),
+    (EPSILON, "{low: false, high: 0.2}", "low: must be a number, not false"),
+    (EPSILON, "{low: a, high: b}", "low: Input should be a valid number"),
+    (EPSILON, "{low: 0.1, high: 0.2, choices: [0.1]}", "either"),
+    (EPSILON, "{low: 0.1, high: 0.2, scale: cubic}", "'linear', 'log' or 'int'"),
+    (EPSILON, "{lo: 0.1, high: 0.2}", "expected KEY: {low, high, scale, choices, reason}"),
+    (EPSILON, "{choices: []}", "needs choices"),
+    (EPSILON, "{choices: 0.1}", "choices: Input should be a valid tuple"),
+    ("discover.min_lr", "{low: 0.0, high: 0.1, scale: log}", "log scale"),
+    (HEADS, "{low: 2, high: 4.5, scale: int}", "whole"),
+    (HEADS, "{low: 2, high: 64, scale: int}", "model.num_heads: Input should be less"),
+    (HEADS, "{low: 1, high: 8}", "model.num_heads: Input should be a valid integer"),  # 5.459 heads
+    (HEADS, "{choices: [2, many]}", "model.num_heads"),
+    ("data.source", "{choices: [digits]}", "cannot be searched"),
+    ("seed", "{low: 0, high: 5, scale: int}", "cannot be searched"),
+    ("discover.epochs", "{low: 1, high: 5, scale: int}", "cannot be searched"),
+    ("compute.workers", "{low: 0, high: 2, scale: int}", "cannot be searched"),
+    ("model.weights", "{choices: [a, b]}", "cannot be searched"),
+])  # fmt: skip
 def test_a_bad_domain_is_one_line_naming_it(tmp_path, key, entry, words):
     path = tmp_path / "mine.yaml"
     path.write_text(f"{key}: {entry}\n")

@@ -42,21 +42,18 @@ def test_good_data_has_no_problems():
     assert report.count("novel  ") == 5
 
 
-@pytest.mark.parametrize(
-    ("labels", "overrides", "level", "text"),
-    [
-        (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "only one known class"),
-        (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "num_novel is 1"),
-        (["a"] * 9 + ["A "] * 9 + ["c"] * 9, {"known": "a"}, "warning", "differ only in case"),
-        (["a"] * 9 + ["b"] + ["c"] * 9, {"known": "a,b"}, "warning", "1 known classes have a"),
-        (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "3 unlabeled rows are fewer than the 4"),
-        (["a"] * 9 + [None] * 7, {"data__num_novel": 4}, "warning", "fewer than the 12 clusters"),
-        (LABELS, {"known": "a,b", "train__batch_size": 64}, "error", "works: 40"),
-        (LABELS, {"known": "a,b", "compute__workers": 3}, "error", "3 workers"),
-        (LABELS, {"known": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
-        (LABELS, {"known": "a,b", "data__num_novel": 1}, "warning", "share a cluster"),
-    ],
-)
+@pytest.mark.parametrize(("labels", "overrides", "level", "text"), [
+    (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "only one known class"),
+    (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "num_novel is 1"),
+    (["a"] * 9 + ["A "] * 9 + ["c"] * 9, {"known": "a"}, "warning", "differ only in case"),
+    (["a"] * 9 + ["b"] + ["c"] * 9, {"known": "a,b"}, "warning", "1 known classes have a"),
+    (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "3 unlabeled rows are fewer than the 4"),
+    (["a"] * 9 + [None] * 7, {"data__num_novel": 4}, "warning", "fewer than the 12 clusters"),
+    (LABELS, {"known": "a,b", "train__batch_size": 64}, "error", "works: 40"),
+    (LABELS, {"known": "a,b", "compute__workers": 3}, "error", "3 workers"),
+    (LABELS, {"known": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
+    (LABELS, {"known": "a,b", "data__num_novel": 1}, "warning", "share a cluster"),
+])  # fmt: skip
 def test_problems_of_classes_and_batches(labels, overrides, level, text):
     config = config_of(**overrides)
     found = messages(task_of(labels, config), config, level)

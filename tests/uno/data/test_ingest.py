@@ -12,16 +12,13 @@ def config(**values):
     return override(Config(), {"data.store_size": 100} | {k.replace("__", "."): v for k, v in values.items()})
 
 
-@pytest.mark.parametrize(
-    ("workers", "host", "device", "expected", "words"),
-    [
-        (0, 1e9, None, "resident", "resident, 300 MB decoded, budget 600 MB (60% of free host memory)"),
-        (0, 4e8, None, "streaming", "streaming, 300 MB decoded, budget 240 MB (60% of free host memory)"),
-        (2, 1e9, None, "streaming", "budget 200 MB (60% of free host memory, 3 copies)"),
-        (0, 1e9, 4e8, "streaming", "budget 240 MB (60% of free device memory)"),
-        (2, 1.8e9, 1e12, "resident", "budget 360 MB (60% of free host memory, 3 copies)"),
-    ],
-)
+@pytest.mark.parametrize(("workers", "host", "device", "expected", "words"), [
+    (0, 1e9, None, "resident", "resident, 300 MB decoded, budget 600 MB (60% of free host memory)"),
+    (0, 4e8, None, "streaming", "streaming, 300 MB decoded, budget 240 MB (60% of free host memory)"),
+    (2, 1e9, None, "streaming", "budget 200 MB (60% of free host memory, 3 copies)"),
+    (0, 1e9, 4e8, "streaming", "budget 240 MB (60% of free device memory)"),
+    (2, 1.8e9, 1e12, "resident", "budget 360 MB (60% of free host memory, 3 copies)"),
+])  # fmt: skip
 def test_auto_takes_what_fits(workers, host, device, expected, words):
     """10,000 images of 100 px. Kills: copies of the workers forgotten, the larger of two budgets."""
     found, reason = choose(config(compute__workers=workers), 10_000, host, device, False)

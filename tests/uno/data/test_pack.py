@@ -154,10 +154,7 @@ def test_truth_keeps_names_that_no_label_has(tmp_path):
 
 
 def test_other_directories_are_refused(tmp_path):
-    """Somebody's files, a pack of other data or options; a shard cut short is written again.
-
-    Kills: two plans in one pack, rows twice and lost.
-    """
+    """Kills: two plans in one pack, rows twice and lost."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert "is not empty" in failure(packed, "digits", tmp_path / "mine")

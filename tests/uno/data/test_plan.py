@@ -40,16 +40,13 @@ def epoch(plan, number=0, world=1, groups=None, first=0):
     return [np.concatenate(kind) for kind in zip(*(o.rows(s) for s in steps for o in orders), strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("composition", "size", "labeled", "unlabeled", "expected"),
-    [
-        ("proportional", 512, 40_000, 10_000, (410, 102)),  # CIFAR100-20: 80/20
-        ("proportional", 512, 25_000, 25_000, (256, 256)),  # CIFAR10 and CIFAR100-50
-        ("paired", 512, 1_100_000, 39_000, (256, 256)),  # ImageNet
-        ("proportional", 8, 1, 1000, (1, 7)),
-        ("proportional", 8, 1000, 1, (7, 1)),
-    ],
-)
+@pytest.mark.parametrize(("composition", "size", "labeled", "unlabeled", "expected"), [
+    ("proportional", 512, 40_000, 10_000, (410, 102)),  # CIFAR100-20: 80/20
+    ("proportional", 512, 25_000, 25_000, (256, 256)),  # CIFAR10 and CIFAR100-50
+    ("paired", 512, 1_100_000, 39_000, (256, 256)),  # ImageNet
+    ("proportional", 8, 1, 1000, (1, 7)),
+    ("proportional", 8, 1000, 1, (7, 1)),
+])  # fmt: skip
 def test_sizes_of_the_published_protocols(composition, size, labeled, unlabeled, expected):
     """Kills: halves for everything, a share of zero, labeled and unlabeled swapped."""
     assert batch_sizes(composition, size, labeled, unlabeled) == expected
@@ -58,10 +55,7 @@ def test_sizes_of_the_published_protocols(composition, size, labeled, unlabeled,
 @few
 @given(plans(), st.integers(0, 3))
 def test_rows_of_an_epoch_are_exact(drawn, number):
-    """Every row as often as the plan says, on any number of workers: none twice in a pass, none dropped but
-    those of the last partial batch. Kills: sampling with replacement, shares that overlap, a worker's tail
-    lost, a cycle that starts early.
-    """
+    """Kills: sampling with replacement, shares that overlap, a worker's tail lost."""
     plan, composition, world, groups = drawn
     sizes, totals = (plan.labeled_size, plan.unlabeled_size), (plan.num_labeled, plan.num_unlabeled)
     for rows, size, total in zip(epoch(plan, number, world, groups), sizes, totals, strict=True):
@@ -125,9 +119,7 @@ def test_order_is_a_pure_function_of_seed_and_epoch():
 
 @pytest.mark.parametrize("groups", [None, (np.arange(103) // 10, np.empty(0, np.int64))])
 def test_any_step_can_be_the_first(groups):
-    """A new object, asked for the rest of an epoch or for steps backwards, says what the old one said. Kills:
-    state between steps, steps counted per epoch only.
-    """
+    """Kills: state between steps, steps counted per epoch only."""
     plan = make_pretrain_plan(3, 12, 103, 3)
     whole, rest, other = (epoch(plan, e, 3, groups, f)[0] for e, f in ((1, 0), (1, 4), (2, 0)))
     assert rest.tolist() == whole[4 * 12 :].tolist()
@@ -139,9 +131,7 @@ def test_any_step_can_be_the_first(groups):
 
 
 def test_windows_read_few_row_groups_at_a_time():
-    """A window's rows come from its own row groups only, and are mixed. Kills: a permutation of all rows,
-    row groups in file order, rows in the order of the file.
-    """
+    """Kills: a permutation of all rows, row groups in file order, rows in the order of the file."""
     groups = np.repeat(np.arange(40), 5)
     order = by_windows(groups, 20, np.random.default_rng(0))
     assert sorted(order.tolist()) == list(range(200))
@@ -151,18 +141,15 @@ def test_windows_read_few_row_groups_at_a_time():
     assert not (np.diff(groups[order[:20]]) >= 0).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("proportional", 512, 40_000, 10_000, 4), "410 labeled + 102 unlabeled rows do not divide by 4"),
-        (("proportional", 512, 100, 100), "nearest batch_size that works: 200"),
-        (("paired", 7, 100, 100), "even size"),
-        (("paired", 300, 100, 100), "nearest batch_size that works: 200"),
-        (("proportional", 8, 0, 10), "0 labeled"),
-        (("paired", 8, 10, 0), "0 unlabeled"),
-        (("proportional", 2, 1, 1, 2), "use fewer workers"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "text"), [
+    (("proportional", 512, 40_000, 10_000, 4), "410 labeled + 102 unlabeled rows do not divide by 4"),
+    (("proportional", 512, 100, 100), "nearest batch_size that works: 200"),
+    (("paired", 7, 100, 100), "even size"),
+    (("paired", 300, 100, 100), "nearest batch_size that works: 200"),
+    (("proportional", 8, 0, 10), "0 labeled"),
+    (("paired", 8, 10, 0), "0 unlabeled"),
+    (("proportional", 2, 1, 1, 2), "use fewer workers"),
+])  # fmt: skip
 def test_size_errors(arguments, text):
     with pytest.raises(ConfigError) as caught:
         batch_sizes(*arguments)

@@ -35,10 +35,7 @@ def test_sets_of_the_digits():
 
 
 def test_hidden_labels_never_reach_training():
-    """Permuting the true labels of novel rows changes no tensor of the training set.
-
-    Kills: hidden labels in ``labels``, unlabeled rows sorted or filtered by class, novel labels shifted to 0.
-    """
+    """Kills: hidden labels in ``labels``, unlabeled rows sorted or filtered by class."""
     rows = read_digits()
     novel = np.flatnonzero([label in "56789" for label in rows.labels])
     permuted = list(rows.labels)
@@ -126,9 +123,7 @@ def test_batches_are_a_pure_function_of_the_step():
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
 def test_shares_of_the_workers_are_the_global_batch(phase, world_size):
-    """Labeled rows first, then unlabeled, on every worker; a row gets the same views wherever it is. Kills:
-    the same views on every worker, views drawn per rank, rows shared out across the two kinds.
-    """
+    """Kills: the same views on every worker, views drawn per rank, rows shared out across the two kinds."""
     whole = batches(phase=phase)(2)
     shares = [batches(phase=phase, rank=rank, world_size=world_size)(2) for rank in range(world_size)]
     assert torch.equal(torch.cat([share.labels for share in shares]), whole.labels)
@@ -141,9 +136,7 @@ def test_shares_of_the_workers_are_the_global_batch(phase, world_size):
 
 
 def test_labels_belong_to_their_images():
-    """Without augmentation a row is an image of the set. Kills: labels and images indexed apart, unlabeled
-    rows first.
-    """
+    """Without augmentation a row is an image of the set. Kills: labels and images indexed apart."""
     config = small_config(
         augment__large__affine=0.0, augment__large__jitter=0.0, train__batch_size=24, augment__weak=True
     )

@@ -97,19 +97,16 @@ class Evil:
 
 
 @pytest.mark.parametrize("place", ["data", "labels", "whole"])
-@pytest.mark.parametrize(
-    "call",
-    [
-        (os.system, f"touch {PWNED}"),
-        (eval, "1"),
-        (subprocess.Popen, ["true"]),
-        (np.dtype, "O"),  # the stand-in takes any argument; no numpy runs, the field check refuses it
-        (np.ndarray, (2, 3072)),
-        (codecs.encode, "x", "rot13"),
-        (codecs.encode, b"x", "zip"),
-        (getattr, "x", "upper"),
-    ],
-)
+@pytest.mark.parametrize("call", [
+    (os.system, f"touch {PWNED}"),
+    (eval, "1"),
+    (subprocess.Popen, ["true"]),
+    (np.dtype, "O"),  # the stand-in takes any argument; no numpy runs, the field check refuses it
+    (np.ndarray, (2, 3072)),
+    (codecs.encode, "x", "rot13"),
+    (codecs.encode, b"x", "zip"),
+    (getattr, "x", "upper"),
+])  # fmt: skip
 def test_malicious_pickle_is_refused(tmp_path, call, place):
     evil = Evil(*call)
     write_cifar(tmp_path, CIFAR10, rows=2)
@@ -136,16 +133,11 @@ def test_damaged_cifar_files_are_one_line(tmp_path):
     assert refused > 50
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ({"labels": [0, 10]}, "0 to 9"),
-        ({"labels": [0, -1]}, "0 to 9"),
-        ({"labels": [0, 1, 2]}, "uint8 (3, 3072)"),
-        ({"data": np.zeros((2, 3072), np.float32)}, "must be uint8"),
-        ({"data": [1]}, "no field 'data'"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "text"), [
+    ({"labels": [0, 10]}, "0 to 9"), ({"labels": [0, -1]}, "0 to 9"),
+    ({"labels": [0, 1, 2]}, "uint8 (3, 3072)"), ({"data": np.zeros((2, 3072), np.float32)}, "must be uint8"),
+    ({"data": [1]}, "no field 'data'"),
+])  # fmt: skip
 def test_cifar_labels_and_shapes_are_checked(tmp_path, wrong, text):
     write_cifar(tmp_path, CIFAR10, rows=2)
     good = {"data": np.zeros((2, 3072), np.uint8), "labels": [0, 1]}
@@ -313,15 +305,12 @@ def test_imagenet_split(tmp_path):
     assert len(everything) == 6 and everything.known == ()
 
 
-@pytest.mark.parametrize(
-    ("files", "text"),
-    [
-        (["n01440764/x.png"], "no folder train"),
-        (["train/cat/x.png"], "wnid"),
-        (["train/n01440764/x.png", "val/ILSVRC2012_val_00000001.JPEG"], "not in a wnid subfolder"),
-        (["train/n01440764/x.png"], "novel wnid of split C"),
-    ],
-)
+@pytest.mark.parametrize(("files", "text"), [
+    (["n01440764/x.png"], "no folder train"),
+    (["train/cat/x.png"], "wnid"),
+    (["train/n01440764/x.png", "val/ILSVRC2012_val_00000001.JPEG"], "not in a wnid subfolder"),
+    (["train/n01440764/x.png"], "novel wnid of split C"),
+])  # fmt: skip
 def test_imagenet_errors(tmp_path, files, text):
     write_images(tmp_path, files)
     assert text in failure(read, f"imagenet:{tmp_path}", imagenet_split="C")

@@ -103,20 +103,12 @@ def test_known_classes_as_names_and_file(tmp_path, monkeypatch):
     assert task.known == ["cat", "x"]  # index order does not depend on how they were listed
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("first:0", "from 1 to 3"),
-        ("first:4", "from 1 to 3"),
-        ("first:x", "from 1 to 3"),
-        ("first:3", "none is left to discover"),
-        ("ct", "did you mean 'cat'?"),
-        ("qqqq", "classes are cat, cow, dog"),
-        ("cat,cat", "given twice"),
-        ("", "no class name given"),
-        ("/nowhere/names.txt", "cannot read known_classes file"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    ("first:0", "from 1 to 3"), ("first:4", "from 1 to 3"), ("first:x", "from 1 to 3"),
+    ("first:3", "none is left to discover"), ("ct", "did you mean 'cat'?"),
+    ("qqqq", "classes are cat, cow, dog"), ("cat,cat", "given twice"), ("", "no class name given"),
+    ("/nowhere/names.txt", "cannot read known_classes file"),
+])  # fmt: skip
 def test_known_class_errors(value, text):
     assert text in refused(rows_of(["cat", "dog", "cow"]), known_classes=value)
 
@@ -132,12 +124,7 @@ def test_what_cannot_be_a_task():
 @given(st.lists(st.sampled_from(["a", "b", "c", None]), min_size=8, max_size=80), st.integers(4, 90))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_limit_is_even_and_keeps_every_class(labels, limit):
-    """At most ``limit`` rows, no class lost, no class more than one row ahead of one that has rows left; rows
-    without a label keep their share, where every class still has a row.
-
-    Kills: the first rows only, shares by class size, the limit applied to the sum of splits, a pile of
-    unlabeled rows cut down to the size of a class.
-    """
+    """Kills: the first rows only, shares by class size, the limit applied to the sum of splits."""
     labels = ["a", None, *labels]
     rows = rows_of(labels + labels, ["train"] * len(labels) + ["test"] * len(labels))
     task = task_of(rows, num_novel=2, limit=limit)

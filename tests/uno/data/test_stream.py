@@ -54,9 +54,7 @@ def pictures(num=40, broken=()):
 @pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, world_size):
-    """Bit for bit, in order, backwards and from the middle; parts end inside steps. Kills: rows, labels or
-    colours of another step or worker, a part's border that loses a row.
-    """
+    """Kills: rows, labels or colours of another step or worker, a part's border that loses a row."""
     monkeypatch.setattr(module, "CHUNK_ROWS", 7)
     for rank in range(world_size):
         expected = batches(small_sets()[0], phase=phase, rank=rank, world_size=world_size)
@@ -138,9 +136,7 @@ def test_a_resumed_stream_learns_the_same(tmp_path, one_thread):
 
 
 def test_bad_images_are_replaced_counted_and_listed(tmp_path):
-    """The next readable row of its kind stands in, with its own label. Kills: black images trained on, a
-    label of the bad row kept, bad rows counted once per epoch.
-    """
+    """Kills: black images trained on, a label of the bad row kept, bad rows counted once per epoch."""
     task = pictures(broken=(3, 30))
     config = override(CONFIG, {"train.batch_size": 12, "data.max_bad_fraction": 0.05})
     train = stream(tmp_path / "run", config, task)

@@ -95,22 +95,19 @@ def test_files_and_folders_name_the_split(tmp_path):
     assert dict(zip([i.split("#")[0] for i in rows.ids], rows.split.tolist(), strict=True)) == splits
 
 
-@pytest.mark.parametrize(
-    ("table", "text"),
-    [
-        (pa.table({"picture": [b"x"], "label": ["a"]}), "it has picture, label"),
-        (pa.table({"image": [1.5]}), "images must be bytes"),
-        (pa.table({"image": [b"x"], "label": [1.5]}), "names or numbers"),
-        (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
-        (pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}), "'same' appears more than once"),
-        (pa.table({"image": ["/etc/passwd"]}), "leaves the folder"),
-        (pa.table({"image": ["missing.png"]}), "none of its 1 images"),
-        (pa.table({"image": pa.array([], pa.binary())}), "no rows"),
-        (pa.table([[b"x"], ["a"], ["b"]], ["image", "label", "label"]), "two columns have one name"),
-        (hf_table([{"bytes": b"x", "path": None}], [7], ["a", "b"]), "label 7 has no name"),
-        (hf_table([{"bytes": b"x", "path": None}], [0], ["a", "a"]), "not a list of different names"),
-    ],
-)
+@pytest.mark.parametrize(("table", "text"), [
+    (pa.table({"picture": [b"x"], "label": ["a"]}), "it has picture, label"),
+    (pa.table({"image": [1.5]}), "images must be bytes"),
+    (pa.table({"image": [b"x"], "label": [1.5]}), "names or numbers"),
+    (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
+    (pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}), "'same' appears more than once"),
+    (pa.table({"image": ["/etc/passwd"]}), "leaves the folder"),
+    (pa.table({"image": ["missing.png"]}), "none of its 1 images"),
+    (pa.table({"image": pa.array([], pa.binary())}), "no rows"),
+    (pa.table([[b"x"], ["a"], ["b"]], ["image", "label", "label"]), "two columns have one name"),
+    (hf_table([{"bytes": b"x", "path": None}], [7], ["a", "b"]), "label 7 has no name"),
+    (hf_table([{"bytes": b"x", "path": None}], [0], ["a", "a"]), "not a list of different names"),
+])  # fmt: skip
 def test_parquet_errors(tmp_path, table, text):
     pq.write_table(table, tmp_path / "a.parquet")
     assert text in failure(read_parquet, str(tmp_path))
@@ -226,27 +223,17 @@ def test_table_paths_are_confined(tmp_path):
     assert len(read_table(write_csv(tmp_path / "data", f"path\n{tmp_path}/data/a.png\n"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "part"),
-    [
-        ("t.csv", "file,label\na.png,x\n", "it has file, label"),
-        ("t.csv", "path,label\n", "no rows"),
-        ("t.csv", "", "it has none"),
-        ("t.csv", "path,label\na.png,x,y\n", "more values"),
-        ("t.csv", 'path\n""\n', "row 0 has no image path"),
-        ("t.csv", "path,split\na.png,dev\n", "'dev'"),
-        ("t.csv", "id,path\n1,a.png\n1,a.png\n", "'1' appears more than once"),
-        ("t.csv", "path\n" + "x" * 200_000 + "\n", "is not CSV"),
-        ("t.csv", "path\n\udcff\udcfe\n", "cannot read"),
-        ("t.jsonl", "{", "line 1 is not JSON"),
-        ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
-        ("t.jsonl", '{"path": "\\ud800.png"}', "line 1 is not JSON"),
-        ("t.jsonl", "[1]", "must be an object"),
-        ("t.jsonl", '{"path": "a.png", "label": 1.5}', "1.5"),
-        ("t.jsonl", '{"path": 3}', "no image path"),
-    ],
-    ids=range(15),
-)
+@pytest.mark.parametrize(("name", "text", "part"), [
+    ("t.csv", "file,label\na.png,x\n", "it has file, label"), ("t.csv", "path,label\n", "no rows"),
+    ("t.csv", "", "it has none"), ("t.csv", "path,label\na.png,x,y\n", "more values"),
+    ("t.csv", 'path\n""\n', "row 0 has no image path"), ("t.csv", "path,split\na.png,dev\n", "'dev'"),
+    ("t.csv", "id,path\n1,a.png\n1,a.png\n", "'1' appears more than once"),
+    ("t.csv", "path\n" + "x" * 200_000 + "\n", "is not CSV"),
+    ("t.csv", "path\n\udcff\udcfe\n", "cannot read"), ("t.jsonl", "{", "line 1 is not JSON"),
+    ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
+    ("t.jsonl", '{"path": "\\ud800.png"}', "line 1 is not JSON"), ("t.jsonl", "[1]", "must be an object"),
+    ("t.jsonl", '{"path": "a.png", "label": 1.5}', "1.5"), ("t.jsonl", '{"path": 3}', "no image path"),
+], ids=range(15))  # fmt: skip
 def test_table_errors(tmp_path, name, text, part):
     write_images(tmp_path, ["a.png"])
     (tmp_path / name).write_text(text, "utf-8", "surrogateescape")

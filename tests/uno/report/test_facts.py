@@ -92,19 +92,16 @@ def disagreeing(sample: Sample) -> Sample:
     return replace(sample, votes=np.concatenate([sample.votes[:, :1], votes[:, 1:]], axis=1))
 
 
-@pytest.mark.parametrize(
-    ("change", "seen"),
-    [
-        (lambda s: s, ""),
-        (lambda s: moved(s, 9, 8), "Collapse: 1 of 5 discovered classes"),
-        (lambda s: voting(s, s.output * 0), "Collapse: 5 of 5 discovered classes"),
-        (lambda s: moved(s, 9, 8, but=4), "Imbalance: “novel-4”"),
-        (lambda s: moved(s, 7, 1), "of the unlabeled images are taken for known classes"),
-        (lambda s: replace(s, similarity=s.similarity + 0.9 * np.eye(5, k=2)), "Look-alikes: 3 pairs "),
-        (disagreeing, "Heads disagree"),
-        (lambda s: replace(s, confidence=s.confidence * 0.4), "Low confidence"),
-    ],
-)
+@pytest.mark.parametrize(("change", "seen"), [
+    (lambda s: s, ""),
+    (lambda s: moved(s, 9, 8), "Collapse: 1 of 5 discovered classes"),
+    (lambda s: voting(s, s.output * 0), "Collapse: 5 of 5 discovered classes"),
+    (lambda s: moved(s, 9, 8, but=4), "Imbalance: “novel-4”"),
+    (lambda s: moved(s, 7, 1), "of the unlabeled images are taken for known classes"),
+    (lambda s: replace(s, similarity=s.similarity + 0.9 * np.eye(5, k=2)), "Look-alikes: 3 pairs "),
+    (disagreeing, "Heads disagree"),
+    (lambda s: replace(s, confidence=s.confidence * 0.4), "Low confidence"),
+])  # fmt: skip
 def test_warnings_about_classes(digits, change, seen):
     usual = ("Few images per cluster", "No discovery phase")  # 100 rows, no journal
     titles = warned(digits, change(sample_of(digits, digits.eval_labels)))
@@ -129,16 +126,13 @@ def test_a_sample_keeps_the_shares(digits):
     assert (choose_rows(digits, 10_000, 0) == np.arange(len(digits.rows))).all()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"objective.concat": False, "train.max_steps": 3, "data.limit": 7},
-        {"data.source": "folder:/a b/'c'", "data.mean": (0.1, 0.2, 0.3), "data.known_classes": "first:2"},
-        {"data.labeled": "/x/one", "data.unlabeled": "/x/two", "data.known_classes": None},
-        {"preset": "custom", "data.source": "parquet:/d", "data.known_classes": None, "data.num_novel": 4},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"objective.concat": False, "train.max_steps": 3, "data.limit": 7},
+    {"data.source": "folder:/a b/'c'", "data.mean": (0.1, 0.2, 0.3), "data.known_classes": "first:2"},
+    {"data.labeled": "/x/one", "data.unlabeled": "/x/two", "data.known_classes": None},
+    {"preset": "custom", "data.source": "parquet:/d", "data.known_classes": None, "data.num_novel": 4},
+])  # fmt: skip
 def test_the_printed_command_leads_to_the_configuration(changes):
     """Kills: a flag that the command line does not know, a lost quote, a difference left out."""
     config = override(preset("digits"), changes)

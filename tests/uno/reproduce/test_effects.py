@@ -21,31 +21,19 @@ THREE, FOUR = -100 * 3 / 178, -100 * 4 / 178 - 1e-9  # images of the digits' nov
 SD = 10 * math.sqrt(3) / 2  # |mean| = 2 sd / sqrt(n) is the border
 
 
-@pytest.mark.parametrize(
-    ("differences", "claim", "num_rows", "expected"),
-    [
-        ([-10.0, -11.0, -9.0], "lower", 1000, SHOWN),
-        ([-10.0, 9.0, -11.0], "lower", 1000, NOT_SHOWN),
-        ([10.0, 11.0, 9.0], "lower", 1000, OPPOSITE),
-        ([0.1, -0.1, 0.3], "lower", 1000, OPPOSITE),
-        ([0.0, 0.0, 0.0], "lower", 1000, NOT_SHOWN),
-        ([-50.0], "lower", 1000, FEW),
-        ([10.0, 11.0, 9.0], "higher", 1000, SHOWN),
-        ([-10.0, -11.0, -9.0], "higher", 1000, OPPOSITE),
-        ([0.0, 0.0, 0.0], "higher", 1000, NOT_SHOWN),
-        ([0.5, -0.5, 0.2], "same", 1000, SAME),
-        ([-10.0, -11.0, -9.0], "same", 1000, DIFFERENT),
-        ([10.0, 11.0, 9.0], "same", 1000, DIFFERENT),
-        ([THREE] * 3, "lower", 178, NOT_SHOWN),
-        ([FOUR] * 3, "lower", 178, SHOWN),
-        ([-10.001 + SD, -10.001, -10.001 - SD], "lower", 10**6, SHOWN),
-        ([-9.999 + SD, -9.999, -9.999 - SD], "lower", 10**6, NOT_SHOWN),
-    ],
-)
+@pytest.mark.parametrize(("differences", "claim", "num_rows", "expected"), [
+    ([-10.0, -11.0, -9.0], "lower", 1000, SHOWN), ([-10.0, 9.0, -11.0], "lower", 1000, NOT_SHOWN),
+    ([10.0, 11.0, 9.0], "lower", 1000, OPPOSITE), ([0.1, -0.1, 0.3], "lower", 1000, OPPOSITE),
+    ([0.0, 0.0, 0.0], "lower", 1000, NOT_SHOWN), ([-50.0], "lower", 1000, FEW),
+    ([10.0, 11.0, 9.0], "higher", 1000, SHOWN), ([-10.0, -11.0, -9.0], "higher", 1000, OPPOSITE),
+    ([0.0, 0.0, 0.0], "higher", 1000, NOT_SHOWN), ([0.5, -0.5, 0.2], "same", 1000, SAME),
+    ([-10.0, -11.0, -9.0], "same", 1000, DIFFERENT), ([10.0, 11.0, 9.0], "same", 1000, DIFFERENT),
+    ([THREE] * 3, "lower", 178, NOT_SHOWN), ([FOUR] * 3, "lower", 178, SHOWN),
+    ([-10.001 + SD, -10.001, -10.001 - SD], "lower", 10**6, SHOWN),
+    ([-9.999 + SD, -9.999, -9.999 - SD], "lower", 10**6, NOT_SHOWN),
+])  # fmt: skip
 def test_verdicts(differences, claim, num_rows, expected):
-    """Kills: a verdict from the sign alone, from one seed, or that ignores the paper's sign; agreement of
-    seeds that share their images taken for certainty; sd for the standard error, n - 1 for n.
-    """
+    """Kills: a verdict from the sign alone, from one seed, or that ignores the paper's sign."""
     assert effects.verdict(differences, claim, num_rows) == expected
 
 

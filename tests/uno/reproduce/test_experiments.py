@@ -16,10 +16,7 @@ def plan(name, scale="small", seeds=1, benchmark="digits", **changes):
 @pytest.mark.parametrize("scale", ["small", "full"])
 @pytest.mark.parametrize("name", names())
 def test_a_table_is_consistent(name, scale):
-    """Kills: an override that the schema does not have; a row that overwrites another's directory or reads
-    one that is not trained; an effect in an evaluation that the table does not have; published numbers of
-    rows that do not exist.
-    """
+    """Kills: an override that the schema does not have."""
     table = build(name, scale)
     rows = {row.key: row for row in table.rows}
     assert len(rows) == len(table.rows)
@@ -65,9 +62,7 @@ def test_published_numbers_as_printed():
 
 
 def test_what_the_ablation_changes():
-    """Kills: a removal that removes something else; a preset that wins over the command line, or that over a
-    row.
-    """
+    """Kills: a removal that removes something else; a preset that wins over the command line."""
     changes = {"discover.epochs": 7, "model.overcluster_factor": 5, "recipe": "v2"}
     found = {cell.row.key: cell.config for cell in plan("ablation", **changes)}
     values = {
@@ -94,9 +89,7 @@ def test_rows_share_their_pretraining(name):
 
 @pytest.mark.parametrize("name", ["sota", "task-agnostic", "unknown-k", "num-novel"])
 def test_full_scale_takes_the_constants_that_a_methods_authors_set_on_the_data(name):
-    """Han et al.'s code: consistency 50 (RS), 25 (RS+) on CIFAR100, 10 on ImageNet; the command line wins.
-    Kills: CIFAR10's constants everywhere, a row that overwrites them.
-    """
+    """Kills: CIFAR10's constants everywhere, a row that overwrites them."""
     expected = {
         ("rs", "cifar100"): (50.0, 0.75), ("rs_plus", "cifar100"): (25.0, 0.75),
         ("rs", "imagenet"): (10.0, 50 / 90), ("rs_plus", "imagenet"): (10.0, 50 / 90),

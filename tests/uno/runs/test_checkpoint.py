@@ -43,9 +43,7 @@ def storage(tmp_path) -> Storage:
 
 @pytest.mark.parametrize("uri", [False, True])
 def test_round_trip(storage, uri):
-    """Kills: tensors that alias or lose their type, the phases mixed, a name missing from the manifest, a
-    foreign directory's name taken for a step.
-    """
+    """Kills: tensors that alias or lose their type, the phases mixed, a name missing from the manifest."""
     storage = Storage("mock:///run") if uri else storage
     for name in ("step_\u00b2", "12", "step_12", "step_0000000x", "step_", "tmp"):
         storage.write(f"checkpoints/discover/{name}/x", b"")
@@ -84,9 +82,7 @@ def damage(storage: Storage, name: str, how: str) -> None:
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("name", FILES)
 def test_the_newest_valid_one_is_taken(storage, caplog, name, how):
-    """Kills: the newest name wins, size checked without content, a file the manifest does not cover, silence
-    about what was skipped.
-    """
+    """Kills: the newest name wins, size checked without content, a file the manifest does not cover."""
     save(storage, 3, 12, 20)
     damage(storage, f"{folder(20)}/{name}", how)
     with caplog.at_level(logging.WARNING):
@@ -102,17 +98,14 @@ def test_the_newest_valid_one_is_taken(storage, caplog, name, how):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("state.json", b"[1, 2]", "damaged"),
-        ("state.json", b"not json", "damaged"),
-        ("state.json", b"[" * 100_000, "damaged"),
-        ("state.json", b'{"format_version": 99}', "format version 99 instead of 1"),
-        ("tensors.safetensors", b"not safetensors", "damaged"),
-        ("tensors.safetensors", b"", "damaged"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("state.json", b"[1, 2]", "damaged"),
+    ("state.json", b"not json", "damaged"),
+    ("state.json", b"[" * 100_000, "damaged"),
+    ("state.json", b'{"format_version": 99}', "format version 99 instead of 1"),
+    ("tensors.safetensors", b"not safetensors", "damaged"),
+    ("tensors.safetensors", b"", "damaged"),
+])  # fmt: skip
 def test_content_that_a_matching_manifest_vouches_for_is_still_checked(storage, name, content, says):
     """A version from the future, or a file made by hand. Kills: a traceback of json or safetensors."""
     save(storage, 3, 12)
@@ -140,9 +133,7 @@ def test_the_last_k_are_kept(storage):
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize(("name", "how"), [("state.json", "flipped"), ("manifest.json", "missing")])
 def test_a_broken_newer_one_never_costs_the_valid_ones(storage, keep, name, how):
-    """A kill while saving step 30 leaves rubbish; the run resumes from 20 and is stopped at 25. Kills: the
-    rubbish counted as the newest, so that the valid one just written is deleted.
-    """
+    """Kills: the rubbish counted as the newest, so that the valid one just written is deleted."""
     save(storage, 10, 20, 30)
     damage(storage, f"{folder(30)}/{name}", how)
     save(storage, 25, keep=keep)
@@ -152,9 +143,7 @@ def test_a_broken_newer_one_never_costs_the_valid_ones(storage, keep, name, how)
 
 @pytest.mark.parametrize("failing_write", range(4))
 def test_a_full_disk_keeps_the_older_ones(storage, monkeypatch, failing_write):
-    """Kills: older checkpoints deleted first, the half-written one left, an OSError that passes through, a
-    manifest written before the files it vouches for, a step deleted to be saved again.
-    """
+    """Kills: older checkpoints deleted first, the half-written one left, an OSError that passes through."""
     save(storage, 10)
     replace, written = os.replace, []
 

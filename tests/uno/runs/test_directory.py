@@ -54,9 +54,7 @@ def test_the_same_config_opens_its_run_again(empty, name, recipe):
 
 
 def test_what_does_not_fit_the_run_is_refused(empty):
-    """Kills: a run continued under other settings or on other data, keys that are not named, keys that do not
-    matter refused.
-    """
+    """Kills: a run continued under other settings or on other data, keys that are not named."""
     open_run(CONFIG, empty, "print")
     changed = override(CONFIG, {"objective.epsilon": 0.1, "discover.epochs": 4})
     keys = r"other settings: discover\.epochs, objective\.epsilon; use those, --fresh"

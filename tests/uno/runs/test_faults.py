@@ -38,14 +38,11 @@ def test_what_the_variable_says():
     assert all(len(set(few)) == 3 and all(5 <= fault.at <= 80 for fault in few) for few in drawn)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "explode:step=1", "nan", "nan:", "nan:step=x", "nan:step=-1", "nan:checkpoint=1",
-        "sigterm:rank=1,step=2", "full-disk:step=2", "nan:step=1,phase=evaluate",
-        "nan:step=3..4,times=3", "nan:step=4..3", "nan:step=1,rank=one", "kill-worker:step=1,seed",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "explode:step=1", "nan", "nan:", "nan:step=x", "nan:step=-1", "nan:checkpoint=1",
+    "sigterm:rank=1,step=2", "full-disk:step=2", "nan:step=1,phase=evaluate",
+    "nan:step=3..4,times=3", "nan:step=4..3", "nan:step=1,rank=one", "kill-worker:step=1,seed",
+])  # fmt: skip
 def test_a_mistake_is_one_line(text):
     with pytest.raises(ConfigError, match=r"^UNO_FAULTS: ") as caught:
         planned(text)

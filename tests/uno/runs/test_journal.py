@@ -73,9 +73,7 @@ def events(storage: Storage, phase: str) -> list[Event]:
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path):
-    """Kills: charts of one phase purged by the next (purging hides later steps of the whole directory), the
-    resumed step purged, head losses missing, events lost at close.
-    """
+    """Kills: charts of one phase purged by the next (purging hides later steps of the whole directory)."""
     storage = Storage(str(tmp_path))
     for phase in ("pretrain", "discover"):
         write(storage, phase, 0, [4], head_losses=[2.0, 3.0])

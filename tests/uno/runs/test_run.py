@@ -41,9 +41,7 @@ def finished(tmp_path_factory) -> Storage:
 
 @pytest.mark.parametrize(("of_another_run", "num_known"), [(False, 5), (True, 5), (True, 3)])
 def test_discovery_starts_from_pretrained_weights(finished, storage, of_another_run, num_known):
-    """Kills: fresh known prototypes, a fresh encoder, running statistics left behind, this run's own
-    checkpoint preferred, another number of known classes refused or half loaded.
-    """
+    """Kills: fresh known prototypes, a fresh encoder, running statistics left behind."""
     config = small_config(model__weights=finished.uri) if of_another_run else CONFIG
     pretrained = run.load_newest(finished, run.PRETRAIN).tensors
     model = build_model(config.model, num_known, 5, seed=1)
