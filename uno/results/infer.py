@@ -150,7 +150,7 @@ def save_model(
     }
     for name, data in files.items():
         storage.write(f"model/{name}", data)
-    return build_classifier(files, module.known.weight.device)
+    return build_classifier(files, module.known.weight.device, module)
 
 
 def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Classifier:
@@ -173,16 +173,21 @@ def read_model_files(storage: Storage) -> dict[str, bytes]:
     return {name: storage.read(folder + name) for name in MODEL_FILES}
 
 
-def build_classifier(files: Mapping[str, bytes], device: torch.device | str = "cpu") -> Classifier:
-    """A model from the content of its files; StorageError: damaged, or they do not belong together."""
+def build_classifier(
+    files: Mapping[str, bytes], device: torch.device | str = "cpu", module: UnoModel | None = None
+) -> Classifier:
+    """A model from the content of its files, or around the ``module`` they were written from; StorageError:
+    damaged, or they do not belong together.
+    """
     classes, facts = parse_classes(files["classes.json"]), json.loads(files["classes.json"])
     num_known = sum(c.kind == "known" for c in classes)
     try:
         config = override(Config(), yaml.safe_load(files["config.yaml"]))
-        module = build_network(config, num_known, len(classes) - num_known, seed=0)
-        encoder = safetensors.torch.load(files["encoder.safetensors"])
-        heads = safetensors.torch.load(files["heads.safetensors"])
-        module.load_state_dict({**{f"encoder.{k}": v for k, v in encoder.items()}, **heads})
+        if module is None:
+            module = build_network(config, num_known, len(classes) - num_known, seed=0)
+            encoder = safetensors.torch.load(files["encoder.safetensors"])
+            heads = safetensors.torch.load(files["heads.safetensors"])
+            module.load_state_dict({**{f"encoder.{k}": v for k, v in encoder.items()}, **heads})
         best_head, alignment = int(facts["best_head"]), facts.get("alignment")
         if not 0 <= best_head < module.num_heads:
             raise ValueError(f"best head {best_head}")
