@@ -55,9 +55,8 @@ def kind(path: str) -> str:
     """'file', 'directory' or 'missing'; ConfigError where it cannot be reached."""
     with _reading(path):
         files, inner = locate(path)
-        info = files.get_file_info(inner)
-        is_directory = info.type == pa.fs.FileType.Directory
-        return "file" if info.is_file else "directory" if is_directory else "missing"
+        found = files.get_file_info(inner).type
+        return {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}.get(found, "missing")
 
 
 def walk(root: str) -> list[Found]:
@@ -67,7 +66,7 @@ def walk(root: str) -> list[Found]:
             files, inner = locate(root)
             infos = files.get_file_info(pa.fs.FileSelector(inner, recursive=True))
         prefix = inner.strip("/")
-        named = [(i.path.strip("/").removeprefix(prefix).strip("/"), i.size) for i in infos if i.is_file]
+        named = ((i.path.strip("/").removeprefix(prefix).strip("/"), i.size) for i in infos if i.is_file)
         found = [Found(name, join(root, name), size) for name, size in named]
     else:
         found = _walk_local(root)
@@ -137,9 +136,8 @@ def inside(root: str, relative: str) -> str | None:
     if is_uri(root):
         parts = PurePosixPath(relative)
         return None if parts.is_absolute() or ".." in parts.parts else join(root, relative)
-    base = os.path.realpath(root)
-    path = os.path.realpath(os.path.join(base, relative))
-    return path if path.startswith(base.rstrip("/") + "/") else None
+    path = os.path.realpath(os.path.join(root, relative))
+    return path if path.startswith(os.path.realpath(root).rstrip("/") + "/") else None
 
 
 def size_of(path: str) -> int:
@@ -195,8 +193,8 @@ def _reading(path: str) -> Iterator[None]:
 
 
 class Storage:
-    """Files below ``root``, a local path (made absolute) or URI, to read and to write. A file appears whole
-    or not at all. Every method raises StorageError, one line with the path, if the file system refuses.
+    """Files below ``root``, a local path (made absolute) or URI. A file appears whole or not at all; what the
+    file system refuses is a StorageError with the path.
     """
 
     def __init__(self, root: str) -> None:
@@ -282,11 +280,11 @@ class Storage:
     def delete(self, name: str) -> None:
         """Remove a file or a directory with all in it; nothing happens where there is none."""
         self.check()
-        info = self._info(name)
+        found = self._info(name).type
         with self._errors("delete", name):
-            if info.type == pa.fs.FileType.Directory:
+            if found == pa.fs.FileType.Directory:
                 self._fs.delete_dir(self._inner(name))
-            elif info.is_file:
+            elif found == pa.fs.FileType.File:
                 self._fs.delete_file(self._inner(name))
 
     def _inner(self, name: str) -> str | bytes:

@@ -21,10 +21,8 @@ from uno.steps import Batch
 
 @dataclass(frozen=True, eq=False)
 class TrainSet:
-    """Everything training may see. It holds no label of a novel class, not even hidden somewhere.
-
-    ``labeled_images`` uint8 (N_l,3,S,S), ``labels`` int64 (N_l,) known-class indices, ``unlabeled_images``
-    uint8 (N_u,3,S,S).
+    """Everything training may see: images uint8 (N,3,S,S), ``labels`` int64 (N_l,) known-class indices. It
+    holds no label of a novel class, not even hidden somewhere.
     """
 
     labeled_images: Tensor
@@ -45,10 +43,8 @@ class TrainSet:
 
     def to(self, device: torch.device | str) -> TrainSet:
         """The same set on ``device``."""
-        known, labels, rest = (
-            tensor.to(device) for tensor in (self.labeled_images, self.labels, self.unlabeled_images)
-        )
-        return replace(self, labeled_images=known, labels=labels, unlabeled_images=rest)
+        names = ("labeled_images", "labels", "unlabeled_images")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def batches(
         self, config: Config, plan: Plan, rank: int = 0, world_size: int = 1, last: int | None = None
@@ -63,9 +59,8 @@ class TrainSet:
 
 @dataclass(frozen=True, eq=False)
 class EvalSet:
-    """Rows with a true class: ``images`` uint8 (N,3,S,S), ``truth`` int64 (N,) over known + novel classes.
-
-    ``index`` int64 (N,) are the row numbers in the task. Only evaluation reads this.
+    """Rows ``index`` int64 (N,) of the task with a true class: ``images`` uint8 (N,3,S,S), ``truth`` int64
+    (N,) over known + novel classes. Only evaluation reads this.
     """
 
     images: Tensor
@@ -118,8 +113,8 @@ def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
 
 
 class ResidentBatches:
-    """``batches(step)`` -> this worker's :class:`Batch`: a pure function of (seed, step, rank). Views are
-    drawn for the global batch, so a row gets the same ones on any number of workers.
+    """``batches(step)`` -> this worker's :class:`Batch`: a pure function of (seed, step, rank). A row gets
+    the same views on any number of workers.
     """
 
     def __init__(self, config: Config, train: TrainSet, plan: Plan, rank: int, world_size: int) -> None:
@@ -148,12 +143,10 @@ class ResidentBatches:
 
 
 class RotationBatches(ResidentBatches):
-    """Batches of the rotation phase: labeled and unlabeled rows alike, each turned by 0, 90, 180 and 270
-    degrees; view k is turned k times.
-    """
+    """Batches of the rotation phase: labeled and unlabeled rows alike; view k is turned by k * 90 degrees."""
 
     def __call__(self, step: int) -> Batch:
-        """The batch of global step ``step``; it has no labels but the turns."""
+        """The batch of global step ``step``; it has no labels."""
         train, (rows, _) = self._train, self._order.rows(step)
         is_unlabeled = rows >= train.num_labeled  # which are stored apart
         labeled, unlabeled = rows[~is_unlabeled], rows[is_unlabeled] - train.num_labeled

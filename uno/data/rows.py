@@ -20,8 +20,8 @@ from uno.errors import ConfigError
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
 Images = Any
-"""What has a length and an Image for each row number: a list, an array (N,H,W,3), or a class below. Where it
-has a method ``facts(rows)``, that tells the content of rows apart without reading it."""
+"""What has a length and an Image for each row number: a list, an array (N,H,W,3), or a class below. A method
+``facts(rows)``, where it has one, tells the content of rows apart without reading it."""
 SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}
 """What sources call their splits -> ours."""
 
@@ -40,11 +40,9 @@ class Files:
         return cls(pa.array(full, pa.large_binary()), np.array(sizes, dtype=np.int64))
 
     def __len__(self) -> int:
-        """Number of files."""
         return len(self.column)
 
     def __getitem__(self, row: int) -> str:
-        """The path of a row."""
         return os.fsdecode(self.column[int(row)].as_py())
 
     def facts(self, rows: np.ndarray) -> Iterator[bytes]:
@@ -60,11 +58,9 @@ class Encoded:
     paths: Mapping[int, str]
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.column)
 
     def __getitem__(self, row: int) -> bytes | str:
-        """The bytes of a row, or its path."""
         row = int(row)
         return self.paths[row] if row in self.paths else self.column[row].as_py() or b""
 
@@ -77,11 +73,9 @@ class Chosen:
     index: np.ndarray
 
     def __len__(self) -> int:
-        """Number of chosen rows."""
         return len(self.index)
 
     def __getitem__(self, row: int) -> Image:
-        """The image of a chosen row."""
         return self.images[int(self.index[row])]
 
 
@@ -107,11 +101,9 @@ class Decoded:
     reasons: Sequence[str | None]
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.pixels)
 
     def __getitem__(self, row: int) -> Image:
-        """The pixels (S,S,3) of a row, without a copy."""
         return self.pixels[row].transpose(1, 2, 0) if self.reasons[row] is None else self.source[row]
 
     def facts(self, rows: np.ndarray) -> Iterator[bytes]:
@@ -121,12 +113,11 @@ class Decoded:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """N rows with different ids. A row without a label is unlabeled.
+    """N rows with different ids. A row without a label is unlabeled. ``split`` (N,) is of 'train' and 'test'.
 
-    ``split`` is an array (N,) of 'train' and 'test'. ``class_names`` is the order of classes where the source
-    declares one (numeric ids), ``known`` the known classes where the source itself says so (ImageNet splits).
-    ``notes`` are lines for the user. ``eval_labels`` are true classes for evaluation only, where the source
-    has them; otherwise the labels serve there too.
+    ``class_names``: the order of classes where the source declares one (numeric ids). ``known``: the known
+    classes where the source itself says so (ImageNet splits). ``notes`` are lines for the user.
+    ``eval_labels``: true classes for evaluation only, where the source has them.
     """
 
     ids: list[str]
@@ -140,14 +131,12 @@ class Rows:
     eval_labels: list[str | None] | None = None
 
     def __post_init__(self) -> None:
-        """Check lengths and ids."""
         assert len(self.ids) == len(self.images) == len(self.labels) == len(self.split)
         if len(set(self.ids)) < len(self.ids):
             name = Counter(self.ids).most_common(1)[0][0]
             raise ConfigError(f"{self.source}: id {name!r} appears more than once; ids must be unique")
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.ids)
 
     def take(self, index: np.ndarray) -> Rows:
@@ -160,9 +149,7 @@ class Rows:
     @property
     def truth(self) -> list[str | None]:
         """What evaluation takes for each row's true class: ``eval_labels`` where given, else the label."""
-        if self.eval_labels is None:
-            return self.labels
-        pairs = zip(self.labels, self.eval_labels, strict=True)
+        pairs = zip(self.labels, self.eval_labels or self.labels, strict=True)
         return [label if given is None else given for label, given in pairs]
 
     @cached_property

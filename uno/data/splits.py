@@ -26,9 +26,8 @@ MAX_NAMES_BYTES = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A discovery problem over N rows.
+    """A discovery problem over N rows; ``known`` and ``novel`` are class names in index order.
 
-    ``known`` and ``novel`` are class names in index order (``novel``: the hidden ones, [] without truth).
     ``labels`` int64 (N,): known class or -1 = unlabeled, all that training may see.
     ``eval_labels`` int64 (N,): index in known + novel or -1 = no truth, only evaluation reads it.
     """
@@ -54,13 +53,9 @@ def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
     """
     usable = task.is_train if ok is None else task.is_train & ok
     labeled = np.flatnonzero(usable & (task.labels >= 0))
-    return {
-        "labeled": labeled,
-        "labels": torch.from_numpy(task.labels[labeled]),
-        "unlabeled": np.flatnonzero(usable & (task.labels < 0)),
-        "num_known": task.num_known,
-        "num_novel": task.num_novel,
-    }
+    rows = {"labeled": labeled, "unlabeled": np.flatnonzero(usable & (task.labels < 0))}
+    counts = {"num_known": task.num_known, "num_novel": task.num_novel}
+    return {**rows, "labels": torch.from_numpy(task.labels[labeled]), **counts}
 
 
 def truth_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -166,9 +161,7 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
 
 
 def limit_rows(rows: Rows, limit: int) -> np.ndarray:
-    """At most ``limit`` rows of each split, as if the data set were smaller: rows without a label keep their
-    share, the others are spread evenly over their classes.
-    """
+    """At most ``limit`` rows of each split: unlabeled ones keep their share, classes get the same number."""
     kept = []
     for split in ("train", "test"):
         groups: dict[str | None, list[int]] = {}

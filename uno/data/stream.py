@@ -2,8 +2,7 @@
 
 A worker's rows of all steps form one sequence (:class:`CropJob`). Whoever crops them, threads here or Ray
 Data, hands back 8-bit views in the same order; :class:`StreamBatches` packs them into batches and does the
-rest of the augmentation on the device. In the place of an unreadable image stands the next readable row
-of its kind in the worker's share; it is listed in bad_samples.jsonl, and too many of them end the run.
+rest of the augmentation on the device. In the place of an unreadable image stands the next readable one.
 """
 
 from __future__ import annotations
@@ -51,10 +50,8 @@ References = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class StreamSet:
-    """What training may see of a task whose images are not loaded; as TrainSet it holds no hidden label.
-
-    ``index`` int64 (N,) is the number in ``images`` of each row of the task; ``labeled`` (N_l,) and
-    ``unlabeled`` (N_u,) are training rows of the task; ``labels`` int64 (N_l,) known classes.
+    """As TrainSet, of images that are not loaded. ``index`` int64 (N,) is the number in ``images`` of each
+    row of the task; ``labeled`` (N_l,) and ``unlabeled`` (N_u,) are training rows of it.
     """
 
     images: Images
@@ -87,7 +84,7 @@ class StreamSet:
         return StreamBatches(config, self, plan, rank, world_size, last)
 
     def sync(self) -> None:
-        """Tell all workers which images proved unreadable, see :meth:`~uno.data.decode.BadRows.sync`."""
+        """Tell all workers which images proved unreadable."""
         self.bad.sync(self.device)
 
 
@@ -138,11 +135,9 @@ class StreamBatches:
             pixels, labels = pixels[torch.from_numpy(chosen)], labels[torch.from_numpy(chosen[: len(labels)])]
         crops = self._job.cropper.split(pixels.to(train.device, non_blocking=True))
         generator = augment_generator(config.seed, plan.labeled_stream, step)
-        data, places = config.data, torch.from_numpy(self._job.order.positions)
-        size = plan.labeled_size + plan.unlabeled_size
-        views = augment_crops(
-            crops, config.augment, generator, data.mean, data.std, places, size, data.store_size
-        )
+        data, size = config.data, plan.labeled_size + plan.unlabeled_size
+        where = data.mean, data.std, torch.from_numpy(self._job.order.positions), size, data.store_size
+        views = augment_crops(crops, config.augment, generator, *where)
         return Batch(views, labels.to(train.device), config.augment.large.num_views)
 
     def close(self) -> None:
@@ -180,8 +175,8 @@ def pack(
 
 
 def stand_ins(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
-    """int64 (B,): which row takes each place of a batch, labeled ones first: itself if ``ok`` bool (B,), else
-    the next one of its kind that is, going round. None where a kind has none.
+    """int64 (B,): which row takes each place of a batch: itself if ``ok`` bool (B,), else the next one of its
+    kind that is (the first ``num_labeled`` are one kind), going round. None where a kind has none.
     """
     chosen = np.arange(len(ok))
     for kind in (slice(num_labeled), slice(num_labeled, None)):
@@ -209,8 +204,8 @@ class CropJob:
         if isinstance(self.images, ParquetImages):
             row_bytes = max(1, int(self.images.group_bytes.sum()) // len(self.images))
             window = max(1, min(MAX_WINDOW_ROWS, WINDOW_BYTES // row_bytes))
-            kinds = (self.index[train.labeled], self.index[train.unlabeled])
-            groups = (self.images.groups(kinds[0]), self.images.groups(kinds[1]))
+            labeled, unlabeled = (self.index[rows] for rows in (train.labeled, train.unlabeled))
+            groups = self.images.groups(labeled), self.images.groups(unlabeled)
         self.fetch_rows = 2 * window  # about a window of each kind
         self.order = Order(plan, rank, world_size, groups, window)
         self.rows_per_step = len(self.order.positions)

@@ -27,15 +27,14 @@ LABEL_COLUMNS = ("label", "fine_label", "labels")
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
 MAX_TABLE_BYTES = 2**30
 PACKING, PACKED = "pack.json", "uno"  # what uno.data.pack leaves beside its shards, and in their metadata
+Names = tuple[str, ...]
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
 def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Rows:
-    """All *.parquet files of a folder, or one file; images stay in the Arrow column.
-
-    The split is column ``split``, else the file name (train-*, test-*, validation-*) or folder, else train.
-    With ``images_only`` nothing but images and ids is read: rows to predict need no label and no split. With
-    ``lazy`` images in the files stay there until they are wanted.
+    """All *.parquet files of a folder, or one file. The split is column ``split``, else the file name
+    (train-*, test-*, validation-*) or folder, else train. ``images_only``: rows to predict need no label and
+    no split. ``lazy``: images stay in the files until they are wanted.
     """
     source = f"parquet:{path}"
     if filesystem.kind(path) == "file":
@@ -44,7 +43,7 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
     else:
         root, found = path, filesystem.walk(path)
         files = [(f.relative, f.path) for f in found if f.relative.endswith(".parquet")]
-        packs = [filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING]
+        packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
         if any(json_at(pack, "finished") is False for pack in packs):
             raise ConfigError(f"{source} is half a pack; run the same uno data pack again to finish it")
     if not files:
@@ -65,26 +64,19 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
         _labels(source, table[c], class_names[0]) if c in table.column_names else None
         for c in ("label", "eval_label")
     )
-    return Rows(
-        ids=_ids(table["id"].to_pylist()),
-        images=ParquetImages(root, [file for _, file in files], left[0])
-        if left[0]
-        else _images(source, root, table["image"], images_only),
-        labels=labels or [None] * len(table),
-        split=_splits(source, table["split"].to_pylist()),
-        source=source,
-        class_names=class_names[0],
-        known=next(filter(None, known), ()),
-        eval_labels=truth,
-    )
+    images: Images
+    if left[0]:
+        images = ParquetImages(root, [file for _, file in files], left[0])
+    else:
+        images = _images(source, root, table["image"], images_only)
+    ids, splits = _ids(table["id"].to_pylist()), _splits(source, table["split"].to_pylist())
+    labels, known = labels or [None] * len(table), next(filter(None, known), ())
+    return Rows(ids, images, labels, splits, source, class_names[0], known, eval_labels=truth)
 
 
 class ParquetImages:
-    """The image column ``column`` (bytes or struct<bytes, path>) of Parquet ``files``, with paths below
-    ``root``. A row becomes bytes (or a path) when it is read; page checksums are verified where they are.
-
-    A row group is read as a whole: rows in order, or many at once with :meth:`fetch`, are cheap; single rows
-    are not. A pickled one carries references only.
+    """The image column ``column`` (bytes or struct<bytes, path below ``root``>) of Parquet ``files``, read
+    when a row is wanted, a whole row group at a time: rows in order, or many with :meth:`fetch`, are cheap.
     """
 
     def __init__(self, root: str, files: Sequence[str], column: str) -> None:
@@ -92,16 +84,14 @@ class ParquetImages:
         self._groups = [(file, g) for file in files for g in range(_footer(file).num_row_groups)]
         groups = [_footer(file).row_group(g) for file, g in self._groups]
         self._starts = np.cumsum([0, *(group.num_rows for group in groups)])
-        chunks = [[group.column(i) for i in range(group.num_columns)] for group in groups]
-        own = [[c for c in group if c.path_in_schema.split(".")[0] == column] for group in chunks]
+        chunks = ([group.column(i) for i in range(group.num_columns)] for group in groups)
+        own = ([c for c in group if c.path_in_schema.split(".")[0] == column] for group in chunks)
         self.group_bytes = np.array([sum(c.total_compressed_size for c in group) for group in own], np.int64)
 
     def __len__(self) -> int:
-        """Number of images."""
         return int(self._starts[-1])
 
     def __getitem__(self, row: int) -> bytes | str:
-        """The bytes of a row, or its path."""
         group = int(self.groups(row))
         with _lock:
             column = _recent(*self._groups[group], self.column)
@@ -161,11 +151,9 @@ def _read_group(path: str, number: int, column: str) -> Any:
 _lock, _recent = threading.Lock(), lru_cache(maxsize=4)(_read_group)  # for access row by row
 
 
-def _read_file(
-    name: str, path: str, images_only: bool, lazy: bool
-) -> tuple[pa.Table, tuple[str, ...], tuple[str, ...], str | None]:
-    """One Parquet file as columns id, image, label, split; the class names and the known classes that its
-    metadata declare; the name of its image column if that was left there, because it holds bytes.
+def _read_file(name: str, path: str, images_only: bool, lazy: bool) -> tuple[Any, Names, Names, str | None]:
+    """One Parquet file as columns id, image, label, split; the class names and known classes of its metadata;
+    the name of its image column if that was left in the file, because it holds bytes.
     """
     with _parquet(path) as parquet:
         schema, num = parquet.schema_arrow, parquet.metadata.num_rows
@@ -242,8 +230,7 @@ def _images(source: str, root: str, column: Any, images_only: bool) -> Images:
 
 def read_table(path: str, images_only: bool = False) -> Rows:
     """A .csv or .jsonl file with columns path (or image), and where present id, label, split and eval_label.
-
-    Paths are relative to the file and stay in its folder. An empty label is none. With ``images_only`` as in
+    Paths are relative to the file and stay in its folder. An empty label is none. ``images_only`` as in
     :func:`read_parquet`; a row without a path is then an unreadable image.
     """
     root, name = filesystem.split(path)
@@ -258,22 +245,16 @@ def read_table(path: str, images_only: bool = False) -> Rows:
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
     labels, truth = ([_name(source, v) for v in columns.get(c, missing)] for c in ("label", "eval_label"))
-    return Rows(
-        ids=_ids(columns.get("id", missing)),
-        images=_files(source, root, columns[image], images_only),
-        labels=labels,
-        split=_splits(source, columns.get("split", missing)),
-        source=source,
-        eval_labels=truth if "eval_label" in columns else None,
-    )
+    ids, splits = _ids(columns.get("id", missing)), _splits(source, columns.get("split", missing))
+    images = _files(source, root, columns[image], images_only)
+    return Rows(ids, images, labels, splits, source, eval_labels=truth if "eval_label" in columns else None)
 
 
 def _read_csv(path: str) -> dict[str, list[Any]]:
     text = filesystem.read_text(path, MAX_TABLE_BYTES)
-    reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
-        fields = list(reader.fieldnames or [])
-        records = list(reader)
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        fields, records = list(reader.fieldnames or []), list(reader)
     except csv.Error as error:
         raise ConfigError(f"{path} is not CSV: {error}") from None
     row = next((i for i, record in enumerate(records) if None in record), None)
