@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pipelines import ray_env
-from pipelines.estimate import estimate_num_novel
+from pipelines.estimation import estimate_num_novel
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.sources import read_rows

@@ -1,7 +1,6 @@
 """What each command's line may hold and what it does with it; heavy modules are imported when it runs.
 
-``uno estimate-classes`` and ``uno doctor`` are in :mod:`pipelines.estimate` and :mod:`pipelines.doctor`,
-``uno reproduce`` and ``uno tune`` in :mod:`pipelines.reproduce` and :mod:`tune.sweep`.
+``uno reproduce`` and ``uno tune`` are in :mod:`pipelines.reproduce` and :mod:`tune.sweep`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import PositiveInt
 
 from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, checked_output, parse, switch
-from uno.config import Config, override
-from uno.errors import ConfigError, UnoError
+from uno.config import Config, dump_yaml, override
+from uno.errors import ConfigError, StorageError, UnoError
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
@@ -66,6 +65,22 @@ ones are listed in DIR/bad_samples.jsonl and left out. DIR is a path or a URI (s
 command goes on after a kill. With --known-classes the rows that a run with it would see as labeled lie
 together; all labels are kept.
 """)  # fmt: skip
+ESTIMATE = Command("estimate-classes", {
+    **PRINT_CONFIG, **DRY_RUN,
+    "--max-novel": Argument(
+        "Largest number tried; default: the number of known classes, at least 10.", PositiveInt | None),
+    "--num-splits": Argument("Splits of the known classes; each pretrains an encoder.", PositiveInt, 3),
+}, output="runs/{preset}-seed{seed}-estimate", text="""
+From at least 4 known classes: some are hidden in turn, and the number of clusters that finds them again is
+the estimate, an interval, in DIR/estimate.json. --known-classes hides the other labels; --output DIR is for
+results and encoders; --workers N tasks run at once on Ray, with the same result.
+""")  # fmt: skip
+DOCTOR = Command("doctor", {
+    "RUN": Argument("The run directory; without it, the machine is checked.", str | None),
+    "--repair": switch(
+        "Remove what is provably of no use: unfinished writes, Ray's bookkeeping, damaged checkpoints where "
+        "an older one verifies."),
+}, "none")  # fmt: skip
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -195,6 +210,46 @@ def pack_data(config: Config, shard_mb: int) -> int:
     counts = f"{found.rows:,} rows, {found.packed:,} packed, {found.bad:,} bad, {found.shards:,} shards"
     say(f"{counts}: {config.output}")
     return 0
+
+
+def estimate(argv: Sequence[str]) -> int:
+    """Estimate, write ``estimate.json``, print the table."""
+    options = parse(argv, ESTIMATE)
+    own = options.own
+    if own.print_config:
+        print(dump_yaml(options.config), end="")
+        return 0
+    from pipelines.estimation import estimate_job
+    from uno.results.estimate import Settings
+
+    estimate_job(options.config, Settings(num_splits=own.num_splits, max_novel=own.max_novel), own.dry_run)
+    return 0
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Print a line for every finding; 0 if sound, 4 if the run cannot resume, 2 if the machine cannot run."""
+    own = parse(argv, DOCTOR).own
+    from pipelines.console import say
+    from pipelines.machine import machine
+    from uno.data.files import Storage
+    from uno.runs import directory, lock
+
+    if own.repair:
+        if own.run is None:
+            raise ConfigError("--repair needs a run directory")
+        storage = Storage(own.run)
+        directory.read_config_tree(storage)
+        with lock.claim(storage, on_wait=say) as claim:
+            try:
+                for line in directory.heal(claim.storage, thorough=True):
+                    say(line)
+            except StorageError as error:
+                say(f"nothing is repaired: {error}")
+    findings = list(machine() if own.run is None else directory.examine(Storage(own.run)))
+    for finding in findings:
+        say(str(finding))
+    unsound = any(finding.level == "error" for finding in findings)
+    return (2 if own.run is None else StorageError.exit_code) if unsound else 0
 
 
 def classes(argv: Sequence[str]) -> int:

@@ -126,7 +126,7 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
     """``config`` with the number of classes that ``uno estimate-classes`` suggests, and its estimate.json,
     which is kept beside the run directory: the same command again finds it there.
     """
-    from pipelines.estimate import estimate_job
+    from pipelines.estimation import estimate_job
     from uno.results.estimate import Settings
 
     folder = f"{config.output}-estimate"

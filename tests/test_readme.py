@@ -10,7 +10,6 @@ import pytest
 from pipelines import cli, reproduce
 from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
-from pipelines.estimate import ESTIMATE
 from pipelines.options import Command, parse
 from tune.sweep import TUNE
 from uno.errors import ConfigError
@@ -35,9 +34,7 @@ def test_every_command_line_parses(tmp_path, monkeypatch):
     best.write_text("objective: {epsilon: 0.05}\n")
     found = commands()
     assert len(found) >= 8
-    declared = {
-        c.name: c for c in (*vars(commands_module).values(), ESTIMATE, TUNE) if isinstance(c, Command)
-    }
+    declared = {c.name: c for c in (*vars(commands_module).values(), TUNE) if isinstance(c, Command)}
     for _, command, *words in found:
         assert command in cli.SENTENCES
         if command in declared:

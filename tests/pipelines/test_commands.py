@@ -264,7 +264,7 @@ def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch
         Storage(config.output).write("estimate.json", b'{"suggested": 4}')
         return SimpleNamespace(num_novel=3, suggested=4)
 
-    monkeypatch.setattr("pipelines.estimate.estimate_job", estimate)
+    monkeypatch.setattr("pipelines.estimation.estimate_job", estimate)
     output = tmp_path / "run"
     command = [*DISCOVER, "--workers", "0", "--num-novel", "auto", "--output", str(output)]
     assert cli.main(command) == 0

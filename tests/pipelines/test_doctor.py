@@ -1,6 +1,6 @@
 """``uno doctor`` as a command: its lines and exit codes."""
 
-from pipelines import cli, doctor
+from pipelines import cli, commands
 from tests.pipelines.small import SMALL
 from uno.data.files import Storage
 from uno.runs import lock
@@ -8,7 +8,7 @@ from uno.runs.checkpoint import checkpoint_steps
 
 
 def run(*argv: str) -> int:
-    return cli.guard(doctor.main, argv)
+    return cli.guard(commands.doctor, argv)
 
 
 def test_the_machine(capsys, monkeypatch):

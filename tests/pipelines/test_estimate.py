@@ -8,11 +8,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from pipelines import cli, estimate
+from pipelines import cli, commands, estimation
 from pipelines.options import parse
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
+from uno.errors import ConfigError
 from uno.results.estimate import Settings
 
 SETTINGS = Settings(num_splits=2, max_novel=3, num_restarts=2, num_roles=2)
@@ -24,9 +25,9 @@ FLAGS = [
 
 def run(folder, rows=None, workers=0, **settings):
     words = [*FLAGS, "--num-novel", "1", "--workers", str(workers)]
-    config = parse(words, estimate.ESTIMATE).config
+    config = parse(words, commands.ESTIMATE).config
     task = make_task(rows or read_digits(), config.data)
-    return estimate.estimate_num_novel(
+    return estimation.estimate_num_novel(
         config, task, Storage(str(folder)), replace(SETTINGS, **settings), lambda line: None
     )
 
@@ -61,15 +62,15 @@ def test_pretraining_is_kept_and_shared(tmp_path, monkeypatch):
 def test_command(tmp_path, capsys, monkeypatch):
     """Table, warning, JSON; the default output stands beside the run directory."""
     monkeypatch.chdir(tmp_path)
-    assert cli.guard(estimate.main, FLAGS) == 0
+    assert cli.guard(commands.estimate, FLAGS) == 0
     shown = capsys.readouterr().out
     found = json.loads((tmp_path / "runs/digits-seed0-estimate/estimate.json").read_text())
     assert f"novel classes: {found['num_novel']}, between {found['low']} and {found['high']}" in shown
     assert "too few classes merge real ones" in shown and f"--num-novel {found['suggested']}" in shown
     assert "  <- estimate" in shown and " F1 " in shown
-    assert cli.guard(estimate.main, [*FLAGS, "--print-config"]) == 0
+    assert cli.guard(commands.estimate, [*FLAGS, "--print-config"]) == 0
     assert "known_classes: first:6" in capsys.readouterr().out
-    assert cli.guard(estimate.main, [*FLAGS, "--dry-run", "--output", "other"]) == 0
+    assert cli.guard(commands.estimate, [*FLAGS, "--dry-run", "--output", "other"]) == 0
     assert not (tmp_path / "other").exists()
 
 
@@ -82,14 +83,14 @@ def test_command(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_refusals_are_one_line(tmp_path, capsys, argv, message):
-    code = cli.guard(estimate.main, [*argv, "--output", str(tmp_path / "x"), "--device", "cpu"])
+    code = cli.guard(commands.estimate, [*argv, "--output", str(tmp_path / "x"), "--device", "cpu"])
     lines = capsys.readouterr().err.splitlines()
     assert code == 2 and len(lines) == 1 and message in lines[0]
 
 
 def _double(shared, item):
     if item == "fail":
-        raise estimate.ConfigError("as raised there")
+        raise ConfigError("as raised there")
     time.sleep(0.05)
     return shared + 2 * item
 
@@ -98,7 +99,7 @@ def _double(shared, item):
 def test_ray_gives_the_same_estimate(tmp_path, ray_cluster):
     """Kills: results in order of completion, other threads or seeds in workers, errors wrapped by Ray."""
     assert run(tmp_path / "here") == run(tmp_path / "ray", workers=2)
-    tasks = partial(estimate.ray_tasks, ray_cluster, 2, {"num_cpus": 1})
+    tasks = partial(estimation.ray_tasks, ray_cluster, 2, {"num_cpus": 1})
     assert dict(tasks(_double, (100,), range(7))) == {i: 100 + 2 * i for i in range(7)}
-    with pytest.raises(estimate.ConfigError, match=r"^as raised there$"):
+    with pytest.raises(ConfigError, match=r"^as raised there$"):
         list(tasks(_double, (0,), ["fail"]))

@@ -10,8 +10,7 @@ import yaml
 from pydantic import PositiveInt
 
 from pipelines import options
-from pipelines.commands import DATA, DEMO, DISCOVER, PREDICT
-from pipelines.estimate import ESTIMATE
+from pipelines.commands import DATA, DEMO, DISCOVER, ESTIMATE, PREDICT
 from pipelines.options import Argument, Command, parse, schema_flags, switch
 from tune.sweep import TUNE
 from uno.config import Config, config_hash, dump_yaml, field_names, flatten, to_dict

@@ -1,0 +1,71 @@
+"""What is wrong with this machine, and what to do: ``uno doctor`` without a run."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+
+import torch
+
+from pipelines import ray_env
+from uno.errors import ConfigError
+from uno.runs.directory import Finding
+
+GIB = 2**30
+LOW_DISK_BYTES = 5 * GIB
+LOW_SHM_BYTES = GIB  # Ray puts its object store on the disk where /dev/shm is smaller than the store
+
+
+def machine() -> Iterator[Finding]:
+    """Versions, devices, memory, disk and the Ray cluster that would be used."""
+    names = ["uno-discovery", "torch", "torchvision", "numpy", "pyarrow"]
+    names += ["ray"] if importlib.util.find_spec("ray") else []
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    yield Finding("ok", f"Python {platform.python_version()}, {', '.join(versions)}")
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_name(i)
+        yield Finding("ok", f"{name}: {free / GIB:.0f} of {total / GIB:.0f} GiB free")
+    if not torch.cuda.is_available():
+        build = torch.version.cuda
+        why = f"built for CUDA {build}, but no device or driver" if build else "built without CUDA"
+        yield Finding("ok", f"no CUDA device (PyTorch is {why}); training runs on {os.cpu_count()} CPU cores")
+    yield from _ray()
+    yield from _space()
+    if os.environ.get("UNO_FAULTS"):
+        yield Finding("warning", "UNO_FAULTS is set: runs will be hurt on purpose", "unset it")
+
+
+def _ray() -> Iterator[Finding]:
+    if importlib.util.find_spec("ray") is None:
+        yield Finding("warning", "Ray is not installed: --workers 0 only", "pip install 'uno-discovery[ray]'")
+        return
+    if importlib.util.find_spec("aiohttp_cors") is None:
+        yield Finding("warning", "no ray job submit", "pip install 'ray[default]'")
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        yield Finding("ok", "RAY_ADDRESS is unset: --workers N starts Ray on this machine")
+        return
+    try:
+        ray_env.check_address(address)
+        mode = os.environ.get("RAY_AUTH_MODE", "disabled")
+        yield Finding("ok", f"the Ray cluster at {address} answers; RAY_AUTH_MODE is {mode}")
+    except ConfigError as error:
+        yield Finding("error", str(error))
+
+
+def _space() -> Iterator[Finding]:
+    if os.path.isdir("/dev/shm"):
+        total = shutil.disk_usage("/dev/shm").total
+        text, remedy = f"/dev/shm has {total / GIB:.1f} GiB", "docker: --shm-size=8g"
+        low = Finding("warning", text, f"Ray's object store goes to the disk; {remedy}")
+        yield low if total < LOW_SHM_BYTES else Finding("ok", text)
+    for folder in (os.getcwd(), os.environ.get("RAY_TMPDIR", "/tmp")):
+        try:
+            free = shutil.disk_usage(folder).free
+            text = f"{free / GIB:.0f} GiB free at {folder}"
+            yield Finding("warning", text, "make room") if free < LOW_DISK_BYTES else Finding("ok", text)
+        except OSError as error:
+            yield Finding("error", f"{folder}: {error.strerror}")
