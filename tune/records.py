@@ -71,9 +71,7 @@ class Trial:
 
     @property
     def standard_error(self) -> float:
-        """Of the last score as a share of rows, one right and one wrong added (Agresti & Coull 1998), or a
-        perfect score would have none; 0 where it is no such share.
-        """
+        """Of the score, one row right and one wrong added (Agresti & Coull 1998); 0: no share of rows."""
         rows = self._last.get("rows", 0)
         share = (self.score * rows + 1) / (rows + 2)
         return math.sqrt(share * (1 - share) / rows) if rows else 0.0
@@ -117,22 +115,19 @@ def read_trial(storage: Storage, index: int) -> Trial | None:
 
 def read_trials(storage: Storage) -> list[Trial]:
     """All trials whose values have been drawn, by index."""
-    found = [read_trial(storage, int(name)) for name in storage.list("trials") if name.isdigit()]
+    found = (read_trial(storage, int(name)) for name in storage.list("trials") if name.isdigit())
     return [trial for trial in found if trial is not None]
 
 
 def ranking(trials: list[Trial]) -> list[Trial]:
-    """Best first, without failed ones: by epochs survived, then score (scores of different epochs do not
-    compare, but surviving a rung does), then index.
-    """
+    """Best first, without failed ones: by epochs survived, as scores of different epochs do not compare."""
     sound = [t for t in trials if t.status in (FINISHED, STOPPED) and math.isfinite(t.score)]
     return sorted(sound, key=lambda t: (-t.last_epoch, -t.score, t.index))
 
 
 def best_trial(trials: list[Trial]) -> Trial | None:
-    """The best of the finished trials that have a score. The configuration as given, trial 0, wins unless
-    another is better by more than a standard error (the rule of Breiman et al. 1984): without evidence for a
-    change nothing is changed.
+    """The best of the finished trials. Trial 0, the configuration as given, wins unless another is better by
+    more than a standard error (the rule of Breiman et al. 1984).
     """
     finished = [trial for trial in ranking(trials) if trial.status == FINISHED]
     if not finished:

@@ -1,7 +1,6 @@
 """What a sweep leaves behind: ``sweep.parquet``, ``best.yaml`` and a self-contained ``sweep.html``.
 
-Everything is made from the sweep's directory alone, so it can be made again at any time. With the oracle
-score every file is called ``oracle-...`` and every table says so.
+Made from the sweep's directory alone. With the oracle score each is called ``oracle-...`` and says so.
 """
 
 import io
@@ -30,11 +29,8 @@ MAX_CURVES = 200
 
 
 class Summary(NamedTuple):
-    """A sweep read back from its directory.
-
-    ``ranked`` are its sound trials, best first; ``best`` is the one that ``best.yaml`` takes, if any
-    finished. The seconds of ``cost`` are sums over processes; ``saved`` is the share of epochs that stopping
-    spared, of those the trials that did not fail would have run.
+    """A sweep read back from its directory: ``ranked`` are its sound trials, best first; ``best`` is that of
+    ``best.yaml``; of ``cost``, seconds are sums over processes, ``saved`` the share of epochs spared.
     """
 
     settings: Mapping[str, Any]
@@ -86,9 +82,7 @@ def write(storage: Storage) -> Summary:
 
 
 def importance(space: Space, ranked: Sequence[Trial]) -> list[tuple[str, float]]:
-    """Absolute Spearman correlation of each searched key's position in its domain with the trials' ranks,
-    largest first: it sees monotone effects of one key at a time.
-    """
+    """Absolute Spearman correlation of each key's position in its domain with the ranks, largest first."""
     found = []
     for domain in space if len(ranked) >= 4 else ():
         values = [domain.position(trial.overrides[domain.key]) for trial in ranked]
@@ -148,8 +142,8 @@ def format_table(summary: Summary, most: int = 10) -> str:
         f"{100 * cost['saved']:.0f} %; {cost['pretrainings']} pretrainings; {cost['cpu_seconds']:.0f} CPU s"
     )
     if summary.best is not None and summary.keeps_given:
-        kept = f"keeps the values as given: none beats their {summary.best.score:.4f}"
-        lines.append(f"best.yaml {kept} by more than a standard error")
+        kept = f"best.yaml keeps the values as given: none beats their {summary.best.score:.4f}"
+        lines.append(f"{kept} by more than a standard error")
     return "\n".join(lines)
 
 

@@ -1,21 +1,18 @@
 """What a trial is scored by. Nobody has the true labels of the novel classes, so nobody may tune on them.
 
-``folds`` (default). Known classes play novel ones: a fold hides some of the known classes, discovers them
-from the others, and is scored by ``strict`` clustering accuracy of the hidden rows together with plain
-accuracy of held-out rows (every fifth) of the classes that stayed known, by their harmonic mean as in
-generalised zero-shot learning (Xian et al., CVPR 2017): 0 where one is lost, and a gain on the weaker counts
-more; the hidden classes alone count where classes are too small to hold a row out. Accuracies are means over
-heads: the best head's is noisier and saturates on a fold's easier problem (chosen on the digits, by true
-labels, on 8 configurations). The real unlabeled rows and the test rows take no part: they have no labels to
-be scored by. So a sweep reads ``Task.labels`` and nothing else.
+``folds`` (default): a fold hides some known classes, discovers them from the others, and is scored by the
+harmonic mean (Xian et al., CVPR 2017) of ``strict`` clustering accuracy of the hidden rows and plain accuracy
+of held-out rows of the classes that stayed known; the hidden ones alone count where classes are too small to
+hold a row out. Accuracies are means over heads: the best head's is noisier and saturates on a fold's easier
+problem (chosen on the digits, by true labels, on 8 configurations). Unlabeled and test rows take no part.
 
 ``loss`` and ``agreement`` run the real problem: the cluster loss of the best head (comparable only where
-neither temperature nor the number of clusters is searched), and the mean clustering agreement of all pairs of
-heads on the unlabeled rows. ``oracle`` scores the real problem by the true labels: for research on benchmarks
-only, and everything it writes says so.
+neither temperature nor the number of clusters is searched), and the agreement of all pairs of heads on the
+unlabeled rows. ``oracle`` scores by the true labels, and everything it writes says so.
 """
 
 import math
+import statistics
 from collections.abc import Mapping
 from itertools import combinations, product
 from typing import NamedTuple
@@ -48,9 +45,8 @@ FOLD_STREAM = 11  # of the seed's randomness: which known classes are hidden
 
 
 class SweepData(NamedTuple):
-    """What trials see of a data set: ``images`` uint8 (N,3,S,S); of training rows that decoded ``labels``
-    int64 (N,), known class or -1, and whether they are ``unlabeled`` bool (N,), to be discovered; for the
-    oracle score alone ``oracle`` int64 (N,), true novel class from 0 or -1.
+    """What trials see: ``images`` uint8 (N,3,S,S), ``labels`` (N,), known class or -1, and ``unlabeled`` (N,)
+    of decoded training rows; for the oracle score alone ``oracle`` (N,), true novel class from 0 or -1.
     """
 
     images: np.ndarray
@@ -73,9 +69,7 @@ def sweep_data(task: Task, images: Tensor, ok: np.ndarray, score: str) -> SweepD
 
 
 class Fold(NamedTuple):
-    """One discovery problem of a trial: what is trained on, rows with their class to be scored by, and the
-    pseudo-novel classes, empty for the real problem.
-    """
+    """One discovery problem of a trial; ``hidden`` are its pseudo-novel classes, none in the real problem."""
 
     name: str
     train: TrainSet
@@ -108,8 +102,7 @@ def _fold(
     held_out = np.zeros(len(labels), dtype=bool)  # classes of fewer rows keep them all
     for c in range(data.num_known):
         held_out[np.flatnonzero(data.labels == c)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]] = True
-    labeled = np.flatnonzero((data.labels >= 0) & ~novel & ~held_out)
-    unlabeled = np.flatnonzero(novel)
+    labeled, unlabeled = np.flatnonzero((data.labels >= 0) & ~novel & ~held_out), np.flatnonzero(novel)
     rows = np.concatenate([np.flatnonzero(held_out & ~novel), unlabeled])
 
     def images(chosen: np.ndarray) -> Tensor:
@@ -123,35 +116,27 @@ def _fold(
 def hidden_classes(
     num_known: int, num_novel: int, folds: int, seed: int, hide: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Which known classes each fold hides: windows of one permutation, so that all are hidden about as often.
-
-    ``hide`` at once; by default the share of classes that is novel in the real problem, at least two and at
-    most all but one. ConfigError where there are too few.
+    """Which known classes each fold hides: windows of one permutation, so that all are hidden about as often;
+    ``hide`` at once, by default the share of classes that is novel in the real problem.
     """
     if num_known < 3:
-        raise ConfigError(
-            f"--score folds hides known classes and needs at least 3 of them, the data has {num_known}; "
-            "use --score agreement"
-        )
+        needs = f"needs at least 3 of them, the data has {num_known}"
+        raise ConfigError(f"--score folds hides known classes and {needs}; use --score agreement")
     most = num_known - 1
     if hide is None:
         hide = min(max(math.floor(num_known * num_novel / (num_known + num_novel) + 0.5), 2), most)
     if not 2 <= hide <= most:
         raise ConfigError(f"--hide {hide}: must be from 2 to {most}, one less than the known classes")
     order = np.random.default_rng([seed, FOLD_STREAM]).permutation(num_known).tolist()
-    distinct, what = (
-        num_known // math.gcd(hide, num_known),
-        f"{num_known} known classes, {hide} hidden at once",
-    )
+    distinct = num_known // math.gcd(hide, num_known)
     if folds > distinct:
+        what = f"{num_known} known classes, {hide} hidden at once"
         raise ConfigError(f"--folds {folds}: {what}, give {distinct}")
     return [tuple(sorted(order[(fold * hide + i) % num_known] for i in range(hide))) for fold in range(folds)]
 
 
 def measure(config: Config, fold: Fold, state: TrainState, score: str, worker: Worker) -> dict[str, float]:
-    """Score, to be maximised, and its parts after an epoch, the same on every worker; ``rows`` are those that
-    a score which is a share of rows was measured on.
-    """
+    """Score, to be maximised, its parts, and the number of ``rows`` a share of rows was measured on."""
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)
     batches = fold.scored.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
@@ -174,10 +159,8 @@ def combined(parts: Mapping[str, float], score: str) -> float:
         return -parts["loss"]
     if score == AGREEMENT:
         return parts["agreement"]
-    novel, known = parts["novel_avg"], parts.get("known_avg")
-    if known is None:
-        return novel
-    return 2 * known * novel / (known + novel) if known + novel > 0 else 0.0
+    accuracies = [parts[name] for name in ("novel_avg", "known_avg") if name in parts]
+    return statistics.harmonic_mean(accuracies)
 
 
 def _agreement(model: UnoModel, config: Config, train: TrainSet) -> float:

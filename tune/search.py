@@ -25,9 +25,7 @@ from uno.errors import ConfigError, StorageError
 
 
 class OptunaSampler:
-    """Optuna's TPE. Its proposals depend on which trials ended before, so with several at a time a sweep is
-    reproducible only up to their order.
-    """
+    """Optuna's TPE; with several trials at a time, reproducible only up to the order in which they end."""
 
     def __init__(self, space: Space, seed: int) -> None:
         try:
@@ -70,10 +68,8 @@ class OptunaSampler:
 
 
 class SweepSearcher(Searcher):
-    """Hands out the trials that have no result yet and writes the result of each as it ends.
-
-    ``missing`` are their numbers; ``on_end`` is called with every trial that ended; while ``stopping``, the
-    sweep is being interrupted, and trials that end have not ended.
+    """Hands out the ``missing`` trials, those without a result, writes the result of each as it ends and
+    calls ``on_end`` with it; while ``stopping``, trials that end were only interrupted.
     """
 
     def __init__(
@@ -85,13 +81,13 @@ class SweepSearcher(Searcher):
         self._on_end, self._stopping = on_end, stopping
         optuna = options.search == "optuna"
         self._sampler = OptunaSampler(options.space, options.config.seed) if optuna else None
-        self._begun = {trial.index: trial for trial in records.read_trials(storage)}
-        self._running: dict[str, int] = {}
+        begun = {trial.index: trial for trial in records.read_trials(storage)}
+        self._begun, self._running = begun.keys(), dict[str, int]()
         self.storage_error: str | None = None
-        ended = [trial for trial in self._begun.values() if trial.status]
-        self.missing = [i for i in range(options.trials) if i not in {trial.index for trial in ended}]
-        for trial in ended:
-            self._tell(trial)
+        self.missing = [i for i in range(options.trials) if i not in begun or not begun[i].status]
+        for trial in begun.values():
+            if self._sampler is not None and trial.status:
+                self._sampler.tell(trial)
 
     def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
         """Nothing to set."""
@@ -105,23 +101,19 @@ class SweepSearcher(Searcher):
         name, options = records.trial_name(index), self._options
         self._storage.delete(f"{name}/failure.json")
         if index not in self._begun:
-            if index == 0:
-                overrides = spaces.current(options.space, options.config)
-            elif self._sampler is not None:
-                overrides = self._sampler.values(index)
-            else:
-                overrides = spaces.draw(options.space, options.config.seed, index)
+            drawn = spaces.draw(options.space, options.config.seed, index)
+            drawn = self._sampler.values(index) if self._sampler and index else drawn
+            overrides = drawn if index else spaces.current(options.space, options.config)
             self._storage.write(f"{name}/trial.json", json.dumps({"overrides": overrides}, indent=1).encode())
         self._running[trial_id] = index
         return {"index": index}
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """Write ``result.json``: the trial is not run again."""
-        index = self._running.pop(trial_id, None)
-        if index is None:
+        if trial_id not in self._running:
             return
-        name = records.trial_name(index)
-        trial = records.read_trial(self._storage, index)
+        index = self._running.pop(trial_id)
+        name, trial = records.trial_name(index), records.read_trial(self._storage, index)
         assert trial is not None
         failure = records.read_json(self._storage, f"{name}/failure.json")
         if failure.get("kind") == StorageError.__name__:  # the disk's fault, not the configuration's
@@ -142,12 +134,9 @@ class SweepSearcher(Searcher):
         for entry in self._storage.list(name):  # checkpoints of a trial that has ended serve nobody
             if "-seed" in entry:
                 self._storage.delete(f"{name}/{entry}")
-        self._tell(trial)
-        self._on_end(trial)
-
-    def _tell(self, trial: Trial) -> None:
         if self._sampler is not None:
             self._sampler.tell(trial)
+        self._on_end(trial)
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune pickles its tuner into a file that nobody reads."""

@@ -156,8 +156,8 @@ def _from_file(path: str) -> dict[str, dict[str, Any]]:
 
 def draw(space: Space, seed: int, index: int) -> dict[str, Any]:
     """The overrides of random trial ``index``: a function of (space, seed, index) and of nothing else."""
-    shares = np.random.default_rng([seed, index]).random(len(space))
-    return {domain.key: domain.at(float(share)) for domain, share in zip(space, shares, strict=True)}
+    shares = np.random.default_rng([seed, index]).random(len(space)).tolist()
+    return {domain.key: domain.at(share) for domain, share in zip(space, shares, strict=True)}
 
 
 def current(space: Space, config: Config) -> dict[str, Any]:
@@ -168,10 +168,8 @@ def current(space: Space, config: Config) -> dict[str, Any]:
 
 def to_tree(space: Space) -> dict[str, dict[str, Any]]:
     """The space as plain data for YAML and JSON; :func:`from_tree` reads it back."""
-    trees = {domain.key: pydantic.TypeAdapter(Domain).dump_python(domain, mode="json") for domain in space}
-    return {
-        k: {n: v for n, v in tree.items() if n != "key" and v not in ([], None)} for k, tree in trees.items()
-    }
+    trees = (pydantic.TypeAdapter(Domain).dump_python(domain, mode="json") for domain in space)
+    return {tree.pop("key"): {k: v for k, v in tree.items() if v not in ([], None)} for tree in trees}
 
 
 def from_tree(tree: Mapping[str, Mapping[str, Any]]) -> Space:

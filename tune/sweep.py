@@ -1,9 +1,8 @@
 """A sweep from its options to its tables: ``uno tune``, or ``python -m tune.sweep`` for ``ray job submit``.
 
-All state is in the output directory (``tune.records``), in plain files, written by a driver that holds its
-claim. Ray Tune schedules and stops trials and remembers nothing, so the same command continues a sweep that
-was killed anywhere: trials with a result are not run again, an unfinished one goes on at the epoch it had
-reached, and early stopping and Optuna are told what happened before.
+All state is in the output directory (``tune.records``), written by a driver that holds its claim; Ray Tune
+remembers nothing. So the same command continues a sweep that was killed anywhere: trials with a result are
+not run again, unfinished ones go on at their epoch, early stopping and Optuna are told what happened before.
 """
 
 import logging
@@ -53,9 +52,7 @@ TUNE = Command(
         "--hide": Argument("Classes a fold hides; default: the novel share of all classes.", int | None),
         "--seeds": Argument("Runs of each configuration; the score is their mean.", PositiveInt, 1),
         "--concurrent": Argument("Trials at a time; default: all the cluster holds.", PositiveInt | None),
-        "--grace-epochs": Argument(
-            "Epochs before a trial may be stopped; default: a sixth.", PositiveInt | None
-        ),
+        "--grace-epochs": Argument("Epochs before a trial may stop; default: a sixth.", PositiveInt | None),
         "--reduction": Argument("At each rung one of so many goes on.", Annotated[int, Field(ge=2)], 3),
         "--no-stopping": switch("Run every trial to its last epoch."),
     },
@@ -93,10 +90,7 @@ def parse(argv: Sequence[str]) -> tuple[SweepOptions, bool]:
 
 
 def run_sweep(options: SweepOptions) -> int:
-    """Run what is missing of a sweep and write its tables. Returns 0.
-
-    What a trial would stumble over is a ConfigError before the first one starts; a NumericsError if all fail.
-    """
+    """Run what is missing of a sweep and write its tables; returns 0. NumericsError: all trials fail."""
     config = options.config
     check_options(options)
     # Trials may find a GPU that this process lacks.
@@ -119,8 +113,7 @@ def run_sweep(options: SweepOptions) -> int:
         summary = report.write(claim.storage)
     if summary.best is None:
         first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
-        message = f"no trial finished without failing, so there is no best.yaml; first reason: {first}"
-        raise NumericsError(message)
+        raise NumericsError(f"every trial failed, so there is no best.yaml; first reason: {first}")
     say(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
     return 0
 
@@ -132,10 +125,8 @@ def check_options(options: SweepOptions) -> None:
         needs = "every trial needs two or more, and baselines have one (model.num_heads)"
         raise ConfigError(f"--score agreement compares heads: {needs}")
     if options.config.model.weights is not None and options.score == FOLDS:
-        raise ConfigError(
-            "--score folds pretrains anew for each fold: --weights may have been trained on the classes it "
-            "hides; use --score agreement, or leave --weights out"
-        )
+        why = "--score folds pretrains anew: --weights may have been trained on the classes that a fold hides"
+        raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
         raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
 
@@ -156,9 +147,7 @@ def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
 
 
 def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int) -> None:
-    """Write ``sweep.yaml``, all that a continuation must share (and ``given``, for ``best.yaml``), or check
-    that it matches; ConfigError where the directory holds something else, or another sweep.
-    """
+    """Write ``sweep.yaml``, all that a continuation must share; ConfigError where another one is there."""
     settings = {
         "score": options.score, "search": options.search, "space_name": options.space_name,
         "folds": options.folds if options.score == FOLDS else None, "hide": options.hide,
@@ -173,11 +162,10 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
     old, new = records.read_settings(storage), yaml.safe_load(text)
     different = [key for key in new if key not in ("config", "given") and old.get(key) != new[key]]
     stored = old.get("config")
-    different += differing_keys(stored if isinstance(stored, dict) else {}, options.config)
-    if different:
+    if different := different + differing_keys(stored if isinstance(stored, dict) else {}, options.config):
         names = ", ".join(different[:6]) + " ..." * (len(different) > 6)
-        message = f"{storage.uri} holds a sweep with other settings: {names}; use those, or another --output"
-        raise ConfigError(message)
+        problem = f"{storage.uri} holds a sweep with other settings: {names}"
+        raise ConfigError(f"{problem}; use those, or another --output")
 
 
 def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:

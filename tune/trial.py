@@ -1,9 +1,8 @@
 """One trial: every fold with every seed, all in step, one epoch after the other.
 
-It runs ``uno.runs.run.run_phase``, as ``uno discover`` does. An epoch at a time is ``train.max_steps``
-moving on: each call resumes bit for bit from the checkpoint of the call before. So all folds reach an epoch
-together, early stopping compares what is comparable, a killed trial goes on where it was, and no model but
-one is in memory. Ray Tune calls :func:`train_trial`, which trains by itself or starts Ray Train workers.
+An epoch at a time is ``train.max_steps`` moving on: each call of ``run_phase`` resumes bit for bit from the
+checkpoint of the call before. So all folds reach an epoch together, early stopping compares what is
+comparable, a killed trial goes on where it was, and no model but one is in memory.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ Lease = Callable[[str, str, float], bool]  # see Leases.lease
 
 
 class SweepOptions(NamedTuple):
-    """What ``uno tune`` was asked to do; ``given`` are the configuration keys the user set himself."""
+    """What ``uno tune`` was asked to do; ``given`` are the keys that the user set himself."""
 
     config: Config
     given: dict[str, Any]
@@ -70,7 +69,7 @@ class Sweep(NamedTuple):
 
 
 class Leases:
-    """Who may train a shared pretraining: an actor of the sweep, so that no two trials train the same."""
+    """Who may train a shared pretraining: an actor of the sweep."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, float]] = {}
@@ -147,7 +146,7 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
 
 
 def pretrain_key(config: Config, fold: Fold) -> str:
-    """Equal for trials that can share a pretraining: hash of all it depends on."""
+    """Equal for trials that can share a pretraining."""
     hidden = hashlib.sha256(json.dumps(fold.hidden).encode()).hexdigest()[:6]
     return f"{run.pretrain_hash(config)}-{hidden}"
 
@@ -187,8 +186,7 @@ def _renewed(lease: Lease, key: str, owner: str) -> Iterator[None]:
         while not over.wait(RENEW_S):
             lease(key, owner, LEASE_S)
 
-    thread = threading.Thread(target=renew, name="uno-lease", daemon=True)
-    thread.start()
+    (thread := threading.Thread(target=renew, name="uno-lease", daemon=True)).start()
     try:
         yield
     finally:

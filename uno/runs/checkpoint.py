@@ -1,8 +1,5 @@
-"""Checkpoints; nothing else knows the names of their files.
-
-``checkpoints/<phase>/step_00000110/`` holds ``tensors.safetensors``, ``state.json``, ``config.yaml`` and
-``manifest.json`` (size and SHA-256 of each), which is written last. A directory whose manifest does not
-verify is not a checkpoint.
+"""Checkpoints: ``checkpoints/<phase>/step_00000110/`` with tensors, state, configuration and, written last, a
+manifest of their sizes and SHA-256. A directory whose manifest does not verify is not a checkpoint.
 """
 
 import hashlib
@@ -36,11 +33,8 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(
     storage: Storage, phase: str, checkpoint: Checkpoint, config_yaml: str, keep: int = 2
 ) -> None:
-    """Write a checkpoint, then delete all but the newest ``keep``, and what stands at later steps.
-
-    Nothing is written where this step has a valid checkpoint already. Later steps are checkpoints that did
-    not verify when this run resumed: counting them as the newest would delete the valid ones instead.
-    A StorageError (the disk is full or read-only) leaves older checkpoints as they were.
+    """Write a checkpoint unless this step has a valid one, then delete all but the newest ``keep``, and later
+    steps: those did not verify when this run resumed. A StorageError leaves older checkpoints as they were.
     """
     directory = folder(phase, checkpoint.step)
     with suppress(StorageError):
@@ -48,10 +42,9 @@ def save_checkpoint(
         return
     state = {"format_version": FORMAT_VERSION, "step": checkpoint.step, **checkpoint.state}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
-    files = {TENSORS: safetensors.torch.save(tensors), STATE: json.dumps(state, indent=1).encode()}
-    files[CONFIG] = config_yaml.encode()
-    manifest = {name: _entry(data) for name, data in files.items()}
-    files[MANIFEST] = json.dumps(manifest, indent=1).encode()  # the last to be written
+    texts = {STATE: json.dumps(state, indent=1).encode(), CONFIG: config_yaml.encode()}
+    files = {TENSORS: safetensors.torch.save(tensors), **texts}
+    files[MANIFEST] = json.dumps({name: _entry(data) for name, data in files.items()}, indent=1).encode()
     storage.delete(directory)
     try:
         for name, data in files.items():
@@ -73,9 +66,7 @@ def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
 
 
 def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
-    """The newest checkpoint that verifies; None where the phase has none. Warns about newer ones. Where none
-    of those there are verifies, a StorageError: starting over must be the user's decision.
-    """
+    """The newest valid checkpoint, None where the phase has none; StorageError: none of those verifies."""
     newest, problems = read_checkpoints(storage, phase)
     for step, problem in problems.items():
         log.warning("skipping checkpoint %s: %s", folder(phase, step), problem)
@@ -96,9 +87,8 @@ def read_checkpoints(
         if newest is not None and not every:
             break
     if problems and newest is None:
-        where, why = storage.path(f"checkpoints/{phase}"), problems[max(problems)]
-        none = f"none of the {len(problems)} checkpoints in {where} verifies ({why})"
-        raise StorageError(f"{none}; use --fresh to start over")
+        none = f"none of the {len(problems)} checkpoints in {storage.path(f'checkpoints/{phase}')} verifies"
+        raise StorageError(f"{none} ({problems[max(problems)]}); use --fresh to start over")
     return newest, problems
 
 

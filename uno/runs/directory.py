@@ -26,9 +26,7 @@ LEFTOVERS = {
 
 
 def is_run(storage: Storage) -> bool:
-    """Whether the directory holds a run; False where it is empty, or a kill came before ``config.yaml``;
-    ConfigError where it holds something else.
-    """
+    """Whether the directory holds a run (False also where it was only begun); ConfigError: anything else."""
     if storage.exists(CONFIG_FILE):
         return True
     if any(name != ENVIRONMENT_FILE and not lock.ours(name) for name in storage.list()):
@@ -38,23 +36,18 @@ def is_run(storage: Storage) -> bool:
 
 
 def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
-    """Make the directory a run's: write ``config.yaml`` and ``environment.json``, or check that they match.
-
-    Raises:
-        ConfigError: it holds something else, or a run of other settings (they are named), data or format.
-    """
+    """Make the directory a run's; ConfigError: it is one of other settings (named), data or format."""
     if not is_run(storage):
         storage.write(ENVIRONMENT_FILE, json.dumps(environment(fingerprint), indent=1).encode())
         storage.write(CONFIG_FILE, dump_yaml(config).encode())
         return
-    keys = differing_keys(read_config_tree(storage), config)
-    if keys:
-        some = ", ".join(keys[:6]) + (" ..." if len(keys) > 6 else "")
-        advice = "use those, --fresh, or another --output"
-        raise ConfigError(f"{storage.uri} holds a run with other settings: {some}; {advice}")
+    if keys := differing_keys(read_config_tree(storage), config):
+        some = f"{storage.uri} holds a run with other settings: {', '.join(keys[:6])}" + " ..." * (
+            len(keys) > 6
+        )
+        raise ConfigError(f"{some}; use those, --fresh, or another --output")
     known = _read(storage, ENVIRONMENT_FILE)
-    found = known.get("format_version")
-    if found != FORMAT_VERSION:
+    if (found := known.get("format_version")) != FORMAT_VERSION:
         raise ConfigError(f"{storage.uri} has format version {found}, not {FORMAT_VERSION}")
     if known.get("data_fingerprint") != fingerprint:
         raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --fresh")
@@ -92,12 +85,8 @@ def _read(storage: Storage, name: str, parse: Callable[[bytes], Any] = json.load
 
 
 def heal(storage: Storage, thorough: bool = False) -> list[str]:
-    """Remove what is provably of no use; every command that trains does so when it starts, with the claim.
-
-    That is: files a killed writer left, Ray's bookkeeping, a STOP file, and damaged checkpoints where an
-    older one verifies (``thorough``: all that are damaged, not only those newer than the newest valid one).
-    Returns a line for everything that had a meaning once. StorageError: a phase has checkpoints and none
-    verifies; nothing of it is removed.
+    """Remove leftovers and damaged checkpoints newer than the newest valid one (``thorough``: all damaged);
+    returns a line for each of these. StorageError: a phase has checkpoints and none verifies.
     """
     lines = []
     for phase in runs.PHASES:
@@ -134,9 +123,7 @@ class Finding(NamedTuple):
 
 
 def examine(storage: Storage) -> Iterator[Finding]:
-    """All that can be told of a run directory without its data, and without changing it; as long as
-    :data:`uno.runs.lock.WATCH_S` where a lock has to be watched. ConfigError: the directory holds no run.
-    """
+    """All that can be told of a run directory without its data; it takes WATCH_S where a lock is watched."""
     try:
         override(Config(), read_config_tree(storage))
         yield Finding("ok", f"{CONFIG_FILE} is complete")
@@ -156,14 +143,13 @@ def examine(storage: Storage) -> Iterator[Finding]:
     elif read_results(storage) is not None:
         yield Finding("ok", "finished: the same command shows the results")
     else:
-        remedy = "the same command, or uno evaluate, writes it again"
-        yield Finding("warning", f"{RESULTS_FILE} is damaged", remedy)
+        yield Finding("warning", f"{RESULTS_FILE} is damaged", "the same command writes it again")
     who, lives = lock.holder(storage) or ("no command", True)
     gone = Finding("warning", f"{who} held the directory and is gone", "the next command takes over")
     yield Finding("ok", f"{who} is at work here") if lives else gone
     for name in _leftovers(storage):
-        text = f"{name}: {LEFTOVERS.get(name, 'an unfinished write')}"
-        yield Finding("warning", text, "the next start removes it")
+        what = LEFTOVERS.get(name, "an unfinished write")
+        yield Finding("warning", f"{name}: {what}", "the next start removes it")
 
 
 def _of_environment(storage: Storage) -> Finding:
@@ -171,11 +157,10 @@ def _of_environment(storage: Storage) -> Finding:
         known = _read(storage, ENVIRONMENT_FILE)
         versions = dict(known.get("versions", {}))
     except (UnoError, ValueError, TypeError):
-        text = f"{ENVIRONMENT_FILE} is missing or damaged"
-        return Finding("error", text, "the run cannot prove its data: --fresh")
-    if known.get("format_version") != FORMAT_VERSION:
-        text = f"format version {known.get('format_version')}, not {FORMAT_VERSION}"
-        return Finding("error", text, "--fresh")
+        text, remedy = f"{ENVIRONMENT_FILE} is missing or damaged", "the run cannot prove its data: --fresh"
+        return Finding("error", text, remedy)
+    if (found := known.get("format_version")) != FORMAT_VERSION:
+        return Finding("error", f"format version {found}, not {FORMAT_VERSION}", "--fresh")
     now = environment("")["versions"]
     pairs = [(name, versions.get(name, now[name])) for name in ("torch", "torchvision", "numpy")]
     changed = ", ".join(f"{name} {then} is {now[name]} now" for name, then in pairs if then != now[name])
@@ -194,5 +179,5 @@ def _of_checkpoints(storage: Storage, phase: str) -> Iterator[Finding]:
     steps = f"checkpoints of step {', '.join(good)} verify" if good else "no checkpoint yet"
     yield Finding("ok", f"{phase}: {steps}")
     for step, problem in damaged.items():
-        text = f"{phase} step {step}: {problem}"
-        yield Finding("warning", text, "an older one is used; --repair removes it")
+        remedy = "an older one is used; --repair removes it"
+        yield Finding("warning", f"{phase} step {step}: {problem}", remedy)

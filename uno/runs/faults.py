@@ -98,8 +98,7 @@ def in_training(
         nonlocal expected
         if step != expected and rank == 0:
             _note(storage, {"event": "start", "phase": phase, "step": step})
-        expected = step + 1
-        batch = batches(step)
+        expected, batch = step + 1, batches(step)
         for fault in faults:
             if fault.at == step and _concerns(fault, rank) and _strikes(storage, fault, step):
                 if fault.kind == "nan":
@@ -163,7 +162,7 @@ def _strikes(storage: Storage, fault: Fault, step: int) -> bool:
 
 
 def read_events(storage: Storage) -> list[dict[str, Any]]:
-    """What ``faults.jsonl`` notes: starts and faults, with phase and step."""
+    """Starts and faults, with phase and step."""
     return read_journal(storage, FAULTS_FILE)
 
 

@@ -52,10 +52,8 @@ def environment(fingerprint: str) -> dict[str, Any]:
 
 
 def prepare_compiler() -> None:
-    """Before ``torch.compile``: a compiler (or ConfigError), and a cache for this kind of processor.
-
-    torch 2.15 finds cached code by the graph alone: code written for one processor's vectors, found again on
-    another (a copied image, a shared temporary directory), computes wrong losses and NaN without a word.
+    """Before ``torch.compile``: a compiler (or ConfigError), and a cache for this processor: torch 2.15
+    finds cached code by the graph alone; that for another processor's vectors computes NaN without a word.
     """
     if not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
         raise ConfigError("compute.compile needs a C++ compiler (g++, clang++ or CXX) on every node")

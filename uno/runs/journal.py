@@ -13,11 +13,9 @@ CHARTED = ("loss", "lr", "images_per_s", "skipped_steps")
 
 
 class Journal:
-    """Appends lines of metrics; TensorBoard events only where the run directory is a local path.
-
-    ``storage``: the run directory; None, on all ranks but the first, writes nothing. ``phase``: name of the
-    TensorBoard run of its numbers. ``step``: last step already trained; later lines of this phase, written by
-    a run that died or that was rolled back, are dropped.
+    """Appends lines of metrics; TensorBoard events only where the run directory is a local path. Without a
+    ``storage``, on all ranks but the first, nothing is written. Lines of ``phase`` after ``step``, of a run
+    that died or was rolled back, are dropped.
     """
 
     def __init__(self, storage: Storage | None, phase: str, step: int) -> None:
@@ -35,8 +33,8 @@ class Journal:
             self._storage.write(METRICS_FILE, "".join(json.dumps(e) + "\n" for e in kept).encode())
         if self._storage.is_local:
             # One directory per phase: purging hides every later step of the directory, whatever its name.
-            folder = self._storage.path(f"tensorboard/{self._phase}")
             # Without the suffix, two files of one second would have one name.
+            folder = self._storage.path(f"tensorboard/{self._phase}")
             self._events = SummaryWriter(folder, purge_step=step + 1, filename_suffix=f".{step}")
 
     def write(self, metrics: dict[str, Any]) -> None:
@@ -57,9 +55,7 @@ class Journal:
 
 
 class JournalTail:
-    """Follows ``metrics.jsonl`` while another process writes it, from what is there already; a look costs one
-    request where nothing is new.
-    """
+    """Follows ``metrics.jsonl`` while another process writes it; a look without news costs one request."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._size = storage, 0
@@ -67,9 +63,7 @@ class JournalTail:
         self.new_entries()
 
     def new_entries(self) -> list[dict[str, Any]]:
-        """Entries since the last look. After the file was rewound (a worker group started again or rolled
-        back), those that differ from what was seen.
-        """
+        """Entries since the last look; after the file was rewound, those that differ from what was seen."""
         size = self._storage.size(METRICS_FILE)
         if size == self._size:
             return []

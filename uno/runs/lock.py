@@ -1,9 +1,8 @@
 """One command at a time in a run directory: a claim that its holder renews, and that every write checks.
 
-It works on any storage, also on object stores without locks, and compares no clocks. A newcomer watches a
-claim that it finds: if it stays as it is for :data:`WATCH_S`, its holder was killed, and the newcomer's token
-replaces it. Whoever writes with the old one (workers that outlive their driver, a laptop that wakes up) is
-stopped. A write under way at that time can only spoil a checkpoint, which the manifest tells.
+It works on any storage and compares no clocks. A newcomer watches a claim that it finds: if it stays as it is
+for :data:`WATCH_S`, its holder was killed, and the newcomer's token replaces it. Whoever writes with the old
+one is stopped. A write under way at that time can only spoil a checkpoint, which the manifest tells.
 """
 
 import json
@@ -85,15 +84,13 @@ class Claim:
 
 @contextmanager
 def claim(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[Claim]:
-    """Hold the run directory ``storage`` for the duration of a ``with``; ConfigError: another command does.
-
-    ``on_wait`` gets one line where a claim is found whose holder may be dead.
+    """Hold the run directory ``storage``; ConfigError: another command does. ``on_wait`` gets one line where
+    a claim is found whose holder may be dead.
     """
     who, lives = holder(storage, on_wait) or ("", False)
     if lives:
-        raise ConfigError(
-            f"{storage.uri} is in use by {who}; wait for it, stop it, or choose another --output"
-        )
+        advice = "wait for it, stop it, or choose another --output"
+        raise ConfigError(f"{storage.uri} is in use by {who}; {advice}")
     mine = Claim(storage.uri)
     try:
         yield mine

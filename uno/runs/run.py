@@ -47,11 +47,9 @@ def pretrain_hash(config: Config) -> str:
 def run_phase(config: Config, name: str, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
     """Train one phase of a run, from its newest checkpoint; returns at once where it is finished.
 
-    Rotation: tell quarter turns of all training rows apart, what KCL to RS+ start from in their papers'
-    better rows (Gidaris et al. 2018). Those then freeze the encoder but for its last stage; here it goes on
-    learning. Pretraining: encoder and known head on the labeled rows (paper Sec. 4.1), after the rotation
-    epochs that the run may have. Discovery: from that encoder and its known prototypes, or from
-    ``config.model.weights``. Raises as :func:`uno.train.fit` and :func:`load_weights_`.
+    Rotation: tell quarter turns of all training rows apart (Gidaris et al. 2018), what KCL to RS+ start from;
+    their papers then freeze most of the encoder, it learns here. Pretraining: encoder and known head
+    on labeled rows (paper Sec. 4.1). Discovery: from those, or from ``config.model.weights``.
     """
     plan = plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
@@ -99,10 +97,8 @@ def _new_network(
 
 
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
-    """Carry the encoder over from ``config.model.weights`` or this run's pretraining.
-
-    Returns whether the known prototypes came along: not of a file, nor of another number of classes.
-    ConfigError: the weights do not fit this encoder. StorageError: there are none, or they cannot be read.
+    """Carry the encoder over from ``config.model.weights`` or this run's pretraining; returns whether the
+    known prototypes came along: not of a file, nor of another number of classes.
     """
     source = config.model.weights
     if source is not None and source.endswith(".safetensors"):
