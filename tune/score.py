@@ -25,9 +25,8 @@ from uno.config import Config
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task
 from uno.errors import ConfigError
-from uno.model import UnoModel
+from uno.model import UnoModel, forward
 from uno.results.evaluate import count, protocol_metrics
-from uno.results.forward import forward
 from uno.results.metrics import cluster_accuracy, confusion
 from uno.state import TrainState
 from uno.train import Worker

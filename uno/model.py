@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from uno.config import ModelConfig
+from uno.augment import eval_view
+from uno.config import Config, ModelConfig
 from uno.encoder import build_encoder
 from uno.heads import Prototypes, StackedProjector, unit
 
@@ -102,3 +103,20 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA's too
         return UnoModel(config, num_known, num_novel, novel_head)
+
+
+@torch.inference_mode()
+def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
+    """What ``model``, in eval mode, says of images uint8 (B, 3, S, S), on any device, under the evaluation
+    view: V = 1. Whoever looks at rows without training on them asks here.
+    """
+    assert not model.training
+    side = min(config.augment.large.size, images.shape[-1])
+    images = images.to(model.known.weight.device, non_blocking=True)
+    return model([eval_view(images, side, config.data.mean, config.data.std)])
+
+
+def features_of(model: UnoModel, images: Tensor, config: Config) -> Tensor:
+    """Pooled features z (N, D) float32, on the model's device, of images uint8 (N, 3, S, S), N >= 1."""
+    parts = [forward(model, part, config).features for part in images.split(config.train.eval_batch_size)]
+    return torch.cat([part[0].float() for part in parts if part is not None])

@@ -24,9 +24,8 @@ from uno.config import Config, ObjectiveConfig
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.methods.method import Method, forward_two_views, weight_or
-from uno.model import UnoModel
+from uno.model import UnoModel, features_of
 from uno.objective import labeled_loss
-from uno.results.forward import features_of
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
 from uno.steps import Batch, update_

@@ -1,11 +1,8 @@
 """What the outputs of a trained model are called, and what becomes of the discovered ones.
 
-``model/classes.json`` lists every output. A discovered class is a cluster until somebody looks at it:
-``classes.yaml`` in the run is where a person gives it a name, merges it into another class or drops it.
-
-The probability of a merged class is added to the class it was merged into. A dropped class is never
-predicted, but its probability is not handed to the others: a row that looks like a dropped class keeps a low
-``probability``, so that it can be told from a row of a real class.
+``model/classes.json`` lists them; ``classes.yaml`` is where a person names, merges or drops discovered ones.
+A merged class adds its probability to the other's. That of a dropped class is handed to nobody: a row that
+looks like one keeps a low ``probability``, and can be told from a row of a real class.
 """
 
 import difflib
@@ -83,10 +80,7 @@ def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
 
 
 def route(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
-    """Add the probabilities of merged classes up and take those of dropped ones away: (..., C) -> (..., C).
-
-    Rows sum to one minus the probability of the dropped classes.
-    """
+    """(..., C) -> (..., C): merged classes added up, dropped ones zero, and missing from the sum of a row."""
     if all(c.into == c.index for c in classes):
         return probabilities
     device = probabilities.device
@@ -104,11 +98,9 @@ def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
 def suggest(
     known: Tensor, novel: Tensor, features: Tensor, classes: Sequence[OutputClass]
 ) -> dict[int, Suggestion]:
-    """How similar every discovered class is to the others, from N rows of the unlabeled set: their cosines
-    ``known`` (N, C_l) and ``novel`` (N, K, of the best head), and ``features`` (N, D).
-
-    A known class is as similar as the mean cosine of the rows with its prototype; two discovered classes as
-    the cosine of their mean features.
+    """What is similar to every discovered class, by N unlabeled rows: known classes by the mean cosine of its
+    rows with them, ``known`` (N, C_l), discovered ones by the cosine of their mean ``features`` (N, D).
+    ``novel`` (N, K) are cosines of the best head.
     """
     num_known, predicted = known.shape[1], torch.cat([known, novel], dim=-1).argmax(dim=-1)
     members = F.one_hot(predicted, len(classes))[:, num_known:].float()  # (N, C_u)
@@ -161,11 +153,8 @@ def _comment(suggestion: Suggestion | None) -> str:
 
 
 def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str) -> list[OutputClass]:
-    """All ``classes`` of a model with the names and actions of an edited ``classes.yaml``, whose content is
-    ``data`` and whose path, for messages, ``where``.
-
-    Raises:
-        ConfigError: anything wrong with the file, in one line that names the class.
+    """All ``classes`` of a model under the names and actions of an edited ``classes.yaml``, ``data`` at
+    ``where``. ConfigError: anything wrong with it, in one line that names the class.
     """
     tree = parse_yaml(data, where)
     _check_keys(tree, ("model", "classes"), where)
@@ -173,7 +162,7 @@ def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_ha
         raise ConfigError(f"{where} was written for another model; move it away and run uno classes again")
     if not isinstance(tree.get("classes"), list):
         raise ConfigError(f"{where}: classes must be a list of entries with index, name and action")
-    novel = [c.index for c in classes if c.kind == "novel"]
+    novel, edited = [c.index for c in classes if c.kind == "novel"], list(classes)
     edits: dict[int, tuple[str, str]] = {}
     for number, entry in enumerate(tree["classes"], start=1):
         index, name, action = _entry(entry, f"{where}: entry {number}", novel)
@@ -186,10 +175,9 @@ def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_ha
     targets = {c.name: c.index for c in classes if c.kind == "known"}
     for index, (name, action) in edits.items():
         if action == "keep" and targets.setdefault(name, index) != index:
-            raise ConfigError(
-                f"{where}: two classes are named {name!r}; use action: merge into {name}, or another name"
-            )
-    edited, gone = list(classes), {name: action for name, action in edits.values()}
+            ways = f"use action: merge into {name}, or another name"
+            raise ConfigError(f"{where}: two classes are named {name!r}; {ways}")
+    gone = dict(edits.values())
     for index, (name, action) in edits.items():
         into = index if action == "keep" else None
         if action.startswith(MERGE):
@@ -214,8 +202,7 @@ def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]
         known = f"{min(novel)} to {max(novel)}"
         raise ConfigError(f"{where}: index must be that of a discovered class, {known}, got {index!r}")
     where = f"{where} (class {index})"
-    if type(name) is int:  # `name: 7` means the text
-        name = str(name)
+    name = str(name) if type(name) is int else name  # `name: 7` means the text
     if not isinstance(name, str):
         raise ConfigError(f"{where}: name must be text, got {name!r}; put it in quotes")
     name = name.strip()

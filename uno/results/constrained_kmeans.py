@@ -13,24 +13,21 @@ MAX_CELLS = 2**24  # distances held at a time: 64 MB in float32
 
 
 class Clusters(NamedTuple):
-    """Clusters of N rows; ``inertia`` is the sum of squared distances of all rows to their centres."""
+    """Clusters of N rows."""
 
     assignment: Tensor  # (N,) int64
     centers: Tensor  # (K, D), in the points' type
-    inertia: float
+    inertia: float  # sum of squared distances of all rows to their centres
 
 
 def constrained_kmeans(
     points: Tensor, fixed: Tensor, num_clusters: int, num_restarts: int, seed: int
 ) -> Clusters:
-    """The best of ``num_restarts`` runs by inertia; equal seeds give equal clusters on the same device.
+    """The best by inertia of ``num_restarts`` runs on ``points`` (N, D), finite floats.
 
-    Args:
-        points: (N, D) finite floats.
-        fixed: (N,) int64, on the points' device: the cluster a row must be in, or FREE. The fixed clusters
-            are 0 .. F - 1, every one with at least one row.
-        num_clusters: K, from F to F + the number of free rows. A cluster is empty in the result, never NaN,
-            only where the free rows have too few distinct values to fill it.
+    ``fixed`` (N,) int64, on their device: the cluster, of 0 .. F - 1, each with a row, that a row must be in,
+    or FREE. ``num_clusters`` K, from F to F + the free rows; one is empty, never NaN, only where the free
+    rows have too few distinct values.
     """
     generator, num_free = torch.Generator().manual_seed(seed), num_clusters - int(fixed.max()) - 1
     draws = torch.rand(num_free, num_restarts, generator=generator, dtype=torch.float64).T
@@ -39,9 +36,8 @@ def constrained_kmeans(
 
 
 def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
-    """(K, D) starts: means of the fixed rows first, then free rows drawn with probability proportional to
-    the squared distance to the nearest centre so far (k-means++, Arthur and Vassilvitskii, 2007), each by one
-    of the uniform ``draws`` (K - F,).
+    """(K, D) starts: means of the fixed rows, then free rows drawn by the squared distance to the nearest
+    centre so far (k-means++, Arthur and Vassilvitskii, 2007), each by one of the uniform ``draws`` (K - F,).
     """
     candidates = points[fixed == FREE]
     centers = _means(points, fixed, points.new_zeros(int(fixed.max()) + 1, points.shape[1]))
@@ -58,11 +54,10 @@ def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
 
 
 def lloyd(points: Tensor, fixed: Tensor, centers: Tensor, max_iters: int = 100) -> Clusters:
-    """Lloyd's iteration from ``centers`` (K, D) until no row moves.
+    """Lloyd's iteration from ``centers`` (K, D) until no row moves; ties go to the lower index.
 
-    A cluster that runs empty is re-seeded with the free row farthest from its own centre, each with another
-    row; a row that is alone in its cluster, or on its centre (up to rounding), is not taken. Ties go to the
-    lower index. Centres are the means of their rows; an empty cluster keeps its last centre.
+    Each cluster that runs empty gets the free row farthest from its centre, unless that is alone in its
+    cluster or, up to rounding, on its centre; else it keeps its last centre.
     """
     free = fixed == FREE
     rounding = 8 * torch.finfo(points.dtype).eps * float(points.square().sum(dim=1).max())
@@ -112,10 +107,8 @@ def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
 
 
 def silhouette(points: Tensor, assignment: Tensor, max_rows: int, seed: int) -> float:
-    """Mean silhouette (Rousseeuw, 1987), in [-1, 1], of at most ``max_rows`` rows drawn with ``seed``.
-
-    ``points`` (N, D), ``assignment`` (N,) int64. A row that is alone in its cluster counts 0, as does
-    everything where there is one cluster only.
+    """Mean silhouette (Rousseeuw, 1987), in [-1, 1], of at most ``max_rows`` rows (N, D) drawn with ``seed``,
+    in clusters (N,) int64. A row that is alone in its cluster counts 0, as does all with one cluster only.
     """
     from sklearn.metrics import silhouette_score
 

@@ -1,12 +1,10 @@
 """How many novel classes? From the known ones: hide some, and see which k finds them again (METHOD.md 8).
 
 After DTC (Han et al., ICCV 2019). Some known classes are held out as probes and the encoder is pretrained on
-the rest; some probe classes are anchors, whose rows are fixed to a cluster, the others validation classes,
-whose rows are as free as the unlabeled ones. The k at which clusters fit the validation classes best is how
-many classes the unlabeled rows hold. Unlike DTC (why: the record ``estimate-classes-digits``) k is chosen by
-:func:`class_f1`, which counts unlabeled rows in a validation class's cluster as mistakes, instead of accuracy
-and silhouette, both recorded; features are whitened, because a supervised encoder keeps few directions; and
-several class splits, with every choice of anchors in each, vote for an interval. Only known labels enter.
+the rest; some probe classes are anchors, whose rows are fixed to a cluster, the rows of the others are as
+free as the unlabeled ones: the k at which clusters fit these validation classes best is the answer. Unlike
+DTC (why: the record ``estimate-classes-digits``) k is chosen by :func:`class_f1` instead of accuracy and
+silhouette, features are whitened, and several class splits and choices of anchors vote for an interval.
 """
 
 import hashlib
@@ -30,8 +28,8 @@ from uno.config import Config, PhaseConfig, config_hash
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
+from uno.model import features_of
 from uno.results.constrained_kmeans import FREE, constrained_kmeans, silhouette
-from uno.results.forward import features_of
 from uno.results.metrics import Counts, cluster_accuracy, confusion
 from uno.runs import ESTIMATE_FILE, PRETRAIN, run
 from uno.train import LocalWorker
@@ -116,10 +114,8 @@ def estimate_num_novel(
     settings, num_unlabeled = settings or Settings(), len(train.unlabeled_images)
     present = sorted(set(train.labels.tolist()))
     if len(present) < MIN_KNOWN:
-        raise ConfigError(
-            f"estimating the number of classes needs at least {MIN_KNOWN} known classes with rows, "
-            f"there are {len(present)}; give --num-novel"
-        )
+        needs = f"estimating the number of classes needs at least {MIN_KNOWN} known classes with rows"
+        raise ConfigError(f"{needs}, there are {len(present)}; give --num-novel")
     if num_unlabeled < 2:
         raise ConfigError(f"{num_unlabeled} unlabeled rows: there is nothing to estimate")
     splits = class_splits(present, settings.num_splits, config.seed)
@@ -154,20 +150,19 @@ def _combine(
     splits: list[Split], ks: list[int], scores: Scores, known: Sequence[str], settings: Settings, key: str
 ) -> Estimate:
     described: list[dict[str, Any]] = []
-    all_roles: list[dict[str, Any]] = []
     for i, split in enumerate(splits):
         roles = []
-        for role, first in enumerate(scores[i, ks[0]]):
-            curves = {name: [scores[i, k][role][name] for k in ks] for name in CURVES}
-            anchors = [known[c] for c in first["anchors"]]
+        for found in zip(*(scores[i, k] for k in ks), strict=True):  # of a choice of anchors, at every k
+            curves = {name: [one[name] for one in found] for name in CURVES}
+            anchors = [known[c] for c in found[0]["anchors"]]
             roles.append({"anchors": anchors, "vote": largest_best(curves["f1"]), **curves})
         names = {part: [known[c] for c in classes] for part, classes in split._asdict().items()}
         described.append({**names, "roles": roles})
-        all_roles += roles
+    all_roles = [role for split in described for role in split["roles"]]
     means = {name: np.mean([role[name] for role in all_roles], axis=0).tolist() for name in CURVES}
     point = max(1, largest_best(means["f1"]))
-    low, high = interval([role["vote"] for role in all_roles], settings.quantile)
-    low, high = min(low, point), max(high, point)
+    ends = (point, *interval([role["vote"] for role in all_roles], settings.quantile))
+    low, high = min(ends), max(ends)
     k_acc, k_cvi = largest_best(means["acc"]), largest_best(means["cvi"])
     sizes = [role["sizes"] for i in range(len(splits)) for role in scores[i, min(point, ks[-1])]]
     clusters = [float(np.mean([sum(n > r * max(s) for n in s) for s in sizes])) for r in RATIOS]
@@ -198,9 +193,8 @@ def largest_best(curve: Sequence[float]) -> int:
 
 
 def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Split]:
-    """Splits of the known ``classes`` into pretraining and probe classes, all different, in random order: at
-    most as many as classes. A quarter of the classes are probes (paper: 20 of 80), at least 4 where 3 remain
-    to pretrain on, else what two leave. Roles go round, so every class is probed about equally often.
+    """Different splits of the known ``classes``, at most as many as classes. A quarter are probes (paper: 20
+    of 80), at least 4 where 3 remain to pretrain on, else what two leave; every class about equally often.
     """
     order = np.random.default_rng([seed, STREAM]).permutation(np.array(classes)).tolist()
     total = len(order)
@@ -227,7 +221,6 @@ def pretrain_split(
     train: TrainSet, settings: Settings, device: str, job: tuple[Split, Config, str]
 ) -> Features:
     """Pretrain on the classes of a split and take the features of all the other rows; kept in its folder.
-
     ``job``: the split, the configuration of its pretraining, the folder's URI.
     """
     split, config, uri = job
@@ -297,9 +290,8 @@ def score_clusters(
             unlabeled = np.bincount(found[(labels == FREE).numpy()], minlength=num_clusters)
             f1 = class_f1(table, np.bincount(found, minlength=num_clusters))
             cvi = silhouette(points[free], clusters[free], settings.silhouette_rows, seed)
-            sizes = sorted(unlabeled.tolist(), reverse=True)
-            acc = cluster_accuracy(table)
-            results.append({"anchors": anchors, "f1": f1, "acc": acc, "cvi": cvi, "sizes": sizes})
+            more = {"acc": cluster_accuracy(table), "sizes": sorted(unlabeled.tolist(), reverse=True)}
+            results.append({"anchors": anchors, "f1": f1, "cvi": cvi, **more})
     return results
 
 

@@ -32,8 +32,8 @@ CHECK_ROWS = (1, 3, 8)  # batch sizes of the check; the example that is traced h
 
 
 def export(model: Classifier, format: str) -> bytes:
-    """``model`` as a file of ``format`` (one of :data:`FORMATS`), loaded again and checked. ConfigError:
-    unknown format, or packages missing; NumericsError: the file computes something else than the model.
+    """``model`` as a file of a format of :data:`FORMATS`. ConfigError: unknown format, or packages missing;
+    NumericsError: the file, loaded again, computes something else than the model.
     """
     if format not in FORMATS:
         raise ConfigError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")
@@ -46,11 +46,7 @@ def can_check_onnx() -> bool:
 
 
 class Program(nn.Module):
-    """Images -> probabilities in one module, without anything of this project but its weights.
-
-    ``forward(images)``: uint8 (B, 3, S, S), values 0-255, RGB -> (B, C) float32: the probabilities that
-    ``uno predict`` reports, merged classes added up, dropped ones zero.
-    """
+    """Images, uint8 (B, 3, S, S) RGB -> the probabilities (B, C) float32 of ``uno predict``."""
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()
@@ -210,10 +206,7 @@ encoder.maxpool = torch.nn.Identity()
 
 
 def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """``model/README.md``: what the model is, what was measured, what it cannot do, how to load it.
-
-    ``facts`` are more lines, {"Data": "digits, fingerprint ..."}; ``metrics`` flat, whichever there are.
-    """
+    """``model/README.md``; ``facts`` are more lines of it, ``metrics`` flat, whichever there are."""
     config, net, data = model.config, model.config.model, model.config.data
     if net.encoder == "resnet_small":
         encoder = f"resnet_small, width {net.width}, {net.blocks} block(s) a stage"

@@ -24,9 +24,8 @@ from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.errors import StorageError, one_line
 from uno.methods.registry import build_network
-from uno.model import Logits, UnoModel
+from uno.model import Logits, UnoModel, forward
 from uno.results.classes import OutputClass, dump_classes, parse_classes, route
-from uno.results.forward import forward
 from uno.results.metrics import confusion, hungarian
 from uno.state import with_prefix
 
@@ -99,9 +98,8 @@ def score(
 ) -> Scores:
     """Cosines of B images under one view -> what ``best_head`` says, and how many heads say the same.
 
-    The probabilities are the softmax over [known, novel] outputs of the best head at the training temperature
-    (Eq. 1), with merged classes added up and dropped ones left out. Every other head votes the same way, its
-    clusters renumbered by ``alignment``; the best head counts, so agreement is at least 1 / H.
+    The probabilities are its softmax over [known, novel] outputs at the training temperature (Eq. 1), routed.
+    All heads vote, their clusters renumbered by ``alignment``: agreement is at least 1 / H.
     """
     assert logits.novel is not None and logits.features is not None
     known, novel = logits.known[0], logits.novel[0]  # (B, C_l), (H, B, K)
@@ -115,9 +113,7 @@ def score(
     entropy = torch.special.entr(probabilities).sum(dim=-1)
     if any(c.into is None for c in classes):
         entropy = entropy + torch.special.entr((1 - probabilities.sum(dim=-1)).clamp(min=0))
-    agreement = (votes == class_index).float().mean(dim=0)
-    if alignment is None:
-        agreement = torch.full_like(agreement, torch.nan)
+    agreement = (votes == class_index).float().mean(dim=0) if alignment is not None else first * torch.nan
     known_mass = probabilities[:, : known.shape[1]].sum(dim=-1)
     features = logits.features[0].float()
     return Scores(class_index, first, first - second, entropy, agreement, known_mass, probabilities, features)
@@ -139,9 +135,9 @@ def save_model(
     """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns what it holds."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    classes = [OutputClass(i, name, "known", i) for i, name in enumerate(known)]
-    for i in range(module.num_novel):
-        classes.append(OutputClass(len(classes), f"novel-{i + 1}", "novel", len(classes)))
+    named = [(name, "known") for name in known]
+    named += [(f"novel-{i + 1}", "novel") for i in range(module.num_novel)]
+    classes = [OutputClass(i, name, kind, i) for i, (name, kind) in enumerate(named)]
     files = {
         "encoder.safetensors": safetensors.torch.save(with_prefix(weights, "encoder.")),
         "heads.safetensors": safetensors.torch.save(heads, {"best_head": str(best_head)}),
@@ -163,8 +159,8 @@ def model_folder(storage: Storage) -> str:
     for folder in ("model/", ""):
         if storage.exists(f"{folder}classes.json"):
             return folder
-    found = f"{storage.uri} holds no trained model (no model/classes.json)"
-    raise StorageError(f"{found}: run uno discover first")
+    missing = "holds no trained model (no model/classes.json): run uno discover first"
+    raise StorageError(f"{storage.uri} {missing}")
 
 
 def read_model_files(storage: Storage) -> dict[str, bytes]:
@@ -200,8 +196,7 @@ def build_classifier(
         RuntimeError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError,
         safetensors.SafetensorError,
     ) as error:  # fmt: skip
-        what = f"the model's files are damaged or do not belong together: {one_line(error)}"
-        raise StorageError(what) from None
+        raise StorageError(f"model files are damaged or do not belong together: {one_line(error)}") from None
     data, side = config.data, config.augment.large.size
     transform = [data.store_size, side, data.mean, data.std, config.objective.temperature]
     digest = hashlib.sha256(json.dumps(transform).encode())
@@ -229,8 +224,8 @@ def score_rows(
 def sample_logits(
     model: Classifier, decode: Decode, rows: np.ndarray, limit: int = SAMPLE_ROWS
 ) -> tuple[np.ndarray, Logits] | None:
-    """What the model says of at most ``limit`` of ``rows`` int64 (N,), evenly spaced, under one view: the
-    numbers of those that can be read, and their :class:`Logits` on the CPU; None where there are none.
+    """Of at most ``limit`` of ``rows`` int64 (N,), evenly spaced: the numbers of those that can be read, and
+    their :class:`Logits` on the CPU; None where there are none.
     """
     num, size = min(limit, len(rows)), model.batch_rows
     chosen = rows[np.arange(num) * len(rows) // max(num, 1)]
@@ -248,8 +243,8 @@ def sample_logits(
 
 
 def with_alignment(model: Classifier, storage: Storage, decode: Decode, unlabeled: np.ndarray) -> Classifier:
-    """``model`` with its heads aligned on a sample of the ``unlabeled`` training rows int64 (N_u,), and that
-    kept in the run's ``classes.json``; as it is where it has been done, or no row can be read.
+    """``model``, its heads aligned on the ``unlabeled`` training rows int64 (N_u,), as ``classes.json`` then
+    says; as it is where it has been done, or no row can be read.
     """
     sample = sample_logits(model, decode, unlabeled) if model.alignment is None else None
     if sample is None or sample[1].novel is None:

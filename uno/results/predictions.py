@@ -1,7 +1,7 @@
 """The table of predictions: one row for every input, in input order, in ``predictions.parquet``.
 
-While it is being made, finished shards of 512 rows wait in ``_shards/``; the same command continues with the
-missing ones. The last step joins them and removes them; the schema's metadata says what it was made from.
+Finished shards of 512 rows wait in ``_shards/`` for the last step, which joins them; the same command goes on
+with the missing ones. The schema's metadata says what the table was made from.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def predict_rows(
     model: Classifier, decode: Decode, writer: PredictionWriter,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:  # fmt: skip
-    """Classify the rows that ``writer`` still lacks, here, and finish the table; ``on_progress`` gets (rows
-    done, N) after every batch. Memory is that of a few batches and one shard.
-    """
+    """Classify what ``writer`` lacks, here, and finish; ``on_progress`` gets (rows done, N) after a batch."""
     for index, reasons, scores in score_rows(model, decode, writer.batches(model.batch_rows)):
         writer.add(result_table(index, reasons, scores, writer.embedding))
         on_progress(writer.num_done, writer.num_rows)
@@ -91,10 +89,8 @@ def result_table(
 
 
 class PredictionWriter:
-    """Collects results of ``model`` for ``rows`` in any order, stores whole shards, joins them.
-
-    ``embedding``: rows carry the features. ``replace``: predictions of something else are overwritten; else
-    they are refused with a ConfigError, as anybody else's Parquet file always is.
+    """Collects results of ``model`` for ``rows``, with features if ``embedding``, and joins them.
+    ConfigError: there are predictions of something else, and not ``replace``, or another's Parquet file.
     """
 
     def __init__(
@@ -122,16 +118,15 @@ class PredictionWriter:
             yield from (rows[start : start + max_rows] for start in range(0, len(rows), max_rows))
 
     def add(self, results: pa.Table) -> None:
-        """Take a :func:`result_table` of pending rows; a shard is stored as soon as it is whole."""
-        shards = results["row"].to_numpy() // SHARD_ROWS
-        for shard in np.unique(shards).tolist():
-            parts = self._parts.setdefault(shard, [])
-            parts.append(results.filter(pa.array(shards == shard)))
-            if sum(map(len, parts)) >= len(self._rows_of(shard)):
-                table = pa.concat_tables(self._parts.pop(shard)).sort_by("row")
-                assert table["row"].to_pylist() == list(self._rows_of(shard))
-                with self._storage.create(SHARD.format(shard)) as stream:
-                    pq.write_table(self._complete(table), stream, compression="zstd")
+        """Take the :func:`result_table` of one of :meth:`batches`; a shard is stored once it is whole."""
+        shard = results["row"][0].as_py() // SHARD_ROWS
+        parts = self._parts.setdefault(shard, [])
+        parts.append(results)
+        if sum(map(len, parts)) >= len(self._rows_of(shard)):
+            table = pa.concat_tables(self._parts.pop(shard)).sort_by("row")
+            assert table["row"].to_pylist() == list(self._rows_of(shard))
+            with self._storage.create(SHARD.format(shard)) as stream:
+                pq.write_table(self._complete(table), stream, compression="zstd")
         self.num_done += len(results)
 
     def finish(self) -> Summary:
@@ -215,9 +210,7 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
 
 
 def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
-    """Put the names of ``classes`` into ``predictions.parquet``; nothing else changes. False: that is not
-    enough, as there is no table, or other classes were merged or dropped when it was made.
-    """
+    """Put the names of ``classes`` into the table. False: there is none, or other classes were merged."""
     found = read_identity(storage)
     if found is None or found["routes"] != hashes(classes)["routes"]:
         return False

@@ -11,7 +11,7 @@ from tests.uno.methods import toy
 from tests.uno.small_run import batches_of, check_resumes, fresh_state, small_config, small_sets
 from uno.errors import ConfigError
 from uno.methods import dtc, registry
-from uno.results.forward import features_of
+from uno.model import features_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
