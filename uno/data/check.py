@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -11,13 +12,11 @@ from uno.config import Config
 from uno.data.decode import MAX_BYTES, BadImage, read_header
 from uno.data.files import is_uri, read_bytes
 from uno.data.plan import make_plan, make_pretrain_plan
-from uno.data.rows import Files, Image, base, content_of
+from uno.data.rows import Files, base, content_of
 from uno.data.splits import Task
 from uno.errors import ConfigError
 
-MIN_ROWS_PER_CLUSTER = 2.6
-"""Unlabeled rows per novel class and batch below which pseudo-labels suffer: with good features .90 of their
-mass is right at 2.6, .99 at 5, .61 at 1 (METHOD section 4)."""
+MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer (METHOD section 4)
 MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
 
@@ -103,15 +102,14 @@ def _of_classes(task: Task) -> Iterator[Problem]:
 
 def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
     labeled, unlabeled = (int((task.is_train & ((task.labels >= 0) == kind)).sum()) for kind in (True, False))
-    num_novel, size, workers = task.num_novel, config.train.batch_size, max(1, config.compute.workers)
+    num_novel, size, workers = task.num_novel, config.train.batch_size, config.compute.workers
     factor = max(1, config.model.overcluster_factor)
+    few = f"{unlabeled} unlabeled rows are fewer than the"
     if unlabeled < num_novel:
-        text = f"{unlabeled} unlabeled rows are fewer than the {num_novel} classes to discover"
-        yield Problem("error", text)
+        yield Problem("error", f"{few} {num_novel} classes to discover")
     elif unlabeled < num_novel * factor:
-        text = f"{unlabeled} unlabeled rows are fewer than the {num_novel * factor} clusters of an "
-        text += f"overclustering head; lower --model.overcluster-factor (now {factor})"
-        yield Problem("warning", text)
+        text = f"{few} {num_novel * factor} clusters of an overclustering head"
+        yield Problem("warning", f"{text}; lower --model.overcluster-factor (now {factor})")
     try:
         make_pretrain_plan(config.seed, size, labeled, workers)
         plan = make_plan(config.seed, config.data.composition, size, labeled, unlabeled, workers)
@@ -130,11 +128,10 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
 
 def _headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Headers of a sample of rows, and the reasons of the unreadable ones with their ids."""
-    headers, bad = [], []
-    num = min(NUM_HEADERS, len(task.rows))
-    for row in np.arange(num) * len(task.rows) // max(num, 1):
+    headers, bad, num = [], [], min(NUM_HEADERS, len(task.rows))
+    for row in (np.arange(num) * len(task.rows) // max(num, 1)).tolist():
         try:
-            headers.append(read_header(task.rows.images[int(row)]))
+            headers.append(read_header(task.rows.images[row]))
         except BadImage as error:
             bad.append(f"{task.rows.ids[row]}: {error}")
     return headers, bad
@@ -169,22 +166,18 @@ def _copies(task: Task) -> tuple[list[list[int]], bool]:
     groups: dict[bytes, list[int]] = defaultdict(list)
     left = MAX_HASHED_BYTES
     for row in np.flatnonzero(candidates).tolist():
-        content = _content(images[int(index[row])])
+        image, content = images[int(index[row])], b""
+        with suppress(OSError):  # decoding reports it
+            if not isinstance(image, str):
+                content = content_of(image)
+            elif not is_uri(image):
+                content = read_bytes(image, MAX_BYTES)
         left -= len(content)
         if left < 0:
             break
         if content:
             groups[hashlib.blake2b(content, digest_size=16).digest()].append(row)
     return [group for group in groups.values() if len(group) > 1], left >= 0
-
-
-def _content(image: Image) -> bytes:
-    try:
-        if isinstance(image, str):
-            return b"" if is_uri(image) else read_bytes(image, MAX_BYTES)
-        return content_of(image)
-    except OSError:
-        return b""  # decoding reports it
 
 
 def _printable(name: str) -> str:

@@ -46,14 +46,11 @@ def read_cifar(layout: Layout, path: str, download: bool) -> Rows:
         raise ConfigError(f"{meta}: expected {layout.num_classes} different class names")
     batches = {file: _batch(layout, filesystem.join(root, file)) for file in (*layout.train, *layout.test)}
     rows = [(file, i, label) for file, (_, labels) in batches.items() for i, label in enumerate(labels)]
-    return Rows(
-        ids=[f"{file}#{i}" for file, i, _ in rows],
-        images=np.concatenate([pixels for pixels, _ in batches.values()]),
-        labels=[names[label] for *_, label in rows],
-        split=np.array(["train" if file in layout.train else "test" for file, *_ in rows]),
-        source=f"{layout.prefix}:{path}",
-        class_names=tuple(names),
-    )
+    ids = [f"{file}#{i}" for file, i, _ in rows]
+    images = np.concatenate([pixels for pixels, _ in batches.values()])
+    split = np.array(["train" if file in layout.train else "test" for file, *_ in rows])
+    labels: list[str | None] = [names[label] for *_, label in rows]
+    return Rows(ids, images, labels, split, f"{layout.prefix}:{path}", tuple(names))
 
 
 def _find(layout: Layout, path: str, download: bool) -> str:

@@ -184,8 +184,7 @@ class BadRows:
 
     def sync(self, device: torch.device) -> None:
         """Tell each other, all workers at the same time, and list the rows as :func:`check_bad`."""
-        new = torch.tensor([float(len(self._reasons) > self._synced)], device=device)
-        if not collectives.sum_(new):
+        if not collectives.sum_(torch.tensor([float(len(self._reasons) > self._synced)], device=device)):
             return
         flags = torch.zeros(len(self._ids), device=device)
         flags[torch.tensor(list(self._reasons), dtype=torch.int64, device=device)] = 1
@@ -258,10 +257,8 @@ def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]
     """The picture with its header checked, a JPEG at the scale for ``side``; errors inside are BadImages."""
     try:
         data = read_bytes(image, MAX_BYTES) if isinstance(image, str) else bytes(image)
-        if not data:
-            raise BadImage("no image data")
-        if len(data) > MAX_BYTES:
-            raise BadImage(f"larger than {MAX_BYTES} bytes")
+        if not 0 < len(data) <= MAX_BYTES:
+            raise BadImage(f"larger than {MAX_BYTES} bytes" if data else "no image data")
         with Pillow.open(BytesIO(data), formats=FORMATS) as picture:
             width, height = picture.size
             if not 0 < width * height <= MAX_PIXELS:

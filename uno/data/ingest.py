@@ -18,11 +18,8 @@ Ingest = Literal["resident", "streaming"]
 def choose(
     config: Config, num_rows: int, host_bytes: int, device_bytes: int | None, method_needs_images: bool
 ) -> tuple[Ingest, str]:
-    """The way in for ``num_rows`` images, and a sentence that says why.
-
-    ``host_bytes``: free memory of this node, where every worker is taken to be and keeps a copy, as Ray
-    does. ``device_bytes``: of a GPU, None on the CPU. ``method_needs_images``: it reads them other
-    than in training batches, and streaming is refused.
+    """The way in for ``num_rows`` images, and a sentence that says why. ``host_bytes`` are free on this node,
+    where every worker and Ray keep a copy, ``device_bytes`` on a GPU.
     """
     needed = num_rows * 3 * config.data.store_size**2
     copies = config.compute.workers + 1 if config.compute.workers else 1

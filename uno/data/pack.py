@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,7 @@ GROUP_BYTES = 8 * 2**20
 GROUP_ROWS = 500
 WINDOW_SHARDS = 4  # of a Parquet source, mixed at once
 FORMAT = 1
+BadRow = dict[str, str]
 
 
 class Packed(NamedTuple):
@@ -41,17 +42,11 @@ class Packed(NamedTuple):
 
 
 def pack(
-    rows: Rows,
-    labeled: np.ndarray,
-    output: Storage,
-    shard_bytes: int,
-    threads: int,
+    rows: Rows, labeled: np.ndarray, output: Storage, shard_bytes: int, threads: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Packed:
-    """Write ``rows`` to ``output``, which is empty or begun by the same call, in shards of about
-    ``shard_bytes``. Every image is decoded once by ``threads``; unreadable ones are listed, not written.
-
-    ``labeled`` bool (N,): what training will see as labeled. ``on_progress`` gets (rows done, N).
+) -> Packed:  # fmt: skip
+    """Write ``rows``, ``labeled`` bool (N,) or not, to ``output``, which is empty or begun by the same call,
+    in shards of about ``shard_bytes``. Unreadable images are listed, not written.
     """
     shards = _shards(rows, labeled, shard_bytes)
     digest = hashlib.sha256()  # of the rows of every row group: other options put other rows there
@@ -60,7 +55,7 @@ def pack(
     plan = {"format": FORMAT, "fingerprint": rows.fingerprint, "rows": len(rows), "shards": list(shards)}
     plan["groups_sha256"] = digest.hexdigest()
     _claim(output, plan)
-    bad, done = [], 0  # type: list[dict[str, str]], int
+    bad, done = [], 0  # type: list[BadRow], int
     with ThreadPoolExecutor(threads) as pool:
         for name, groups in shards.items():
             found = _bad_of(output, name)
@@ -78,38 +73,30 @@ def pack(
 
 def _claim(output: Storage, plan: dict[str, Any]) -> None:
     if output.exists(PACKING):
-        try:
-            found = json.loads(output.read(PACKING))
-        except ValueError:
-            found = {}
+        found = json_at(output.read(PACKING)) or {}
         if {name: found.get(name) for name in plan} != plan:
-            what = "another pack (other data or options)"
-            raise ConfigError(f"{output.uri} holds {what}; choose another --output")
+            fix = "choose another --output"
+            raise ConfigError(f"{output.uri} holds another pack (other data or options); {fix}")
     elif output.list():
         raise ConfigError(f"{output.uri} is not empty; choose another --output")
     else:
         output.write(PACKING, json.dumps({**plan, "finished": False}, indent=1).encode())
 
 
-def _bad_of(output: Storage, name: str) -> list[dict[str, str]] | None:
+def _bad_of(output: Storage, name: str) -> list[BadRow] | None:
     """The unreadable rows that a finished shard lists, None where there is no whole shard."""
-    if not output.exists(name):
-        return None
     try:
-        schema = pa.parquet.read_schema(io.BytesIO(output.read(name)))
+        schema = pa.parquet.read_schema(io.BytesIO(output.read(name) if output.exists(name) else b""))
     except pa.ArrowException:
         return None
-    found: list[dict[str, str]] | None = json_at((schema.metadata or {}).get(PACKED.encode(), ""), "bad")
-    return found
+    return cast(list[BadRow] | None, json_at((schema.metadata or {}).get(PACKED.encode(), ""), "bad"))
 
 
 def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list[np.ndarray]]:
     """File name -> its row groups, each int64 row numbers."""
-    sizes = _sizes(rows)
-    shards: dict[str, list[np.ndarray]] = {}
+    sizes, shards = _sizes(rows), {}  # type: np.ndarray, dict[str, list[np.ndarray]]
     for split in ("train", "test"):
-        files: list[list[np.ndarray]] = []
-        filled = shard_bytes
+        files, filled = [], shard_bytes  # type: list[list[np.ndarray]], int
         for kind in (True, False):
             members = np.flatnonzero((rows.split == split) & (labeled == kind))
             for group in _groups(_order(rows, members, sizes, shard_bytes), sizes):
@@ -155,9 +142,7 @@ def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
         yield order[start:]
 
 
-def _shard(
-    rows: Rows, groups: list[np.ndarray], pool: ThreadPoolExecutor
-) -> tuple[bytes, list[dict[str, str]]]:
+def _shard(rows: Rows, groups: list[np.ndarray], pool: ThreadPoolExecutor) -> tuple[bytes, list[BadRow]]:
     """The content of a file, and the rows that are not in it."""
     order = np.concatenate(groups)
     with quiet():
@@ -176,15 +161,10 @@ def _shard(
     with pa.parquet.ParquetWriter(sink, schema, **options) as writer:
         for group in groups:
             kept = [row for row in group.tolist() if row not in reasons]
-            labels = [rows.labels[row] for row in kept]
-            columns: list[Any] = [
-                [rows.ids[row] for row in kept],
-                [encoded[row] for row in kept],
-                [number.get(label) for label in labels] if number else labels,
-                rows.split[kept].tolist(),
-            ]
-            if rows.eval_labels is not None:
-                columns.append([rows.eval_labels[row] for row in kept])
+            stored: list[Any] = [rows.ids, encoded, rows.labels, rows.split, rows.eval_labels]
+            columns = [[column[row] for row in kept] for column in stored if column is not None]
+            if number:
+                columns[2] = [number.get(label) for label in columns[2]]
             if kept:
                 writer.write_table(pa.table(columns, schema=schema))
     return sink.getvalue(), bad
@@ -206,7 +186,7 @@ def _encode(image: Image) -> bytes | str:
     return bytes(content)
 
 
-def _schema(rows: Rows, bad: list[dict[str, str]]) -> pa.Schema:
+def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
     label = pa.int64() if rows.class_names else pa.string()
     fields = [("id", pa.string()), ("image", pa.binary()), ("label", label), ("split", pa.string())]
     if rows.eval_labels is not None:

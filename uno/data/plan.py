@@ -18,15 +18,13 @@ LABELED, UNLABELED, PRETRAIN, AUGMENT, ROTATION = 0, 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that fixes the rows of every batch: set sizes, batch sizes, steps of an epoch."""
+    """Everything that fixes the rows of every batch: set sizes, B_l and B_u of the global batch, steps."""
 
     seed: int
     num_labeled: int
     num_unlabeled: int
     labeled_size: int
-    """B_l of the global batch."""
     unlabeled_size: int
-    """B_u of the global batch; 0 in pretraining."""
     steps_per_epoch: int
     labeled_stream: int = LABELED
 
@@ -34,12 +32,11 @@ class Plan:
 def make_plan(
     seed: int, composition: str, batch_size: int, num_labeled: int, num_unlabeled: int, num_workers: int = 1
 ) -> Plan:
-    """The plan of the discovery phase. ``batch_size`` is global, in images; the workers do not change what it
-    is made of, B_l + B_u, and must divide both.
+    """The plan of the discovery phase; the workers must divide B_l and B_u of the global ``batch_size``.
 
     ``proportional``: B_l : B_u nearest to N_l : N_u, at least one each; an epoch has every row at most once.
     ``paired``: half and half; the longer set once, the shorter cycles. Rows that do not fill a batch are left
-    out of that epoch. Any other size is a ConfigError with the nearest ones that work.
+    out of that epoch. A size that does not work is a ConfigError with the nearest ones that do.
     """
     if num_labeled < 1 or num_unlabeled < 1:
         found = f"{num_labeled} labeled, {num_unlabeled} unlabeled rows"
@@ -94,10 +91,7 @@ def epoch_indices(
     seed: int, epoch: int, num_rows: int, rows_needed: int, stream: int,
     groups: np.ndarray | None = None, window_rows: int = 1,
 ) -> np.ndarray:  # fmt: skip
-    """int64 (rows_needed,): fresh permutations of ``num_rows``, one per cycle, concatenated and cut.
-
-    Rows in row groups ``groups`` int64 (num_rows,) are permuted by :func:`by_windows`.
-    """
+    """int64 (rows_needed,): fresh permutations of ``num_rows``, of row ``groups`` by :func:`by_windows`."""
     order = [np.empty(0, np.int64)]
     for cycle in range(-(-rows_needed // max(1, num_rows))):
         random = np.random.default_rng([seed, stream, epoch, cycle])
@@ -124,10 +118,8 @@ def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Genera
 
 
 class Order:
-    """Rows of each step for worker ``rank`` of ``world_size``: its contiguous share of every global batch.
-
-    Images in row ``groups``, int64 (N_l,) and (N_u,), are read in windows of ``window_rows`` at least, and a
-    worker has a contiguous share of every epoch.
+    """Rows of each step for worker ``rank`` of ``world_size``: its contiguous share of every global batch, or
+    of every epoch where images in row ``groups``, int64 (N_l,) and (N_u,), are read in windows.
     """
 
     def __init__(
@@ -152,14 +144,12 @@ class Order:
     def _rows_of_epoch(self, epoch: int) -> list[np.ndarray]:
         """This worker's labeled (steps, B_l/W) and unlabeled (steps, B_u/W) rows."""
         plan, steps, workers = self._plan, self._plan.steps_per_epoch, self._world_size
+        labeled, unlabeled = self._groups or (None, None)
         kinds = (
-            (plan.num_labeled, steps * plan.labeled_size, plan.labeled_stream),
-            (plan.num_unlabeled, steps * plan.unlabeled_size, UNLABELED),
+            (plan.num_labeled, steps * plan.labeled_size, plan.labeled_stream, labeled),
+            (plan.num_unlabeled, steps * plan.unlabeled_size, UNLABELED, unlabeled),
         )
-        orders = [
-            epoch_indices(plan.seed, epoch, *kind, groups, self._window_rows)
-            for kind, groups in zip(kinds, self._groups or (None, None), strict=True)
-        ]
+        orders = [epoch_indices(plan.seed, epoch, *kind, self._window_rows) for kind in kinds]
         if self._groups is None:
             return [order.reshape(steps, workers, -1)[:, self._rank] for order in orders]
         return [order.reshape(workers, steps, -1)[self._rank] for order in orders]

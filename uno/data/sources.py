@@ -38,19 +38,13 @@ INPUT_READERS: dict[str, Reader] = READERS | {
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
-def read_rows(config: DataConfig) -> Rows:
-    """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given; anything
-    wrong with them is a ConfigError, one line that names the path or field.
-    """
-    return _read(config, READERS)
-
-
 def read_inputs(config: DataConfig) -> Rows:
     """The rows of a source to predict: every image of a folder, every row of a table, labeled or not."""
-    return _read(config, INPUT_READERS)
+    return read_rows(config, INPUT_READERS)
 
 
-def _read(config: DataConfig, readers: dict[str, Reader]) -> Rows:
+def read_rows(config: DataConfig, readers: dict[str, Reader] = READERS) -> Rows:
+    """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given."""
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(filesystem.normal(config.labeled), filesystem.normal(config.unlabeled))
     source = config.source.strip()
@@ -76,10 +70,9 @@ def recognise(path: str) -> str:
     """Name of the reader for an existing file or folder, by its content."""
     if filesystem.kind(path) == "file":
         suffix = os.path.splitext(filesystem.split(path)[1])[1].lower()
-        names = {".parquet": "parquet", ".csv": "table", ".jsonl": "table"}
-        if suffix not in names:
+        if suffix not in (".parquet", ".csv", ".jsonl"):
             raise ConfigError(f"{path}: a file source must end in .parquet, .csv or .jsonl")
-        return names[suffix]
+        return "parquet" if suffix == ".parquet" else "table"
     folders, files = children(path)
     cifar = [c.prefix for c in (CIFAR10, CIFAR100) if c.folder in folders or {c.meta, *c.train} <= set(files)]
     if len(cifar) > 1:
@@ -105,13 +98,8 @@ def read_digits() -> Rows:
     split = np.full(len(grey), "train")
     for value in range(10):
         split[np.flatnonzero(digits.target == value)[4::5]] = "test"
-    return Rows(
-        ids=[f"digits-{i:04d}" for i in range(len(grey))],
-        images=np.repeat(grey[..., None], 3, axis=3),
-        labels=[str(value) for value in digits.target],
-        split=split,
-        source="digits",
-    )
+    ids, images = [f"digits-{i:04d}" for i in range(len(grey))], np.repeat(grey[..., None], 3, axis=3)
+    return Rows(ids, images, [str(value) for value in digits.target], split, "digits")
 
 
 def read_folder(root: str) -> Rows:
@@ -140,19 +128,14 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
         raise ConfigError(f"--labeled {labeled}: {found}")
     files = [rows.images for rows in (known, others) if isinstance(rows.images, Files)]
     images = Files(pa.concat_arrays([f.column for f in files]), np.concatenate([f.sizes for f in files]))
-    return Rows(
-        ids=[f"labeled/{name}" for name in known.ids] + [f"unlabeled/{name}" for name in others.ids],
-        images=images,
-        labels=known.labels + others.labels,
-        split=np.concatenate([known.split, others.split]),
-        source=f"folders:{labeled}+{unlabeled}",
-        notes=known.notes,
-    )
+    ids = [f"labeled/{name}" for name in known.ids] + [f"unlabeled/{name}" for name in others.ids]
+    labels, split = known.labels + others.labels, np.concatenate([known.split, others.split])
+    return Rows(ids, images, labels, split, f"folders:{labeled}+{unlabeled}", notes=known.notes)
 
 
 def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
-    """train/ and val/ with wnid subfolders. With ``use_split`` the novel classes are those of ``split`` ('A',
-    'B' or 'C'), the known ones all that are not held out; else all are kept and none is declared known.
+    """train/ and val/ with wnid subfolders. ``use_split``: the novel classes are those of ``split`` 'A', 'B'
+    or 'C', the known ones all that are not held out; else all are kept and none is declared known.
     """
     folders, _ = children(_directory(root))
     if "train" not in folders:
@@ -186,8 +169,7 @@ def is_wnid(name: str) -> bool:
 
 def imagenet_wnids(file: str) -> list[str]:
     """The wnids of one of the package's lists, e.g. 'held_out_118' or 'novel_30_A'."""
-    text = resources.files("uno.data").joinpath("imagenet_splits", f"{file}.txt").read_text("utf-8")
-    return text.split()
+    return (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt").read_text("utf-8").split()
 
 
 def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
@@ -220,10 +202,8 @@ def _rows(kept: list[tuple[Found, str | None, str]], source: str, *notes: str) -
         root = source.partition(":")[2]
         raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}")
     found, labels, split = zip(*kept, strict=True)
-    ids, images = (
-        [shown(f.relative) for f in found],
-        Files.of([f.path for f in found], [f.size for f in found]),
-    )
+    ids = [shown(f.relative) for f in found]
+    images = Files.of([f.path for f in found], [f.size for f in found])
     return Rows(ids, images, list(labels), np.array(split), source, notes=notes)
 
 

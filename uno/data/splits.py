@@ -1,8 +1,7 @@
 """Which classes are known and which rows are labeled: Rows -> Task.
 
-A row without a label is unlabeled, and the known classes are the distinct labels of the training rows. In
-benchmark mode (``known_classes``, or a source that declares its known classes) the other labels are hidden:
-they move to ``eval_labels``, which only evaluation reads.
+The known classes are the distinct labels of the training rows; where ``known_classes`` or the source declares
+them (benchmark mode), other labels are hidden: they move to ``eval_labels``, which only evaluation reads.
 """
 
 import difflib
@@ -48,9 +47,7 @@ class Task:
 
 
 def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
-    """What training may know of a task: rows of its ``labeled`` and ``unlabeled`` images, int64 each, the
-    known ``labels`` of the former, and the numbers of classes. ``ok`` bool (N,): which images have pixels.
-    """
+    """What training may know of a task, as fields of its sets; ``ok`` bool (N,): which images have pixels."""
     usable = task.is_train if ok is None else task.is_train & ok
     labeled = np.flatnonzero(usable & (task.labels >= 0))
     rows = {"labeled": labeled, "unlabeled": np.flatnonzero(usable & (task.labels < 0))}

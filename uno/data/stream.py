@@ -22,7 +22,7 @@ from torch import Tensor
 from uno.augment import augment_crops
 from uno.config import Config
 from uno.crops import Cropper
-from uno.data.decode import BadRows, Decoded, ahead, decoded, readable
+from uno.data.decode import BATCHES_AHEAD, BadRows, Decoded, ahead, decoded, readable
 from uno.data.files import Storage
 from uno.data.plan import Order, Plan, augment_generator
 from uno.data.resident import EvalSet, TrainSet
@@ -32,7 +32,6 @@ from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 from uno.steps import Batch
 
-BATCHES_AHEAD = 2
 SYNC_STEPS = 100
 EVAL_BYTES = 64 * 2**20  # decoded pixels of an evaluation batch
 CHUNK_BYTES = 16 * 2**20  # of views, at most: many in flight, half a second of cropping for ImageNet
@@ -217,8 +216,7 @@ class CropJob:
 
     def references(self, num_rows: int) -> Iterator[References]:
         """All rows in order, ``num_rows`` at a time, across the borders of steps; the last may be fewer."""
-        per_step = self.rows_per_step
-        end = (self.last - self.first) * per_step
+        per_step, end = self.rows_per_step, (self.last - self.first) * self.rows_per_step
         for start in range(0, end, num_rows):
             step, position = np.divmod(np.arange(start, min(start + num_rows, end)), per_step)
             rows = np.stack([self.rows(self.first + i) for i in range(step[0], step[-1] + 1)])
@@ -278,6 +276,4 @@ def streaming_eval_sets(config: Config, task: Task, bad: BadRows) -> dict[str, S
 
 
 TrainData = TrainSet | StreamSet
-"""What training may see of a task; no label of a novel class, not even hidden somewhere."""
 EvalData = EvalSet | StreamedEvalSet
-"""Rows with a true class, which only evaluation reads: ``truth`` int64 (N,), known classes first."""

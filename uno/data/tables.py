@@ -1,6 +1,5 @@
-"""Tables: Parquet (Hugging Face's layout, or columns id, image, label, split), CSV and JSONL.
-
-A column ``eval_label`` may hold true classes for evaluation; training never reads it.
+"""Tables: Parquet (Hugging Face's layout, or columns id, image, label, split), CSV and JSONL. A column
+``eval_label`` may hold true classes for evaluation; training never reads it.
 """
 
 import csv
