@@ -17,8 +17,9 @@ def test_options_are_its_own_and_those_of_a_run():
     options, _ = parse([*TINY, *words.split()])
     assert (options.trials, options.score, options.space_name) == (5, "loss", "full")
     assert options.config.objective.epsilon == options.given["objective.epsilon"] == 0.2
-    assert options.given["preset"] == "digits"
-    assert not any(key.startswith(("output", "compute")) for key in options.given)
+    assert options.given["preset"] == "digits" and not any(
+        key.startswith(("output", "compute")) for key in options.given
+    )
     assert options.asha == {"grace_epochs": 1, "reduction": 3}
     assert parse([*TINY, "--no-stopping"])[0].asha is None
 
@@ -40,9 +41,8 @@ def test_bad_options_are_config_errors(words):
 @pytest.mark.parametrize("words", USELESS.split(","))
 def test_what_a_trial_would_stumble_over_is_refused_before_ray_starts(tmp_path, monkeypatch, words):
     monkeypatch.setattr(sweep, "_run_missing", lambda *args: pytest.fail("started"))
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"^.+$"):
         main([*TINY, "--output", str(tmp_path / "s"), *words.split()])
-    assert "\n" not in str(error.value)
 
 
 def test_help_and_print_config(capsys):
@@ -53,14 +53,12 @@ def test_help_and_print_config(capsys):
     assert "epsilon: 0.05" in capsys.readouterr().out
 
 
-def test_a_foreign_directory_is_left_alone(tmp_path):
+def test_foreign_directories_and_other_settings_are_refused_with_their_names(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds no sweep"):
         main([*TINY, "--output", str(tmp_path)])
     assert (tmp_path / "thesis.txt").read_text() == "mine"
-
-
-def test_other_settings_are_refused_with_their_names(tmp_path):
+    (tmp_path / "thesis.txt").unlink()
     storage = fake_sweep(tmp_path, tiny_options(tmp_path), [])
     for words, name in ((["--folds", "1"], "folds"), (["--objective.epsilon", "0.3"], "objective.epsilon")):
         with pytest.raises(ConfigError, match=name):
@@ -72,11 +70,9 @@ def test_other_settings_are_refused_with_their_names(tmp_path):
         sweep.open_sweep(same, storage, "0" * 64, 3)
 
 
-@pytest.mark.parametrize(
-    ("words", "epochs"), [([], 2), (["--max-steps", "2"], 1), (["--max-steps", "1000"], 2)]
-)
+@pytest.mark.parametrize(("words", "epochs"), [("", 2), ("--max-steps 2", 1), ("--max-steps 1000", 2)])
 def test_epochs_that_have_steps_to_take(tmp_path, words, epochs):
-    options = tiny_options(tmp_path, *words)
+    options = tiny_options(tmp_path, *words.split())
     assert sweep.check_plans(options, make_folds(tiny_data(options.config), "folds", 2, 0)) == epochs
 
 

@@ -25,14 +25,10 @@ def test_folds_hide_all_known_classes_about_equally_often():
         assert all(len(set(h)) == len(h) == len(hidden[0]) for h in hidden)
     assert hidden_classes(10, 5, 2, 0) == hidden_classes(10, 5, 2, 0) != hidden_classes(10, 5, 2, 1)
 
-
-@pytest.mark.parametrize(
-    ("known", "novel", "hide", "expected"),
-    [(80, 20, None, 16), (5, 5, None, 3), (3, 1, None, 2), (3, 100, None, 2), (5, 5, 4, 4)],
-)
-def test_a_fold_hides_the_share_of_classes_that_is_novel(known, novel, hide, expected):
-    """At least two, and one stays known."""
-    assert len(hidden_classes(known, novel, 1, 0, hide)[0]) == expected
+    # the share of classes that is novel, at least two, and one stays known
+    shares = ((80, 20, None), 16), ((5, 5, None), 3), ((3, 1, None), 2), ((3, 100, None), 2), ((5, 5, 4), 4)
+    for (known, novel, hide), expected in shares:
+        assert len(hidden_classes(known, novel, 1, 0, hide)[0]) == expected
 
 
 @pytest.mark.parametrize("known, folds, hide", [(2, 1, None), (5, 6, None), (5, 2, 5), (5, 2, 1), (4, 3, 2)])
@@ -76,12 +72,8 @@ def test_permuting_the_true_novel_labels_changes_the_oracle_alone(tmp_path, scor
         assert true[-1]["loss"] == others[0][-1]["loss"]
     else:
         assert others == [true, true]
-
-
-def test_the_oracle_needs_the_truth(tmp_path):
-    config = tiny_options(tmp_path).config
     with pytest.raises(ConfigError, match="oracle"):
-        tiny_data(config, ORACLE, lambda labels: np.where(labels >= 5, -1, labels))
+        tiny_data(options.config, ORACLE, lambda labels: np.where(labels >= 5, -1, labels))
 
 
 def test_scores_of_an_epoch(tmp_path):
@@ -91,11 +83,9 @@ def test_scores_of_an_epoch(tmp_path):
     with claimed(tmp_path / "sweep") as storage:
         lines = run_tiny(options, data, storage)
     for line in lines:
-        assert len(line["scores"]) == 4  # 2 folds, 2 seeds
         assert line["score"] == pytest.approx(np.mean(line["scores"]))
-        seeds = np.array(line["scores"]).reshape(2, 2).mean(axis=1)
+        seeds = np.array(line["scores"]).reshape(2, 2).mean(axis=1)  # 2 seeds of 2 folds
         assert line["spread"] == pytest.approx(np.std(seeds, ddof=1)) and line["spread"] > 0
-        assert 0 <= line["score"] <= 1
         assert line["rows"] == sum(len(fold.scored.truth) for fold in make_folds(data, FOLDS, 2, 0))
     assert lines[0]["scores"] != lines[1]["scores"]
 

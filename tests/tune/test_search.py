@@ -70,9 +70,7 @@ def test_a_trial_that_is_interrupted_has_no_result(sweep):
     plan.on_trial_complete("a", result={})
     plan.on_trial_complete("b", error=True)
     assert ended == [] and len(plan_of(sweep)[2]) == 3
-
-
-def test_a_full_disk_is_not_the_configurations_fault(sweep):
+    # nor has one whose disk is full, which is not the configuration's fault
     plan, ended, _ = plan_of(sweep, trials=12)  # some are not handed out yet
     sweep[1].write("trials/0002/failure.json", b'{"kind": "StorageError", "reason": "no space left"}')
     plan.on_trial_complete("a", result={})
@@ -85,10 +83,8 @@ def test_early_stopping_remembers_earlier_trials():
     from tune.search import scheduler
 
     lines = [{"epoch": epoch, "score": 0.9} for epoch in (1, 2, 3)]
-    for past, expected in (
-        ([records.Trial(i, {}, lines, FINISHED) for i in range(4)], "STOP"),
-        ([], "CONTINUE"),
-    ):
+    before = [records.Trial(i, {}, lines, FINISHED) for i in range(4)]
+    for past, expected in ((before, "STOP"), ([], "CONTINUE")):
         asha, new = scheduler({"grace_epochs": 1, "reduction": 3}, 9, past), SimpleNamespace(trial_id="new")
         asha.on_trial_add(None, new)
         assert asha.on_trial_result(None, new, {"epoch": 1, "score": 0.1}) == expected

@@ -2,11 +2,12 @@
 
 import json
 import time
+from unittest.mock import Mock
 
 import pytest
-import torch
 
 from tests.tune.tiny import CPU, claimed, run_tiny, tiny_data, tiny_options
+from tests.uno.small_run import assert_same
 from tune import records, trial
 from tune.records import PartStorage
 from tune.score import make_folds
@@ -39,11 +40,6 @@ def newest(storage, phase):
     return load_newest(storage, phase).tensors
 
 
-def assert_equal(a, b):
-    assert a.keys() == b.keys()
-    assert [k for k in a if not torch.equal(a[k], b[k])] == []
-
-
 def test_epochs_one_by_one_are_the_training_of_uno_discover(options, fold, storage, tmp_path):
     """Kills: a schedule that restarts with every epoch, a state that is not resumed."""
     run_tiny(options, tiny_data(options.config), storage)
@@ -51,18 +47,15 @@ def test_epochs_one_by_one_are_the_training_of_uno_discover(options, fold, stora
     whole = Storage(str(tmp_path / "b"))
     for phase in (run.PRETRAIN, run.DISCOVER):
         run.run_phase(options.config, phase, fold.train, LocalWorker(CPU), whole)
-    assert_equal(chunks, newest(whole, run.DISCOVER))
+    assert_same(chunks, newest(whole, run.DISCOVER))
 
 
 def test_a_killed_trial_goes_on_with_the_same_numbers(options, storage, tmp_path):
-    def die(line):
-        raise KeyboardInterrupt
-
     data, seen = tiny_data(options.config), []
     whole = run_tiny(options, data, storage)
     with claimed(tmp_path / "b") as other:
         with pytest.raises(KeyboardInterrupt):
-            run_tiny(options, data, other, report=die)
+            run_tiny(options, data, other, report=Mock(side_effect=KeyboardInterrupt))
         assert len(records.read_epochs(other, 0)) == 1
         other.append("trials/0000/epochs.jsonl", b'{"epoch": 2, "sc')  # a line cut short
         again = run_tiny(options, data, other, report=seen.append)
@@ -109,21 +102,18 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, fo
         run.run_phase(config, run.PRETRAIN, fold.train, LocalWorker(CPU), storage)
         found.append(newest(storage, run.PRETRAIN))
         keys.add(pretrain_key(config, fold))
-    assert_equal(*found[:2])
-    assert_equal(*found[1:])
+    assert_same(*found[:2])
+    assert_same(*found[1:])
     assert len(keys) == 1
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("objective.temperature", 0.2), ("seed", 1), ("pretrain.base_lr", 0.2), ("augment.large.jitter", 0.1),
-     ("train.batch_size", 16), ("model.width", 8)],
-)  # fmt: skip
-def test_everything_else_makes_another_pretraining(options, fold, key, value):
-    assert pretrain_key(options.config, fold) != pretrain_key(override(options.config, {key: value}), fold)
-
-
-def test_pretraining_is_trained_once_for_each_fold(options, fold, storage):
+def test_pretraining_is_trained_once_for_each_fold_and_everything_else(options, fold, storage):
+    others = {
+        "objective.temperature": 0.2, "seed": 1, "pretrain.base_lr": 0.2, "augment.large.jitter": 0.1,
+        "train.batch_size": 16, "model.width": 8,
+    }  # fmt: skip
+    changed = [options.config, *(override(options.config, {key: value}) for key, value in others.items())]
+    assert len({pretrain_key(config, fold) for config in changed}) == 7
     folds = make_folds(tiny_data(options.config), "folds", 2, 0)
     assert len({pretrain_key(options.config, p) for p in folds}) == 2
     configs = [override(options.config, {"model.num_heads": n}) for n in (2, 3)]
@@ -145,10 +135,7 @@ def test_a_lease_has_one_living_owner(monkeypatch):
 
 
 def test_a_failed_pretraining_gives_its_lease_back(options, fold, storage, monkeypatch):
-    def fail(*args):
-        raise NumericsError("no")
-
-    monkeypatch.setattr(run, "run_phase", fail)
+    monkeypatch.setattr(run, "run_phase", Mock(side_effect=NumericsError("no")))
     lease = Leases().lease
     with pytest.raises(NumericsError):
         shared_pretraining(options.config, fold, LocalWorker(CPU), storage, lease)

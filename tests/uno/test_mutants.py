@@ -131,7 +131,7 @@ def features_of_the_similarity_network_not_detached(original, similarity, featur
     return F.binary_cross_entropy_with_logits(similarity(features[0], features[1].detach()), same)
 
 
-@mutant("uno.methods.rs_plus:incremental_loss", "methods.test_rs_plus:test_the_step_equals_the_loop")
+@mutant("uno.methods.rs_plus:incremental_loss", "methods.test_rs:test_the_step_of_rs_plus_equals_the_loop")
 def pseudo_labels_of_the_joint_head_counted_from_zero(original, joint, clusters, temperature):
     labels = clusters.argmax(dim=-1)
     return F.cross_entropy(joint.flatten(0, 1) / temperature, labels.repeat(len(joint)))
@@ -173,7 +173,7 @@ def non_finite_steps_taken(*args):
     return torch.zeros(())
 
 
-@mutant("uno.methods.dtc:sharpened", "methods.test_dtc:test_sharpened_of_known_cases")
+@mutant("uno.methods.dtc:sharpened", "methods.test_dtc:test_q_and_p_equal_the_loops")
 def targets_that_ignore_the_clusters_sizes(original, q):
     return F.normalize(q.square(), p=1, dim=1)
 

@@ -34,8 +34,7 @@ def pixels(seed: int, height: int = 8, width: int = 8) -> np.ndarray:
 
 
 def encoded(image: np.ndarray | Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    picture = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+    buffer, picture = io.BytesIO(), Image.fromarray(image) if isinstance(image, np.ndarray) else image
     picture.save(buffer, format, **options)
     return buffer.getvalue()
 
@@ -55,14 +54,12 @@ def write_cifar(
     folder.mkdir(parents=True)
     names = [f"class {i}" for i in range(layout.num_classes)]
     (folder / layout.meta).write_bytes(pickle.dumps({layout.names_key: names}, protocol))
-    first = None
-    for seed, file in enumerate((*layout.train, *layout.test)):
+    labels = [i % layout.num_classes for i in range(rows)]
+    for seed, file in reversed([*enumerate((*layout.train, *layout.test))]):
         data = np.random.default_rng(seed).integers(0, 256, (rows, 3072), dtype=np.uint8)
-        first = data if first is None else first
-        labels = [i % layout.num_classes for i in range(rows)]
         stored = np.asfortranarray(data) if fortran else data
         (folder / file).write_bytes(pickle.dumps({"data": stored, layout.label_key: labels}, protocol))
-    return first
+    return data
 
 
 def hf_table(images: list[Any], labels: list[int | None], names: list[str], column: str = "img") -> pa.Table:

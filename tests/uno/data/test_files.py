@@ -11,27 +11,22 @@ from pyarrow import fs
 from uno.data.files import Storage, full_path
 from uno.errors import StorageError
 
-
-def memory() -> Storage:
-    """pyarrow's file system in memory: neither local nor an object store, directories must exist."""
-    return Storage("mock:///run")
+MEMORY = "mock:///run"  # pyarrow's file system in memory: neither local nor an object store
 
 
 @pytest.mark.parametrize("kind", ["local", "not UTF-8", "file URI", "memory"])
 def test_round_trip(kind, tmp_path):
     """Kills: parents that are not made, a URI taken for a path, append that replaces, delete that fails."""
     root = str(tmp_path / ("caf\udce9" if kind == "not UTF-8" else "a b") / "run")
-    roots = {"memory": "mock:///run", "file URI": f"file://{quote(os.fsencode(root))}"}
+    roots = {"memory": MEMORY, "file URI": f"file://{quote(os.fsencode(root))}"}
     storage = Storage(roots.get(kind, root))
     assert storage.list() == [] and storage.list("checkpoints") == [] and not storage.exists("x")
     storage.write("checkpoints/step_1/tensors", b"\x00\xff" * 1000)
-    storage.write("config.yaml", b"one")
-    storage.write("config.yaml", b"two")
-    storage.append("logs/metrics.jsonl", b"1\n")
-    storage.append("logs/metrics.jsonl", b"2\n")
+    for text in (b"1\n", b"2\n"):
+        storage.write("config.yaml", text)
+        storage.append("logs/metrics.jsonl", text)
     assert storage.read("checkpoints/step_1/tensors") == b"\x00\xff" * 1000
-    assert storage.read("config.yaml") == b"two"
-    assert storage.read("logs/metrics.jsonl") == b"1\n2\n"
+    assert storage.read("config.yaml") == b"2\n" and storage.read("logs/metrics.jsonl") == b"1\n2\n"
     assert storage.list() == ["checkpoints", "config.yaml", "logs"]
     assert storage.size("logs/metrics.jsonl") == 4 and storage.size("absent") == 0
     with storage.create("streamed") as stream, pytest.raises(KeyError):
@@ -43,9 +38,8 @@ def test_round_trip(kind, tmp_path):
         assert file.read_at(1, 1) == b"2" and "half" not in storage.list()
     storage.delete("streamed")
     assert storage.exists("checkpoints/step_1") and storage.exists()
-    storage.delete("checkpoints")
-    storage.delete("config.yaml")
-    storage.delete("config.yaml")
+    for name in ("checkpoints", "config.yaml", "config.yaml"):
+        storage.delete(name)
     assert storage.list() == ["logs"]
     if kind != "memory":
         assert os.path.exists(f"{root}/logs/metrics.jsonl")
@@ -70,7 +64,7 @@ def test_a_bad_uri_is_one_line(root):
 
 
 def test_missing_files_are_storage_errors(tmp_path):
-    for storage in (Storage(str(tmp_path)), memory()):
+    for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
         with pytest.raises(StorageError, match=r"cannot read .*absent"):
             storage.read("absent")
     (tmp_path / "file").write_bytes(b"")
@@ -91,14 +85,12 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(call, tmp_path, monkeyp
     with pytest.raises(StorageError, match=r"cannot write .*state\.json.*No space left"):
         storage.write("state.json", b"new")
     monkeypatch.undo()
-    assert storage.read("state.json") == b"old"
-    assert storage.list() == ["state.json"]
+    assert storage.read("state.json") == b"old" and storage.list() == ["state.json"]
 
 
 def test_writes_are_flushed_before_they_are_named(tmp_path, monkeypatch):
     """fsync, then rename, then fsync of the directory. Kills: any of them left out or late."""
-    calls = []
-    fsync, replace = os.fsync, os.replace
+    calls, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
     monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b)))
     Storage(str(tmp_path)).write("x", b"1")
@@ -107,8 +99,7 @@ def test_writes_are_flushed_before_they_are_named(tmp_path, monkeypatch):
 
 def test_errors_of_the_file_system_are_storage_errors(tmp_path, monkeypatch):
     """Kills: an OSError that passes through any method."""
-    storage = memory()
-
+    storage = Storage(MEMORY)
     storage._fs = Mock(type_name="mock")
     for name in ("get_file_info", "open_input_file", "open_output_stream", "create_dir"):
         getattr(storage._fs, name).side_effect = OSError("connection reset")
@@ -119,7 +110,7 @@ def test_errors_of_the_file_system_are_storage_errors(tmp_path, monkeypatch):
 
 def test_object_stores_get_no_directory_markers(tmp_path):
     """Kills: a request per directory and write on S3."""
-    storage, stream = memory(), fs.LocalFileSystem().open_output_stream(str(tmp_path / "object"))
+    storage, stream = Storage(MEMORY), fs.LocalFileSystem().open_output_stream(str(tmp_path / "object"))
     storage._fs = Mock(type_name="s3", open_output_stream=Mock(return_value=stream))
     storage.write("a/b", b"1")
     assert not storage._fs.create_dir.called and (tmp_path / "object").read_bytes() == b"1"

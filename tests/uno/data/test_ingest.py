@@ -23,12 +23,9 @@ def test_auto_takes_what_fits(workers, host, device, expected, words):
     """10,000 images of 100 px. Kills: copies of the workers forgotten, the larger of two budgets."""
     found, reason = choose(config(compute__workers=workers), 10_000, host, device, False)
     assert found == expected and reason.startswith(expected) and words in reason
-
-
-@pytest.mark.parametrize("told", ["resident", "streaming"])
-def test_who_asks_gets_it(told):
-    found, reason = choose(config(data__ingest=told), 10_000, 1, None, False)
-    assert found == told and reason.startswith(f"{told}, as told")
+    for told in ("resident", "streaming"):
+        found, reason = choose(config(data__ingest=told), 10_000, 1, None, False)
+        assert found == told and reason.startswith(f"{told}, as told")
 
 
 def test_free_memory_is_the_containers(tmp_path, monkeypatch):
@@ -38,11 +35,10 @@ def test_free_memory_is_the_containers(tmp_path, monkeypatch):
     monkeypatch.setattr(ingest, "MEMINFO", str(tmp_path / "meminfo"))
     monkeypatch.setattr(ingest, "CGROUP", str(tmp_path))
     assert free_host_bytes() == 5_120_000
-    (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
-    assert free_host_bytes() == 2_000_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_host_bytes() == 5_120_000
+    for limit, expected in (("3000000\n", 2_000_000), ("max\n", 5_120_000)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert free_host_bytes() == expected
     assert free_device_bytes(override(Config(), {"compute.device": "cpu"})) is None
 
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from uno.data.plan import Order, by_windows, epoch_indices, make_plan, make_pretrain_plan
 from uno.errors import ConfigError
 
+from .builders import failure
+
 
 def batch_sizes(*arguments):
     plan = make_plan(0, *arguments)
@@ -91,11 +93,9 @@ def test_sizes_do_not_depend_on_workers_and_errors_name_sizes_that_work(
     try:
         sizes = batch_sizes(composition, size, labeled, unlabeled, workers)
     except ConfigError as error:
-        message = str(error)
-        assert "\n" not in message and f"batch_size {size}: " in message
-        if "nearest" in message:
-            nearest = [int(w) for w in message.split("works: ")[1].split(" or ")]
-            assert all(batch_sizes(composition, b, labeled, unlabeled, workers) for b in nearest)
+        assert "\n" not in str(error) and f"batch_size {size}: " in str(error)
+        for nearest in str(error).partition("works: ")[2].split(" or ") if "nearest" in str(error) else ():
+            assert batch_sizes(composition, int(nearest), labeled, unlabeled, workers)
         return
     assert sizes == batch_sizes(composition, size, labeled, unlabeled)
     assert sum(sizes) == size and all(part % workers == 0 and part > 0 for part in sizes)
@@ -151,9 +151,7 @@ def test_windows_read_few_row_groups_at_a_time():
     (("proportional", 2, 1, 1, 2), "use fewer workers"),
 ])  # fmt: skip
 def test_size_errors(arguments, text):
-    with pytest.raises(ConfigError) as caught:
-        batch_sizes(*arguments)
-    assert text in str(caught.value)
+    assert text in failure(batch_sizes, *arguments)
 
 
 def test_pretraining_takes_labeled_rows_only():
@@ -164,7 +162,5 @@ def test_pretraining_takes_labeled_rows_only():
     assert make_pretrain_plan(0, 512, 31, 2).labeled_size == 30
     discovery = make_plan(0, "proportional", 8, 30, 30)
     assert (Order(plan).rows(0)[0][:4] != Order(discovery).rows(0)[0][:4]).any()
-    with pytest.raises(ConfigError, match="nearest: 8 or 10"):
-        make_pretrain_plan(0, 9, 30, 2)
-    with pytest.raises(ConfigError, match="1 labeled rows are too few for 2 workers"):
-        make_pretrain_plan(0, 8, 1, 2)
+    assert "nearest: 8 or 10" in failure(make_pretrain_plan, 0, 9, 30, 2)
+    assert "1 labeled rows are too few for 2 workers" in failure(make_pretrain_plan, 0, 8, 1, 2)

@@ -22,6 +22,7 @@ from uno.runs import run
 from uno.train import LocalWorker
 
 from .builders import encoded, pixels
+from .test_resident import same
 
 CONFIG = small_config(train__batch_size=24, data__ingest="streaming", compute__threads=2)
 
@@ -37,10 +38,6 @@ def stream(tmp_path, config=CONFIG, task=None):
 def batches(train, config=CONFIG, phase=run.DISCOVER, rank=0, world_size=1, last=10):
     plan = run.plans(config, train.num_labeled, train.num_unlabeled, world_size)[phase]
     return train.batches(config, plan, rank, world_size, last)
-
-
-def same(a, b):
-    return torch.equal(a.labels, b.labels) and all(map(torch.equal, a.views, b.views))
 
 
 def pictures(num=40, broken=()):
@@ -67,18 +64,17 @@ def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, 
 def test_nothing_is_cut_beyond_the_last_step(tmp_path, monkeypatch):
     """And few steps ahead of the consumer. Kills: an unbounded queue, an endless line."""
     monkeypatch.setattr(module, "CHUNK_ROWS", 24)
-    done = Counter()
-    train = stream(tmp_path)
+    done, train = [], stream(tmp_path)
 
     def counting(job):
         for chunk in train.crop(job):
-            done["chunks"] += 1
+            done.append(chunk)
             yield chunk
 
     found = batches(replace(train, crop=counting), last=9)
     found(0)
     found.close()
-    assert done["chunks"] <= 1 + 2 + 1
+    assert len(done) <= 1 + 2 + 1
     for step in range(9):
         found(step)
     with pytest.raises(StopIteration):
@@ -88,8 +84,7 @@ def test_nothing_is_cut_beyond_the_last_step(tmp_path, monkeypatch):
 def test_what_workers_get_holds_no_hidden_label():
     """Bit-identical whatever the hidden labels are. Kills: a task that travels as it is."""
     task = digits_task()
-    hidden = (task.labels < 0) & task.is_train
-    shuffled = task.eval_labels.copy()
+    hidden, shuffled = (task.labels < 0) & task.is_train, task.eval_labels.copy()
     shuffled[hidden] = np.random.default_rng(0).permutation(shuffled[hidden])
     names = np.where(task.labels >= 0, task.rows.labels, "?").tolist()
     other = replace(task, eval_labels=shuffled, rows=replace(task.rows, labels=names))
@@ -110,8 +105,7 @@ def test_every_row_once_in_an_epoch(tmp_path, world_size):
     for rank in range(world_size):
         for first, last in ((0, 2), (2, plan.steps_per_epoch)):  # a stop in between
             job = module.CropJob(config, train, plan, rank, world_size, first, last)
-            for _, _, rows in job.references(5):
-                seen.update(rows.tolist())
+            seen.update(row for _, _, rows in job.references(5) for row in rows.tolist())
             cropped = sum(len(found) for found, _ in module.crop_here(job, 2))
             assert cropped == (last - first) * job.rows_per_step
     assert set(seen.values()) == {1} and len(seen) == plan.steps_per_epoch * 12
@@ -144,12 +138,10 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
     clean = batches(stream(tmp_path / "other", config, pictures()), config, last=12)
     replaced = 0
     for step in range(12):
-        line = clean(step)
-        batch, rows = found(step), clean._job.rows(step)
-        hit = [i for i, row in enumerate(rows) if row in (3, 30)]
+        line, batch, rows = clean(step), found(step), clean._job.rows(step)
+        ok = ~np.isin(rows, (3, 30))
+        hit = np.flatnonzero(~ok)
         replaced += len(hit)
-        ok = np.ones(len(rows), bool)
-        ok[hit] = False
         assert torch.equal(batch.labels, line.labels[torch.from_numpy(module.stand_ins(ok, 6)[:6])])
         kept = torch.from_numpy(np.flatnonzero(ok))
         assert all(torch.equal(a[kept], b[kept]) for a, b in zip(batch.views, line.views, strict=True))
@@ -163,11 +155,10 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
 
 
 def test_too_many_bad_images_end_the_run(tmp_path):
-    task = pictures(broken=(1, 2, 3))
     config = override(CONFIG, {"train.batch_size": 12})
-    train, storage = stream(tmp_path, config, task), Storage(str(tmp_path))
+    train = stream(tmp_path, config, pictures(broken=(1, 2, 3)))
     with pytest.raises(ConfigError, match=r"of 40 images are unreadable.*bad_samples.jsonl"):
-        run.run_phase(config, run.PRETRAIN, train, LocalWorker(CPU), storage)
+        run.run_phase(config, run.PRETRAIN, train, LocalWorker(CPU), Storage(str(tmp_path)))
 
 
 def test_stand_ins():
@@ -189,7 +180,6 @@ def test_evaluation_counts_every_readable_row_once(tmp_path, world_size):
     assert torch.equal(torch.cat([truth for _, truth in pairs]), expected.truth)
     chosen = found.where(found.truth >= 5)
     assert torch.equal(chosen.index, expected.index[expected.truth >= 5])
-
     task = pictures(broken=(4,))
     few = stream(tmp_path / "run", task=task).bad
     rows = module.streaming_eval_sets(CONFIG, task, few)["train"]

@@ -17,11 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def naive_q(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    rows = []
-    for point in points:
-        similarity = [1 / (1 + sum((a - b) ** 2 for a, b in zip(point, c, strict=True))) for c in centres]
-        rows.append([s / sum(similarity) for s in similarity])
-    return np.array(rows)
+    rows = [[1 / (1 + sum((a - b) ** 2 for a, b in zip(p, c, strict=True))) for c in centres] for p in points]
+    return np.array([[similarity / sum(row) for similarity in row] for row in rows])
 
 
 def naive_p(q: np.ndarray) -> np.ndarray:
@@ -38,10 +35,7 @@ def test_q_and_p_equal_the_loops():
     found = head(features)[0].softmax(dim=-1)
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-9)
     np.testing.assert_allclose(dtc.sharpened(found).detach().numpy(), naive_p(expected), rtol=1e-9)
-
-
-def test_sharpened_of_known_cases():
-    """Equal rows stay; certain rows stay; a large cluster yields. Kills: normalising columns at the end."""
+    # equal rows stay; certain rows stay; a large cluster yields
     even = torch.full((4, 2), 0.5)
     torch.testing.assert_close(dtc.sharpened(even), even)
     torch.testing.assert_close(dtc.sharpened(torch.eye(3)), torch.eye(3))
@@ -67,9 +61,7 @@ def test_the_start_is_pca_and_k_means():
 
 @pytest.mark.parametrize("step", [0, 5, 6, 7])
 def test_the_step_equals_the_loop(step):
-    """66 steps: warm-up 6, targets anew every 3. Kills: targets of other rows, targets of the warm-up kept or
-    renewed at every step, consistency in the warm-up, q of the second view.
-    """
+    """66 steps: warm-up 6, targets anew every 3. Kills: targets of other rows, q of the second view."""
     config = small_config(method="dtc", objective__consistency_weight=3.0)
     state, batch = fresh_state(config), batches_of(config)(1)
     state.step, state.total_steps = step, 66
@@ -93,10 +85,7 @@ def test_the_step_equals_the_loop(step):
     np.testing.assert_allclose(kept[batch.rows.numpy()], q[0], rtol=1e-4)
     others = np.setdiff1d(np.arange(100), batch.rows.numpy())
     np.testing.assert_array_equal(kept[others], memory[others])
-
-
-def test_a_bad_step_leaves_the_memory_alone():
-    """Kills: a NaN that becomes a target epochs later."""
+    # a bad step leaves the memory alone: no NaN becomes a target epochs later
     memory = torch.full((4, 2), 0.5)
     dtc.remember_(memory, torch.tensor([2, 0]), torch.tensor([[float("nan")] * 2, [0.9, 0.1]]))
     torch.testing.assert_close(memory, torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]))

@@ -112,20 +112,14 @@ def test_other_methods_refuse_them():
             small_config(method="rs", **{f"objective__{name}": 1})
 
 
-def queue_state(size: int, overcluster_factor: int = 2):
-    config = small_config(objective__queue_size=size, model__overcluster_factor=overcluster_factor)
-    return config, fresh_state(config)
-
-
 @pytest.mark.parametrize("overcluster_factor", [0, 2])
 @pytest.mark.parametrize(("warmup_steps", "first"), [(0, 2), (3, 3)])
 def test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over(warmup_steps, first, overcluster_factor):
-    """Rows of steps 0, 1, 2, newest first, under the prototypes of the present step.
-
-    Kills: zeros of an unfilled queue in Sinkhorn, a start among random features, cosines with prototypes of
-    the past, the oldest rows kept, targets of queued rows handed out, the batch's rows behind the queue's.
+    """Kills: zeros of an unfilled queue in Sinkhorn, a start among random features, cosines with prototypes
+    of the past, the oldest rows kept, targets of queued rows handed out, the batch's rows behind.
     """
-    config, state = queue_state(10, overcluster_factor)
+    config = small_config(objective__queue_size=10, model__overcluster_factor=overcluster_factor)
+    state = fresh_state(config)
     state.warmup_steps, past = warmup_steps, []
     heads = [head for head in (state.model.novel, state.model.over) if head is not None]
     for state.step in range(5):
@@ -143,11 +137,8 @@ def test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over(warmup_steps, 
         past.insert(0, own)
         torch.testing.assert_close(state.extra["queue"][:, :, :6], torch.cat(own, dim=-1))
     assert state.extra["queue"].shape == (2, 2, 10, 8 * len(heads))
-
-
-def test_a_bad_batch_does_not_stay_in_the_queue():
-    """Kills: a NaN that outlives its step."""
-    _, state = queue_state(4)
+    # a bad batch does not stay in the queue
+    state = fresh_state(small_config(objective__queue_size=4))
     assert past_logits(state, torch.full((2, 4, 6, 8), float("nan"))) is None
     assert torch.equal(state.extra["queue"], torch.zeros(2, 2, 4, 16))
 

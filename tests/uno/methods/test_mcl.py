@@ -1,11 +1,12 @@
-"""Meta classification likelihood and its similarity network against loops over pairs."""
+"""MCL, its similarity network and KCL against loops over pairs."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.uno.methods import toy
-from tests.uno.small_run import fresh_state, small_config
+from tests.uno.small_run import batches_of, fresh_state, small_config
+from uno.methods import kcl, registry
 from uno.methods.pairs import PairSimilarity, similar_pairs, similarity_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,7 +35,7 @@ def test_similarity_equals_the_loop():
     assert float(found) == pytest.approx(np.mean(terms), rel=1e-5)
 
 
-def test_the_step_equals_the_loop():
+def test_the_step_of_mcl_equals_the_loop():
     """Kills: similarities of labeled rows used for unlabeled ones, a term missing, one view's pairs."""
     config = small_config(method="mcl")
     state, logits = fresh_state(config), toy.random_logits(9, 4, 5, 16)
@@ -53,3 +54,52 @@ def test_the_similarity_network_learns_without_moving_the_encoder():
     features = torch.randn(2, 8, 16, requires_grad=True)
     similarity_loss(state.model.novel.auxiliary, features, torch.arange(8) % 2).backward()
     assert features.grad is None and state.model.novel.auxiliary.output.weight.grad.abs().sum() > 0
+
+
+def naive_contrast(p: np.ndarray, q: np.ndarray, similar: list[list[bool]]) -> float:
+    terms = []
+    for i, row in enumerate(p):
+        for j, target in enumerate(q):
+            kl = sum((b + 1e-7) * np.log((b + 1e-7) / (a + 1e-7)) for a, b in zip(row, target, strict=True))
+            terms.append(kl if similar[i][j] else max(0.0, 2.0 - kl))
+    return float(np.mean(terms))
+
+
+def test_contrastive_loss_equals_the_loop():
+    """Kills: KL of the other direction, a margin for similar pairs, a moved target."""
+    p, q = (torch.randn(n, 3, dtype=torch.float64).mul(3).softmax(dim=1) for n in (4, 6))
+    similar = torch.rand(4, 6) > 0.5
+    expected = naive_contrast(p.numpy(), q.numpy(), similar.tolist())
+    assert float(kcl.contrastive_loss(p, q, similar)) == pytest.approx(expected, rel=1e-9)
+    # equal and similar: 0; equal and different: the margin
+    sure, pairs = torch.eye(3, dtype=torch.float64), torch.eye(3) > 0
+    assert float(kcl.contrastive_loss(sure, sure, pairs)) == pytest.approx(0, abs=1e-5)
+    even = torch.full((2, 4), 0.25, dtype=torch.float64)
+    assert float(kcl.contrastive_loss(even, even, torch.zeros(2, 2) > 0)) == pytest.approx(2)
+    p, q = (torch.full((2, 3), 1 / 3, requires_grad=True) for _ in range(2))
+    kcl.contrastive_loss(p, q, torch.ones(2, 2) > 0).backward()  # the target has no gradient
+    assert p.grad is not None and q.grad is None
+
+
+def test_the_step_of_kcl_equals_the_loop():
+    """Kills: one order of the pairs only, similarities of the other order, a term missing."""
+    config = small_config(method="kcl")
+    state, logits = fresh_state(config), toy.random_logits(9, 4, 5, 16)
+    labels = torch.tensor([0, 3, 1, 1])
+    network, features = state.model.novel.auxiliary, logits.features[:, 4:].numpy()
+    first, second = (toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
+    expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
+    expected += float(similarity_loss(network, logits.features[:, :4], labels).detach())
+    for p, q, own, others in ((first, second, *features), (second, first, *features[::-1])):
+        similar = [[naive_logit(network, a, b) > 0 for b in others] for a in own]
+        expected += naive_contrast(p, q, similar) / 2
+    assert toy.step_on(config, logits, labels, state) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["rs", "rs_plus", "mcl", "kcl", "dtc"])
+def test_steps_lower_the_loss(method):
+    """Of every method. Kills: a sign, a loss without gradient."""
+    config = small_config(method=method, objective__rampup=0.0)
+    state, batch, step = fresh_state(config), batches_of(config)(0), registry.load(config).step
+    found = [float(step(state, batch, config.objective, 0.05)) for _ in range(20)]
+    assert found[-1] < 0.8 * found[0]

@@ -1,4 +1,4 @@
-"""Rank statistics against loops over pairs."""
+"""Rank statistics, and its incremental form RS+, against loops over pairs."""
 
 import numpy as np
 import pytest
@@ -37,10 +37,7 @@ def test_pair_likelihood_equals_the_loop():
     similar = torch.rand(4, 6) > 0.5
     expected = toy.naive_pair_loss(first.numpy(), second.numpy(), similar.numpy())
     assert float(pair_likelihood_loss(first, second, similar)) == pytest.approx(expected, rel=1e-9)
-
-
-def test_pair_likelihood_of_known_cases():
-    """Certain and right: 0. Certain and wrong: -log 1e-7. Uniform over K: log K for a similar pair."""
+    # certain and right: 0; certain and wrong: -log 1e-7; uniform over K: log K for a similar pair
     sure = torch.eye(3, dtype=torch.float64)
     assert float(pair_likelihood_loss(sure, sure, torch.eye(3) > 0)) == pytest.approx(0, abs=1e-6)
     assert float(pair_likelihood_loss(sure, sure, torch.eye(3) < 1)) == pytest.approx(16.118, abs=1e-3)
@@ -49,7 +46,7 @@ def test_pair_likelihood_of_known_cases():
 
 
 @pytest.mark.parametrize("step", [0, 3, 40])
-def test_the_step_equals_the_loop(step):
+def test_the_step_of_rs_equals_the_loop(step):
     """Kills: unlabeled rows in the known loss, features of the other view, one view's pairs, a weight that
     does not rise or rises beyond the end, consistency of unlabeled rows only.
     """
@@ -68,14 +65,36 @@ def test_the_step_equals_the_loop(step):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_rampup_of_known_cases():
-    """Kills: a ramp over epochs of a fixed number, a division by zero."""
+def test_rampup_of_known_cases_and_constants_of_the_authors():
+    """Kills: a ramp over epochs of a fixed number, a division by zero, CIFAR10's constants on CIFAR100."""
     assert sigmoid_rampup(0, 0.25) == pytest.approx(np.exp(-5))
     assert sigmoid_rampup(0.125, 0.25) == pytest.approx(np.exp(-1.25))
     assert sigmoid_rampup(0.25, 0.25) == sigmoid_rampup(1, 0.25) == sigmoid_rampup(0, 0) == 1
-
-
-def test_constants_of_the_authors_follow_the_preset():
-    """Kills: CIFAR10's constants on CIFAR100."""
     assert settings("rs", "cifar100_20") == {"objective.consistency_weight": 50.0, "objective.rampup": 0.75}
     assert settings("rs", "cifar10") == settings("uno", "cifar100_20") == settings("nobody", "x") == {}
+
+
+def test_the_step_of_rs_plus_equals_the_loop():
+    """Kills: pseudo-labels counted from the known outputs, those of the joint head itself, a known loss over
+    known outputs only, the increment without its ramp, one view's joint loss.
+    """
+    config = small_config(method="rs_plus", objective__consistency_weight=2.0, objective__rampup=0.5)
+    state, logits = fresh_state(config), toy.random_logits(9, 5, 5, 16)
+    state.model.normalize_prototypes_()
+    state.step, state.total_steps, labels = 4, 20, [0, 4, 1, 1]
+    found = toy.step_on(config, logits, torch.tensor(labels), state)
+
+    prototypes, features = state.model.novel.auxiliary.weight[0].detach().numpy(), logits.features.numpy()
+    clusters = torch.from_numpy(features / np.linalg.norm(features, axis=-1, keepdims=True) @ prototypes.T)
+    joint = np.concatenate([logits.known.numpy(), logits.novel[:, 0].numpy()], axis=-1)
+    pseudo = [5 + int(np.argmax(row)) for row in clusters[0, 4:].numpy()]
+    similar = [[naive_same_top(a, b) for b in features[0, 4:]] for a in features[0, 4:]]
+    ramp = np.exp(-5 * (1 - 4 / 10) ** 2)
+    expected = toy.naive_cross_entropy(joint[:, :4], labels)
+    expected += toy.naive_pair_loss(*(toy.probabilities(view[4:]) for view in clusters), similar)
+    expected += 0.05 * ramp * toy.naive_cross_entropy(joint[:, 4:], pseudo)
+    for head in (torch.from_numpy(joint), clusters):
+        expected += 2.0 * ramp * toy.naive_mse(*(toy.probabilities(view) for view in head))
+    assert found == pytest.approx(expected, rel=1e-6)
+    names = dict(state.model.named_parameters())  # both heads are trained
+    assert {"novel.prototypes.weight", "novel.auxiliary.weight"} <= set(names)

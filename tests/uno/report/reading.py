@@ -60,12 +60,9 @@ class Page(HTMLParser):
 
 def requests(page: Page) -> list[str]:
     """Values of attributes that would make a browser fetch something."""
+    values = [(tag, *item) for tag, attrs in page.tags if tag != "path" for item in attrs.items()]
+    inert = ("data:image/", "data:,", "#")
     return [
-        f"{tag} {name}={value[:80]}"
-        for tag, attrs in page.tags
-        for name, value in attrs.items()
-        if name in FETCHING
-        and tag != "path"
-        and not value.startswith(("data:image/", "data:,", "#"))
-        and not (name == "style" and "url" not in value)
-    ]
+        f"{tag} {name}={value[:80]}" for tag, name, value in values
+        if name in FETCHING and not value.startswith(inert) and (name != "style" or "url" in value)
+    ]  # fmt: skip

@@ -62,6 +62,6 @@ def write_run(folder: Path, config: Config, task: Task, metrics: dict[str, float
             storage.append("metrics.jsonl", (json.dumps(line) + "\n").encode())
     if metrics is not None:
         storage.write("metrics.json", json.dumps(metrics).encode())
-    bad = {"id": HOSTILE[1], "reason": HOSTILE[0]}
-    storage.write("bad_samples.jsonl", (json.dumps(bad) + "\n").encode())
+    bad = json.dumps({"id": HOSTILE[1], "reason": HOSTILE[0]})
+    storage.write("bad_samples.jsonl", f"{bad}\n".encode())
     return storage

@@ -116,18 +116,15 @@ def test_estimate_of_the_number_of_classes(tmp_path):
     assert "estimate" not in written(storage, None).ids()
 
 
-def test_page_without_data(tmp_path):
-    storage = write_run(tmp_path, CONFIG, TASK, METRICS)
+def test_page_without_data_and_on_a_sample(tmp_path):
+    storage = write_run(tmp_path / "other", CONFIG, TASK, METRICS)
     found, note = open_task(CONFIG, storage)  # the digits: other data than the fingerprint's
     assert found is None and "fingerprint differs" in note
     page = written(storage, None, note=note)
     assert "fingerprint differs" in page.text and "maps" not in page.ids() and "run" in page.ids()
-
-
-def test_report_on_a_sample_says_so(tmp_path):
     config = small_config(**{"data.limit": 100})
     task = make_task(read_rows(config.data), config.data)
-    page = written(write_run(tmp_path, config, task), task, config=config, max_rows=60)
+    page = written(write_run(tmp_path / "sample", config, task), task, config=config, max_rows=60)
     assert "in a random sample of 60" in " ".join(page.text.split())
     assert len(page.data()["maps"]["ids"]) == 60
 
@@ -138,14 +135,10 @@ def test_fifty_and_fifty_classes_stay_below_five_megabytes(tmp_path, monkeypatch
     monkeypatch.setattr(charts, "draw_map", lambda *_: None)
     values = {"data.store_size": 32, "augment.large.size": 8, "data.known_classes": "first:50"}
     config, num = small_config(**values), 3000
-    rows = Rows(
-        ids=[f"some/folder/with a long name/photo {i:06d}.png" for i in range(num)],
-        images=np.random.default_rng(0).integers(0, 255, (num, 32, 32, 3), dtype=np.uint8),
-        labels=[f"class {i % 100}" for i in range(num)],
-        split=np.where(np.arange(num) % 500 < 100, "test", "train"),
-        source="noise",
-    )
-    task = make_task(rows, config.data)
+    ids = [f"some/folder/with a long name/photo {i:06d}.png" for i in range(num)]
+    images = np.random.default_rng(0).integers(0, 255, (num, 32, 32, 3), dtype=np.uint8)
+    split = np.where(np.arange(num) % 500 < 100, "test", "train")
+    task = make_task(Rows(ids, images, [f"class {i % 100}" for i in range(num)], split, "noise"), config.data)
     storage = write_run(tmp_path, config, task)
     page = written(storage, task, config=config)
     assert len([a for _, a in page.tags if "tiles-of" in a.get("class", "")]) == 300

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from uno.reproduce.effects import Results, read
-from uno.reproduce.experiments import Cell, Table, build, cells
+from uno.reproduce.experiments import Table, build, cells
 
 ENVIRONMENT = {
     "python": "3.11", "versions": {"torch": "2.11"}, "gpus": [], "processor": "Testium, 2 cores"
@@ -17,11 +17,12 @@ def small(name: str) -> Table:
     return table.model_copy(update={"benchmarks": table.benchmarks[:1]})
 
 
-def finish(output: Path, todo: list[Cell], table: Table, accuracy, skip: tuple[str, ...] = ()) -> None:
-    """Write the metrics of every cell: ``accuracy(row key, evaluation, group, seed)`` is a fraction."""
-    for cell in todo:
-        if cell.name in skip:
-            continue
+def finished(
+    output: Path, table: Table, seeds: int, accuracy, skip: tuple[str, ...] = (), failed: dict | None = None
+) -> Results:
+    """Cells of a minute each, but ``skip``; ``accuracy(row key, evaluation, group, seed)`` is a fraction."""
+    todo = cells(table, seeds, {}, {})
+    for cell in (cell for cell in todo if cell.name not in skip):
         metrics = {}
         for evaluation in table.evaluations:
             metrics[f"{evaluation.split}/novel/task_aware/chance/acc"] = 0.25
@@ -33,12 +34,4 @@ def finish(output: Path, todo: list[Cell], table: Table, accuracy, skip: tuple[s
         run.mkdir(parents=True)
         (run / "metrics.json").write_text(json.dumps(metrics))
         (run / "environment.json").write_text(json.dumps(ENVIRONMENT))
-
-
-def finished(
-    output: Path, table: Table, seeds: int, accuracy, skip: tuple[str, ...] = (), failed: dict | None = None
-) -> Results:
-    """Results of cells that took a minute each; those of ``skip`` have none."""
-    todo = cells(table, seeds, {}, {})
-    finish(output, todo, table, accuracy, skip)
     return read(table, todo, output, {}, {cell.name: 60.0 for cell in todo}, failed or {})

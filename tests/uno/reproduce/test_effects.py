@@ -8,6 +8,7 @@ from tests.uno.reproduce.finished import finished, small
 from uno.errors import ConfigError
 from uno.reproduce import effects
 from uno.reproduce.effects import DIFFERENT, FEW, NOT_SHOWN, OPPOSITE, SAME, SHOWN
+from uno.reproduce.experiments import cells
 
 DROP = {"uno": 0.0, "no-concat": 0.20, "no-overclustering": 0.0, "weak-augmentation": -0.05}
 
@@ -35,12 +36,6 @@ SD = 10 * math.sqrt(3) / 2  # |mean| = 2 sd / sqrt(n) is the border
 def test_verdicts(differences, claim, num_rows, expected):
     """Kills: a verdict from the sign alone, from one seed, or that ignores the paper's sign."""
     assert effects.verdict(differences, claim, num_rows) == expected
-
-
-def test_how_weak_a_verdict_of_three_seeds_is():
-    """Student's t with two degrees of freedom, from a table: P(|t| > 2) = .1835."""
-    assert effects.chance_of_no_effect(3) == pytest.approx(0.1835, abs=1e-4)
-    assert effects.chance_of_no_effect(1) is None
 
 
 def test_means_effects_and_rows(tmp_path):
@@ -80,21 +75,18 @@ def test_failed_and_missing_cells_are_told_apart(tmp_path):
     assert results.failures == {lost[0]: "loss is nan"} and results.missing == [lost[1]]
     concat = [effect for effect in results.effects.values() if effect.row.key == "no-concat"]
     assert {(*e.measured, e.verdict) for e in concat} == {(0, FEW)}
-
-
-def test_a_damaged_result_is_named(tmp_path):
     path = tmp_path / "cells" / "digits-uno-seed0" / "metrics.json"
-    path.parent.mkdir(parents=True)
-    path.write_text("{")
+    path.write_text("{")  # a damaged result is named
     with pytest.raises(ConfigError, match=str(path)):
-        finished(tmp_path, small("ablation"), 1, accuracy, ("cells/digits-uno-seed0",))
+        effects.read(small("ablation"), cells(small("ablation"), 1, {}, {}), tmp_path, {}, {}, {})
 
 
-def test_published_effects():
+def test_published_effects_and_how_weak_a_verdict_of_three_seeds_is():
+    # Student's t with two degrees of freedom, from a table: P(|t| > 2) = .1835
+    assert effects.chance_of_no_effect(3) == pytest.approx(0.1835, abs=1e-4)
+    assert effects.chance_of_no_effect(1) is None
     table = small("sota")
-    rs, kcl = (
-        effects.published_effects(table, table.row(row), table.evaluations[0], "novel")
-        for row in ("rs", "kcl")
-    )
+    rows, evaluation = map(table.row, ("rs", "kcl")), table.evaluations[0]
+    rs, kcl = (effects.published_effects(table, row, evaluation, "novel") for row in rows)
     assert rs["CIFAR100-20, Tab. 3, baselines pretrained with self-supervision"] == -11.8
     assert (len(rs), len(kcl)) == (6, 5)

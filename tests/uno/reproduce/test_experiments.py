@@ -29,10 +29,8 @@ def test_a_table_is_consistent(name, scale):
         assert column.numbers.keys() <= {e.name for e in table.evaluations}
         for evaluation, quoted in column.numbers.items():
             assert scale == "small" or quoted.keys() <= rows.keys()
-            for row in quoted:
-                numbers = column.read(row, evaluation)
-                assert len(numbers) == len(table.groups)
-                assert all(0 < mean < 100 for mean, _ in numbers)
+            for numbers in (column.read(row, evaluation) for row in quoted):
+                assert len(numbers) == len(table.groups) and all(0 < mean < 100 for mean, _ in numbers)
     todo = cells(table, 2, NOWHERE, {"compute.threads": 1})
     trained = [row for row in table.rows if row.of is None]
     assert len({cell.name for cell in todo}) == len(todo) == 2 * len(table.benchmarks) * len(trained)
@@ -43,11 +41,12 @@ def test_a_table_is_consistent(name, scale):
 
 def test_cells_mean_the_same_in_every_table():
     """Tables may share a directory. Kills: one row key for two configurations."""
-    for scale in ("small", "full"):
+    for scale, total in (("small", 10), ("full", 100)):
         seen = {}
-        for name in names():
-            for cell in plan(name, scale, benchmark=None):
-                assert seen.setdefault(cell.name, cell.config) == cell.config, (name, cell.name)
+        for cell in (cell for name in names() for cell in plan(name, scale, benchmark=None)):
+            assert seen.setdefault(cell.name, cell.config) == cell.config, cell.name
+        for cell in plan("num-novel", scale, benchmark=None):
+            assert cell.config.data.known_classes == f"first:{total - cell.row.x}"
 
 
 def test_published_numbers_as_printed():
@@ -102,9 +101,3 @@ def test_full_scale_takes_the_constants_that_a_methods_authors_set_on_the_data(n
     assert seen & set(expected)
     todo = plan(name, "full", benchmark=None, **{"objective.rampup": 0.5})
     assert {cell.config.objective.rampup for cell in todo} == {0.5}
-
-
-@pytest.mark.parametrize(("scale", "total"), [("small", 10), ("full", 100)])
-def test_num_novel_keeps_the_number_of_classes(scale, total):
-    for cell in plan("num-novel", scale, benchmark=None):
-        assert cell.config.data.known_classes == f"first:{total - cell.row.x}"

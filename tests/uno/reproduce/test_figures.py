@@ -42,8 +42,7 @@ def test_both_figures(drawn, tmp_path):
     _, todo, shapes = drawn
     said: list[str] = []
     four, appendix = figures.draw(todo, tmp_path, said.append)
-    assert len(said) == 2
-    assert [drawing.title for drawing, _ in four.panels] == [
+    assert len(said) == 2 and [drawing.title for drawing, _ in four.panels] == [
         "UNO: shared feature space", "UNO: logits", "RS+: shared feature space", "RS+: logits",
     ]  # fmt: skip
     assert [drawing.title for drawing, _ in appendix.panels] == [

@@ -26,10 +26,9 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def save(storage: Storage, *steps: int, keep: int = 9) -> None:
+def save(storage: Storage, *steps: int, keep: int = 9, phase: str = "discover") -> None:
     for step in steps:
-        checkpoint = Checkpoint(step, tensors(step), {"phase": "discover"})
-        save_checkpoint(storage, "discover", checkpoint, "seed: 0\n", keep)
+        save_checkpoint(storage, phase, Checkpoint(step, tensors(step), {"phase": phase}), "seed: 0\n", keep)
 
 
 def folder(step: int) -> str:
@@ -58,14 +57,11 @@ def test_round_trip(storage, uri):
     assert storage.read(f"{folder(12)}/config.yaml") == b"seed: 0\n"
 
 
-def flipped(data: bytes) -> bytes:
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-
-
 DAMAGE = {
     "truncated": lambda data: data[:-1],
-    "flipped": flipped,
+    "flipped": lambda data: (
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+    ),
     "missing": None,
     "of another shape": lambda data: b"[1, 2]",
     "extreme": lambda data: b'{"tensors.safetensors": {"size": Infinity, "sha256": "x"}}',
@@ -92,19 +88,15 @@ def test_the_newest_valid_one_is_taken(storage, caplog, name, how):
     assert "step_00000020" in record.getMessage()
     for step in (3, 12):
         damage(storage, f"{folder(step)}/{name}", how)
-    none = r"none of the 3 checkpoints .*discover verifies.*--fresh"
-    with pytest.raises(StorageError, match=none) as caught:
+    with pytest.raises(StorageError, match=r"^none of the 3 checkpoints .*discover verifies.*--fresh.*$"):
         load_newest(storage, "discover")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "content", "says"), [
-    ("state.json", b"[1, 2]", "damaged"),
-    ("state.json", b"not json", "damaged"),
-    ("state.json", b"[" * 100_000, "damaged"),
+    ("state.json", b"[1, 2]", "damaged"), ("state.json", b"not json", "damaged"),
+    ("state.json", b"[" * 100_000, "damaged"), ("tensors.safetensors", b"", "damaged"),
     ("state.json", b'{"format_version": 99}', "format version 99 instead of 1"),
     ("tensors.safetensors", b"not safetensors", "damaged"),
-    ("tensors.safetensors", b"", "damaged"),
 ])  # fmt: skip
 def test_content_that_a_matching_manifest_vouches_for_is_still_checked(storage, name, content, says):
     """A version from the future, or a file made by hand. Kills: a traceback of json or safetensors."""
@@ -120,7 +112,7 @@ def test_content_that_a_matching_manifest_vouches_for_is_still_checked(storage, 
 
 def test_the_last_k_are_kept(storage):
     """Kills: keep ignored, the oldest kept, other phases deleted, unfinished ones counted among the kept."""
-    save_checkpoint(storage, "pretrain", Checkpoint(1, tensors(1), {}), "", 1)
+    save(storage, 1, phase="pretrain")
     save(storage, 1, 2, 30, 100, keep=2)
     assert checkpoint_steps(storage, "discover") == [30, 100]
     storage.delete(f"{folder(100)}/manifest.json")

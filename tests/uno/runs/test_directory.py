@@ -58,9 +58,8 @@ def test_what_does_not_fit_the_run_is_refused(empty):
     open_run(CONFIG, empty, "print")
     changed = override(CONFIG, {"objective.epsilon": 0.1, "discover.epochs": 4})
     keys = r"other settings: discover\.epochs, objective\.epsilon; use those, --fresh"
-    with pytest.raises(ConfigError, match=keys) as caught:
+    with pytest.raises(ConfigError, match=keys):
         open_run(changed, empty, "print")
-    assert caught.value.exit_code == 2
     with pytest.raises(ConfigError, match=r"\.\.\."):
         open_run(preset("cifar10"), empty, "print")
     changes = {
@@ -98,11 +97,9 @@ def test_a_directory_of_something_else_is_left_alone(empty):
     assert empty.list() == ["thesis.tex"]
     with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.yaml"):
         list(directory.examine(empty))
-
-
-def test_a_kill_while_claiming_does_not_block_the_directory(empty):
-    """Kills: a run that can never start because its directory is "not empty"."""
-    empty.write("environment.json", b"{")  # what a kill between the two writes leaves
+    # what a kill between the two writes leaves does not block the directory
+    empty.delete("thesis.tex")
+    empty.write("environment.json", b"{")
     empty.write(".lock.json.0a1b2c3d", b"")
     open_run(CONFIG, empty, "print")
     assert empty.read("config.yaml").decode() == dump_yaml(CONFIG)

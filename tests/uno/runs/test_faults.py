@@ -44,9 +44,8 @@ def test_what_the_variable_says():
     "nan:step=3..4,times=3", "nan:step=4..3", "nan:step=1,rank=one", "kill-worker:step=1,seed",
 ])  # fmt: skip
 def test_a_mistake_is_one_line(text):
-    with pytest.raises(ConfigError, match=r"^UNO_FAULTS: ") as caught:
+    with pytest.raises(ConfigError, match=r"^UNO_FAULTS: .*$"):
         planned(text)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_batch_that_is_not_a_number_is_rolled_back(tmp_path, undisturbed, monkeypatch, caplog):
@@ -61,16 +60,16 @@ def test_a_batch_that_is_not_a_number_is_rolled_back(tmp_path, undisturbed, monk
     assert wasted_steps(storage) == [3]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("full-disk", "No space left on device"), ("read-only", "Read-only file system")]
-)
-def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kind, reason):
+REASONS = {"full-disk": "No space left on device", "read-only": "Read-only file system"}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kind):
     """One line that names the file; the older checkpoint stays; with room again the run goes on."""
     monkeypatch.setenv(faults.VARIABLE, f"{kind}:checkpoint=2")
     storage = Storage(str(tmp_path))
-    with pytest.raises(StorageError, match=rf"cannot write .*step_00000012/.*{reason}$") as caught:
+    with pytest.raises(StorageError, match=rf"^cannot write .*step_00000012/.*{REASONS[kind]}$"):
         train_both(small_config(), storage)
-    assert "\n" not in str(caught.value)
     assert checkpoint_steps(storage, "discover") == [6]
     assert_same(copied_tensors(train_both(small_config(), storage)), undisturbed[0])
     assert wasted_steps(storage) == [INTERVAL]

@@ -35,11 +35,9 @@ def storage(request, tmp_path) -> Storage:
 def test_later_lines_of_the_same_phase_are_dropped(storage):
     """Kills: duplicate lines after a resume, the other phase's dropped, or that of the step itself."""
     assert read_journal(storage) == []
-    write(storage, "pretrain", 0, range(1, 10))
-    write(storage, "discover", 0, range(1, 8))
-    write(storage, "discover", 4, range(5, 7))
-    assert steps(storage, "pretrain") == list(range(1, 10))
-    assert steps(storage) == [1, 2, 3, 4, 5, 6]
+    for phase, first, last in (("pretrain", 1, 9), ("discover", 1, 7), ("discover", 5, 6)):
+        write(storage, phase, first - 1, range(first, last + 1))
+    assert steps(storage, "pretrain") == list(range(1, 10)) and steps(storage) == [1, 2, 3, 4, 5, 6]
     with closing(Journal(storage, "discover", 6)) as journal:
         journal.rewind(2)
         journal.write(line(3))
@@ -56,8 +54,7 @@ def test_a_line_cut_short_is_left_out_and_overwritten(storage):
         storage.write(METRICS_FILE, cut)
         assert steps(storage)[0] == 1
         write(storage, "discover", 2, [3])
-        lines = storage.read(METRICS_FILE).splitlines()
-        assert [json.loads(entry)["step"] for entry in lines][-1] == 3
+        assert json.loads(storage.read(METRICS_FILE).splitlines()[-1])["step"] == 3
         assert steps(storage) in ([1, 2, 3], [1, 3])
 
 

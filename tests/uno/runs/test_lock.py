@@ -55,17 +55,14 @@ def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
-def test_a_damaged_lock_is_that_of_a_dead_holder(storage, content):
+def test_a_damaged_lock_is_that_of_a_dead_holder_and_a_released_one_is_free(storage, content):
     storage.write(lock.LOCK_FILE, content)
     with claim(storage, on_wait=lambda line: None) as mine:
         mine.storage.write("a.txt", b"1")
-
-
-def test_a_lock_released_while_watched_is_taken_at_once(storage):
-    holder = Claim(storage.uri)
+    holder = Claim(storage.uri)  # one that is released while watched is taken at once
     with claim(storage, on_wait=lambda line: holder.release()):
         pass
-    assert storage.list() == []
+    assert storage.list() == ["a.txt"]
 
 
 def test_a_holder_that_lost_its_claim_does_not_take_it_back(storage):
@@ -93,8 +90,5 @@ def test_a_worker_that_cannot_see_the_run_says_so(tmp_path):
     """Another node without the shared disk: the directory is there, empty."""
     with pytest.raises(StorageError, match="is not on storage that all nodes share"):
         ClaimedStorage(str(tmp_path), "token").check()
-
-
-def test_which_files_are_the_locks_own():
     assert lock.ours("lock.json") and lock.ours(".lock.json.1a2b3c4d")
     assert not lock.ours("config.yaml") and not lock.ours("my-lock.json")

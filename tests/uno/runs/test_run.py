@@ -64,9 +64,8 @@ def test_torchvision_weights(storage):
     run.load_weights_(model, config, storage)
     assert torch.equal(model.encoder.layer4[1].conv2.weight, theirs.layer4[1].conv2.weight)
     small_stem = override(config, {"model.stem": "small"})
-    with pytest.raises(ConfigError, match=r"model\.weights: .* does not fit the encoder: .*conv1") as caught:
+    with pytest.raises(ConfigError, match=r"^model\.weights: .* does not fit the encoder: .*conv1.*$"):
         run.load_weights_(build_model(small_stem.model, 5, 5, seed=1), small_stem, storage)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors", b"\xff" * 64])
@@ -76,9 +75,8 @@ def test_weights_that_cannot_be_read_are_one_line(storage, content):
     if content is not None:
         storage.write("weights.safetensors", content)
     config = small_config(model__weights=source)
-    with pytest.raises(StorageError, match=re.escape(source)) as caught:
+    with pytest.raises(StorageError, match=f"^.*{re.escape(source)}.*$"):
         run.load_weights_(build_model(config.model, 5, 5, seed=1), config, storage)
-    assert "\n" not in str(caught.value)
 
 
 def test_no_pretraining_is_an_error(storage):
@@ -91,8 +89,7 @@ def test_no_pretraining_is_an_error(storage):
 
 def test_prototypes_are_normalised_before_evaluation(tmp_path):
     """The last step leaves them longer or shorter. Kills: prototypes not normalised by load_trained."""
-    storage = Storage(str(tmp_path / "stretched"))
-    state = fresh_state(CONFIG)
+    storage, state = Storage(str(tmp_path / "stretched")), fresh_state(CONFIG)
     with torch.no_grad():
         for head in (state.model.known, state.model.novel, state.model.over):
             head.weight.mul_(torch.rand(*head.weight.shape[:-1], 1) + 0.5)
