@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from uno.results.infer import Classifier
 
 SHARD_MB = 128
-FRESH = switch("Start over: ignore the checkpoints of an earlier run in the same directory.")
-EMBEDDING = switch("Also write the pooled features, a list of floats.")
-APPLY = switch("Put classes.yaml into model and predictions.")
-TRAINING = {**PRINT_CONFIG, **DRY_RUN, "--fresh": FRESH}
+FRESH = {"--fresh": switch("Start over: ignore the checkpoints of an earlier run in the same directory.")}
+EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
+APPLY = {"--apply": switch("Put classes.yaml into model and predictions.")}
+TRAINING = PRINT_CONFIG | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
 DISCOVER = Command("discover", TRAINING)
 EVALUATE = Command("evaluate", RUN, "few", text="From its checkpoints and its data: RUN/metrics.json again.")
-PREDICT = Command("predict", {**RUN, "--embedding": EMBEDDING}, "few", text="""
+PREDICT = Command("predict", RUN | EMBEDDING, "few", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_mass, status (ok or bad), reason,
 model_hash. An unreadable image is a row with a reason. Labels, where there are any, mean nothing. The same
@@ -42,7 +42,7 @@ needed. --limit N takes at most N rows, evenly spaced.
 REPORT = Command("report", RUN, "few", text="""
 RUN/report.html opens from disk and needs no network. --data SOURCE says where moved data is now.
 """)  # fmt: skip
-CLASSES = Command("classes", {**RUN, "--apply": APPLY}, "none", text="""
+CLASSES = Command("classes", RUN | APPLY, "none", text="""
 Writes RUN/classes.yaml, one entry for each discovered class, to edit by hand: its name, and keep, drop or
 merge into another. A file that is there is checked and left as it is.
 """)  # fmt: skip
@@ -115,8 +115,7 @@ def evaluate(argv: Sequence[str]) -> int:
 def predict(argv: Sequence[str]) -> int:
     """Predict, count, say where the table is."""
     options = parse(argv, PREDICT)
-    given = options.given
-    if "output" in given:
+    if "output" in (given := options.given):
         given["output"] = checked_output(str(given["output"]))
     from pipelines.inference import predict_job
 
@@ -133,8 +132,8 @@ def report(argv: Sequence[str]) -> int:
     from uno.runs.hardware import local_device
 
     storage = Storage(options.own.run)
-    stored = override(Config(), read_config_tree(storage))
-    config = override(stored, {**options.given, "output": storage.uri})
+    config = override(Config(), read_config_tree(storage))
+    config = override(config, {**options.given, "output": storage.uri})
     task, note = open_task(config, storage)
     if note:
         say(f"warning: {note}")
@@ -282,9 +281,7 @@ def classes(argv: Sequence[str]) -> int:
 
 
 def _apply(storage: Storage, model: Classifier, edited: list[OutputClass]) -> str:
-    """Write ``classes.json`` and bring the run's predictions in line; what was done, in one line. Where they
-    must be made again and the data cannot be read, nothing is changed.
-    """
+    """Write ``classes.json`` and bring the predictions in line, or change nothing; returns what was done."""
     from pipelines.inference import own_task, predict_run
     from uno.results import predictions
     from uno.results.classes import dump_classes, hashes

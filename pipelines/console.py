@@ -10,19 +10,13 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 PARTS = {
-    "epoch": "epoch {epoch}/{epochs}",
-    "step": "step {step}/{total_steps}",
-    "loss": "loss {loss:.3f}",
-    "lr": "lr {lr:.4f}",
-    "images_per_s": "{images_per_s:,.0f} images/s",
-}
+    "epoch": "epoch {epoch}/{epochs}", "step": "step {step}/{total_steps}", "loss": "loss {loss:.3f}",
+    "lr": "lr {lr:.4f}", "images_per_s": "{images_per_s:,.0f} images/s",
+}  # fmt: skip
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Print a line, above the bar where there is one.
-
-    What the stream cannot encode and what would steer a terminal (a class name may hold anything) is escaped.
-    """
+    """Print a line, above a bar; what cannot be encoded or would steer a terminal is escaped."""
     stream = stream or sys.stdout
     shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in line)
     encoding = stream.encoding or "ascii"

@@ -28,10 +28,8 @@ def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate 
     # The number is what we are after: 1 stands in for it and is never read.
     task = make_task(read_rows(config.data), config.data.model_copy(update={"num_novel": 1}))
     labeled = int((task.is_train & (task.labels >= 0)).sum())
-    say(
-        f"{task.rows.source}: {labeled:,} labeled rows of {len(task.known)} known classes, "
-        f"{int(task.is_train.sum()) - labeled:,} unlabeled rows"
-    )
+    unlabeled, known = int(task.is_train.sum()) - labeled, f"{len(task.known)} known classes"
+    say(f"{task.rows.source}: {labeled:,} labeled rows of {known}, {unlabeled:,} unlabeled rows")
     if dry_run:
         say(f"would pretrain {settings.num_splits} encoders, each on some known classes; nothing was done")
         return None
@@ -66,8 +64,7 @@ def estimate_num_novel(
             raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
         request = {"num_cpus": 1, "num_gpus": compute.gpus_per_worker if gpu else 0}
         tasks = partial(ray_tasks, ray, compute.workers, request)
-        device = "cuda" if gpu else "cpu"
-        return estimate.estimate_num_novel(*data, device, settings, tasks, report=report)
+        return estimate.estimate_num_novel(*data, "cuda" if gpu else "cpu", settings, tasks, report=report)
 
 
 def ray_tasks(
@@ -109,8 +106,6 @@ def format_estimate(found: Estimate) -> str:
         f"When in doubt give the larger number. Suggested: --num-novel {found.suggested}",
     ]
     if found.at_limit:
-        lines.append(
-            "warning: the interval reaches the largest number tried; "
-            f"repeat with --max-novel {2 * found.ks[-1]}"
-        )
+        again = f"repeat with --max-novel {2 * found.ks[-1]}"
+        lines.append(f"warning: the interval reaches the largest number tried; {again}")
     return "\n".join(lines)

@@ -38,8 +38,7 @@ def predict_job(target: str, given: Mapping[str, Any], embedding: bool) -> int:
     """``uno predict``: classify a source with the model of a run; ``given`` are dotted keys. Returns 0."""
     storage = Storage(target)
     model = infer.load_classifier(storage)
-    compute = {key: value for key, value in given.items() if key.startswith("compute.")}
-    data = {key: value for key, value in given.items() if key.startswith("data.")}
+    compute, data = ({k: given[k] for k in given if k.startswith(s)} for s in ("compute.", "data."))
     config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
     if data and "output" not in given:
         raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
@@ -69,8 +68,8 @@ def predict_job(target: str, given: Mapping[str, Any], embedding: bool) -> int:
 def predict_run(
     config: Config, storage: Storage, task: Task, model: Classifier | None = None
 ) -> tuple[Classifier, Summary]:
-    """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where the run was and there are
-    many rows to decode. Predictions of an earlier model are replaced. Returns the model, its heads aligned.
+    """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where there are many to decode;
+    those of an earlier model are replaced. Returns the model, its heads aligned.
     """
     if isinstance(task.rows.images, Decoded) or len(task.rows) < RAY_PAYS_ROWS:
         config = override(config, {"compute.workers": 0})
@@ -117,8 +116,8 @@ def predict_on_ray(
     ray: Any, config: Config, files: Mapping[str, bytes], writer: PredictionWriter,
     on_progress: Callable[[int, int], None],
 ) -> Summary:  # fmt: skip
-    """Classify what ``writer`` lacks on ``config.compute.workers`` actors, and finish the table. ``files``
-    are the model's; images are read where they are decoded: their paths must lead there from every node.
+    """Classify what ``writer`` lacks on actors that load the model's ``files``, and finish the table. Images
+    are read where they are decoded: their paths must lead there from every node.
     """
     resources = worker_resources(config, ray.cluster_resources())
     model = build_classifier(files)

@@ -32,15 +32,12 @@ MANY = 10**6
 
 
 class Argument(NamedTuple):
-    """One argument; where it is not a field of the schema, ``key`` is empty.
-
-    A bool is a switch, list[str] takes words; what has no default and may not be None must be given.
-    """
+    """One argument: a bool is a switch, list[str] takes words; without a default or None it must be given."""
 
     sentence: str
     type: Any = str
     default: Any = None
-    key: str = ""
+    key: str = ""  # of a field of the schema
     negated: bool = False  # the second form of a boolean field, --objective.no-concat
 
     @property
@@ -69,11 +66,9 @@ RUN = {"RUN": Argument("The run directory, a path or a URI.")}
 
 @dataclass(frozen=True)
 class Command:
-    """What a command's line may hold.
-
-    ``arguments``: its own; a name without dashes is positional. ``takes``: ``all`` fields of the schema, to
-    make one configuration; ``changes`` to configurations there are; the ``few`` that name the command; none.
-    ``output``: the directory where none is given. ``text``: for ``--help``, after the command's sentence.
+    """What a command's line may hold: its own ``arguments``, a name without dashes is positional, and what it
+    ``takes``: ``all`` fields of the schema, to make one configuration; ``changes`` to configurations there
+    are; the ``few`` that name the command; none. ``output``: where none is given. ``text``: for ``--help``.
     """
 
     name: str
@@ -103,9 +98,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Options:
-    """A command line, read: ``own.dry_run`` is ``--dry-run``; ``file`` and ``line`` are the dotted keys that
-    the ``--config`` files and the command line itself set.
-    """
+    """``own.dry_run`` is ``--dry-run``; ``file`` and ``line`` hold the dotted keys set there."""
 
     command: Command
     own: SimpleNamespace
@@ -133,15 +126,13 @@ class Options:
         if two_folders or (source is not None and len(kinds) > 1):
             config = override(config, {"data.known_classes": None})
         config = override(config, given)
-        output = self.command.output and self.command.output.format(preset=name, seed=config.seed)
-        output = config.output or output
+        default = self.command.output and self.command.output.format(preset=name, seed=config.seed)
+        output = config.output or default
         return override(config, {"output": output and checked_output(output)})
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
-    """Options of ``uno COMMAND ARGV...``; a ConfigError names the first mistake. ``--help`` prints
-    them and exits, as does, with code 2, a command without the arguments it needs.
-    """
+    """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is needed, ends it."""
     asked = "--help" in argv or "-h" in argv
     if asked or (not argv and any(argument.required for argument in command.arguments.values())):
         _print_help([token for token in argv if token not in ("--help", "-h")], command)
@@ -163,9 +154,9 @@ def checked_output(output: str) -> str:
     """A directory to write to, ``~`` replaced; a relative one inside a Ray job is a ConfigError."""
     output = os.path.expanduser(output)
     if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
+        why = "the job's working directory is deleted with the job"
         raise ConfigError(
-            f"inside a Ray job --output must be an absolute path or a URI, not {output!r}: "
-            "the job's working directory is deleted with the job"
+            f"inside a Ray job --output must be an absolute path or a URI, not {output!r}: {why}"
         )
     return output
 

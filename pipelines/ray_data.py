@@ -49,17 +49,11 @@ Run = Callable[[list[pa.Table]], Iterator[pa.Table]]  # one execution: blocks to
 
 
 def shared(ray: Any, config: Config, task: Task, reasons: list[str | None] | None) -> dict[str, Any]:
-    """What all workers read of a task, in the object store: what training may know, and apart from it the
-    truth. ``reasons``: why an image of a resident set has no pixels.
-    """
+    """What all workers read of a task, in the object store: what training may know, and the truth apart."""
     ok = None if reasons is None else readable(reasons)
     rows = stream.stream_facts(task) if config.data.ingest == "streaming" else train_rows(task, ok)
-    return {
-        "rows": ray.put(rows),
-        "truth": ray.put(truth_rows(task, ok)),
-        "num_rows": len(task.rows),
-        "num_true": len(task.known) + len(task.novel),
-    }
+    sizes = {"num_rows": len(task.rows), "num_true": len(task.known) + len(task.novel)}
+    return {"rows": ray.put(rows), "truth": ray.put(truth_rows(task, ok)), **sizes}
 
 
 def worker_sets(
@@ -93,11 +87,8 @@ def decode_task(ray: Any, task: Task, side: int) -> Any:
     images, rows = task.rows.images, np.arange(len(task.rows))
     blocks = [image_block(images, rows[i : i + ROWS_PER_BLOCK]) for i in rows[::ROWS_PER_BLOCK]]
     decode = partial(decode_block, side=side, images=parquet_images(images))
-    return (
-        ray.data.from_arrow(blocks)
-        .map_batches(decode, batch_format="pyarrow", batch_size=ROWS_PER_DECODE, zero_copy_batch=True)
-        .materialize()
-    )
+    how = {"batch_format": "pyarrow", "batch_size": ROWS_PER_DECODE, "zero_copy_batch": True}
+    return ray.data.from_arrow(blocks).map_batches(decode, **how).materialize()
 
 
 def reasons_of(dataset: Any) -> list[str | None]:
@@ -169,9 +160,7 @@ def store_bytes(workers: int) -> int:
 
 
 def execution_limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:
-    """(CPUs, bytes of the object store) for an execution of one of ``workers``, each of which reserves
-    ``worker_cpus``; an execution and the next share a store.
-    """
+    """(CPUs, bytes of the object store) for an execution of one worker; it and the next share a store."""
     cpus = (cluster.get("CPU", 1) - workers * worker_cpus) / workers
     return max(1.0, cpus), STORE_SHARE * cluster.get("object_store_memory", 2**30) / workers / 2
 

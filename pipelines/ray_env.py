@@ -34,8 +34,7 @@ ENVIRONMENT = {
 @contextmanager
 def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     """The ``ray`` module, connected: to the cluster of ``RAY_ADDRESS`` (set in Ray jobs), else to one started
-    here, with an object store of ``store_bytes`` (Ray's own default is a third of the memory). A cluster that
-    is connected already is used and left running. With ``workers`` the user is told of the wait.
+    here with that object store. What is connected already is left running. ``workers``: the user is told.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -78,9 +77,7 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
 
 
 def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: None) -> T:
-    """``function()`` off the main thread, where Ray leaves signal handlers alone; meanwhile, and once at the
-    end, ``on_poll`` is called here, about twice a second.
-    """
+    """``function()`` off the main thread, where Ray leaves signal handlers alone; ``on_poll`` runs here."""
     result: Future[T] = Future()
 
     def body() -> None:
@@ -104,6 +101,5 @@ def check_address(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); unset it to start one here"
-        ) from None
+        line = f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); unset it to start one here"
+        raise ConfigError(line) from None

@@ -111,8 +111,8 @@ def quiet_ray_train() -> None:
 
 
 def quiet_exit() -> None:
-    """Ray ends a process by SIGTERM, which becomes SystemExit wherever the process is. In a callback of the
-    garbage collector Python would print and forget it: here the process is asked again a moment later.
+    """Ray ends a process by SIGTERM, as SystemExit wherever it is. In a callback of the garbage collector
+    Python would print and forget it: here the process is asked again a moment later.
     """
 
     def hook(ignored: Any) -> None:
@@ -135,8 +135,8 @@ class Job(NamedTuple):
 
 
 def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[str, float], Task]:
-    """Ray Data decodes, Ray Train trains; this process follows ``metrics.jsonl`` for ``show``. Returns the
-    metrics of rank 0, and the task with whatever images were decoded for an evaluation.
+    """Ray Data decodes, Ray Train trains, this process follows ``metrics.jsonl`` for ``show``. Returns rank
+    0's metrics, and the task with whatever images were decoded for an evaluation.
     """
     config, task, storage = job.config, job.task, job.claim.storage
     stopping = threading.Event()
@@ -171,9 +171,7 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
 def leave_out_unreadable(
     reasons: list[str | None], config: Config, task: Task, storage: Storage | None = None
 ) -> None:
-    """Say how many images cannot be read, and list them in a run's ``bad_samples.jsonl``; a ConfigError if
-    there are too many.
-    """
+    """Say how many images cannot be read and list them in a run's ``bad_samples.jsonl``; refuse too many."""
     bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
     if bad:
         first = f"the first: {bad[0]['id']} ({bad[0]['reason']})"
@@ -184,12 +182,10 @@ def leave_out_unreadable(
 def run_workers(
     ray: Any, job: Job, facts: dict[str, Any], images: Any, on_poll: Callable[[], None]
 ) -> dict[str, float]:
-    """Train on ``config.compute.workers`` Ray workers and return the metrics of rank 0.
+    """Train on Ray workers, with :func:`pipelines.ray_data.shared` facts; returns the metrics of rank 0.
 
     A group that dies is started again and resumes from the newest checkpoint, unless three in a row die
-    without a new one; what a worker raised for the user to act on is raised at once, and Interrupted where a
-    STOP file was seen. ``on_poll`` is called here about twice a second. ``facts`` are those of
-    :func:`pipelines.ray_data.shared`, ``images`` the decoded ones of a resident set.
+    without a new one; what a worker raised for the user to act on, and Interrupted, are raised at once.
     """
     config, storage = job.config, job.claim.storage
     resources = worker_resources(config, ray.cluster_resources())
@@ -227,9 +223,7 @@ def _saved_steps(storage: Storage) -> int:
 
 
 def await_resources(ray: Any, config: Config, give_up: Callable[[], bool]) -> None:
-    """Return once the workers fit into the cluster; a ConfigError if they do not. One that runs already
-    (``RAY_ADDRESS``), from no node at all, is asked for what is missing and has :data:`GROWTH_S` to grow.
-    """
+    """Return once the workers fit into the cluster; one that runs already is asked, and waited for."""
     end, asked = time.monotonic() + GROWTH_S, False
     while True:
         try:
@@ -263,10 +257,9 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
     workers, total = config.compute.workers, cluster.get("CPU", 0)
     cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
     if cpus <= 0 or workers * cpus + 1 > total + 1e-6:
-        raise ConfigError(
-            f"{workers} workers of {max(cpus, 0):g} CPUs and one CPU for Ray Data need more than the "
-            f"cluster's {total:g}; use fewer workers or a smaller --compute.cpus-per-worker"
-        )
+        need = f"{workers} workers of {max(cpus, 0):g} CPUs and one CPU for Ray Data"
+        advice = "use fewer workers or a smaller --compute.cpus-per-worker"
+        raise ConfigError(f"{need} need more than the cluster's {total:g}; {advice}")
     if not use_gpu(config, cluster):
         return {"CPU": cpus}
     gpus, has = workers * config.compute.gpus_per_worker, cluster.get("GPU", 0)
@@ -299,8 +292,8 @@ def fit(
     resources: dict[str, float], folder: str, name: str, *, timeout_s: int = 600, placement: str = "PACK",
     datasets: dict[str, Any] | None = None, callbacks: Sequence[Any] = (),
 ) -> Any:  # fmt: skip
-    """Fit a ``TorchTrainer`` that tries once and logs nothing. Ray keeps its own files in ``folder/name``; a
-    collective that takes longer than ``timeout_s`` fails; every worker gets every dataset whole.
+    """Fit a ``TorchTrainer`` that tries once and logs nothing, with Ray's own files in ``folder/name``; every
+    worker gets every dataset whole.
     """
     import ray.train
     import ray.train.torch

@@ -74,10 +74,8 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
     text = (ROOT / "cluster-fake.yaml").read_text()
     assert "gcs_address: 127.0.0.1:6399" in text
     (tmp_path / "cluster.yaml").write_text(text.replace("127.0.0.1:6399", address))
-    env = {
-        **os.environ, "RAY_FAKE_CLUSTER": "1", "RAY_AUTH_MODE": "disabled",
-        "RAY_TMPDIR": f"/tmp/uno-{os.getpid()}",
-    }  # fmt: skip
+    own = {"RAY_FAKE_CLUSTER": "1", "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": f"/tmp/uno-{os.getpid()}"}
+    env = os.environ | own
     head = subprocess.Popen(
         [RAY, "start", "--head", "--num-cpus=0", "--node-ip-address=127.0.0.1", "--dashboard-port=0",
          "--block", f"--port={address.rpartition(':')[2]}",
@@ -100,10 +98,8 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
 
 
 def end_processes_of(started: list[subprocess.Popen], address: str) -> None:
-    """Every Ray process of the cluster at that address, whose nodes are ``started``, and of no other one.
-
-    An agent has neither the address in its title nor, once its raylet is dead, a parent; it would hold its
-    port for minutes, and the next cluster on this machine would take no jobs.
+    """Every Ray process of the cluster at that address, whose nodes are ``started``, and of no other one; an
+    orphaned agent would hold its port for minutes, and the next cluster here would take no jobs.
     """
     port = address.rpartition(":")[2]
     marks = (f"--gcs-address={address}", f"--gcs_server_port={port}", f"--gcs_address={address}")

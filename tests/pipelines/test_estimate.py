@@ -33,10 +33,7 @@ def run(folder, rows=None, workers=0, **settings):
 
 
 def test_hidden_labels_do_not_matter(tmp_path):
-    """The estimate is identical, key and curves, whatever the unlabeled rows really are.
-
-    Kills: features, sampling, seeds or cache keys that depend on the truth; unlabeled rows ordered by class.
-    """
+    """Key and curves too. Kills: features, sampling, seeds or cache keys that depend on the truth."""
     rows = read_digits()
     hidden = np.flatnonzero([label in "6789" for label in rows.labels])
     permuted = list(rows.labels)

@@ -35,13 +35,13 @@ def test_no_arguments_are_the_digits():
     got = parse([], DISCOVER)
     assert config_hash(got.config) == config_hash(preset("digits"))
     assert (got.own.print_config, got.own.dry_run, got.own.fresh, got.given) == (False, False, False, {})
+    got = parse(["--dry-run", "--print-config", "--fresh", "--seed", "3"], DEMO)
+    assert (got.own.dry_run, got.own.print_config, got.own.fresh, got.config.seed) == (True, True, True, 3)
 
 
 def test_each_layer_overrides_the_one_before(file):
     """defaults < preset < YAML < later YAML < command line; kills any swapped pair of layers."""
-    first = file(
-        "preset: cifar10\nobjective:\n  epsilon: 0.2\n  num_iters: 7\ndiscover.epochs: 5\n", "1.yaml"
-    )
+    first = file("preset: cifar10\nobjective: {epsilon: 0.2, num_iters: 7}\ndiscover.epochs: 5\n", "1.yaml")
     second = file("objective.num_iters: 8\ndiscover:\n  epochs: 6\n", "2.yaml")
     got = config("--config", first, "--config", second, "--discover.epochs", "9", "--recipe", "v2")
     assert got.objective.temperature == 0.1  # default
@@ -127,19 +127,10 @@ def test_values_are_read_as_their_fields_say(argv, key, value):
     assert flatten(to_dict(config(*argv.split())))[key] == value
 
 
-def test_switches():
-    got = parse(["--dry-run", "--print-config", "--fresh", "--seed", "3"], DEMO)
-    assert (got.own.dry_run, got.own.print_config, got.own.fresh, got.config.seed) == (True, True, True, 3)
-    with pytest.raises(ConfigError, match="unknown option --fresh"):
-        parse(["check", "--fresh"], DATA)
-
-
 MISTAKES = [
     ("--objective.epsilon -1", "objective.epsilon: Input should be greater than or equal to 0.0001 (got -1)"),
     ("--objective.epsilon nan", "objective.epsilon: Input should be a finite number (got nan)"),
-    ("--data.std 1 1 nan", "data.std.2: Input should be a finite number (got nan)"),
     ("--data.std 1 1", "--data.std takes 3 values, got '1' '1'"),
-    ("--data.std=1,1,1", "--data.std takes 3 values, got '1,1,1'"),
     ("--seed", "--seed needs one value"),
     ("--seed 1 2", "--seed takes one value, got '1' '2'"),
     ("--seed 1.5", "seed: Input should be a valid integer, got a number with a fractional part (got 1.5)"),
@@ -156,12 +147,10 @@ MISTAKES = [
     ("--augment.large.num-views 1", "augment: large.num_views must be at least 2: swapped prediction"),
     ("--objective.epsilonn 1", "unknown option --objective.epsilonn; did you mean --objective.epsilon?"),
     ("--objectiv.num_iters 1", "unknown option --objectiv.num-iters; did you mean --objective.num-iters?"),
-    ("--epsilon 1", "unknown option --epsilon; did you mean --objective.epsilon?"),
     ("--base-lr 1", "unknown option --base-lr; did you mean --rotation.base-lr or --pretrain.base-lr or "),
     ("--dryrun", "unknown option --dryrun; did you mean --dry-run?"),
     ("--", "unknown option --; see --help"),
     ("-o x", "unexpected argument '-o'; options start with --"),
-    ("digits", "unexpected argument 'digits'; options start with --"),
     ("--config /nope.yaml", "cannot read config file /nope.yaml: No such file or directory"),
     ("--config", "--config needs one value"),
 ]  # fmt: skip
@@ -178,10 +167,7 @@ def test_a_mistake_is_one_line(argv, message, command=DISCOVER):
     ("text", "message"),
     [
         ("objective: {epsilonn: 1}", "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?"),
-        (
-            "objective: {epsilon: -1}",
-            "objective.epsilon: Input should be greater than or equal to 0.0001 (got",
-        ),
+        ("objective: {epsilon: -1}", "objective.epsilon: Input should be greater than or equal to 0.0001 ("),
         ("preset: cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
         ("preset: [digits]", "unknown preset \"['digits']\""),
         ("recipe: v3", "unknown recipe 'v3'; choose paper or v2"),
@@ -203,27 +189,17 @@ def test_default_output():
     assert config("--output", "~/run/{x}").output == os.path.expanduser("~/run/{x}")
 
 
-OWN = Command(
-    "export",
-    {
-        "RUN": Argument("A run."),
-        "N": Argument("A number.", int | None),
-        "--format": Argument("A format.", Literal["a", "b"]),
-        "--names": Argument("Names.", list[str], ()),
-        "--count": Argument("Count.", PositiveInt, 3),
-        "--go": switch("Go."),
-    },
-)
+OWN = Command("export", {
+    "RUN": Argument("A run."), "N": Argument("A number.", int | None), "--go": switch("Go."),
+    "--format": Argument("A format.", Literal["a", "b"]), "--names": Argument("Names.", list[str], ()),
+    "--count": Argument("Count.", PositiveInt, 3),
+})  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "r 7 --format a --go --names x y --count 5",
-        "--go r --count 5 7 --format=a --names x y",
-        "--format a r 7 --go --count=5 --names x y",
-    ],
-)
+@pytest.mark.parametrize("argv", [
+    "r 7 --format a --go --names x y --count 5", "--go r --count 5 7 --format=a --names x y",
+    "--format a r 7 --go --count=5 --names x y",
+])  # fmt: skip
 def test_own_arguments_in_any_order(argv):
     own = parse(argv.split(), OWN).own
     assert (own.run, own.format, own.names, own.count, own.go) == ("r", "a", ["x", "y"], 5, True)
@@ -236,8 +212,6 @@ def test_own_arguments_in_any_order(argv):
         ("--format a", "RUN comes first: uno export RUN"),
         ("r --format c", "--format: Input should be 'a' or 'b' (got 'c')"),
         ("r --format a --count 0", "--count: Input should be greater than 0 (got 0)"),
-        ("r --format a --count x", "--count: Input should be a valid integer"),
-        ("r --format a --go=1", "--go takes no value, got '1'"),
         ("r 1 z --format a", "unexpected argument 'z'"),
         ("r --formt a", "unknown option --formt; did you mean --format?"),
     ],
@@ -289,10 +263,7 @@ def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):
     assert "Length of the phase in epochs. (default: 77)" in text
     assert "Learning rate after warm-up. (default: 0.4)" in text
     assert "\x1b" not in text
-
-
-def test_help_survives_a_mistake_elsewhere_and_knows_its_command(help_text):
-    assert "usage: uno demo" in help_text("--nonsense", command=DEMO)
+    assert "usage: uno demo" in help_text("--nonsense", command=DEMO)  # whatever the mistake
     assert "--fresh" not in help_text(command=DATA)
 
 

@@ -200,9 +200,7 @@ def test_a_killed_process_is_continued(run, tmp_path, number):
 
 @pytest.mark.ray
 def test_ray_gives_the_same_table(run, tmp_path, ray_cluster, capsys):
-    """Paths, damaged files and pixels go through decoding tasks and two actors; Kills: lost, repeated or
-    reordered rows, a path that is no text.
-    """
+    """Through decoding tasks, two actors. Kills: lost, repeated, reordered rows, a path that is no text."""
     write_digits(tmp_path / "in", read_digits().images[:900])
     write_damaged(tmp_path / "in")
     (tmp_path / "in" / "digit-0000.png").rename(os.fsdecode(bytes(tmp_path / "in") + b"/caf\xe9.png"))
