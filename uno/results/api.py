@@ -83,15 +83,11 @@ class Model:
         self.model_hash = classifier.model_hash
 
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
-        """Classify images of any size.
+        """Classify images of any size: a list of paths or URIs, encoded bytes, PIL images and uint8 arrays
+        (H, W, 3) or (H, W); one uint8 array (N, H, W, 3); or one uint8 tensor (N, 3, H, W). They are made
+        square as in training: shorter side resized to ``size``, centre crop.
 
-        Args:
-            images: a list of paths or URIs, encoded bytes, PIL images and uint8 arrays (H, W, 3) or (H, W);
-                or one uint8 array (N, H, W, 3); or one uint8 tensor (N, 3, H, W). They are made square as in
-                training: shorter side resized to ``size``, centre crop.
-
-        Raises:
-            ConfigError: something else (it is a ValueError). Unreadable files are rows with a reason instead.
+        Unreadable files are rows with a reason; ConfigError, a ValueError: something else was given.
         """
         items, model = _items(images), self._classifier
         encoded: list[Image] = [b"" if isinstance(item, BadImage) else item for item in items]

@@ -113,12 +113,9 @@ def count(
 def protocol_metrics(confusions: Confusions, best_head: int, split: str) -> dict[str, float]:
     """Every metric of one split as flat paths, fractions 0-1 (ARI may be negative).
 
-    Keys: `{split}/{known|novel|all}/{protocol}/{acc|nmi|ari|purity}/{avg|best}` with the protocols of
-    `PROTOCOLS`, and `{split}/novel/task_aware/chance/acc`, the clustering accuracy of random predictions.
-    Known and all rows have `acc` only. A key is absent where no row has truth.
-
-    ``confusions``: of ALL rows of the split (`train` or `test`), that is summed over workers; ``best_head``:
-    that with the lowest TRAINING cluster loss, never chosen by accuracy.
+    `{split}/{known|novel|all}/{protocol of PROTOCOLS}/{acc|nmi|ari|purity}/{avg|best}`, of known and all rows
+    `acc` only, and `{split}/novel/task_aware/chance/acc`, that of random predictions; absent where no row has
+    truth. ``confusions``: summed over workers; ``best_head``: by TRAINING cluster loss, never by accuracy.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     agnostic = (metrics.task_agnostic_official, metrics.task_agnostic_joint, metrics.task_agnostic_strict)
@@ -181,9 +178,7 @@ def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, se
 
 
 def format_table(values: Mapping[str, float]) -> str:
-    """The console table of accuracies, percent with one decimal, at most 80 columns; absent values are blank.
-    ``values``: flat metric paths, fractions 0-1, as `evaluate_run` returns them.
-    """
+    """What `evaluate_run` returns as a table of accuracies in percent, at most 80 columns."""
     splits = [split for split in ("train", "test") if any(key.startswith(f"{split}/") for key in values)]
     groups = ("known", "novel", "all")
 

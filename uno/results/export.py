@@ -55,8 +55,7 @@ class Program(nn.Module):
         self.network = _one_head(model, model.best_head)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Uint8 (B, 3, S, S) -> probabilities (B, C)."""
-        # Not self.network(...): what it says of autocast would be in the program.
+        """Layer by layer: what ``self.network(...)`` says of autocast would be in the program."""
         network, data = self.network, self.config.data
         features = network.encoder(eval_view(images, self.side, data.mean, data.std))
         unit = F.normalize(features, dim=-1)
@@ -145,7 +144,7 @@ def _facts(model: Classifier) -> dict[str, str]:
 def _compare(
     format: str, model: Classifier, found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor]
 ) -> None:
-    """Refuse a file whose function of images uint8 (B, 3, S, S) is not the model's."""
+    """NumericsError: the file's function of images uint8 (B, 3, S, S) is not the model's."""
     for num in CHECK_ROWS:
         images = _random_images(model, num)
         with torch.inference_mode():

@@ -120,8 +120,8 @@ def score(
 
 
 def align_heads(novel: Tensor, best_head: int) -> Tensor:
-    """Which clusters of the heads are the same: (H, N, K) cosines of N unlabeled rows -> int64 (H, K), the
-    pairs with those of the best head (0..K-1 in its own row) that most rows fall into.
+    """(H, N, K) cosines of N unlabeled rows -> int64 (H, K): the cluster of every head that shares most rows
+    with each of the best head's.
     """
     num, assigned = novel.shape[-1], novel.argmax(dim=-1).cpu().numpy()  # K, (H, N)
     pairs = [hungarian(confusion(assigned[best_head], own, num, num)) for own in assigned]

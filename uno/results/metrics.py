@@ -4,9 +4,8 @@ A confusion matrix is int64, rows = true classes, columns = predicted outputs. M
 up, so batches and workers are summed first and matched once: the Hungarian algorithm per shard inflates
 (random predictions, 10 classes, 400 rows: .17 whole, .32 as the mean of 8 shards).
 
-Joint matrices of the task-agnostic protocols have C_l + C_u rows and C_l + K columns, known first in both.
-K, the clusters of a head, may differ from C_u, the true novel classes: the matching is rectangular, and the
-rows of a class or a cluster without partner count as wrong.
+Joint matrices of the task-agnostic protocols have C_l + C_u rows and C_l + K columns, known first in both. K
+may differ from C_u: the matching is rectangular, rows of a class or cluster without partner count as wrong.
 """
 
 import numpy as np
@@ -94,9 +93,8 @@ def chance_accuracy(
 ) -> float:
     """Expected clustering accuracy of uniformly random predictions, 0-1: the matching lifts it above 1 / K.
 
-    ``class_counts`` (R,): rows of each class, one row at least; K = ``num_clusters``. Mean over simulated
-    confusion matrices, each class a multinomial over the clusters. Standard error at 100 trials, 10 balanced
-    classes: .0012 for 200 rows, .0002 for 4,000.
+    ``class_counts`` (R,): rows of each class, one row at least; K = ``num_clusters``. Mean of ``num_trials``
+    simulations; its standard error with 10 balanced classes: .0012 for 200 rows, .0002 for 4,000.
     """
     generator = np.random.default_rng(seed)
     uniform, sizes = np.full(num_clusters, 1 / num_clusters), np.asarray(class_counts, dtype=np.int64)
