@@ -1,7 +1,5 @@
-"""Runs as processes of their own, on this machine or in Ray actors, each after the one it starts from.
-
-A job is ``uno pretrain`` or ``uno discover`` with a configuration file, in a directory below one output
-directory, whose ``attempts.jsonl`` notes how each attempt ended, and after how many seconds.
+"""Runs as processes of their own, on this machine or in Ray actors, each after the one it starts from; the
+output's ``attempts.jsonl`` notes how each attempt ended, and after how many seconds.
 """
 
 import json
@@ -28,7 +26,6 @@ from uno.runs.journal import read_journal
 ATTEMPTS = "attempts.jsonl"
 PARENT = "UNO_PARENT"  # set by the driver: its process may be gone before this one has imported torch
 POLL_S = 0.1
-MAX_REASON = 300
 UNFINISHED = (Interrupted.exit_code, 130, -signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL, 137, 143)
 
 
@@ -121,9 +118,8 @@ Start = Callable[[list[str], Path], Process]  # starts a command whose output is
 def run_jobs(
     jobs: Sequence[Job], output: Path, start: Start, capacity: int
 ) -> Iterator[tuple[Job, Attempts]]:
-    """Run all jobs in ``output``, ``capacity`` at a time; yields every one that ended, with its attempt.
-
-    One that needs a failed one fails with it. After SIGTERM or SIGINT: Interrupted, with all saved and ended.
+    """Run all jobs in ``output``, ``capacity`` at a time; yields every one that ended, with its attempt. One
+    that needs a failed one fails with it. After SIGTERM or SIGINT: Interrupted, with all saved and ended.
     """
     stopping, running = threading.Event(), list[tuple[Job, Process, float]]()
     waiting, ahead = list(jobs), {job.name for job in jobs}
@@ -165,10 +161,9 @@ def _command(output: Path, job: Job) -> tuple[list[str], Path]:
 def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> list[tuple[Job, Attempts]]:
     """Those that have ended, noted and no longer ``running``."""
     ended = []
-    for entry in list(running):
-        job, process, since = entry
+    for job, process, since in list(running):
         if (code := process.poll()) is not None:
-            running.remove(entry)
+            running.remove((job, process, since))
             reason = last_line(Path(f"{output / job.name}.log")) if code else ""
             ended.append(_noted(output, job, Attempts(time.monotonic() - since, code, reason)))
     return ended
@@ -184,7 +179,7 @@ def last_line(log: Path) -> str:
     """The last line a process wrote, without our prefix."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     line = lines[-1].removeprefix("uno: ").removeprefix("error: ") if lines else "it left no message"
-    return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON - 1]}…"
+    return line if len(line) <= 300 else f"{line[:299]}…"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -38,9 +38,6 @@ from uno.train import LocalWorker
 def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), report: bool = True) -> int:
     """Check everything, train those ``phases`` that are not finished and, after discovery, evaluate and print
     the table; ``report``: also predict every row and write the run's page. Returns 0.
-
-    Raises:
-        UnoError: with its exit code; a :class:`ConfigError` before any worker starts.
     """
     config, fresh, evaluate = options.config, options.own.fresh, DISCOVER in phases
     if options.own.print_config:
@@ -48,22 +45,20 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
         return 0
     for fault in faults.planned():
         say(f"warning: {faults.VARIABLE} is set: {fault.name}")
-    config = _with_full_paths(config)
-    estimate = None
+    config, estimate = _with_full_paths(config), None
     if config.data.num_novel == "auto":
         if options.own.dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
         config, estimate = _with_estimated_classes(config)
-    config, task = decide(config, fresh)
-    task = prepare(config, task)
+    config, found = decide(config, fresh)
+    task = prepare(config, found)
     if options.own.dry_run:
         return _dry_run(config, task, phases)
     assert config.output is not None
     storage = Storage(config.output)
     if directory.is_run(storage) and not fresh:
         directory.open_run(config, storage, task.rows.fingerprint)
-        finished = directory.read_results(storage) if evaluate else None
-        if finished is not None:
+        if evaluate and (finished := directory.read_results(storage)) is not None:
             say(f"{storage.uri} is finished; nothing is trained again (--fresh starts over)")
             _show(storage, finished)
             return 0
@@ -123,9 +118,7 @@ def _with_full_paths(config: Config) -> Config:
 
 
 def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
-    """``config`` with the number of classes that ``uno estimate-classes`` suggests, and its estimate.json,
-    which is kept beside the run directory: the same command again finds it there.
-    """
+    """``config`` with the suggested number of classes, and estimate.json, kept beside the run directory."""
     from pipelines.estimation import estimate_job
     from uno.results.estimate import Settings
 
@@ -136,10 +129,7 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
 
 
 def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
-    """``config`` with ``data.ingest`` decided, and the task where it had to be read for that.
-
-    A run goes on as it began: its ``config.yaml`` holds the decision.
-    """
+    """``config`` with ``data.ingest`` decided (a run goes on as it began), and the task if it was read."""
     if config.data.ingest == "auto" and config.output is not None and not fresh:
         storage = Storage(config.output)
         if storage.exists("config.yaml"):
@@ -155,9 +145,7 @@ def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
 
 
 def prepare(config: Config, task: Task | None = None) -> Task:
-    """Read the rows' table unless it is there, and run the preflight checks; warnings are printed, the first
-    error is a ConfigError.
-    """
+    """Read the rows' table unless it is there, and run the preflight checks: their first error is raised."""
     task = make_task(read_rows(config.data), config.data) if task is None else task
     for problem in check(task, config):
         if problem.level == "error":
@@ -179,9 +167,7 @@ def _sizes(task: Task) -> tuple[int, int]:
 
 
 def _execute(job: Job) -> tuple[dict[str, float], Task]:
-    """Train and evaluate, here or on Ray, without what killed commands and damaged disks left: the metrics,
-    and the task with whatever images were decoded for them.
-    """
+    """Heal the directory, train and evaluate, here or on Ray: the metrics, and the task with its images."""
     config, storage = job.config, job.claim.storage
     for line in directory.heal(storage):
         say(f"warning: {line}")
@@ -234,11 +220,8 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
     say(format_report(task, check(task, config)))
     for name, plan in run.plans(config, *_sizes(task), config.compute.workers).items():
         if name in phases or (name == ROTATION and PRETRAIN in phases):
-            epochs, rows = (
-                getattr(config, name).epochs,
-                f"{plan.labeled_size} labeled + {plan.unlabeled_size}",
-            )
-            say(f"{name}: {epochs} epochs of {plan.steps_per_epoch} steps of {rows} unlabeled rows")
+            epochs = f"{getattr(config, name).epochs} epochs of {plan.steps_per_epoch} steps"
+            say(f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled rows")
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
         with lock.claim(Storage(folder), on_wait=say) as claim:

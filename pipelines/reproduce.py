@@ -1,7 +1,5 @@
-"""``uno reproduce TABLE``: the paper's tables and figures, run, measured and set beside its numbers.
-
-Every cell is a run in a directory of its own (``OUTPUT/cells``), cells with the same pretraining share it
-(``OUTPUT/pretrain``); finished ones are never repeated: the same command continues what was stopped.
+"""``uno reproduce TABLE``: the paper's tables and figures, run, measured and set beside its numbers. A cell
+is a run in ``OUTPUT/cells``, pretrainings in ``OUTPUT/pretrain`` are shared; finished ones never repeated.
 """
 
 import os
@@ -146,9 +144,8 @@ def plan(request: Request) -> list[Job]:
         run, shared = request.output / cell.name, request.output / cell.pretraining
         config = override(cell.config, {"model.weights": str(shared)})
         _check_stored(run, config)
-        if (run / "metrics.json").exists() or attempts.get(
-            cell.name, Attempts()
-        ).code == NumericsError.exit_code:
+        diverged = attempts.get(cell.name, Attempts()).code == NumericsError.exit_code
+        if diverged or (run / "metrics.json").exists():
             continue
         if not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
@@ -173,8 +170,9 @@ def _check_stored(run: Path, config: Config) -> None:
         stored = override(Config(), read_config_tree(Storage(str(run))))  # fields it does not know: defaults
         free = {"model.weights", *(["data.num_novel"] if config.data.num_novel == "auto" else [])}
         if keys := [key for key in differing_keys(to_dict(stored), config) if key not in free]:
-            some = ", ".join(keys[:6])
-            raise ConfigError(f"{run} was run with other settings: {some}; use another --output")
+            raise ConfigError(
+                f"{run} was run with other settings: {', '.join(keys[:6])}; use another --output"
+            )
 
 
 def _describe(request: Request, jobs: Sequence[Job]) -> None:
@@ -238,9 +236,7 @@ def _default_parallel(compute: ComputeConfig) -> int:
 
 
 def write_tables(request: Request) -> None:
-    """Write Markdown, Parquet, HTML and, where asked for, the record; show the table. Where cells failed or
-    have no result yet, that is raised after.
-    """
+    """Write and show the tables and, if asked for, the record; then raise if cells failed or are missing."""
     attempts = read_attempts(request.output)
     found = effects.read(
         request.table, request.cells, request.output, request.changes,
@@ -251,8 +247,7 @@ def write_tables(request: Request) -> None:
     documents.write(Storage(str(request.output)), found, request.command, maps)
     if request.own.record is not None:
         documents.write_record(Storage(request.own.record), found, request.command, maps)
-    name = request.table.name
-    files = f"{name}.md, {name}.parquet, {name}.html"
+    files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "parquet", "html"))
     say(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
     if found.failures:
         name, reason = next(iter(found.failures.items()))

@@ -1,8 +1,4 @@
-"""The report of a run: one HTML file that opens from disk and asks the network for nothing.
-
-``write_report`` is the way in. Below it: ``facts`` (what is known of the run), ``checks`` (what may be
-wrong), ``charts`` and ``pictures`` (what is drawn), ``page`` (what all pages share).
-"""
+"""The report of a run: one HTML file that opens from disk and asks the network for nothing."""
 
 import logging
 from typing import Any
@@ -34,10 +30,8 @@ def write_report(
     config: Config, storage: Storage, task: Task | None, *, device: torch.device | str = "cpu",
     max_rows: int | None = None, note: str = "", model: Classifier | None = None,
 ) -> str:  # fmt: skip
-    """Write ``report.html`` into a run directory and return its path.
-
-    Without a ``task`` (unreadable data) or a trained ``model`` (None: it is loaded) the page shows what is
-    left and says so; ``note`` is shown on it. By default as many rows are looked at as take a minute.
+    """Write ``report.html`` into a run directory and return its path; without a ``task`` or a trained model
+    it shows what is left. By default as many rows are looked at as take a minute.
     """
     found, notes = facts.read_facts(storage), [note] if note else []
     looked: dict[str, Any] = {"sample": None, "findings": None, "cards": [], "known_cards": []}
@@ -81,7 +75,7 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
 
 
 def _looked(task: Task, sample: Sample, findings: Findings, album: Album, seed: int) -> dict[str, Any]:
-    """What the page shows of a sample: galleries, matrices, maps, and the ``data`` that its script reads."""
+    """What the page shows of a sample, and the ``data`` that its script reads."""
     true_names, truth = [*task.known, *task.novel], findings.truth
 
     def card(output: int, cluster: Cluster | None = None) -> dict[str, Any]:

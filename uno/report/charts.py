@@ -21,7 +21,7 @@ EXTENT = 1000  # coordinates of a map are integers in [0, EXTENT]
 
 
 class Series(NamedTuple):
-    """A curve to draw. ``kind`` is its style, by default one of ten colours."""
+    """A curve to draw; ``kind`` is its style, by default a colour."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -66,9 +66,7 @@ def line_chart(
     x_range: tuple[float, float] | None = None, y_range: tuple[float, float] | None = None,
     x_ticks: Sequence[tuple[float, str]] | None = None, width: int = WIDTH,
 ) -> Chart | None:  # fmt: skip
-    """A chart without the points that are not finite; None if none is left. By default the ranges are those
-    of the points, y from zero upwards, and ``x_ticks`` (x, label) round whole numbers.
-    """
+    """A chart of the finite points; None if there are none. By default ranges are theirs, y from zero on."""
     kept = [s._replace(points=[p for p in s.points if all(map(math.isfinite, p))]) for s in series]
     kept = [s for s in kept if s.points]
     points = [*(p for s in kept for p in s.points), *((d.x, d.y) for d in dots)]
@@ -115,17 +113,13 @@ def matrix(
     title: str, counts: Counts, names: tuple[Sequence[str], Sequence[str]], matching: Counts,
     num_known: int = 0,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Heat map of counts (R, P), true classes x outputs with their ``names``, columns in the order of their
-    matched rows, a rule after the ``num_known`` first rows; None without rows or too large.
-
-    ``cell`` is in pixels, ``shades`` are (opacity, path of unit squares), ``numbers`` (x, y, count, light
-    text?) where cells are large enough, ``confusions`` (class, output, count, share of the class).
+    """Heat map of counts (R, P), true classes x outputs, in the order of their matching; None without rows or
+    too large. ``shades`` are (opacity, path of unit squares), ``numbers`` (x, y, count, light text?).
     """
     total = int(counts.sum())
     if not total or max(counts.shape) > MAX_MATRIX:
         return None
-    matched = [m for m in matching.tolist() if m >= 0]
-    order = matched + [p for p in range(counts.shape[1]) if p not in set(matched)]
+    order = list(dict.fromkeys([*(m for m in matching.tolist() if m >= 0), *range(counts.shape[1])]))
     shown = counts[:, order]
     share = shown / np.maximum(1, shown.sum(axis=1, keepdims=True))
     level = np.ceil(share * LEVELS).astype(int)

@@ -39,8 +39,7 @@ def warnings(config: Config, facts: Facts, sample: Sample | None, findings: Find
 
 
 def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
-    clusters, total = findings.clusters, findings.num_unlabeled
-    num = len(clusters)
+    clusters, total, num = findings.clusters, findings.num_unlabeled, len(findings.clusters)
     equal = sum(c.count for c in clusters) / num
     used = [c for c in clusters if c.count > UNUSED * max(equal, 1)]
     if unused := [c.name for c in clusters if c not in used]:

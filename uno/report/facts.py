@@ -1,6 +1,4 @@
-"""What is known of a run: what its directory says, where it comes from, and what its model says of a sample
-of its rows.
-"""
+"""What is known of a run: what its directory says, and what its model says of a sample of its rows."""
 
 import json
 import math
@@ -37,9 +35,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Facts:
-    """The contents of a run directory; empty where a file is missing or damaged (``unreadable`` names it);
-    ``bad`` are (id, reason) of the images that could not be read.
-    """
+    """A run directory's contents; ``bad`` are (id, reason) of images, ``unreadable`` names damaged files."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -164,12 +160,11 @@ def command_line(config: Config) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """M rows of a task and what the model says of them; ``num_rows`` is the number the task has.
+    """M rows, of a task's ``num_rows``, and what the model says of them.
 
-    ``index`` (M,) row numbers. ``features`` (M,D). Cosines: ``known`` (M,C_l), ``novel`` (M,H,K) with every
-    head's clusters in the order of the best head's, ``over`` (M,H,mK) where there are such heads. ``votes``
-    (M,H): every head's output, before classes are merged or dropped. ``confidence`` (M,): probability of the
-    best head's output. ``similarity`` (K,K): cosines of the best head's prototypes. ``names`` of all outputs.
+    ``index`` (M,); ``features`` (M,D); cosines ``known`` (M,C_l), ``novel`` (M,H,K), every head's clusters
+    in the order of the best head's, ``over`` (M,H,mK); ``votes`` (M,H): every head's output; ``confidence``
+    (M,) of the best head's; ``similarity`` (K,K): cosines of its prototypes; ``names`` of all outputs.
     """
 
     index: NDArray[np.int64]
@@ -205,16 +200,13 @@ def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
     num = len(task.rows)
     if num <= limit:
         return np.arange(num)
-    generator = np.random.default_rng([seed, 5])
-    labeled = task.labels >= 0
+    generator, labeled = np.random.default_rng([seed, 5]), task.labels >= 0
     groups = map(np.flatnonzero, (labeled, task.is_train & ~labeled, ~task.is_train))
     return np.sort(np.concatenate([generator.permutation(g)[: int(limit * len(g) / num)] for g in groups]))
 
 
 def open_model(config: Config, storage: Storage, task: Task, device: torch.device | str) -> Classifier:
-    """The model of a run: that in ``model/``, or while there is none that of the newest checkpoint;
-    StorageError where there is neither, RuntimeError where it is of other classes than ``task``.
-    """
+    """The model of a run: that in ``model/``, or while there is none that of the newest checkpoint."""
     with suppress(StorageError):
         model = load_classifier(storage, device)
         if [c.name for c in model.classes if c.kind == "known"] == task.known:
@@ -227,8 +219,7 @@ def open_model(config: Config, storage: Storage, task: Task, device: torch.devic
 
 def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = None) -> Sample:
     """What ``model`` says of at most ``max_rows`` rows, by default as many as take a minute; ValueError if no
-    image can be read. Heads vote as in ``predictions.parquet``: their clusters are renumbered as the model's
-    files say, in an unfinished run as the unlabeled rows of this sample say.
+    image can be read. Clusters of heads are renumbered as in ``predictions.parquet``.
     """
     config, best, size = model.config, model.best_head, model.size
     default = MAX_ROWS if model.device.type == "cuda" else MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
@@ -256,9 +247,8 @@ def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = N
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """One output of the best head and the ``count`` unlabeled training rows it takes: median ``confidence``,
-    mean ``agreement``, NaN without rows; ``majority``, (true class, share) where rows have truth;
-    ``closest_known`` by mean cosine; ``twin``, (output, cosine) of the most similar prototype.
+    """One output of the best head and the unlabeled training rows it takes: median ``confidence``, mean
+    ``agreement``, ``majority`` (true class, share), ``twin``: (output, cosine) of the most similar prototype.
     """
 
     output: int
@@ -273,12 +263,11 @@ class Cluster:
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """What a sample says of the discovered classes.
+    """What a sample says of the discovered classes; numbers over the unlabeled rows, NaN without any.
 
-    ``truth`` (M,): index into known + true novel names, -1 unknown. ``unlabeled`` (M,) bool. ``agreement``
-    (M,): share of the heads, the best among them, that put a row into its class. ``pairs`` (H,H): share of
-    the unlabeled rows that two heads put into the same class. The numbers are over the unlabeled rows, NaN
-    without any: ``unsure`` are below one half, ``absorbed`` are taken for known classes.
+    ``truth`` (M,): index into known + true novel names or -1; ``agreement`` (M,): share of heads that put a
+    row into its class; ``pairs`` (H,H): share of rows that two heads put into the same; ``unsure``: below one
+    half; ``absorbed``: taken for known classes.
     """
 
     truth: NDArray[np.int64]

@@ -1,7 +1,4 @@
-"""What all pages share: frame, style and formats. Whatever a class or a file is called, it stays inert.
-
-Markup lives in ``templates/``: ``base.html`` is the frame, ``parts.html`` has the macros, for all pages.
-"""
+"""What all pages share: frame, style and formats. Whatever a class or a file is called, it stays inert."""
 
 import base64
 import datetime
@@ -16,9 +13,8 @@ from markupsafe import Markup
 
 
 def render(template: str, context: Mapping[str, Any], package: str = "uno.report", script: str = "") -> str:
-    """A page that opens from disk: its content security policy forbids every request and foreign script.
-
-    ``template``, of ``package``, extends ``base.html``; all is escaped but our own style and ``script``.
+    """A page whose content security policy forbids every request and foreign script; all of ``context`` is
+    escaped.
     """
     assets = resources.files("uno.report") / "templates"
     code = (assets / script).read_text("utf-8") if script else ""
@@ -29,19 +25,15 @@ def render(template: str, context: Mapping[str, Any], package: str = "uno.report
     filters = {"count": count, "duration": duration, "percent": percent, "visible": visible}
     environment.filters |= filters | {"quoted": shlex.quote}
     page = environment.get_template(template).render(
-        context,
-        style=Markup((assets / "report.css").read_text("utf-8")),
-        script=Markup(code),
+        context, style=Markup((assets / "report.css").read_text("utf-8")), script=Markup(code),
         script_hash=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
         generated=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-    )
+    )  # fmt: skip
     return page.encode("utf-8", "replace").decode()
 
 
 def visible(name: object, limit: int = 300) -> str:
-    """At most ``limit`` characters of ``name``, everything unprintable spelled out (a line break is ``\\n``,
-    RTL override ``\\u202e``). Markup is not touched: the templates escape it.
-    """
+    """At most ``limit`` characters of ``name``, unprintable ones spelled out (``\\n``), not escaped."""
     text = str(name)[: limit + 1]
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"

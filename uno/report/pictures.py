@@ -30,9 +30,8 @@ class Strip(NamedTuple):
 def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
     """(N,3,S,S) -> a data URI of one picture with ``columns`` images in a row; PNG if tiny, else JPEG."""
     num, _, side, _ = images.shape
-    filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)])
-    grid = filled.reshape(-1, columns, 3, side, side).transpose(0, 3, 1, 4, 2)
-    pixels = grid.reshape(-1, columns * side, 3)
+    filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)]).reshape(-1, columns, 3, side, side)
+    pixels = filled.transpose(0, 3, 1, 4, 2).reshape(-1, columns * side, 3)
     grey = bool((pixels == pixels[..., :1]).all())
     kind, buffer = "png" if side <= SMALL else "jpeg", BytesIO()
     picture = Pillow.fromarray(pixels[..., 0] if grey else pixels)
@@ -41,8 +40,8 @@ def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
 
 
 class Album:
-    """Draws strips of ``sample``'s images, stored with side ``size``, until :data:`BUDGET_BYTES` are spent
-    and it is ``full``. Many classes get fewer, smaller and coarser pictures.
+    """Draws strips of ``sample``'s images until BUDGET_BYTES are spent and it is ``full``; many classes get
+    fewer, smaller and coarser pictures.
     """
 
     def __init__(self, rows: Rows, sample: Sample, size: int, seed: int) -> None:

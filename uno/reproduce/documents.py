@@ -23,7 +23,7 @@ MINUS = "−"  # noqa: RUF001
 Grid = list[list[str]]  # a table of texts, its head first
 
 
-def spread(value: float, sd: float | None, signed: bool = False) -> str:
+def spread(value: float, sd: float | None = None, signed: bool = False) -> str:
     """``98.1 ± 0.8``, or the mean alone."""
     text = f"{value:.1f}"
     if signed:
@@ -72,11 +72,10 @@ def effects_grid(found: Results) -> Grid:
     for effect in effects:
         several = f", {effect.benchmark.name}" if len(found.table.benchmarks) > 1 else ""
         counted = f"{effect.group}, {effect.evaluation.name}, {effect.evaluation.split}"
-        paper = [effect.published.get(title) for title in columns]
-        texts = [DASH if value is None else spread(value, None, signed=True) for value in paper]
-        measured = spread(mean(effect.measured), deviation(effect.measured), signed=True)
-        named = [f"{effect.row.name}{several}", counted]
-        grid.append([*named, *texts, measured, str(len(effect.measured)), effect.verdict])
+        paper = (effect.published.get(title) for title in columns)
+        texts = [DASH if value is None else spread(value, signed=True) for value in paper]
+        texts.append(spread(mean(effect.measured), deviation(effect.measured), signed=True))
+        grid.append([effect.row.name + several, counted, *texts, str(len(effect.measured)), effect.verdict])
     return grid
 
 
@@ -185,16 +184,16 @@ def _measured_fields(found: Results, row: Row, evaluation: Evaluation) -> Iterat
     for benchmark, group in itertools.product(found.table.benchmarks, found.table.groups):
         key = (benchmark.key, row.key, evaluation.name, group)
         if values := found.values.get(key):
-            fields = {
+            compared: dict[str, Any] = {}
+            if effect := found.effects.get(key):
+                compared = {"effect": mean(effect.measured), "effect_sd": deviation(effect.measured)}
+                compared["verdict"] = effect.verdict
+            yield compared | {
                 "data": benchmark.name, "group": group, "mean": mean(values), "sd": deviation(values),
                 "n": len(values), "values": list(values.values()), "seeds": list(values),
                 "minutes": statistics.fmean(found.minutes[benchmark.key, row.trained]),
                 "hardware": "; ".join(found.hardware),
             }  # fmt: skip
-            if effect := found.effects.get(key):
-                difference = {"effect": mean(effect.measured), "effect_sd": deviation(effect.measured)}
-                fields |= {**difference, "verdict": effect.verdict}
-            yield fields
 
 
 def charts(found: Results) -> list[Chart]:

@@ -48,10 +48,8 @@ class Effect(NamedTuple):
 
 
 class Results(NamedTuple):
-    """A table and what is known of its cells.
-
-    ``minutes`` of each cell by (benchmark, row), without its pretraining; ``pretrain_minutes`` of all
-    pretrainings. ``failures`` (with reasons) and ``missing`` name cells. ``changes`` are the command line's.
+    """A table and what is known of its cells: ``minutes`` of each by (benchmark, row), without pretraining;
+    ``failures`` (with reasons) and ``missing`` name cells; ``changes`` are the command line's.
     """
 
     table: Table
@@ -78,21 +76,16 @@ def read(
     table: Table, cells: Sequence[Cell], output: Path, changes: Mapping[str, Any],
     seconds: Mapping[str, float], failed: Mapping[str, str],
 ) -> Results:  # fmt: skip
-    """What the finished ones of ``cells``, all those of a table, measured below ``output``.
-
-    ``changes`` are dotted keys of the command line; ``seconds`` that cells and pretrainings took and reasons
-    of ``failed`` ones stand by name. ConfigError: a result that cannot be read.
+    """What the finished ones of ``cells``, all those of a table, measured below ``output``; ``seconds`` of
+    cells and pretrainings and reasons of ``failed`` ones are by name.
     """
     values: defaultdict[Key, dict[int, float]] = defaultdict(dict)
     minutes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    failures, missing, environments, remarks = {}, [], [], []
+    missing, environments, remarks = list[str](), [], []
     for cell in cells:
         run = output / cell.name
         if not (run / "metrics.json").exists():
-            if cell.name in failed:
-                failures[cell.name] = failed[cell.name]
-            else:
-                missing.append(cell.name)
+            missing.append(cell.name)
             continue
         minutes[cell.benchmark.key, cell.row.key].append(seconds.get(cell.name, 0.0) / 60)
         environments.append(_read_json(run / "environment.json"))
@@ -101,11 +94,12 @@ def read(
         if cell.config.data.num_novel == "auto":
             suggested = _read_json(run / "estimate.json").get("suggested", "?")
             remarks.append(f"{cell.row.name}, seed {cell.seed}: {suggested} classes")
-    on_gpu = changes.get("compute.device") != "cpu"
-    pretrainings = {cell.pretraining for cell in cells}
+    failures = {name: failed[name] for name in missing if name in failed}
+    on_gpu, pretrainings = changes.get("compute.device") != "cpu", {cell.pretraining for cell in cells}
     return Results(
         table, max(cell.seed for cell in cells) + 1, values, _effects(table, cells, values), minutes,
-        sum(seconds.get(name, 0.0) for name in pretrainings) / 60, len(pretrainings), failures, missing,
+        sum(seconds.get(name, 0.0) for name in pretrainings) / 60, len(pretrainings), failures,
+        [name for name in missing if name not in failed],
         sorted({_hardware(environment, on_gpu) for environment in environments}),
         {name: _versions(environments, name) for name in ("python", "torch", "torchvision", "numpy")},
         {key: value for key, value in changes.items() if not key.startswith("compute.")}, remarks,
@@ -152,12 +146,11 @@ def published_effects(table: Table, row: Row, evaluation: Evaluation, group: str
 
 
 def verdict(differences: Sequence[float], claim: str, num_rows: int) -> str:
-    """What paired differences (row - reference, in percent, one a seed) of accuracies on ``num_rows`` rows
-    say of the paper's claim, ``lower``, ``higher`` or ``same``.
+    """What paired differences (in percent, one a seed) of accuracies on ``num_rows`` rows say of a claim.
 
-    ``shown`` asks for a mean at least :data:`ERRORS` standard errors below (above) zero. All seeds share the
-    measured images, so agreement of seeds alone proves little: D images that only one of two models has right
-    have a standard error of at least sqrt(D), and a difference of less than 4 images is never shown.
+    ``shown`` asks for a mean at least ERRORS standard errors from zero. All seeds share the measured images:
+    D images that only one of two models has right have a standard error of at least sqrt(D), so a difference
+    of less than 4 images is never shown.
     """
     if len(differences) < 2:
         return FEW

@@ -1,8 +1,5 @@
-"""The paper's tables and figures, and two of ours: what is trained, how it is counted, what the paper says.
-
-They stand in ``experiments.yaml``, the paper's numbers in ``published.yaml``. The scale ``full`` is the
-paper's: CIFAR10, CIFAR100 and ImageNet from the user's disk. ``small`` is for two CPU cores: the embedded
-digits and, where its directory is given, a subset of CIFAR10-JPEG.
+"""The paper's tables and figures (``experiments.yaml``), and what it says of them (``published.yaml``), at
+the paper's ``full`` scale, or ``small`` for two CPU cores.
 """
 
 import difflib
@@ -31,8 +28,8 @@ class Entry(BaseModel):
 
 
 class Benchmark(Entry):
-    """A data set with its split into known and novel classes. ``source`` has a place for the directory of the
-    command line's ``option``; ``minutes`` are one cell's on one core, None where nobody has measured them.
+    """A data set with its split. ``source`` has a place for the directory of the command line's ``option``;
+    ``minutes`` are one cell's on one core, if somebody has measured them.
     """
 
     key: str
@@ -53,10 +50,8 @@ class Evaluation(Entry):
 
 
 class Row(Entry):
-    """What is trained, or another reading of what another row (``of``) trained.
-
-    ``metric``: path that is read for the novel group instead of the evaluation's. ``claim``: what its paper
-    says of it against the row ``versus``. ``series`` and ``x`` place it in a chart.
+    """What is trained, or another reading of what another row (``of``) trained; ``metric`` is then read of
+    novel rows. ``claim``: what its paper says against ``versus``. ``series`` and ``x`` place it in a chart.
     """
 
     key: str
@@ -174,20 +169,16 @@ class Cell(NamedTuple):
 
 
 def cells(table: Table, seeds: int, directories: Mapping[str, str], changes: Mapping[str, Any]) -> list[Cell]:
-    """All runs of a table, seed by seed, so that an unfinished table compares complete seeds.
-
-    A configuration is preset < data set < what the authors of the row's method set there < ``changes`` < row
-    < seed. ``directories`` of the data sets: by the benchmark's ``option``.
+    """All runs of a table, seed by seed, so that an unfinished table compares complete seeds. A configuration
+    is preset < data set < what the authors of the row's method set there < ``changes`` < row < seed.
     """
     found = []
     for benchmark in table.benchmarks:
         source = benchmark.source.format(directories.get(benchmark.option or "", ""))
         base = preset(benchmark.preset, str(changes.get("recipe", "paper")))
         base = override(base, {"data.source": source, **benchmark.overrides})
-        for row in table.rows:
-            if row.of is None:
-                method = str(row.overrides.get("method", changes.get("method", base.method)))
-                own = {**settings(method, benchmark.preset), **changes, **row.overrides}
-                configs = [override(base, {**own, "seed": seed}) for seed in range(seeds)]
-                found += [Cell(row, benchmark, seed, config) for seed, config in enumerate(configs)]
+        for row in (row for row in table.rows if row.of is None):
+            method = str(row.overrides.get("method", changes.get("method", base.method)))
+            own = {**settings(method, benchmark.preset), **changes, **row.overrides}
+            found += [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]
     return sorted(found, key=lambda cell: cell.seed)
