@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # sums in one order, for tests that compare bits or stored numbers
 
-@pytest.fixture
+
+@pytest.fixture(autouse=True)
 def one_thread():
-    """Sums in one order, for tests that compare bits or stored numbers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """What a test changes lasts no longer than the test."""
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)

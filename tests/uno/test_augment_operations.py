@@ -12,9 +12,6 @@ from uno import augment as color
 from uno.augment import affine, apply, blur, crop_weights, resample
 from uno.config import ViewConfig
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 ADJUST = [tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation, tv.adjust_hue]
 BOXES = [
     (0, 0, 64, 64), (3, 10, 40, 31), (20, 5, 17, 44), (50, 60, 4, 3), (0, 33, 64, 20), (7, 7, 24, 24),

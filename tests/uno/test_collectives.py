@@ -135,12 +135,8 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         parts |= {f"method/{name}": two_steps(name, worker) for name in METHODS}
     if world_size > 1:
         parts |= {"nan": nan_on_one_rank(worker), "phase": whole_phase(worker, folder)}
-    tensors = {
-        f"{part}/{k}": v.detach().contiguous().clone()
-        for part, seen in parts.items()
-        for k, v in seen.items()
-    }
-    save_file(tensors, folder / f"{rank}.st")
+    seen = {f"{part}/{name}": tensor for part, some in parts.items() for name, tensor in some.items()}
+    save_file({name: v.detach().contiguous().clone() for name, v in seen.items()}, folder / f"{rank}.st")
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -149,12 +145,8 @@ def test_one_process_is_the_identity():
     """Kills: a copy, a reduction or a process group where there is one worker."""
     tensor = torch.rand(3, 4)
     assert collectives.world() == (0, 1)
-    for same in (
-        collectives.gather_rows(tensor, 0),
-        collectives.own_rows(tensor, 1),
-        collectives.sum_(tensor),
-    ):
-        assert same is tensor
+    assert collectives.gather_rows(tensor, 0) is collectives.own_rows(tensor, 1) is tensor
+    assert collectives.sum_(tensor) is tensor
     collectives.barrier(CPU)
 
 
@@ -180,7 +172,7 @@ RAY, SLOW = pytest.mark.ray, pytest.mark.slow
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(w, marks=m) for w, m in ((2, RAY), (4, RAY), (3, SLOW))])
-def test_workers_equal_one_worker(tmp_path, one_thread, world_size):
+def test_workers_equal_one_worker(tmp_path, world_size):
     """Pseudo-labels, loss, gradients and the step of the same global batch, with BatchNorm in eval mode; two
     workers take the steps of one for every method in the registry.
 
@@ -206,9 +198,7 @@ def test_workers_equal_one_worker(tmp_path, one_thread, world_size):
             torch.testing.assert_close(mean, expected, **exact)
         else:
             for share in shares:
-                torch.testing.assert_close(
-                    share[name], expected, **exact, msg=lambda text, n=name: f"{n}: {text}"
-                )
+                torch.testing.assert_close(share[name], expected, **exact, msg=f"{name}: {{}}".format)
                 assert "/extra/" not in name or torch.equal(share[name], shares[0][name]), name
 
     for share in shares:

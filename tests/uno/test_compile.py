@@ -51,7 +51,7 @@ def test_compiled_code_stays_on_its_kind_of_processor(monkeypatch):
 
 @pytest.mark.slow
 @COMPILER
-def test_compiled_steps_are_the_same_steps(one_thread, monkeypatch, tmp_path):
+def test_compiled_steps_are_the_same_steps(monkeypatch, tmp_path):
     """10 steps in float64: in float32 the order of summation tells after a few, and differs by processor.
 
     Kills: an encoder that is compiled in eval mode, or whose parameters are renamed or copied.

@@ -74,15 +74,12 @@ def test_a_mistake_is_one_short_line_that_names_the_field(overrides, message):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
-def test_nested_and_dotted_keys_mean_the_same(yaml_file):
+def test_nested_and_dotted_keys_mean_the_same_and_comments_nothing(yaml_file):
     nested = load_yaml(yaml_file("objective:\n  epsilon: 0.1\n  num_iters: 5\n"))
     dotted = load_yaml(yaml_file("objective.epsilon: 0.1\nobjective.num_iters: 5\n"))
     assert nested == dotted == {"objective.epsilon": 0.1, "objective.num_iters": 5}
     values = load_yaml(yaml_file("discover:\n  weight_decay: 1e-4\n"))  # YAML 1.1 reads a string
     assert override(Config(), values).discover.weight_decay == 1e-4
-
-
-def test_a_section_that_is_all_comments_changes_nothing(yaml_file):
     values = load_yaml(yaml_file("objective:\n  # epsilon: 0.1\nseed: 3\n"))
     assert override(Config(), values) == override(Config(), {"seed": 3})
     assert load_yaml(yaml_file("# nothing\n")) == {}

@@ -1,13 +1,12 @@
 """Crops cut on the CPU: torchvision's, from an image that is decoded once."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from tests.uno.data.builders import encoded
 from uno import crops
 from uno.augment import BOX_NUMBERS, augment, augment_crops, draw_numbers, resized_boxes
 from uno.config import AugmentConfig, ViewConfig
@@ -23,13 +22,6 @@ def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
     """A picture with structure at the scale of real ones."""
     noise = np.random.default_rng(seed).integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
-
-
-def jpeg(pixels: np.ndarray, orientation: int = 1) -> bytes:
-    file, exif = io.BytesIO(), Image.Exif()
-    exif[0x0112] = orientation
-    Image.fromarray(pixels).save(file, "JPEG", quality=95, exif=exif)
-    return file.getvalue()
 
 
 def cropper(**augment_fields) -> Cropper:
@@ -54,12 +46,8 @@ def test_boxes_of_any_shape_are_inside_and_uniform():
     numbers = draw_numbers(2000, 1, torch.Generator().manual_seed(2))[:, 0, :BOX_NUMBERS].numpy()
     top, left, height, width = resized_boxes((0.3, 0.8), numbers, 300, 400).T
     area, ratio = height * width / 120_000, width / height
-    for values, low, high in (
-        (top, 0, 300 - height),
-        (left, 0, 400 - width),
-        (area, 0.295, 0.81),
-        (ratio, 0.74, 1.35),
-    ):
+    limits = (top, 0, 300 - height), (left, 0, 400 - width), (area, 0.295, 0.81), (ratio, 0.74, 1.35)
+    for values, low, high in limits:
         assert ((values >= low) & (values <= high)).all()
     assert 0.5 < area.mean() < 0.57 and abs((top / np.maximum(300 - height, 1)).mean() - 0.5) < 0.03
 
@@ -81,7 +69,9 @@ def test_an_image_is_decoded_once_and_turned_upright(monkeypatch):
     turned = np.rot90(smooth(40, 64), 1).copy()  # 6: turn clockwise to see it upright
     plain = cropper(large=RESIZED, small=RESIZED.model_copy(update={"num_views": 3, "size": 9}))
     first = np.zeros(1, int)
-    pixels, reasons = plain.crop(first, first, [jpeg(turned, 6)])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels, reasons = plain.crop(first, first, [encoded(turned, "JPEG", quality=95, exif=exif)])
     assert len(calls) == 1 and reasons == [None]
     upright, _ = plain.crop(first, first, [smooth(40, 64)])
     assert np.abs(pixels.astype(int) - upright).mean() < 6  # JPEG's own loss
@@ -105,7 +95,7 @@ def test_views_do_not_depend_on_who_cuts_them_or_when():
 
 
 def test_a_bad_image_has_a_reason_and_black_views():
-    images = [smooth(20, 20), b"no image", jpeg(smooth(40, 40))[:300], "/nowhere/x.jpg"]
+    images = [smooth(20, 20), b"no image", encoded(smooth(40, 40), "JPEG")[:300], "/nowhere/x.jpg"]
     pixels, reasons = cropper(large=RESIZED).crop(np.zeros(4, int), np.arange(4), images)
     assert reasons[0] is None and pixels[0].any() and not pixels[1:].any()
     assert "not a readable" in reasons[1] and reasons[2] and "No such file" in reasons[3]

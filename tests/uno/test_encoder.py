@@ -10,8 +10,6 @@ from torch import nn
 from uno.config import ModelConfig
 from uno.encoder import build_encoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def encoder_of(name: str, stem: str = "small", **options):
     torch.manual_seed(0)
@@ -46,7 +44,7 @@ def test_keys_are_torchvisions(name, num_features, stem):
 
 
 def test_weights_load_into_torchvision_and_give_its_features():
-    """Kills: a stem, pooling or block order other than torchvision's."""
+    """Kills: a stem, pooling or block order other than torchvision's, a small stem that reduces."""
     ours = encoder_of("resnet18", "imagenet").eval()
     theirs = torchvision.models.resnet18()
     missing = theirs.load_state_dict(ours.state_dict(), strict=False)
@@ -56,13 +54,8 @@ def test_weights_load_into_torchvision_and_give_its_features():
     images = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
         torch.testing.assert_close(ours(images), theirs.eval()(images))
-
-
-def test_stems_keep_and_reduce_the_resolution():
-    """32 px leave the small stem at 32 and layer4 at 4; the other at 8 and 1. Kills: pooling kept."""
     for stem, first, last in (("small", 32, 4), ("imagenet", 8, 1)):
-        encoder = encoder_of("resnet18", stem).eval()
-        shapes = layer_shapes(encoder, 32)
+        shapes = layer_shapes(encoder_of("resnet18", stem).eval(), 32)
         assert [shapes[name][-1] for name in ("layer1", "layer4")] == [first, last]
 
 
@@ -83,7 +76,10 @@ def test_convolutions_start_kaiming_fan_out(name, stem):
 
 @pytest.mark.parametrize(("width", "blocks", "size"), [(4, 1, 8), (16, 1, 8), (16, 3, 32), (8, 2, 5)])
 def test_small_resnet_shapes(width, blocks, size):
-    """Kills: strides in the wrong stage, a fixed input size, num_features other than 4 widths."""
+    """He et al., Sec. 4.2, has 6n + 2 layers with the classifier and without the shortcuts.
+
+    Kills: strides in the wrong stage, a fixed input size, num_features other than 4 widths.
+    """
     encoder = encoder_of("resnet_small", width=width, blocks=blocks).eval()
     half, quarter = -(-size // 2), -(-size // 4)
     assert layer_shapes(encoder, size) == {
@@ -92,11 +88,5 @@ def test_small_resnet_shapes(width, blocks, size):
         "layer3": (2, 4 * width, quarter, quarter),
     }
     assert encoder.num_features == 4 * width
-
-
-def test_small_resnet_has_the_depth_of_he_et_al():
-    """Section 4.2: 6n + 2 layers, of which the classifier is not here; shortcuts are not counted."""
-    for blocks in (1, 3):
-        layers = encoder_of("resnet_small", blocks=blocks).modules()
-        sizes = [layer.kernel_size for layer in layers if isinstance(layer, nn.Conv2d)]
-        assert sizes.count((3, 3)) == 6 * blocks + 1
+    kernels = [layer.kernel_size for layer in encoder.modules() if isinstance(layer, nn.Conv2d)]
+    assert kernels.count((3, 3)) == 6 * blocks + 1

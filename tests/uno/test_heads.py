@@ -9,8 +9,6 @@ from uno.config import ModelConfig
 from uno.heads import Prototypes, StackedProjector
 from uno.model import UnoModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 B, D, HIDDEN, P, C_L, C_U, H = 12, 7, 6, 5, 4, 3, 3
 
 
@@ -98,16 +96,6 @@ def test_layers_start_as_separate_linear_layers_would():
         for weight in weights:
             assert weight.abs().max() <= bound
             assert float(weight.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.05)
-
-
-def test_all_prototypes_of_a_model_are_normalised():
-    """Kills: a family left out."""
-    model = small_model()
-    for head in (heads := (model.known, model.novel, model.over)):
-        head.weight.data.mul_(2)
-    model.normalize_prototypes_()
-    for head in heads:
-        torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(head.weight.shape[:-1]))
 
 
 def test_cosines_are_float32_under_autocast():

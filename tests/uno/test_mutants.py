@@ -241,7 +241,7 @@ def run(test: str, arguments: dict, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name, tmp_path, monkeypatch, one_thread):
+def test_mutant_is_caught(name, tmp_path, monkeypatch):
     """The named test passes on the source as it is (it runs in this lane) and fails on the mutant."""
     target, mutated, test, arguments = MUTANTS[name]
     importlib.import_module(f"tests.uno.{test.partition(':')[0]}")  # it knows the original by name
@@ -250,7 +250,7 @@ def test_mutant_is_caught(name, tmp_path, monkeypatch, one_thread):
         run(test, arguments, tmp_path)
 
 
-def test_replacing_breaks_nothing(tmp_path, monkeypatch, one_thread):
+def test_replacing_breaks_nothing(tmp_path, monkeypatch):
     """The machinery and the slow forms without a mistake pass: what is caught is the mistake."""
     for target, form in ((SINKHORN, scaled), (LOSS, padded), ("uno.model:UnoModel.heads", replaced)):
         replace(target, form, monkeypatch)

@@ -19,7 +19,6 @@ from uno.steps import rotation_step
 from uno.train import LocalWorker
 
 CONFIG = small_config(rotation__epochs=2, rotation__warmup_epochs=1.0, train__batch_size=24)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rotation_batches(config=CONFIG, rank: int = 0, world_size: int = 1) -> RotationBatches:

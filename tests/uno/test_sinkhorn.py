@@ -10,11 +10,8 @@ from tests.uno.reference import scale_matrix
 from uno.sinkhorn import sinkhorn
 
 
-def cosines(
-    num_rows: int, num_clusters: int, seed: int = 0, low: float = -1, high: float = 1
-) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_rows, num_clusters, generator=generator) * (high - low) + low
+def cosines(num_rows: int, num_clusters: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(num_rows, num_clusters, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
 def check_against_reference(logits: torch.Tensor, epsilon: float, num_iters: int = 3) -> None:
@@ -45,8 +42,7 @@ def test_shapes(num_clusters, rows):
     """Kills: failures for B in {0, 1, 2, K-1, K, 10K} and K in {1, 2, 1000}."""
     k = num_clusters
     num_rows = {"0": 0, "1": 1, "2": 2, "K-1": k - 1, "K": k, "10K": 10 * k}[rows]
-    if k == 1000:
-        assert torch.isfinite(sinkhorn(cosines(num_rows, k), 0.05, 3)).all()
+    assert torch.isfinite(sinkhorn(cosines(num_rows, k), 0.05, 3)).all()
     check_against_reference(cosines(min(num_rows, 40), k), 0.05)  # the reference is a loop
 
 
@@ -88,27 +84,9 @@ def test_batched_equals_loop():
         torch.testing.assert_close(batched[v, h], sinkhorn(logits[v, h], 0.05, 3), atol=1e-6, rtol=0)
 
 
-def test_three_iterations_keep_small_batches_right():
-    """The reason for 3 iterations (20 classes, 102 rows, good features): converging moves mass off the true
-    class.
-
-    Kills: iterating to convergence.
-    """
-    generator = torch.Generator().manual_seed(0)
-    truth = torch.randint(0, 20, (102,), generator=generator)
-    logits = 0.1 * torch.randn(102, 20, generator=generator)
-    logits[torch.arange(102), truth] += 0.7
-
-    def right(num_iters: int) -> float:
-        return float(sinkhorn(logits, 0.05, num_iters)[torch.arange(102), truth].mean())
-
-    assert right(3) > 0.97
-    assert right(50) < right(3) - 0.05
-
-
 def test_clusters_are_used_equally_where_softmax_collapses():
     """Kills: softmax for Sinkhorn: rows that all prefer one cluster are still spread over all of them."""
-    logits = cosines(64, 4, low=0, high=0.1)
+    logits = cosines(64, 4) / 20
     logits[:, 0] += 0.8
     usage = sinkhorn(logits, 0.05, 3).mean(dim=0)
     assert usage.max() < 0.3

@@ -12,14 +12,14 @@ from uno.steps import discovery_step
 from uno.train import resume_
 
 CONFIG = small_config()
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_sgd_follows_its_equations():
+@pytest.mark.parametrize("mu", [0.9, 0.0])
+def test_sgd_follows_its_equations(mu):
     """g' = g + wd w; m = mu m + g'; w = w - lr m. Kills: Nesterov, damping, decay left out or decoupled, a
     momentum buffer that starts at anything but zero.
     """
-    state = fresh_state(CONFIG)
+    state = fresh_state(small_config(discover__momentum=mu))
     parameter = state.model.known.weight
     weight, momentum = parameter.detach().clone().double(), torch.zeros_like(parameter).double()
     for _ in range(4):
@@ -29,11 +29,11 @@ def test_sgd_follows_its_equations():
         parameter.grad = grad.clone()
         state.optimizer.param_groups[0]["lr"] = 0.3
         state.optimizer.step()
-        momentum = 0.9 * momentum + grad + 1e-4 * weight
+        momentum = mu * momentum + grad + 1e-4 * weight
         weight = weight - 0.3 * momentum
     torch.testing.assert_close(parameter.detach().double(), weight, atol=1e-6, rtol=1e-5)
     buffer = state.optimizer.state[parameter]["momentum_buffer"]
-    torch.testing.assert_close(buffer.double(), momentum, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(buffer.double(), momentum if mu else 0 * momentum, atol=1e-6, rtol=1e-5)
 
 
 def test_stored_tensors_continue_the_run_bit_for_bit():
@@ -61,22 +61,6 @@ def test_every_tensor_of_model_and_optimizer_is_stored():
     assert {f"optimizer/{name}" for name, _ in state.model.named_parameters()} <= names
     counters = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
     assert all(any(counter is tensor for tensor in state_tensors(state).values()) for counter in counters)
-
-
-def test_best_head_is_the_lowest_loss():
-    """Kills: argmax, the running epoch instead of the finished one."""
-    state = fresh_state(CONFIG)
-    state.head_losses.copy_(torch.tensor([2.0, 1.5]))
-    state.epoch_losses.copy_(torch.tensor([0.1, 9.0, 4.0]))
-    assert state.best_head == 1
-
-
-def test_momentum_of_zero():
-    """Kills: a state that needs a momentum buffer to step."""
-    state = fresh_state(config := small_config(discover__momentum=0.0))
-    before = state.model.known.weight.detach().clone()
-    discovery_step(state, batches_of(config)(0), config.objective, 0.1)
-    assert not torch.equal(before, state.model.known.weight)
 
 
 def test_a_checkpoint_of_another_model_is_one_line(tmp_path):

@@ -18,7 +18,7 @@ from tests.uno.small_run import (
     fresh_state,
     lines,
     small_config,
-)
+)  # fmt: skip
 from tests.uno.test_steps import poison
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
@@ -28,7 +28,6 @@ from uno.steps import discovery_step
 from uno.train import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
 
 CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def discover(storage: Storage, config=CONFIG, step=discovery_step, batches=None, worker=HERE, max_steps=None):
@@ -52,11 +51,8 @@ def storage(tmp_path) -> Storage:
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
     """(tensors, lines) of the uninterrupted run."""
-    before, storage = torch.get_num_threads(), Storage(str(tmp_path_factory.mktemp("clean")))
-    torch.set_num_threads(1)  # one_thread begins later
-    tensors = discover(storage)
-    torch.set_num_threads(before)
-    return tensors, lines(storage)
+    storage = Storage(str(tmp_path_factory.mktemp("clean")))
+    return discover(storage), lines(storage)
 
 
 @pytest.mark.parametrize("stop", [1, *random.Random(0).sample(range(2, 17), 3), 6, 12, 17])
@@ -161,12 +157,11 @@ def test_lines_are_what_was_trained(storage):
     """``loss`` is the mean over the steps since the last line. Kills: the last step's loss, a mean over other
     steps, epochs counted from 0, a line missing.
     """
-    losses = []
+    losses, reported = [], []
 
     def recorded(*args):
         losses.append(float(discovery_step(*args)))
 
-    reported = []
     discover(storage, step=recorded, worker=LocalWorker(CPU, reported.append))
     found = lines(storage)
     assert [line["step"] for line in found] == [4, 6, 8, 12, 16, 18]
@@ -197,8 +192,7 @@ def test_best_head_has_the_lowest_loss_over_the_last_epoch(storage):
     found = discover(storage, step=scripted(per_step))
     assert found["head_losses"].tolist() == pytest.approx([3.5, 12.5 / 6])
     assert found["epoch_losses"].tolist() == [0, 0, 0]
-    stored = load_newest(storage, run.DISCOVER).tensors["head_losses"]
-    assert torch.equal(stored, found["head_losses"])
+    assert torch.equal(load_newest(storage, run.DISCOVER).tensors["head_losses"], found["head_losses"])
     per_epoch = [line["head_losses"] for line in lines(storage) if "head_losses" in line]
     assert per_epoch == [[1.0, 5.0], [1.0, 5.0], [pytest.approx(3.5), pytest.approx(12.5 / 6)]]
     model, best_head = run.load_trained(CONFIG, storage, 5, 5)
@@ -245,8 +239,7 @@ def test_one_bad_step_is_skipped_and_counted(storage, caplog):
     """Kills: a NaN in the loss line or the head losses, a roll-back for a single step, silence."""
     with caplog.at_level(logging.WARNING):
         found = discover(storage, small_config(train__log_every=1), step=failing_at([0, 9]))
-    assert found["skipped"] == 2
-    assert all(tensor.isfinite().all() for tensor in found.values())
+    assert found["skipped"] == 2 and all(tensor.isfinite().all() for tensor in found.values())
     written = lines(storage)
     assert written[-1]["skipped_steps"] == 2
     assert 10 not in [line["step"] for line in written]  # no step without a loss has a line
@@ -256,14 +249,13 @@ def test_one_bad_step_is_skipped_and_counted(storage, caplog):
 
 def test_skipped_steps_do_not_dilute_head_losses(storage):
     """Kills: an epoch's mean over steps that were skipped."""
-    seen = []
+    seen, failing = [], failing_at([14, 15])
 
     def step(state, *rest):
         before = state.epoch_losses.clone()
         failing(state, *rest)
         seen.append((state.epoch_losses - before).tolist())
 
-    failing = failing_at([14, 15])
     found = discover(storage, step=step)
     last = [losses for losses in seen[12:] if losses[-1]]
     assert len(last) == 4
@@ -287,21 +279,18 @@ def test_a_passing_fault_is_rolled_back(storage, clean, caplog, kind, log_every)
     assert all_checkpoints_are_finite(storage)
 
 
-@pytest.mark.parametrize("kind", ["gradient", "statistics", "weights"])
-def test_a_lasting_fault_stops_the_run(storage, kind):
-    """Kills: roll-backs without end, an error without the step, a NaN checkpoint."""
-    with pytest.raises(NumericsError, match=r"non-finite loss at discover step (8|12); lower") as caught:
-        discover(storage, step=failing_at(range(7, 18), kind, times=99))
+@pytest.mark.parametrize(
+    ("kind", "first"), [("gradient", 0), ("gradient", 7), ("statistics", 7), ("weights", 7)]
+)
+def test_a_lasting_fault_stops_the_run(storage, kind, first):
+    """Before and after a checkpoint. Kills: roll-backs without end or to nothing, an error without the step,
+    a NaN checkpoint.
+    """
+    with pytest.raises(NumericsError, match=r"non-finite loss at discover step (4|8|12); lower") as caught:
+        discover(storage, step=failing_at(range(first, 18), kind, times=99))
     assert caught.value.exit_code == 3
-    assert checkpoint_steps(storage, run.DISCOVER) == [6]
+    assert checkpoint_steps(storage, run.DISCOVER) == ([6] if first else [])
     assert all_checkpoints_are_finite(storage)
-
-
-def test_a_lasting_fault_before_any_checkpoint_stops_the_run(storage):
-    """Kills: a roll-back to nothing taken for success."""
-    with pytest.raises(NumericsError, match="non-finite loss at discover step 4"):
-        discover(storage, step=failing_at(range(0, 18), times=99))
-    assert checkpoint_steps(storage, run.DISCOVER) == []
 
 
 def test_rare_bad_steps_do_not_add_up(storage, caplog):

@@ -111,7 +111,7 @@ def test_every_row_once_in_an_epoch(tmp_path, world_size):
     assert set(seen.values()) == {1} and len(seen) == plan.steps_per_epoch * 12
 
 
-def test_a_resumed_stream_learns_the_same(tmp_path, one_thread):
+def test_a_resumed_stream_learns_the_same(tmp_path):
     """Stopped in the middle of an epoch, weights and journal are those of an uninterrupted run."""
     config = override(CONFIG, {"compute.threads": 1})
 

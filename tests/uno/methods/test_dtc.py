@@ -13,8 +13,6 @@ from uno.errors import ConfigError
 from uno.methods import dtc, registry
 from uno.model import features_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def naive_q(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
     rows = [[1 / (1 + sum((a - b) ** 2 for a, b in zip(p, c, strict=True))) for c in centres] for p in points]

@@ -18,7 +18,6 @@ TAU = 0.1
 SHAPE = {
     "num_views": 3, "num_labeled": 3, "num_unlabeled": 4, "num_known": 4, "num_clusters": 3, "num_heads": 2
 }  # fmt: skip
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def kl(p: np.ndarray, q: np.ndarray) -> float:

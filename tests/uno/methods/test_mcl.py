@@ -9,8 +9,6 @@ from tests.uno.small_run import batches_of, fresh_state, small_config
 from uno.methods import kcl, registry
 from uno.methods.pairs import PairSimilarity, similar_pairs, similarity_loss
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def naive_logit(network: PairSimilarity, a: np.ndarray, b: np.ndarray) -> float:
     """One pair through the weights, by hand."""

@@ -11,8 +11,6 @@ from uno.methods.method import pair_likelihood_loss
 from uno.methods.registry import settings
 from uno.schedule import sigmoid_rampup
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def naive_same_top(a: np.ndarray, b: np.ndarray, top: int = 5) -> bool:
     first, second = (set(sorted(range(len(row)), key=lambda d: -row[d])[:top]) for row in (a, b))

@@ -22,7 +22,6 @@ from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.train import LocalWorker
 
 CONFIG, WORKER = small_config(), LocalWorker(torch.device("cpu"))
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
