@@ -76,7 +76,7 @@ def test_modes_become_rgb():
         assert (decode(encoded(deep, format), 16)[0] == grey).all()  # kills: clipping 16 bits at 255
 
 
-def test_transparent_pixels_become_white():
+def test_transparent_pixels_become_white_and_the_first_frame_of_an_animation_counts():
     rgba = np.zeros((8, 8, 4), np.uint8)
     rgba[:4, :, 3] = 255
     out = decode(encoded(Image.fromarray(rgba), "PNG"), 8)
@@ -85,9 +85,6 @@ def test_transparent_pixels_become_white():
     palette.putpalette([255, 0, 0, 0, 255, 0])
     for format, transparency in (("GIF", 0), ("PNG", 0), ("PNG", bytes([0, 128]))):
         assert (decode(encoded(palette, format, transparency=transparency), 8) == 255).all()
-
-
-def test_first_frame_of_an_animation():
     frames = [Image.fromarray(np.full((8, 8, 3), v, np.uint8)) for v in (0, 255)]
     for format in ("GIF", "PNG", "WEBP", "TIFF"):
         data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
@@ -117,9 +114,8 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_images_have_one_reason(name):
-    with pytest.raises(BadImage) as caught:
+    with pytest.raises(BadImage, match=r"^.{1,299}$"):
         decode(BAD[name], 8)
-    assert str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
 def test_caps(monkeypatch, tmp_path):

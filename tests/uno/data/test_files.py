@@ -55,15 +55,11 @@ def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
     assert full_path("s3://bucket/b.png") == "s3://bucket/b.png"
 
 
-@pytest.mark.parametrize("root", ["nothing://bucket/run", "s3:///", "://x"])
-def test_a_bad_uri_is_one_line(root):
+def test_bad_uris_and_missing_files_are_storage_errors_of_one_line(tmp_path):
     """Kills: pyarrow's own exceptions."""
-    with pytest.raises(StorageError, match="cannot open") as caught:
-        Storage(root)
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_files_are_storage_errors(tmp_path):
+    for root in ("nothing://bucket/run", "s3:///", "://x"):
+        with pytest.raises(StorageError, match=r"^.*cannot open.*$"):
+            Storage(root)
     for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
         with pytest.raises(StorageError, match=r"cannot read .*absent"):
             storage.read("absent")

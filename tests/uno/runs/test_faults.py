@@ -11,8 +11,6 @@ from uno.runs import faults
 from uno.runs.checkpoint import checkpoint_steps, load_newest
 from uno.runs.faults import Fault, planned
 
-INTERVAL = 6  # steps between two checkpoints of the small run
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
@@ -72,7 +70,7 @@ def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kin
         train_both(small_config(), storage)
     assert checkpoint_steps(storage, "discover") == [6]
     assert_same(copied_tensors(train_both(small_config(), storage)), undisturbed[0])
-    assert wasted_steps(storage) == [INTERVAL]
+    assert wasted_steps(storage) == [6]  # steps between two checkpoints
     assert load_newest(storage, "discover").step == 18
 
 
@@ -91,7 +89,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path, undisturbed, m
     DAMAGE[damage](tmp_path / "checkpoints/discover/step_00000018/tensors.safetensors")
     monkeypatch.setenv(faults.VARIABLE, "nan:step=999")  # only to have the start noted
     assert_same(copied_tensors(train_both(small_config(), storage)), undisturbed[0])
-    assert [event["step"] for event in faults.read_events(storage)] == [18 - INTERVAL]
+    assert [event["step"] for event in faults.read_events(storage)] == [18 - 6]
     assert lines(storage) == undisturbed[1]
 
 

@@ -14,7 +14,7 @@ from uno.runs.journal import Journal, JournalTail, read_journal
 
 def line(step: int, phase: str = "discover", **more) -> dict:
     numbers = {"loss": 1 / step, "lr": 0.1, "images_per_s": 5.0, "skipped_steps": 0}
-    return {"phase": phase, "step": step, **numbers, **more}
+    return {"phase": phase, "step": step} | numbers | more
 
 
 def steps(storage: Storage, phase: str = "discover") -> list[int]:
