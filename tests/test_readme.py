@@ -99,10 +99,13 @@ def test_promises_name_their_tests():
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_the_day_after_training(tmp_path, monkeypatch, ray_cluster):
-    """The README's commands on a finished demo, in order, as they stand there."""
+    """The demo as a newcomer gets it, then the README's commands on it, in order, as they stand there."""
     (tmp_path / "dir").mkdir()
     monkeypatch.chdir(tmp_path)
     assert cli.main(["demo"]) == 0
+    results = json.loads((tmp_path / "runs" / "demo" / "metrics.json").read_text())
+    assert results["train/novel/task_aware/acc/best"] > 0.96
+    assert results["train/known/task_aware/acc/best"] > 0.99
     for _, *words in commands("uno predict runs/demo"):
         words = ["digits" if word == "folder:DIR" else word for word in words]
         assert cli.main(words) == 0, words

@@ -55,15 +55,6 @@ def test_the_same_demo_again_trains_nothing(two, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_real_demo(tmp_path):
-    """Every setting as a newcomer gets it, but for Ray, which runs already."""
-    assert cli.main(["demo", "--output", str(tmp_path / "run")]) == 0
-    results = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert results["train/novel/task_aware/acc/best"] > 0.96
-    assert results["train/known/task_aware/acc/best"] > 0.99
-
-
-@pytest.mark.slow
 def test_a_second_cluster_on_the_machine_confuses_no_run(tmp_path):
     """Kills: Ray's helper that looks for its cluster among all there are, and leaves CPUs to dead workers."""
     with tempfile.TemporaryDirectory(prefix="uno-", dir="/tmp", ignore_cleanup_errors=True) as folder:

@@ -162,6 +162,7 @@ def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_two_streaming_workers_equal_two_resident_ones(ray_cluster, tmp_path, capsys):
     """Losses, weights and results of a whole run, bit for bit, and no block was spilled."""
     from ray._private.internal_api import memory_summary
