@@ -23,8 +23,11 @@ from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.quantities import CLASSES, limits
 from uno.augment import augment
 from uno.config import Config, override
+from uno.data.decode import decode_many, readable
 from uno.data.plan import make_plan
-from uno.data.resident import ResidentBatches, TrainSet, assemble, load_resident
+from uno.data.resident import ResidentBatches, TrainSet, assemble
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
 from uno.model import UnoModel, build_model
 from uno.objective import discovery_loss
 from uno.presets import PRESETS, preset
@@ -173,8 +176,10 @@ def train_set(source: str | None, config: Config) -> TrainSet:
     """The source's rows, or random images of the preset's sizes."""
     if source is not None:
         limit = {"data.source": source, "data.limit": 4 * config.train.batch_size}
-        task, images, ok, _ = load_resident(override(config, limit).data)
-        return assemble(task, images, ok)
+        data = override(config, limit).data
+        task = make_task(read_rows(data), data)
+        images, reasons = decode_many(task.rows.images, data.store_size)
+        return assemble(task, images, readable(reasons))
     generator = torch.Generator().manual_seed(0)
     rows, side = 2 * config.train.batch_size, config.data.store_size
     images = torch.randint(0, 256, (2, rows, 3, side, side), generator=generator, dtype=torch.uint8)

@@ -90,5 +90,4 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar = None
 
     def __exit__(self, *_: object) -> None:
-        """Close the bar."""
         self.close()

@@ -40,27 +40,22 @@ DATA_OPTIONS = {
     "cifar10-jpeg": "CIFAR10 as JPEG in Parquet, for --scale small: adds a subset of it",
 }
 RUNNER = Literal["auto", "processes", "ray"]
-REPRODUCE = Command(
-    "reproduce",
-    {
-        "TABLE": Argument(f"{', '.join(names())}."),
-        "--scale": Argument("small is for two CPU cores.", Literal["small", "full"], "small"),
-        "--seeds": Argument("Runs of each row; default: 3, tsne: 1.", PositiveInt | None),
-        "--output": Argument("Default: runs/reproduce-TABLE (-full); for Ray a shared one.", str | None),
-        **{f"--{option}": Argument(f"{text}.", str | None) for option, text in DATA_OPTIONS.items()},
-        "--datasets": Argument("Only these data sets of the table.", list[str], ()),
-        "--rows": Argument("Only these rows, and the reference row.", list[str], ()),
-        "--parallel": Argument("Cells at a time; default: cores / threads, or the GPUs.", PositiveInt | None),
-        "--runner": Argument("auto: Ray where RAY_ADDRESS is set or there are several GPUs.", RUNNER, "auto"),
-        "--record": Argument("Also write README.md and result.json there.", str | None),
-        "--dry-run": switch("List the cells and what they would cost."),
-    },
-    "changes",
-    text="""
+REPRODUCE = Command("reproduce", {
+    "TABLE": Argument(f"{', '.join(names())}."),
+    "--scale": Argument("small is for two CPU cores.", Literal["small", "full"], "small"),
+    "--seeds": Argument("Runs of each row; default: 3, tsne: 1.", PositiveInt | None),
+    "--output": Argument("Default: runs/reproduce-TABLE (-full); for Ray a shared one.", str | None),
+    **{f"--{option}": Argument(f"{text}.", str | None) for option, text in DATA_OPTIONS.items()},
+    "--datasets": Argument("Only these data sets of the table.", list[str], ()),
+    "--rows": Argument("Only these rows, and the reference row.", list[str], ()),
+    "--parallel": Argument("Cells at a time; default: cores / threads, or the GPUs.", PositiveInt | None),
+    "--runner": Argument("auto: Ray where RAY_ADDRESS is set or there are several GPUs.", RUNNER, "auto"),
+    "--record": Argument("Also write README.md and result.json there.", str | None),
+    "--dry-run": switch("List the cells and what they would cost."),
+}, "changes", text="""
 The other options hold for every cell (--discover.epochs 100, --recipe v2, --device cuda); what a row of the
 table changes wins. Finished cells are read, not repeated; a larger --seeds adds to them.
-""",
-)
+""")  # fmt: skip
 
 
 class Request(NamedTuple):

@@ -139,7 +139,6 @@ class SweepSearcher(Searcher):
         self._on_end(trial)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tune pickles its tuner into a file that nobody reads."""
         return {}
 
     def save(self, checkpoint_path: str) -> None:

@@ -40,29 +40,24 @@ WHAT_SCORES = (
     "What trials are compared by: folds (known classes hidden in turn), loss, agreement; oracle uses "
     "the true labels and is for research only."
 )
-TUNE = Command(
-    "tune",
-    {
-        **PRINT_CONFIG,
-        "--space": Argument(f"{', '.join(spaces.SPACES)}, or a YAML file.", str, "uno"),
-        "--trials": Argument("Configurations to try.", PositiveInt, 16),
-        "--search": Argument("How they are chosen.", Literal["random", "optuna"], "random"),
-        "--score": Argument(WHAT_SCORES, Literal[*SCORES], FOLDS),
-        "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
-        "--hide": Argument("Classes a fold hides; default: the novel share of all classes.", int | None),
-        "--seeds": Argument("Runs of each configuration; the score is their mean.", PositiveInt, 1),
-        "--concurrent": Argument("Trials at a time; default: all the cluster holds.", PositiveInt | None),
-        "--grace-epochs": Argument("Epochs before a trial may stop; default: a sixth.", PositiveInt | None),
-        "--reduction": Argument("At each rung one of so many goes on.", Annotated[int, Field(ge=2)], 3),
-        "--no-stopping": switch("Run every trial to its last epoch."),
-    },
-    output="runs/tune-{preset}-seed{seed}",
-    text="""
+TUNE = Command("tune", {
+    **PRINT_CONFIG,
+    "--space": Argument(f"{', '.join(spaces.SPACES)}, or a YAML file.", str, "uno"),
+    "--trials": Argument("Configurations to try.", PositiveInt, 16),
+    "--search": Argument("How they are chosen.", Literal["random", "optuna"], "random"),
+    "--score": Argument(WHAT_SCORES, Literal[*SCORES], FOLDS),
+    "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
+    "--hide": Argument("Classes a fold hides; default: the novel share of all classes.", int | None),
+    "--seeds": Argument("Runs of each configuration; the score is their mean.", PositiveInt, 1),
+    "--concurrent": Argument("Trials at a time; default: all the cluster holds.", PositiveInt | None),
+    "--grace-epochs": Argument("Epochs before a trial may stop; default: a sixth.", PositiveInt | None),
+    "--reduction": Argument("At each rung one of so many goes on.", Annotated[int, Field(ge=2)], 3),
+    "--no-stopping": switch("Run every trial to its last epoch."),
+}, output="runs/tune-{preset}-seed{seed}", text="""
 The other options make the configuration that is searched around, as for uno discover. Trial 0 is that
 configuration as it is. The same command again continues a sweep that was stopped or killed; a larger
 --trials adds trials. `uno discover --config DIR/best.yaml` runs the winner.
-""",
-)
+""")  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -135,7 +130,7 @@ def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
     """Number of epochs of a trial that have steps to take; ConfigError for a fold smaller than a batch."""
     config, epochs = options.config, 1
     for fold in folds:
-        sizes = fold.train.num_labeled, fold.train.num_unlabeled
+        sizes = len(fold.train.labels), fold.train.num_unlabeled
         try:
             plan = run.plans(config, *sizes, config.compute.workers)[DISCOVER]
         except ConfigError as error:

@@ -99,7 +99,7 @@ def run_trial(
     seconds, runs = _clock(worker), []
     folds = [fold._replace(train=fold.train.to(worker.device)) for fold in folds]
     for config, fold in product(configs, folds):
-        sizes = fold.train.num_labeled, fold.train.num_unlabeled
+        sizes = len(fold.train.labels), fold.train.num_unlabeled
         steps = run.plans(config, *sizes, worker.world_size)[DISCOVER].steps_per_epoch
         weights = config.model.weights or shared_pretraining(config, fold, worker, storage, lease)
         rarely = {"train.checkpoint_every_epochs": 10**6, "train.keep_checkpoints": 1}

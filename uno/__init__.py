@@ -24,7 +24,6 @@ __all__ = ["Model", "Prediction", "Predictions", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """``uno.load`` and its types, imported when first asked for: ``import uno`` stays cheap."""
     if name in __all__:
         from uno.results import api
 

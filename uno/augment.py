@@ -6,9 +6,8 @@
 
 :func:`draw_numbers` takes every random number from a generator on the host; :func:`apply` is deterministic.
 So parameters do not depend on the device, how many rows an operation works on is known without asking it, and
-a worker draws for the whole batch and keeps its rows: its views are those that one worker would have made,
-bit for bit on the CPU at every preset's sizes, elsewhere up to the rounding of batched products, 1e-6 of the
-range.
+a worker draws for the whole batch and keeps its rows: its views are those that one worker would make, up to
+the rounding of batched products, 1e-6 of the range.
 
 Definitions and parameter ranges are torchvision's, without its rounding to 8 bits after every operation. An
 operation takes float32 images (B,3,H,W) in 0-1 and parameters (B,) on their device; ``_`` changes images. On

@@ -63,23 +63,18 @@ DIGITS: Values = {
 }  # fmt: skip
 
 
-PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values, and what v2 changes in them
+PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values (Tab. 1), and what v2 changes in them
     # scikit-learn's 1,797 real 8x8 digits: 0-4 known, 5-9 novel. Not in the paper: sizes, rates, epochs and
     # the affine views are ours; tau, iterations and m are the paper's. Digits must not be flipped.
     "digits": (DIGITS, {"recipe": "v2", "model.mlp_input": "raw"}),
-    # Tab. 1: 5 and 5 classes. Published novel task-aware train accuracy: 96.1 (paper), 93.3-93.6 (v2).
     "cifar10": ({"data.source": "cifar10:data", "data.known_classes": "first:5"},
                       {**CIFAR_V2, "model.overcluster_factor": 10}),
-    # 80 and 20. Published: 84.5 average and 85.0 best head (paper), 90.5 (v2).
     "cifar100_20": ({**CIFAR100, "data.known_classes": "first:80"},
                           {**CIFAR_V2, "model.overcluster_factor": 5}),
-    # 50 and 50. Published: 52.8 average and 52.9 best head (paper), 60.8-62.3 (v2).
     "cifar100_50": ({**CIFAR100, "data.known_classes": "first:50"}, CIFAR_V2),
-    # 882 and one of three subsets of 30. Published: 89.2 average and 90.6 best head (paper), 90.7 (v2).
     # Batches pair one labeled with one unlabeled image and cycle the shorter set [release].
     "imagenet": (IMAGENET, IMAGENET_V2),
-    # Your own images, without CIFAR10's known classes. Photographs may need more pixels: see
-    # ``--data.store-size``, ``--augment.large.size`` and ``--model.stem``.
+    # Photographs may need more pixels: --data.store-size, --augment.large.size and --model.stem.
     "custom": ({}, CIFAR_V2),
 }  # fmt: skip
 

@@ -49,14 +49,11 @@ def test_dispatch_help_and_version(commands, capsys, monkeypatch):
     assert end.value.code == 0 and capsys.readouterr().out == "ran with --seed 2\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("discovr", "uno: error: unknown command 'discovr'; did you mean 'discover'?\n"),
-        ("zzz", "uno: error: unknown command 'zzz'; see uno --help\n"),
-        ("theirs", "uno: error: this needs the package 'no_such_package': pip install no_such_package\n"),
-    ],
-)
+@pytest.mark.parametrize(("name", "line"), [
+    ("discovr", "uno: error: unknown command 'discovr'; did you mean 'discover'?\n"),
+    ("zzz", "uno: error: unknown command 'zzz'; see uno --help\n"),
+    ("theirs", "uno: error: this needs the package 'no_such_package': pip install no_such_package\n"),
+])  # fmt: skip
 def test_a_wrong_command_is_one_line(commands, capsys, name, line):
     assert cli.main([name]) == 2
     assert capsys.readouterr() == ("", line)
@@ -106,17 +103,14 @@ def python(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("code", "heavy"),
-    [
-        ("[cli.main([word]) for word in ('--help', '--version', 'nope')]", "torch ray numpy tune pydantic"),
-        ("commands.parse([], commands.DISCOVER).config", "torch ray numpy tune"),
-        (
-            "[cli.main([name, '--help']) for name in cli.SENTENCES if name not in ('tune', 'reproduce')]",
-            "torch ray",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("code", "heavy"), [
+    ("[cli.main([word]) for word in ('--help', '--version', 'nope')]", "torch ray numpy tune pydantic"),
+    ("commands.parse([], commands.DISCOVER).config", "torch ray numpy tune"),
+    (
+        "[cli.main([name, '--help']) for name in cli.SENTENCES if name not in ('tune', 'reproduce')]",
+        "torch ray",
+    ),
+])  # fmt: skip
 def test_nothing_heavy_is_imported_before_there_is_work(code, heavy):
     """Kills: an import of a pipeline or torch at the top of cli.py, which makes ``uno --help`` slow."""
     imports = "cli" if code.startswith("[cli") else "commands"

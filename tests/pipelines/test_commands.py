@@ -45,20 +45,17 @@ def finished(tmp_path_factory) -> Path:
     return output
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--objective.epsilonn", "1"], "did you mean --objective.epsilon?"),
-        (["--data", "folder:/no/such/place"], "/no/such/place"),
-        (["--known-classes", "0,1,eleven"], "eleven"),
-        (["--known-classes", "first:10"], "none is left to discover"),
-        (["--num-novel", "1000"], "fewer than the 1000 classes to discover"),
-        (["--batch-size", "34"], "divide by 2 workers"),
-        (["--weights", "/no/such/run"], "model.weights: /no/such/run"),
-        (["--weights", "/no/such/encoder.safetensors"], "no such file"),
-        (["--workers", "0", "--device", "cuda"], "CUDA"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "says"), [
+    (["--objective.epsilonn", "1"], "did you mean --objective.epsilon?"),
+    (["--data", "folder:/no/such/place"], "/no/such/place"),
+    (["--known-classes", "0,1,eleven"], "eleven"),
+    (["--known-classes", "first:10"], "none is left to discover"),
+    (["--num-novel", "1000"], "fewer than the 1000 classes to discover"),
+    (["--batch-size", "34"], "divide by 2 workers"),
+    (["--weights", "/no/such/run"], "model.weights: /no/such/run"),
+    (["--weights", "/no/such/encoder.safetensors"], "no such file"),
+    (["--workers", "0", "--device", "cuda"], "CUDA"),
+])  # fmt: skip
 def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says):
     if "cuda" in argv and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
@@ -67,15 +64,12 @@ def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says):
     assert not output.exists()
 
 
-@pytest.mark.parametrize(
-    ("counts", "argv", "says"),
-    [
-        ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
-        ({"cat": 40}, ["--known-classes", "first:1"], "none is left to discover"),
-        ({"cat": 40}, [], "every training row is labeled"),
-        ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "fewer than the 9"),
-    ],
-)
+@pytest.mark.parametrize(("counts", "argv", "says"), [
+    ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
+    ({"cat": 40}, ["--known-classes", "first:1"], "none is left to discover"),
+    ({"cat": 40}, [], "every training row is labeled"),
+    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "fewer than the 9"),
+])  # fmt: skip
 def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
     data = f"folder:{write_images(tmp_path / 'images', counts)}"
     words = ["--batch-size", "8", "--workers", "2", "--output", tmp_path / "run", *argv]

@@ -71,14 +71,11 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--known-classes", "first:3"], "at least 4 known classes"),
-        (["--max-novel", "0"], "--max-novel: Input should be greater than 0"),
-        (["--num-splits", "two"], "--num-splits: Input should be a valid integer"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--known-classes", "first:3"], "at least 4 known classes"),
+    (["--max-novel", "0"], "--max-novel: Input should be greater than 0"),
+    (["--num-splits", "two"], "--num-splits: Input should be a valid integer"),
+])  # fmt: skip
 def test_refusals_are_one_line(tmp_path, capsys, argv, message):
     code = cli.guard(commands.estimate, [*argv, "--output", str(tmp_path / "x"), "--device", "cpu"])
     lines = capsys.readouterr().err.splitlines()

@@ -111,16 +111,13 @@ def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
     assert found["CPU"] * overrides["compute.workers"] + 1 <= cluster["CPU"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "cluster", "says"),
-    [
-        ({"compute.workers": 4, "compute.cpus_per_worker": 1}, {"CPU": 4}, "4 workers of 1 CPUs and one CPU"),
-        ({"compute.workers": 2}, {"CPU": 1}, "need more than the cluster's 1"),
-        ({"compute.workers": 1}, {}, "need more than the cluster's 0"),
-        ({"compute.workers": 4}, {"CPU": 8, "GPU": 2}, "4 workers need 4 GPUs, the cluster has 2"),
-        ({"compute.workers": 1, "compute.device": "cuda"}, {"CPU": 8}, "need 1 GPUs, the cluster has 0"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "cluster", "says"), [
+    ({"compute.workers": 4, "compute.cpus_per_worker": 1}, {"CPU": 4}, "4 workers of 1 CPUs and one CPU"),
+    ({"compute.workers": 2}, {"CPU": 1}, "need more than the cluster's 1"),
+    ({"compute.workers": 1}, {}, "need more than the cluster's 0"),
+    ({"compute.workers": 4}, {"CPU": 8, "GPU": 2}, "4 workers need 4 GPUs, the cluster has 2"),
+    ({"compute.workers": 1, "compute.device": "cuda"}, {"CPU": 8}, "need 1 GPUs, the cluster has 0"),
+])  # fmt: skip
 def test_too_many_workers_are_one_line(overrides, cluster, says):
     with pytest.raises(ConfigError, match=says):
         worker.worker_resources(override(Config(), overrides), cluster)

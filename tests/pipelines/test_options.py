@@ -57,25 +57,22 @@ def test_each_layer_overrides_the_one_before(file):
     assert (got.seed, got.data.num_novel) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("argv", "name", "known"),
-    [
-        ("", "digits", "first:5"),
-        ("--data folder:d --num-novel 7", "custom", None),
-        ("--data photos", "custom", None),
-        ("--labeled a --unlabeled b", "custom", None),
-        ("--data folder:d --known-classes first:3", "custom", "first:3"),
-        ("--preset cifar10", "cifar10", "first:5"),
-        ("--preset cifar10 --data cifar10:/d", "cifar10", "first:5"),
-        ("--preset cifar10 --data cifar100:/d", "cifar10", None),
-        ("--preset cifar10 --data parquet:/d", "cifar10", None),
-        ("--preset cifar10 --data parquet:/d --known-classes first:5", "cifar10", "first:5"),
-        ("--preset cifar10 --labeled a --unlabeled b", "cifar10", None),
-        ("--preset digits --labeled a --unlabeled b --known-classes first:2", "digits", "first:2"),
-        ("--preset custom --data digits --known-classes first:5", "custom", "first:5"),
-        ("--known-classes none", "digits", None),
-    ],
-)
+@pytest.mark.parametrize(("argv", "name", "known"), [
+    ("", "digits", "first:5"),
+    ("--data folder:d --num-novel 7", "custom", None),
+    ("--data photos", "custom", None),
+    ("--labeled a --unlabeled b", "custom", None),
+    ("--data folder:d --known-classes first:3", "custom", "first:3"),
+    ("--preset cifar10", "cifar10", "first:5"),
+    ("--preset cifar10 --data cifar10:/d", "cifar10", "first:5"),
+    ("--preset cifar10 --data cifar100:/d", "cifar10", None),
+    ("--preset cifar10 --data parquet:/d", "cifar10", None),
+    ("--preset cifar10 --data parquet:/d --known-classes first:5", "cifar10", "first:5"),
+    ("--preset cifar10 --labeled a --unlabeled b", "cifar10", None),
+    ("--preset digits --labeled a --unlabeled b --known-classes first:2", "digits", "first:2"),
+    ("--preset custom --data digits --known-classes first:5", "custom", "first:5"),
+    ("--known-classes none", "digits", None),
+])  # fmt: skip
 def test_preset_and_known_classes_follow_the_data(argv, name, known):
     """Kills: 8-pixel unmirrored settings for photographs, CIFAR's first:5 hiding labels of other data."""
     got = config(*argv.split())
@@ -108,21 +105,18 @@ def test_every_field_is_a_flag_and_short_forms_are_frozen():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("argv", "key", "value"),
-    [
-        ("--objective.num_iters 5", "objective.num_iters", 5),
-        ("--objective.epsilon=1e-3", "objective.epsilon", 1e-3),
-        ("--data.std 0.1 0.2 0.3", "data.std", [0.1, 0.2, 0.3]),
-        ("--objective.no-concat", "objective.concat", False),
-        ("--objective.concat false", "objective.concat", False),
-        ("--data.download", "data.download", True),
-        ("--limit 7 --limit None", "data.limit", None),
-        ("--known-classes 5", "data.known_classes", "5"),
-        ("--data 1e5", "data.source", "1e5"),
-        ("--output 007", "output", "007"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "key", "value"), [
+    ("--objective.num_iters 5", "objective.num_iters", 5),
+    ("--objective.epsilon=1e-3", "objective.epsilon", 1e-3),
+    ("--data.std 0.1 0.2 0.3", "data.std", [0.1, 0.2, 0.3]),
+    ("--objective.no-concat", "objective.concat", False),
+    ("--objective.concat false", "objective.concat", False),
+    ("--data.download", "data.download", True),
+    ("--limit 7 --limit None", "data.limit", None),
+    ("--known-classes 5", "data.known_classes", "5"),
+    ("--data 1e5", "data.source", "1e5"),
+    ("--output 007", "output", "007"),
+])  # fmt: skip
 def test_values_are_read_as_their_fields_say(argv, key, value):
     assert flatten(to_dict(config(*argv.split())))[key] == value
 
@@ -163,19 +157,16 @@ def test_a_mistake_is_one_line(argv, message, command=DISCOVER):
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("objective: {epsilonn: 1}", "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?"),
-        ("objective: {epsilon: -1}", "objective.epsilon: Input should be greater than or equal to 0.0001 ("),
-        ("preset: cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
-        ("preset: [digits]", "unknown preset \"['digits']\""),
-        ("recipe: v3", "unknown recipe 'v3'; choose paper or v2"),
-        ("data: digits", "'data' is a section of keys such as 'data.source' (got 'digits')"),
-        ("data: {source: 5}", "data.source: Input should be a valid string (got 5)"),
-        ("data: {labeled: a}", "data: labeled and unlabeled must be given together"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("objective: {epsilonn: 1}", "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?"),
+    ("objective: {epsilon: -1}", "objective.epsilon: Input should be greater than or equal to 0.0001 ("),
+    ("preset: cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
+    ("preset: [digits]", "unknown preset \"['digits']\""),
+    ("recipe: v3", "unknown recipe 'v3'; choose paper or v2"),
+    ("data: digits", "'data' is a section of keys such as 'data.source' (got 'digits')"),
+    ("data: {source: 5}", "data.source: Input should be a valid string (got 5)"),
+    ("data: {labeled: a}", "data: labeled and unlabeled must be given together"),
+])  # fmt: skip
 def test_a_mistake_in_a_file_is_one_line(text, message, file):
     test_a_mistake_is_one_line(f"--config {file(text)}", message)
 
@@ -205,17 +196,14 @@ def test_own_arguments_in_any_order(argv):
     assert (own.run, own.format, own.names, own.count, own.go) == ("r", "a", ["x", "y"], 5, True)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("r", "--format is missing: uno export RUN"),
-        ("--format a", "RUN comes first: uno export RUN"),
-        ("r --format c", "--format: Input should be 'a' or 'b' (got 'c')"),
-        ("r --format a --count 0", "--count: Input should be greater than 0 (got 0)"),
-        ("r 1 z --format a", "unexpected argument 'z'"),
-        ("r --formt a", "unknown option --formt; did you mean --format?"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    ("r", "--format is missing: uno export RUN"),
+    ("--format a", "RUN comes first: uno export RUN"),
+    ("r --format c", "--format: Input should be 'a' or 'b' (got 'c')"),
+    ("r --format a --count 0", "--count: Input should be greater than 0 (got 0)"),
+    ("r 1 z --format a", "unexpected argument 'z'"),
+    ("r --formt a", "unknown option --formt; did you mean --format?"),
+])  # fmt: skip
 def test_a_mistake_in_own_arguments_is_one_line(argv, message):
     test_a_mistake_is_one_line(argv, message, OWN)
 

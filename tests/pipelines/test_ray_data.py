@@ -95,7 +95,7 @@ def parquet_task(tmp_path):
 
 
 def job_of(train, rank=0, world_size=1, first=0, last=12):
-    plan = run.plans(CONFIG, train.num_labeled, train.num_unlabeled, world_size)[run.DISCOVER]
+    plan = run.plans(CONFIG, len(train.labels), train.num_unlabeled, world_size)[run.DISCOVER]
     return CropJob(CONFIG, train, plan, rank, world_size, first, last)
 
 

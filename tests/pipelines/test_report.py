@@ -15,19 +15,14 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run"), config, task)
 
 
-def test_report_writes_the_page(run, capsys):
+def test_report_writes_the_page(run, tmp_path, capsys):
+    """Without its data and without a checkpoint too."""
     assert report.main([run.uri, "--device", "cpu"]) == 0
     assert f"report in {run.path('report.html')}" in capsys.readouterr().out
     assert b"Cluster-head logits" in run.read("report.html")
-
-
-def test_report_without_its_data_still_writes_a_page(run, capsys):
     assert report.main([run.uri, "--data", "folder:/nowhere"]) == 0
     assert "cannot be read" in capsys.readouterr().out
     assert b"cannot be read" in run.read("report.html")
-
-
-def test_report_without_checkpoint(run, tmp_path):
     (tmp_path / "config.yaml").write_bytes(run.read("config.yaml"))
     assert report.main([str(tmp_path)]) == 0
     assert "No predictions" in (tmp_path / "report.html").read_text()

@@ -64,24 +64,21 @@ def run(request, codes=None):
     return processes, {job.name: attempt for job, attempt in ended}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["ablaton"], "unknown table 'ablaton'; did you mean 'ablation'"),
-        (["ablation", "--seeds", "0"], "--seeds: Input should be greater than 0"),
-        (["ablation", "--scale", "full"], "needs --cifar10 DIR .* and --cifar100 DIR"),
-        (["ablation", "--scale", "full", "--datasets", "cifar100-50"], "needs --cifar100 DIR"),
-        (["ablation", "--datasets", "mnist"], "ablation has digits, cifar10-jpeg"),
-        (["ablation", "--rows", "no"], "ablation has uno, no-concat"),
-        (["rotation", "--rows", "kcl"], "rotation has uno, uno-rotation"),
-        (["ablation", "--seed", "3"], "seed is for the table to choose"),
-        (["ablation", "--data", "digits"], "data.source is for the table to choose"),
-        (["ablation", "--objective.epsilom", "1"], "unknown option --objective.epsilom"),
-        (["ablation", "--output", "s3://a/b"], "must be a directory"),
-        (["ablation", "--cifar10-jpeg", "/nowhere"], "/nowhere"),
-        pytest.param(["ablation", "--device", "cuda"], "no CUDA device", marks=WITHOUT_GPU),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["ablaton"], "unknown table 'ablaton'; did you mean 'ablation'"),
+    (["ablation", "--seeds", "0"], "--seeds: Input should be greater than 0"),
+    (["ablation", "--scale", "full"], "needs --cifar10 DIR .* and --cifar100 DIR"),
+    (["ablation", "--scale", "full", "--datasets", "cifar100-50"], "needs --cifar100 DIR"),
+    (["ablation", "--datasets", "mnist"], "ablation has digits, cifar10-jpeg"),
+    (["ablation", "--rows", "no"], "ablation has uno, no-concat"),
+    (["rotation", "--rows", "kcl"], "rotation has uno, uno-rotation"),
+    (["ablation", "--seed", "3"], "seed is for the table to choose"),
+    (["ablation", "--data", "digits"], "data.source is for the table to choose"),
+    (["ablation", "--objective.epsilom", "1"], "unknown option --objective.epsilom"),
+    (["ablation", "--output", "s3://a/b"], "must be a directory"),
+    (["ablation", "--cifar10-jpeg", "/nowhere"], "/nowhere"),
+    pytest.param(["ablation", "--device", "cuda"], "no CUDA device", marks=WITHOUT_GPU),
+])  # fmt: skip
 def test_mistakes_are_one_line_and_nothing_starts(words, message, capsys, tmp_path, monkeypatch):
     """Kills: a traceback, and a run that starts before everything is known to be there."""
     monkeypatch.chdir(tmp_path)

@@ -147,9 +147,7 @@ def test_sigterm_ends_a_sweep_that_can_be_continued(tmp_path):
 
 @pytest.mark.slow
 def test_sweeps_in_a_row(ray_cluster, tmp_path):
-    """Each trial is a Ray Train run: no placement group is lost, nothing hangs, no CPU stays taken, and a
-    failure says its reason.
-    """
+    """Each trial is a Ray Train run: no placement group is lost, no CPU stays taken, a failure says why."""
     for turn, (temperature, status) in enumerate([(0.1, "finished"), (1e-40, "failed")]):
         words = ("--folds", "1", "--workers", "1", "--discover.epochs", "1", "--seed", str(turn))
         options, storage = planned(tmp_path / str(turn), [values(), values(temperature)], *words)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from tests.uno.data.builders import load_resident
 from tune import records
 from tune.score import FOLDS, SweepData, make_folds, sweep_data
 from tune.sweep import open_sweep, parse
 from tune.trial import Leases, SweepOptions, run_trial
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.resident import load_resident
 from uno.runs.lock import ClaimedStorage, claim
 from uno.train import LocalWorker
 

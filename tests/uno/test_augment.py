@@ -161,16 +161,13 @@ def test_parameters_and_probabilities_follow_the_recipe(name, recipe, kind):
     ranges = [
         (draws.factors[:, 0], 1 - c.brightness, 1 + c.brightness),
         (draws.factors[:, 1], 1 - c.contrast, 1 + c.contrast),
-        (draws.factors[:, 2], 1 - c.saturation, 1 + c.saturation),
-        (draws.factors[:, 3], -c.hue, c.hue),
-        (draws.threshold, 0, 1),
-        (draws.sigma, *c.blur_sigma),
+        (draws.factors[:, 2], 1 - c.saturation, 1 + c.saturation), (draws.factors[:, 3], -c.hue, c.hue),
+        (draws.threshold, 0, 1), (draws.sigma, *c.blur_sigma),
         (draws.pose[:, 0], -c.affine_degrees, c.affine_degrees),
-        (draws.pose[:, 1], -c.affine_shear, c.affine_shear),
-        (draws.pose[:, 4], *c.affine_scale),
+        (draws.pose[:, 1], -c.affine_shear, c.affine_shear), (draws.pose[:, 4], *c.affine_scale),
         (draws.pose[:, 2], -c.affine_translate, c.affine_translate),
         (draws.pose[:, 3], -c.affine_translate, c.affine_translate),
-    ]
+    ]  # fmt: skip
     varying = []
     for values, low, high in ranges:
         if low == high:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from uno.augment import augment
-from uno.config import Config, DataConfig
-from uno.data.decode import check_bad, decode_many, readable
+from uno.config import Config
 from uno.data.plan import ROTATION, Order, Plan, augment_generator
 from uno.data.rows import Decoded
-from uno.data.sources import read_rows
-from uno.data.splits import Task, make_task, train_rows, truth_rows
+from uno.data.splits import Task, train_rows, truth_rows
 from uno.steps import Batch
 
 
@@ -30,11 +28,6 @@ class TrainSet:
     unlabeled_images: Tensor
     num_known: int
     num_novel: int
-
-    @property
-    def num_labeled(self) -> int:
-        """N_l."""
-        return len(self.labels)
 
     @property
     def num_unlabeled(self) -> int:
@@ -75,16 +68,6 @@ class EvalSet:
         """(images (b,3,S,S), truth (b,)) of this worker's rows ``rank::world_size``, every row once."""
         images, truth = (rows[rank::world_size].split(batch_size) for rows in (self.images, self.truth))
         return ((part, of) for part, of in zip(images, truth, strict=True) if len(of))
-
-
-def load_resident(
-    config: DataConfig, threads: int | None = None
-) -> tuple[Task, Tensor, np.ndarray, list[dict[str, str]]]:
-    """Read, split and decode: (task, images uint8 (N,3,S,S), ok bool (N,), bad [{"id", "reason"}, ...])."""
-    task = make_task(read_rows(config), config)
-    images, reasons = decode_many(task.rows.images, config.store_size, threads)
-    bad = check_bad(task.rows.ids, reasons, config.max_bad_fraction)
-    return task, images, readable(reasons), bad
 
 
 def keep_pixels(task: Task, images: Tensor, reasons: list[str | None]) -> Task:
@@ -148,8 +131,8 @@ class RotationBatches(ResidentBatches):
     def __call__(self, step: int) -> Batch:
         """The batch of global step ``step``; it has no labels."""
         train, (rows, _) = self._train, self._order.rows(step)
-        is_unlabeled = rows >= train.num_labeled  # which are stored apart
-        labeled, unlabeled = rows[~is_unlabeled], rows[is_unlabeled] - train.num_labeled
+        is_unlabeled = rows >= len(train.labels)  # which are stored apart
+        labeled, unlabeled = rows[~is_unlabeled], rows[is_unlabeled] - len(train.labels)
         positions = self._order.positions[np.argsort(is_unlabeled, kind="stable")]
         views = self._views(self._on_device(labeled), self._on_device(unlabeled), step, positions)
         num_large = self._config.augment.large.num_views

@@ -65,11 +65,6 @@ class StreamSet:
     device: torch.device = CPU
 
     @property
-    def num_labeled(self) -> int:
-        """N_l."""
-        return len(self.labeled)
-
-    @property
     def num_unlabeled(self) -> int:
         """N_u."""
         return len(self.unlabeled)

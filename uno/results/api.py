@@ -57,11 +57,9 @@ class Predictions:
     reason: list[str | None]
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.class_index)
 
     def __getitem__(self, row: int) -> Prediction:
-        """The prediction of one image."""
         index = int(self.class_index[row])
         return Prediction(
             class_index=None if index < 0 else index, class_name=self.class_name[row], kind=self.kind[row],
@@ -69,7 +67,6 @@ class Predictions:
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[Prediction]:
-        """One prediction after the other."""
         return (self[row] for row in range(len(self)))
 
 
@@ -106,15 +103,12 @@ class Model:
 
         index = column("class_index")
         classes = [self.classes[i] if i >= 0 else None for i in index.tolist()]
+        width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return Predictions(
-            class_index=index,
-            class_name=[c and c.name for c in classes],
-            kind=[c and c.kind for c in classes],
-            **{name: column(name) for name in NUMBERS},
-            probabilities=column("probabilities", len(self.classes)),
-            embedding=column("features", int(model.module.encoder.num_features)),  # type: ignore[arg-type]
-            reason=reasons,
-        )
+            class_index=index, class_name=[c and c.name for c in classes], kind=[c and c.kind for c in classes],
+            probabilities=column("probabilities", len(self.classes)), embedding=column("features", width),
+            reason=reasons, **{name: column(name) for name in NUMBERS},
+        )  # fmt: skip
 
 
 def load(run: str | PathLike[str], device: str = "cpu") -> Model:

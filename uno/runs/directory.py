@@ -118,7 +118,6 @@ class Finding(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        """``warning  what it is; what to do``."""
         return f"{self.level:8} {self.text}" + (f"; {self.remedy}" if self.remedy else "")
 
 

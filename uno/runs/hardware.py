@@ -42,13 +42,10 @@ def environment(fingerprint: str) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
-        "data_fingerprint": fingerprint,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": hardware(cuda=False),
-        "versions": versions,
+        "data_fingerprint": fingerprint, "python": platform.python_version(), "platform": platform.platform(),
+        "processor": hardware(cuda=False), "versions": versions,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-    }
+    }  # fmt: skip
 
 
 def prepare_compiler() -> None:

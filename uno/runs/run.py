@@ -51,7 +51,7 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     their papers then freeze most of the encoder, it learns here. Pretraining: encoder and known head
     on labeled rows (paper Sec. 4.1). Discovery: from those, or from ``config.model.weights``.
     """
-    plan = plans(config, train.num_labeled, train.num_unlabeled, worker.world_size)[name]
+    plan = plans(config, len(train.labels), train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
     method = registry.load(config)
     step = {ROTATION: rotation_step, PRETRAIN: pretrain_step, DISCOVER: method.step}[name]

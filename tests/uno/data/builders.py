@@ -13,6 +13,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from uno.data.cifar import Layout
+from uno.data.decode import check_bad, decode_many, readable
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
 from uno.errors import ConfigError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
@@ -76,3 +79,11 @@ def write_hf(root: Path, names: list[str], train: int = 12, test: int = 4) -> No
         images = [{"bytes": encoded(pixels(seed + i)), "path": None} for i in range(num)]
         table = hf_table(images, [i % len(names) for i in range(num)], names)
         pq.write_table(table, root / f"{split}-00000-of-00001.parquet")
+
+
+def load_resident(config, threads=None):
+    """Read, split and decode: (task, images uint8 (N,3,S,S), ok bool (N,), bad [{"id", "reason"}, ...])."""
+    task = make_task(read_rows(config), config)
+    images, reasons = decode_many(task.rows.images, config.store_size, threads)
+    bad = check_bad(task.rows.ids, reasons, config.max_bad_fraction)
+    return task, images, readable(reasons), bad

@@ -8,13 +8,13 @@ import torch
 
 from tests.uno.small_run import small_config, small_sets
 from uno.config import DataConfig
-from uno.data.resident import ResidentBatches, assemble, eval_sets, load_resident, train_set
+from uno.data.resident import ResidentBatches, assemble, eval_sets, train_set
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.errors import ConfigError
 from uno.runs import run
 
-from .builders import write_images
+from .builders import load_resident, write_images
 
 DIGITS = DataConfig(known_classes="first:5", store_size=8)
 

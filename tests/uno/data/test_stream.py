@@ -36,7 +36,7 @@ def stream(tmp_path, config=CONFIG, task=None):
 
 
 def batches(train, config=CONFIG, phase=run.DISCOVER, rank=0, world_size=1, last=10):
-    plan = run.plans(config, train.num_labeled, train.num_unlabeled, world_size)[phase]
+    plan = run.plans(config, len(train.labels), train.num_unlabeled, world_size)[phase]
     return train.batches(config, plan, rank, world_size, last)
 
 
@@ -100,7 +100,7 @@ def test_every_row_once_in_an_epoch(tmp_path, world_size):
     task = pictures(46)
     config = override(CONFIG, {"train.batch_size": 12})
     train = stream(tmp_path / "run", config, task)
-    plan = run.plans(config, train.num_labeled, train.num_unlabeled, world_size)[run.DISCOVER]
+    plan = run.plans(config, len(train.labels), train.num_unlabeled, world_size)[run.DISCOVER]
     seen: Counter[int] = Counter()
     for rank in range(world_size):
         for first, last in ((0, 2), (2, plan.steps_per_epoch)):  # a stop in between

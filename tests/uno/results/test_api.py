@@ -83,12 +83,10 @@ def test_nothing_and_nonsense(model, tmp_path):
     empty = model.predict([])
     assert len(empty) == 0 and empty.probabilities.shape == (0, 10)
     for images, words in (
-        ("image.png", "in a list"),
-        (np.zeros((8, 8, 3), np.uint8), "in a list"),
-        (torch.zeros(2, 3, 8, 8), "must be uint8"),
+        ("image.png", "in a list"), (np.zeros((8, 8, 3), np.uint8), "in a list"),
+        (torch.zeros(2, 3, 8, 8), "must be uint8"), ([None], "image 0 is NoneType"),
         ([np.zeros((8, 8, 3))], "image 0 is float64"),
-        ([None], "image 0 is NoneType"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             model.predict(images)
     with pytest.raises(StorageError, match="no trained model"):

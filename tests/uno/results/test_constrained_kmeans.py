@@ -117,10 +117,7 @@ def test_duplicates_leave_surplus_clusters_empty(dtype):
     assert found.centers.isfinite().all()
     same = constrained_kmeans(torch.ones(8, 3, dtype=dtype), torch.full((8,), FREE), 4, 2, seed=0)
     assert same.centers.isfinite().all() and same.inertia < 1e-9
-
-
-def test_no_free_centre():
-    """Only anchors' clusters. Kills: k-means++ without candidates."""
+    # No free centre, only anchors' clusters. Kills: k-means++ without candidates.
     points, truth = blobs(2, 10)
     fixed = torch.where(torch.arange(20) % 2 == 0, truth, FREE)
     found = constrained_kmeans(points, fixed, 2, 3, seed=0)

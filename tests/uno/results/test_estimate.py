@@ -187,9 +187,6 @@ def test_interval_and_suggestion():
     assert interval([2, 2, 2, 3, 3, 3, 3, 4, 4, 4], 0.2) == (2, 4)
     assert interval([2, 3, 4, 5], 0.2) == (2, 5) and interval([0, 0, 0], 0.2) == (1, 1)
     assert [estimating.suggest(*given) for given in ((3, 2, 4), (3, 3, 3), (3, 2, 7), (6, 2, 7))] == [
-        4,
-        3,
-        4,
-        6,
-    ]
+        4, 3, 4, 6,
+    ]  # fmt: skip
     assert estimating.largest_best([0.1, 0.5, 0.2, 0.5, 0.4]) == 3 and estimating.largest_best([1.0]) == 0

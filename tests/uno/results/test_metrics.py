@@ -63,14 +63,11 @@ def test_cluster_accuracy_is_the_best_permutation(counts, random):
     assert metrics.cluster_metrics(counts[:, order]) == values(metrics.cluster_metrics(counts))
 
 
-@pytest.mark.parametrize(
-    ("counts", "matching", "accuracy"),
-    [
-        ([[9, 8], [8, 1]], [1, 0], 16 / 26),
-        ([[1, 2], [0, 9], [7, 0]], [-1, 1, 0], 16 / 19),  # more classes than clusters
-        ([[5, 4, 0], [0, 0, 6]], [0, 2], 11 / 15),  # more clusters than classes
-    ],
-)
+@pytest.mark.parametrize(("counts", "matching", "accuracy"), [
+    ([[9, 8], [8, 1]], [1, 0], 16 / 26),
+    ([[1, 2], [0, 9], [7, 0]], [-1, 1, 0], 16 / 19),  # more classes than clusters
+    ([[5, 4, 0], [0, 0, 6]], [0, 2], 11 / 15),  # more clusters than classes
+])  # fmt: skip
 def test_hungarian_by_hand(counts, matching, accuracy):
     """Kills: greedy matching (takes the 9, gets 9 + 1), matching indexed by output instead of class."""
     assert metrics.hungarian(np.array(counts)).tolist() == matching
@@ -176,14 +173,11 @@ def test_task_aware_by_hand():
     assert metrics.task_aware(KNOWN[::-1], novel)["known/acc"] == 3 / 20
 
 
-@pytest.mark.parametrize(
-    ("protocol", "expected", "clusters", "purity"),
-    [
-        (OFFICIAL, (15 / 20, 10 / 20, 25 / 40), JOINT[2:], 3 + 5 + 5 + 4 + 2),  # 2 -> KNOWN 1 (5), 3 -> 2 (5)
-        (MATCHED, (15 / 20, 9 / 20, 24 / 40), JOINT[2:], 3 + 5 + 5 + 4 + 2),  # 0 -> 0, 1 -> 1, 2 -> 3, 3 -> 2
-        (STRICT, (15 / 20, 9 / 20, 24 / 40), POOLED, 5 + 4 + 2),  # 2 -> 3 (4), 3 -> 2 (5), of ALL novel rows
-    ],
-)
+@pytest.mark.parametrize(("protocol", "expected", "clusters", "purity"), [
+    (OFFICIAL, (15 / 20, 10 / 20, 25 / 40), JOINT[2:], 3 + 5 + 5 + 4 + 2),  # 2 -> KNOWN 1 (5), 3 -> 2 (5)
+    (MATCHED, (15 / 20, 9 / 20, 24 / 40), JOINT[2:], 3 + 5 + 5 + 4 + 2),  # 0 -> 0, 1 -> 1, 2 -> 3, 3 -> 2
+    (STRICT, (15 / 20, 9 / 20, 24 / 40), POOLED, 5 + 4 + 2),  # 2 -> 3 (4), 3 -> 2 (5), of ALL novel rows
+])  # fmt: skip
 def test_task_agnostic_by_hand(protocol, expected, clusters, purity):
     """Kills: official with novel outputs only, separate matchings for joint, the known block matched first,
     strict without the rows predicted as known, blocks exchanged.
