@@ -24,8 +24,8 @@ def test_a_killed_worker_and_a_nan_on_one_rank(two, tmp_path, caplog, monkeypatc
 
 @pytest.mark.slow
 def test_a_full_disk_a_read_only_one_a_stop_and_killed_workers(two, tmp_path, capsys, monkeypatch):
-    """Exit 4 and one line; with room again the same command goes on; SIGTERM saves and leaves with 75; it goes
-    on after kills at random steps, of rank 0 too. Kills: an injector that is kinder than the kernel.
+    """Exit 4 and one line; with room again the same command goes on; SIGTERM saves and leaves with 75; it
+    goes on after kills at random steps, of rank 0 too. Kills: an injector that is kinder than the kernel.
     """
     disk, kills = tmp_path / "disk", "kill-worker:step=120..160;kill-worker:rank=1,step=161..239,seed=3"
     disk.mkdir()

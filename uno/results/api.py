@@ -105,9 +105,9 @@ class Model:
         classes = [self.classes[i] if i >= 0 else None for i in index.tolist()]
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return Predictions(
-            class_index=index, class_name=[c and c.name for c in classes], kind=[c and c.kind for c in classes],
+            class_index=index, class_name=[c and c.name for c in classes], reason=reasons,
+            kind=[c and c.kind for c in classes], **{name: column(name) for name in NUMBERS},
             probabilities=column("probabilities", len(self.classes)), embedding=column("features", width),
-            reason=reasons, **{name: column(name) for name in NUMBERS},
         )  # fmt: skip
 
 
