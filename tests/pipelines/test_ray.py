@@ -1,16 +1,11 @@
 """The commands through Ray Data and Ray Train on one shared cluster: equal to the local path."""
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from pipelines import cli, ray_env
-from tests.pipelines.small import LONG, ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
+from tests.pipelines.small import LONG, SMALL, assert_same_weights, lines_of, refused, write_images
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -52,19 +47,6 @@ def test_the_same_demo_again_trains_nothing(two, capsys, monkeypatch):
     assert cli.main(["demo", *LONG, "--output", str(two)]) == 0
     assert "is finished; nothing is trained again" in capsys.readouterr().out
     assert (two / "metrics.json").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_a_second_cluster_on_the_machine_confuses_no_run(tmp_path):
-    """Kills: Ray's helper that looks for its cluster among all there are, and leaves CPUs to dead workers."""
-    with tempfile.TemporaryDirectory(prefix="uno-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        argv = [*SMALL, "--workers", "1", "--max-steps", "3", "--output", str(tmp_path / "run")]
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        command = [sys.executable, "-m", "pipelines.pretrain", *argv]
-        subprocess.run(command, env=environment | {"RAY_TMPDIR": folder}, cwd=ROOT, check=True, timeout=120)
-        logs = [path.read_text() for path in Path(folder).rglob("worker-*.err")]
-        assert any("PlacementGroupCleaner" in log for log in logs)
-        assert not any("Traceback" in log for log in logs)
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, client, tmp_path, monkeypatch):
     """kill -9 of the driver while its workers go on, then `ray job stop`, then to the end: equal weights."""
     monkeypatch.setattr(lock, "WATCH_S", 4)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -160,16 +161,18 @@ def test_sweeps_in_a_row(ray_cluster, tmp_path):
 
 @pytest.mark.slow
 def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tmp_path):
-    """A sweep in a process of its own starts its own cluster beside the test lane's.
-
-    Kills: a stopped trial that keeps its CPUs, so that the third waits for ever.
+    """A sweep in a process of its own starts its own cluster beside the test lane's. Kills: a stopped trial
+    that keeps its CPUs, so that the third waits for ever; Ray's helper that finds the wrong cluster.
     """
     sweep, stale = (command_of(tmp_path / name, "--trials 3 --workers 1") for name in "st")
     how = {"capture_output": True, "text": True}
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    ended = subprocess.run(sweep, timeout=500, env=environment, **how)
-    assert ended.returncode == 0, ended.stderr
-    assert "3 trials, 0 failed" in ended.stdout
+    with tempfile.TemporaryDirectory(prefix="uno-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        ended = subprocess.run(sweep, timeout=500, env=environment | {"RAY_TMPDIR": folder}, **how)
+        logs = [path.read_text() for path in Path(folder).rglob("worker-*.err")]
+    assert ended.returncode == 0 and "3 trials, 0 failed" in ended.stdout, ended.stderr
+    assert any("PlacementGroupCleaner" in log for log in logs)
+    assert not any("PlacementGroupCleaner" in log and "Traceback" in log for log in logs)
     assert len(ray_cluster.nodes()) == 1
     ended = subprocess.run(stale, timeout=120, env=environment | {"RAY_ADDRESS": "127.0.0.1:1"}, **how)
     assert ended.returncode == 2
