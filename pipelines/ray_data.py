@@ -7,7 +7,7 @@ can be the first; each is bounded, so that memory does not grow, and the next on
 """
 
 import logging
-import pickle
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -113,12 +113,17 @@ def image_block(images: Images, rows: np.ndarray) -> pa.Table:
 
 
 def image_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
-    """How images travel: numbers of Parquet rows; else pickled, as full paths, encoded bytes or pixels."""
+    """How images travel: numbers of Parquet rows; else bytes, whose ``shape`` is that of pixels, empty for a
+    full path (which need not be text), null for an encoded image.
+    """
     if isinstance(images, ParquetImages):
         return {"number": pa.array(rows)}
-    found = (images[int(row)] for row in rows)
-    whole = (full_path(image) if isinstance(image, str) and image else image for image in found)
-    return {"image": pa.array(map(pickle.dumps, whole), pa.large_binary())}
+    data, shapes = [], []
+    for image in (images[int(row)] for row in rows):
+        path, array = isinstance(image, str), isinstance(image, np.ndarray)
+        data.append(os.fsencode(image and full_path(image)) if path else image.tobytes() if array else image)
+        shapes.append(list(image.shape) if array else [] if path else None)
+    return {"image": pa.array(data, pa.large_binary()), "shape": pa.array(shapes, pa.list_(pa.int32()))}
 
 
 def parquet_images(images: Images) -> ParquetImages | None:
@@ -131,7 +136,10 @@ def images_of(block: pa.Table, images: ParquetImages | None) -> list[Image]:
     """The inverse of :func:`image_columns`."""
     if images is not None:
         return list(images.fetch(block["number"].to_numpy()))
-    return [pickle.loads(image) for image in block["image"].to_pylist()]
+    pairs = zip(block["image"].to_pylist(), block["shape"].to_pylist(), strict=True)
+    return [
+        d if s is None else np.frombuffer(d, np.uint8).reshape(s) if s else os.fsdecode(d) for d, s in pairs
+    ]
 
 
 def decode_block(block: pa.Table, side: int, images: ParquetImages | None) -> pa.Table:

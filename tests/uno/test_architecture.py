@@ -116,7 +116,7 @@ def test_from_a_batch_to_its_loss_one_reads_15_functions_in_7_files(monkeypatch)
     assert 10 <= len(seen) <= 15 and len({file for file, _ in seen}) <= 7, sorted(seen)
 
 
-@pytest.mark.parametrize("word", ["np.random.seed", "random.seed(", "torch.load(", "pickle.load("])
+@pytest.mark.parametrize("word", ["np.random.seed", "random.seed(", "torch.load(", "pickle.load"])
 def test_no_global_random_state_and_no_pickles(word):
     """Kills: a resumed run that drifts, code that runs from a file of the user's."""
     for path in FILES.values():
