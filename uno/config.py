@@ -360,8 +360,10 @@ def describe(error: ValidationError, name: str = "") -> str:
 
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
-    """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``."""
-    a, b = flatten(old), flatten(to_dict(new))
+    """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``. A key that is younger
+    than the run has its default there.
+    """
+    a, b = flatten(to_dict(Config())) | flatten(old), flatten(to_dict(new))
     if "auto" in (a.get("data.ingest"), b.get("data.ingest")):  # a run stores what it was decided to be
         a["data.ingest"] = b["data.ingest"]
     return [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not resumable(k)]

@@ -130,6 +130,10 @@ def test_where_a_run_executes_does_not_change_what_it_is():
     config = Config()
     moved = override(config, {"compute.workers": 8, "output": "elsewhere", "train.log_every": 1})
     other = override(config, {"objective.epsilon": 0.1})
+    older = to_dict(config)
+    del older["model"]["width"], older["objective"]["epsilon"]  # fields that a run of before did not have
+    assert differing_keys(older, config) == []
+    assert differing_keys(older, override(config, {"model.width": 8})) == ["model.width"]
     assert differing_keys(to_dict(config), moved) == []
     assert config_hash(moved) == config_hash(config) != config_hash(other)
     assert differing_keys(to_dict(config), other) == ["objective.epsilon"]
