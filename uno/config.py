@@ -10,13 +10,22 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from uno.errors import ConfigError
 from uno.methods import METHODS
@@ -45,6 +54,8 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
     return Field(default, description=sentence, json_schema_extra=about, **more)
 
 
+OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
+LIBRARY_ENCODER = r"(torchvision|timm):[\w.\-]+|[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 Probability = Annotated[float, Field(ge=0, le=1)]
 Range = tuple[float, float]
 
@@ -83,6 +94,8 @@ class DataConfig(_Frozen):
         "Channel means subtracted after scaling to 0-1.")
     std: tuple[float, float, float] = field((0.2470, 0.2435, 0.2616),
         "Channel standard deviations, divided by after that.")
+    interpolation: Literal["bilinear", "bicubic"] = field("bilinear",
+        "How images are resized, with antialiasing.")
     composition: Literal["proportional", "paired"] = field("proportional",
         "Labeled to unlabeled rows of a batch: as in the data, or 1:1 (the shorter cycles).",
         scope="discover")
@@ -158,10 +171,11 @@ class AugmentConfig(_Frozen):
 class ModelConfig(_Frozen):
     """Encoder and heads (paper Sec. 3.1, 3.3, 4.1)."""
 
-    encoder: Literal["resnet_small", "resnet18", "resnet34", "resnet50"] = field("resnet18",
-        "Encoder architecture; resnet_small is He et al. 2016, Sec. 4.2.")
+    encoder: str = field("resnet18",
+        "resnet_small (He et al. 2016, Sec. 4.2), resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, "
+        "or package.module:callable, which returns a module (B, 3, S, S) -> (B, D).")
     stem: Literal["small", "imagenet"] = field("small",
-        "3x3 stride-1 convolution without pooling (small images), or torchvision's 7x7 stem.")
+        "resnetN: 3x3 stride-1 convolution without pooling (small images), or torchvision's 7x7 stem.")
     width: int = field(16, "resnet_small: channels of the first stage.", ge=4, le=512)
     blocks: int = field(1, "resnet_small: residual blocks per stage.", ge=1, le=18)
     num_heads: int = field(4, "Cluster heads and overclustering heads, each (n).", ge=1, le=32,
@@ -174,10 +188,22 @@ class ModelConfig(_Frozen):
     hidden_dim: int = field(2048, "Hidden units of a projection head.", ge=1, le=65536, scope="discover")
     projection_dim: int = field(256, "Outputs of a projection head.", ge=1, le=16384, scope="discover")
     weights: str | None = field(None,
-        "Discover from this run directory or encoder .safetensors: no pretraining.", flag="weights",
+        "Discover from this run directory, an encoder's .safetensors, .pt or .pth, or the library's own "
+        "weights (pretrained): no pretraining here.", flag="weights",
         scope="discover", search=False, decided="reproduce")
+    trainable: Literal["all", "last", "heads"] = field("all",
+        "What learns: everything, the encoder's last stage and the heads, or the heads alone.")
+    encoder_lr: float = field(1, "The encoder's learning rate, as a multiple of the heads'.", gt=0, le=100)
     mlp_input: Literal["normalized", "raw"] = field("normalized",
         "Projection heads read the l2-normalised feature (paper) or the raw one (v2).", scope="discover")
+
+    @field_validator("encoder")
+    @classmethod
+    def _check_encoder(cls, name: str) -> str:
+        if name not in OWN_ENCODERS and not re.fullmatch(LIBRARY_ENCODER, name):
+            own = ", ".join(OWN_ENCODERS)
+            raise ValueError(f"must be {own}, torchvision:NAME, timm:NAME or package.module:callable")
+        return name
 
 
 class ObjectiveConfig(_Frozen):

@@ -1,13 +1,28 @@
-"""Encoders: torchvision's ResNets with either stem, and the small ResNet for tiny images.
+"""Encoders (B, 3, S, S) -> (B, D): torchvision's ResNets with either stem, the small ResNet for tiny images,
+and whatever torchvision, timm or a callable of the user builds.
 
-State-dict keys are torchvision's (without ``fc``), so that trained encoders load anywhere. torchvision is
-imported where a network is built: it takes 2 s, which processes that only decode need not pay.
+State-dict keys are the library's own, without its classifier, so that encoders load anywhere: what we add,
+the pooling of maps, is a hook. The libraries are imported where a network is built: torchvision takes 2 s,
+which processes that only decode need not pay.
 """
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from uno.config import ModelConfig
+from uno.config import OWN_ENCODERS, ModelConfig
+from uno.errors import ConfigError, one_line
+
+PROBE_SIDE = 224  # of an encoder that does not say which images it takes
 
 
 class SmallResNet(nn.Module):
@@ -50,9 +65,14 @@ def _init_convolutions(module: nn.Module) -> None:
 
 
 def build_encoder(config: ModelConfig) -> nn.Module:
-    """Encoder module (B, 3, S, S) -> (B, D) with attribute ``num_features`` = D."""
+    """Encoder module (B, 3, S, S) -> (B, D) with attribute ``num_features`` = D, freshly initialised.
+
+    ConfigError: no such encoder, its package is missing, or it gives something else than a vector an image.
+    """
     if config.encoder == "resnet_small":
         return SmallResNet(config.width, config.blocks)
+    if config.encoder not in OWN_ENCODERS:
+        return _library_encoder(config.encoder)
     from torchvision.models import resnet
 
     encoder = getattr(resnet, config.encoder)()
@@ -63,3 +83,166 @@ def build_encoder(config: ModelConfig) -> nn.Module:
         encoder.maxpool = nn.Identity()
         _init_convolutions(encoder)
     return encoder
+
+
+def _library_encoder(name: str) -> nn.Module:
+    library, _, what = name.partition(":")
+    build = {"torchvision": _from_torchvision, "timm": _from_timm}.get(library)
+    encoder = build(what) if build else _from_callable(library, what)
+    encoder.register_forward_hook(_pooled)
+    side = image_side(encoder)
+    training = encoder.training
+    try:
+        with torch.no_grad():  # not inference_mode: what a module keeps from its first call is used later
+            encoder.num_features = encoder.eval()(torch.zeros(1, 3, side, side)).shape[1]
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        reason = one_line(error)[:160]
+        raise ConfigError(f"model.encoder {name} fails on an image of {side} px: {reason}") from None
+    return encoder.train(training)
+
+
+def _from_torchvision(what: str) -> nn.Module:
+    from torchvision import models
+
+    check_name("torchvision", what)
+    if what in ("googlenet", "inception_v3"):
+        raise ConfigError(f"model.encoder torchvision:{what} gives several outputs in training; take another")
+    encoder = models.get_model(what, weights=None)
+    last = [name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)][-1:]
+    if not last or not re.match(r"fc$|head|classifier", last[0]):
+        raise ConfigError(
+            f"model.encoder torchvision:{what} does not end in a linear classifier; take another"
+        )
+    encoder.set_submodule(last[0], nn.Identity())
+    return encoder
+
+
+def _from_timm(what: str) -> nn.Module:
+    check_name("timm", what)
+    import timm
+
+    return timm.create_model(what, pretrained=False, num_classes=0)
+
+
+def check_name(library: str, what: str) -> None:
+    """ConfigError: timm is missing, or the library has no encoder of that name."""
+    if library == "timm":
+        if find_spec("timm") is None:
+            raise ConfigError(f"model.encoder timm:{what} needs the package timm: pip install timm")
+        import timm
+
+        kind, _, weights = what.partition(".")
+        known = timm.list_pretrained(f"{kind}.*") if weights and timm.is_model(kind) else timm.list_models()
+    else:
+        from torchvision import models
+
+        known = models.list_models(module=models)
+    if what not in known:
+        near = difflib.get_close_matches(what, known, n=1)
+        hint = f"; did you mean {library}:{near[0]}?" if near else ""
+        raise ConfigError(f"model.encoder: {library} has no {what!r}{hint}")
+
+
+def _from_callable(module: str, what: str) -> nn.Module:
+    """What the user's own function returns."""
+    name = f"model.encoder {module}:{what}"
+    with _working_directory():
+        try:
+            found = getattr(import_module(module), what)
+        except (ImportError, AttributeError, SyntaxError) as error:
+            raise ConfigError(f"{name} cannot be imported: {one_line(error)[:160]}") from None
+        if not callable(found):
+            raise ConfigError(f"{name} cannot be called: it is of type {type(found).__name__}")
+        try:
+            encoder = found()
+        except TypeError as error:
+            raise ConfigError(f"{name} cannot be called without arguments: {one_line(error)[:160]}") from None
+    if not isinstance(encoder, nn.Module):
+        raise ConfigError(f"{name} must return a torch.nn.Module, not a {type(encoder).__name__}")
+    return encoder
+
+
+@contextmanager
+def _working_directory() -> Iterator[None]:
+    """Modules are looked for here too, last: a file here hides nothing that is installed."""
+    here = os.getcwd()
+    if added := here not in sys.path:
+        sys.path.append(here)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(here)
+
+
+def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+    """One vector an image, (B, D): maps (B, D, h, w) are averaged over positions, tokens (B, T, D) too, but
+    where the module has a class token that is the vector. ConfigError: anything else.
+    """
+    if isinstance(output, Tensor):
+        if output.ndim == 2:
+            return output
+        if output.ndim == 4:
+            return output.mean(dim=(2, 3))
+        if output.ndim == 3:
+            has_token = any(getattr(module, name, None) is not None for name in ("cls_token", "class_token"))
+            return output[:, 0] if has_token else output.mean(dim=1)
+    what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    raise ConfigError(f"the encoder gives {what}, not vectors (B, D), tokens (B, T, D) or maps (B, D, h, w)")
+
+
+def image_side(encoder: nn.Module) -> int:
+    """Side S of the images that an encoder says it takes, in pixels; 224 where it does not say."""
+    patches = getattr(getattr(encoder, "patch_embed", None), "img_size", None)
+    described = (getattr(encoder, "pretrained_cfg", None) or {}).get("input_size")
+    for side in (getattr(encoder, "image_size", None), patches, described):
+        if side is not None:
+            return int(side if isinstance(side, int) else side[-1])
+    return PROBE_SIDE
+
+
+def frozen_parts(encoder: nn.Module, trainable: str) -> tuple[list[str], list[nn.Parameter]]:
+    """What ``model.trainable`` keeps as it is: names of submodules, "" for the whole encoder, and parameters
+    that are in none of them, as a class token is. ConfigError: ``last`` of an encoder without stages.
+    """
+    if trainable == "all":
+        return [], []
+    if trainable == "heads":
+        return [""], []
+    path = _last_stage(encoder)
+    if not path:
+        raise ConfigError("model.trainable last: the encoder has no stages or blocks; take all or heads")
+    modules, parameters, outer = list[str](), list[nn.Parameter](), ""
+    for name in path:
+        module = encoder.get_submodule(outer)
+        before = [child for child, _ in module.named_children()]
+        modules += [f"{outer}.{child}".lstrip(".") for child in before[: before.index(name)]]
+        parameters += module.parameters(recurse=False)
+        outer = f"{outer}.{name}".lstrip(".")
+    return modules, parameters
+
+
+STAGES = ("blocks", "stages", "layers", "features", "trunk_output", "encoder")
+
+
+def _last_stage(module: nn.Module) -> list[str]:
+    """Names that lead from ``module`` to its last stage or block; none where it has no such."""
+    children = dict(module.named_children())
+    numbered = [name for name in children if re.fullmatch(r"(layer|stage|s)\d+", name)]
+    if numbered:
+        return numbered[-1:]
+    for name in (name for name in STAGES if name in children):
+        stages = []
+        if isinstance(children[name], nn.Sequential | nn.ModuleList):
+            # A stage holds blocks, and a block layers; a last convolution, which holds neither, is none.
+            stages = [n for n, part in children[name].named_children() if any(_depth2(part))]
+        inner = stages[-1:] or _last_stage(children[name])
+        if inner:
+            return [name, *inner]
+    weighty = [name for name, child in children.items() if next(child.parameters(), None) is not None]
+    inner = _last_stage(children[weighty[0]]) if len(weighty) == 1 else []  # a wrapper
+    return inner and [weighty[0], *inner]
+
+
+def _depth2(module: nn.Module) -> Iterator[nn.Module]:
+    return (inner for child in module.children() for inner in child.children())

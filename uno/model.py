@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from uno.augment import eval_view
 from uno.config import Config, ModelConfig
-from uno.encoder import build_encoder
+from uno.encoder import build_encoder, frozen_parts
 from uno.heads import Prototypes, StackedProjector, unit
 
 BuildHead = Callable[[int, int], nn.Module]
@@ -34,7 +34,8 @@ class UnoModel(nn.Module):
 
     ``num_novel`` C_u of 0 builds the encoder and the known head of C_l outputs only (pretraining).
     ``novel_head`` builds, from (C_u, D), a baseline's one novel head, which reads the feature: (N, D) -> (1,
-    N, C_u); default: UNO's projection heads.
+    N, C_u); default: UNO's projection heads. What ``config.trainable`` freezes has no gradient and stays in
+    eval mode.
     """
 
     def __init__(
@@ -57,6 +58,18 @@ class UnoModel(nn.Module):
             )
             self.novel = Prototypes(heads, num_novel, projection)
             self.over = Prototypes(heads, factor * num_novel, projection) if factor else None
+        self._frozen, single = frozen_parts(self.encoder, config.trainable)
+        frozen = [p for name in self._frozen for p in self.encoder.get_submodule(name).parameters()]
+        for parameter in [*frozen, *single]:
+            parameter.requires_grad_(False)
+        self.train()
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module, but for what is frozen: names, since SyncBatchNorm takes the place of modules."""
+        super().train(mode)
+        for name in self._frozen:
+            self.encoder.get_submodule(name).eval()
+        return self
 
     @torch.no_grad()
     def normalize_prototypes_(self) -> None:
@@ -66,13 +79,15 @@ class UnoModel(nn.Module):
                 module.weight.div_(module.weight.norm(dim=-1, keepdim=True).clamp_min_(1e-12))
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) normalised images -> (B, D) pooled features z."""
-        return self.encoder(images)
+        """(B, 3, S, S) normalised images -> (B, D) pooled features z; (B, D) features pass by the encoder."""
+        return images if images.ndim == 2 else self.encoder(images)
 
     def forward(self, views: Sequence[Tensor]) -> Logits:
-        """V views (B, 3, S_v, S_v) -> :class:`Logits`; views of one size share a pass through the encoder."""
+        """V views (B, 3, S_v, S_v), or their features (B, D) -> :class:`Logits`; views of one size share a
+        pass through the encoder.
+        """
         batches = [torch.cat(list(group)) for _, group in groupby(views, key=lambda view: view.shape[-1])]
-        features = torch.cat([self.encoder(batch) for batch in batches])  # (V * B, D)
+        features = torch.cat([self.features(batch) for batch in batches])  # (V * B, D)
         return self.heads(features, len(views))
 
     def heads(self, features: Tensor, num_views: int = 1) -> Logits:
@@ -108,11 +123,14 @@ def build_model(
 @torch.inference_mode()
 def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
     """What ``model``, in eval mode, says of images uint8 (B, 3, S, S), on any device, under the evaluation
-    view: V = 1. Whoever looks at rows without training on them asks here.
+    view: V = 1; or of that view's features, float (B, D). Whoever looks at rows without training on them asks
+    here.
     """
     assert not model.training
     side = min(config.augment.large.size, images.shape[-1])
     images = images.to(model.known.weight.device, non_blocking=True)
+    if images.ndim == 2:
+        return model([images])
     return model([eval_view(images, side, config.data.mean, config.data.std)])
 
 

@@ -1,6 +1,7 @@
 """The one mutable object of training."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,14 +50,23 @@ class TrainState:
 
 
 def new_state(
-    model: UnoModel, forward: nn.Module, phase: PhaseConfig, device: torch.device, autocast: bool
-) -> TrainState:
-    """State at step 0, with SGD as in the paper. Its fused kernel skips non-finite steps without waiting."""
-    parameters, num_heads = list(model.parameters()), model.num_heads if model.num_novel else 1
+    model: UnoModel, forward: nn.Module, phase: PhaseConfig, device: torch.device, autocast: bool,
+    encoder_lr: float = 1.0,
+) -> TrainState:  # fmt: skip
+    """State at step 0, with SGD as in the paper, over what is trained; the encoder's rate is ``encoder_lr``
+    times that of the rest. The fused kernel skips non-finite steps without waiting.
+    """
+    trained, num_heads = trained_parameters(model), model.num_heads if model.num_novel else 1
+    groups: list[dict[str, Any]] = [{"params": list(trained.values()), "factor": 1.0}]
+    if encoder_lr != 1:
+        encoder = {name: p for name, p in trained.items() if name.startswith("encoder.")}
+        rest = [p for name, p in trained.items() if name not in encoder]
+        slow = [{"params": list(encoder.values()), "factor": encoder_lr}] if encoder else []
+        groups = [*slow, {"params": rest, "factor": 1.0}]
     optimizer = torch.optim.SGD(
-        parameters, phase.base_lr, phase.momentum, weight_decay=phase.weight_decay, fused=True
+        groups, phase.base_lr, phase.momentum, weight_decay=phase.weight_decay, fused=True
     )
-    for parameter in parameters:
+    for parameter in trained.values():
         # Where the very first step is skipped, the fused kernel leaves buffers it makes itself uninitialised.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return TrainState(
@@ -68,10 +78,15 @@ def new_state(
     )  # fmt: skip
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not frozen, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def state_tensors(state: TrainState) -> dict[str, Tensor]:
     """All tensors needed to continue bit for bit, by name."""
     tensors = {f"model/{name}": tensor for name, tensor in state.model.state_dict().items()}
-    for name, parameter in state.model.named_parameters():
+    for name, parameter in trained_parameters(state.model).items():
         tensors[f"optimizer/{name}"] = state.optimizer.state[parameter]["momentum_buffer"]
     tensors |= {f"extra/{name}": tensor for name, tensor in state.extra.items()}
     return tensors | {name: getattr(state, name) for name in COUNTERS}
@@ -80,7 +95,7 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
 def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
     """Put stored tensors back, in place; the inverse of :func:`state_tensors`."""
     state.model.load_state_dict(with_prefix(tensors, "model/"))
-    for name, parameter in state.model.named_parameters():
+    for name, parameter in trained_parameters(state.model).items():
         state.optimizer.state[parameter]["momentum_buffer"].copy_(tensors[f"optimizer/{name}"])
     for name in COUNTERS:
         getattr(state, name).copy_(tensors[name])

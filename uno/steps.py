@@ -91,7 +91,7 @@ def update_(state: TrainState, loss: Tensor, lr: float, head_losses: Tensor | No
     grads = [p.grad for p in state.model.parameters() if p.grad is not None]
     broken = (~torch.isfinite(torch.nn.utils.get_total_norm(grads))).float()
     for group in state.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["factor"]
     state.optimizer.found_inf = broken  # type: ignore[attr-defined]  # read by the fused kernel: 1 skips the step
     state.optimizer.step()
     state.skipped += broken

@@ -58,7 +58,7 @@ def fresh_state(
     model = registry.build_network(config, 5, num_novel, config.seed).to(dtype).train()
     extra = method.start(config, model, small_sets()[0]) if method.start and num_novel else {}
     phase = config.discover if num_novel else config.pretrain
-    state = new_state(model, worker.wrap(model), phase, CPU, False)
+    state = new_state(model, worker.wrap(model), phase, CPU, False, config.model.encoder_lr)
     state.extra = {name: collectives.from_first(tensor) for name, tensor in extra.items()}
     state.total_steps = 18
     return state

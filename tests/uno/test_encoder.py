@@ -1,14 +1,16 @@
 """Encoders keep torchvision's names, so that weights travel in both directions."""
 
 import math
+import sys
 
 import pytest
 import torch
 import torchvision
 from torch import nn
 
-from uno.config import ModelConfig
-from uno.encoder import build_encoder
+from uno.config import Config, ModelConfig, override
+from uno.encoder import build_encoder, frozen_parts
+from uno.errors import ConfigError
 
 
 def encoder_of(name: str, stem: str = "small", **options):
@@ -90,3 +92,140 @@ def test_small_resnet_shapes(width, blocks, size):
     assert encoder.num_features == 4 * width
     kernels = [layer.kernel_size for layer in encoder.modules() if isinstance(layer, nn.Conv2d)]
     assert kernels.count((3, 3)) == 6 * blocks + 1
+
+
+TOYS = "tests.uno.toy_encoders"
+
+
+@pytest.mark.parametrize(
+    ("name", "classifier", "num_features"),
+    [
+        ("torchvision:mobilenet_v3_small", "classifier.3", 1024),
+        ("torchvision:efficientnet_b0", "classifier.1", 1280),
+        ("torchvision:regnet_x_400mf", "fc", 400),
+        ("timm:test_vit", "head", 64),
+        ("timm:test_efficientnet", "classifier", 256),
+    ],
+)
+def test_library_encoders_keep_the_librarys_keys_and_lose_its_classifier(name, classifier, num_features):
+    """Kills: a wrapper's prefix in the keys, a classifier left in, another model than the library's, the width
+    before a MobileNet's last layer for D.
+    """
+    timm = pytest.importorskip("timm") if name.startswith("timm") else None
+    what = name.partition(":")[2]
+    ours = encoder_of(name).eval()
+    assert ours.num_features == num_features
+    theirs = (timm.create_model(what) if timm else torchvision.models.get_model(what)).eval()
+    missing = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert sorted(missing.missing_keys) == [f"{classifier}.bias", f"{classifier}.weight"]
+    assert missing.unexpected_keys == []
+    theirs.set_submodule(classifier, nn.Identity())
+    images = torch.randn(2, 3, *2 * [160 if what == "test_vit" else 64])
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize(
+    ("what", "num_features"), [("maps", 5), ("tokens", 6), ("class_token", 6), ("vit", 16)]
+)
+def test_callables_give_one_vector_an_image(what, num_features):
+    """Kills: a map that is flattened, the mean over a class token too, a first token that is none."""
+    encoder = encoder_of(f"{TOYS}:{what}").eval()
+    assert encoder.num_features == num_features
+    images, raw = torch.randn(2, 3, 8, 8), []
+    hook = encoder.register_forward_hook(lambda m, i, output: raw.append(output), prepend=True)
+    found = encoder(images)
+    hook.remove()
+    expected = {
+        "maps": lambda x: torch.stack([image.flatten(1).mean(dim=1) for image in x]),
+        "tokens": lambda x: sum(x[:, i] for i in range(4)) / 4,
+        "class_token": lambda x: x[:, 0], "vit": lambda x: x,
+    }[what](raw[0])  # fmt: skip
+    assert found.shape == (2, num_features)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "resnet19",
+            r"^model\.encoder: must be resnet_small, .*:callable \(got 'resnet19'\)$",
+        ),
+        ("timm:", r"^model\.encoder: must be "),
+        (
+            "torchvision:resnet19",
+            r": torchvision has no 'resnet19'; did you mean torchvision:resnet",
+        ),
+        ("torchvision:fasterrcnn_resnet50_fpn", r"torchvision has no 'fasterrcnn"),
+        ("torchvision:googlenet", r"gives several outputs in training; take another$"),
+        ("torchvision:squeezenet1_0", r"does not end in a linear classifier; take another$"),
+        ("timm:test_vitt", r"^model\.encoder: timm has no 'test_vitt'; did you mean timm:test_vit\?$"),
+        (
+            "timm:test_vit.of_mine",
+            r"'test_vit\.of_mine'; did you mean timm:test_vit\.r160_in1k\?$",
+        ),
+        ("no_such_package.x:y", r"cannot be imported: No module named 'no_such_package'$"),
+        (f"{TOYS}:no_such", r"no_such cannot be imported: module '.*' has no attribute 'no_such'$"),
+        (f"{TOYS}:NOT_CALLABLE", r"NOT_CALLABLE cannot be called: it is of type int$"),
+        (f"{TOYS}:needs_argument", r"cannot be called without arguments: .* 'width'$"),
+        (f"{TOYS}:number", r"must return a torch\.nn\.Module, not a int$"),
+        (f"{TOYS}:flat", r"gives \(1,\), not vectors"),
+        (f"{TOYS}:pair", r"gives tuple, not vectors"),
+    ],
+)
+def test_encoders_that_are_none_are_one_line(name, line):
+    """Kills: a traceback, a line that does not say what is wrong or what is there instead."""
+    if name.startswith("timm:t"):
+        pytest.importorskip("timm")
+    with pytest.raises(ConfigError, match=line) as error:
+        build_encoder(override(Config(), {"model.encoder": name}).model)
+    assert "\n" not in str(error.value)
+
+
+def test_without_timm_the_line_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ConfigError, match=r"^model\.encoder timm:test_vit needs .*: pip install timm$"):
+        encoder_of("timm:test_vit")
+
+
+def test_a_callable_is_found_in_the_working_directory(tmp_path, monkeypatch):
+    """Kills: a search path that keeps the directory, or that puts it before what is installed."""
+    (tmp_path / "my_encoders.py").write_text("import torch\ndef build(): return torch.nn.Conv2d(3, 4, 1)\n")
+    (tmp_path / "shutil.py").write_text("raise SystemExit\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert encoder_of("my_encoders:build").num_features == 4
+    assert sys.path == before
+    del sys.modules["my_encoders"]
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("resnet_small", ["layer3."]),
+        ("resnet18", ["layer4."]),
+        ("torchvision:mobilenet_v2", ["features.17.", "features.18."]),
+        (f"{TOYS}:vit", ["encoder.layers.encoder_layer_1.", "encoder.ln."]),
+        ("timm:test_vit", ["blocks.5.", "norm."]),
+        ("timm:test_convnext", ["stages.3.", "head."]),
+    ],
+)
+def test_last_trains_the_last_stage_and_what_follows(name, trained):
+    """Kills: a head convolution taken for the last stage, a frozen final norm, a class token that learns."""
+    if name.startswith("timm"):
+        pytest.importorskip("timm")
+    encoder = encoder_of(name)
+    modules, parameters = frozen_parts(encoder, "last")
+    frozen = {id(p) for part in modules for p in encoder.get_submodule(part).parameters()}
+    frozen |= set(map(id, parameters))
+    found = [key for key, parameter in encoder.named_parameters() if id(parameter) not in frozen]
+    expected = [key for key in dict(encoder.named_parameters()) if key.startswith(tuple(trained))]
+    assert found == expected
+    assert all(any(key.startswith(part) for key in found) for part in trained)
+
+
+def test_last_of_an_encoder_without_stages_is_one_line():
+    with pytest.raises(ConfigError, match=r"^model\.trainable last: .*; take all or heads$"):
+        frozen_parts(encoder_of(f"{TOYS}:maps"), "last")
+    assert frozen_parts(encoder_of(f"{TOYS}:maps"), "heads") == ([""], [])

@@ -3,12 +3,19 @@
 import pytest
 import torch
 
-from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config
+from tests.uno.small_run import (
+    assert_same,
+    batches_of,
+    check_resumes,
+    copied_tensors,
+    fresh_state,
+    small_config,
+)
 from uno.data.files import Storage
 from uno.errors import StorageError
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.state import load_state_, state_tensors
-from uno.steps import discovery_step
+from uno.steps import discovery_step, pretrain_step
 from uno.train import resume_
 
 CONFIG = small_config()
@@ -71,3 +78,71 @@ def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
     with pytest.raises(StorageError, match="discover checkpoint does not fit this model") as caught:
         resume_(fresh_state(CONFIG), storage, "discover")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "encoder", "frozen"),
+    [
+        ("last", "resnet_small", ("encoder.conv1.", "encoder.bn1.", "encoder.layer1.", "encoder.layer2.")),
+        ("heads", "resnet_small", ("encoder.",)),
+        (
+            "last",
+            "tests.uno.toy_encoders:vit",
+            (
+                "encoder.class_token",
+                "encoder.conv_proj.",
+                "encoder.encoder.pos_embedding",
+                "encoder.encoder.layers.encoder_layer_0.",
+            ),
+        ),
+    ],
+)
+def test_what_is_frozen_stays_to_the_bit(trainable, encoder, frozen):
+    """Running statistics too, with weight decay, in both phases; the rest learns, and nothing else is stored.
+
+    Kills: BatchNorm of a frozen stage in training mode after ``train()``, decay of frozen weights, momentum
+    kept for them.
+    """
+    config = small_config(model__trainable=trainable, model__encoder=encoder, train__batch_size=16)
+    for num_novel, phase, step in ((0, "pretrain", pretrain_step), (5, "discover", discovery_step)):
+        state, batches = fresh_state(config, num_novel), batches_of(config, phase)
+        state.model.train()
+        before = copied_tensors(state)
+        for i in range(2):
+            step(state, batches(i), config.objective, 0.1)
+        after = copied_tensors(state)
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        of_model = [name.removeprefix("model/") for name in before if name.startswith("model/")]
+        kept = {name for name in of_model if name.startswith(frozen)}
+        learnt = {name for name in of_model if not name.startswith(frozen)}
+        assert not moved & {f"model/{name}" for name in kept}
+        assert {f"model/{name}" for name, _ in state.model.named_parameters() if name in learnt} <= moved
+        assert not {f"optimizer/{name}" for name in kept} & before.keys()
+        if trainable == "last":
+            assert any(name.startswith("encoder.") for name in learnt)
+
+
+def test_the_encoder_learns_at_its_own_rate():
+    """Half the rate moves it half as far in a first step; the heads go as before, and a factor of 1 changes
+    nothing. Kills: a factor on the heads, a rate that the schedule overwrites.
+    """
+    moved = {}
+    for factor in (1.0, 0.5):
+        config = small_config(model__encoder_lr=factor, discover__weight_decay=0.0)
+        state, batches = fresh_state(config), batches_of(config)
+        state.model.normalize_prototypes_()
+        before = copied_tensors(state)
+        discovery_step(state, batches(0), config.objective, 0.1)
+        after = copied_tensors(state)
+        names = [f"model/{name}" for name, _ in state.model.named_parameters()]
+        moved[factor] = {name: after[name] - before[name] for name in names}
+    for name, whole in moved[1.0].items():
+        share = 0.5 if name.startswith("model/encoder.") else 1
+        torch.testing.assert_close(moved[0.5][name], share * whole, atol=1e-6, rtol=1e-3)
+
+
+def test_a_run_with_frozen_stages_resumes_to_the_bit(tmp_path):
+    config = small_config(model__trainable="last", model__encoder_lr=0.3)
+    tensors = check_resumes(config, tmp_path, stops=(2, 9))
+    assert "optimizer/encoder.layer3.0.conv1.weight" in tensors
+    assert "optimizer/encoder.layer2.0.conv1.weight" not in tensors

@@ -67,7 +67,8 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     if config.compute.compile:
         prepare_compiler()
         model.encoder.compile()
-    state = new_state(model, worker.wrap(model), settings, worker.device, autocast)
+    forward, encoder_lr = worker.wrap(model), config.model.encoder_lr
+    state = new_state(model, forward, settings, worker.device, autocast, encoder_lr)
     state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
     state.teacher = None if teacher is None else teacher.to(worker.device)
     with closing(train.batches(config, plan, worker.rank, worker.world_size, phase.last_step)) as batches:
