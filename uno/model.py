@@ -79,15 +79,15 @@ class UnoModel(nn.Module):
                 module.weight.div_(module.weight.norm(dim=-1, keepdim=True).clamp_min_(1e-12))
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) normalised images -> (B, D) pooled features z; (B, D) features pass by the encoder."""
-        return images if images.ndim == 2 else self.encoder(images)
+        """(B, 3, S, S) normalised images -> (B, D) pooled features z."""
+        return self.encoder(images)
 
     def forward(self, views: Sequence[Tensor]) -> Logits:
         """V views (B, 3, S_v, S_v), or their features (B, D) -> :class:`Logits`; views of one size share a
         pass through the encoder.
         """
         batches = [torch.cat(list(group)) for _, group in groupby(views, key=lambda view: view.shape[-1])]
-        features = torch.cat([self.features(batch) for batch in batches])  # (V * B, D)
+        features = torch.cat([b if b.ndim == 2 else self.encoder(b) for b in batches])  # (V * B, D)
         return self.heads(features, len(views))
 
     def heads(self, features: Tensor, num_views: int = 1) -> Logits:

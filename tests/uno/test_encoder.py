@@ -108,8 +108,8 @@ TOYS = "tests.uno.toy_encoders"
     ],
 )
 def test_library_encoders_keep_the_librarys_keys_and_lose_its_classifier(name, classifier, num_features):
-    """Kills: a wrapper's prefix in the keys, a classifier left in, another model than the library's, the width
-    before a MobileNet's last layer for D.
+    """Kills: a wrapper's prefix in the keys, a classifier left in, another model than the library's, for D
+    the width before a MobileNet's last layer.
     """
     timm = pytest.importorskip("timm") if name.startswith("timm") else None
     what = name.partition(":")[2]
