@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import NoReturn
 
-from uno.errors import Interrupted, StorageError, UnoError
+from uno.errors import ConfigError, Interrupted, StorageError, UnoError
 
 Command = Callable[[Sequence[str]], int]
 
@@ -64,20 +64,23 @@ def guard(command: Command, argv: Sequence[str]) -> int:
         return _end(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         return _end("interrupted; the same command resumes from the last checkpoint, if there is one", 130)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "uno", "pipelines", "tune"):
-            return _internal(error)
-        extra = "'uno-discovery[ray]'" if missing == "ray" else missing
-        return _end(f"error: this needs the package {missing!r}: pip install {extra}", 2)
-    except OSError as error:
+    except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 141  # as if SIGPIPE had ended us: `uno ... | head`
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            return _end(f"error: {error}", StorageError.exit_code)
-        return _internal(error)
-    except Exception as error:
-        return _internal(error)
+        meant = foreseen(error)
+        return _internal(error) if meant is None else _end(f"error: {meant}", meant.exit_code)
+
+
+def foreseen(error: Exception) -> UnoError | None:
+    """What an error from elsewhere means to the user: a package or space is missing; None: a defect."""
+    if isinstance(error, ModuleNotFoundError):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("", "uno", "pipelines", "tune"):
+            extra = "'uno-discovery[ray]'" if missing == "ray" else missing
+            return ConfigError(f"this needs the package {missing!r}: pip install {extra}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return StorageError(str(error))
+    return None
 
 
 def _dispatch(argv: Sequence[str]) -> int:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveInt
 
 from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, checked_output, parse, switch
+from pipelines.options import from_keywords as options_of
 from uno.config import Config, dump_yaml, override
 from uno.errors import ConfigError, StorageError, UnoError
 
@@ -94,6 +95,23 @@ def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
     from pipelines.jobs import run_job
 
     return run_job(options)
+
+
+def discover_job(settings: Mapping[str, Any], fresh: bool, quiet: bool) -> str:
+    """``uno.discover(**settings)``: what the command does; returns the run directory. Raises UnoErrors."""
+    options = options_of(settings, DISCOVER, fresh=fresh)
+    from pipelines.cli import foreseen
+    from pipelines.console import silence
+    from pipelines.jobs import run_job
+
+    try:
+        with silence(quiet):
+            run_job(options)
+    except Exception as error:
+        if (meant := foreseen(error)) is None:
+            raise
+        raise meant from error
+    return str(options.config.output)
 
 
 def pretrain(argv: Sequence[str]) -> int:

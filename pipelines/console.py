@@ -2,9 +2,11 @@
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -15,8 +17,23 @@ PARTS = {
 }  # fmt: skip
 
 
+SILENT = ContextVar("SILENT", default=False)
+
+
+@contextmanager
+def silence(silent: bool = True) -> Iterator[None]:
+    """If ``silent``, no bar and no line but warnings."""
+    token = SILENT.set(silent)
+    try:
+        yield
+    finally:
+        SILENT.reset(token)
+
+
 def say(line: str, stream: TextIO | None = None) -> None:
     """Print a line, above a bar; what cannot be encoded or would steer a terminal is escaped."""
+    if SILENT.get() and not line.startswith("warning: "):
+        return
     stream = stream or sys.stdout
     shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in line)
     encoding = stream.encoding or "ascii"
@@ -24,9 +41,19 @@ def say(line: str, stream: TextIO | None = None) -> None:
     stream.flush()
 
 
+def in_main_thread() -> bool:
+    """Whether this thread may handle signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextmanager
 def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[None]:
-    """Say ``line`` and call ``request`` at SIGTERM and Ctrl-C; a second Ctrl-C interrupts at once."""
+    """Say ``line`` and call ``request`` at SIGTERM and Ctrl-C; a second Ctrl-C interrupts at once. Python
+    handles signals in the main thread: in another one they stay as they are.
+    """
+    if not in_main_thread():
+        yield
+        return
 
     def handle(number: int, frame: Any) -> None:
         if line is not None:
@@ -45,8 +72,8 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
 class Progress(AbstractContextManager["Progress"]):
     """Shows metric dicts: phase, epoch, epochs, step, total_steps, loss, lr, images_per_s.
 
-    On a terminal a live bar on stderr, one for each phase; elsewhere a plain line at every ``interval``-th
-    step, but none within ``seconds`` of the one before, and at a phase's end.
+    On a terminal and in a notebook a live bar on stderr, one for each phase; elsewhere a plain line at every
+    ``interval``-th step, but none within ``seconds`` of the one before, and at a phase's end.
     """
 
     def __init__(
@@ -57,9 +84,14 @@ class Progress(AbstractContextManager["Progress"]):
         self._interval, self._seconds = interval, seconds
         self._phase: str | None = None
         self._bar: tqdm[Any] | None = None
+        self._silent = SILENT.get()
+        in_notebook = type(self._stream).__module__.startswith("ipykernel")  # it redraws a line after \\r
+        self._live = in_notebook or self._stream.isatty()
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
         """Show the newest metrics of a phase."""
+        if self._silent:
+            return
         step, total, now = metrics["step"], metrics["total_steps"], self._clock()
         if metrics["phase"] != self._phase:
             self.close()
@@ -71,7 +103,7 @@ class Progress(AbstractContextManager["Progress"]):
         if step > self._first[0]:
             eta_s = (now - self._first[1]) / (step - self._first[0]) * (total - step)
             parts.append(f"ETA {tqdm.format_interval(round(eta_s))}")
-        if self._stream.isatty():
+        if self._live:
             if self._bar is None:
                 layout = "{desc}  {percentage:3.0f}% |{bar}|"
                 self._bar = tqdm(

@@ -12,7 +12,7 @@ import difflib
 import os
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,13 +141,75 @@ def parse(argv: Sequence[str], command: Command) -> Options:
     for name, argument in command.arguments.items():
         if argument.required and getattr(options.own, _attribute(name)) is None:
             raise ConfigError(f"{name} {'is missing' if name[0] == '-' else 'comes first'}: {command.usage}")
+    return _checked(options)
+
+
+def from_keywords(settings: Mapping[str, Any], command: Command, **own: bool) -> Options:
+    """Options of a command as keyword arguments: ``batch_size=64``, ``objective={"epsilon": 0.1}``,
+    ``**{"objective.epsilon": 0.1}``, and ``config``: a YAML file, a mapping, or a list of them. ``own``:
+    the command's own switches.
+    """
+    flags = {name[2:]: flag.key for name, flag in schema_flags() if not flag.negated}
+    file, line = dict[str, Any](), dict[str, Any]()
+    for name, value in settings.items():
+        if name == "config":
+            for part in value if isinstance(value, list | tuple) else [value]:
+                file |= flatten(part) if isinstance(part, Mapping) else load_yaml(part)
+            continue
+        for key, each in flatten({name: value}).items():
+            if _dashed(key) not in flags:
+                raise ConfigError(f"unknown setting {key!r}; {_similar(key, [*flags, 'config'], '')}")
+            line[flags[_dashed(key)]] = _plain(each)
+    switches = {_attribute(name): own.get(_attribute(name), False) for name in command.arguments}
+    return _checked(Options(command, SimpleNamespace(**switches), file, line))
+
+
+def _plain(value: Any) -> Any:
+    """A value from Python as a YAML file would hold it."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple) and value and all(isinstance(word, str) for word in value):
+        return ",".join(value)  # names of classes
+    return value.item() if getattr(value, "ndim", None) == 0 else value  # a number of numpy's
+
+
+def _checked(options: Options) -> Options:
+    """``options``, if they go together and the command may set them."""
     if {"data.source", "data.labeled"} <= options.line.keys():
         raise ConfigError("give either --data or --labeled and --unlabeled, not both")
+    command = options.command
     for key in options.given:
         if not command.may_change(key):
             see = f"see uno {command.name} --help for what is not"
             raise ConfigError(f"{key} is fixed by the trained model; {see}")
     return options
+
+
+HABITS = {
+    "lr": ("discover.base-lr", "pretrain.base-lr"),
+    "learning-rate": ("discover.base-lr", "pretrain.base-lr"),
+    "epochs": ("discover.epochs", "pretrain.epochs"),
+    "num-epochs": ("discover.epochs", "pretrain.epochs"),
+    "size": ("augment.large.size", "data.store-size"),
+    "image-size": ("augment.large.size", "data.store-size"),
+    "img-size": ("augment.large.size", "data.store-size"),
+    "backbone": ("model.encoder",),
+    "num-classes": ("num-novel",),
+    "gpus": ("device", "gpus-per-worker"),
+    "out": ("output",),
+}
+"""What people write out of habit, and what it is called here."""
+
+
+def _similar(name: str, names: Iterable[str], dashes: str = "--") -> str:
+    """What somebody may have meant who wrote ``name``, as ``dashes`` (none: a keyword) has it."""
+    word, known = _dashed(name), list(names)
+    near = [flag for flag in HABITS.get(word, ()) if flag in known]
+    near = near or [flag for flag in known if flag.endswith(f".{word}")][:3]
+    near = near or [flag for flag in known if flag.startswith(f"{word}.")][:3]
+    near = near or difflib.get_close_matches(word, known, n=1)
+    shown = [f"{dashes}{flag}" if dashes else repr(flag.replace("-", "_")) for flag in near]
+    return f"did you mean {' or '.join(shown)}?" if near else f"see {'' if dashes else 'uno discover '}--help"
 
 
 def checked_output(output: str) -> str:
@@ -190,10 +252,7 @@ def _read(argv: Sequence[str], command: Command) -> Options:
     given, file, line = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, joined, words in _groups(argv):
         if name and name not in flags:
-            near = [flag for flag in flags if flag.endswith(f".{name[2:]}")][:3]
-            near = near or difflib.get_close_matches(name, flags, n=1)
-            hint = f"did you mean {' or '.join(near)}?" if near else "see --help"
-            raise ConfigError(f"unknown option {name}; {hint}")
+            raise ConfigError(f"unknown option {name}; {_similar(name[2:], [flag[2:] for flag in flags])}")
         most = max(flags[name].most_words, joined) if name else 0
         words, surplus = words[:most], words[most:]
         while positional and surplus:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pipelines.console import say
+from pipelines.console import in_main_thread, say
 from uno.errors import ConfigError, Interrupted
 
 POLL_S = 0.5
@@ -58,10 +58,10 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
         options = {"address": "local", "include_dashboard": True, "object_store_memory": store_bytes}
     on_term = signal.getsignal(signal.SIGTERM)
     # A terminal sends Ctrl-C to Ray's processes too, and the dashboard dies of it; ignoring is inherited.
-    on_int = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    on_int = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread() else None
     try:
         ray.init(logging_level=logging.WARNING, **options)
-        if callable(on_term):
+        if callable(on_term) and in_main_thread():
             signal.signal(signal.SIGTERM, on_term)  # Ray puts its own, which ends the process without a word
     except SystemExit:  # that handler, while Ray was starting
         ray.shutdown()
@@ -69,7 +69,8 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     except ConnectionError as error:
         raise ConfigError(f"cannot reach the Ray cluster at {address}: {error}") from None
     finally:
-        signal.signal(signal.SIGINT, on_int)
+        if on_int is not None:
+            signal.signal(signal.SIGINT, on_int)
     try:
         yield ray
     finally:

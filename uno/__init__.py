@@ -15,12 +15,12 @@ The paper is the outline:
     Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 
 What others proposed, competitors and terms added to UNO's objective: uno.methods. A trained model:
-``uno.load("runs/demo").predict(images)`` (uno.results.api).
+``uno.load("runs/demo").predict(images)``, or all at once, ``uno.discover(data="digits")`` (uno.results.api).
 """
 
 from typing import Any
 
-__all__ = ["Model", "Prediction", "Predictions", "load"]
+__all__ = ["Model", "Prediction", "Predictions", "discover", "load"]
 
 
 def __getattr__(name: str) -> Any:

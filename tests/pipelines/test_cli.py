@@ -163,6 +163,18 @@ def test_progress_is_plain_lines_or_one_live_bar_on_a_terminal():
     assert "ETA 01:20" in shown and " 20% |" in shown
 
 
+def test_a_notebook_gets_the_bar_and_silence_nothing(capsys):
+    """A notebook's streams are no terminals and yet redraw. Kills: hundreds of lines below a cell."""
+    notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    console.Progress(notebook)(metrics(66))
+    assert "\r" in notebook.getvalue()
+    with console.silence():
+        assert shown_on(io.StringIO()) == ""
+        console.say("a line")
+        console.say("warning: look at this")
+    assert capsys.readouterr().out == "warning: look at this\n"
+
+
 def test_say_escapes_what_would_steer_a_terminal_or_cannot_be_encoded():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")

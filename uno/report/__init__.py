@@ -20,8 +20,7 @@ from uno.report.page import render, visible
 from uno.report.pictures import SHEET_COLUMNS, Album
 from uno.results.infer import Classifier, decoder
 from uno.results.metrics import confusion, hungarian
-
-REPORT = "report.html"
+from uno.runs import REPORT_FILE as REPORT
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,11 @@
-"""The Python interface: ``uno.load("runs/demo").predict(images)``. It mirrors ``uno predict``."""
+"""The Python interface: ``uno.discover(...)`` and ``uno.load(run)`` give a model, ``model.predict(images)``
+its predictions. It mirrors the commands, and shows itself in a notebook.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from importlib.metadata import entry_points
 from os import PathLike, fspath
 from typing import Any
 
@@ -18,6 +21,7 @@ from uno.data.rows import Image
 from uno.errors import ConfigError
 from uno.results.classes import OutputClass
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
+from uno.runs import REPORT_FILE, directory
 
 ImageLike = str | PathLike[str] | bytes | np.ndarray | PIL.Image.Image
 
@@ -71,13 +75,28 @@ class Predictions:
 
 
 class Model:
-    """A trained model. ``classes`` are its outputs, in order; ``size`` the side of its images in pixels."""
+    """A trained model. ``classes`` are its outputs, in order; ``size`` the side of its images in pixels;
+    ``run`` the directory, a path or URI, that it came from.
+    """
 
-    def __init__(self, classifier: Classifier) -> None:
-        self._classifier = classifier
+    def __init__(self, classifier: Classifier, storage: Storage) -> None:
+        self._classifier, self._storage = classifier, storage
+        self.run: str = storage.uri
         self.classes: list[OutputClass] = classifier.classes
         self.size = classifier.size
         self.model_hash = classifier.model_hash
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """The run's ``metrics.json``, fractions by path, e.g. ``train/novel/task_aware/acc/best``; empty for
+        a copy of ``model/``.
+        """
+        return directory.read_results(self._storage) or {}
+
+    @property
+    def report(self) -> str | None:
+        """Where the run's HTML report is, if it has one."""
+        return self._storage.path(REPORT_FILE) if self._storage.exists(REPORT_FILE) else None
 
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
         """Classify images of any size: a list of paths or URIs, encoded bytes, PIL images and uint8 arrays
@@ -115,7 +134,29 @@ def load(run: str | PathLike[str], device: str = "cpu") -> Model:
     """The model of a finished run, by path or URI, or of a copy of its ``model/`` folder, on "cpu" or
     "cuda". StorageError: no trained model there, or a damaged one.
     """
-    return Model(load_classifier(Storage(fspath(run)), device))
+    storage = Storage(fspath(run))
+    return Model(load_classifier(storage, device), storage)
+
+
+def discover(*, fresh: bool = False, quiet: bool = False, **settings: Any) -> Model:
+    """``uno discover`` from Python: find the classes in ``unlabeled``, given ``labeled`` images of others.
+
+        uno.discover(labeled="photos/known", unlabeled="photos/new", num_novel=12, output="runs/photos")
+        uno.discover(data="digits", batch_size=128, objective={"epsilon": 0.1})
+        uno.discover(config="mine.yaml", **{"discover.epochs": 20})
+
+    Every option of the command is a keyword, with its defaults, precedence and checks: short (``num_novel``),
+    dotted, or in a mapping for its section; ``config`` is a YAML file, a mapping, or a list of them. The same
+    call again resumes, or returns the model of the finished run; ``fresh`` starts over. ``quiet``: no bar and
+    no lines but warnings. Ctrl-C (in the main thread) saves and raises Interrupted.
+
+    Where the command ends with a line it raises an UnoError: ConfigError (a ValueError), NumericsError,
+    StorageError or Interrupted.
+    """
+    found = list(entry_points(group="uno.jobs", name="discover"))
+    if not found:
+        raise ConfigError("uno.discover finds no installed uno-discovery: pip install uno-discovery")
+    return load(found[0].load()(settings, fresh, quiet))
 
 
 def _items(images: Any) -> list[Image | BadImage]:

@@ -8,6 +8,7 @@ ENVIRONMENT_FILE = "environment.json"
 LOCK_FILE = "lock.json"
 METRICS_FILE = "metrics.jsonl"  # a line of training a time
 RESULTS_FILE = "metrics.json"  # written last: the mark of a finished run
+REPORT_FILE = "report.html"
 ESTIMATE_FILE = "estimate.json"
 FAULTS_FILE = "faults.jsonl"
 STOP_FILE = "STOP"  # asks the workers to save and leave

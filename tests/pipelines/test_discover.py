@@ -1,0 +1,183 @@
+"""``uno.discover(...)``: the command as a function, with its settings as keyword arguments."""
+
+import asyncio
+import threading
+import tomllib
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import uno
+from pipelines import cli, commands, jobs, options
+from pipelines.console import say
+from tests.pipelines.small import ROOT, write_images
+from tests.uno.small_run import SMALL
+from uno.errors import ConfigError, Interrupted, StorageError
+from uno.results import api
+from uno.runs import DISCOVER
+from uno.runs.checkpoint import checkpoint_steps
+
+TINY = SMALL | {"preset": "digits", "pretrain.epochs": 1, "discover.epochs": 2, "compute.threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    """The entry point is read from the installed package's metadata."""
+    if not entry_points(group="uno.jobs"):
+        pytest.skip("installed before the group uno.jobs was declared: make installs again")
+
+
+@pytest.fixture(autouse=True)
+def quick_maps(monkeypatch):
+    """The first two coordinates for t-SNE, which takes seconds and is tested with the report."""
+    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    """Training fails the test."""
+    monkeypatch.setattr(jobs.run, "run_phase", lambda *_, **__: pytest.fail("to be refused earlier"))
+
+
+def of_keywords(**settings: Any) -> dict[str, Any]:
+    """The resolved configuration, flat."""
+    config = options.from_keywords(settings, commands.DISCOVER).config
+    return uno.config.flatten(uno.config.to_dict(config))
+
+
+def test_the_declared_entry_point_is_there():
+    """Kills: a function that moved away from what pyproject.toml names."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for target in groups["uno.jobs"].values():
+        module, _, name = target.partition(":")
+        assert callable(getattr(import_module(module), name))
+
+
+@pytest.mark.parametrize(("settings", "argv"), [
+    ({"data": "digits", "batch_size": 64, "seed": 3}, "--data digits --batch-size 64 --seed 3"),
+    ({"labeled": Path("a"), "unlabeled": "b", "num_novel": np.int64(4)},
+     "--labeled a --unlabeled b --num-novel 4"),
+    ({"objective.epsilon": 0.1, "objective": {"num_iters": 5}, "model": {"num_heads": 2}},
+     "--objective.epsilon 0.1 --objective.num-iters 5 --model.num-heads 2"),
+    ({"data": {"source": "folder:x"}, "known_classes": ["0", "1"], "max_steps": None},
+     "--data folder:x --known-classes 0,1 --max-steps None"),
+    ({"preset": "cifar10", "data": "parquet:d", "recipe": "v2", "augment": {"large": {"flip": 0.0}}},
+     "--preset cifar10 --data parquet:d --recipe v2 --augment.large.flip 0"),
+])  # fmt: skip
+def test_keywords_are_the_command_line(settings, argv):
+    """The same configuration, run directory included. Kills: other defaults, another precedence."""
+    line = options.parse(argv.split(), commands.DISCOVER).config
+    assert options.from_keywords(settings, commands.DISCOVER).config == line
+
+
+def test_keywords_win_over_files(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("seed: 5\nobjective: {epsilon: 0.2}\n")
+    assert of_keywords(config=file, seed=7)["seed"] == 7
+    both = of_keywords(config=[file, {"objective": {"epsilon": 0.3}}])
+    assert (both["seed"], both["objective.epsilon"], both["output"]) == (5, 0.3, "runs/digits-seed5")
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"lr": 1}, "unknown setting 'lr'; did you mean 'discover.base_lr' or 'pretrain.base_lr'?"),
+    ({"epsilon": 1}, "did you mean 'objective.epsilon'?"),
+    ({"image_size": 64}, "did you mean 'augment.large.size' or 'data.store_size'?"),
+    ({"objective": {"epsilonn": 1}}, "'objective.epsilonn'; did you mean 'objective.epsilon'?"),
+    ({"objective": 3}, "did you mean 'objective.temperature'"),
+    ({"dry_run": True}, "unknown setting 'dry_run'"),
+    ({"objective.epsilon": -1}, "objective.epsilon: Input should be greater than"),
+    ({"labeled": "a", "unlabeled": "b", "data": "digits"}, "either --data or --labeled"),
+    ({"labeled": "a"}, "labeled and unlabeled must be given together"),
+    ({"data": "folder:/no/such/place"}, "/no/such/place"),
+    ({"num_novel": 1000}, "fewer than the 1000 classes to discover"),
+    ({"config": "/no/such.yaml"}, "cannot read config file /no/such.yaml"),
+])  # fmt: skip
+def test_a_mistake_is_a_config_error(tmp_path, nothing_starts, settings, says):
+    """Kills: SystemExit, a traceback of pydantic's, a directory left behind."""
+    output = tmp_path / "run"
+    with pytest.raises(ConfigError) as error:
+        uno.discover(output=output, quiet=True, **settings)
+    assert says in str(error.value) and not output.exists()
+
+
+def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(monkeypatch):
+    def end_with(error: Exception) -> None:
+        def run(options: Any) -> int:
+            raise error
+
+        monkeypatch.setattr(jobs, "run_job", run)
+
+    for error, kind, words in (
+        (ModuleNotFoundError("No module named 'ray'", name="ray"), ConfigError, "pip install 'uno-disc"),
+        (OSError(28, "No space left on device"), StorageError, "No space left"),
+        (Interrupted("resume with the same command"), Interrupted, "resume"),
+        (ZeroDivisionError("a defect"), ZeroDivisionError, "defect"),
+    ):
+        end_with(error)
+        with pytest.raises(kind, match=words):
+            uno.discover()
+    monkeypatch.setattr(api, "entry_points", lambda **_: [])
+    with pytest.raises(ConfigError, match="pip install uno-discovery"):
+        uno.discover()
+
+
+def test_a_run_from_images_to_a_model_and_again(tmp_path, capsys):
+    """In folders, here; a second call trains nothing, also in an event loop and in another thread."""
+    labeled = write_images(tmp_path / "known", {"cat": 12, "dog": 12})
+    unlabeled = write_images(tmp_path / "new", {"any": 24})
+    settings = TINY | {"labeled": labeled, "unlabeled": unlabeled, "num_novel": 2, "batch_size": 16}
+    settings |= {"data.limit": None, "output": tmp_path / "run"}
+    model = uno.discover(quiet=True, **settings)
+    out, err = capsys.readouterr()
+    assert (
+        err == "" and out.startswith("warning: 24 images are labeled and unlabeled") and out.count("\n") == 1
+    )
+    assert [c.name for c in model.classes] == ["cat", "dog", "novel-1", "novel-2"]
+    assert model.run == str(tmp_path / "run") and Path(model.report).read_text().startswith("<!doctype")
+    assert 0 <= model.metrics["train/known/task_aware/acc/best"] <= 1
+    assert len(model.predict([labeled / "cat" / "0.png"])) == 1
+    steps = checkpoint_steps(api.Storage(model.run), DISCOVER)
+
+    async def again() -> uno.Model:
+        return uno.discover(quiet=True, **settings)
+
+    found = [asyncio.run(again())]
+    thread = threading.Thread(target=lambda: found.append(uno.discover(**settings)))
+    thread.start()
+    thread.join()
+    assert "is finished; nothing is trained again" in capsys.readouterr().out
+    assert [m.model_hash for m in found] == [model.model_hash] * 2
+    assert checkpoint_steps(api.Storage(model.run), DISCOVER) == steps
+    with pytest.raises(ConfigError, match=r"other settings: objective\.epsilon"):
+        uno.discover(quiet=True, **settings, objective={"epsilon": 0.3})
+
+
+def test_it_trains_in_a_thread(tmp_path, capsys):
+    """Kills: signal handlers set off the main thread, which raises ValueError."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(uno.discover(output=tmp_path / "run", max_steps=1, **TINY))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert isinstance(found[0], uno.Model), found
+    assert "discover  epoch" in capsys.readouterr().err
+    say("lines are back")
+    assert "lines are back" in capsys.readouterr().out
+
+
+def test_the_command_line_answers_habits_too(capsys):
+    for words, says in (("--lr 1", "--discover.base-lr or --pretrain.base-lr"),
+                        ("--image-size 64", "--augment.large.size or --data.store-size"),
+                        ("--epochs 3", "--discover.epochs or --pretrain.epochs")):  # fmt: skip
+        assert cli.main(["discover", *words.split()]) == 2
+        assert f"unknown option {words.split()[0]}; did you mean {says}?" in capsys.readouterr().err
