@@ -14,14 +14,15 @@ from pipelines.inference import predict_run
 from pipelines.options import Options
 from pipelines.ray_data import parquet_images
 from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
-from uno.config import Config, dump_yaml, override
+from uno.config import Config, dump_yaml, not_mixed, override
 from uno.data import ingest
 from uno.data.check import check, format_report
 from uno.data.decode import BAD_SAMPLES, decode_many, readable
 from uno.data.files import Storage, full_path, normal, split
 from uno.data.resident import assemble, eval_sets, keep_pixels
+from uno.data.rows import Rows
 from uno.data.sources import read_rows
-from uno.data.splits import Task, make_task
+from uno.data.splits import PILES, Task, decide_pile, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.errors import ConfigError
 from uno.methods import registry
@@ -129,19 +130,35 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
 
 
 def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
-    """``config`` with ``data.ingest`` decided (a run goes on as it began), and the task if it was read."""
-    if config.data.ingest == "auto" and config.output is not None and not fresh:
-        storage = Storage(config.output)
-        if storage.exists("config.yaml"):
-            stored = dict(directory.read_config_tree(storage).get("data") or {})
+    """``config`` with ``data.ingest`` and ``data.pile`` decided (a run goes on as it began), and the task if
+    it was read. Says what they are.
+    """
+    if config.output is not None and not fresh and (storage := Storage(config.output)).exists("config.yaml"):
+        stored = dict(directory.read_config_tree(storage).get("data") or {})
+        if config.data.pile == "auto":  # before there were mixed piles, all were novel
+            config = override(config, {"data.pile": stored.get("pile", "novel")})
+        if config.data.ingest == "auto":
+            if config.data.pile != "auto":
+                say(f"pile: {config.data.pile}, as it began: {PILES[config.data.pile]}")
             return override(config, {"data.ingest": stored.get("ingest", "auto")}), None
     lazy = override(config, {"data.ingest": "streaming"}).data
     task = make_task(read_rows(lazy), lazy)
     free = ingest.free_host_bytes(), ingest.free_device_bytes(config)
     chosen, reason = ingest.choose(config, len(task.rows), *free, registry.load(config).needs_images)
     say(f"data: {reason}")
+    config = with_pile(config, task.rows)
     to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
     return override(config, {"data.ingest": chosen}), None if to_load else task
+
+
+def with_pile(config: Config, rows: Rows) -> Config:
+    """``config`` with ``data.pile`` decided, which is said."""
+    pile, reason = decide_pile(config.data, rows)
+    no = not_mixed(config)
+    if no and config.data.pile == "auto" and pile == "mixed" and not config.data.unlabel_known:
+        pile, reason = "novel", f"pile: novel ({no}): {PILES['novel']}"
+    say(reason)
+    return override(config, {"data.pile": pile})
 
 
 def prepare(config: Config, task: Task | None = None) -> Task:

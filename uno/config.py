@@ -83,6 +83,14 @@ class DataConfig(_Frozen):
     num_novel: PositiveInt | Literal["auto"] | None = field(None,
         "Classes to discover; auto estimates; default: what --known-classes hides.", flag="num-novel",
         scope="discover")
+    pile: Literal["auto", "novel", "mixed"] = field("auto",
+        "What unlabeled rows show. novel: new classes only; mixed: known ones, too; auto: novel where labels "
+        "are hidden, mixed where rows truly lack them, the safe choice: a known image in a pile taken for "
+        "novel is forced into a new class, a novel pile taken for mixed loses little.",
+        scope="discover")
+    unlabel_known: float = field(0.0,
+        "Benchmark of mixed piles: share of each known class's training rows to leave without their label.",
+        ge=0, lt=1)
     imagenet_split: Literal["A", "B", "C"] = field("A",
         "Which 30 held-out ImageNet classes are novel (imagenet:DIR without --known-classes).")
     limit: int | None = field(None,
@@ -219,6 +227,9 @@ class ObjectiveConfig(_Frozen):
         search=dict(low=1, high=10, scale="int", reason="paper 3; beyond 10 Sinkhorn has converged"))
     aggregation: Literal["swap", "average_pseudo_labels", "average_logits"] = field("swap",
         "How the views' pseudo-labels are combined (paper, appendix).")
+    prior: Literal["uniform", "clusters"] | None = field(None,
+        "How many unlabeled rows an output may expect: all alike, or as many as a k-means cluster of the "
+        "features it starts from; default: clusters in mixed piles, else uniform.")
     concat: bool = field(True, "One softmax over known and novel outputs; off: two separate losses.")
     pseudo_labels: Literal["soft", "hard"] = field("soft", "Soft pseudo-labels, or their argmax.")
     iic_weight: float = field(0, "IIC: pushes labeled and unlabeled outputs apart (0.05).", ge=0, le=100)
@@ -309,10 +320,24 @@ class Config(_Frozen):
     def _check(self) -> Config:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.data.pile == "mixed" and (reason := not_mixed(self)):
+            raise ValueError(reason)
         for name in ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size"):
             if self.method != "uno" and getattr(self.objective, name):
                 raise ValueError(f"objective.{name} belongs to method uno, not to {self.method}")
         return self
+
+
+def not_mixed(config: Config) -> str | None:
+    """Why ``config`` does not go with mixed piles; None: it does."""
+    if config.method != "uno":
+        return f"data.pile mixed belongs to method uno, not to {config.method}"
+    if not config.objective.concat:
+        return "data.pile mixed needs objective.concat: known and novel outputs compete"
+    for name in ("iic_weight", "iic_view_weight", "queue_size"):
+        if getattr(config.objective, name):
+            return f"objective.{name} takes unlabeled rows for novel ones: not with data.pile mixed"
+    return None
 # fmt: on
 
 
@@ -385,13 +410,19 @@ def describe(error: ValidationError, name: str = "") -> str:
     return f"{where}: {message}{got}" if where else message
 
 
+DECIDED = ("data.ingest", "data.pile")
+"""Keys whose ``auto`` is decided before a run begins."""
+
+
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
     """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``. A key that is younger
-    than the run has its default there.
+    than the run has its default there; before there were mixed piles, all were novel.
     """
-    a, b = flatten(to_dict(Config())) | flatten(old), flatten(to_dict(new))
-    if "auto" in (a.get("data.ingest"), b.get("data.ingest")):  # a run stores what it was decided to be
-        a["data.ingest"] = b["data.ingest"]
+    a = flatten(to_dict(Config())) | {"data.pile": "novel"} | flatten(old)
+    b = flatten(to_dict(new))
+    for key in DECIDED:  # a run stores what it was decided to be
+        if "auto" in (a.get(key), b[key]):
+            a[key] = b[key]
     return [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not resumable(k)]
 
 

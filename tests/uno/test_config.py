@@ -140,6 +140,24 @@ def test_where_a_run_executes_does_not_change_what_it_is():
     decided = override(config, {"data.ingest": "streaming"})
     assert differing_keys(to_dict(config), decided) == differing_keys(to_dict(decided), config) == []
     assert differing_keys(to_dict(decided), override(config, {"data.ingest": "resident"})) == ["data.ingest"]
+    mixed, novel = (override(config, {"data.pile": pile}) for pile in ("mixed", "novel"))
+    assert differing_keys(to_dict(mixed), config) == [] != differing_keys(to_dict(mixed), novel)
+    del older["data"]["pile"]  # of a run from before there were mixed piles
+    assert differing_keys(older, config) == differing_keys(older, novel) == []
+    assert differing_keys(older, mixed) == ["data.pile"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("method", "rs"), ("objective.concat", False), ("objective.iic_weight", 0.05),
+        ("objective.iic_view_weight", 0.01), ("objective.queue_size", 64),
+    ],
+)  # fmt: skip
+def test_what_takes_unlabeled_rows_for_novel_refuses_mixed_piles(key, value):
+    override(Config(), {key: value})
+    with pytest.raises(ConfigError, match=r"^[^\n]*data\.pile mixed[^\n]*$"):
+        override(Config(), {key: value, "data.pile": "mixed"})
 
 
 def test_exit_codes_are_those_of_the_design():

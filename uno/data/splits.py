@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,11 @@ from uno.data.rows import Rows
 from uno.errors import ConfigError
 
 MAX_NAMES_BYTES = 1_000_000
+UNLABEL = 9  # stream of the choice of rows that lose their label: the same for all seeds of a run
+PILES = {
+    "novel": "every unlabeled row is taken for one of the new classes",
+    "mixed": "unlabeled rows may be of known classes, too, and all classes compete for them",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +101,44 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         kept = limit_rows(rows, config.limit)
         rows, is_train = rows.take(kept), is_train[kept]
     labels = np.where(is_train, _indices(rows.labels, known), -1)
+    if config.unlabel_known:
+        if _known_classes(rows, config, classes) is None:
+            raise ConfigError(
+                "data.unlabel_known needs --known-classes: it leaves their rows without a label"
+            )
+        labels = unlabel(labels, config.unlabel_known)
     eval_labels = _indices(rows.truth, [*known, *novel])
     return Task(rows, known, novel, num_novel, labels, eval_labels, is_train, rows.notes)
+
+
+def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
+    """``labels`` int64 (N,) with -1 in the place of ``share`` of each class, chosen at random, always alike;
+    one label a class stays.
+    """
+    left = labels.copy()
+    for c in range(labels.max() + 1):
+        rows = np.random.default_rng([UNLABEL, c]).permutation(np.flatnonzero(labels == c))
+        left[rows[: min(round(share * len(rows)), len(rows) - 1)]] = -1
+    return left
+
+
+def decide_pile(config: DataConfig, rows: Rows) -> tuple[Literal["novel", "mixed"], str]:
+    """What ``config.pile`` means for ``rows``, and a sentence that says why.
+
+    Of rows that truly lack a label nobody knows the classes, so mixed is the safe answer: a known image in a
+    pile taken for novel is forced into a new class.
+    """
+    if config.pile != "auto":
+        return config.pile, f"pile: {config.pile}, as told: {PILES[config.pile]}"
+    told = config.known_classes is not None or bool(rows.known)
+    if config.unlabel_known:
+        pile, why = "mixed", "as --data.unlabel-known asks"  # type: tuple[Literal["novel", "mixed"], str]
+    elif told:
+        pile, why = "novel", "as only labels of other classes are hidden"
+    else:
+        pile, why = "mixed", "as nobody knows what rows without a label show"
+    other = " (--data.pile novel if none is of a known class)" if pile == "mixed" and not told else ""
+    return pile, f"pile: {pile}, {why}: {PILES[pile]}{other}"
 
 
 def _indices(names: list[str | None], classes: list[str]) -> np.ndarray:

@@ -25,11 +25,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from uno.config import Config, PhaseConfig, config_hash
+from uno.constrained_kmeans import FREE, constrained_kmeans, silhouette
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.model import features_of
-from uno.results.constrained_kmeans import FREE, constrained_kmeans, silhouette
 from uno.results.metrics import Counts, cluster_accuracy, confusion
 from uno.runs import ESTIMATE_FILE, PRETRAIN, run
 from uno.train import LocalWorker

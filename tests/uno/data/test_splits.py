@@ -1,4 +1,7 @@
-"""Known classes, novel classes and limits."""
+"""Known classes, novel classes, piles and limits."""
+
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +11,8 @@ from hypothesis import strategies as st
 from uno.config import DataConfig
 from uno.data.rows import Rows
 from uno.data.sources import read_digits
-from uno.data.splits import make_task, order_classes, parse_known_classes
+from uno.data.splits import decide_pile, make_task, order_classes, parse_known_classes, unlabel
+from uno.errors import ConfigError
 
 from .builders import failure
 
@@ -141,3 +145,40 @@ def test_limit_takes_rows_from_all_over_a_class_and_of_every_class():
     assert "below the 10 classes" in refused(read_digits(), known_classes="first:5", limit=9)
     task = task_of(read_digits(), known_classes="first:5", limit=100)
     assert np.bincount(task.eval_labels[task.is_train]).tolist() == [10] * 10 and len(task.rows) == 200
+
+
+def test_a_share_of_each_known_class_loses_its_label():
+    """Truth stays with evaluation, test rows as they are. Kills: rows of novel classes or of the test split
+    taken, a share of the whole instead of each class, another choice for another seed.
+    """
+    plain = task_of(read_digits(), known_classes="first:5")
+    mixed = task_of(read_digits(), known_classes="first:5", unlabel_known=0.25)
+    lost = (plain.labels >= 0) & (mixed.labels < 0)
+    for c in range(5):
+        had = int((plain.labels == c).sum())
+        assert int((lost & (plain.labels == c)).sum()) == round(0.25 * had)
+    assert np.array_equal(mixed.labels[~lost], plain.labels[~lost])
+    assert np.array_equal(mixed.eval_labels, plain.eval_labels) and mixed.known == plain.known
+    assert np.array_equal(
+        task_of(read_digits(), known_classes="first:5", unlabel_known=0.25).labels, mixed.labels
+    )
+    assert unlabel(np.array([0, 0, 1]), 0.99).tolist().count(-1) == 1  # one label a class stays
+    rows = replace(read_digits(), labels=["0", "1", None] * 599)
+    with pytest.raises(ConfigError, match="unlabel_known needs --known-classes"):
+        task_of(rows, num_novel=2, unlabel_known=0.5)
+
+
+@pytest.mark.parametrize(
+    ("config", "declared", "pile", "why"),
+    [
+        ({"known_classes": "first:5"}, (), "novel", "only labels of other classes are hidden"),
+        ({}, ("0", "1"), "novel", "only labels"),
+        ({"known_classes": "first:5", "unlabel_known": 0.5}, (), "mixed", "unlabel-known asks"),
+        ({"num_novel": 2}, (), "mixed", "nobody knows .*--data.pile novel if none is"),
+        ({"num_novel": 2, "pile": "novel"}, (), "novel", "as told: every unlabeled row"),
+        ({"known_classes": "first:5", "pile": "mixed"}, (), "mixed", "as told: unlabeled rows may be"),
+    ],
+)
+def test_the_pile_is_decided_by_where_the_labels_went(config, declared, pile, why):
+    found, reason = decide_pile(DataConfig(**config), replace(read_digits(), known=declared))
+    assert found == pile and re.search(why, reason) and "\n" not in reason

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import silhouette_score
 
-from uno.results.constrained_kmeans import FREE, constrained_kmeans, initial_centers, lloyd, silhouette
+from uno.constrained_kmeans import FREE, constrained_kmeans, initial_centers, lloyd, silhouette
 
 
 def blobs(num_blobs, rows, seed=0, noise=0.25, dims=5):
@@ -39,7 +39,7 @@ def test_equals_a_naive_loop(dtype, anchors, monkeypatch):
     """In pieces of a few rows, with and without anchors. Kills: fixed rows left out of their mean, free rows
     kept out of fixed clusters, stopping one step early, inertia of the free rows only, a wrong mean.
     """
-    monkeypatch.setattr("uno.results.constrained_kmeans.MAX_CELLS", 300)
+    monkeypatch.setattr("uno.constrained_kmeans.MAX_CELLS", 300)
     points, _ = blobs(6, 20, noise=0.8)
     fixed = torch.full((120,), FREE)
     if anchors:

@@ -1,0 +1,102 @@
+"""Clusters that discovery starts from, against data whose classes are known."""
+
+import numpy as np
+import pytest
+import torch
+
+from uno.constrained_kmeans import FREE, constrained_kmeans
+from uno.initial import around_known, clusters_of, principal
+
+SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
+
+
+def pile(seed=0, dims=40, noise=0.35, sizes=SIZES, num_known=4):
+    """Features, true classes, which rows are labeled: half of each known class. Noise hides in all dims."""
+    generator = torch.Generator().manual_seed(seed)
+    truth = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    centers = torch.randn(len(sizes), dims, generator=generator)
+    points = centers[truth] + noise * torch.randn(len(truth), dims, generator=generator) + 2
+    half = (torch.arange(len(truth)) % 2 == 0) & (truth < num_known)
+    return points, truth, half
+
+
+def test_a_mixed_pile_falls_into_its_classes():
+    """Kills: known outputs counted after novel ones, labeled rows not fixed, shares of labeled rows in the
+    prior, centres of the whitened points.
+    """
+    points, truth, labeled = pile()
+    start = clusters_of(points[~labeled], points[labeled], truth[labeled], 4, "mixed", seed=0)
+    true = truth[~labeled]
+    assert torch.equal(start.assignment[true < 4], true[true < 4])
+    novel = [set(start.assignment[true == c].tolist()) for c in range(4, 8)]
+    assert all(len(own) == 1 for own in novel) and set().union(*novel) == {4, 5, 6, 7}
+    shares = torch.bincount(start.assignment, minlength=8) / len(true)
+    torch.testing.assert_close(start.prior, shares)
+    assert shares.min() < 0.06 < 0.25 < shares.max()
+    unit = torch.nn.functional.normalize(points, dim=1)
+    torch.testing.assert_close(start.centers.norm(dim=1), torch.ones(8))
+    for c in range(4):
+        mean = unit[truth == c].mean(dim=0)
+        torch.testing.assert_close(start.centers[c], mean / mean.norm(), atol=1e-4, rtol=0)
+
+
+def test_a_novel_pile_has_novel_clusters_alone():
+    """Kills: known clusters in the prior of a novel pile, centres of another order than the assignment."""
+    points, truth, _ = pile()
+    rest = truth >= 4
+    start = clusters_of(points[rest], points[~rest], truth[~rest], 4, "novel", seed=0)
+    assert start.prior.sort().values.tolist() == pytest.approx(sorted(n / 80 for n in SIZES[4:]))
+    unit = torch.nn.functional.normalize(points[rest], dim=1)
+    assert torch.equal((unit @ start.centers.T).argmax(dim=1), start.assignment)
+
+
+def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
+    """Kills: global randomness; clusters by the position of rows."""
+    points, truth, labeled = pile(noise=0.6)
+    given = points[labeled], truth[labeled], 4, "mixed", 3
+    first = clusters_of(points[~labeled], *given)
+    torch.manual_seed(5)
+    np.random.seed(5)
+    second = clusters_of(points[~labeled], *given)
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_start_from_the_free_rows_beats_centres_drawn_one_by_one():
+    """The sum of squares, which both minimise. Kills: known clusters that keep the centre of their rivals."""
+    points, truth, labeled = pile(noise=1.2, sizes=[20] * 16, num_known=8)
+    points, fixed = principal(points, 15), torch.where(labeled, truth, FREE)
+
+    def inertia(assignment):
+        means = torch.stack([points[assignment == c].mean(dim=0) for c in range(16)])
+        return float((points - means[assignment]).square().sum())
+
+    pairs = [
+        (inertia(around_known(points, fixed, 16, 3, s)), constrained_kmeans(points, fixed, 16, 3, s).inertia)
+        for s in range(4)
+    ]
+    assert np.mean([a < b + 1e-3 for a, b in pairs]) >= 0.75, pairs
+
+
+def test_principal_directions_are_white():
+    """Kills: the last directions for the first ones, no centring, variances kept."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(500, 6, generator=generator) * torch.tensor([5.0, 4.0, 3.0, 0.1, 0.1, 0.1]) + 7
+    found = principal(points, 3)
+    assert found.shape == (500, 3) and found.dtype == torch.float32
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(500))
+    white = (points[:, :3] - points[:, :3].mean(dim=0)) / points[:, :3].std(dim=0)
+    same = torch.nn.functional.normalize(white, dim=1)
+    assert torch.corrcoef(torch.stack([found[:, -1], same[:, 0]]))[0, 1].abs() > 0.95
+    assert principal(torch.ones(4, 3), 2).shape == (4, 0)
+
+
+def test_few_or_equal_rows_are_clustered_too():
+    """Fewer unlabeled rows than outputs, rows without a difference. Kills: k-means of fewer rows than
+    clusters, NaN, an output whose prior is zero.
+    """
+    points, truth, labeled = pile()
+    for rows in (points[~labeled][:5], torch.ones(20, 40)):
+        start = clusters_of(rows, points[labeled], truth[labeled], 4, "mixed", seed=0)
+        assert len(start.assignment) == len(rows) and start.prior.shape == (8,)
+        assert start.prior.min() > 0 and start.centers.isfinite().all()
+        assert float(start.prior.sum()) == pytest.approx(1)
