@@ -52,7 +52,9 @@ def estimate_num_novel(
 ) -> Estimate:  # fmt: skip
     """:func:`uno.results.estimate.estimate_num_novel` of a task, here or on Ray."""
     compute = config.compute
-    images, reasons = decode_many(task.rows.images, config.data.store_size)
+    images, reasons = decode_many(
+        task.rows.images, config.data.store_size, interpolation=config.data.interpolation
+    )
     leave_out_unreadable(reasons, config, task)
     data = config, assemble(task, images, readable(reasons)), task.known, storage
     if compute.workers == 0:

@@ -123,7 +123,8 @@ def predict_on_ray(
     model = build_classifier(files)
     num_workers, rows = config.compute.workers, writer.rows
     blocks = [image_block(rows.images, index) for index in writer.batches(model.batch_rows)]
-    decode = partial(decode_block, side=model.size, images=parquet_images(rows.images))
+    how = model.config.data.interpolation
+    decode = partial(decode_block, side=model.size, images=parquet_images(rows.images), interpolation=how)
     device = "cuda" if "GPU" in resources else "cpu"
     threads = config.compute.threads or max(1, (os.cpu_count() or 1) // num_workers)
     whole = {"batch_format": "pyarrow", "batch_size": None}

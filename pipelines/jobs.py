@@ -209,7 +209,9 @@ def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[st
             stream = streaming_set(config, task, storage)
             train, truth = stream, partial(streaming_eval_sets, config, task, stream.bad)
         else:
-            images, reasons = decode_many(task.rows.images, config.data.store_size)
+            images, reasons = decode_many(
+                task.rows.images, config.data.store_size, interpolation=config.data.interpolation
+            )
             leave_out_unreadable(reasons, config, task, storage)
             task, ok = keep_pixels(task, images, reasons), readable(reasons)
             train, truth = assemble(task, images, ok), partial(eval_sets, task, images, ok)

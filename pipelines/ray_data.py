@@ -22,7 +22,7 @@ from torch import Tensor
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
-from uno.data.decode import BadRows, Decoded, decode_many, readable
+from uno.data.decode import BadRows, Decoded, Interpolation, decode_many, readable
 from uno.data.files import Storage, full_path
 from uno.data.ingest import free_host_bytes
 from uno.data.resident import EvalSet
@@ -75,20 +75,21 @@ def worker_sets(
     limits = execution_limits(ray.cluster_resources(), config.compute.workers, loop["worker_cpus"])
     names, every = rows.pop("ids"), Chosen(rows["images"], rows["index"])
     bad = BadRows(names, every, config.data.max_bad_fraction, storage)
-    decode = decode_on_ray(ray, rows["images"], rows["index"], side, *limits)
+    how = config.data.interpolation
+    decode = decode_on_ray(ray, rows["images"], rows["index"], side, *limits, how)
     train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
     return train, truth(lambda own, true: stream.StreamedEvalSet(true, own, side, decode, bad))
 
 
-def decode_task(ray: Any, task: Task, side: int) -> Any:
+def decode_task(ray: Any, task: Task, side: int, how: Interpolation = "bilinear") -> Any:
     """A materialized dataset with a row per image of ``task``: ``row``, ``pixels`` (3 * side * side bytes,
     zeros where ``reason`` says why there are none). No label is in here.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
     blocks = [image_block(images, rows[i : i + ROWS_PER_BLOCK]) for i in rows[::ROWS_PER_BLOCK]]
-    decode = partial(decode_block, side=side, images=parquet_images(images))
-    how = {"batch_format": "pyarrow", "batch_size": ROWS_PER_DECODE, "zero_copy_batch": True}
-    return ray.data.from_arrow(blocks).map_batches(decode, **how).materialize()
+    decode = partial(decode_block, side=side, images=parquet_images(images), interpolation=how)
+    batches = {"batch_format": "pyarrow", "batch_size": ROWS_PER_DECODE, "zero_copy_batch": True}
+    return ray.data.from_arrow(blocks).map_batches(decode, **batches).materialize()
 
 
 def reasons_of(dataset: Any) -> list[str | None]:
@@ -142,9 +143,11 @@ def images_of(block: pa.Table, images: ParquetImages | None) -> list[Image]:
     ]
 
 
-def decode_block(block: pa.Table, side: int, images: ParquetImages | None) -> pa.Table:
+def decode_block(
+    block: pa.Table, side: int, images: ParquetImages | None, interpolation: Interpolation = "bilinear"
+) -> pa.Table:
     """The rows of an :func:`image_block` with ``pixels`` and ``reason``."""
-    pixels, reasons = decode_many(images_of(block, images), side, threads=1)
+    pixels, reasons = decode_many(images_of(block, images), side, 1, interpolation)
     return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", block["row"])
 
 
@@ -192,10 +195,11 @@ def crop_on_ray(ray: Any, cpus: float, store: float) -> Callable[[CropJob], Gene
 
 
 def decode_on_ray(
-    ray: Any, images: Images, index: np.ndarray, side: int, cpus: float, store: float
-) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:
+    ray: Any, images: Images, index: np.ndarray, side: int, cpus: float, store: float,
+    how: Interpolation = "bilinear",
+) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:  # fmt: skip
     """As :func:`uno.data.decode.decoded` of rows ``index`` of ``images``, in Ray tasks."""
-    decode = partial(decode_block, side=side, images=parquet_images(images))
+    decode = partial(decode_block, side=side, images=parquet_images(images), interpolation=how)
     run = _runner(ray, decode, cpus, store, CHUNK_BYTES)
     max_rows = _num_chunks(cpus, store) * max(1, CHUNK_BYTES // (3 * side**2))
 

@@ -151,7 +151,7 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
         await_resources(ray, config, stopping.is_set)
         images, reasons = None, None
         if not streams:
-            images = ray_data.decode_task(ray, task, side)
+            images = ray_data.decode_task(ray, task, side, config.data.interpolation)
             reasons = ray_data.reasons_of(images)
             leave_out_unreadable(reasons, config, task, storage)
         if stopping.is_set():

@@ -90,7 +90,9 @@ def run_sweep(options: SweepOptions) -> int:
     check_options(options)
     # Trials may find a GPU that this process lacks.
     task = prepare(override(config, {"compute.workers": 0, "compute.device": "auto"}))
-    images, reasons = decode_many(task.rows.images, config.data.store_size)
+    images, reasons = decode_many(
+        task.rows.images, config.data.store_size, interpolation=config.data.interpolation
+    )
     leave_out_unreadable(reasons, config, task)
     data = sweep_data(task, images, readable(reasons), options.score)
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)

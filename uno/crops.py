@@ -18,7 +18,7 @@ from torch import Tensor
 
 from uno.augment import BOX_NUMBERS, draw_numbers, draws_of, kinds, resized_boxes
 from uno.config import AugmentConfig, ViewConfig
-from uno.data.decode import BadImage, decode, decode_rgb, quiet
+from uno.data.decode import BadImage, Interpolation, decode, decode_rgb, quiet
 from uno.data.plan import augment_generator
 from uno.data.rows import Image
 
@@ -36,6 +36,7 @@ class Cropper:
     num_rows: int
     augment: AugmentConfig
     side: int
+    interpolation: Interpolation = "bilinear"
 
     @cached_property
     def kinds(self) -> list[ViewConfig]:
@@ -96,10 +97,12 @@ class Cropper:
                 source, boxes = whole, resized_boxes(kind.crop_scale, plan, *whole.shape[:2])
             else:
                 if square is None:
-                    square = torch.from_numpy(decode(image, self.side).copy()).permute(1, 2, 0)
+                    square = torch.from_numpy(decode(image, self.side, self.interpolation).copy()).permute(
+                        1, 2, 0
+                    )
                 source, boxes = square, plan
             for view, box in zip(views, boxes.astype(int).tolist(), strict=True):
-                crop_(view, source, box)
+                crop_(view, source, box, self.interpolation)
 
     @cached_property
     def _draft_side(self) -> int:
@@ -108,16 +111,16 @@ class Cropper:
         return max(math.ceil(kind.size / math.sqrt(kind.crop_scale[0])) for kind in resized)
 
 
-def crop_(view: Tensor, image: Tensor, box: Sequence[int]) -> None:
+def crop_(view: Tensor, image: Tensor, box: Sequence[int], interpolation: Interpolation = "bilinear") -> None:
     """Write the ``box`` (top, left, height, width) of ``image`` uint8 (H,W,3 or 4) into uint8 (3,size,size).
 
-    Resized bilinearly with antialiasing and rounded; pixels outside are black, a fourth channel is dropped.
+    Resized with antialiasing and rounded; pixels outside are black, a fourth channel is dropped.
     """
     top, left, height, width = box
     size = view.shape[-1]
     if (height, width) != (size, size):
         part = image[top : top + height, left : left + width].permute(2, 0, 1).unsqueeze(0)
-        view.copy_(F.interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0, :3])
+        view.copy_(F.interpolate(part, size=(size, size), mode=interpolation, antialias=True)[0, :3])
     elif -size < top < image.shape[0] and -size < left < image.shape[1]:
         edges = (-left, left + size - image.shape[1], -top, top + size - image.shape[0])  # negative: cut off
         view.copy_(F.pad(image[..., :3].permute(2, 0, 1), edges))

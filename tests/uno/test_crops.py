@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -122,3 +123,19 @@ def test_crops_of_the_stored_square_give_the_resident_views(crop):
     assert [view.shape for view in found] == [view.shape for view in expected]
     for a, b in zip(found, expected, strict=True):
         assert (a - b).abs().max() < (0.002 if crop == "none" else 0.03) and (a - b).abs().mean() < 0.003
+
+
+def test_crops_follow_the_interpolation():
+    """Kills: crops of the whole image, or of the stored square, that stay bilinear."""
+    image, box = smooth(30, 40), (2, 3, 14, 14)
+    views = {name: torch.zeros(3, 9, 9, dtype=torch.uint8) for name in ("bilinear", "bicubic")}
+    for name, view in views.items():
+        crop_(view, torch.from_numpy(image.copy()), box, name)
+        part = torch.from_numpy(image.copy())[2:16, 3:17].permute(2, 0, 1)[None]
+        assert torch.equal(view, F.interpolate(part, size=(9, 9), mode=name, antialias=True)[0])
+    assert not torch.equal(*views.values())
+    row = np.zeros(1, np.int64), np.zeros(1, np.int64), [image]
+    for kind in ("resized", "pad"):
+        augment_fields = AugmentConfig(large=ViewConfig(size=16, crop=kind))
+        found = [Cropper(7, 0, 6, augment_fields, 16, how).crop(*row)[0] for how in views]
+        assert not np.array_equal(*found)

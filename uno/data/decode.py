@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +43,7 @@ BATCHES_AHEAD = 2  # that are decoded while the model works
 BAD_SAMPLES = "bad_samples.jsonl"
 
 Result = TypeVar("Result")
+Interpolation = Literal["bilinear", "bicubic"]
 Decoded = tuple[np.ndarray, Tensor, list[str | None]]
 """Rows (b,), images uint8 (b,3,S,S), why a row has none: of :func:`decoded`."""
 
@@ -74,17 +75,17 @@ def quiet() -> Iterator[None]:
 
 
 @quiet()
-def decode(image: Image, size: int) -> np.ndarray:
+def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -> np.ndarray:
     """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size`` (antialiased), centre
     crop. Raises BadImage.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
         if image.shape[:2] != (size, size):
-            image = np.asarray(_square(Pillow.fromarray(image), size))
+            image = np.asarray(_square(Pillow.fromarray(image), size, interpolation))
         return image.transpose(2, 0, 1)
     with _open(image, size) as picture:
-        square = _square(to_rgb(picture), size)
+        square = _square(to_rgb(picture), size, interpolation)
         orientation = _orientation(picture)  # later: of a PNG it reads the pixels, and forgives errors
         if orientation in UPRIGHT:  # a centred square commutes with turns and flips, so turn the small one
             square = square.transpose(UPRIGHT[orientation])
@@ -103,7 +104,9 @@ def decode_rgb(image: Image, side: int) -> np.ndarray:
         return _pixels(rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb)
 
 
-def decode_many(images: Images, size: int, threads: int | None = None) -> tuple[Tensor, list[str | None]]:
+def decode_many(
+    images: Images, size: int, threads: int | None = None, interpolation: Interpolation = "bilinear"
+) -> tuple[Tensor, list[str | None]]:
     """N images -> (uint8 (N,3,size,size), bad ones black; why an image has no pixels, None where it has)."""
     pixels = torch.zeros(len(images), 3, size, size, dtype=torch.uint8)
     out, reasons = pixels.numpy(), [None] * len(images)  # type: np.ndarray, list[str | None]
@@ -111,7 +114,7 @@ def decode_many(images: Images, size: int, threads: int | None = None) -> tuple[
     def fill(rows: range) -> None:
         for i in rows:
             try:
-                out[i] = decode(images[i], size)
+                out[i] = decode(images[i], size, interpolation)
             except BadImage as error:
                 reasons[i] = str(error)
 
@@ -121,12 +124,13 @@ def decode_many(images: Images, size: int, threads: int | None = None) -> tuple[
 
 
 def decoded(
-    images: Images, batches: Iterable[np.ndarray], size: int, threads: int | None = None
-) -> Iterator[Decoded]:
+    images: Images, batches: Iterable[np.ndarray], size: int, threads: int | None = None,
+    interpolation: Interpolation = "bilinear",
+) -> Iterator[Decoded]:  # fmt: skip
     """Batches of row numbers, decoded ahead of the work on them by ``threads`` (default: all cores)."""
 
     def decode_batch(rows: np.ndarray) -> Decoded:
-        return rows, *decode_many(Chosen(images, rows), size, threads or os.cpu_count())
+        return rows, *decode_many(Chosen(images, rows), size, threads or os.cpu_count(), interpolation)
 
     return ahead(decode_batch, batches, 1, BATCHES_AHEAD)
 
@@ -229,11 +233,11 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
     return pixels.reshape(height, width, 4)
 
 
-def _square(picture: Pillow.Image, size: int) -> Pillow.Image:
+def _square(picture: Pillow.Image, size: int, interpolation: Interpolation) -> Pillow.Image:
     side = min(picture.size)
     left, top = ((length - side) / 2 for length in picture.size)
     box = (left, top, left + side, top + side)
-    return picture.resize((size, size), Pillow.Resampling.BILINEAR, box=box)
+    return picture.resize((size, size), Pillow.Resampling[interpolation.upper()], box=box)
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:

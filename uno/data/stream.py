@@ -190,8 +190,9 @@ class CropJob:
     ) -> None:
         self.images, self.index = train.images, train.index
         self.first, self.last, self._train = first, last, train
-        num_rows, side = plan.labeled_size + plan.unlabeled_size, config.data.store_size
-        self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, config.augment, side)
+        num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
+        how = config.augment, data.store_size, data.interpolation
+        self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, *how)
         self.row_bytes = self.cropper.row_bytes
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))
         window, groups = 1, None
@@ -265,7 +266,8 @@ class StreamedEvalSet:
 def streaming_eval_sets(config: Config, task: Task, bad: BadRows) -> dict[str, StreamedEvalSet]:
     """{"train", "test"} -> the rows of ``task`` with a true class, decoded by threads of this process."""
     side = config.data.store_size
-    decode = partial(decoded, task.rows.images, size=side, threads=config.compute.threads)
+    threads, how = config.compute.threads, config.data.interpolation
+    decode = partial(decoded, task.rows.images, size=side, threads=threads, interpolation=how)
     found = truth_rows(task).items()
     return {split: StreamedEvalSet(truth, index, side, decode, bad) for split, (index, truth) in found}
 

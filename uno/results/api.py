@@ -108,7 +108,9 @@ class Model:
         items, model = _items(images), self._classifier
         encoded: list[Image] = [b"" if isinstance(item, BadImage) else item for item in items]
         batches = np.split(np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows))
-        parts = list(score_rows(model, partial(decoded, encoded, size=model.size), batches))
+        how = model.config.data.interpolation
+        decode = partial(decoded, encoded, size=model.size, interpolation=how)
+        parts = list(score_rows(model, decode, batches))
         found = zip(items, (reason for _, some, _ in parts for reason in some), strict=True)
         reasons = [str(item) if isinstance(item, BadImage) else reason for item, reason in found]
         scores = [some for *_, some in parts if some is not None]

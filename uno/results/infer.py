@@ -199,6 +199,7 @@ def build_classifier(
         raise StorageError(f"model files are damaged or do not belong together: {one_line(error)}") from None
     data, side = config.data, config.augment.large.size
     transform = [data.store_size, side, data.mean, data.std, config.objective.temperature]
+    transform += [data.interpolation] if data.interpolation != "bilinear" else []  # as models were hashed
     digest = hashlib.sha256(json.dumps(transform).encode())
     for name in ("encoder.safetensors", "heads.safetensors"):
         digest.update(hashlib.sha256(files[name]).digest())
@@ -209,7 +210,8 @@ def build_classifier(
 
 def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode:
     """The pixels of ``rows`` for ``model``, decoded ahead of it by ``threads`` (default: one a core)."""
-    return partial(decoded, rows.images, size=model.size, threads=threads)
+    how = model.config.data.interpolation
+    return partial(decoded, rows.images, size=model.size, threads=threads, interpolation=how)
 
 
 def score_rows(

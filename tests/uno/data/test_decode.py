@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from uno.data import decode as decode_module
-from uno.data.decode import BadImage, check_bad, decode, decode_many, read_header, readable
+from uno.data.decode import BadImage, check_bad, decode, decode_many, decoded, read_header, readable
 from uno.data.files import Storage
 from uno.errors import ConfigError
 
@@ -179,3 +179,16 @@ def test_large_jpegs_are_drafted_and_stay_close(monkeypatch):
     monkeypatch.setattr(decode_module, "DRAFT", 10_000)
     full = decode(data, 40).astype(int)
     assert 0 < np.abs(fast - full).mean() < 1.5
+
+
+def test_bicubic_is_pillows_and_bilinear_stays_the_default():
+    """Kills: an option that decoding of arrays, of files or of many ignores, another default."""
+    image = pixels(5, 30, 30)
+    for name, mode in (("bilinear", Image.Resampling.BILINEAR), ("bicubic", Image.Resampling.BICUBIC)):
+        expected = np.asarray(Image.fromarray(image).resize((12, 12), mode)).transpose(2, 0, 1)
+        for source in (image, encoded(image)):
+            assert np.array_equal(decode(source, 12, name), expected)
+            assert np.array_equal(decode_many([source], 12, 1, name)[0][0].numpy(), expected)
+        ((_, found, _),) = decoded([image], [np.array([0])], 12, 1, name)
+        assert np.array_equal(found[0].numpy(), expected)
+        assert np.array_equal(decode(image, 12), expected) == (name == "bilinear")
