@@ -63,13 +63,15 @@ def worker_sets(
     import ray
     import ray.train
 
-    def truth(make: Callable[[Any, Any], EvalData]) -> Callable[[], Mapping[str, EvalData]]:
+    def truth(make: Callable[[Any, Any, Any], EvalData]) -> Callable[[], Mapping[str, EvalData]]:
         return lambda: {split: make(*each) for split, each in ray.get(loop["truth"]).items()}
 
     side, rows = config.data.store_size, dict(ray.get(loop["rows"]))
     if config.data.ingest != "streaming":
         images = pixels_of(ray.train.get_dataset_shard("images"), loop["num_rows"], side)
-        return resident_set(images, **rows), truth(lambda own, true: EvalSet(images[own], true, own))
+        return resident_set(images, **rows), truth(
+            lambda own, true, free: EvalSet(images[own], true, own, free)
+        )
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
     limits = execution_limits(ray.cluster_resources(), config.compute.workers, loop["worker_cpus"])
@@ -78,7 +80,7 @@ def worker_sets(
     how = config.data.interpolation
     decode = decode_on_ray(ray, rows["images"], rows["index"], side, *limits, how)
     train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
-    return train, truth(lambda own, true: stream.StreamedEvalSet(true, own, side, decode, bad))
+    return train, truth(lambda own, true, free: stream.StreamedEvalSet(true, own, free, side, decode, bad))
 
 
 def decode_task(ray: Any, task: Task, side: int, how: Interpolation = "bilinear") -> Any:

@@ -109,7 +109,8 @@ def _fold(
 
     num_known, classes = data.num_known - len(hidden), torch.from_numpy(labels.copy())
     train = TrainSet(images(labeled), classes[labeled], images(unlabeled), num_known, num_novel)
-    return Fold(name, train, EvalSet(images(rows), classes[rows], torch.from_numpy(rows)), hidden)
+    scored = EvalSet(images(rows), classes[rows], torch.from_numpy(rows), torch.from_numpy(novel[rows]))
+    return Fold(name, train, scored, hidden)
 
 
 def hidden_classes(

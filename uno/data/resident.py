@@ -53,16 +53,18 @@ class TrainSet:
 @dataclass(frozen=True, eq=False)
 class EvalSet:
     """Rows ``index`` int64 (N,) of the task with a true class: ``images`` uint8 (N,3,S,S), ``truth`` int64
-    (N,) over known + novel classes. Only evaluation reads this.
+    (N,) over known + novel classes, ``unlabeled`` bool (N,): training sees no label of it, or not the row.
+    Only evaluation reads this.
     """
 
     images: Tensor
     truth: Tensor
     index: Tensor
+    unlabeled: Tensor
 
     def where(self, chosen: Tensor) -> EvalSet:
         """The rows of the mask ``chosen`` (N,) bool."""
-        return EvalSet(self.images[chosen], self.truth[chosen], self.index[chosen])
+        return EvalSet(self.images[chosen], self.truth[chosen], self.index[chosen], self.unlabeled[chosen])
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """(images (b,3,S,S), truth (b,)) of this worker's rows ``rank::world_size``, every row once."""
@@ -92,7 +94,7 @@ def train_set(
 def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
     """{"train", "test"} -> the rows with a true class, known and novel, in row order; possibly none."""
     found = truth_rows(task, ok).items()
-    return {split: EvalSet(images[index], truth, index) for split, (index, truth) in found}
+    return {split: EvalSet(images[own], truth, own, free) for split, (own, truth, free) in found}
 
 
 class ResidentBatches:

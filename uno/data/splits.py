@@ -60,13 +60,16 @@ def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
     return {**rows, "labels": torch.from_numpy(task.labels[labeled]), **counts}
 
 
-def truth_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-    """{"train", "test"} -> (rows with a true class, possibly none, that class among known + novel), int64."""
+def truth_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """{"train", "test"} -> (rows with a true class, possibly none, that class among known + novel, both
+    int64; which of them training sees without a label, if at all, bool).
+    """
     usable = (task.eval_labels >= 0) & (True if ok is None else ok)
-    found = {}
+    found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for split, member in (("train", task.is_train), ("test", ~task.is_train)):
         rows = np.flatnonzero(usable & member)
-        found[split] = (torch.from_numpy(rows), torch.from_numpy(task.eval_labels[rows]))
+        truth, unlabeled = task.eval_labels[rows], task.labels[rows] < 0
+        found[split] = (torch.from_numpy(rows), torch.from_numpy(truth), torch.from_numpy(unlabeled))
     return found
 
 

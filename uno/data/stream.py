@@ -241,13 +241,15 @@ class StreamedEvalSet:
 
     truth: Tensor
     index: Tensor
+    unlabeled: Tensor
     side: int
     decode: Callable[[Iterable[np.ndarray]], Iterator[Decoded]]
     bad: BadRows
 
     def where(self, chosen: Tensor) -> StreamedEvalSet:
         """The rows of the mask ``chosen`` (N,) bool."""
-        return replace(self, truth=self.truth[chosen], index=self.index[chosen])
+        truth, index, unlabeled = (rows[chosen] for rows in (self.truth, self.index, self.unlabeled))
+        return replace(self, truth=truth, index=index, unlabeled=unlabeled)
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """(images uint8 (b,3,S,S), truth (b,)) of this worker's contiguous share, every row once."""
@@ -269,7 +271,10 @@ def streaming_eval_sets(config: Config, task: Task, bad: BadRows) -> dict[str, S
     threads, how = config.compute.threads, config.data.interpolation
     decode = partial(decoded, task.rows.images, size=side, threads=threads, interpolation=how)
     found = truth_rows(task).items()
-    return {split: StreamedEvalSet(truth, index, side, decode, bad) for split, (index, truth) in found}
+    return {
+        split: StreamedEvalSet(truth, index, unlabeled, side, decode, bad)
+        for split, (index, truth, unlabeled) in found
+    }
 
 
 TrainData = TrainSet | StreamSet

@@ -17,6 +17,7 @@ from uno import collectives
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
+from uno.initial import clusters_of
 from uno.model import UnoModel, build_model, features_of, forward
 from uno.results import metrics
 from uno.runs.run import load_trained, load_weights_
@@ -27,6 +28,10 @@ MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for 
 BASELINES = {
     "baseline/kmeans/novel/acc": "k-means on frozen features",
     "baseline/kmeans_pixels/novel/acc": "k-means on pixels",
+}
+GCD_BASELINES = {
+    "kmeans": "k-means on frozen features",
+    "constrained_kmeans": "k-means, labeled rows fixed",
 }
 LEGEND = """\
 avg / best: mean over heads / the head with the lowest training cluster loss
@@ -44,13 +49,21 @@ def evaluate_run(
     model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
     model = model.to(worker.device)
     values: dict[str, float] = {}
+    mixed = config.data.pile == "mixed"
     for split, rows in sets.items():
-        batches = rows.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
-        values |= protocol_metrics(count(model, config, batches, num_true), best_head, split)
+        kinds = [rows.where(rows.unlabeled), rows.where(~rows.unlabeled)] if mixed else [rows]
+        share = config.train.eval_batch_size, worker.rank, worker.world_size
+        counts = [count(model, config, kind.batches(*share), num_true) for kind in kinds]
+        total = [torch.stack(parts).sum(dim=0) for parts in zip(*counts, strict=True)]
+        values |= protocol_metrics(Confusions(*total), best_head, split)
+        if mixed:
+            values |= gcd_metrics(counts[0].joint, train.num_known, best_head, split)
     train.sync()
     if worker.rank == 0:
         novel = sets["train"].where(sets["train"].truth >= train.num_known)
         values |= kmeans_baselines(config, storage, train, novel, worker.device)
+        if mixed:
+            values |= gcd_baselines(config, storage, train, sets["train"], worker.device)
     return values
 
 
@@ -134,6 +147,62 @@ def protocol_metrics(confusions: Confusions, best_head: int, split: str) -> dict
     return result
 
 
+def gcd_metrics(joint: Tensor, num_known: int, best_head: int, split: str) -> dict[str, float]:
+    """`{split}/unlabeled/gcd/{all|old|new}/{avg|best}` of a mixed pile; {} where no row has truth. ``joint``
+    (H, C_l + C_u, C_l + K): the unlabeled rows of :class:`Confusions`.
+    """
+    heads = [metrics.generalized(head, num_known) for head in joint.cpu().numpy()]
+    result: dict[str, float] = {}
+    for name, best in heads[best_head].items():
+        path = f"{split}/unlabeled/gcd/{name}"
+        result |= {f"{path}/avg": float(np.mean([head[name] for head in heads])), f"{path}/best": best}
+    return result
+
+
+def gcd_baselines(
+    config: Config, storage: Storage, train: TrainData, rows: EvalData, device: torch.device
+) -> dict[str, float]:
+    """Clusters of the pretrained features of a mixed pile, scored as its heads are:
+    `baseline/{kmeans|constrained_kmeans}/gcd/{all|old|new}`, k-means with C clusters, without and with the
+    labeled rows fixed to their classes; {} where fewer unlabeled rows than outputs have truth.
+    """
+    if int(rows.unlabeled.sum()) < train.num_known + train.num_novel:
+        return {}
+    model = _pretrained(config, storage, train, device)
+    kinds = (rows.where(rows.unlabeled), rows.where(~rows.unlabeled))
+    (unlabeled, truth), (labeled, labels) = (_features(model, config, kind) for kind in kinds)
+    num_known, num_outputs = train.num_known, train.num_known + train.num_novel
+    if len(truth) < num_outputs or not len(labels):
+        return {}
+    found = {
+        "kmeans": clusters_of(unlabeled, labeled, labels, num_outputs, "novel", config.seed),
+        "constrained_kmeans": clusters_of(unlabeled, labeled, labels, train.num_novel, "mixed", config.seed),
+    }
+    values: dict[str, float] = {}
+    for name, clusters in found.items():
+        num_true = max(num_outputs, int(truth.max()) + 1)
+        counts = metrics.confusion(truth.numpy(), clusters.assignment.numpy(), num_true, num_outputs)
+        scores = metrics.generalized(counts, num_known)
+        values |= {f"baseline/{name}/gcd/{kind}": value for kind, value in scores.items()}
+    return values
+
+
+def _pretrained(config: Config, storage: Storage, train: TrainData, device: torch.device) -> UnoModel:
+    """The network that discovery started from, to take features of."""
+    model = build_model(config.model, train.num_known, 0, 0)
+    load_weights_(model, config, storage)
+    return model.to(device).eval()
+
+
+def _features(model: UnoModel, config: Config, rows: EvalData) -> tuple[Tensor, Tensor]:
+    """Features (N, D) and truth (N,) of the rows that can be read, on the CPU."""
+    features, truth = [torch.empty(0, 0)], [torch.empty(0, dtype=torch.int64)]
+    for images, classes in rows.batches(config.train.eval_batch_size):
+        features.append(features_of(model, images, config).cpu())
+        truth.append(classes.cpu())
+    return torch.cat(features[1:] or features), torch.cat(truth)
+
+
 def kmeans_baselines(
     config: Config, storage: Storage, train: TrainData, novel: EvalData, device: torch.device
 ) -> dict[str, float]:
@@ -142,9 +211,7 @@ def kmeans_baselines(
     """
     if len(novel.truth) < train.num_novel:
         return {}
-    model = build_model(config.model, train.num_known, 0, 0)
-    load_weights_(model, config, storage)
-    model = model.to(device).eval()
+    model = _pretrained(config, storage, train, device)
     parts: dict[str, list[Tensor]] = {"kmeans": [], "kmeans_pixels": []}
     classes: list[int] = []
     for images, truth in novel.batches(config.train.eval_batch_size):
@@ -192,6 +259,14 @@ def format_table(values: Mapping[str, float]) -> str:
         cells = ["".join(percent(f"{split}/{group}/{path}") for group in groups) for split in splits]
         return [line(name, cells)] if "".join(cells).strip() else []
 
+    def generalized(name: str, path: str, which: str = "") -> list[str]:
+        """All, Old and New, of every split or of a baseline's training rows."""
+        ends = [f"{group}{which}" for group in ("all", "old", "new")]
+        cells = ["".join(percent(f"{split}/{path}/{end}") for end in ends) for split in splits]
+        if not which:
+            cells = ["".join(percent(f"{path}/{end}") for end in ends)]
+        return [line(name, cells)] if "".join(cells).strip() else []
+
     head = line("accuracy, %", ["".join(f"{group:>7}" for group in groups)] * len(splits))
     lines = [line("", [f"{split:^21}" for split in splits]), head, "-" * len(head)]
     for protocol in PROTOCOLS:
@@ -201,4 +276,11 @@ def format_table(values: Mapping[str, float]) -> str:
     for key, name in BASELINES.items():
         if key in values:
             lines.append(f"{name:<32}  {'':7}{percent(key)}  novel")
+    found = generalized("one matching            avg", "unlabeled/gcd", "/avg")
+    found += generalized("one matching            best", "unlabeled/gcd", "/best")
+    for name, text in GCD_BASELINES.items():
+        found += generalized(text, f"baseline/{name}/gcd")
+    if found:
+        columns = ["".join(f"{group:>7}" for group in ("All", "Old", "New"))] * len(splits)
+        lines += ["-" * len(head), line("unlabeled rows, %", columns), *found]
     return "\n".join(text.rstrip() for text in [*lines, *LEGEND.splitlines()])

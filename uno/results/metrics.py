@@ -129,6 +129,18 @@ def task_agnostic_joint(joint: Counts, num_known: int) -> dict[str, float]:
     return _result(joint[:num_known], joint[num_known:], matched[:num_known].sum(), matched[num_known:].sum())
 
 
+def generalized(joint: Counts, num_known: int) -> dict[str, float]:
+    """`all`, `old` and `new`: accuracy on unlabeled rows of known and novel classes under one matching of all
+    classes to all outputs (generalized category discovery: Vaze et al., CVPR 2022).
+    """
+    found = task_agnostic_joint(joint, num_known)
+    names = {"known/acc": "old", "novel/acc": "new", "all/acc": "all"}
+    result = {name: found[key] for key, name in names.items() if key in found}
+    if len(result) == 1:  # rows of one kind
+        result["all"] = next(iter(result.values()))
+    return result
+
+
 def task_agnostic_strict(joint: Counts, num_known: int) -> dict[str, float]:
     """Known rows plainly; novel classes matched to novel outputs only, a row predicted as known is an error.
 

@@ -51,6 +51,26 @@ def test_hidden_labels_never_reach_training():
     assert set(a.labels.tolist()) == set(range(5))
 
 
+def test_hidden_labels_of_a_mixed_pile_never_reach_training():
+    """Known rows without a label and novel ones change their truth. Kills: truth in the training set, known
+    rows of a pile told from novel ones, ``unlabeled`` told by the class.
+    """
+    rows = read_digits()
+    images = torch.from_numpy(rows.images.transpose(0, 3, 1, 2).copy())
+    task = make_task(rows, DIGITS.model_copy(update={"unlabel_known": 0.5}))
+    hidden = np.flatnonzero(task.is_train & (task.labels < 0))
+    permuted = task.eval_labels.copy()
+    permuted[hidden] = np.random.default_rng(0).permutation(permuted[hidden])
+    ok = np.ones(len(rows), dtype=bool)
+    a, b = (assemble(replace(task, eval_labels=truth), images, ok) for truth in (task.eval_labels, permuted))
+    assert all(np.array_equal(value, getattr(b, name)) for name, value in vars(a).items())
+    sets = eval_sets(task, images, ok)
+    assert torch.equal(sets["train"].index[sets["train"].unlabeled], torch.from_numpy(hidden))
+    assert sets["test"].unlabeled.all() and len(a.unlabeled_images) == len(hidden)
+    old = sets["train"].truth[sets["train"].unlabeled] < 5
+    assert 300 < int(old.sum()) < 400  # half of 720 known training rows
+
+
 def test_bad_images_are_left_out_of_every_set(tmp_path):
     write_images(tmp_path, [f"train/{c}/{i}.png" for c in "abc" for i in range(4)])
     write_images(tmp_path, [f"test/{c}/0.png" for c in "abc"])

@@ -14,7 +14,15 @@ from uno.data.resident import EvalSet
 from uno.model import Logits, UnoModel
 from uno.presets import preset
 from uno.results import metrics
-from uno.results.evaluate import PROTOCOLS, Confusions, count, format_table, kmeans_baseline, protocol_metrics
+from uno.results.evaluate import (
+    PROTOCOLS,
+    Confusions,
+    count,
+    format_table,
+    gcd_metrics,
+    kmeans_baseline,
+    protocol_metrics,
+)
 
 H, C_L, C_U, K = 3, 4, 3, 5
 
@@ -104,7 +112,7 @@ def test_every_row_is_counted_exactly_once(num_rows, world_size, batch_size):
     known, novel, truth = random_rows(num_rows)
     images = torch.zeros(num_rows, 3, 8, 8, dtype=torch.uint8)
     images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(num_rows) % 256, torch.arange(num_rows) // 256
-    rows, model = EvalSet(images, truth, torch.arange(num_rows)), Spelled(known, novel).eval()
+    rows, model = EvalSet(images, truth, torch.arange(num_rows), truth < 0), Spelled(known, novel).eval()
     shares = [rows.batches(batch_size, rank, world_size) for rank in range(world_size)]
     found = [count(model, CONFIG, share, C_L + C_U) for share in shares]
     total = [sum(parts) for parts in zip(*found, strict=True)]
@@ -230,3 +238,39 @@ def test_kmeans_of_rectangular_and_degenerate_input():
     assert merged["acc"] == 5 / 6
     features = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
     assert kmeans_baseline(features, [0, 1, 2, 0], 3, seed=0)["acc"] == 1
+
+
+def test_mixed_piles_are_scored_over_their_unlabeled_rows():
+    """Two heads, known classes 0 and 1, novel class 2. Kills: labeled rows counted, best head by accuracy,
+    avg and best exchanged, a matching for each kind of rows.
+    """
+    joint = torch.zeros(2, 3, 3, dtype=torch.int64)
+    joint[0] = torch.tensor([[4, 0, 0], [0, 3, 1], [0, 2, 6]])
+    joint[1] = torch.tensor(
+        [[0, 4, 0], [4, 0, 0], [1, 1, 6]]
+    )  # known outputs exchanged: matched all the same
+    found = gcd_metrics(joint, 2, best_head=0, split="train")
+    expected = {"all": (13 / 16, 14 / 16), "old": (7 / 8, 1), "new": (6 / 8, 6 / 8)}
+    for name, (first, second) in expected.items():
+        path = f"train/unlabeled/gcd/{name}"
+        assert found[f"{path}/best"] == first and found[f"{path}/avg"] == pytest.approx((first + second) / 2)
+    assert len(found) == 6 and gcd_metrics(joint * 0, 2, 0, "test") == {}
+
+
+def test_the_table_of_a_mixed_pile():
+    """Kills: columns exchanged, a baseline under the test rows, rows of a run that has no such pile."""
+    values = {f"train/unlabeled/gcd/{name}/{which}": 0.1 * i for i, (name, which) in enumerate(GCD_KEYS)}
+    values |= {f"test/unlabeled/gcd/{name}/{which}": 0.01 * i for i, (name, which) in enumerate(GCD_KEYS)}
+    values |= {f"baseline/constrained_kmeans/gcd/{n}": 0.9 for n in ("all", "old", "new")}
+    lines = format_table(values).splitlines()
+    assert max(map(len, lines)) <= 80
+    numbers = {line[:32].strip(): re.findall(r"\d+\.\d", line[32:]) for line in lines}
+    assert numbers["one matching            avg"] == ["0.0", "20.0", "40.0", "0.0", "2.0", "4.0"]
+    assert numbers["one matching            best"] == ["10.0", "30.0", "50.0", "1.0", "3.0", "5.0"]
+    assert numbers["k-means, labeled rows fixed"] == ["90.0"] * 3
+    (columns,) = [line.split() for line in lines if line.startswith("unlabeled")]
+    assert columns[-3:] == ["All", "Old", "New"]
+    assert "unlabeled" not in format_table({"train/novel/task_aware/acc/avg": 1.0})
+
+
+GCD_KEYS = [(name, which) for name in ("all", "old", "new") for which in ("avg", "best")]

@@ -252,3 +252,25 @@ def test_missing_groups_have_no_keys():
     for protocol in PROTOCOLS:
         assert set(protocol(JOINT[:2], 2)) == {"known/acc"}
         assert protocol(np.zeros_like(JOINT), 2) == {}
+
+
+def test_generalized_equals_the_best_of_all_matchings():
+    """By trying every one. Kills: a matching for each kind of rows, known rows counted plainly, a mean of old
+    and new that forgets how many there are, outputs that are not matched.
+    """
+    generator = np.random.default_rng(0)
+    for _ in range(10):
+        joint = generator.integers(0, 9, (4, 4))
+        totals = [sum(joint[c, o] for c, o in enumerate(order)) for order in permutations(range(4))]
+        found = metrics.generalized(joint, 2)
+        assert found["all"] == pytest.approx(max(totals) / joint.sum())
+        parts = found["old"] * joint[:2].sum() + found["new"] * joint[2:].sum()
+        assert parts == pytest.approx(max(totals))
+    assert (
+        metrics.generalized(np.diag([3, 0]), 1) == {"old": 1, "all": 1}
+        and metrics.generalized(joint * 0, 2) == {}
+    )
+    # A new class that takes a known class's output costs an old one its own: there is one matching.
+    assert metrics.generalized(np.array([[2, 1], [5, 0]]), 1) == pytest.approx(
+        {"old": 1 / 3, "new": 1, "all": 6 / 8}
+    )
