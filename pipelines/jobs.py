@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from pipelines.console import Progress, on_stop, say
@@ -14,7 +15,7 @@ from pipelines.inference import predict_run
 from pipelines.options import Options
 from pipelines.ray_data import parquet_images
 from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
-from uno.config import Config, dump_yaml, not_mixed, override
+from uno.config import OWN_ENCODERS, Config, dump_yaml, not_mixed, override
 from uno.data import ingest
 from uno.data.check import check, format_report
 from uno.data.decode import BAD_SAMPLES, decode_many, readable
@@ -34,6 +35,15 @@ from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, 
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device
 from uno.train import LocalWorker
+from uno.weights import (
+    PRETRAINED,
+    PRETRAINED_FILE,
+    SUFFIXES,
+    check_encoder,
+    fetch_pretrained,
+    is_file,
+    read_weights,
+)  # fmt: skip
 
 
 def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), report: bool = True) -> int:
@@ -47,6 +57,7 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
     for fault in faults.planned():
         say(f"warning: {faults.VARIABLE} is set: {fault.name}")
     config, estimate = _with_full_paths(config), None
+    own_weights = starting_weights(config, fresh)
     if config.data.num_novel == "auto":
         if options.own.dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
@@ -54,7 +65,7 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
     config, found = decide(config, fresh)
     task = prepare(config, found)
     if options.own.dry_run:
-        return _dry_run(config, task, phases)
+        return _dry_run(config, task, phases, own_weights)
     assert config.output is not None
     storage = Storage(config.output)
     if directory.is_run(storage) and not fresh:
@@ -69,6 +80,8 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
         if fresh:
             directory.clear(claim.storage)
         directory.open_run(config, claim.storage, task.rows.fingerprint)
+        if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
+            claim.storage.write(PRETRAINED_FILE, own_weights)  # workers and a resumed run fetch nothing
         if estimate is not None:
             claim.storage.write(ESTIMATE_FILE, estimate)
         values, task = _execute(Job(config, task, phases, evaluate, claim))
@@ -106,16 +119,36 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
 
 def _with_full_paths(config: Config) -> Config:
     """``config.model.weights`` as workers can open it: they run in another directory."""
-    if config.model.weights is None:
+    if config.model.weights in (None, PRETRAINED):
         return config
     source = full_path(normal(config.model.weights))
     folder, name = split(source)
-    if source.endswith(".safetensors"):
+    if is_file(source):
         if not Storage(folder).exists(name):
             raise ConfigError(f"model.weights: no such file {source}")
     elif not checkpoint_steps(Storage(source), PRETRAIN):
-        raise ConfigError(f"model.weights: {source} is no .safetensors file and no run that has pretrained")
+        raise ConfigError(
+            f"model.weights: {source} is no {', '.join(SUFFIXES)} and no run that has pretrained"
+        )
     return override(config, {"model.weights": source})
+
+
+def starting_weights(config: Config, fresh: bool) -> bytes | None:
+    """The library's own weights as a safetensors file, where a run starts from them: those it keeps, or else
+    fetched. An encoder or weights that do not fit are a ConfigError here, before any data is read.
+    """
+    source, own, tensors = config.model.weights, None, None
+    if source == PRETRAINED:
+        storage = Storage(config.output) if config.output and not fresh else None
+        if storage is not None and storage.exists(PRETRAINED_FILE):
+            return storage.read(PRETRAINED_FILE)
+        own = fetch_pretrained(config.model.encoder)
+        tensors = safetensors.torch.load(own)
+    elif source is not None and is_file(source):
+        tensors = read_weights(source)
+    if tensors is not None or config.model.encoder not in OWN_ENCODERS:
+        check_encoder(config, tensors)
+    return own
 
 
 def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
@@ -234,7 +267,7 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
         say(f"report:    {storage.path(REPORT)}")
 
 
-def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
+def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None) -> int:
     """The data report, one step of each phase in a scratch directory, and the plan."""
     say(format_report(task, check(task, config)))
     for name, plan in run.plans(config, *_sizes(task), config.compute.workers).items():
@@ -244,6 +277,8 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...]) -> int:
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
         with lock.claim(Storage(folder), on_wait=say) as claim:
+            if own_weights is not None:
+                claim.storage.write(PRETRAINED_FILE, own_weights)
             _run_here(Job(once, task, phases, False, claim), lambda metrics: None)
     say("one step of each phase ran; nothing was kept")
     return 0

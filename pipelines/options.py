@@ -1,7 +1,8 @@
 """The command line of every command, from one declaration: its own arguments and the schema's fields.
 
 The flags are the schema's fields (``--objective.epsilon``), their short forms (``--batch-size``) and what a
-:class:`Command` adds. Precedence: defaults < preset < YAML < command line. Values start from the preset that
+:class:`Command` adds. Precedence: defaults < preset < the description of
+an encoder from a library < YAML < command line. Values start from the preset that
 was given, on the command line or in a file; otherwise from ``digits`` for the digits and from ``custom`` for
 any other data. A preset's known classes are those of its own data set: with another kind of source they are
 dropped unless they are given too, because hiding the labels of somebody else's classes would be a silent
@@ -22,7 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pipelines.cli import SENTENCES
-from uno.config import Config, about, describe, flatten, load_yaml, override
+from uno.config import OWN_ENCODERS, Config, about, describe, flatten, load_yaml, override
 from uno.errors import ConfigError
 from uno.methods.registry import settings
 from uno.presets import PRESETS, preset
@@ -125,10 +126,21 @@ class Options:
         kinds = {str(data).partition(":")[0] for data in (source, config.data.source)}
         if two_folders or (source is not None and len(kinds) > 1):
             config = override(config, {"data.known_classes": None})
-        config = override(config, given)
+        config = override(config, _described(config, given) | given)
         default = self.command.output and self.command.output.format(preset=name, seed=config.seed)
         output = config.output or default
         return override(config, {"output": output and checked_output(output)})
+
+
+def _described(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What images an encoder takes that is a library's or the user's: size, mean, std and interpolation."""
+    name = override(config, {"model.encoder": given.get("model.encoder", config.model.encoder)}).model.encoder
+    if name in OWN_ENCODERS:  # a plain command line imports no torch
+        return {}
+    from uno.weights import describe_encoder
+
+    size = override(config, {k: v for k, v in given.items() if k == "augment.large.size"}).augment.large.size
+    return describe_encoder(name).settings(size if "augment.large.size" in given else None)
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
@@ -314,7 +326,8 @@ def _number(word: str) -> int | float | str:
 
 
 RULES = f"""
-Order: defaults < preset < --config FILE < command line. Presets: {", ".join(PRESETS)}.
+Order: defaults < preset < what a library says of its encoder < --config FILE < command line.
+Presets: {", ".join(PRESETS)}.
 Without --preset: digits for the digits, custom (the paper's CIFAR10 settings) for any other data.
 A preset's known classes apply only to its own kind of data. None switches an optional value off.
 The values below are those that this very command line leads to.

@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt
 
 from pipelines import cli, ray_env
 from pipelines.console import on_stop, say
-from pipelines.jobs import prepare
+from pipelines.jobs import prepare, starting_weights
 from pipelines.options import PRINT_CONFIG, Argument, Command, switch
 from pipelines.options import parse as parse_line
 from pipelines.worker import leave_out_unreadable, use_gpu, worker_resources
@@ -28,11 +28,12 @@ from tune.score import AGREEMENT, FOLDS, SCORES, Fold, SweepData, make_folds, sw
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
 from uno.config import about, differing_keys, dump_yaml, override, to_dict
 from uno.data.decode import decode_many, readable
-from uno.data.files import Storage
+from uno.data.files import Storage, full_path
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods.registry import num_heads
 from uno.runs import DISCOVER, RAY_FOLDER, lock, run
 from uno.runs.lock import Claim
+from uno.weights import PRETRAINED_FILE
 
 STOPPING = "stopping: unfinished trials go on where they are with the same command"
 CPU_OF_A_WAITING_TRIAL = 0.01
@@ -98,9 +99,14 @@ def run_sweep(options: SweepOptions) -> int:
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
     num_epochs = check_plans(options, folds)
     assert config.output is not None
-    storage = Storage(config.output)
+    storage, own_weights = Storage(config.output), starting_weights(config, False)
+    if own_weights is not None:  # trials find them in the sweep's directory
+        kept = {"model.weights": full_path(storage.path(PRETRAINED_FILE))}
+        options = options._replace(config=override(config, kept))
     with lock.claim(storage, on_wait=say) as claim:
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
+        if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
+            claim.storage.write(PRETRAINED_FILE, own_weights)
         ended = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
         if len(ended) < options.trials:
             _describe(options, data, folds, num_epochs)

@@ -264,3 +264,21 @@ def test_a_printed_config_loads_to_the_same_config(argv, file):
     printed = config(*argv.split())
     assert config("--config", file(dump_yaml(printed))) == printed
     assert yaml.safe_load(dump_yaml(printed))["output"] == printed.output
+
+
+def test_an_encoders_description_stands_between_preset_and_file(tmp_path):
+    """Kills: a description that beats the user's file or line, or loses against the preset; a stored square
+    that does not follow the size that was asked for.
+    """
+    name, file = "tests.uno.toy_encoders:vit", tmp_path / "c.yaml"
+    file.write_text("data: {mean: [0.1, 0.1, 0.1]}\n")
+    words = ["--preset", "cifar10", "--model.encoder", name, "--config", str(file)]
+    config = parse(words, DISCOVER).config
+    assert (config.augment.large.size, config.data.store_size) == (8, 8)
+    assert (config.data.mean, config.data.std) == ((0.1,) * 3, (0.4,) * 3)
+    assert config.data.interpolation == "bicubic"
+    config = parse(
+        [*words, "--augment.large.size", "12", "--data.interpolation", "bilinear"], DISCOVER
+    ).config
+    assert (config.augment.large.size, config.data.store_size) == (12, 12)
+    assert config.data.interpolation == "bilinear"

@@ -3,9 +3,7 @@
 import copy
 from contextlib import closing
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from uno import collectives
@@ -23,6 +21,7 @@ from uno.runs.hardware import prepare_compiler
 from uno.state import TrainState, new_state, with_prefix
 from uno.steps import pretrain_step, rotation_step
 from uno.train import Phase, Worker, fit
+from uno.weights import PRETRAINED, is_file, load_encoder_, read_weights
 
 
 def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
@@ -102,34 +101,21 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
     known prototypes came along: not of a file, nor of another number of classes.
     """
     source = config.model.weights
-    if source is not None and source.endswith(".safetensors"):
-        folder, _, name = source.rpartition("/")
-        try:
-            tensors = safetensors.torch.load(Storage(folder or ".").read(name))
-        except (SafetensorError, ValueError) as error:
-            raise StorageError(f"model.weights: {source} is not a safetensors file: {error}") from None
-        _load_encoder_(model, {k: v for k, v in tensors.items() if not k.startswith("fc.")}, source)
+    if source is not None and (source == PRETRAINED or is_file(source)):
+        load_encoder_(model.encoder, read_weights(source, storage), source)
         return False
     place = storage if source is None else Storage(source)
     checkpoint = load_newest(place, PRETRAIN)
     if checkpoint is None:
         raise StorageError(f"no pretraining checkpoint in {place.uri}")
     weights = with_prefix(checkpoint.tensors, "model/")
-    _load_encoder_(model, with_prefix(weights, "encoder."), place.uri)
+    load_encoder_(model.encoder, with_prefix(weights, "encoder."), place.uri)
     if weights["known.weight"].shape == model.known.weight.shape:
         model.known.load_state_dict({"weight": weights["known.weight"]})
         return True
     if source is None:
         raise ConfigError("the pretrained known head has another number of classes than the data")
     return False
-
-
-def _load_encoder_(model: UnoModel, tensors: dict[str, Tensor], source: str) -> None:
-    try:
-        model.encoder.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ConfigError(f"model.weights: {source} does not fit the encoder: {reason}") from None
 
 
 def load_trained(config: Config, storage: Storage, num_known: int, num_novel: int) -> tuple[UnoModel, int]:

@@ -1,0 +1,275 @@
+"""What the libraries say of their encoders, and an encoder's weights from wherever they are."""
+
+import io
+import os
+import pickle
+import urllib.request
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, Literal, NamedTuple
+from urllib.error import HTTPError
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from uno.config import OWN_ENCODERS, Config, ModelConfig
+from uno.data.files import Storage, split
+from uno.encoder import build_encoder, check_name
+from uno.errors import ConfigError, StorageError, one_line
+from uno.state import with_prefix
+
+PRETRAINED = "pretrained"
+"""What ``model.weights`` says for the library's own; a run keeps them as :data:`PRETRAINED_FILE`."""
+PRETRAINED_FILE = "pretrained.safetensors"
+SUFFIXES = (".safetensors", ".pt", ".pth")
+NETWORK_TIMEOUT_S = 10
+DATA_SETS = {
+    "in1k": "ImageNet-1k", "in12k": "ImageNet-12k", "in21k": "ImageNet-21k", "in22k": "ImageNet-22k",
+    "lvd142m": "LVD-142M", "lvd1689m": "LVD-1689M", "laion2b": "LAION-2B", "openai": "OpenAI's pairs",
+    "webli": "WebLI", "jft300m": "JFT-300M",
+}  # fmt: skip
+UNLABELED = {"mae", "dino", "dinov2", "dinov3", "ijepa", "simmim", "beit", "lvd142m", "lvd1689m"}
+
+
+class Description(NamedTuple):
+    """What an encoder's maker says of it; None and "" where that is not known."""
+
+    size: int | None = None  # side of the images it takes, pixels
+    crop_share: float = 1.0  # that side over the shorter side that images are resized to before
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    interpolation: Literal["bilinear", "bicubic"] | None = None
+    seen: str = ""  # by the library's weights: "ImageNet-1k, labels"
+    license: str = ""  # of those weights
+
+    def settings(self, size: int | None = None) -> dict[str, Any]:
+        """The dotted keys that follow from it; ``size``: the side that the user wants instead."""
+        size = size or self.size
+        values = {
+            "augment.large.size": size, "data.store_size": size and int(size / self.crop_share + 1e-6),
+            "data.mean": self.mean, "data.std": self.std, "data.interpolation": self.interpolation,
+        }  # fmt: skip
+        return {key: value for key, value in values.items() if value is not None}
+
+
+def describe_encoder(name: str) -> Description:
+    """What is known of the encoder that ``model.encoder`` names. ConfigError: there is no such."""
+    library, _, what = name.partition(":")
+    if name == "resnet_small":
+        return Description()
+    if name in OWN_ENCODERS or library == "torchvision":
+        return _of_torchvision(what or name)
+    return _of_timm(what) if library == "timm" else _of_callable(name)
+
+
+def _of_torchvision(what: str) -> Description:
+    check_name("torchvision", what)
+    from torchvision.models import get_model_weights
+
+    weights: Any = get_model_weights(what).DEFAULT
+    see = weights.transforms()
+    seen = "ImageNet-1k, labels"
+    if "SWAG" in weights.name:
+        seen = f"3.6 billion photographs and their hashtags, then {seen}"
+    size = int(see.crop_size[0])
+    return Description(
+        size, size / int(see.resize_size[0]), tuple(see.mean), tuple(see.std),
+        _either(see.interpolation.value), f"{seen} (torchvision {weights.name})",
+        weights.meta.get("license", ""),
+    )  # fmt: skip
+
+
+def _of_timm(what: str) -> Description:
+    check_name("timm", what)
+    from timm.models import get_pretrained_cfg
+
+    return _of_cfg(get_pretrained_cfg(what).to_dict())
+
+
+def _of_cfg(cfg: Mapping[str, Any]) -> Description:
+    """timm's description of an encoder and its weights."""
+    side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
+    words = tag.split("_")
+    data = [text for word in words for key, text in DATA_SETS.items() if word == key]
+    seen = ", then ".join(data) or "data that timm does not name"
+    if not UNLABELED & set(words):
+        seen += ", labels" if data else ""
+    elif "ft" not in words:
+        seen += ", no labels"
+    return Description(
+        side, float(cfg.get("crop_pct") or 1), tuple(cfg["mean"]), tuple(cfg["std"]),
+        _either(str(cfg.get("interpolation"))), f"{seen} (timm tag {tag})" if tag else "",
+        str(cfg.get("license") or ""),
+    )  # fmt: skip
+
+
+@cache
+def _of_callable(name: str) -> Description:
+    """From attributes of what it returns: ``image_size``, ``mean``, ``std``, ``interpolation``, or timm's."""
+    with torch.random.fork_rng(devices=[]):
+        encoder: Any = build_encoder(ModelConfig(encoder=name))
+    if isinstance(getattr(encoder, "pretrained_cfg", None), Mapping):
+        return _of_cfg(encoder.pretrained_cfg)
+    side, how = getattr(encoder, "image_size", None), getattr(encoder, "interpolation", None)
+    mean, std = (getattr(encoder, key, None) for key in ("mean", "std"))
+    return Description(
+        None if side is None else int(side if isinstance(side, int) else side[-1]),
+        mean=None if mean is None else tuple(map(float, mean)),
+        std=None if std is None else tuple(map(float, std)),
+        interpolation=None if how is None else _either(str(how)),
+    )  # fmt: skip
+
+
+def _either(interpolation: str) -> Literal["bilinear", "bicubic"]:
+    return "bicubic" if interpolation == "bicubic" else "bilinear"
+
+
+def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Build the encoder of a run and show it an image of each size of its views. ConfigError: it cannot be
+    built, does not take such images, or ``tensors`` are not its weights.
+    """
+    encoder, name = build_encoder(config.model).eval(), config.model.encoder
+    if tensors is not None:
+        load_encoder_(encoder, tensors, str(config.model.weights))
+    kinds = (kind for kind in (config.augment.large, config.augment.small) if kind.num_views)
+    for side in sorted(
+        {kind.size for kind in kinds} | {min(config.augment.large.size, config.data.store_size)}
+    ):
+        try:
+            with torch.no_grad():
+                encoder(torch.zeros(1, 3, side, side))
+        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+            keys = "--augment.large.size and --data.store-size"
+            why = one_line(error)[:120]
+            raise ConfigError(f"model.encoder {name} takes no images of {side} px ({keys}): {why}") from None
+
+
+def is_file(source: str | None) -> bool:
+    """Whether ``model.weights`` names a file of weights, not a run."""
+    return source is not None and source.endswith(SUFFIXES)
+
+
+def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tensor]:
+    """Tensors by name of a file, or of ``pretrained`` those that ``storage``, the run, keeps. Nothing in a
+    file is executed. StorageError: it cannot be read, or holds something else.
+    """
+    if source == PRETRAINED:
+        assert storage is not None
+        return _parsed(storage.read(PRETRAINED_FILE), storage.path(PRETRAINED_FILE))
+    folder, name = split(source)
+    return _parsed(Storage(folder).read(name), source)
+
+
+def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
+    if source.endswith(".safetensors"):
+        try:
+            return safetensors.torch.load(data)
+        except (SafetensorError, ValueError) as error:
+            raise StorageError(f"model.weights: {source} is not a safetensors file: {error}") from None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of old protocols
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        why = "holds more than tensors, and loading that would run code; save its state_dict() alone"
+        raise StorageError(f"model.weights: {source} {why}") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        raise StorageError(
+            f"model.weights: {source} is no file of PyTorch's: {one_line(error)[:160]}"
+        ) from None
+    while isinstance(found, Mapping):
+        inner = next(
+            (found[key] for key in ("state_dict", "model") if isinstance(found.get(key), Mapping)), None
+        )
+        if inner is None:
+            break
+        found = inner
+    tensors = {k: v for k, v in found.items() if isinstance(v, Tensor)} if isinstance(found, Mapping) else {}
+    if not tensors:
+        raise StorageError(f"model.weights: {source} holds no weights by name (a state dict)")
+    return tensors
+
+
+PREFIXES = ("", "module.", "encoder.", "module.encoder.", "backbone.", "model.")  # of others' checkpoints
+CLASSIFIERS = ("fc.", "head.", "heads.", "classifier.", "head_dist.")
+
+
+def load_encoder_(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Load weights under the library's keys, whatever stands before them and whichever classifier follows.
+    ConfigError: they are not this encoder's; the line names the keys that differ.
+    """
+    expected = encoder.state_dict()
+    candidates = [with_prefix(dict(tensors), prefix) for prefix in PREFIXES]
+    own = max(candidates, key=lambda some: len(some.keys() & expected.keys()))  # the first of equals
+    missing = [k for k in expected if k not in own and not k.endswith("num_batches_tracked")]
+    surplus = [k for k in own if k not in expected and not k.startswith(CLASSIFIERS)]
+    shapes = [
+        f"{k} {tuple(own[k].shape)} for {tuple(value.shape)}"
+        for k, value in expected.items()
+        if k in own and own[k].shape != value.shape
+    ]
+    kinds = (("missing", missing), ("unexpected", surplus), ("of another shape", shapes))
+    if problems := [f"{len(keys)} {kind} ({_first(keys)})" for kind, keys in kinds if keys]:
+        raise ConfigError(f"model.weights: {source} does not fit the encoder: keys {'; '.join(problems)}")
+    encoder.load_state_dict({k: own.get(k, value) for k, value in expected.items()})
+
+
+def _first(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:3]) + (" ..." if len(keys) > 3 else "")
+
+
+def fetch_pretrained(name: str) -> bytes:
+    """The library's own weights for an encoder, as a safetensors file, from its cache or the internet; only
+    the process that starts a run calls this. ConfigError: there are none, or they cannot be had from here.
+    """
+    library, _, what = name.partition(":")
+    if name == "resnet_small" or (name not in OWN_ENCODERS and library not in ("torchvision", "timm")):
+        raise ConfigError(f"model.weights pretrained: no library has weights for {name}; give a file")
+    state = _fetch_timm(what) if library == "timm" else _fetch_torchvision(what or name)
+    return safetensors.torch.save({key: tensor.contiguous() for key, tensor in state.items()})
+
+
+def _fetch_torchvision(what: str) -> dict[str, Tensor]:
+    check_name("torchvision", what)
+    from torchvision.models import get_model_weights
+
+    weights: Any = get_model_weights(what).DEFAULT
+    try:
+        return weights.get_state_dict(progress=False, check_hash=True, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError) as error:  # URLError is an OSError; RuntimeError: a damaged file
+        folder, reason = os.path.join(torch.hub.get_dir(), "checkpoints"), one_line(error)[:120]
+        where = f"download {weights.url} into {folder}, or pass it as --weights FILE"
+        raise ConfigError(f"model.weights pretrained: not to be had from here ({reason}); {where}") from None
+
+
+def _fetch_timm(what: str) -> dict[str, Tensor]:
+    check_name("timm", what)
+    import timm
+    from huggingface_hub import constants, try_to_load_from_cache
+    from timm.models import get_pretrained_cfg
+
+    cfg = get_pretrained_cfg(what)
+    repository = cfg.hf_hub_id
+    if not repository and not cfg.url:
+        raise ConfigError(f"model.weights pretrained: timm has no weights for {what}")
+    file = f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors" if repository else cfg.url
+    here = repository and isinstance(try_to_load_from_cache(repository, "model.safetensors"), str)
+    try:
+        if not here:
+            _reach(file)  # timm tries for a minute before it gives up
+        return timm.create_model(what, pretrained=True, num_classes=0).state_dict()
+    except (OSError, RuntimeError) as error:  # URLError and what the hub raises are OSErrors
+        folder, reason = constants.HF_HUB_CACHE, one_line(error)[:120]
+        where = (
+            f"download {file} and pass it as --weights FILE, or copy another machine's cache into {folder}"
+        )
+        raise ConfigError(f"model.weights pretrained: not to be had from here ({reason}); {where}") from None
+
+
+def _reach(url: str) -> None:
+    """OSError: the host of ``url`` cannot be reached."""
+    with suppress(HTTPError):  # it answers; what it says is the library's business
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=NETWORK_TIMEOUT_S).close()
