@@ -3,14 +3,19 @@
 import json
 import re
 import shlex
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+import uno
 from pipelines import cli, reproduce
 from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
 from pipelines.options import Command, parse
+from tests.uno.small_run import SMALL
 from tune.sweep import TUNE
 from uno.errors import ConfigError
 from uno.reproduce.documents import spread
@@ -24,6 +29,11 @@ def commands(block_mark: str = "") -> list[list[str]]:
     blocks = re.findall(r"```[a-z]*\n(.*?)```", README, re.S)
     lines = "\n".join(block for block in blocks if block_mark in block).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith("uno ")]
+
+
+def python_block(mark: str) -> str:
+    """The Python example that holds ``mark``."""
+    return next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if mark in block)
 
 
 def test_every_command_line_parses(tmp_path, monkeypatch):
@@ -95,6 +105,46 @@ def test_promises_name_their_tests():
         assert f"\ndef {name}(" in (ROOT / path).read_text(), row
 
 
+def test_the_example_in_python_with_a_small_model(tmp_path, monkeypatch, capsys):
+    """Kills: a keyword, a key of the metrics or an attribute that does not exist."""
+    if not entry_points(group="uno.jobs"):
+        pytest.skip("installed before the group uno.jobs was declared: make installs again")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    small = {key: value for key, value in SMALL.items() if "epochs" not in key} | {
+        "max_steps": 1,
+        "compute.threads": 1,
+    }
+    monkeypatch.setattr(uno, "discover", partial(uno.discover, quiet=True, **small), raising=False)
+    run_example()
+    assert "novel" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_in_python(tmp_path, monkeypatch):
+    """As it stands: half a minute for a model that is right."""
+    monkeypatch.chdir(tmp_path)
+    names = run_example()
+    assert names["model"].metrics["train/novel/task_agnostic_strict/acc/best"] > 0.85
+
+
+def run_example() -> dict:
+    """The names after README's example; it predicts the first twenty digits, two of each."""
+    names: dict = {}
+    exec(compile(python_block("uno.discover("), "README.md", "exec"), names)
+    assert names["model"].run == str(Path.cwd() / "runs" / "python") and len(names["table"]) == 20
+    assert Path(names["model"].report).exists() and "<img" in names["model"]._repr_html_()
+    return names
+
+
+def test_the_picture_is_small_and_says_nothing_else():
+    """Kills: megabytes in every clone, a picture with somebody's metadata."""
+    path = ROOT / re.search(r"!\[[^]]+\]\((docs/[^)]+)\)", README.split("\n## ")[0])[1]
+    with Image.open(path) as picture:
+        assert path.stat().st_size <= 300_000 and picture.width >= 900 and not picture.info
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(900)
@@ -112,7 +162,7 @@ def test_the_day_after_training(tmp_path, monkeypatch, ray_cluster):
     assert (tmp_path / "predictions" / "predictions.parquet").exists()
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
     assert list((tmp_path / "runs" / "demo").rglob("*.pt2"))
-    python = re.search(r"```python\n(.*?)```", README, re.S)[1]
+    python = python_block("uno.load(")
     images = __import__("numpy").zeros((2, 8, 8, 3), "uint8")
     python = python.replace('["a.jpg", "b.png"]', "images")
     exec(compile(python, "README.md", "exec"), {"images": images})
