@@ -11,6 +11,8 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from uno.results.show import visible as visible
+
 
 def render(template: str, context: Mapping[str, Any], package: str = "uno.report", script: str = "") -> str:
     """A page whose content security policy forbids every request and foreign script; all of ``context`` is
@@ -30,13 +32,6 @@ def render(template: str, context: Mapping[str, Any], package: str = "uno.report
         generated=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )  # fmt: skip
     return page.encode("utf-8", "replace").decode()
-
-
-def visible(name: object, limit: int = 300) -> str:
-    """At most ``limit`` characters of ``name``, unprintable ones spelled out (``\\n``), not escaped."""
-    text = str(name)[: limit + 1]
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 
 def count(number: float) -> str:

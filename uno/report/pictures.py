@@ -1,21 +1,18 @@
 """Thumbnails as data URIs: strips of a class's images and one sheet for the points of the maps."""
 
-import base64
-from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image as Pillow
 
 from uno.data.decode import decode_many
 from uno.data.rows import Chosen, Rows
 from uno.report.facts import Sample
+from uno.results.show import encode
 
 BUDGET_BYTES = 2_800_000  # of all galleries; the page stays below 5 MB
 SHEET_BYTES = 700_000
 MAX_SIDE, SHEET_SIDE = 64, 24
-SMALL = 16  # up to this side a PNG is smaller than a JPEG, and enlarging keeps the pixels
 SHEET_COLUMNS = 40
 
 
@@ -25,18 +22,6 @@ class Strip(NamedTuple):
     title: str
     rows: list[int]
     uri: str
-
-
-def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
-    """(N,3,S,S) -> a data URI of one picture with ``columns`` images in a row; PNG if tiny, else JPEG."""
-    num, _, side, _ = images.shape
-    filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)]).reshape(-1, columns, 3, side, side)
-    pixels = filled.transpose(0, 3, 1, 4, 2).reshape(-1, columns * side, 3)
-    grey = bool((pixels == pixels[..., :1]).all())
-    kind, buffer = "png" if side <= SMALL else "jpeg", BytesIO()
-    picture = Pillow.fromarray(pixels[..., 0] if grey else pixels)
-    picture.save(buffer, kind, optimize=True, quality=quality)
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 class Album:

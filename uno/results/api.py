@@ -18,11 +18,13 @@ from torch import Tensor
 from uno.data.decode import BadImage, decoded, readable, to_rgb
 from uno.data.files import Storage
 from uno.data.rows import Image
-from uno.errors import ConfigError
+from uno.errors import ConfigError, StorageError
+from uno.results import show
 from uno.results.classes import OutputClass
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.runs import REPORT_FILE, directory
 
+STRICT = "train/novel/task_agnostic_strict/acc/best"
 ImageLike = str | PathLike[str] | bytes | np.ndarray | PIL.Image.Image
 
 
@@ -59,6 +61,8 @@ class Predictions:
     probabilities: np.ndarray  # (N, C)
     embedding: np.ndarray  # (N, D)
     reason: list[str | None]
+    path: list[str | None]  # of an image that was given as one
+    first: list[Image]  # the first images, for a notebook
 
     def __len__(self) -> int:
         return len(self.class_index)
@@ -73,6 +77,26 @@ class Predictions:
     def __iter__(self) -> Iterator[Prediction]:
         return (self[row] for row in range(len(self)))
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self):,} images: {show.counted(self.class_name)}>"
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame``, one row an image, without the arrays. ConfigError: pandas is missing."""
+        try:
+            import pandas
+        except ModuleNotFoundError:
+            raise ConfigError("to_pandas needs the package 'pandas': pip install pandas") from None
+        names = ("path", "class_index", "class_name", "kind", *NUMBERS, "reason")
+        return pandas.DataFrame({name: getattr(self, name) for name in names})
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (path or f"image {i}", one.class_name, one.kind, one.probability, one.head_agreement, one.reason)
+            for i, (path, one, _) in enumerate(zip(self.path, self, self.first, strict=False))
+        ]
+        title, facts = f"{len(self):,} images", [show.counted(self.class_name)]
+        return show.predictions_html(title, facts, self.first, rows, len(self) - len(rows))
+
 
 class Model:
     """A trained model. ``classes`` are its outputs, in order; ``size`` the side of its images in pixels;
@@ -85,6 +109,28 @@ class Model:
         self.classes: list[OutputClass] = classifier.classes
         self.size = classifier.size
         self.model_hash = classifier.model_hash
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.run!r}: {self._counts}>"
+
+    @property
+    def _counts(self) -> str:
+        known, novel = ([c for c in self.classes if c.kind == kind] for kind in ("known", "novel"))
+        return f"{len(known)} known and {len(novel)} novel classes, images of {self.size} px"
+
+    @cached_property
+    def _members(self) -> dict[int, show.Members]:
+        try:
+            return show.members(self._storage, self._classifier.config)
+        except StorageError:  # a damaged table: a model is no worse for it
+            return {}
+
+    def _repr_html_(self) -> str:
+        facts = [self._counts, f"run: {self.run}", f"report: {self.report}" if self.report else ""]
+        if (right := self.metrics.get(STRICT)) is not None:
+            facts.append(f"novel training rows put into the right class: {right:.1%} (strict)")
+        title = f"uno.{type(self).__name__}"
+        return show.model_html(title, facts, self.classes, self._members, self.size)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -129,6 +175,7 @@ class Model:
             class_index=index, class_name=[c and c.name for c in classes], reason=reasons,
             kind=[c and c.kind for c in classes], **{name: column(name) for name in NUMBERS},
             probabilities=column("probabilities", len(self.classes)), embedding=column("features", width),
+            path=[item if isinstance(item, str) else None for item in items], first=encoded[: show.MAX_ROWS],
         )  # fmt: skip
 
 

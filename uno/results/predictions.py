@@ -209,6 +209,14 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
         return _identity((file.schema_arrow.metadata or {}).get(METADATA, b""))
 
 
+def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
+    """Columns of ``predictions.parquet``, in input order; None where there is none of ours."""
+    if read_identity(storage) is None:
+        return None
+    with _reading(storage) as file:
+        return file.read(list(names))
+
+
 def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
     """Put the names of ``classes`` into the table. False: there is none, or other classes were merged."""
     found = read_identity(storage)
