@@ -9,9 +9,17 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from uno.config import Config
 from uno.constrained_kmeans import FREE, Clusters, constrained_kmeans, lloyd
+from uno.data.decode import decoded, readable
+from uno.data.resident import TrainSet
+from uno.data.rows import Chosen
+from uno.data.stream import StreamSet, TrainData
+from uno.errors import ConfigError
+from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
+MAX_ROWS = 20_000  # of a kind, that are clustered for the prior
 
 
 class Clustering(NamedTuple):
@@ -96,3 +104,63 @@ def _kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Cl
         found = KMeans(num_clusters, n_init=num_starts, random_state=seed).fit(points.numpy())
     assignment, centers = torch.from_numpy(found.labels_).long(), torch.from_numpy(found.cluster_centers_)
     return Clusters(assignment, centers.to(points.dtype), float(found.inertia_))
+
+
+@torch.no_grad()
+def with_prior(
+    config: Config, model: UnoModel, train: TrainData, extra: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """``extra`` with the ``prior`` that :func:`uno.steps.global_targets` takes, where the run has one: that
+    in ``extra``, or of clusters of the features of the training rows, or for a mixed pile the uniform one.
+    """
+    mixed = config.data.pile == "mixed"
+    wanted = config.objective.prior or ("clusters" if mixed and config.method == "uno" else "uniform")
+    others = {name: tensor for name, tensor in extra.items() if name != "prior"}
+    if wanted == "uniform":
+        num = train.num_known + train.num_novel
+        return others | ({"prior": torch.full((num,), 1 / num)} if mixed else {})
+    if "prior" in extra:
+        return extra
+    model.eval()
+    labeled, labels, unlabeled = training_features(config, model, train)
+    model.train()
+    pile: Literal["novel", "mixed"] = "mixed" if mixed else "novel"
+    found = clusters_of(unlabeled, labeled, labels, train.num_novel, pile, config.seed)
+    return others | {"prior": found.prior}
+
+
+def training_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor, Tensor]:
+    """Features (N_l, D), labels (N_l,) and features (N_u, D) of at most ``MAX_ROWS`` rows of each kind,
+    evenly spaced, on the CPU; images that cannot be read are left out.
+    """
+    labeled, unlabeled = (_evenly(n) for n in (len(train.labels), train.num_unlabeled))
+    if isinstance(train, TrainSet):
+        pairs = (train.labeled_images, labeled), (train.unlabeled_images, unlabeled)
+        known, rest = (
+            features_of(model, images[rows.to(images.device)], config).cpu() for images, rows in pairs
+        )
+        return known, train.labels[labeled.to(train.labels.device)].cpu(), rest
+    known, ok = _streamed(config, model, train, train.labeled[labeled.numpy()])
+    rest, _ = _streamed(config, model, train, train.unlabeled[unlabeled.numpy()])
+    return known, train.labels[labeled][ok].cpu(), rest
+
+
+def _streamed(config: Config, model: UnoModel, train: StreamSet, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Features, on the CPU, of those ``rows`` int64 (n,) that can be read, and which these are, bool (n,)."""
+    data, batch = config.data, config.train.eval_batch_size
+    batches = np.split(rows, range(batch, len(rows), batch))
+    features, ok = list[Tensor](), list[Tensor]()
+    source, threads = Chosen(train.images, train.index), config.compute.threads
+    for _, pixels, reasons in decoded(source, batches, data.store_size, threads, data.interpolation):
+        ok.append(torch.from_numpy(readable(reasons)))
+        if ok[-1].any():
+            features.append(features_of(model, pixels[ok[-1]], config).cpu())
+    if not features:
+        raise ConfigError("objective.prior clusters: no image of a kind can be read")
+    return torch.cat(features), torch.cat(ok)
+
+
+def _evenly(num_rows: int) -> Tensor:
+    """At most ``MAX_ROWS`` row numbers, evenly spaced."""
+    num = min(num_rows, MAX_ROWS)
+    return torch.arange(num) * num_rows // max(num, 1)

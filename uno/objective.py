@@ -10,19 +10,20 @@ from uno.sinkhorn import sinkhorn
 
 
 def pseudo_labels(
-    logits: Tensor, epsilon: float, num_iters: int, aggregation: str = "swap", hard: bool = False
-) -> Tensor:
+    logits: Tensor, epsilon: float, num_iters: int, aggregation: str = "swap", hard: bool = False,
+    prior: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Targets of the unlabeled rows, one per large view (Eq. 4-5; appendix for the two averages).
 
     (V, H, B, K) cosines of the GLOBAL unlabeled batch under each large view and head -> the same shape, rows
-    summing to one, without gradient. ``epsilon`` and ``num_iters`` are Sinkhorn's. ``aggregation``: ``swap``
-    keeps one target per view; ``average_pseudo_labels`` and ``average_logits`` give every view the same one,
-    averaged after or before Sinkhorn. ``hard``: one-hot vectors of the argmax.
+    summing to one, without gradient. ``epsilon``, ``num_iters``, ``prior`` (K,) are Sinkhorn's.
+    ``aggregation``: ``swap`` keeps one target per view; ``average_pseudo_labels`` and ``average_logits`` give
+    every view the same one, averaged after or before Sinkhorn. ``hard``: one-hot vectors of the argmax.
     """
     num_views = len(logits)
     if aggregation == "average_logits":
         logits = logits.mean(dim=0, keepdim=True)
-    targets = sinkhorn(logits, epsilon, num_iters)
+    targets = sinkhorn(logits, epsilon, num_iters, prior)
     if aggregation == "average_pseudo_labels":
         targets = targets.mean(dim=0, keepdim=True)
     if hard:
@@ -42,7 +43,8 @@ def discovery_loss(
 
     Cosines, float32 or float64, of B rows: ``known`` (V, B, C_l), ``families`` F times (V, H, B, K_f),
     cluster heads, then overclustering heads. ``labels`` (B_l,) are known-class indices of the first B_l rows,
-    ``targets`` F times (V_large, H, B_u, K_f) the others' pseudo-labels; small views have none. ``concat``:
+    ``targets`` F times (V_large, H, B_u, K_f) the others' pseudo-labels; small views have none. In a mixed
+    pile they are (V_large, H, B_u, C_l + K_f), over known outputs, too, and sum to one over both. ``concat``:
     one softmax over known and novel outputs; False is the paper's ablation: cross-entropy of labeled rows
     over known outputs, of unlabeled rows over novel outputs.
 
@@ -65,7 +67,12 @@ def discovery_loss(
             else:
                 of_labeled = log_z_known.expand_as(log_z)[..., :num_labeled]
                 log_z = torch.cat([of_labeled, log_z[..., num_labeled:]], dim=-1)
-            pull = torch.einsum("vw,vhbk,whbk->h", pairs, target.to(novel.dtype), novel[:, :, num_labeled:])
+            among_known, target = target.to(novel.dtype).tensor_split(
+                [target.shape[-1] - novel.shape[-1]], -1
+            )
+            pull = torch.einsum("vw,vhbk,whbk->h", pairs, target, novel[:, :, num_labeled:])
+            if among_known.shape[-1]:
+                pull = pull + torch.einsum("vw,vhbk,wbk->h", pairs, among_known, known[:, num_labeled:])
             losses.append(pairs.sum(dim=0) @ (log_z.sum(dim=-1) - label_logits.unsqueeze(1)) - pull)
     return torch.stack(losses) / num_terms
 

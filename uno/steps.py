@@ -41,11 +41,14 @@ def rotation_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, l
 
 
 def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
-    """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3): mean over families and heads."""
+    """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3): mean over families and heads. In mixed
+    piles unlabeled rows choose among all C outputs (UNO+: Vaze et al., CVPR 2022).
+    """
     logits = forward(state, batch)
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
-    targets = global_targets(families, batch.num_large, len(batch.labels), objective)
+    rows = batch.num_large, len(batch.labels)
+    targets = global_targets(families, *rows, objective, known=logits.known, prior=state.extra.get("prior"))
     losses = discovery_loss(
         logits.known, families, batch.labels, targets, objective.temperature, objective.concat
     )  # (families, H)
@@ -61,7 +64,7 @@ def forward(state: TrainState, batch: Batch) -> Logits:
 
 def global_targets(
     families: Sequence[Tensor], num_large: int, num_labeled: int, objective: ObjectiveConfig,
-    past: Sequence[Tensor] | None = None,
+    past: Sequence[Tensor] | None = None, known: Tensor | None = None, prior: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Pseudo-labels of this worker's unlabeled rows, computed over the GLOBAL unlabeled batch.
 
@@ -69,14 +72,26 @@ def global_targets(
     K) of which the first ``num_large`` views give targets and the first ``num_labeled`` rows have labels ->
     (V_large, H, B_u, K) each. ``past``: per family (V_large, H, Q, K) logits of rows of earlier batches that
     Sinkhorn sees besides.
+
+    ``prior``: shares of unlabeled rows that outputs may expect. (C_u,): those of a cluster head. (C,): rows
+    may be of known classes, too, and choose by ``known`` (V, B, C_l) as well: targets are (V_large, H, B_u,
+    C_l + K). The clusters of an overclustering head share alike in what novel classes have.
     """
+    priors: list[Tensor | None] = [prior, *[None] * (len(families) - 1)]
+    if prior is not None and known is not None and len(prior) > families[0].shape[-1]:
+        old = prior[: known.shape[-1]]
+        families = [
+            torch.cat([known.unsqueeze(1).expand(-1, *f.shape[1:3], -1), f], dim=-1) for f in families
+        ]
+        counts = [f.shape[-1] - len(old) for f in families]
+        priors = [prior, *(torch.cat([old, (1 - old.sum()).expand(n) / n]) for n in counts[1:])]
     own = [family.detach()[:num_large, :, num_labeled:] for family in families]
     everyones = collectives.gather_rows(torch.cat(own, dim=-1), dim=2)
     targets = []
     for i, logits in enumerate(everyones.split([family.shape[-1] for family in families], dim=-1)):
         seen = logits if past is None else torch.cat([logits, past[i]], dim=2)
         o, hard = objective, objective.pseudo_labels == "hard"
-        found = pseudo_labels(seen, o.epsilon, o.num_iters, o.aggregation, hard)
+        found = pseudo_labels(seen, o.epsilon, o.num_iters, o.aggregation, hard, priors[i])
         targets.append(collectives.own_rows(found[:, :, : logits.shape[2]], dim=2))
     return targets
 

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 
 
-def scale_matrix(logits: np.ndarray, epsilon: float, num_iters: int) -> np.ndarray:
-    """Sinkhorn-Knopp by scaling the matrix exp(logits / epsilon): (B, K) -> (B, K).
+def scale_matrix(logits: np.ndarray, epsilon: float, num_iters: int, prior=None) -> np.ndarray:
+    """Sinkhorn-Knopp by scaling the matrix exp(logits / epsilon): (B, K) -> (B, K); column k to prior[k].
 
     Works on exact logarithms of the row and column sums, so that nothing over- or underflows.
     """
     log_y = logits.astype(np.float64) / epsilon
     for _ in range(num_iters if log_y.size else 0):
-        for column in log_y.T:
-            column -= _log_sum(column)
+        for k, column in enumerate(log_y.T):
+            column -= _log_sum(column) - (0 if prior is None else np.log(prior[k]))
         for row in log_y:
             row -= _log_sum(row)
     return np.exp(log_y)
@@ -58,7 +58,10 @@ def loss_of(known, novel, labels, targets, temperature: float, concat: bool) -> 
                 target = np.concatenate([alone, np.zeros(num_clusters)])  # Eq. 2, upper row
             else:
                 alone, logits = targets[v, b - len(labels)], novel[w, b]
-                target = np.concatenate([np.zeros(num_known), alone])  # Eq. 2, lower row
+                nothing = (
+                    num_known + num_clusters - len(alone)
+                )  # in a mixed pile the target is over all outputs
+                target = np.concatenate([np.zeros(nothing), alone])  # Eq. 2, lower row
             if concat:
                 terms.append(cross_entropy(np.concatenate([known[w, b], novel[w, b]]), target, temperature))
             else:
@@ -82,7 +85,7 @@ def padded_loss(known, families, labels, targets, temperature, concat=True, mist
             joint[:, :, : len(labels), num_known:] = -1e9
             joint[:, :, len(labels) :, :num_known] = -1e9
         log_p = joint.log_softmax(dim=-2 if mistake == "over rows" else -1)
-        pseudo = F.pad(target.to(known.dtype), (num_known, 0))
+        pseudo = F.pad(target.to(known.dtype), (num_known + num_clusters - target.shape[-1], 0))
         if mistake == "known block":
             pseudo = pseudo.roll(-num_known, dims=-1)
         one_hot = F.pad(F.one_hot(labels, num_known).to(known.dtype), (0, num_clusters))

@@ -16,6 +16,7 @@ from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import Interrupted
+from uno.initial import with_prior
 from uno.methods import registry
 from uno.presets import preset
 from uno.runs import faults, run
@@ -51,12 +52,15 @@ def small_sets() -> tuple[TrainSet, dict[str, EvalSet]]:
 
 
 def fresh_state(
-    config: Config, num_novel: int = 5, dtype: torch.dtype = torch.float32, worker: Worker = HERE
-) -> TrainState:
+    config: Config, num_novel: int = 5, dtype: torch.dtype = torch.float32, worker: Worker = HERE,
+    train: TrainSet | None = None,
+) -> TrainState:  # fmt: skip
     """A state at step 0 of discovery by the run's method (pretraining: num_novel 0), as uno.runs makes it."""
     method = registry.load(config)
     model = registry.build_network(config, 5, num_novel, config.seed).to(dtype).train()
-    extra = method.start(config, model, small_sets()[0]) if method.start and num_novel else {}
+    train = train or small_sets()[0]
+    extra = method.start(config, model, train) if method.start and num_novel else {}
+    extra = with_prior(config, model, train, extra) if num_novel else {}
     phase = config.discover if num_novel else config.pretrain
     state = new_state(model, worker.wrap(model), phase, CPU, False, config.model.encoder_lr)
     state.extra = {name: collectives.from_first(tensor) for name, tensor in extra.items()}

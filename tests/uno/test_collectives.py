@@ -38,6 +38,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
+MIXED = {"data__pile": "mixed", "objective__rkd_weight": 0.5}
+
+
 class GlooWorker(StopAt):
     """A worker among others."""
 
@@ -109,11 +112,11 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
 
 def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients and state after two steps of a method, with BatchNorm in eval mode."""
-    options = OPTIONS if name == "uno" else {"objective__rampup": 0.0}
-    config = small_config(method=name, train__batch_size=24, **options)
+    options = {"uno": OPTIONS, "mixed": MIXED}.get(name, {"method": name, "objective__rampup": 0.0})
+    config = small_config(train__batch_size=24, **options)
     state, batches = fresh_state(config, worker=worker), batches_of(config, worker=worker)
     step = registry.load(config).step
-    if name == "uno":
+    if config.objective.rkd_weight:
         teacher = build_model(config.model, 5, 0, 5).eval()
         state.teacher = nn.Sequential(teacher.encoder, teacher.known)
     state.model.eval()
@@ -132,7 +135,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     worker = GlooWorker(rank, world_size)
     parts = {"step": one_step(worker)}
     if world_size <= 2:
-        parts |= {f"method/{name}": two_steps(name, worker) for name in METHODS}
+        parts |= {f"method/{name}": two_steps(name, worker) for name in (*METHODS, "mixed")}
     if world_size > 1:
         parts |= {"nan": nan_on_one_rank(worker), "phase": whole_phase(worker, folder)}
     seen = {f"{part}/{name}": tensor for part, some in parts.items() for name, tensor in some.items()}
@@ -185,7 +188,7 @@ def test_workers_equal_one_worker(tmp_path, world_size):
     (whole,) = results(1, tmp_path / "one")
     shares = results(world_size, tmp_path / "many")
     if world_size == 2:
-        assert {name.split("/")[1] for name in whole if name.startswith("method/")} == set(METHODS)
+        assert {name.split("/")[1] for name in whole if name.startswith("method/")} == {*METHODS, "mixed"}
     for name, expected in whole.items():
         if name.startswith("method/") and world_size > 2:
             continue

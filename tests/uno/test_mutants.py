@@ -45,11 +45,17 @@ def also(name: str, target: str, function: Callable, test: str, **arguments: Any
     MUTANTS[name] = target, function, test, arguments
 
 
-def scaled(original, logits, epsilon, num_iters, order=(-2, -1), detach=True):
-    """Sinkhorn-Knopp that normalises along the dimensions of ``order``, first to last."""
+def scaled(
+    original, logits, epsilon, num_iters, prior=None, order=(-2, -1), detach=True, prior_after=-2, times=1
+):
+    """Sinkhorn-Knopp that normalises along the dimensions of ``order``, first to last; the prior comes after
+    that along ``prior_after``, ``times`` over.
+    """
     scores = (logits.detach() if detach else logits) / epsilon
     for dim in order * num_iters:
         scores = scores.log_softmax(dim=dim)
+        if prior is not None and dim == prior_after:
+            scores = scores + times * prior.to(scores.dtype).log()
     return scores.exp()
 
 
@@ -198,6 +204,17 @@ also("per-sample maximum subtracted", SINKHORN,
 also("gradients through targets", SINKHORN, partial(scaled, detach=False), "test_sinkhorn:test_no_gradient")
 also("a view teaches itself as well", LOSS, partial(padded, mistake="itself too"),
      "test_objective:test_a_view_never_teaches_itself")  # fmt: skip
+PRIOR = "test_sinkhorn:test_a_prior_gives_clusters_their_own_mass"
+also("a prior that is ignored", SINKHORN, partial(scaled, times=0), PRIOR, num_rows=24, num_clusters=5)
+also("a prior after the rows", SINKHORN, partial(scaled, prior_after=-1), PRIOR, num_rows=24, num_clusters=5)
+MIXED_STEP = "test_steps:test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs"
+also("known outputs of another view", "uno.steps:global_targets",
+     partial(replaced, values={"known": lambda known: known.flip(0)}), MIXED_STEP)  # fmt: skip
+also("a prior of the wrong outputs", "uno.steps:global_targets",
+     partial(replaced, values={"prior": lambda prior: None if prior is None else prior.flip(0)}), MIXED_STEP)  # fmt: skip
+also("targets of known outputs without a pull", LOSS,
+     partial(replaced, values={"targets": lambda targets: [t * 0.5 for t in targets]}),
+     "test_objective:test_a_mixed_pile_equals_the_naive_loop", views="two views")  # fmt: skip
 for mistake in ("unswapped", "no temperature", "over rows", "known block"):
     also(f"loss: {mistake}", LOSS, partial(padded, mistake=mistake), NAIVE, **TWO_VIEWS)
 also("targets from small crops", "uno.steps:global_targets",

@@ -96,3 +96,29 @@ def test_clusters_are_used_equally_where_softmax_collapses():
 def test_no_gradient():
     """Kills: gradients flowing through the pseudo-labels."""
     assert not sinkhorn(cosines(8, 3).requires_grad_(), 0.05, 3).requires_grad
+
+
+def prior_of(num_clusters: int, seed: int = 0) -> torch.Tensor:
+    draws = torch.rand(num_clusters, generator=torch.Generator().manual_seed(seed)) + 0.05
+    return draws / draws.sum()
+
+
+@pytest.mark.parametrize(("num_rows", "num_clusters"), [(24, 5), (4, 9), (7, 7), (1, 1)])
+def test_a_prior_gives_clusters_their_own_mass(num_rows, num_clusters):
+    """Against matrix scaling, in both memory layouts, batched. Kills: the prior added after the rows, before
+    the clusters, once instead of in every iteration, along the rows; its logarithm forgotten.
+    """
+    logits, prior = cosines(2 * num_rows, num_clusters).view(2, num_rows, -1), prior_of(num_clusters)
+    found = sinkhorn(logits, 0.05, 3, prior)
+    for own, one in zip(logits, found, strict=True):
+        expected = scale_matrix(own.double().numpy(), 0.05, 3, prior.double().numpy())
+        np.testing.assert_allclose(one.numpy(), expected, atol=1e-5)
+
+
+def test_converged_clusters_hold_their_share():
+    """Kills: shares that only shift the start, or are squared."""
+    prior = prior_of(5)
+    usage = sinkhorn(cosines(400, 5), 0.5, 200, prior).mean(dim=0)
+    torch.testing.assert_close(usage, prior, atol=1e-4, rtol=0)
+    even = sinkhorn(cosines(40, 5), 0.05, 3, torch.full((5,), 0.2))
+    torch.testing.assert_close(even, sinkhorn(cosines(40, 5), 0.05, 3), atol=1e-6, rtol=1e-5)

@@ -1,6 +1,7 @@
 """A step of each phase: its loss, what it counts, and what it does with a gradient that is not a number."""
 
 import copy
+import itertools
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.uno.reference import loss_of, targets_of
+from tests.uno.reference import loss_of, scale_matrix, targets_of
 from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config
 from uno.data.decode import decode_many, readable
 from uno.data.resident import assemble
@@ -115,6 +116,45 @@ def test_targets_come_from_the_unlabeled_rows_of_large_views():
         torch.testing.assert_close(again, same)
 
 
+def test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs():
+    """The prior's length says so. Kills: targets over novel outputs, known cosines of small views or labeled
+    rows, a prior for the wrong family, what novel classes have given to each overcluster whole.
+    """
+    generator = torch.Generator().manual_seed(0)
+    known = torch.rand(4, 10, 3, generator=generator, dtype=torch.float64) * 2 - 1
+    families = [torch.rand(4, 2, 10, k, generator=generator, dtype=torch.float64) * 2 - 1 for k in (5, 15)]
+    prior = torch.tensor([0.1, 0.2, 0.1, 0.05, 0.05, 0.1, 0.3, 0.1], dtype=torch.float64)
+    priors = [prior.tolist(), [0.1, 0.2, 0.1, *[0.6 / 15] * 15]]
+    found = global_targets(families, 2, 4, CONFIG.objective, known=known, prior=prior)
+    for family, target, shares in zip(families, found, priors, strict=True):
+        assert target.shape == (2, 2, 6, 3 + family.shape[-1])
+        for v, h in itertools.product(range(2), range(2)):
+            joint = np.concatenate([known[v, 4:].numpy(), family[v, h, 4:].numpy()], axis=1)
+            np.testing.assert_allclose(target[v, h], scale_matrix(joint, 0.05, 3, shares), atol=1e-6)
+    novel = global_targets(families, 2, 4, CONFIG.objective, known=known, prior=prior[3:] / 0.6)
+    assert [target.shape[-1] for target in novel] == [5, 15]
+    expected = scale_matrix(families[0][1, 0, 4:].numpy(), 0.05, 3, (prior[3:] / 0.6).tolist())
+    np.testing.assert_allclose(novel[0][1, 0], expected, atol=1e-6)
+    plain = global_targets(families, 2, 4, CONFIG.objective, known=known, prior=None)
+    torch.testing.assert_close(novel[1], plain[1])
+
+
+@pytest.mark.parametrize("prior", ["uniform", "clusters"])
+def test_a_step_on_a_mixed_pile_teaches_known_prototypes_by_unlabeled_rows(prior):
+    """Kills: unlabeled rows without a say in known outputs, a prior that is not in the checkpoint."""
+    config = small_config(data__pile="mixed", objective__prior=prior)
+    state, batch = fresh_state(config), batches_of(config)(0)
+    assert state.extra["prior"].shape == (10,) and float(state.extra["prior"].sum()) == pytest.approx(1)
+    assert (prior == "uniform") == bool((state.extra["prior"] == state.extra["prior"][0]).all())
+    assert "extra/prior" in copied_tensors(state)
+    plain = fresh_state(small_config())  # where the labeled rows alone teach them
+    assert "prior" not in plain.extra
+    losses = [float(discovery_step(s, batch, config.objective, 0.1)) for s in (state, plain)]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+    known = [s.model.known.weight.grad for s in (state, plain)]
+    assert (known[0] - known[1]).abs().max() > 1e-3
+
+
 def test_bfloat16_follows_the_curve_of_float32():
     """The stated tolerance of bfloat16: over 20 steps the mean loss within 3 %, every loss within 15 %
     (found: 0.5 and 4 %; a smaller network amplifies any rounding, differently on every processor). Kills:
@@ -171,11 +211,14 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
     assert not torch.equal(state.model.encoder.conv1.weight, after["model/encoder.conv1.weight"])
 
 
-def test_permuted_hidden_labels_change_no_training_tensor():
-    """The truth of novel rows is permuted among them. Kills: any look at novel labels: in the split, the
-    order of rows, the mask of unlabeled rows, the batches.
+@pytest.mark.parametrize("unlabel_known", [0.0, 0.5])
+def test_permuted_hidden_labels_change_no_training_tensor(unlabel_known):
+    """The truth of novel rows is permuted among them, in a mixed pile that of all unlabeled rows. Kills: any
+    look at novel labels: in the split, the order of rows, the mask of unlabeled rows, the batches, the prior.
     """
-    config, states, truths = CONFIG.data.model_copy(update={"limit": None}), [], []
+    run_config = small_config(data__pile="mixed" if unlabel_known else "novel")
+    changes = {"limit": None, "unlabel_known": unlabel_known}
+    config, states, truths = run_config.data.model_copy(update=changes), [], []
     for permute in (False, True):
         rows = read_rows(config)
         if permute:
@@ -184,11 +227,14 @@ def test_permuted_hidden_labels_change_no_training_tensor():
             for i, j in zip(novel, np.random.default_rng(0).permutation(novel), strict=True):
                 rows.labels[i] = labels[j]
         task = make_task(rows, config)
+        if permute and unlabel_known:
+            hidden = np.flatnonzero(task.is_train & (task.labels < 0))
+            task.eval_labels[hidden] = np.random.default_rng(0).permutation(task.eval_labels[hidden])
         images, reasons = decode_many(task.rows.images, config.store_size, 1)
         train = assemble(task, images, readable(reasons))
-        state, batches = fresh_state(CONFIG), batches_of(CONFIG, train=train)
+        state, batches = fresh_state(run_config, train=train), batches_of(run_config, train=train)
         for step in range(4):
-            discovery_step(state, batches(step), CONFIG.objective, 0.1)
+            discovery_step(state, batches(step), run_config.objective, 0.1)
         states.append(copied_tensors(state))
         truths.append(task.eval_labels)
     assert (truths[0] != truths[1]).sum() > 500  # the permutation was one

@@ -30,7 +30,8 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
     if "queue" in state.extra:
         assert logits.directions is not None
         past = past_logits(state, logits.directions[: batch.num_large, :, len(labels) :])
-    targets = global_targets(families, batch.num_large, len(labels), objective, past)
+    rows, prior = (batch.num_large, len(labels)), state.extra.get("prior")
+    targets = global_targets(families, *rows, objective, past, logits.known, prior)
     losses = discovery_loss(logits.known, families, labels, targets, objective.temperature, objective.concat)
     loss = torch.stack([losses.mean(), *terms(state, batch, logits, objective)]).sum()
     return update_(state, loss, lr, losses[0])

@@ -13,6 +13,7 @@ from uno.data.plan import ROTATION as ROTATION_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
 from uno.data.stream import TrainData
 from uno.errors import ConfigError, StorageError
+from uno.initial import with_prior
 from uno.methods import registry
 from uno.model import UnoModel, build_model
 from uno.runs import DISCOVER, PRETRAIN, ROTATION
@@ -61,14 +62,15 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     cuda = worker.device.type == "cuda"
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
     extra: dict[str, Tensor] = {}
-    if name == DISCOVER and method.start is not None and not checkpoint_steps(storage, name):
-        extra = method.start(config, model, train)
+    if name == DISCOVER and not checkpoint_steps(storage, name):
+        extra = method.start(config, model, train) if method.start is not None else {}
+        extra = with_prior(config, model, train, extra)
     if config.compute.compile:
         prepare_compiler()
         model.encoder.compile()
     forward, encoder_lr = worker.wrap(model), config.model.encoder_lr
     state = new_state(model, forward, settings, worker.device, autocast, encoder_lr)
-    state.extra = {key: collectives.from_first(tensor) for key, tensor in extra.items()}
+    state.extra = {key: collectives.from_first(t.to(worker.device)) for key, t in extra.items()}
     state.teacher = None if teacher is None else teacher.to(worker.device)
     with closing(train.batches(config, plan, worker.rank, worker.world_size, phase.last_step)) as batches:
         fit(config, phase, state, batches, worker, storage)
