@@ -204,14 +204,20 @@ also("per-sample maximum subtracted", SINKHORN,
 also("gradients through targets", SINKHORN, partial(scaled, detach=False), "test_sinkhorn:test_no_gradient")
 also("a view teaches itself as well", LOSS, partial(padded, mistake="itself too"),
      "test_objective:test_a_view_never_teaches_itself")  # fmt: skip
+
+
+def turned(prior):
+    return None if prior is None else prior.flip(0)
+
+
 PRIOR = "test_sinkhorn:test_a_prior_gives_clusters_their_own_mass"
 also("a prior that is ignored", SINKHORN, partial(scaled, times=0), PRIOR, num_rows=24, num_clusters=5)
 also("a prior after the rows", SINKHORN, partial(scaled, prior_after=-1), PRIOR, num_rows=24, num_clusters=5)
 MIXED_STEP = "test_steps:test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs"
 also("known outputs of another view", "uno.steps:global_targets",
      partial(replaced, values={"known": lambda known: known.flip(0)}), MIXED_STEP)  # fmt: skip
-also("a prior of the wrong outputs", "uno.steps:global_targets",
-     partial(replaced, values={"prior": lambda prior: None if prior is None else prior.flip(0)}), MIXED_STEP)  # fmt: skip
+also("a prior of the wrong outputs", "uno.steps:global_targets", partial(replaced, values={"prior": turned}),
+     MIXED_STEP)  # fmt: skip
 also("targets of known outputs without a pull", LOSS,
      partial(replaced, values={"targets": lambda targets: [t * 0.5 for t in targets]}),
      "test_objective:test_a_mixed_pile_equals_the_naive_loop", views="two views")  # fmt: skip
