@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 SHARD_MB = 128
 FRESH = {"--fresh": switch("Start over: ignore the checkpoints of an earlier run in the same directory.")}
 EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
-APPLY = {"--apply": switch("Put classes.yaml into model and predictions.")}
+APPLY = {
+    "--apply": switch("Put classes.yaml into model and predictions."),
+    "--rename": Argument("Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []),
+}
 TRAINING = PRINT_CONFIG | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
@@ -100,10 +103,13 @@ def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
 def discover_job(settings: Mapping[str, Any], fresh: bool, quiet: bool) -> str:
     """``uno.discover(**settings)``: what the command does; returns the run directory. Raises UnoErrors."""
     options = options_of(settings, DISCOVER, fresh=fresh)
+    import torch
+
     from pipelines.cli import foreseen
     from pipelines.console import silence
     from pipelines.jobs import run_job
 
+    threads = torch.get_num_threads()
     try:
         with silence(quiet):
             run_job(options)
@@ -111,6 +117,8 @@ def discover_job(settings: Mapping[str, Any], fresh: bool, quiet: bool) -> str:
         if (meant := foreseen(error)) is None:
             raise
         raise meant from error
+    finally:
+        torch.set_num_threads(threads)  # the caller's own work goes on as before
     return str(options.config.output)
 
 
@@ -274,13 +282,22 @@ def classes(argv: Sequence[str]) -> int:
     own = parse(argv, CLASSES).own
     from pipelines.console import say
     from uno.data.files import Storage
-    from uno.results.classes import YAML_FILE, read_edits, template
+    from uno.results.classes import YAML_FILE, read_edits, template, with_names
     from uno.results.infer import load_classifier
     from uno.runs import lock
 
     storage = Storage(own.run)
     model = load_classifier(storage)
     path = storage.path(YAML_FILE)
+    if own.rename:
+        fresh = not storage.exists(YAML_FILE)
+        data = template(model.classes, model.model_hash, {}).encode() if fresh else storage.read(YAML_FILE)
+        data = with_names(data, path, model.classes, model.model_hash, own.rename)
+        edited = read_edits(data, path, model.classes, model.model_hash)
+        with lock.claim(storage, on_wait=say) as claim:
+            claim.storage.write(YAML_FILE, data)
+            say(_apply(claim.storage, model, edited))
+        return 0
     if not storage.exists(YAML_FILE):
         storage.write(YAML_FILE, template(model.classes, model.model_hash, _suggestions(model)).encode())
         say(f"{path} is written: edit it, then run uno classes {own.run} --apply")

@@ -221,6 +221,9 @@ def _execute(job: Job) -> tuple[dict[str, float], Task]:
     config, storage = job.config, job.claim.storage
     for line in directory.heal(storage):
         say(f"warning: {line}")
+    reached = [(phase, steps[-1]) for phase in job.phases if (steps := checkpoint_steps(storage, phase))]
+    if reached:
+        say("resuming at {} step {}".format(*reached[-1]))
     with Progress(interval=config.train.log_every) as progress:
         execute = _run_here if config.compute.workers == 0 else run_on_ray
         done = execute(job, faults.in_driver(progress, storage))

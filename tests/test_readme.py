@@ -126,7 +126,7 @@ def test_the_example_in_python(tmp_path, monkeypatch):
     """As it stands: half a minute for a model that is right."""
     monkeypatch.chdir(tmp_path)
     names = run_example()
-    assert names["model"].metrics["train/novel/task_agnostic_strict/acc/best"] > 0.85
+    assert names["model"].metrics["train/novel/task_agnostic_strict/acc/best"] > 0.8
 
 
 def run_example() -> dict:

@@ -191,6 +191,7 @@ def test_a_signal_saves_and_the_same_command_resumes(finished, tmp_path, capsys,
     assert checkpoint_steps(Storage(str(output)), "discover") == [4]
     assert not (output / "lock.json").exists()
     assert cli.main(argv) == 0
+    assert "resuming at discover step 4\n" in capsys.readouterr().out
     assert lines_of(output) == lines_of(finished)
     assert_same_weights(output, finished)
     assert wasted_steps(Storage(str(output))) == [0]

@@ -147,6 +147,20 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     assert [c.into for c in load_classifier(Storage(str(run))).classes[5:]] == [5, 5, None, 3, 9]
 
 
+def test_classes_named_in_one_step(run, capsys):
+    uno("predict", run)
+    uno("classes", run, "--rename", "5=nine", "novel-2=big cat")
+    assert "applied to model and predictions" in capsys.readouterr().out
+    assert {"nine", "big cat"} & set(table_of(run)["class_name"].to_pylist())
+    names = [c.name for c in load_classifier(Storage(str(run))).classes]
+    assert names[5:8] == ["nine", "big cat", "novel-3"]
+    uno("classes", run, "--rename", "nine=9")  # by the name it has now
+    assert load_classifier(Storage(str(run))).classes[5].name == "9"
+    before = (run / "classes.yaml").read_bytes()
+    assert "two classes are named '9'" in refused(capsys, 2, "classes", run, "--rename", "6=9")
+    assert (run / "classes.yaml").read_bytes() == before
+
+
 def test_a_wrong_edit_changes_nothing(run, capsys):
     uno("classes", run)
     edit(run, c5={"name": "4"})

@@ -192,6 +192,29 @@ def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_ha
     return edited
 
 
+def with_names(
+    data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str, words: Sequence[str]
+) -> bytes:
+    """``data``, a ``classes.yaml``, with the names of ``words`` such as ``5=nine``: a discovered class by its
+    index or present name. Whatever else stands there stays. ConfigError: no such class, or not in our form.
+    """
+    now = {c.name: c.index for c in read_edits(data, where, classes, model_hash) if c.kind == "novel"}
+    text = data.decode()
+    for word in words:
+        old, equals, new = word.partition("=")
+        index = int(old) if old.isdecimal() and int(old) in now.values() else now.get(old)
+        if not (equals and new):
+            raise ConfigError(f"--rename takes INDEX=NAME or NAME=NAME, such as 5=nine, got {word!r}")
+        if index is None:
+            hint = _did_you_mean(old, now) or f"; those are {min(now.values())} to {max(now.values())}"
+            raise ConfigError(f"--rename {word}: there is no discovered class {old!r}{hint}")
+        entry = re.search(rf"^- index: {index}(?: .*)?\n  name: (.*)$", text, re.M)
+        if entry is None:
+            raise ConfigError(f"{where}: class {index} does not stand there as it was written; name it there")
+        text = text[: entry.start(1)] + _scalar(new) + text[entry.end(1) :]
+    return text.encode()
+
+
 def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]:
     """(index, name, action) of one entry; ``novel`` are the indices there may be."""
     if not isinstance(entry, Mapping):

@@ -130,3 +130,30 @@ def test_suggestions_name_the_nearest():
     assert found[3].known[0][1] == pytest.approx(0.8)
     assert [name for name, _ in found[3].novel] == ["novel-4", "novel-2"]  # itself and the empty one are not
     assert found[5] == Suggestion(0, 4)
+
+
+def test_rename_changes_names_and_nothing_else():
+    """Kills: a comment lost, class 1 taken for class 13, a name that YAML reads as something else."""
+    similar = {3: Suggestion(7, 9, (("cat", 0.5),)), 4: Suggestion(1, 9)}
+    data = naming.template(CLASSES, HASH, similar).encode().replace(b"action: keep\n", b"action: drop\n", 1)
+
+    def renamed(*words: str) -> bytes:
+        return naming.with_names(data, "classes.yaml", CLASSES, HASH, words)
+
+    found = renamed("4=yes", "novel-4=big # cat: é")
+    assert found.startswith(data[: data.index(b"novel-2")])
+    after, before = read(found), read(data)
+    assert [c.name for c in after[3:]] == ["novel-1", "yes", "novel-3", "big # cat: é"]
+    assert [c.into for c in after] == [c.into for c in before] and after[3].into is None
+    for name in HOSTILE[:-1]:
+        assert "\u202e" in name or read(renamed(f"6={name}"))[6].name == name
+    for word, says in (
+        ("4", "such as 5=nine"), ("4=", "such as 5=nine"), ("0=x", "class '0'; those are 3 to 6"),
+        ("novel=x", "did you mean 'novel-"), ("44=x", "those are 3 to 6"), ("cat=x", "'cat'"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            renamed(word)
+    with pytest.raises(ConfigError, match="two classes are named"):
+        read(renamed("5=cat"))
+    with pytest.raises(ConfigError, match="name it there"):
+        naming.with_names(edits(), "classes.yaml", CLASSES, HASH, ["5=x"])
