@@ -25,6 +25,7 @@ from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import PILES, Task, decide_pile, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
+from uno.encoder import require_encoder
 from uno.errors import ConfigError
 from uno.methods import registry
 from uno.report import REPORT, write_report
@@ -108,6 +109,7 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
     storage = Storage(target)
     stored = override(Config(), directory.read_config_tree(storage))
     config = _with_full_paths(override(stored, {**given, "output": storage.uri}))
+    require_encoder(config.model.encoder, storage.uri)
     task = prepare(config)
     directory.open_run(config, storage, task.rows.fingerprint)
     with lock.claim(storage, on_wait=say) as claim:

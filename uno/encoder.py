@@ -7,10 +7,11 @@ which processes that only decode need not pay.
 """
 
 import difflib
+import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from uno.config import OWN_ENCODERS, ModelConfig
 from uno.errors import ConfigError, one_line
 
+log = logging.getLogger(__name__)
 PROBE_SIDE = 224  # of an encoder that does not say which images it takes
 
 
@@ -108,13 +110,18 @@ def _from_torchvision(what: str) -> nn.Module:
     if what in ("googlenet", "inception_v3"):
         raise ConfigError(f"model.encoder torchvision:{what} gives several outputs in training; take another")
     encoder = models.get_model(what, weights=None)
-    last = [name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)][-1:]
-    if not last or not re.match(r"fc$|head|classifier", last[0]):
-        raise ConfigError(
-            f"model.encoder torchvision:{what} does not end in a linear classifier; take another"
-        )
-    encoder.set_submodule(last[0], nn.Identity())
+    name = classifier_of(encoder)
+    if not name:
+        why = "does not end in a linear classifier; take another"
+        raise ConfigError(f"model.encoder torchvision:{what} {why}")
+    encoder.set_submodule(name, nn.Identity())
     return encoder
+
+
+def classifier_of(encoder: nn.Module) -> str:
+    """Name of the linear layer in which a model of torchvision ends; "" where it ends in something else."""
+    last = [name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)][-1:]
+    return last[0] if last and re.match(r"fc$|head|classifier", last[0]) else ""
 
 
 def _from_timm(what: str) -> nn.Module:
@@ -143,18 +150,48 @@ def check_name(library: str, what: str) -> None:
         raise ConfigError(f"model.encoder: {library} has no {what!r}{hint}")
 
 
-def _from_callable(module: str, what: str) -> nn.Module:
-    """What the user's own function returns."""
+def require_encoder(name: str, foreign: str | None = None) -> None:
+    """ConfigError: what ``model.encoder`` names is not at hand: no package, no such name.
+
+    ``foreign`` is the directory of a model of which nobody said who made it. Where its encoder is a callable,
+    building it runs code, which must be of this machine: it is named in a warning before it is imported, and
+    refused where it would come from that directory.
+    """
+    library, _, what = name.partition(":")
+    if name in OWN_ENCODERS:
+        return
+    if library in ("torchvision", "timm"):
+        check_name(library, what)
+        return
+    with _working_directory():
+        found = find_spec(library.partition(".")[0])  # imports nothing
+    if found is not None and foreign is not None:
+        folder = next(iter(found.submodule_search_locations or ()), os.path.dirname(found.origin or ""))
+        if f"{os.path.realpath(folder)}/".startswith(f"{os.path.realpath(foreign)}/"):
+            why = "its code lies in the model's own directory; import it from elsewhere if you trust it"
+            raise ConfigError(f"model.encoder {name} is not run: {why}")
+        log.warning("the encoder of %s is code: %s is imported from %s and called", foreign, name, folder)
+    _import_callable(library, what)
+
+
+def _import_callable(module: str, what: str) -> Callable[[], Any]:
     name = f"model.encoder {module}:{what}"
     with _working_directory():
         try:
             found = getattr(import_module(module), what)
         except (ImportError, AttributeError, SyntaxError) as error:
             raise ConfigError(f"{name} cannot be imported: {one_line(error)[:160]}") from None
-        if not callable(found):
-            raise ConfigError(f"{name} cannot be called: it is of type {type(found).__name__}")
+    if not callable(found):
+        raise ConfigError(f"{name} cannot be called: it is of type {type(found).__name__}")
+    return found
+
+
+def _from_callable(module: str, what: str) -> nn.Module:
+    """What the user's own function returns."""
+    name, build = f"model.encoder {module}:{what}", _import_callable(module, what)
+    with _working_directory():
         try:
-            encoder = found()
+            encoder = build()
         except TypeError as error:
             raise ConfigError(f"{name} cannot be called without arguments: {one_line(error)[:160]}") from None
     if not isinstance(encoder, nn.Module):

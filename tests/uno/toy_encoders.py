@@ -13,6 +13,13 @@ def vit() -> nn.Module:
     return encoder
 
 
+def timm_vit() -> nn.Module:
+    """timm's, which averages its tokens."""
+    from timm.models import VisionTransformer as TimmVisionTransformer
+
+    return TimmVisionTransformer(8, 4, num_classes=0, global_pool="avg", embed_dim=16, depth=2, num_heads=2)
+
+
 def maps() -> nn.Module:
     """(B, 3, S, S) -> (B, 5, S, S)."""
     return nn.Sequential(nn.Conv2d(3, 5, 3, padding=1))

@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno.augment import eval_view
-from uno.config import override
-from uno.encoder import build_encoder
+from uno.config import OWN_ENCODERS, ModelConfig, override
+from uno.encoder import build_encoder, classifier_of
 from uno.errors import ConfigError, NumericsError
 from uno.methods import METHODS
 from uno.methods.registry import build_network
 from uno.model import UnoModel
 from uno.results.classes import route
 from uno.results.infer import Classifier
+from uno.weights import PRETRAINED, describe_encoder
 
 FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
 """Formats and the names of their files in ``model/``."""
@@ -85,7 +86,7 @@ def _one_head(model: Classifier, head: int) -> UnoModel:
 
 
 def _encoder(model: Classifier) -> bytes:
-    """Weights under torchvision's keys; checked against the encoder by features of random images."""
+    """Weights under the library's keys; checked against the encoder by features of random images."""
     state = model.module.encoder.state_dict().items()
     data = safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in state})
     encoder = build_encoder(model.config.model)
@@ -165,6 +166,7 @@ CARD = """\
 # UNO model
 
 - Encoder: {encoder}; {size} px RGB.
+- Weights: {weights}.
 - Outputs: {module.num_known} known and {module.num_novel} discovered classes (`classes.json`); \
 cluster head {model.best_head} of {module.num_heads} predicts.
 - Method {config.method}: {what}.
@@ -180,8 +182,8 @@ cluster head {model.best_head} of {module.num_heads} predicts.
   `uno classes` gives them others, and nothing guarantees that a cluster is one class.
 - Every image gets one of these classes, also one of a class that was not in the data: look at
   `probability`, `margin` and `head_agreement`. Probabilities are not calibrated.
-- Images are made square ({size} px: shorter side resized with antialiasing, centre crop). It was
-  trained on images like those of the data above; on others it has not been measured.
+- Images are made square ({size} px: shorter side resized, {data.interpolation} with antialiasing, centre
+  crop). It was trained on images like those of the data above; on others it has not been measured.
 
 ## Load
 
@@ -207,21 +209,55 @@ encoder.maxpool = torch.nn.Identity()
 def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """``model/README.md``; ``facts`` are more lines of it, ``metrics`` flat, whichever there are."""
     config, net, data = model.config, model.config.model, model.config.data
-    if net.encoder == "resnet_small":
-        encoder = f"resnet_small, width {net.width}, {net.blocks} block(s) a stage"
-        build = "from uno.encoder import SmallResNet\n"
-        build += f"encoder = SmallResNet(width={net.width}, blocks={net.blocks})"
-    else:
-        encoder = f"{net.encoder}, stem {net.stem}, torchvision's keys, no `fc`"
-        build = f"import torchvision\nencoder = torchvision.models.{net.encoder}()\n"
-        build += (SMALL_STEM if net.stem == "small" else "") + "encoder.fc = torch.nn.Identity()"
+    encoder, build = _rebuilt(net)
     mean, std = (", ".join(map("{:g}".format, numbers)) for numbers in (data.mean, data.std))
     return CARD.format(
         model=model, module=model.module, config=config, encoder=encoder, build=build, mean=mean, std=std,
+        data=data, weights=_origin(net),
         what=METHODS[config.method], size=model.size, num_outputs=len(model.classes),
         facts="".join(f"- {key}: {' '.join(str(value).split())}\n" for key, value in facts.items()),
         measured=_metrics_table(metrics),
     )  # fmt: skip
+
+
+def _rebuilt(net: ModelConfig) -> tuple[str, str]:
+    """An encoder in words, and the lines of Python that build it."""
+    library, _, what = net.encoder.partition(":")
+    if net.encoder == "resnet_small":
+        build = "from uno.encoder import SmallResNet\n"
+        build += f"encoder = SmallResNet(width={net.width}, blocks={net.blocks})"
+        return f"resnet_small, width {net.width}, {net.blocks} block(s) a stage", build
+    if net.encoder in OWN_ENCODERS:
+        build = f"import torchvision\nencoder = torchvision.models.{net.encoder}()\n"
+        build += (SMALL_STEM if net.stem == "small" else "") + "encoder.fc = torch.nn.Identity()"
+        return f"{net.encoder}, stem {net.stem}, torchvision's keys, no `fc`", build
+    if library == "torchvision":
+        from torchvision.models import get_model
+
+        with torch.device("meta"):
+            name = classifier_of(get_model(what))
+        build = f'import torchvision\nencoder = torchvision.models.get_model("{what}")\n'
+        build += f'encoder.set_submodule("{name}", torch.nn.Identity())'
+        return f"{net.encoder}, torchvision's keys, no `{name}`", build
+    if library == "timm":
+        build = f'import timm\nencoder = timm.create_model("{what}", num_classes=0)'
+        return f"{net.encoder}, timm's keys, no classifier", build
+    pooled = "# if it gives maps or tokens: their mean over positions, or the class token"
+    return f"{net.encoder}, its own keys", f"from {library} import {what}\nencoder = {what}()  {pooled}"
+
+
+def _origin(net: ModelConfig) -> str:
+    """Where training began, and what those weights have seen."""
+    if net.weights is None:
+        library = net.encoder.partition(":")[0]
+        random = library in ("torchvision", "timm", *OWN_ENCODERS)
+        return f"trained here, from {'random ones' if random else 'those that the callable gives'}"
+    if net.weights == PRETRAINED:
+        about = describe_encoder(net.encoder)
+        terms = f", licence {about.license}" if about.license else ""
+        return f"started from the library's own, which have seen {about.seen}{terms}"
+    name = net.weights.rstrip("/").rpartition("/")[2]
+    return f"started from {name}; what those have seen stands with whoever made them"
 
 
 def _metrics_table(metrics: Mapping[str, float]) -> str:

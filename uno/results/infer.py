@@ -22,6 +22,7 @@ from uno.config import Config, dump_yaml, override
 from uno.data.decode import decoded, readable
 from uno.data.files import Storage
 from uno.data.rows import Rows
+from uno.encoder import require_encoder
 from uno.errors import StorageError, one_line
 from uno.methods.registry import build_network
 from uno.model import Logits, UnoModel, forward
@@ -150,8 +151,12 @@ def save_model(
 
 
 def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Classifier:
-    """The model of a run directory, or of a copy of its ``model/``; StorageError: none, or a damaged one."""
-    return build_classifier(read_model_files(storage), device)
+    """The model of a run directory, or of a copy of its ``model/``; StorageError: none, or a damaged one.
+
+    A model's files are data, but for one thing: an encoder that is ``package.module:callable`` is code, which
+    is imported from this machine, never from the model's directory, and named in a warning before.
+    """
+    return build_classifier(read_model_files(storage), device, foreign=storage.uri)
 
 
 def model_folder(storage: Storage) -> str:
@@ -170,15 +175,24 @@ def read_model_files(storage: Storage) -> dict[str, bytes]:
 
 
 def build_classifier(
-    files: Mapping[str, bytes], device: torch.device | str = "cpu", module: UnoModel | None = None
+    files: Mapping[str, bytes],
+    device: torch.device | str = "cpu",
+    module: UnoModel | None = None,
+    foreign: str | None = None,
 ) -> Classifier:
     """A model from the content of its files, or around the ``module`` they were written from; StorageError:
-    damaged, or they do not belong together.
+    damaged, or they do not belong together. ConfigError: the encoder's library is missing, or its callable;
+    ``foreign`` is for :func:`~uno.encoder.require_encoder`.
     """
     classes, facts = parse_classes(files["classes.json"]), json.loads(files["classes.json"])
     num_known = sum(c.kind == "known" for c in classes)
     try:
         config = override(Config(), yaml.safe_load(files["config.yaml"]))
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise StorageError(f"model files are damaged: config.yaml: {one_line(error)}") from None
+    if module is None:
+        require_encoder(config.model.encoder, foreign)
+    try:
         if module is None:
             module = build_network(config, num_known, len(classes) - num_known, seed=0)
             encoder = safetensors.torch.load(files["encoder.safetensors"])
@@ -193,9 +207,13 @@ def build_classifier(
             if not torch.equal(alignment.sort(dim=-1).values, clusters):
                 raise ValueError("alignment of other heads")
     except (
-        RuntimeError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
         safetensors.SafetensorError,
-    ) as error:  # fmt: skip
+    ) as error:
         raise StorageError(f"model files are damaged or do not belong together: {one_line(error)}") from None
     data, side = config.data, config.augment.large.size
     transform = [data.store_size, side, data.mean, data.std, config.objective.temperature]

@@ -14,10 +14,15 @@ import torchvision
 from torch import nn
 
 from tests.uno.models import tiny_model
+from tests.uno.small_run import HERE, small_config, small_sets
+from tests.uno.test_encoder import TOYS
+from uno.data.files import Storage
 from uno.errors import ConfigError, NumericsError
 from uno.results import export as exporting
 from uno.results.classes import OutputClass
 from uno.results.export import export, model_card
+from uno.results.infer import load_classifier, save_model
+from uno.runs import run
 
 RESNET18 = {"model__encoder": "resnet18", "data__store_size": 16, "augment__large__size": 16}
 
@@ -106,9 +111,21 @@ def test_onnx_computes_the_same_or_says_what_is_missing(tmp_path):
 METRICS = {"train/novel/task_aware/acc/best": 0.9312, "test/known/task_aware/acc/best": 0.5}
 
 
-@pytest.mark.parametrize("options", [{}, *({**RESNET18, "model__stem": s} for s in ("small", "imagenet"))])
+CARDS = (
+    {},
+    {**RESNET18, "model__stem": "small"},
+    {**RESNET18, "model__stem": "imagenet"},
+    {"model__encoder": "torchvision:mobilenet_v3_small", "model__weights": "pretrained"},
+    {"model__encoder": "timm:test_efficientnet", "model__weights": "pretrained", "data__store_size": 32},
+    {"model__encoder": f"{TOYS}:vit", "model__weights": "/some/where/vit.pth"},
+)
+
+
+@pytest.mark.parametrize("options", CARDS)
 def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, options):
     """Its Python is executed, next to the files it speaks of."""
+    if options.get("model__encoder", "").startswith("timm"):
+        pytest.importorskip("timm")
     model = tiny_model(tmp_path / "run", **options)
     facts = {"Data": "digits, fingerprint abc\n# injected"}
     card = model_card(model, facts, METRICS)
@@ -125,3 +142,44 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
     exec(compile(code, "card", "exec"), space)
     assert set(space) >= {"encoder"} and ("probabilities" in space) is not bool(options)
     assert "Nothing: the data has no labels" in model_card(model, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"model__encoder": "resnet18", "model__weights": "pretrained"},
+            "seen ImageNet-1k, labels (torchvision ",
+        ),
+        ({"model__encoder": "torchvision:vit_h_14", "model__weights": "pretrained"}, "licence https"),
+        (
+            {"model__weights": "/home/me/mine.safetensors"},
+            "started from mine.safetensors; what those have seen",
+        ),
+        ({}, "- Weights: trained here, from random ones."),
+        ({"model__encoder": f"{TOYS}:vit"}, "- Weights: trained here, from those that the callable gives."),
+    ],
+)
+def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options, line):
+    """Kills: a path of this machine in the card, weights without a word of their data."""
+    model = tiny_model(tmp_path)
+    object.__setattr__(model, "config", small_config(**options))
+    assert line in model_card(model, {}, {}) and "/home/me" not in model_card(model, {}, {})
+
+
+@pytest.mark.parametrize("what", ["vit", "timm_vit"])
+@pytest.mark.parametrize("trainable", ["all", "last"])
+def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, trainable):
+    """Kills: an encoder that is built but not trained, a program for one batch size, a hook that is lost."""
+    if what == "timm_vit":
+        pytest.importorskip("timm")
+    encoder, storage = f"{TOYS}:{what}", Storage(str(tmp_path))
+    config = small_config(model__encoder=encoder, model__trainable=trainable, train__max_steps=2)
+    run.run_phase(config, run.PRETRAIN, small_sets()[0], HERE, storage)
+    run.run_phase(config, run.DISCOVER, small_sets()[0], HERE, storage)
+    save_model(config, storage, *run.load_trained(config, storage, 5, 5), list("01234"))
+    model = load_classifier(storage)
+    images = small_sets()[0].labeled_images[:9]
+    program = torch.export.load(io.BytesIO(export(model, "pt2"))).module()
+    torch.testing.assert_close(program(images), model.score(images).probabilities, rtol=0, atol=1e-5)
+    assert export(model, "encoder")

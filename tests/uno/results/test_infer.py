@@ -325,3 +325,24 @@ def test_rename_changes_names_only(tmp_path, model, renamed):
     assert predict_all(renamed, rows_of(tmp_path / "in"), tmp_path / "out").equals(after)  # it is complete
     merged = [*renamed.classes[:9], OutputClass(9, "novel-5", "novel", 5)]
     assert not predictions.rename(storage, merged)
+
+
+def test_a_callable_that_a_model_names_is_said_and_never_the_models_own(tmp_path, monkeypatch, caplog):
+    """Kills: code of a downloaded folder that runs because somebody stands in it, an import without a word,
+    "damaged" for an encoder whose package is not here.
+    """
+    write_model(tmp_path / "run", model__encoder="tests.uno.toy_encoders:vit")
+    load_classifier(Storage(str(tmp_path / "run")))
+    assert "is code: tests.uno.toy_encoders:vit is imported from" in caplog.text
+    config = tmp_path / "run" / "model" / "config.yaml"
+    text = config.read_text()
+    (config.parent / "evil.py").write_text("raise SystemExit\n")
+    monkeypatch.chdir(config.parent)
+    for name, line in (
+        ("evil:vit", r"^model\.encoder evil:vit is not run: its code lies in the model's own directory"),
+        ("no_such_package:vit", r"no_such_package:vit cannot be imported"),
+        ("torchvision:no_such", r"torchvision has no 'no_such'"),
+    ):
+        config.write_text(text.replace("tests.uno.toy_encoders:vit", name))
+        with pytest.raises(ConfigError, match=line):
+            load_classifier(Storage(str(config.parent)))
