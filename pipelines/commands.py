@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 SHARD_MB = 128
 FRESH = {"--fresh": switch("Start over: ignore the checkpoints of an earlier run in the same directory.")}
 EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
+SORTED = {
+    "--csv": switch("Also write DIR/predictions.csv, the table without embeddings."),
+    "--folders": switch("Also copy every image to DIR/by_class/CLASS/."),
+}
 APPLY = {
     "--apply": switch("Put classes.yaml into model and predictions."),
     "--rename": Argument("Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []),
@@ -34,7 +38,7 @@ DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
 DISCOVER = Command("discover", TRAINING)
 EVALUATE = Command("evaluate", RUN, "few", text="From its checkpoints and its data: RUN/metrics.json again.")
-PREDICT = Command("predict", RUN | EMBEDDING, "few", text="""
+PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "few", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_mass, status (ok or bad), reason,
 model_hash. An unreadable image is a row with a reason. Labels, where there are any, mean nothing. The same
@@ -145,7 +149,8 @@ def predict(argv: Sequence[str]) -> int:
         given["output"] = checked_output(str(given["output"]))
     from pipelines.inference import predict_job
 
-    return predict_job(options.own.run, given, options.own.embedding)
+    own = options.own
+    return predict_job(own.run, given, own.embedding, own.csv, own.folders)
 
 
 def report(argv: Sequence[str]) -> int:

@@ -26,6 +26,7 @@ from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted, UnoError
 from uno.results import infer
+from uno.results.folders import sort_images, write_csv
 from uno.results.infer import Classifier, build_classifier, decoder, with_alignment
 from uno.results.predictions import PredictionWriter, Summary, predict_rows, result_table
 from uno.runs.hardware import local_device
@@ -34,7 +35,9 @@ RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes l
 INTERVAL_S = 5.0  # between two lines of progress
 
 
-def predict_job(target: str, given: Mapping[str, Any], embedding: bool) -> int:
+def predict_job(
+    target: str, given: Mapping[str, Any], embedding: bool, csv: bool = False, folders: bool = False
+) -> int:
     """``uno predict``: classify a source with the model of a run; ``given`` are dotted keys. Returns 0."""
     storage = Storage(target)
     model = infer.load_classifier(storage)
@@ -62,6 +65,15 @@ def predict_job(target: str, given: Mapping[str, Any], embedding: bool) -> int:
     with on_stop(stop):
         summary = _predict(config, model, storage, decoder(model, rows, config.compute.threads), writer)
     say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
+    if csv:
+        say(f"as CSV: {write_csv(output)}")
+    if folders:
+        with on_stop(stop), Progress(seconds=INTERVAL_S) as progress:
+
+            def show(done: int, total: int) -> None:
+                progress({"phase": "copy", "step": done, "total_steps": total})
+
+            say(f"sorted: {sort_images(output, rows, show)}")
     return 0
 
 

@@ -1,5 +1,6 @@
 """``uno predict``, ``uno classes`` and ``uno export`` as a person runs them."""
 
+import csv
 import os
 import re
 import signal
@@ -145,6 +146,35 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     assert (merged["probability"][same] >= before["probability"][same] - 1e-5).all()
     uno("predict", run)  # complete: the names in the table are those of the model
     assert [c.into for c in load_classifier(Storage(str(run))).classes[5:]] == [5, 5, None, 3, 9]
+
+
+def test_into_csv_and_folders(run, tmp_path, capsys):
+    """Kills: a class name as a path, two files of one name, an unreadable file copied, bytes altered."""
+    images, out = tmp_path / "images", tmp_path / "out"
+    for folder in "ab":
+        write_digits(images / folder, read_digits().images[:12])
+    (images / "bad.png").write_bytes(b"no image")
+    hostile = "../../..\\ /etc/<x>"
+    uno("classes", run, "--rename", *(f"{i}={hostile}{i}" for i in range(5, 10)))
+    words = ["predict", run, "--data", images, "--output", out, "--csv", "--folders"]
+    uno(*words)
+    shown = capsys.readouterr().out
+    assert f"as CSV: {out / 'predictions.csv'}" in shown and f"sorted: {out / 'by_class'}" in shown
+    table = table_of(out).to_pandas()
+    assert len(list(csv.DictReader((out / "predictions.csv").read_text().splitlines()))) == len(table) == 25
+    copies = [path for path in out.rglob("*.png")]
+    assert len(copies) == 24 and {path.parent.parent for path in copies} == {out / "by_class"}
+    assert sorted(p.read_bytes() for p in copies) == sorted(p.read_bytes() for p in images.rglob("digit*"))
+    for path in copies:
+        index, _, name = path.parent.name.partition("-")
+        assert path.read_bytes() in {Path(u).read_bytes() for u in table.uri[table.class_index == int(index)]}
+        assert re.fullmatch(r"[\w.-]+", name)
+    uno(*words)  # goes on
+    assert len(list(out.rglob("*.png"))) == 24
+    (out / "by_class" / "made_from.json").write_text("{}")
+    assert "is not of these predictions" in refused(capsys, 2, *words)
+    uno("predict", run, "--limit", 3, "--folders", "--output", tmp_path / "pixels")  # images inside tables
+    assert len(list((tmp_path / "pixels").rglob("*.png"))) == 3
 
 
 def test_classes_named_in_one_step(run, capsys):
