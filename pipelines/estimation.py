@@ -8,12 +8,12 @@ from typing import Any
 from pipelines import ray_env
 from pipelines.console import on_stop, say
 from pipelines.worker import leave_out_unreadable, use_gpu
-from uno.config import Config
+from uno.config import Config, override
 from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
 from uno.data.resident import assemble
 from uno.data.sources import read_rows
-from uno.data.splits import Task, make_task
+from uno.data.splits import Task, decide_pile, make_task
 from uno.errors import ConfigError, Interrupted
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
@@ -27,6 +27,9 @@ def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate 
         local_device(config)
     # The number is what we are after: 1 stands in for it and is never read.
     task = make_task(read_rows(config.data), config.data.model_copy(update={"num_novel": 1}))
+    pile, reason = decide_pile(config, task.rows)
+    say(reason)
+    config = override(config, {"data.pile": pile})
     labeled = int((task.is_train & (task.labels >= 0)).sum())
     unlabeled, known = int(task.is_train.sum()) - labeled, f"{len(task.known)} known classes"
     say(f"{task.rows.source}: {labeled:,} labeled rows of {known}, {unlabeled:,} unlabeled rows")

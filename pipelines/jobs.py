@@ -15,13 +15,12 @@ from pipelines.inference import predict_run
 from pipelines.options import Options
 from pipelines.ray_data import parquet_images
 from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
-from uno.config import OWN_ENCODERS, Config, dump_yaml, not_mixed, override
+from uno.config import OWN_ENCODERS, Config, dump_yaml, override
 from uno.data import ingest
 from uno.data.check import check, format_report
 from uno.data.decode import BAD_SAMPLES, decode_many, readable
 from uno.data.files import Storage, full_path, normal, split
 from uno.data.resident import assemble, eval_sets, keep_pixels
-from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import PILES, Task, decide_pile, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
@@ -181,19 +180,10 @@ def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
     free = ingest.free_host_bytes(), ingest.free_device_bytes(config)
     chosen, reason = ingest.choose(config, len(task.rows), *free, registry.load(config).needs_images)
     say(f"data: {reason}")
-    config = with_pile(config, task.rows)
-    to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
-    return override(config, {"data.ingest": chosen}), None if to_load else task
-
-
-def with_pile(config: Config, rows: Rows) -> Config:
-    """``config`` with ``data.pile`` decided, which is said."""
-    pile, reason = decide_pile(config.data, rows)
-    no = not_mixed(config)
-    if no and config.data.pile == "auto" and pile == "mixed" and not config.data.unlabel_known:
-        pile, reason = "novel", f"pile: novel ({no}): {PILES['novel']}"
+    pile, reason = decide_pile(config, task.rows)
     say(reason)
-    return override(config, {"data.pile": pile})
+    to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
+    return override(config, {"data.ingest": chosen, "data.pile": pile}), None if to_load else task
 
 
 def prepare(config: Config, task: Task | None = None) -> Task:

@@ -31,7 +31,7 @@ class Problem(NamedTuple):
 def check(task: Task, config: Config) -> list[Problem]:
     """Everything suspicious about ``task``, errors first; reads at most 2 GiB of images and decodes none."""
     headers, bad = _headers(task)
-    problems = [*_of_classes(task), *_of_batches(task, config)]
+    problems = [*_of_classes(task, config), *_of_batches(task, config)]
     if bad:
         text = f"{len(bad)} of a sample of {len(headers) + len(bad)} images are unreadable, e.g. {bad[0]}"
         problems.append(Problem("warning" if headers else "error", text))
@@ -75,7 +75,7 @@ def _counts(task: Task) -> np.ndarray:
     return counts
 
 
-def _of_classes(task: Task) -> Iterator[Problem]:
+def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
     seen: dict[str, str] = {}
     for name in task.known + task.novel:
         other = seen.setdefault(" ".join(name.casefold().split()), name)
@@ -84,7 +84,7 @@ def _of_classes(task: Task) -> Iterator[Problem]:
     if task.num_known == 1:
         text = f"only one known class, {task.known[0]!r}: pretraining has nothing to tell apart"
         yield Problem("warning", text)
-    if task.num_novel == 1:
+    if task.num_novel == 1 and config.data.pile != "mixed":
         yield Problem("warning", "num_novel is 1: every unlabeled row will fall into the one novel class")
     if task.num_novel < len(task.novel):
         hidden = f"the {len(task.novel)} hidden classes"
@@ -102,7 +102,10 @@ def _of_classes(task: Task) -> Iterator[Problem]:
 
 def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
     labeled, unlabeled = (int((task.is_train & ((task.labels >= 0) == kind)).sum()) for kind in (True, False))
-    num_novel, size, workers = task.num_novel, config.train.batch_size, config.compute.workers
+    size, workers = config.train.batch_size, config.compute.workers
+    mixed = config.data.pile == "mixed"  # then known classes need their rows, too
+    num_novel = task.num_novel
+    num_classes = num_novel + (task.num_known if mixed else 0)
     factor = max(1, config.model.overcluster_factor)
     few = f"{unlabeled} unlabeled rows are fewer than the"
     if unlabeled < num_novel:
@@ -119,9 +122,11 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
     if labeled < size:
         text = f"{labeled} labeled rows are fewer than batch_size {size}: pretraining takes them all"
         yield Problem("warning", text)
-    each = plan.unlabeled_size / num_novel
+    each = plan.unlabeled_size / num_classes
     if each < MIN_ROWS_PER_CLUSTER:
-        text = f"a batch has {plan.unlabeled_size} unlabeled rows for {num_novel} classes, {each:.1f} each; "
+        text = (
+            f"a batch has {plan.unlabeled_size} unlabeled rows for {num_classes} classes, {each:.1f} each; "
+        )
         text += f"pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size"
         yield Problem("warning", text)
 

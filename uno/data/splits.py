@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from uno.config import DataConfig
+from uno.config import Config, DataConfig, not_mixed
 from uno.data.files import read_text
 from uno.data.rows import Rows
 from uno.errors import ConfigError
@@ -125,19 +125,22 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
     return left
 
 
-def decide_pile(config: DataConfig, rows: Rows) -> tuple[Literal["novel", "mixed"], str]:
-    """What ``config.pile`` means for ``rows``, and a sentence that says why.
+def decide_pile(config: Config, rows: Rows) -> tuple[Literal["novel", "mixed"], str]:
+    """What ``data.pile`` means for ``rows``, and a sentence that says why.
 
     Of rows that truly lack a label nobody knows the classes, so mixed is the safe answer: a known image in a
-    pile taken for novel is forced into a new class.
+    pile taken for novel is forced into a new class. What knows only novel piles takes them for that.
     """
-    if config.pile != "auto":
-        return config.pile, f"pile: {config.pile}, as told: {PILES[config.pile]}"
-    told = config.known_classes is not None or bool(rows.known)
-    if config.unlabel_known:
+    data = config.data
+    if data.pile != "auto":
+        return data.pile, f"pile: {data.pile}, as told: {PILES[data.pile]}"
+    told = data.known_classes is not None or bool(rows.known)
+    if data.unlabel_known:
         pile, why = "mixed", "as --data.unlabel-known asks"  # type: tuple[Literal["novel", "mixed"], str]
     elif told:
         pile, why = "novel", "as only labels of other classes are hidden"
+    elif no := not_mixed(config):
+        pile, why = "novel", f"the only kind here ({no})"
     else:
         pile, why = "mixed", "as nobody knows what rows without a label show"
     other = " (--data.pile novel if none is of a known class)" if pile == "mixed" and not told else ""

@@ -220,8 +220,8 @@ def anchor_choices(split: Split, settings: Settings, seed: int) -> list[tuple[in
 def pretrain_split(
     train: TrainSet, settings: Settings, device: str, job: tuple[Split, Config, str]
 ) -> Features:
-    """Pretrain on the classes of a split and take the features of all the other rows; kept in its folder.
-    ``job``: the split, the configuration of its pretraining, the folder's URI.
+    """Pretrain on the classes of a split and take the features of all the other rows, in a mixed pile of all
+    rows; kept in its folder. ``job``: the split, the configuration of its pretraining, the folder's URI.
     """
     split, config, uri = job
     storage, place, pretrain = Storage(uri), torch.device(device), torch.tensor(split.pretrain)
@@ -239,7 +239,7 @@ def pretrain_split(
         images = torch.cat([train.labeled_images[labeled], train.unlabeled_images[unlabeled]])
         labels = torch.cat([train.labels[labeled], free[unlabeled]])
         points = F.normalize(features_of(model, images, config).cpu(), dim=1)
-        rest = ~torch.isin(labels, pretrain)
+        rest = ~torch.isin(labels, pretrain) | (config.data.pile == "mixed")
         found = Features(whiten(points, settings.variance)[rest].numpy(), labels[rest].numpy())
     storage.write(FEATURES, safetensors.numpy.save(found._asdict()))
     return found
@@ -270,15 +270,18 @@ def score_clusters(
     splits: Sequence[Split], features: Sequence[Features], config: Config, settings: Settings, device: str,
     item: tuple[int, int],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Cluster split i with k novel classes, ``item`` = (i, k): the scores of every choice of anchors."""
+    """Cluster split i with k novel classes, ``item`` = (i, k): the scores of every choice of anchors. In a
+    mixed pile the classes of pretraining are anchors, too, with rows among the unlabeled ones.
+    """
     index, k = item
     split, labels = splits[index], torch.tensor(features[index].labels)
     points = torch.tensor(features[index].points, device=device)
-    num_clusters, results = k + len(split.probe), []
+    more_anchors = split.pretrain if config.data.pile == "mixed" else ()
+    num_clusters, results = k + len(split.probe) + len(more_anchors), []
     with _threads(config):
         for role, anchors in enumerate(anchor_choices(split, settings, config.seed)):
             validation = [c for c in split.probe if c not in anchors]
-            fixed = torch.tensor(_positions(labels, anchors), device=device)
+            fixed = torch.tensor(_positions(labels, (*anchors, *more_anchors)), device=device)
             seed = int(np.random.SeedSequence([config.seed, STREAM, index, role, k]).generate_state(1)[0])
             clusters = constrained_kmeans(points, fixed, num_clusters, settings.num_restarts, seed).assignment
             free, found = fixed == FREE, clusters.cpu().numpy()

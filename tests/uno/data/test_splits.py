@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from uno.config import DataConfig
+from uno.config import Config, DataConfig
 from uno.data.rows import Rows
 from uno.data.sources import read_digits
 from uno.data.splits import decide_pile, make_task, order_classes, parse_known_classes, unlabel
@@ -171,6 +171,7 @@ def test_a_share_of_each_known_class_loses_its_label():
 @pytest.mark.parametrize(
     ("config", "declared", "pile", "why"),
     [
+        ({"num_novel": 2, "method": "rs"}, (), "novel", "the only kind here .*belongs to method uno"),
         ({"known_classes": "first:5"}, (), "novel", "only labels of other classes are hidden"),
         ({}, ("0", "1"), "novel", "only labels"),
         ({"known_classes": "first:5", "unlabel_known": 0.5}, (), "mixed", "unlabel-known asks"),
@@ -180,5 +181,7 @@ def test_a_share_of_each_known_class_loses_its_label():
     ],
 )
 def test_the_pile_is_decided_by_where_the_labels_went(config, declared, pile, why):
-    found, reason = decide_pile(DataConfig(**config), replace(read_digits(), known=declared))
+    method = {"method": config["method"]} if "method" in config else {}
+    data = DataConfig(**{key: value for key, value in config.items() if key != "method"})
+    found, reason = decide_pile(Config(data=data, **method), replace(read_digits(), known=declared))
     assert found == pile and re.search(why, reason) and "\n" not in reason

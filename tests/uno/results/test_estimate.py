@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from uno.config import override
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
@@ -46,8 +47,10 @@ def estimate(tmp_path):
             run.calls.append(function)
             if function is not estimating.pretrain_split:
                 return estimating.run_here(function, shared, items)
-            labels = np.where(truth < 6, truth, -1)
-            rests = [~np.isin(labels, split.pretrain) for split, *_ in items]
+            mixed = config.data.pile == "mixed"  # then every second row of a known class has no label
+            hidden = np.arange(len(truth)) % 2 == 1 if mixed else False
+            labels = np.where((truth < 6) & ~hidden, truth, -1)
+            rests = [~np.isin(labels, split.pretrain) | mixed for split, *_ in items]
             return enumerate([Features(points[rest], labels[rest]) for rest in rests])
 
         storage, known = Storage(str(tmp_path)), list("abcdef")
@@ -78,6 +81,32 @@ def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     assert json.loads((tmp_path / ESTIMATE_FILE).read_text()) == json.loads(json.dumps(asdict(found)))
     again = estimate(*data, replace(QUICK, max_novel=4))
     assert again.ks[-1] == 4 and again.key != found.key
+
+
+@pytest.mark.parametrize("num_novel", [1, 3])
+def test_unlabeled_rows_of_known_classes_are_not_counted_as_novel(estimate, num_novel):
+    """Half of each of 6 known classes is in the pile. Kills: the classes of pretraining left out of the
+    clusters that are fixed, or fixed without a cluster of their own.
+    """
+    config = override(preset("digits"), {"data.pile": "mixed"})
+    found = estimate(*synthetic(6 + num_novel, rows=24), QUICK, config)
+    assert found.low == found.num_novel == num_novel <= found.high
+    assert max(found.curves["f1"]) > found.curves["f1"][0] + 0.01
+    assert estimate(*synthetic(6 + num_novel, rows=24), QUICK).key != found.key
+
+
+def test_features_of_a_mixed_pile_are_those_of_all_rows(tmp_path, monkeypatch):
+    """Kills: rows of the classes of pretraining left out, whose unlabeled ones nobody would then claim."""
+    train, settings, counts = train_set(), replace(QUICK, num_splits=1, max_novel=1, num_roles=1), []
+    for pile in ("novel", "mixed"):
+        config = override(
+            preset("digits"),
+            {"data.pile": pile, "train.batch_size": 10, "train.max_steps": 1, "model.width": 4},
+        )
+        split = Split((0, 1), (2, 3, 4, 5))
+        found = estimating.pretrain_split(train, settings, "cpu", (split, config, str(tmp_path / pile)))
+        counts.append(np.bincount(found.labels + 1).tolist())
+    assert counts == [[12, 0, 0, 4, 4, 4, 4], [12, 4, 4, 4, 4, 4, 4]]
 
 
 def test_a_finished_estimate_is_returned_and_another_seed_is_not(estimate):
