@@ -15,6 +15,7 @@ from pipelines.inference import predict_run
 from pipelines.options import Options
 from pipelines.ray_data import parquet_images
 from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
+from uno import weights
 from uno.config import OWN_ENCODERS, Config, dump_yaml, override
 from uno.data import ingest
 from uno.data.check import check, format_report
@@ -35,15 +36,7 @@ from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, 
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device
 from uno.train import LocalWorker
-from uno.weights import (
-    PRETRAINED,
-    PRETRAINED_FILE,
-    SUFFIXES,
-    check_encoder,
-    fetch_pretrained,
-    is_file,
-    read_weights,
-)  # fmt: skip
+from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 
 def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), report: bool = True) -> int:
@@ -64,6 +57,8 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
         config, estimate = _with_estimated_classes(config)
     config, found = decide(config, fresh)
     task = prepare(config, found)
+    if config.model.weights is not None:
+        phases = tuple(phase for phase in phases if phase != PRETRAIN)
     if options.own.dry_run:
         return _dry_run(config, task, phases, own_weights)
     assert config.output is not None
@@ -74,8 +69,6 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
             say(f"{storage.uri} is finished; nothing is trained again (--fresh starts over)")
             _show(storage, finished)
             return 0
-    if config.model.weights is not None:
-        phases = tuple(phase for phase in phases if phase != PRETRAIN)
     with lock.claim(storage, on_wait=say) as claim:
         if fresh:
             directory.clear(claim.storage)
@@ -124,12 +117,12 @@ def _with_full_paths(config: Config) -> Config:
         return config
     source = full_path(normal(config.model.weights))
     folder, name = split(source)
-    if is_file(source):
+    if weights.is_file(source):
         if not Storage(folder).exists(name):
             raise ConfigError(f"model.weights: no such file {source}")
     elif not checkpoint_steps(Storage(source), PRETRAIN):
         raise ConfigError(
-            f"model.weights: {source} is no {', '.join(SUFFIXES)} and no run that has pretrained"
+            f"model.weights: {source} is no {', '.join(weights.SUFFIXES)} and no run that has pretrained"
         )
     return override(config, {"model.weights": source})
 
@@ -145,10 +138,10 @@ def starting_weights(config: Config, fresh: bool) -> bytes | None:
             return storage.read(PRETRAINED_FILE)
         own = fetch_pretrained(config.model.encoder)
         tensors = safetensors.torch.load(own)
-    elif source is not None and is_file(source):
-        tensors = read_weights(source)
+    elif source is not None and weights.is_file(source):
+        tensors = weights.read_weights(source)
     if tensors is not None or config.model.encoder not in OWN_ENCODERS:
-        check_encoder(config, tensors)
+        weights.check_encoder(config, tensors)
     return own
 
 

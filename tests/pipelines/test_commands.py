@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pipelines import cli, jobs, ray_env
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
@@ -146,6 +147,20 @@ def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
     argv = [*DISCOVER, "--weights", os.path.join("run", weights), "--max-steps", "2"]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"discover"}
+
+
+def test_the_librarys_own_weights_are_fetched_once_and_kept(finished, tmp_path, monkeypatch):
+    """Kills: a resumed run, or a dry one of it, that fetches; weights that are fetched and not used."""
+    theirs, fetched, run = finished / "model" / "encoder.safetensors", [], tmp_path / "run"
+    monkeypatch.setattr(jobs, "fetch_pretrained", lambda name: fetched.append(name) or theirs.read_bytes())
+    argv = [*DISCOVER, "--weights", "pretrained", "--model.trainable", "heads", "--max-steps", "1"]
+    argv += ["--output", str(run)]
+    assert cli.main(argv) == 0 and {line["phase"] for line in lines_of(run)} == {"discover"}
+    (run / "metrics.json").unlink()
+    assert cli.main([*argv, "--dry-run"]) == 0
+    assert fetched == ["resnet_small"]
+    kept, expected = load_file(run / "model" / "encoder.safetensors"), load_file(theirs)
+    assert kept.keys() == expected.keys() and all(torch.equal(kept[k], v) for k, v in expected.items())
 
 
 def test_fresh_starts_over(finished, tmp_path):

@@ -22,7 +22,7 @@ from uno.methods import METHODS, registry
 from uno.model import build_model
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
-from uno.state import TrainState
+from uno.state import TrainState, trained_parameters
 from uno.train import Phase, fit
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +39,8 @@ OPTIONS = {
 
 
 MIXED = {"data__pile": "mixed", "objective__rkd_weight": 0.5}
+VIT = {"model__encoder": "tests.uno.toy_encoders:vit", "model__trainable": "last", "model__encoder_lr": 0.5}
+OF_UNO = {"uno": OPTIONS, "mixed": MIXED, "last": {"model__trainable": "last"}, "vit": VIT}
 
 
 class GlooWorker(StopAt):
@@ -55,7 +57,7 @@ class GlooWorker(StopAt):
 def seen_in(state: TrainState) -> dict[str, Tensor]:
     """Gradients, and what a checkpoint would hold but the sums over a worker's own rows."""
     kept = {k: v for k, v in copied_tensors(state).items() if "epoch" not in k and "line" not in k}
-    grads = {f"grad/{name}": p.grad.clone() for name, p in state.model.named_parameters()}
+    grads = {f"grad/{name}": p.grad.clone() for name, p in trained_parameters(state.model).items()}
     return grads | {f"state/{name}": tensor for name, tensor in kept.items()}
 
 
@@ -112,7 +114,7 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
 
 def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients and state after two steps of a method, with BatchNorm in eval mode."""
-    options = {"uno": OPTIONS, "mixed": MIXED}.get(name, {"method": name, "objective__rampup": 0.0})
+    options = OF_UNO.get(name, {"method": name, "objective__rampup": 0.0})
     config = small_config(train__batch_size=24, **options)
     state, batches = fresh_state(config, worker=worker), batches_of(config, worker=worker)
     step = registry.load(config).step
@@ -135,7 +137,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     worker = GlooWorker(rank, world_size)
     parts = {"step": one_step(worker)}
     if world_size <= 2:
-        parts |= {f"method/{name}": two_steps(name, worker) for name in (*METHODS, "mixed")}
+        parts |= {f"method/{name}": two_steps(name, worker) for name in {**METHODS, **OF_UNO}}
     if world_size > 1:
         parts |= {"nan": nan_on_one_rank(worker), "phase": whole_phase(worker, folder)}
     seen = {f"{part}/{name}": tensor for part, some in parts.items() for name, tensor in some.items()}
@@ -188,7 +190,7 @@ def test_workers_equal_one_worker(tmp_path, world_size):
     (whole,) = results(1, tmp_path / "one")
     shares = results(world_size, tmp_path / "many")
     if world_size == 2:
-        assert {name.split("/")[1] for name in whole if name.startswith("method/")} == {*METHODS, "mixed"}
+        assert {name.split("/")[1] for name in whole if name.startswith("method/")} == {*METHODS, *OF_UNO}
     for name, expected in whole.items():
         if name.startswith("method/") and world_size > 2:
             continue

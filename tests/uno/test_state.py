@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tests.uno.small_run import (
     assert_same,
@@ -146,3 +147,17 @@ def test_a_run_with_frozen_stages_resumes_to_the_bit(tmp_path):
     tensors = check_resumes(config, tmp_path, stops=(2, 9))
     assert "optimizer/encoder.layer3.0.conv1.weight" in tensors
     assert "optimizer/encoder.layer2.0.conv1.weight" not in tensors
+
+
+def test_synchronised_batch_norms_of_a_frozen_stage_stay_in_eval_mode():
+    """DDP on GPUs converts the model, which puts other modules in their places. Kills: what is frozen known
+    as modules, not by name.
+    """
+    state = fresh_state(small_config(model__trainable="last"))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(state.model)
+    model.train()
+    modes = {n: m.training for n, m in model.encoder.named_modules() if isinstance(m, nn.SyncBatchNorm)}
+    assert {name for name, training in modes.items() if training} == {
+        n for n in modes if n.startswith("layer3")
+    }
+    assert len(modes) > 4 and not model.encoder.bn1.weight.requires_grad
