@@ -36,7 +36,6 @@ ASSUMED: dict[str, dict[str, Any]] = {
     "mixed": {"data.pile": "mixed"},
     "mixed, uniform prior": {"data.pile": "mixed", "objective.prior": "uniform"},
     "novel": {"data.pile": "novel"},
-    "novel, prior of clusters": {"data.pile": "novel", "objective.prior": "clusters"},
 }
 KEYS = {
     **{f"train {name}": f"train/unlabeled/gcd/{name}/avg" for name in ("all", "old", "new")},
@@ -81,7 +80,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {name: {seed: runs(seed, share) for seed in options.seeds} for name, share in DATA.items()}
+    found: dict[str, dict[int, dict[str, dict[str, float]]]] = {name: {} for name in DATA}
+    for seed in options.seeds:
+        for name, share in DATA.items():
+            found[name][seed] = runs(seed, share)
     means = {
         data: {
             assumed: {key: round(float(np.mean([one[assumed][key] for one in by_seed.values()])), 4)

@@ -27,7 +27,7 @@ def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate 
         local_device(config)
     # The number is what we are after: 1 stands in for it and is never read.
     task = make_task(read_rows(config.data), config.data.model_copy(update={"num_novel": 1}))
-    pile, reason = decide_pile(config, task.rows)
+    pile, reason = decide_pile(config, task.rows.known)
     say(reason)
     config = override(config, {"data.pile": pile})
     labeled = int((task.is_train & (task.labels >= 0)).sum())

@@ -23,7 +23,7 @@ from uno.data.decode import BAD_SAMPLES, decode_many, readable
 from uno.data.files import Storage, full_path, normal, split
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
-from uno.data.splits import PILES, Task, decide_pile, make_task
+from uno.data.splits import Task, decide_pile, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.encoder import require_encoder
 from uno.errors import ConfigError
@@ -160,20 +160,21 @@ def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
     """``config`` with ``data.ingest`` and ``data.pile`` decided (a run goes on as it began), and the task if
     it was read. Says what they are.
     """
+    began = False
     if config.output is not None and not fresh and (storage := Storage(config.output)).exists("config.yaml"):
         stored = dict(directory.read_config_tree(storage).get("data") or {})
         if config.data.pile == "auto":  # before there were mixed piles, all were novel
             config = override(config, {"data.pile": stored.get("pile", "novel")})
+            began = config.data.pile != "auto"
         if config.data.ingest == "auto":
-            if config.data.pile != "auto":
-                say(f"pile: {config.data.pile}, as it began: {PILES[config.data.pile]}")
+            say(decide_pile(config, [], began)[1])
             return override(config, {"data.ingest": stored.get("ingest", "auto")}), None
     lazy = override(config, {"data.ingest": "streaming"}).data
     task = make_task(read_rows(lazy), lazy)
     free = ingest.free_host_bytes(), ingest.free_device_bytes(config)
     chosen, reason = ingest.choose(config, len(task.rows), *free, registry.load(config).needs_images)
     say(f"data: {reason}")
-    pile, reason = decide_pile(config, task.rows)
+    pile, reason = decide_pile(config, task.rows.known, began)
     say(reason)
     to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
     return override(config, {"data.ingest": chosen, "data.pile": pile}), None if to_load else task

@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.uno.small_run import small_config, small_sets
 from uno.constrained_kmeans import FREE, constrained_kmeans
-from uno.initial import around_known, clusters_of, principal
+from uno.data.decode import BadRows
+from uno.data.files import Storage
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.data.stream import StreamSet, stream_facts
+from uno.initial import around_known, clusters_of, principal, training_features, with_prior
+from uno.model import build_model
 
 SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
 
@@ -100,3 +107,43 @@ def test_few_or_equal_rows_are_clustered_too():
         assert len(start.assignment) == len(rows) and start.prior.shape == (8,)
         assert start.prior.min() > 0 and start.centers.isfinite().all()
         assert float(start.prior.sum()) == pytest.approx(1)
+
+
+def streamed(config, tmp_path):
+    """The small set as one that is not loaded."""
+    task = make_task(read_rows(config.data), config.data)
+    facts = stream_facts(task)
+    bad = BadRows(facts.pop("ids"), task.rows.images, 0.1, Storage(str(tmp_path)))
+    return StreamSet(**facts, bad=bad, crop=lambda job: pytest.fail("cropped"))
+
+
+def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypatch):
+    """In several batches, of a part of the rows. Kills: labels of other rows, training rows of another order,
+    an encoder in training mode.
+    """
+    monkeypatch.setattr("uno.initial.MAX_ROWS", 60)
+    config = small_config(train__eval_batch_size=16)
+    model = build_model(config.model, 5, 0, 0).eval()
+    both = [
+        training_features(config, model, train) for train in (small_sets()[0], streamed(config, tmp_path))
+    ]
+    assert [len(part) for part in both[0]] == [60, 60, 60]
+    for resident, streaming in zip(*both, strict=True):
+        torch.testing.assert_close(streaming, resident, atol=1e-5, rtol=1e-5)
+
+
+def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
+    """Kills: clusters of a plain run, which would cost its time; another prior than the one that is there."""
+    model, train = build_model(small_config().model, 5, 5, 0), small_sets()[0]
+    mine = {"prior": torch.arange(1, 11) / 55.0, "queue": torch.zeros(3)}
+
+    def found(extra, **options):
+        return with_prior(small_config(**options), model, train, extra)
+
+    assert found({}) == {} and list(found(mine)) == ["queue"]
+    assert found({}, data__pile="novel", objective__prior="clusters")["prior"].shape == (5,)
+    assert found({}, data__pile="mixed")["prior"].shape == (10,)
+    assert found(mine, data__pile="mixed")["prior"] is mine["prior"]
+    uniform = found(mine, data__pile="mixed", objective__prior="uniform")
+    assert uniform["prior"].tolist() == pytest.approx([0.1] * 10) and "queue" in uniform
+    assert model.training

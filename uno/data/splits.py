@@ -7,7 +7,7 @@ them (benchmark mode), other labels are hidden: they move to ``eval_labels``, wh
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -125,16 +125,19 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
     return left
 
 
-def decide_pile(config: Config, rows: Rows) -> tuple[Literal["novel", "mixed"], str]:
-    """What ``data.pile`` means for ``rows``, and a sentence that says why.
+def decide_pile(
+    config: Config, declared: Sequence[str], began: bool = False
+) -> tuple[Literal["novel", "mixed"], str]:
+    """What ``data.pile`` means, and a sentence that says why. ``declared``: the classes that the source says
+    are known; ``began``: it is that of a run that goes on.
 
     Of rows that truly lack a label nobody knows the classes, so mixed is the safe answer: a known image in a
     pile taken for novel is forced into a new class. What knows only novel piles takes them for that.
     """
     data = config.data
     if data.pile != "auto":
-        return data.pile, f"pile: {data.pile}, as told: {PILES[data.pile]}"
-    told = data.known_classes is not None or bool(rows.known)
+        return data.pile, f"pile: {data.pile}, as {'it began' if began else 'told'}: {PILES[data.pile]}"
+    told = data.known_classes is not None or bool(declared)
     if data.unlabel_known:
         pile, why = "mixed", "as --data.unlabel-known asks"  # type: tuple[Literal["novel", "mixed"], str]
     elif told:

@@ -52,6 +52,7 @@ def write_report(
         "title": config.data.source if task is None else task.rows.source,
         "splits": [split for split in ("train", "test") if any(key.startswith(split) for key in metrics)],
         "novel_truth": any("/novel/" in key for key in metrics),
+        "mixed_truth": any("/unlabeled/gcd/" in key for key in metrics),
         "warnings": list(warnings(config, found, looked["sample"], looked["findings"])),
         "curves": facts.curves(found), "estimate_chart": facts.estimate_chart(found),
         "num_heads": num_heads(config), "method": METHODS[config.method],

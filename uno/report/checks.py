@@ -21,7 +21,7 @@ CHECKED = (  # for the page
     f"classes of fewer than {MIN_ROWS} images, prototypes with a cosine above {SIMILAR:g}, "
     f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, "
     f"median confidence below {LOW_CONFIDENCE:.0%}, "
-    f"more than {ABSORBED:.0%} of the unlabeled images taken for known classes, "
+    f"more than {ABSORBED:.0%} of the images of a novel pile taken for known classes, "
     "accuracy not above k-means, skipped training steps, unfinished phases, unreadable images"
 )
 
@@ -34,7 +34,7 @@ def warnings(config: Config, facts: Facts, sample: Sample | None, findings: Find
     if sample is not None and findings is not None and findings.num_unlabeled:
         if len(findings.clusters) > 1:
             yield from _sizes(config, sample, findings)
-        yield from _doubts(sample, findings)
+        yield from _doubts(sample, findings, config.data.pile == "mixed")
     yield from _run(facts)
 
 
@@ -70,7 +70,7 @@ def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
         )
 
 
-def _doubts(sample: Sample, findings: Findings) -> Warnings:
+def _doubts(sample: Sample, findings: Findings, mixed: bool) -> Warnings:
     pairs = np.triu(sample.similarity, k=1)
     if num := (pairs > SIMILAR).sum():
         a, b = (findings.clusters[i].name for i in np.unravel_index(pairs.argmax(), pairs.shape))
@@ -91,11 +91,11 @@ def _doubts(sample: Sample, findings: Findings) -> Warnings:
             f"{findings.median_confidence:.0%}",
             "Treat single predictions with care; training may have been too short.",
         )
-    if findings.absorbed > ABSORBED:
+    if findings.absorbed > ABSORBED and not mixed:
         yield (
             f"{findings.absorbed:.0%} of the unlabeled images are taken for known classes",
-            "Expected only if the unlabeled images really contain known classes; otherwise novel ones are "
-            "being absorbed.",
+            "If the unlabeled images really contain known classes, train with --data.pile mixed; otherwise "
+            "novel ones are being absorbed.",
         )
 
 
@@ -114,6 +114,14 @@ def _run(facts: Facts) -> Warnings:
             )
     if not facts.entries("discover") and not facts.metrics:
         yield "No discovery phase is recorded in this directory", "Run uno discover first."
+    ours = facts.metrics.get("train/unlabeled/gcd/all/avg")
+    baseline = facts.metrics.get("baseline/constrained_kmeans/gcd/all")
+    if ours is not None and baseline is not None and ours <= baseline:
+        yield (
+            f"No better than k-means: {ours:.1%} of the unlabeled images are right, k-means around the "
+            f"labeled ones gets {baseline:.1%}",
+            "Discovery did not help here; see the learning curves.",
+        )
     ours = facts.metrics.get("train/novel/task_aware/acc/avg")
     for key, name in (("kmeans", "the frozen features"), ("kmeans_pixels", "the pixels")):
         baseline = facts.metrics.get(f"baseline/{key}/novel/acc")

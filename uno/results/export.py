@@ -266,6 +266,7 @@ def _metrics_table(metrics: Mapping[str, float]) -> str:
         "discovered classes alone (clusters matched to classes)": "novel/task_aware/acc/best",
         "chance of the line above": "novel/task_aware/chance/acc",
         "all classes together, strict": "all/task_agnostic_strict/acc/best",
+        "unlabeled images of known and new classes, one matching": "unlabeled/gcd/all/best",
     }
     splits = [split for split in ("train", "test") if any(f"{split}/{k}" in metrics for k in rows.values())]
     lines = [f"| accuracy, % | {' | '.join(splits)} |", "|---|" + "---|" * len(splits)]

@@ -47,7 +47,7 @@ class Scores(NamedTuple):
     margin: Tensor  # (B,) lead over the second class
     entropy: Tensor  # (B,) nats, of all classes; a dropped class counts as an outcome
     head_agreement: Tensor  # (B,) share of heads with the same class; NaN where the heads are not aligned
-    known_mass: Tensor  # (B,) probability of all known classes
+    known_mass: Tensor  # (B,) probability that it is of a known class, whichever; novel is the rest
     probabilities: Tensor  # (B, C) float32
     features: Tensor  # (B, D) pooled features z
 
@@ -118,6 +118,13 @@ def score(
     known_mass = probabilities[:, : known.shape[1]].sum(dim=-1)
     features = logits.features[0].float()
     return Scores(class_index, first, first - second, entropy, agreement, known_mass, probabilities, features)
+
+
+def taken_for_novel(logits: Logits, best_head: int) -> Tensor:
+    """bool (N,): rows that the best head takes for novel; all of them where it takes none for that."""
+    assert logits.novel is not None
+    novel = logits.novel[0, best_head].amax(dim=-1) > logits.known[0].amax(dim=-1)
+    return novel if novel.any() else torch.ones_like(novel)
 
 
 def align_heads(novel: Tensor, best_head: int) -> Tensor:
@@ -269,7 +276,10 @@ def with_alignment(model: Classifier, storage: Storage, decode: Decode, unlabele
     sample = sample_logits(model, decode, unlabeled) if model.alignment is None else None
     if sample is None or sample[1].novel is None:
         return model
-    alignment = align_heads(sample[1].novel[0], model.best_head)
+    novel = sample[1].novel[0]
+    if model.config.data.pile == "mixed":  # rows of known classes say nothing of novel clusters
+        novel = novel[:, taken_for_novel(sample[1], model.best_head)]
+    alignment = align_heads(novel, model.best_head)
     name = model_folder(storage) + "classes.json"
     facts = json.loads(storage.read(name)) | {"alignment": alignment.tolist()}
     storage.write(name, json.dumps(facts, indent=1).encode())

@@ -183,5 +183,5 @@ def test_a_share_of_each_known_class_loses_its_label():
 def test_the_pile_is_decided_by_where_the_labels_went(config, declared, pile, why):
     method = {"method": config["method"]} if "method" in config else {}
     data = DataConfig(**{key: value for key, value in config.items() if key != "method"})
-    found, reason = decide_pile(Config(data=data, **method), replace(read_digits(), known=declared))
+    found, reason = decide_pile(Config(data=data, **method), declared)
     assert found == pile and re.search(why, reason) and "\n" not in reason

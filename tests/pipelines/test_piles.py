@@ -1,0 +1,70 @@
+"""Piles that hold known classes, from the first line of the console to the report."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines import cli
+from tests.pipelines.small import SMALL, refused
+from tests.uno.data.builders import write_images
+
+TINY = [
+    *SMALL,
+    "--pretrain.epochs",
+    "1",
+    "--discover.epochs",
+    "1",
+    "--train.batch-size",
+    "24",
+    "--device",
+    "cpu",
+]
+
+
+def said(capsys, *argv):
+    """What a command says on both streams; it succeeds."""
+    capsys.readouterr()
+    assert cli.main([str(word) for word in argv]) == 0
+    return "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("ingest", ["resident", pytest.param("streaming", marks=pytest.mark.slow)])
+def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, ingest):
+    """All, Old and New beside the present keys, in metrics, table and page; both ways in. Kills: an
+    evaluation that takes unlabeled known rows for novel or leaves them out, an ``auto`` that is stored.
+    """
+    argv = ["discover", *TINY, "--data.unlabel-known", "0.5", "--data.ingest", ingest, "--output", tmp_path]
+    text = said(capsys, *argv)
+    assert "pile: mixed, as --data.unlabel-known asks: unlabeled rows may be of known classes" in text
+    assert "unlabeled rows, %" in text and "pile: mixed" in (tmp_path / "config.yaml").read_text()
+    values = json.loads((tmp_path / "metrics.json").read_text())
+    for split in ("train", "test"):
+        assert {
+            f"{split}/unlabeled/gcd/{g}/{w}" for g in ("all", "old", "new") for w in ("avg", "best")
+        } <= set(values)
+        assert f"{split}/novel/task_aware/acc/avg" in values
+    assert {f"baseline/{b}/gcd/all" for b in ("kmeans", "constrained_kmeans")} <= set(values)
+    page = (tmp_path / "report.html").read_text()
+    assert "One matching" in page and 'data-key="train/unlabeled/gcd/old/avg"' in page
+    table = pq.read_table(tmp_path / "predictions.parquet", columns=["known_mass", "kind", "probability"])
+    for row in table.to_pylist():
+        mass = row["known_mass"] if row["kind"] == "known" else 1 - row["known_mass"]
+        assert mass >= row["probability"] - 1e-5  # the class is one of its kind
+    again = said(capsys, *argv[:-2], "--output", tmp_path)
+    assert "pile: mixed, as it began" in again and "nothing is trained again" in again
+    assert "other settings: data.pile" in refused(capsys, 2, *argv, "--data.pile", "novel")
+
+
+def test_rows_that_truly_lack_labels_are_taken_for_mixed(tmp_path, capsys):
+    """Two folders: ``data check`` says so, in one line, and how to say otherwise; a baseline stays novel."""
+    names = [f"known/{c}/{i}.png" for c in "ab" for i in range(20)] + [f"pile/{i}.png" for i in range(30)]
+    write_images(tmp_path, names)
+    argv = ["--labeled", tmp_path / "known", "--unlabeled", tmp_path / "pile", "--num-novel", "2"]
+    argv += ["--train.batch-size", "32", "--data.store-size", "8"]
+    (line,) = [line for line in said(capsys, "data", "check", *argv).splitlines() if line.startswith("pile:")]
+    assert line.startswith("pile: mixed, as nobody knows") and "--data.pile novel" in line
+    text = said(capsys, "data", "check", *argv, "--method", "rs")
+    assert "pile: novel, the only kind here (data.pile mixed belongs to method uno, not to rs)" in text
+    assert "as told: every unlabeled row" in said(capsys, "data", "check", *argv, "--data.pile", "novel")
+    refused(capsys, 2, "discover", *argv, "--method", "rs", "--data.pile", "mixed")
