@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from uno.results.infer import Classifier
 
 SHARD_MB = 128
+CHECK_S = 60.0  # in which uno data check decodes images
 FRESH = {"--fresh": switch("Start over: ignore the checkpoints of an earlier run in the same directory.")}
 EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
 SORTED = {
@@ -66,7 +67,8 @@ DATA = Command("data", {
     "ACTION": Argument("check or pack.", Literal["check", "pack"]),
     "--shard-mb": Argument(f"pack: size of a shard; default {SHARD_MB}.", PositiveInt | None),
 }, output=None, text="""
-check: print classes, counts and problems, as a run would find them; exit code 2 if it could not succeed.
+check: print classes, counts and problems, as a run would find them, files that are left out, and which
+images cannot be read (as many as can be decoded in a minute); exit code 2 if a run could not succeed.
 
 pack: write the rows of any source to --output DIR as Parquet shards with checksums, shuffled, encoded
 images as they are; --data parquet:DIR then reads the same data. Every image is decoded once: unreadable
@@ -210,8 +212,8 @@ def data(argv: Sequence[str]) -> int:
 
     config, task = decide(options.config, fresh=True)
     task = task or make_task(read_rows(config.data), config.data)
-    problems = check(task, config)
-    print(format_report(task, problems))
+    problems = check(task, config, CHECK_S)
+    print(format_report(task, problems, config.data.store_size))
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
 

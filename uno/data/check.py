@@ -1,6 +1,7 @@
 """What would go wrong with this data, before anything starts (``uno data check``)."""
 
 import hashlib
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from uno.config import Config
-from uno.data.decode import MAX_BYTES, BadImage, read_header
+from uno.data.decode import MAX_BYTES, BadImage, decoded, read_header
 from uno.data.files import is_uri, read_bytes
 from uno.data.plan import make_plan, make_pretrain_plan
 from uno.data.rows import Files, base, content_of
@@ -19,6 +20,8 @@ from uno.errors import ConfigError
 MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer (METHOD section 4)
 MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
+NUM_NAMED = 5  # unreadable images in a line
+BATCH = 32  # images between two looks at the clock
 
 
 class Problem(NamedTuple):
@@ -28,19 +31,23 @@ class Problem(NamedTuple):
     message: str
 
 
-def check(task: Task, config: Config) -> list[Problem]:
-    """Everything suspicious about ``task``, errors first; reads at most 2 GiB of images and decodes none."""
+def check(task: Task, config: Config, seconds: float = 0) -> list[Problem]:
+    """Everything suspicious about ``task``, errors first; reads at most 2 GiB of images. Decodes none, unless
+    it may take some ``seconds`` to decode them all.
+    """
     headers, bad = _headers(task)
     problems = [*_of_classes(task, config), *_of_batches(task, config)]
-    if bad:
+    if seconds:
+        problems += _of_pixels(task, config, seconds)
+    elif bad:
         text = f"{len(bad)} of a sample of {len(headers) + len(bad)} images are unreadable, e.g. {bad[0]}"
         problems.append(Problem("warning" if headers else "error", text))
     problems += [Problem("warning", text) for text in _duplicates(task)]
     return sorted(problems, key=lambda problem: problem.level)
 
 
-def format_report(task: Task, problems: list[Problem]) -> str:
-    """Plain text: source, image sizes, a table of classes, notes and problems."""
+def format_report(task: Task, problems: list[Problem], size: int | None = None) -> str:
+    """Plain text: source, image sizes, the ``size`` in use, a table of classes, notes and problems."""
     rows, headers = task.rows, _headers(task)[0]
     lines = [
         f"source       {rows.source}",
@@ -54,6 +61,8 @@ def format_report(task: Task, problems: list[Problem]) -> str:
         sides = sorted((width * height, f"{width} x {height}") for _, width, height in headers)
         sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
         lines.append(f"images       {sizes} ({formats}; sample of {len(headers)})")
+    if size is not None:
+        lines.append(f"used         as {size} x {size} pixels (--data.store-size)")
     names = [_printable(name) for name in task.known + task.novel] + ["(no truth)"]
     kinds_of = ["known"] * len(task.known) + ["novel"] * len(task.novel) + [""]
     width = min(max(map(len, names)), 40)
@@ -142,6 +151,26 @@ def _headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     return headers, bad
 
 
+def _of_pixels(task: Task, config: Config, seconds: float) -> Iterator[Problem]:
+    """Decode every image, as a run would, until the time is up."""
+    num, end, bad, looked = len(task.rows), time.monotonic() + seconds, list[str](), 0
+    size, threads = config.data.store_size, config.compute.threads
+    batches = (np.arange(i, min(i + BATCH, num)) for i in range(0, num, BATCH) if time.monotonic() < end)
+    for rows, _, reasons in decoded(task.rows.images, batches, size, threads):
+        looked += len(rows)
+        pairs = zip(rows.tolist(), reasons, strict=True)
+        bad += [f"{task.rows.ids[row]}: {reason}" for row, reason in pairs if reason is not None]
+    if bad:
+        some = "; ".join(bad[:NUM_NAMED]) + ("; ..." if len(bad) > NUM_NAMED else "")
+        text = f"{len(bad)} of {looked} images cannot be read: {some}"
+        too_many = len(bad) > config.data.max_bad_fraction * num
+        text += "; more than --data.max-bad-fraction, so a run would stop" if too_many else ""
+        yield Problem("error" if too_many else "warning", text)
+    if looked < num:
+        text = f"{looked:,} of {num:,} images were decoded in {seconds:g} s; the others were not looked at"
+        yield Problem("warning", text)
+
+
 def _duplicates(task: Task) -> Iterator[str]:
     """Exact copies (same bytes or pixels) in both splits, both labeled and unlabeled, or under two labels."""
     groups, complete = _copies(task)
@@ -152,6 +181,8 @@ def _duplicates(task: Task) -> Iterator[str]:
             found["images are in train and in test"].append(group)
         if -1 in labels and len(labels) > 1:
             found["images are labeled and unlabeled at once"].append(group)
+        if sum(bool(task.is_train[i]) and task.labels[i] < 0 for i in group) > 1:
+            found["images are in the pile more than once"].append(group)
         if len(labels - {-1}) > 1:
             found["images have two different known labels"].append(group)
     for text, copies in found.items():

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
@@ -113,7 +114,8 @@ def read_folder(root: str) -> Rows:
 
 def read_images(root: str) -> Rows:
     """Every image below ``root``, unlabeled; names of folders mean nothing."""
-    return _rows([(found, None, "train") for found in _images(root)], f"folder:{root}")
+    images, notes = _images(root)
+    return _rows([(found, None, "train") for found in images], f"folder:{root}", *notes)
 
 
 def read_two_folders(labeled: str, unlabeled: str) -> Rows:
@@ -130,7 +132,8 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     images = Files(pa.concat_arrays([f.column for f in files]), np.concatenate([f.sizes for f in files]))
     ids = [f"labeled/{name}" for name in known.ids] + [f"unlabeled/{name}" for name in others.ids]
     labels, split = known.labels + others.labels, np.concatenate([known.split, others.split])
-    return Rows(ids, images, labels, split, f"folders:{labeled}+{unlabeled}", notes=known.notes)
+    notes = known.notes + others.notes
+    return Rows(ids, images, labels, split, f"folders:{labeled}+{unlabeled}", notes=notes)
 
 
 def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
@@ -174,7 +177,7 @@ def imagenet_wnids(file: str) -> list[str]:
 
 def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
     """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class."""
-    images, filled = _images(root), set()
+    (images, notes), filled = _images(root), set()
     kept: list[tuple[Found, str | None, str]] = []
     for found in images:
         for prefix, split in splits.items():
@@ -187,7 +190,6 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
             if prefix + folder not in filled:
                 path = shown(join(root, prefix + folder))
                 raise ConfigError(f"class folder {path} holds no images; fill or remove it")
-    notes = []
     if len(kept) < len(images):
         notes.append(f"{len(images) - len(kept)} images outside {', '.join(splits)} are left out")
     loose = sum(label is None for _, label, _ in kept)
@@ -200,15 +202,39 @@ def _rows(kept: list[tuple[Found, str | None, str]], source: str, *notes: str) -
     """Rows of (file, label, split) each."""
     if not kept:
         root = source.partition(":")[2]
-        raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}")
+        also = "".join(f"; {note}" for note in notes)
+        raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}{also}")
     found, labels, split = zip(*kept, strict=True)
     ids = [shown(f.relative) for f in found]
     images = Files.of([f.path for f in found], [f.size for f in found])
     return Rows(ids, images, list(labels), np.array(split), source, notes=notes)
 
 
-def _images(root: str) -> list[Found]:
-    return [f for f in filesystem.walk(_directory(root)) if f.relative.lower().endswith(EXTENSIONS)]
+def _images(root: str) -> tuple[list[Found], list[str]]:
+    """Images below ``root``, and a note on what else is there."""
+    files = filesystem.walk(_directory(root))
+    images = [f for f in files if f.relative.lower().endswith(EXTENSIONS)]
+    others = Counter(_suffix(f.relative) for f in files if not f.relative.lower().endswith(EXTENSIONS))
+    if not others:
+        return images, []
+    most = others.most_common(8)
+    named = ", ".join(f"{number:,} {suffix}{OTHERS.get(suffix, '')}" for suffix, number in most)
+    more = ", ..." if len(others) > 8 else ""
+    return images, [f"{others.total():,} files below {root} are left out: {named}{more}"]
+
+
+PHOTOGRAPHS, VIDEO = " (photographs; save them as JPEG)", " (video; take still images)"
+OTHERS = {
+    **dict.fromkeys((".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf"), PHOTOGRAPHS),
+    **dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO),
+}
+"""What to do with files that hold pictures and that nothing here decodes."""
+
+
+def _suffix(name: str) -> str:
+    """``.heic`` of ``IMG_1.HEIC``, fit for a terminal."""
+    suffix = os.path.splitext(name)[1].lower()[:12]
+    return suffix if suffix.isprintable() and suffix.strip() else "without a suffix"
 
 
 def _directory(root: str) -> str:

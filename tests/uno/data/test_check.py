@@ -78,11 +78,13 @@ def test_duplicates():
     images[6] = images[0]  # c (unlabeled) = a (labeled)
     images[1] = images[4]  # b = a
     images[5] = images[9]  # b = b: no problem
+    images[2] = images[7]  # c = d, both unlabeled
     found = messages(task_of([*LABELS, "a"], config, images, ["train"] * 40 + ["test"]), config, "warning")
     for text in ("1 images are in train and in test, e.g. r3 = r40", "1 images are labeled and unlabeled",
-                 "1 images have two different known labels"):  # fmt: skip
+                 "1 images have two different known labels",
+                 "1 images are in the pile more than once, e.g. r2 = r7"):  # fmt: skip
         assert any(text in message for message in found), found
-    assert len(found) == 3
+    assert len(found) == 4
 
 
 def test_duplicate_files_are_found_by_size_and_content(tmp_path):
@@ -100,3 +102,26 @@ def test_duplicate_files_are_found_by_size_and_content(tmp_path):
     task = task_of(["a", "b\x1b[31m", "c\n", "d"] * 10, config)
     report = format_report(task, check(task, config))
     assert "\x1b" not in report and "b?[31m" in report
+
+
+def test_every_image_is_decoded_in_the_time_there_is(tmp_path):
+    """Kills: a sample that misses the broken ones, a check without an end."""
+    write_images(tmp_path, [f"{c}/{i:03}.png" for c in "abc" for i in range(60)])
+    broken = ("a/001.png", "b/033.png")
+    for name in broken:
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2])  # the header is fine
+    config = config_of(data__source=str(tmp_path), known="first:2")
+    task = make_task(read_rows(config.data), config.data)
+
+    def found(seconds: float, fraction: float = 0.5) -> list[tuple[str, str]]:
+        problems = check(task, override(config, {"data.max_bad_fraction": fraction}), seconds)
+        return [(p.level, p.message) for p in problems if "images" in p.message]
+
+    assert found(0) == []
+    ((level, message),) = found(60)
+    assert level == "warning" and message.startswith("2 of 180 images cannot be read: a/001.png: ")
+    assert "; b/033.png: " in message
+    assert [(level, "would stop" in text) for level, text in found(60, 0.01)] == [("error", True)]
+    assert "of 180 images were decoded in 1e-09 s" in found(1e-9)[-1][1]
+    assert "as 32 x 32 pixels" in format_report(task, [], 32)

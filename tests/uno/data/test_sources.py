@@ -15,7 +15,8 @@ from uno.config import DataConfig
 from uno.data.cifar import CIFAR10, CIFAR100
 from uno.data.decode import decode
 from uno.data.rows import Rows
-from uno.data.sources import imagenet_wnids, read_rows, recognise
+from uno.data.sources import imagenet_wnids, read_folder, read_images, read_rows, read_two_folders, recognise
+from uno.errors import ConfigError
 
 from .builders import SHARED, failure, write_cifar, write_hf, write_images
 
@@ -310,3 +311,19 @@ def test_shared_data():
     assert decode(rows.images[59_999], 32).shape == (3, 32, 32)
     rows = read(f"imagenet:{SHARED}/imagenet-fullsize")
     assert "6 held-out classes" in rows.notes[0] and len(rows) == 94
+
+
+def test_what_is_no_image_is_named(tmp_path):
+    """Kills: half of a telephone's photographs left out without a word."""
+    write_images(tmp_path, ["known/cat/1.png", "known/dog/2.png", "new/3.jpg"])
+    for name in ("known/cat/IMG.HEIC", "new/a.heic", "new/b.mov", "new/c.txt", "new/README", "new/.DS_Store"):
+        (tmp_path / name).write_bytes(b"x")
+    rows = read_two_folders(str(tmp_path / "known"), str(tmp_path / "new"))
+    assert len(rows) == 3
+    assert rows.notes[0].endswith("known are left out: 1 .heic (photographs; save them as JPEG)")
+    assert rows.notes[1].startswith("4 files below ") and "1 .mov (video; take still images)" in rows.notes[1]
+    assert "1 .txt" in rows.notes[1] and "1 without a suffix" in rows.notes[1] and "DS_S" not in rows.notes[1]
+    assert read_folder(str(tmp_path / "known")).notes == rows.notes[:1]
+    (tmp_path / "new" / "3.jpg").unlink()
+    with pytest.raises(ConfigError, match=r"no images below .*; 4 files .* left out: .*save them as JPEG"):
+        read_images(str(tmp_path / "new"))
