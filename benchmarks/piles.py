@@ -47,9 +47,10 @@ KEYS = {
 }
 
 
-def runs(seed: int, share: float) -> dict[str, dict[str, float]]:
+def runs(seed: int, share: float, epochs: int, only: list[str]) -> dict[str, dict[str, float]]:
     """The scores of what is assumed, on digits of which ``share`` of the known rows has lost its label."""
     start = {"seed": seed, "data.unlabel_known": share, "compute.device": "cpu", "data.ingest": "resident"}
+    start["discover.epochs"] = epochs
     config = override(preset("digits"), start)
     task = make_task(read_rows(config.data), config.data)
     images, reasons = decode_many(task.rows.images, config.data.store_size, 1)
@@ -58,8 +59,8 @@ def runs(seed: int, share: float) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         first = Storage(f"{folder}/pretrained")
         run.run_phase(config, PRETRAIN, sets[0], LocalWorker(torch.device("cpu")), first)
-        for name, assumed in ASSUMED.items():
-            own = override(config, {**assumed, "model.weights": first.uri})
+        for name in only:
+            own = override(config, {**ASSUMED[name], "model.weights": first.uri})
             found[name] = scores(own, Storage(f"{folder}/{name}"), *sets, len(task.known) + len(task.novel))
             print(seed, share, name, found[name], file=sys.stderr, flush=True)
     return found
@@ -78,17 +79,19 @@ def scores(config: Config, storage: Storage, train: Any, truth: Any, num_true: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=60, help="of discovery")
+    parser.add_argument("--assumed", nargs="+", default=list(ASSUMED), choices=list(ASSUMED))
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, dict[int, dict[str, dict[str, float]]]] = {name: {} for name in DATA}
     for seed in options.seeds:
         for name, share in DATA.items():
-            found[name][seed] = runs(seed, share)
+            found[name][seed] = runs(seed, share, options.epochs, options.assumed)
     means = {
         data: {
             assumed: {key: round(float(np.mean([one[assumed][key] for one in by_seed.values()])), 4)
                       for key in next(iter(by_seed.values()))[assumed]}
-            for assumed in ASSUMED
+            for assumed in options.assumed
         }
         for data, by_seed in found.items()
     }  # fmt: skip

@@ -84,7 +84,7 @@ CHANGES = {
     "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
     "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2, "objective.num_iters": 5,
     "objective.aggregation": "average_logits", "objective.concat": False, "objective.pseudo_labels": "hard",
-    "data.composition": "paired", "data.num_novel": 2,
+    "data.composition": "paired", "data.num_novel": 2, "data.pile": "novel", "objective.prior": "clusters",
     "objective.iic_weight": 0.1, "objective.iic_view_weight": 0.1, "objective.rkd_weight": 0.1,
     "objective.rkd_temperature": 2.0, "objective.queue_size": 8, "objective.consistency_weight": 1.0,
     "objective.rampup": 0.5,
