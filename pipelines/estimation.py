@@ -7,7 +7,7 @@ from typing import Any
 
 from pipelines import ray_env
 from pipelines.console import on_stop, say
-from pipelines.worker import leave_out_unreadable, use_gpu
+from pipelines.worker import leave_out_unreadable
 from uno.config import Config, override
 from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
@@ -64,7 +64,7 @@ def estimate_num_novel(
         return estimate.estimate_num_novel(*data, local_device(config), settings, report=report)
     with ray_env.connect(workers=compute.workers) as ray:
         resources = ray.cluster_resources()
-        gpu = use_gpu(config, resources)
+        gpu = ray_env.use_gpu(config, resources)
         if gpu and resources.get("GPU", 0) < compute.gpus_per_worker:
             raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
         request = {"num_cpus": 1, "num_gpus": compute.gpus_per_worker if gpu else 0}

@@ -17,11 +17,10 @@ import torch
 from pipelines import ray_env
 from pipelines.console import Progress, on_stop, say
 from pipelines.ray_data import bytes_of, decode_block, image_block, parquet_images
-from pipelines.worker import worker_resources
 from uno.config import Config, override
 from uno.data.decode import readable
 from uno.data.files import Storage
-from uno.data.rows import Decoded
+from uno.data.rows import Decoded, Featured
 from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, Interrupted, UnoError
@@ -83,7 +82,7 @@ def predict_run(
     """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where there are many to decode;
     those of an earlier model are replaced. Returns the model, its heads aligned.
     """
-    if isinstance(task.rows.images, Decoded) or len(task.rows) < RAY_PAYS_ROWS:
+    if isinstance(task.rows.images, Decoded | Featured) or len(task.rows) < RAY_PAYS_ROWS:
         config = override(config, {"compute.workers": 0})
     model = infer.load_classifier(storage) if model is None else model
     decode = decoder(model, task.rows, config.compute.threads)
@@ -131,7 +130,7 @@ def predict_on_ray(
     """Classify what ``writer`` lacks on actors that load the model's ``files``, and finish the table. Images
     are read where they are decoded: their paths must lead there from every node.
     """
-    resources = worker_resources(config, ray.cluster_resources())
+    resources = ray_env.worker_resources(config, ray.cluster_resources())
     model = build_classifier(files)
     num_workers, rows = config.compute.workers, writer.rows
     blocks = [image_block(rows.images, index) for index in writer.batches(model.batch_rows)]

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from pipelines.console import Progress, on_stop, say
+from pipelines.features import feature_bytes, load_images
 from pipelines.inference import predict_run
 from pipelines.options import Options
 from pipelines.ray_data import parquet_images
@@ -19,7 +20,7 @@ from uno import weights
 from uno.config import OWN_ENCODERS, Config, dump_yaml, override
 from uno.data import ingest
 from uno.data.check import check, format_report
-from uno.data.decode import BAD_SAMPLES, decode_many, readable
+from uno.data.decode import BAD_SAMPLES, readable
 from uno.data.files import Storage, full_path, normal, split
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
@@ -172,7 +173,10 @@ def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
     lazy = override(config, {"data.ingest": "streaming"}).data
     task = make_task(read_rows(lazy), lazy)
     free = ingest.free_host_bytes(), ingest.free_device_bytes(config)
-    chosen, reason = ingest.choose(config, len(task.rows), *free, registry.load(config).needs_images)
+    needs_images, row_bytes = registry.load(config).needs_images, 3 * config.data.store_size**2
+    if config.model.trainable == "heads":
+        row_bytes = feature_bytes(config)
+    chosen, reason = ingest.choose(config, len(task.rows), row_bytes, *free, needs_images)
     say(f"data: {reason}")
     pile, reason = decide_pile(config, task.rows.known, began)
     say(reason)
@@ -231,9 +235,7 @@ def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[st
             stream = streaming_set(config, task, storage)
             train, truth = stream, partial(streaming_eval_sets, config, task, stream.bad)
         else:
-            images, reasons = decode_many(
-                task.rows.images, config.data.store_size, interpolation=config.data.interpolation
-            )
+            images, reasons = load_images(config, task, storage, show, lambda: worker.stop_requested)
             leave_out_unreadable(reasons, config, task, storage)
             task, ok = keep_pixels(task, images, reasons), readable(reasons)
             train, truth = assemble(task, images, ok), partial(eval_sets, task, images, ok)

@@ -187,7 +187,7 @@ def _plain(value: Any) -> Any:
 
 def _checked(options: Options) -> Options:
     """``options``, if they go together and the command may set them."""
-    if all(options.line.get(key) is not None for key in ("data.source", "data.labeled")):
+    if {"data.source", "data.labeled"} <= options.line.keys():
         raise ConfigError("give either --data or --labeled and --unlabeled, not both")
     command = options.command
     for key in options.given:

@@ -8,6 +8,7 @@ can be the first; each is bounded, so that memory does not grow, and the next on
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -48,12 +49,17 @@ TASK_CPUS = 0.9  # Ray rounds what workers reserve, and may leave a little less 
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]  # one execution: blocks to blocks, in order
 
 
-def shared(ray: Any, config: Config, task: Task, reasons: list[str | None] | None) -> dict[str, Any]:
-    """What all workers read of a task, in the object store: what training may know, and the truth apart."""
+def shared(
+    ray: Any, config: Config, task: Task, reasons: list[str | None] | None, features: Tensor | None = None
+) -> dict[str, Any]:
+    """What all workers read of a task, in the object store: what training may know, and the truth apart;
+    ``features`` (N, 1 + V, D) where they stand for the images.
+    """
     ok = None if reasons is None else readable(reasons)
     rows = stream.stream_facts(task) if config.data.ingest == "streaming" else train_rows(task, ok)
     sizes = {"num_rows": len(task.rows), "num_true": len(task.known) + len(task.novel)}
-    return {"rows": ray.put(rows), "truth": ray.put(truth_rows(task, ok)), **sizes}
+    found = {} if features is None else {"features": ray.put(features.numpy())}
+    return {"rows": ray.put(rows), "truth": ray.put(truth_rows(task, ok)), **sizes, **found}
 
 
 def worker_sets(
@@ -68,6 +74,12 @@ def worker_sets(
 
     side, rows = config.data.store_size, dict(ray.get(loop["rows"]))
     if config.data.ingest != "streaming":
+        if "features" in loop:
+            with warnings.catch_warnings(action="ignore"):  # Ray's arrays are read-only, and so are ours
+                images = torch.from_numpy(ray.get(loop["features"]))
+            return resident_set(images, **rows), truth(
+                lambda own, true, free: EvalSet(images[own, 0], true, own, free)
+            )
         images = pixels_of(ray.train.get_dataset_shard("images"), loop["num_rows"], side)
         return resident_set(images, **rows), truth(
             lambda own, true, free: EvalSet(images[own], true, own, free)

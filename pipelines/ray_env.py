@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pipelines.console import in_main_thread, say
+from uno.config import Config
 from uno.errors import ConfigError, Interrupted
 
 POLL_S = 0.5
@@ -104,3 +105,26 @@ def check_address(address: str) -> None:
     except (OSError, OverflowError) as error:
         line = f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); unset it to start one here"
         raise ConfigError(line) from None
+
+
+def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
+    """Resources of each worker, leaving one CPU for Ray Data; a ConfigError if the cluster lacks them."""
+    workers, total = config.compute.workers, cluster.get("CPU", 0)
+    cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
+    if cpus <= 0 or workers * cpus + 1 > total + 1e-6:
+        need = f"{workers} workers of {max(cpus, 0):g} CPUs and one CPU for Ray Data"
+        advice = "use fewer workers or a smaller --compute.cpus-per-worker"
+        raise ConfigError(f"{need} need more than the cluster's {total:g}; {advice}")
+    if not use_gpu(config, cluster):
+        return {"CPU": cpus}
+    gpus, has = workers * config.compute.gpus_per_worker, cluster.get("GPU", 0)
+    if gpus > has:
+        raise ConfigError(f"{workers} workers need {gpus:g} GPUs, the cluster has {has:g}")
+    return {"CPU": cpus, "GPU": config.compute.gpus_per_worker}
+
+
+def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
+    """Whether workers run on GPUs: as told, or for ``auto`` where the cluster has any."""
+    if config.compute.device == "auto":
+        return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0
+    return config.compute.device == "cuda"

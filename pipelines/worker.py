@@ -16,6 +16,7 @@ from torch import nn
 
 from pipelines import ray_data, ray_env
 from pipelines.console import on_stop, say
+from pipelines.features import load_features, on_features
 from uno import collectives
 from uno.config import Config, to_dict
 from uno.data.decode import BAD_SAMPLES, check_bad
@@ -149,8 +150,11 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
     store = ray_data.store_bytes(config.compute.workers) if streams else None
     with on_stop(stop, STOPPING), ray_env.connect(store, config.compute.workers) as ray:
         await_resources(ray, config, stopping.is_set)
-        images, reasons = None, None
-        if not streams:
+        images, reasons, found = None, None, None
+        if on_features(config):
+            found, reasons = load_features(config, task, storage, show, stopping.is_set, ray)
+            leave_out_unreadable(reasons, config, task, storage)
+        elif not streams:
             images = ray_data.decode_task(ray, task, side, config.data.interpolation)
             reasons = ray_data.reasons_of(images)
             leave_out_unreadable(reasons, config, task, storage)
@@ -162,9 +166,10 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
             for metrics in journal.new_entries():
                 show(metrics)
 
-        values = run_workers(ray, job, ray_data.shared(ray, config, task, reasons), images, poll)
+        values = run_workers(ray, job, ray_data.shared(ray, config, task, reasons, found), images, poll)
         if reasons is not None and job.evaluate:  # the report and the predictions need no other decoding
-            task = keep_pixels(task, ray_data.pixels_of(images, len(task.rows), side), reasons)
+            pixels = ray_data.pixels_of(images, len(task.rows), side) if found is None else found
+            task = keep_pixels(task, pixels, reasons)
         return values, task
 
 
@@ -188,7 +193,7 @@ def run_workers(
     without a new one; what a worker raised for the user to act on, and Interrupted, are raised at once.
     """
     config, storage = job.config, job.claim.storage
-    resources = worker_resources(config, ray.cluster_resources())
+    resources = ray_env.worker_resources(config, ray.cluster_resources())
     loop = facts | {
         "config": to_dict(config), "output": storage.uri, "phases": list(job.phases),
         "evaluate": job.evaluate, "faults": os.environ.get(faults.VARIABLE, ""),
@@ -227,7 +232,7 @@ def await_resources(ray: Any, config: Config, give_up: Callable[[], bool]) -> No
     end, asked = time.monotonic() + GROWTH_S, False
     while True:
         try:
-            worker_resources(config, ray.cluster_resources())
+            ray_env.worker_resources(config, ray.cluster_resources())
             break
         except ConfigError as problem:
             if ADDRESS not in os.environ or time.monotonic() > end:
@@ -250,29 +255,6 @@ def _ask_autoscaler(bundles: list[dict[str, float]]) -> None:
     from ray.autoscaler.sdk import request_resources
 
     request_resources(bundles=bundles)
-
-
-def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """Resources of each worker, leaving one CPU for Ray Data; a ConfigError if the cluster lacks them."""
-    workers, total = config.compute.workers, cluster.get("CPU", 0)
-    cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
-    if cpus <= 0 or workers * cpus + 1 > total + 1e-6:
-        need = f"{workers} workers of {max(cpus, 0):g} CPUs and one CPU for Ray Data"
-        advice = "use fewer workers or a smaller --compute.cpus-per-worker"
-        raise ConfigError(f"{need} need more than the cluster's {total:g}; {advice}")
-    if not use_gpu(config, cluster):
-        return {"CPU": cpus}
-    gpus, has = workers * config.compute.gpus_per_worker, cluster.get("GPU", 0)
-    if gpus > has:
-        raise ConfigError(f"{workers} workers need {gpus:g} GPUs, the cluster has {has:g}")
-    return {"CPU": cpus, "GPU": config.compute.gpus_per_worker}
-
-
-def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
-    """Whether workers run on GPUs: as told, or for ``auto`` where the cluster has any."""
-    if config.compute.device == "auto":
-        return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0
-    return config.compute.device == "cuda"
 
 
 def _fit_in_thread(

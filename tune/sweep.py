@@ -21,7 +21,7 @@ from pipelines.console import on_stop, say
 from pipelines.jobs import prepare, starting_weights
 from pipelines.options import PRINT_CONFIG, Argument, Command, switch
 from pipelines.options import parse as parse_line
-from pipelines.worker import leave_out_unreadable, use_gpu, worker_resources
+from pipelines.worker import leave_out_unreadable
 from tune import records, report, spaces
 from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import AGREEMENT, FOLDS, SCORES, Fold, SweepData, make_folds, sweep_data
@@ -185,12 +185,12 @@ def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, 
     """Trials at a time and the resources of each training process; ConfigError if not one trial fits."""
     config, workers = options.config, options.config.compute.workers
     if workers:
-        resources = worker_resources(config, cluster)
+        resources = ray_env.worker_resources(config, cluster)
         needed = {name: workers * amount for name, amount in resources.items()}
         needed["CPU"] += CPU_OF_A_WAITING_TRIAL
     else:
         resources = {"CPU": config.compute.cpus_per_worker or min(1.0, cluster.get("CPU", 1.0))}
-        if use_gpu(config, cluster):
+        if ray_env.use_gpu(config, cluster):
             resources["GPU"] = config.compute.gpus_per_worker
         needed = resources
     held = {name: cluster.get(name, 0.0) for name in needed}

@@ -102,6 +102,9 @@ class DataConfig(_Frozen):
         "Channel means subtracted after scaling to 0-1.")
     std: tuple[float, float, float] = field((0.2470, 0.2435, 0.2616),
         "Channel standard deviations, divided by after that.")
+    hold_out: float = field(0.0,
+        "Where the source has no test rows: share of rows with labels, by class, kept for that.",
+        ge=0, lt=1)
     interpolation: Literal["bilinear", "bicubic"] = field("bilinear",
         "How images are resized, with antialiasing.")
     composition: Literal["proportional", "paired"] = field("proportional",
@@ -168,11 +171,15 @@ class AugmentConfig(_Frozen):
     large: ViewConfig = ViewConfig()
     small: ViewConfig = ViewConfig(num_views=0, size=18, crop="resized", crop_scale=(0.3, 0.8))
     weak: bool = field(False, "Crop and flip only (the paper's weak augmentation, Tab. 2).")
+    cached_views: int = field(6, "trainable heads: views whose features are kept; a step takes some.",
+        ge=2, le=64, search=False)
 
     @model_validator(mode="after")
     def _check(self) -> AugmentConfig:
         if self.large.num_views < 2:
             raise ValueError("large.num_views must be at least 2: swapped prediction needs two views")
+        if self.cached_views < self.large.num_views:
+            raise ValueError("cached_views must be at least large.num_views")
         return self
 
 
@@ -201,6 +208,9 @@ class ModelConfig(_Frozen):
         scope="discover", search=False, decided="reproduce")
     trainable: Literal["all", "last", "heads"] = field("all",
         "What learns: everything, the encoder's last stage and the heads, or the heads alone.")
+    start: Literal["random", "kmeans"] = field("random",
+        "Prototypes at random (paper), or at the k-means clusters of the encoder's features.",
+        scope="discover", search=False)
     encoder_lr: float = field(1, "The encoder's learning rate, as a multiple of the heads'.", gt=0, le=100)
     mlp_input: Literal["normalized", "raw"] = field("normalized",
         "Projection heads read the l2-normalised feature (paper) or the raw one (v2).", scope="discover")
@@ -291,6 +301,8 @@ class ComputeConfig(_Frozen):
     compile: bool = field(False, "torch.compile the encoder; needs a C++ compiler, and a minute.")
     threads: int | None = field(None, "CPU threads per worker; default: all cores / workers.", ge=1,
         commands="evaluate predict report")
+    cache: str | None = field(None,
+        "Directory that keeps features of frozen encoders for all runs; default $UNO_CACHE or ~/.cache/uno.")
 
 
 class Config(_Frozen):
@@ -320,6 +332,13 @@ class Config(_Frozen):
     def _check(self) -> Config:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.model.start == "kmeans" and self.method != "uno":
+            raise ValueError(f"model.start kmeans belongs to method uno, not to {self.method}")
+        if self.model.trainable == "heads":
+            if self.augment.small.num_views:
+                raise ValueError("augment.small.num_views must be 0 with model.trainable heads")
+            if self.objective.rkd_weight:
+                raise ValueError("objective.rkd_weight is of no use with model.trainable heads")
         if self.data.pile == "mixed" and (reason := not_mixed(self)):
             raise ValueError(reason)
         for name in ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size"):

@@ -16,10 +16,11 @@ from uno.data.resident import TrainSet
 from uno.data.rows import Chosen
 from uno.data.stream import StreamSet, TrainData
 from uno.errors import ConfigError
+from uno.heads import unit
 from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
-MAX_ROWS = 20_000  # of a kind, that are clustered for the prior
+MAX_ROWS = 20_000  # of a kind, that are clustered
 
 
 class Clustering(NamedTuple):
@@ -107,26 +108,48 @@ def _kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Cl
 
 
 @torch.no_grad()
-def with_prior(
-    config: Config, model: UnoModel, train: TrainData, extra: dict[str, Tensor]
+@torch.no_grad()
+def start_(
+    config: Config, model: UnoModel, train: TrainData, extra: dict[str, Tensor], keep_known: bool = False
 ) -> dict[str, Tensor]:
-    """``extra`` with the ``prior`` that :func:`uno.steps.global_targets` takes, where the run has one: that
-    in ``extra``, or of clusters of the features of the training rows, or for a mixed pile the uniform one.
+    """What discovery begins with besides the weights of ``model``: ``extra``, a method's, and where the run
+    has one the ``prior`` (C_u,) or, for a mixed pile, (C,) that :func:`uno.steps.global_targets` takes.
+
+    With ``model.start`` kmeans prototypes are moved, in place, to clusters of the training rows' features:
+    known ones (unless ``keep_known``) to the means of their classes, every cluster head's to the projected
+    means of :func:`clusters_of`, every overclustering head's to those of a k-means of its own.
     """
-    mixed = config.data.pile == "mixed"
-    wanted = config.objective.prior or ("clusters" if mixed and config.method == "uno" else "uniform")
-    others = {name: tensor for name, tensor in extra.items() if name != "prior"}
-    if wanted == "uniform":
-        num = train.num_known + train.num_novel
-        return others | ({"prior": torch.full((num,), 1 / num)} if mixed else {})
-    if "prior" in extra:
+    mixed, num_known, num_novel = config.data.pile == "mixed", train.num_known, train.num_novel
+    prior = config.objective.prior or ("clusters" if mixed and config.method == "uno" else "uniform")
+    if prior == "uniform" and mixed:
+        extra = extra | {"prior": torch.full((num_known + num_novel,), 1 / (num_known + num_novel))}
+    if prior == "uniform" and config.model.start == "random":
         return extra
     model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
+    found = clusters_of(unlabeled, labeled, labels, num_novel, "mixed" if mixed else "novel", config.seed)
+    if config.model.start == "kmeans":
+        cluster = found.assignment - num_known if mixed else found.assignment  # a known class is below 0
+        _move_prototypes_(model, labeled, None if keep_known else labels, unlabeled, cluster, config.seed)
     model.train()
-    pile: Literal["novel", "mixed"] = "mixed" if mixed else "novel"
-    found = clusters_of(unlabeled, labeled, labels, train.num_novel, pile, config.seed)
-    return others | {"prior": found.prior}
+    return extra if prior == "uniform" else extra | {"prior": found.prior}
+
+
+def _move_prototypes_(
+    model: UnoModel, labeled: Tensor, labels: Tensor | None, unlabeled: Tensor, cluster: Tensor, seed: int
+) -> None:
+    device, num_heads, is_novel = model.known.weight.device, model.num_heads, cluster >= 0
+    if labels is not None:
+        _at_means_(model.known.weight, unit(labeled).to(device), labels)
+    projections = _projections_(model, torch.cat([unlabeled, labeled]).to(device))[:, : len(unlabeled)]
+    for h in range(num_heads):
+        _at_means_(model.novel.weight[h], projections[h], cluster)
+    if model.over is not None:
+        rows, num = unit(unlabeled[is_novel]), model.over.weight.shape[1]
+        for h in range(num_heads if len(rows) >= num else 0):
+            own = torch.full_like(cluster, -1)
+            own[is_novel] = _kmeans(rows, num, 1, seed + h).assignment
+            _at_means_(model.over.weight[h], projections[num_heads + h], own)
 
 
 def training_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,3 +187,22 @@ def _evenly(num_rows: int) -> Tensor:
     """At most ``MAX_ROWS`` row numbers, evenly spaced."""
     num = min(num_rows, MAX_ROWS)
     return torch.arange(num) * num_rows // max(num, 1)
+
+
+def _projections_(model: UnoModel, features: Tensor) -> Tensor:
+    """(N, D) features -> unit projections (H or 2H, N, P); BatchNorm's running statistics become theirs."""
+    projector = model.projector
+    assert projector is not None
+    momentum, projector.bn.momentum = projector.bn.momentum, 1.0
+    model.train()
+    projections = unit(projector(unit(features) if model.normalize_input else features))
+    projector.bn.momentum = momentum
+    return projections
+
+
+def _at_means_(prototypes: Tensor, directions: Tensor, group: Tensor) -> None:
+    """Each prototype (K, P) to the mean direction of its ``group`` (N,), in place; one without rows stays."""
+    member = F.one_hot(group.clamp(min=0), len(prototypes)) * (group >= 0)[:, None]  # (N, K); -1 is in none
+    member = member.to(directions)
+    sums = member.T @ directions
+    prototypes.copy_(torch.where(member.sum(dim=0)[:, None] > 0, F.normalize(sums, dim=1), prototypes))

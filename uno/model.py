@@ -123,18 +123,20 @@ def build_model(
 @torch.inference_mode()
 def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
     """What ``model``, in eval mode, says of images uint8 (B, 3, S, S), on any device, under the evaluation
-    view: V = 1; or of that view's features, float (B, D). Whoever looks at rows without training on them asks
-    here.
+    view: V = 1; or of that view's features, float (B, D), or first among cached ones (B, 1 + V, D). Whoever
+    looks at rows without training on them asks here.
     """
     assert not model.training
     side = min(config.augment.large.size, images.shape[-1])
     images = images.to(model.known.weight.device, non_blocking=True)
-    if images.ndim == 2:
-        return model([images])
+    if images.ndim < 4:
+        return model([images if images.ndim == 2 else images[:, 0]])
     return model([eval_view(images, side, config.data.mean, config.data.std)])
 
 
 def features_of(model: UnoModel, images: Tensor, config: Config) -> Tensor:
-    """Pooled features z (N, D) float32, on the model's device, of images uint8 (N, 3, S, S), N >= 1."""
+    """Pooled features z (N, D) float32, on the model's device, of images uint8 (N, 3, S, S), N >= 1,
+    or of their cached features.
+    """
     parts = [forward(model, part, config).features for part in images.split(config.train.eval_batch_size)]
     return torch.cat([part[0].float() for part in parts if part is not None])

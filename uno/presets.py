@@ -48,6 +48,18 @@ IMAGENET_V2: Values = {
     "model.overcluster_factor": 4, "pretrain.epochs": 100, "discover.epochs": 60, "discover.base_lr": 0.2,
     "pretrain.warmup_epochs": 5, "discover.warmup_epochs": 5,
 }  # fmt: skip
+# One's own photographs, few epochs on the features of a frozen encoder that somebody else has trained. Ours:
+# benchmarks/records/2026-11-22_caltech24 says how the values were chosen. 224 px, and mean and std of
+# torchvision's encoders; others bring their own (uno.weights).
+PHOTOS: Values = {
+    "data.store_size": 256, "data.mean": (0.485, 0.456, 0.406), "data.std": (0.229, 0.224, 0.225),
+    "data.hold_out": 0.1,
+    **_views("large", size=224, crop="resized", crop_scale=(0.4, 1.0), jitter=0.0, grey=0.0),
+    "model.encoder": "torchvision:efficientnet_b0", "model.weights": "pretrained", "model.trainable": "heads",
+    "model.start": "kmeans", "objective.prior": "clusters", "model.hidden_dim": 256,
+    "model.projection_dim": 128, "train.batch_size": 256, "train.eval_batch_size": 128,
+    "discover.epochs": 30, "discover.warmup_epochs": 3,
+}  # fmt: skip
 DIGIT_VIEW = dict(
     crop="none", flip=0.0, affine=1.0, affine_degrees=15.0, affine_translate=0.12, affine_shear=10.0,
     affine_scale=(0.85, 1.15), jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.0, hue=0.0, grey=0.0,
@@ -74,6 +86,7 @@ PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values (Tab. 1), an
     "cifar100_50": ({**CIFAR100, "data.known_classes": "first:50"}, CIFAR_V2),
     # Batches pair one labeled with one unlabeled image and cycle the shorter set [release].
     "imagenet": (IMAGENET, IMAGENET_V2),
+    "photos": (PHOTOS, {"recipe": "v2", "model.mlp_input": "raw"}),
     # Photographs may need more pixels: --data.store-size, --augment.large.size and --model.stem.
     "custom": ({}, CIFAR_V2),
 }  # fmt: skip

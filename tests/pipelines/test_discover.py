@@ -63,7 +63,6 @@ def test_the_declared_entry_point_is_there():
      "--labeled a --unlabeled b --num-novel 4"),
     ({"objective.epsilon": 0.1, "objective": {"num_iters": 5}, "model": {"num_heads": 2}},
      "--objective.epsilon 0.1 --objective.num-iters 5 --model.num-heads 2"),
-    ({"data": "folder:x", "labeled": None, "unlabeled": None}, "--data folder:x"),
     ({"data": {"source": "folder:x"}, "known_classes": ["0", "1"], "max_steps": None},
      "--data folder:x --known-classes 0,1 --max-steps None"),
     ({"preset": "cifar10", "data": "parquet:d", "recipe": "v2", "augment": {"large": {"flip": 0.0}}},

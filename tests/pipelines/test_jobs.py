@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipelines import worker
+from pipelines import ray_env, worker
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -106,7 +106,7 @@ def test_the_cause_is_not_the_lost_peer():
     ],
 )  # fmt: skip
 def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
-    found = worker.worker_resources(override(Config(), overrides), cluster)
+    found = ray_env.worker_resources(override(Config(), overrides), cluster)
     assert found == expected
     assert found["CPU"] * overrides["compute.workers"] + 1 <= cluster["CPU"]
 
@@ -120,7 +120,7 @@ def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
 ])  # fmt: skip
 def test_too_many_workers_are_one_line(overrides, cluster, says):
     with pytest.raises(ConfigError, match=says):
-        worker.worker_resources(override(Config(), overrides), cluster)
+        ray_env.worker_resources(override(Config(), overrides), cluster)
 
 
 def test_a_cluster_that_was_there_before_may_grow(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import Interrupted
-from uno.initial import with_prior
+from uno.initial import start_
 from uno.methods import registry
 from uno.presets import preset
 from uno.runs import faults, run
@@ -60,7 +60,7 @@ def fresh_state(
     model = registry.build_network(config, 5, num_novel, config.seed).to(dtype).train()
     train = train or small_sets()[0]
     extra = method.start(config, model, train) if method.start and num_novel else {}
-    extra = with_prior(config, model, train, extra) if num_novel else {}
+    extra = start_(config, model, train, extra) if num_novel else {}
     phase = config.discover if num_novel else config.pretrain
     state = new_state(model, worker.wrap(model), phase, CPU, False, config.model.encoder_lr)
     state.extra = {name: collectives.from_first(tensor) for name, tensor in extra.items()}

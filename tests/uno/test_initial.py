@@ -8,11 +8,13 @@ from tests.uno.small_run import small_config, small_sets
 from uno.constrained_kmeans import FREE, constrained_kmeans
 from uno.data.decode import BadRows
 from uno.data.files import Storage
+from uno.data.resident import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import StreamSet, stream_facts
-from uno.initial import around_known, clusters_of, principal, training_features, with_prior
-from uno.model import build_model
+from uno.initial import around_known, clusters_of, principal, start_, training_features
+from uno.model import UnoModel, build_model
+from uno.results.metrics import cluster_accuracy, confusion, purity
 
 SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
 
@@ -135,15 +137,46 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
 def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
     """Kills: clusters of a plain run, which would cost its time; another prior than the one that is there."""
     model, train = build_model(small_config().model, 5, 5, 0), small_sets()[0]
-    mine = {"prior": torch.arange(1, 11) / 55.0, "queue": torch.zeros(3)}
+    mine = {"queue": torch.zeros(3)}
 
     def found(extra, **options):
-        return with_prior(small_config(**options), model, train, extra)
+        return start_(small_config(**options), model, train, extra)
 
     assert found({}) == {} and list(found(mine)) == ["queue"]
     assert found({}, data__pile="novel", objective__prior="clusters")["prior"].shape == (5,)
     assert found({}, data__pile="mixed")["prior"].shape == (10,)
-    assert found(mine, data__pile="mixed")["prior"] is mine["prior"]
     uniform = found(mine, data__pile="mixed", objective__prior="uniform")
     assert uniform["prior"].tolist() == pytest.approx([0.1] * 10) and "queue" in uniform
     assert model.training
+
+
+@pytest.mark.parametrize("kind", ["novel", "mixed"])
+def test_prototypes_start_at_the_clusters_of_the_features(kind):
+    """On clusters that leave no doubt every head's argmax is the clustering before the first step, and the
+    known head's the label. Kills: prototypes at random, of other projections, statistics of BatchNorm
+    that evaluation does not have, known rows among the novel clusters.
+    """
+    config = small_config(model__start="kmeans", data__pile=kind, model__overcluster_factor=2)
+    generator = torch.Generator().manual_seed(0)
+    width = UnoModel(config.model, 5, 5).known.weight.shape[1]
+    centers = torch.eye(width)[:10] * 4
+    truth = torch.arange(5, 10).repeat_interleave(30) if kind == "novel" else torch.arange(10).repeat(15)
+    rows = {"labeled": torch.arange(5).repeat(12), "unlabeled": truth}
+    features = {k: centers[c] + torch.randn(len(c), width, generator=generator) / 5 for k, c in rows.items()}
+    views = {name: some[:, None].expand(-1, 4, -1) for name, some in features.items()}
+    train = TrainSet(views["labeled"], rows["labeled"], views["unlabeled"], 5, 5)
+    model = build_model(config.model, 5, 5, 1)
+    extra = start_(config, model, train, {})
+    assert model.training and ("prior" in extra) == (kind == "mixed")
+    logits = model.eval()([features["unlabeled"]])
+    novel = truth >= 5
+    for head in logits.novel[0]:
+        pairs = confusion(truth[novel] - 5, head[novel].argmax(dim=1), 5, 5)
+        assert cluster_accuracy(pairs) > 0.95  # at random .4 to .8
+    assert torch.equal(model([features["labeled"]]).known[0].argmax(dim=1), rows["labeled"])
+    over = logits.over[0][0][novel].argmax(dim=1)  # an overcluster is of one class
+    assert purity(confusion(truth[novel] - 5, over, 5, 10)) > 0.95
+    kept = build_model(config.model, 5, 5, 1)
+    before = kept.known.weight.clone()
+    start_(config, kept, train, {}, keep_known=True)
+    assert torch.equal(kept.known.weight, before)

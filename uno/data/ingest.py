@@ -16,18 +16,21 @@ Ingest = Literal["resident", "streaming"]
 
 
 def choose(
-    config: Config, num_rows: int, host_bytes: int, device_bytes: int | None, method_needs_images: bool
-) -> tuple[Ingest, str]:
-    """The way in for ``num_rows`` images, and a sentence that says why. ``host_bytes`` are free on this node,
-    where every worker and Ray keep a copy, ``device_bytes`` on a GPU.
+    config: Config, num_rows: int, row_bytes: int, host_bytes: int, device_bytes: int | None,
+    method_needs_images: bool,
+) -> tuple[Ingest, str]:  # fmt: skip
+    """The way in for ``num_rows`` images, and a sentence that says why. ``row_bytes``: of one in memory,
+    decoded or as the features of a frozen encoder; ``host_bytes`` are free on this node, where every worker
+    and Ray keep a copy, ``device_bytes`` on a GPU.
     """
-    needed = num_rows * 3 * config.data.store_size**2
+    needed = num_rows * row_bytes
     copies = config.compute.workers + 1 if config.compute.workers else 1
     budget = SHARE * host_bytes / copies
     where = f"of free host memory, {copies} copies" if copies > 1 else "of free host memory"
     if device_bytes is not None and SHARE * device_bytes < budget:
         budget, where = SHARE * device_bytes, "of free device memory"
-    sizes = f"{_size(needed)} decoded, budget {_size(budget)} ({SHARE:.0%} {where})"
+    what = "of features" if config.model.trainable == "heads" else "decoded"
+    sizes = f"{_size(needed)} {what}, budget {_size(budget)} ({SHARE:.0%} {where})"
     method = f"method {config.method}" if method_needs_images else None
     needs = "rotation.epochs" if config.rotation.epochs else method
     told = config.data.ingest

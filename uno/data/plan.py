@@ -12,7 +12,7 @@ import torch
 
 from uno.errors import ConfigError
 
-LABELED, UNLABELED, PRETRAIN, AUGMENT, ROTATION = 0, 1, 2, 3, 4
+LABELED, UNLABELED, PRETRAIN, AUGMENT, ROTATION, FEATURES = range(6)
 """Streams of randomness: the second number of a generator's seed."""
 
 

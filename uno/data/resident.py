@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +13,16 @@ from torch import Tensor
 from uno.augment import augment
 from uno.config import Config
 from uno.data.plan import ROTATION, Order, Plan, augment_generator
-from uno.data.rows import Decoded
+from uno.data.rows import Decoded, Featured
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.steps import Batch
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSet:
-    """Everything training may see: images uint8 (N,3,S,S), ``labels`` int64 (N_l,) known-class indices. It
-    holds no label of a novel class, not even hidden somewhere.
+    """Everything training may see: images uint8 (N,3,S,S), or in their place a frozen encoder's features
+    float32 (N,1+V,D), see :mod:`uno.data.features`; ``labels`` int64 (N_l,) known-class indices. It holds no
+    label of a novel class, not even hidden somewhere.
     """
 
     labeled_images: Tensor
@@ -44,6 +46,8 @@ class TrainSet:
     ) -> ResidentBatches:
         """The batches of a phase for worker ``rank``; of the rotation phase every view is turned."""
         kind = RotationBatches if plan.labeled_stream == ROTATION else ResidentBatches
+        if self.labeled_images.ndim == 3:
+            kind = FeatureBatches
         return kind(config, self, plan, rank, world_size)
 
     def sync(self) -> None:
@@ -52,9 +56,9 @@ class TrainSet:
 
 @dataclass(frozen=True, eq=False)
 class EvalSet:
-    """Rows ``index`` int64 (N,) of the task with a true class: ``images`` uint8 (N,3,S,S), ``truth`` int64
-    (N,) over known + novel classes, ``unlabeled`` bool (N,): training sees no label of it, or not the row.
-    Only evaluation reads this.
+    """Rows ``index`` int64 (N,) of the task with a true class: ``images`` uint8 (N,3,S,S), or features (N,D);
+    ``truth`` int64 (N,) over known + novel classes, ``unlabeled`` bool (N,): training sees no label of it, or
+    not the row. Only evaluation reads this.
     """
 
     images: Tensor
@@ -73,9 +77,14 @@ class EvalSet:
 
 
 def keep_pixels(task: Task, images: Tensor, reasons: list[str | None]) -> Task:
-    """``task`` with the result of :func:`~uno.data.decode.decode_many`: what comes later decodes nothing."""
-    decoded = Decoded(task.rows.images, images.numpy(), reasons)
-    return replace(task, rows=replace(task.rows, images=decoded))
+    """``task`` with the result of :func:`~uno.data.decode.decode_many`: what comes later decodes nothing; or
+    with cached features: what comes later needs no encoder.
+    """
+    if images.ndim == 4:
+        kept: Any = Decoded(task.rows.images, images.numpy(), reasons)
+    else:
+        kept = Featured(task.rows.images, images[:, 0].clone(), reasons)
+    return replace(task, rows=replace(task.rows, images=kept))
 
 
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
@@ -94,7 +103,8 @@ def train_set(
 def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
     """{"train", "test"} -> the rows with a true class, known and novel, in row order; possibly none."""
     found = truth_rows(task, ok).items()
-    return {split: EvalSet(images[own], truth, own, free) for split, (own, truth, free) in found}
+    pixels = images if images.ndim == 4 else images[:, 0]  # of features the evaluation view
+    return {split: EvalSet(pixels[own], truth, own, free) for split, (own, truth, free) in found}
 
 
 class ResidentBatches:
@@ -125,6 +135,24 @@ class ResidentBatches:
         generator = augment_generator(config.seed, plan.labeled_stream, step)
         rows, num_rows = torch.from_numpy(positions), plan.labeled_size + plan.unlabeled_size
         return augment(images, config.augment, generator, config.data.mean, config.data.std, rows, num_rows)
+
+
+class FeatureBatches(ResidentBatches):
+    """Batches of features: each row's views are some of its cached ones, others in every epoch."""
+
+    def _views(self, labeled: Tensor, unlabeled: Tensor, step: int, positions: np.ndarray) -> list[Tensor]:
+        """V times (B, D)."""
+        config, plan, train = self._config, self._plan, self._train
+        generator = augment_generator(config.seed, plan.labeled_stream, step)
+        size = plan.labeled_size + plan.unlabeled_size, train.labeled_images.shape[1] - 1
+        order = 1 + torch.rand(size, generator=generator).argsort(dim=1)[torch.from_numpy(positions)]
+        known, rest = order.to(labeled.device, non_blocking=True).split([len(labeled), len(unlabeled)])
+        return [
+            torch.cat(
+                [train.labeled_images[labeled, known[:, v]], train.unlabeled_images[unlabeled, rest[:, v]]]
+            )
+            for v in range(config.augment.large.num_views)
+        ]
 
 
 class RotationBatches(ResidentBatches):

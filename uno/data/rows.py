@@ -112,6 +112,27 @@ class Decoded:
 
 
 @dataclass(frozen=True, eq=False)
+class Featured:
+    """Images as in ``source``, whose ``features`` (N,D) under the run's frozen encoder are known, but of one
+    with a reason against it.
+    """
+
+    source: Images
+    features: Any
+    reasons: Sequence[str | None]
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, row: int) -> Image:
+        return self.source[row]
+
+    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+        """Those of the source."""
+        return _contents(self.source, rows)
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """N rows with different ids. A row without a label is unlabeled. ``split`` (N,) is of 'train' and 'test'.
 

@@ -21,6 +21,7 @@ from uno.data.rows import Rows
 from uno.errors import ConfigError
 
 MAX_NAMES_BYTES = 1_000_000
+HELD_OUT = 10  # stream of the choice of test rows, as UNLABEL
 UNLABEL = 9  # stream of the choice of rows that lose their label: the same for all seeds of a run
 PILES = {
     "novel": "every unlabeled row is taken for one of the new classes",
@@ -103,6 +104,8 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     if config.limit is not None:
         kept = limit_rows(rows, config.limit)
         rows, is_train = rows.take(kept), is_train[kept]
+    if config.hold_out and is_train.all():
+        is_train = ~held_out(rows, known, config.hold_out)
     labels = np.where(is_train, _indices(rows.labels, known), -1)
     if config.unlabel_known:
         if _known_classes(rows, config, classes) is None:
@@ -112,6 +115,18 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         labels = unlabel(labels, config.unlabel_known)
     eval_labels = _indices(rows.truth, [*known, *novel])
     return Task(rows, known, novel, num_novel, labels, eval_labels, is_train, rows.notes)
+
+
+def held_out(rows: Rows, known: list[str], share: float) -> np.ndarray:
+    """bool (N,): ``share`` of the rows of each class in ``known``, chosen at random, always alike, and of the
+    rows whose labels are hidden, as many of all alike: their classes are not looked at.
+    """
+    labels, chosen = _indices(rows.labels, known), np.zeros(len(rows), dtype=bool)
+    hidden = (labels < 0) & np.array([name is not None for name in rows.labels])
+    for number, group in enumerate([hidden, *(labels == c for c in range(len(known)))]):
+        members = np.random.default_rng([HELD_OUT, number]).permutation(np.flatnonzero(group))
+        chosen[members[: min(round(share * len(members)), max(len(members) - 1, 0))]] = True
+    return chosen
 
 
 def unlabel(labels: np.ndarray, share: float) -> np.ndarray:

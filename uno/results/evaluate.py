@@ -217,7 +217,7 @@ def kmeans_baselines(
     for images, truth in novel.batches(config.train.eval_batch_size):
         classes += truth.tolist()
         parts["kmeans"].append(features_of(model, images, config).cpu())
-        if images.shape[-1] <= MAX_PIXEL_SIDE:
+        if images.ndim == 4 and images.shape[-1] <= MAX_PIXEL_SIDE:
             parts["kmeans_pixels"].append(images.flatten(1).float().cpu())
     if len(classes) < train.num_novel:  # of streamed rows some may be unreadable
         return {}

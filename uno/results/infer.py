@@ -21,7 +21,7 @@ from torch import Tensor
 from uno.config import Config, dump_yaml, override
 from uno.data.decode import decoded, readable
 from uno.data.files import Storage
-from uno.data.rows import Rows
+from uno.data.rows import Featured, Rows
 from uno.encoder import require_encoder
 from uno.errors import StorageError, one_line
 from uno.methods.registry import build_network
@@ -88,7 +88,9 @@ class Classifier:
 
     @torch.inference_mode()
     def score(self, images: Tensor) -> Scores:
-        """Classify images uint8 (B, 3, S, S), B <= :attr:`batch_rows`; results are on the CPU."""
+        """Classify images uint8 (B, 3, S, S), B <= :attr:`batch_rows`, or their features (B, D); results are
+        on the CPU.
+        """
         logits, temperature = forward(self.module, images, self.config), self.config.objective.temperature
         scores = score(logits, temperature, self.best_head, self.classes, self.alignment)
         return Scores(*(tensor.cpu() for tensor in scores))
@@ -234,9 +236,20 @@ def build_classifier(
 
 
 def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode:
-    """The pixels of ``rows`` for ``model``, decoded ahead of it by ``threads`` (default: one a core)."""
+    """The pixels of ``rows`` for ``model``, decoded ahead of it by ``threads`` (default: one a core); or
+    their features, where a run has just computed them.
+    """
+    if isinstance(rows.images, Featured):
+        return partial(known_features, rows.images)
     how = model.config.data.interpolation
     return partial(decoded, rows.images, size=model.size, threads=threads, interpolation=how)
+
+
+def known_features(
+    images: Featured, batches: Iterable[np.ndarray]
+) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
+    """As decoding, with features float32 (b, D) in the place of pixels."""
+    return ((rows, images.features[rows], [images.reasons[row] for row in rows]) for rows in batches)
 
 
 def score_rows(

@@ -13,7 +13,7 @@ from uno.data.plan import ROTATION as ROTATION_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
 from uno.data.stream import TrainData
 from uno.errors import ConfigError, StorageError
-from uno.initial import with_prior
+from uno.initial import start_
 from uno.methods import registry
 from uno.model import UnoModel, build_model
 from uno.runs import DISCOVER, PRETRAIN, ROTATION
@@ -57,14 +57,14 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     step = {ROTATION: rotation_step, PRETRAIN: pretrain_step, DISCOVER: method.step}[name]
     batch_rows = plan.labeled_size + plan.unlabeled_size
     phase = Phase(name, settings, plan.steps_per_epoch, batch_rows, config.train.max_steps, step)
-    model, teacher = _new_network(config, name, train, worker, storage)
+    model, teacher, known_too = _new_network(config, name, train, worker, storage)
     model = model.to(worker.device).to(memory_format=torch.channels_last)
     cuda = worker.device.type == "cuda"
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
     extra: dict[str, Tensor] = {}
     if name == DISCOVER and not checkpoint_steps(storage, name):
         extra = method.start(config, model, train) if method.start is not None else {}
-        extra = with_prior(config, model, train, extra)
+        extra = start_(config, model, train, extra, known_too)
     if config.compute.compile:
         prepare_compiler()
         model.encoder.compile()
@@ -80,22 +80,32 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
 
 def _new_network(
     config: Config, name: str, train: TrainData, worker: Worker, storage: Storage
-) -> tuple[UnoModel, nn.Module | None]:
-    """What a phase starts from at its step 0, and the frozen teacher that discovery may have."""
+) -> tuple[UnoModel, nn.Module | None, bool]:
+    """What a phase starts from at its step 0, the frozen teacher that discovery may have, and whether the
+    known prototypes have learnt.
+    """
     if name != DISCOVER:
         model = build_model(config.model, 4 if name == ROTATION else train.num_known, 0, config.seed)
         if name == PRETRAIN and config.rotation.epochs:
             rotated = run_phase(config, ROTATION, train, worker, storage).model
             model.encoder.load_state_dict(rotated.encoder.state_dict())
-        return model, None
+        return model, None, False
     model = registry.build_network(config, train.num_known, train.num_novel, config.seed + 1)
     known_too = load_weights_(model, config, storage)
     if not config.objective.rkd_weight:
-        return model, None
+        return model, None, known_too
     if not known_too:
         raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
     model.normalize_prototypes_()
-    return model, copy.deepcopy(nn.Sequential(model.encoder, model.known)).eval().requires_grad_(False)
+    teacher = copy.deepcopy(nn.Sequential(model.encoder, model.known)).eval().requires_grad_(False)
+    return model, teacher, True
+
+
+def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
+    """The encoder that a run with ``model.trainable`` heads starts from and ends with, in eval mode."""
+    model = build_model(config.model, 1, 0, config.seed)
+    load_weights_(model, config, storage)
+    return model.encoder.eval().to(memory_format=torch.channels_last)
 
 
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:

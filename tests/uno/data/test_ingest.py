@@ -7,6 +7,8 @@ from uno.data import ingest
 from uno.data.ingest import choose, free_device_bytes, free_host_bytes
 from uno.errors import ConfigError
 
+ROW = 3 * 100**2  # bytes of an image
+
 
 def config(**values):
     return override(Config(), {"data.store_size": 100} | {k.replace("__", "."): v for k, v in values.items()})
@@ -21,10 +23,10 @@ def config(**values):
 ])  # fmt: skip
 def test_auto_takes_what_fits(workers, host, device, expected, words):
     """10,000 images of 100 px. Kills: copies of the workers forgotten, the larger of two budgets."""
-    found, reason = choose(config(compute__workers=workers), 10_000, host, device, False)
+    found, reason = choose(config(compute__workers=workers), 10_000, ROW, host, device, False)
     assert found == expected and reason.startswith(expected) and words in reason
     for told in ("resident", "streaming"):
-        found, reason = choose(config(data__ingest=told), 10_000, 1, None, False)
+        found, reason = choose(config(data__ingest=told), 10_000, ROW, 1, None, False)
         assert found == told and reason.startswith(f"{told}, as told")
 
 
@@ -46,7 +48,7 @@ def test_free_memory_is_the_containers(tmp_path, monkeypatch):
 def test_what_needs_the_images_keeps_them(values):
     """Kills: a set that does not fit streamed into a method that looks rows up."""
     needs = "method" in values
-    found, reason = choose(config(**values), 10_000, 1, None, needs)
+    found, reason = choose(config(**values), 10_000, ROW, 1, None, needs)
     assert found == "resident" and "needs" in reason
     with pytest.raises(ConfigError, match="ingest resident"):
-        choose(config(data__ingest="streaming", **values), 10_000, 1, None, needs)
+        choose(config(data__ingest="streaming", **values), 10_000, ROW, 1, None, needs)
