@@ -24,7 +24,7 @@ from uno.runs.checkpoint import checkpoint_steps
 TINY = SMALL | {"preset": "digits", "pretrain.epochs": 1, "discover.epochs": 2, "compute.threads": 1}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def installed():
     """The entry point is read from the installed package's metadata."""
     if not entry_points(group="uno.jobs"):
@@ -96,7 +96,7 @@ def test_keywords_win_over_files(tmp_path):
     ({"num_novel": 1000}, "fewer than the 1000 classes to discover"),
     ({"config": "/no/such.yaml"}, "cannot read config file /no/such.yaml"),
 ])  # fmt: skip
-def test_a_mistake_is_a_config_error(tmp_path, nothing_starts, settings, says):
+def test_a_mistake_is_a_config_error(installed, tmp_path, nothing_starts, settings, says):
     """Kills: SystemExit, a traceback of pydantic's, a directory left behind."""
     output = tmp_path / "run"
     with pytest.raises(ConfigError) as error:
@@ -104,7 +104,7 @@ def test_a_mistake_is_a_config_error(tmp_path, nothing_starts, settings, says):
     assert says in str(error.value) and not output.exists()
 
 
-def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(monkeypatch):
+def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(installed, monkeypatch):
     def end_with(error: Exception) -> None:
         def run(options: Any) -> int:
             raise error
@@ -125,7 +125,7 @@ def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(monkeypat
         uno.discover()
 
 
-def test_a_run_from_images_to_a_model_and_again(tmp_path, capsys):
+def test_a_run_from_images_to_a_model_and_again(installed, tmp_path, capsys):
     """In folders, here; a second call trains nothing, also in an event loop and in another thread."""
     labeled = write_images(tmp_path / "known", {"cat": 12, "dog": 12})
     unlabeled = write_images(tmp_path / "new", {"any": 24})
@@ -155,7 +155,7 @@ def test_a_run_from_images_to_a_model_and_again(tmp_path, capsys):
         uno.discover(quiet=True, **settings, objective={"epsilon": 0.3})
 
 
-def test_it_trains_in_a_thread(tmp_path, capsys):
+def test_it_trains_in_a_thread(installed, tmp_path, capsys):
     """Kills: signal handlers set off the main thread, which raises ValueError."""
     found: list[Any] = []
 
