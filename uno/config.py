@@ -85,8 +85,8 @@ class DataConfig(_Frozen):
         scope="discover")
     pile: Literal["auto", "novel", "mixed"] = field("auto",
         "What unlabeled rows show. novel: new classes only; mixed: known ones, too; auto: novel where labels "
-        "are hidden, mixed where rows truly lack them, the safe choice: a known image in a pile taken for "
-        "novel is forced into a new class, a novel pile taken for mixed loses little.",
+        "are hidden, mixed where rows truly lack them, the safer choice: a known image in a pile taken for "
+        "novel is forced into a new class; a novel pile taken for mixed loses less. Tell it if you know.",
         scope="discover")
     unlabel_known: float = field(0.0,
         "Benchmark of mixed piles: share of each known class's training rows to leave without their label.",
