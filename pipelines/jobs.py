@@ -12,6 +12,7 @@ import torch
 
 from pipelines.console import Progress, on_stop, say
 from pipelines.features import feature_bytes, load_images
+from pipelines.forecast import forecast
 from pipelines.inference import predict_run
 from pipelines.options import Options
 from pipelines.ray_data import parquet_images
@@ -78,6 +79,8 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
             claim.storage.write(PRETRAINED_FILE, own_weights)  # workers and a resumed run fetch nothing
         if estimate is not None:
             claim.storage.write(ESTIMATE_FILE, estimate)
+        for line in forecast(config, task, claim.storage, phases):
+            say(line)
         values, task = _execute(Job(config, task, phases, evaluate, claim))
         if not evaluate:
             say(f"finished: {storage.uri}")

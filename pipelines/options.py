@@ -1,15 +1,16 @@
 """The command line of every command, from one declaration: its own arguments and the schema's fields.
 
 The flags are the schema's fields (``--objective.epsilon``), their short forms (``--batch-size``) and what a
-:class:`Command` adds. Precedence: defaults < preset < the description of
-an encoder from a library < YAML < command line. Values start from the preset that
-was given, on the command line or in a file; otherwise from ``digits`` for the digits and from ``custom`` for
-any other data. A preset's known classes are those of its own data set: with another kind of source they are
-dropped unless they are given too, because hiding the labels of somebody else's classes would be a silent
-mistake. pydantic checks every value, so that an error is one line with the field's name.
+:class:`Command` adds. Precedence: defaults < preset < the description of an encoder from a library < YAML <
+command line. Values start from the preset that was given, on the command line or in a file; otherwise from
+``digits`` for the digits and from :func:`own_preset` for any other data. A preset's known classes are those
+of its own data set: with another kind of source they are dropped unless they are given too, because hiding
+the labels of somebody else's classes would be a silent mistake. pydantic checks every value, so that an error
+is one line with the field's name.
 """
 
 import difflib
+import glob
 import os
 import shutil
 import textwrap
@@ -118,7 +119,7 @@ class Options:
         given = self.given
         source, two_folders = given.get("data.source"), given.get("data.labeled") is not None
         own_data = two_folders or source not in (None, "digits")
-        name = str(given.pop("preset", "custom" if own_data else "digits"))
+        name = str(given.pop("preset", own_preset(given) if own_data else "digits"))
         if name == "custom" and source is None and not two_folders:
             raise ConfigError("the preset 'custom' needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
         config = preset(name, str(given.pop("recipe", "paper")))
@@ -154,6 +155,28 @@ def parse(argv: Sequence[str], command: Command) -> Options:
         if argument.required and getattr(options.own, _attribute(name)) is None:
             raise ConfigError(f"{name} {'is missing' if name[0] == '-' else 'comes first'}: {command.usage}")
     return _checked(options)
+
+
+BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")  # kinds of sources with presets of their own
+
+
+def own_preset(given: Mapping[str, Any]) -> str:
+    """The preset of one's own data: ``photos`` where an encoder's pretrained weights are given or at hand."""
+    encoder, weights = given.get("model.encoder"), given.get("model.weights")
+    if str(given.get("data.source")).partition(":")[0] in BENCHMARKS:
+        return "custom"
+    if weights is None and encoder is None and given.get("model.trainable") is None:
+        return "photos" if weights_at_hand() else "custom"
+    file = str(weights).endswith((".safetensors", ".pt", ".pth")) and ":" in str(encoder)
+    return "photos" if file or weights == "pretrained" else "custom"
+
+
+def weights_at_hand() -> bool:
+    """Whether torchvision's weights of the encoder of ``photos`` have been downloaded before."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.environ.get("TORCH_HOME") or os.path.join(cache, "torch")
+    _, _, name = preset("photos").model.encoder.partition(":")
+    return bool(glob.glob(os.path.join(glob.escape(home), "hub", "checkpoints", f"{name}_*.pth")))
 
 
 def from_keywords(settings: Mapping[str, Any], command: Command, **own: bool) -> Options:
@@ -328,7 +351,8 @@ def _number(word: str) -> int | float | str:
 RULES = f"""
 Order: defaults < preset < what a library says of its encoder < --config FILE < command line.
 Presets: {", ".join(PRESETS)}.
-Without --preset: digits for the digits, custom (the paper's CIFAR10 settings) for any other data.
+Without --preset: digits for the digits; for any other data photos, where --weights names an encoder's or
+torchvision's are at hand, else custom (the paper's CIFAR10 settings).
 A preset's known classes apply only to its own kind of data. None switches an optional value off.
 The values below are those that this very command line leads to.
 """

@@ -200,6 +200,11 @@ class FeatureCache:
             missing.discard(int(found[1]))
         return features, reasons, sorted(missing)
 
+    def num_missing(self) -> int:
+        """Rows of shards that no file is named after."""
+        there = {int(name[:6]) for name in self._storage.list(self._folder) if re.match(r"[0-9]{6}-", name)}
+        return sum(len(self._job.rows(number)) for number in {*range(self._job.num_shards)} - there)
+
     def write(self, number: int, data: bytes) -> None:
         """Keep shard ``number``. StorageError: the directory cannot be written to."""
         name = f"{number:06}-{hashlib.sha256(data).hexdigest()[:32]}.safetensors"

@@ -213,7 +213,7 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
     mean, std = (", ".join(map("{:g}".format, numbers)) for numbers in (data.mean, data.std))
     return CARD.format(
         model=model, module=model.module, config=config, encoder=encoder, build=build, mean=mean, std=std,
-        data=data, weights=_origin(net),
+        data=data, weights=origin(net),
         what=METHODS[config.method], size=model.size, num_outputs=len(model.classes),
         facts="".join(f"- {key}: {' '.join(str(value).split())}\n" for key, value in facts.items()),
         measured=_metrics_table(metrics),
@@ -246,7 +246,7 @@ def _rebuilt(net: ModelConfig) -> tuple[str, str]:
     return f"{net.encoder}, its own keys", f"from {library} import {what}\nencoder = {what}()  {pooled}"
 
 
-def _origin(net: ModelConfig) -> str:
+def origin(net: ModelConfig) -> str:
     """Where training began, and what those weights have seen."""
     if net.weights is None:
         library = net.encoder.partition(":")[0]
