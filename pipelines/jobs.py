@@ -199,7 +199,9 @@ def prepare(config: Config, task: Task | None = None) -> Task:
     if config.compute.workers == 0:
         local_device(config)
     rows = f"{labeled:,} labeled rows of {len(task.known)} known classes, {unlabeled:,} unlabeled rows"
-    say(f"{task.rows.source}: {rows}, {task.num_novel} classes to discover")
+    held = int((~task.is_train).sum())
+    test = f", {held:,} test rows{' held out' if config.data.hold_out else ''}" if held else ""
+    say(f"{task.rows.source}: {rows}{test}, {task.num_novel} classes to discover")
     return task
 
 

@@ -120,8 +120,10 @@ class Options:
         source, two_folders = given.get("data.source"), given.get("data.labeled") is not None
         own_data = two_folders or source not in (None, "digits")
         name = str(given.pop("preset", own_preset(given) if own_data else "digits"))
-        if name == "custom" and source is None and not two_folders:
-            raise ConfigError("the preset 'custom' needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
+        if name in ("custom", "photos") and source is None and not two_folders:
+            raise ConfigError(
+                f"the preset {name!r} needs --data SOURCE, or --labeled DIR and --unlabeled DIR"
+            )
         config = preset(name, str(given.pop("recipe", "paper")))
         config = override(config, settings(str(given.get("method", config.method)), name))
         kinds = {str(data).partition(":")[0] for data in (source, config.data.source)}

@@ -14,6 +14,11 @@ NUM_CPUS = 4  # logical; the machine may have two
 AGENT_PORT = 52365  # a node whose agent finds it taken takes no jobs, for as long as it lives
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Weights that the user has downloaded would change the preset of a command on own images."""
+    os.environ["TORCH_HOME"] = "/nonexistent"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Ray's own deprecation and resource warnings are not ours to turn into errors."""
     for item in items:

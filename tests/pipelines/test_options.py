@@ -57,6 +57,37 @@ def test_each_layer_overrides_the_one_before(file):
     assert (got.seed, got.data.num_novel) == (2, 4)
 
 
+@pytest.mark.parametrize(("argv", "at_hand", "name"), [
+    ("--data photos", True, "photos"),
+    ("--labeled a --unlabeled b", True, "photos"),
+    ("--labeled a --unlabeled b --weights pretrained", False, "photos"),
+    ("--data d --model.encoder torchvision:resnet18 --weights w.safetensors", False, "photos"),
+    ("--data d --model.encoder torchvision:resnet18 --weights w.pth", True, "photos"),
+    ("--data d --weights w.safetensors", True, "custom"),  # of an encoder of ours
+    ("--data d --weights runs/before", True, "custom"),
+    ("--data d --model.encoder resnet18", True, "custom"),
+    ("--data d --model.trainable all", True, "custom"),
+    ("--data cifar10:d", True, "custom"),
+    ("--data imagenet:d --weights pretrained", True, "custom"),
+    ("", True, "digits"),
+])  # fmt: skip
+def test_own_images_start_from_pretrained_weights_where_there_are_any(
+    argv, at_hand, name, monkeypatch, tmp_path
+):
+    """Kills: photos without weights, which would fetch them unasked; another preset for benchmarks."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    if at_hand:
+        (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+        (tmp_path / "hub" / "checkpoints" / "efficientnet_b0_rwightman-7f5810bc.pth").touch()
+    assert config(*argv.split()).preset == name
+
+
+def test_presets_of_own_images_need_images():
+    for name in ("custom", "photos"):
+        with pytest.raises(ConfigError, match=f"^the preset '{name}' needs --data SOURCE"):
+            config("--preset", name)
+
+
 @pytest.mark.parametrize(("argv", "name", "known"), [
     ("", "digits", "first:5"),
     ("--data folder:d --num-novel 7", "custom", None),

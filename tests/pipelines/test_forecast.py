@@ -1,0 +1,42 @@
+"""What a run says before it starts."""
+
+import re
+
+import pytest
+
+from pipelines.forecast import forecast
+from tests.uno.small_run import small_config
+from uno.data.files import Storage
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+
+
+def lines(tmp_path, phases=("pretrain", "discover"), **overrides):
+    config = small_config(**overrides)
+    task = make_task(read_rows(config.data), config.data)
+    return list(forecast(config, task, Storage(str(tmp_path)), phases))
+
+
+def test_a_run_says_what_it_will_do(tmp_path):
+    what, encoder, *rest = lines(tmp_path)
+    assert what == (
+        "run: preset digits, 3 epochs of pretrain, 3 epochs of discover, encoder and heads learn, 8 px"
+    )
+    assert encoder == "encoder: resnet_small, weights trained here, from random ones" and not rest
+
+
+def test_without_weights_it_says_how_to_get_some_and_how_long_it_takes(tmp_path, monkeypatch):
+    """The time follows the number of steps. Kills: a time of one phase, of one step, of a finished run."""
+    monkeypatch.setattr("pipelines.forecast._step", lambda *args: 2.0)
+    monkeypatch.setattr("pipelines.forecast.BENCHMARKS", ())
+    found = lines(tmp_path)
+    assert "--weights pretrained fetches those of torchvision:efficientnet_b0" in found[2]
+    assert found[3] == "time: about 54 s here (pretrain 18 s, discover 36 s), from a timed batch"
+    assert lines(tmp_path, ("discover",), discover__epochs=3000)[3].startswith("time: about 10.0 h here")
+
+
+@pytest.mark.parametrize("trainable", ["all", "last"])
+def test_a_step_is_timed_with_gradient(trainable, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.forecast._minutes", lambda seconds: f"{seconds:.9f}")
+    found = lines(tmp_path, ("discover",), model__trainable=trainable, discover__epochs=100_000)[-1]
+    assert re.match(r"time: about \d+\.\d+ here \(discover \d+\.\d+\), from a timed batch$", found)
