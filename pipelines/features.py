@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipelines import ray_env
 from pipelines.console import say
-from pipelines.ray_data import image_columns, images_of, parquet_images
+from pipelines.ray_data import image_columns, images_of, own_error, parquet_images
 from uno.config import Config, to_dict
 from uno.data import features
 from uno.data.decode import ahead, decode_many
@@ -84,8 +84,11 @@ def compute_on_ray(
         Featurizer, fn_constructor_args=arguments, num_cpus=resources["CPU"],
         num_gpus=resources.get("GPU", 0), compute=ray.data.ActorPoolStrategy(size=workers), **whole,
     )  # fmt: skip
-    for table in results.iter_batches(**whole):
-        yield from zip(table["number"].to_pylist(), table["data"].to_pylist(), strict=True)
+    try:
+        for table in results.iter_batches(**whole):
+            yield from zip(table["number"].to_pylist(), table["data"].to_pylist(), strict=True)
+    except Exception as error:
+        raise own_error(error) or error from None
 
 
 def shard_block(job: FeatureJob, numbers: Sequence[int]) -> pa.Table:

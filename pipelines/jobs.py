@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from pipelines.console import Progress, on_stop, say
-from pipelines.features import feature_bytes, load_images
+from pipelines.features import feature_bytes, load_images, on_features
 from pipelines.forecast import forecast
 from pipelines.inference import predict_run
 from pipelines.options import Options
@@ -136,6 +136,13 @@ def starting_weights(config: Config, fresh: bool) -> bytes | None:
     fetched. An encoder or weights that do not fit are a ConfigError here, before any data is read.
     """
     source, own, tensors = config.model.weights, None, None
+    if config.model.trainable == "heads":
+        if source is None:
+            raise ConfigError(
+                "model.trainable heads needs --weights: an encoder that has learnt nothing finds nothing"
+            )
+        if registry.load(config).needs_images:
+            raise ConfigError(f"method {config.method} works on images: not with model.trainable heads")
     if source == PRETRAINED:
         storage = Storage(config.output) if config.output and not fresh else None
         if storage is not None and storage.exists(PRETRAINED_FILE):
@@ -272,6 +279,8 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
             say(f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled rows")
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
+        if on_features(config):  # which take minutes, and would be kept
+            once = override(once, {"data.ingest": "streaming"})
         with lock.claim(Storage(folder), on_wait=say) as claim:
             if own_weights is not None:
                 claim.storage.write(PRETRAINED_FILE, own_weights)

@@ -26,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes the features that the user keeps; child processes inherit this."""
+    before = {"UNO_CACHE": os.environ.get("UNO_CACHE")}
+    _set({"UNO_CACHE": str(tmp_path_factory.mktemp("cache"))})
+    yield
+    _set(before)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """The ``ray`` module, connected to a private cluster: no token of the user's, no other cluster's

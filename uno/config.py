@@ -337,6 +337,8 @@ class Config(_Frozen):
         if self.model.trainable == "heads":
             if self.augment.small.num_views:
                 raise ValueError("augment.small.num_views must be 0 with model.trainable heads")
+            if self.rotation.epochs:
+                raise ValueError("rotation.epochs must be 0 with model.trainable heads")
             if self.objective.rkd_weight:
                 raise ValueError("objective.rkd_weight is of no use with model.trainable heads")
         if self.data.pile == "mixed" and (reason := not_mixed(self)):

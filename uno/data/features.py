@@ -2,9 +2,9 @@
 views besides. They take the place of images: float32 (N, 1 + V, D), the evaluation view first.
 
 A cache serves every run with the same encoder, weights, views and data, whatever its seed. It is a folder
-with a file for ``SHARD_ROWS`` rows, whose name holds the hash of its content: one that does not verify is
-computed again. A row's features depend on nothing but its shard, and on a CPU every shard is computed by one
-thread in equal batches, so any number of threads, processes and workers gives the same bits.
+with a file for ``SHARD_ROWS`` rows, whose name holds the hash of its content and place: one that does not
+verify is computed again. A row's features depend on nothing but its shard, and on a CPU every shard is
+computed by one thread in equal batches, so any number of threads, processes and workers gives the same bits.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -26,13 +26,13 @@ from uno.augment import augment_crops, eval_view
 from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
 from uno.data.decode import ahead, decode_many, readable
-from uno.data.files import Storage
+from uno.data.files import Storage, normal
 from uno.data.plan import FEATURES, augment_generator
-from uno.data.rows import Image, fetch
+from uno.data.rows import Chosen, Image, fetch
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
 
-VERSION = 1  # of what is computed and how it is stored
+VERSION = 2  # of what is computed and how it is stored
 SEED = 0  # of the views: not the run's, so that runs of all seeds share them
 SHARD_ROWS = 128
 ROWS_AT_ONCE = 16  # whose pixels are in memory
@@ -114,7 +114,9 @@ def compute_shard(
         if len(chosen):
             positions = first + chosen
             steps = np.full(len(chosen), number)
-            pixels, _ = cropper.crop(steps, positions, [some[i] for i in chosen.tolist()])
+            pixels, failed = cropper.crop(steps, positions, [some[i] for i in chosen.tolist()])
+            for i, reason in zip(chosen.tolist(), failed, strict=True):  # read a second time
+                why[i] = reason
             crops, generator = torch.from_numpy(pixels).to(device), augment_generator(SEED, FEATURES, number)
             where = data.mean, data.std, torch.from_numpy(positions), SHARD_ROWS, data.store_size
             views = augment_crops(cropper.split(crops), augment, generator, *where)
@@ -177,38 +179,58 @@ class FeatureCache:
         job, num_rows = self._job, len(self._job.task.rows)
         width = 1 + job.config.augment.cached_views, job.num_features
         features, reasons = torch.zeros(num_rows, *width), [None] * num_rows  # type: Tensor, list[str | None]
-        missing = set(range(job.num_shards))
-        for name in self._storage.list(self._folder):
-            found = re.fullmatch(r"([0-9]{6,})-([0-9a-f]{32})\.safetensors", name)
-            if found is None or int(found[1]) not in missing:
+        missing, damaged = set(range(job.num_shards)), list[str]()
+        for name, number in self._files():
+            if number not in missing:
                 continue
-            rows = job.rows(int(found[1]))
+            rows = job.rows(number)
             try:
                 data = self._storage.read(f"{self._folder}/{name}")
-                if hashlib.sha256(data).hexdigest()[:32] != found[2]:
+                if name != self._name(number, data):
                     raise ValueError("its content has changed")
                 shard = safetensors.torch.load(data)["features"]
                 if shard.shape != (len(rows), *width):
                     raise ValueError(f"its shape is {tuple(shard.shape)}")
                 reasons[rows[0] : rows[-1] + 1] = _reasons_in(data)
             except (StorageError, ValueError, KeyError, safetensors.SafetensorError) as error:
-                log.warning("%s/%s is damaged (%s); it is computed again", self.path, name, error)
+                damaged.append(f"{name}: {error}")
                 with suppress(StorageError):
                     self._storage.delete(f"{self._folder}/{name}")
                 continue
             features[rows[0] : rows[-1] + 1] = shard
-            missing.discard(int(found[1]))
+            missing.discard(number)
+        if damaged:
+            text = "%d damaged files in %s are computed again; the first is %s"
+            log.warning(text, len(damaged), self.path, damaged[0])
         return features, reasons, sorted(missing)
 
     def num_missing(self) -> int:
         """Rows of shards that no file is named after."""
-        there = {int(name[:6]) for name in self._storage.list(self._folder) if re.match(r"[0-9]{6}-", name)}
+        there = {number for _, number in self._files()}
         return sum(len(self._job.rows(number)) for number in {*range(self._job.num_shards)} - there)
 
     def write(self, number: int, data: bytes) -> None:
         """Keep shard ``number``. StorageError: the directory cannot be written to."""
-        name = f"{number:06}-{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
-        self._storage.write(f"{self._folder}/{name}", data)
+        with _naming_the_option():
+            self._storage.write(f"{self._folder}/{self._name(number, data)}", data)
+
+    def discard(self, numbers: Iterable[int]) -> None:
+        """Remove the files of these shards."""
+        for name, number in self._files():
+            if number in numbers:
+                self._storage.delete(f"{self._folder}/{name}")
+
+    def _files(self) -> list[tuple[str, int]]:
+        """Names of shards, and their numbers."""
+        with _naming_the_option():
+            names = self._storage.list(self._folder)
+        found = (re.fullmatch(r"([0-9]{6,})-[0-9a-f]{32}\.safetensors", name) for name in names)
+        return [(match[0], int(match[1])) for match in found if match is not None]
+
+    def _name(self, number: int, data: bytes) -> str:
+        digest = hashlib.sha256(f"{self._job.key} {number} ".encode())
+        digest.update(data)
+        return f"{number:06}-{digest.hexdigest()[:32]}.safetensors"
 
     def write_facts(self, weights: str) -> None:
         """``facts.json``, for people who look at the directory."""
@@ -219,7 +241,16 @@ class FeatureCache:
             "num_features": self._job.num_features,
             "note": "features of a frozen encoder; may be deleted at any time, they are computed again",
         }  # fmt: skip
-        self._storage.write(f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
+        with _naming_the_option():
+            self._storage.write(f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
+
+
+@contextmanager
+def _naming_the_option() -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        raise StorageError(f"{error}; --compute.cache DIRECTORY keeps features elsewhere") from None
 
 
 def _reasons_in(data: bytes) -> list[str | None]:
@@ -236,6 +267,9 @@ def cached_features(
     and kept, file by file, so that a killed job goes on. StorageError: the cache cannot be written.
     """
     features, reasons, missing = cache.read()
+    if again := _readable_again(job, reasons):
+        cache.discard(again)
+        missing = sorted({*missing, *again})
     if not missing:
         return features, reasons
     cache.write_facts(weights)  # before any work: is the directory writable?
@@ -251,7 +285,16 @@ def cached_features(
     return features, reasons
 
 
+def _readable_again(job: FeatureJob, reasons: Sequence[str | None]) -> set[int]:
+    """Shards with a row that could not be read when they were computed, and now can: a share was away."""
+    data, bad = job.config.data, np.flatnonzero(~readable(reasons))
+    if not len(bad):
+        return set()
+    _, now = decode_many(Chosen(job.task.rows.images, bad), data.store_size, None, data.interpolation)
+    return set((bad[readable(now)] // SHARD_ROWS).tolist())
+
+
 def cache_directory(config: Config) -> str:
     """Where features are kept: ``compute.cache``, $UNO_CACHE, or uno in the user's cache directory."""
-    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return config.compute.cache or os.environ.get(CACHE_VARIABLE) or os.path.join(user, "uno")
+    user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
+    return normal(config.compute.cache or os.environ.get(CACHE_VARIABLE) or user)

@@ -8,7 +8,7 @@ import torch
 
 from tests.uno.small_run import small_config, small_sets
 from uno.config import DataConfig
-from uno.data.resident import ResidentBatches, assemble, eval_sets, train_set
+from uno.data.resident import FeatureBatches, ResidentBatches, TrainSet, assemble, eval_sets, train_set
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.errors import ConfigError
@@ -162,3 +162,56 @@ def test_labels_belong_to_their_images():
         assert label in train.labels[(train.labeled_images == image).flatten(1).all(dim=1)]
     assert all((train.unlabeled_images == image).flatten(1).all(dim=1).any() for image in pixels[12:])
     assert torch.equal(batch.views[0], batch.views[1])  # nothing random is left
+
+
+VIEWS = 5
+HEADS = small_config(
+    model__trainable="heads", augment__small__num_views=0, augment__cached_views=VIEWS,
+    augment__large__num_views=3, train__batch_size=24,
+)  # fmt: skip
+
+
+def feature_batches(config=HEADS, rank=0, world_size=1):
+    """Of features that are the numbers of their row and view, labeled rows first; view 0 is evaluation's."""
+    rows = torch.arange(200.0)[:, None] + 1000 * torch.arange(1.0 + VIEWS)
+    labels = torch.arange(100) % 5
+    train = TrainSet(rows[:100, :, None], labels, rows[100:, :, None], 5, 5)
+    plan = run.plans(config, 100, 100, world_size)[run.DISCOVER]
+    return train.batches(config, plan, rank, world_size)
+
+
+def test_a_step_takes_different_cached_views_of_a_row():
+    """Others in another epoch, and of another seed. Kills: the evaluation view trained on, a view twice in a
+    step, the first views always, views of another row, labels of another row.
+    """
+    source, seen = feature_batches(), {}
+    assert isinstance(source, FeatureBatches)
+    for step in range(20):  # 4 epochs and a half
+        batch = source(step)
+        assert batch.num_large == len(batch.views) == 3
+        found = torch.stack(batch.views)[:, :, 0].long()
+        rows, views = found % 1000, found // 1000
+        assert (rows == rows[0]).all() and 1 <= views.min() <= views.max() <= VIEWS
+        assert all(len(set(column)) == 3 for column in views.T.tolist())
+        assert (rows[0, :12] < 100).all() and torch.equal(rows[0, 12:] - 100, batch.rows)
+        assert torch.equal(batch.labels, rows[0, :12] % 5)
+        for row, column in zip(rows[0].tolist(), views.T.tolist(), strict=True):
+            seen.setdefault(row, []).append(tuple(column))
+    assert sum(len(set(some)) > 1 for some in seen.values()) > 150
+    counts = np.bincount([view for some in seen.values() for each in some for view in each])
+    assert counts[1:].min() > 0.8 * counts[1:].mean()
+    again = feature_batches()
+    assert all(same(again(step), source(step)) for step in (7, 3))
+    assert not same(feature_batches(HEADS.model_copy(update={"seed": 1}))(3), source(3))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shares_of_a_batch_of_features_are_the_whole(world_size):
+    """Kills: views drawn by the place in a worker's share."""
+    whole = feature_batches()(2)
+    shares = [feature_batches(rank=rank, world_size=world_size)(2) for rank in range(world_size)]
+    assert torch.equal(torch.cat([share.labels for share in shares]), whole.labels)
+    for v, view in enumerate(whole.views):
+        split = len(shares[0].labels)
+        parts = [share.views[v][:split] for share in shares] + [share.views[v][split:] for share in shares]
+        assert torch.equal(torch.cat(parts), view)

@@ -185,3 +185,35 @@ def test_the_pile_is_decided_by_where_the_labels_went(config, declared, pile, wh
     data = DataConfig(**{key: value for key, value in config.items() if key != "method"})
     found, reason = decide_pile(Config(data=data, **method), declared)
     assert found == pile and re.search(why, reason) and "\n" not in reason
+
+
+def test_rows_of_each_known_class_are_held_out_and_hidden_ones_by_their_number():
+    """Kills: a share of all instead of each class, a stratified choice of hidden rows, another choice for a
+    permutation of hidden labels, a source with a test split that loses rows, unlabeled rows held out.
+    """
+    rows = replace(read_digits(), split=np.array(["train"] * 1797))
+    labels = np.array(rows.labels)
+    hidden = np.flatnonzero(labels >= "5")
+    labels[hidden] = np.random.default_rng(0).permutation(labels[hidden])
+    for share in (0.1, 0.5):
+        task = task_of(rows, known_classes="first:5", hold_out=share)
+        truth, chosen = task.eval_labels, ~task.is_train
+        for c in range(5):
+            assert int(chosen[truth == c].sum()) == round(share * int((truth == c).sum()))
+        assert int(chosen[hidden].sum()) == round(share * len(hidden))
+        assert (task.labels[chosen] == -1).all() and (task.labels[task.is_train & (truth < 5)] >= 0).all()
+        other = task_of(replace(rows, labels=labels.tolist()), known_classes="first:5", hold_out=share)
+        assert not np.array_equal(other.eval_labels, truth)
+        assert np.array_equal(other.is_train, task.is_train) and np.array_equal(other.labels, task.labels)
+    assert not all(np.diff(np.flatnonzero(chosen)) == 2)  # at random
+    split = task_of(read_digits(), known_classes="first:5")
+    assert np.array_equal(
+        task_of(read_digits(), known_classes="first:5", hold_out=0.5).is_train, split.is_train
+    )
+    own = task_of(rows_of(["a"] * 10 + ["b"] + [None] * 10), num_novel=2, hold_out=0.3)
+    assert [int((~own.is_train)[part].sum()) for part in (slice(10), slice(10, 11), slice(11, 21))] == [
+        3,
+        0,
+        0,
+    ]
+    assert own.labels[10] == 1  # the only row of its class stays

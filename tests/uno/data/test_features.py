@@ -1,0 +1,420 @@
+"""Features of a frozen encoder against a plain loop, and a cache that nothing makes lie."""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from tests.uno.small_run import small_config
+from uno.augment import augment, augment_crops, eval_view
+from uno.config import override
+from uno.crops import Cropper
+from uno.data import features
+from uno.data.decode import decode
+from uno.data.features import FeatureCache, cached_features, compute_here, feature_job, pack_shard
+from uno.data.files import Storage
+from uno.data.plan import FEATURES, augment_generator
+from uno.data.resident import assemble
+from uno.data.sources import read_digits
+from uno.data.splits import make_task
+from uno.encoder import build_encoder
+from uno.errors import ConfigError, StorageError
+
+from .builders import pixels
+
+SHARD = 16
+HEADS = {"model__trainable": "heads", "augment__small__num_views": 0, "augment__cached_views": 3}
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(features, "SHARD_ROWS", SHARD)
+    monkeypatch.setattr(features, "ROWS_AT_ONCE", 6)
+
+
+def config_of(**overrides):
+    return small_config(**({"data__limit": 20} | HEADS | overrides))
+
+
+def encoder_of(config, seed=0):
+    """With running statistics that are not those of a new network."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder = build_encoder(config.model)
+        for name, buffer in encoder.named_buffers():
+            if name.endswith("running_var"):
+                buffer.uniform_(0.5, 1.5)
+    return encoder.eval()
+
+
+def job_of(config=None, images=None):
+    """20 training rows and 20 of the test: 2 shards of 16 and one of 8."""
+    config = config or config_of()
+    rows = read_digits()
+    task = make_task(rows, config.data)
+    if images is not None:
+        task = replace(task, rows=replace(task.rows, images=images))
+    return feature_job(config, task, encoder_of(config))
+
+
+def cache_of(folder, job):
+    return FeatureCache(Storage(str(folder)), job)
+
+
+def computed(job, encoder=None, threads=1, numbers=None, seen=None):
+    """``compute`` of :func:`cached_features`, which notes in ``seen`` what it is asked for."""
+
+    def compute(numbers):
+        if seen is not None:
+            seen.append(list(numbers))
+        found = compute_here(job, encoder or encoder_of(job.config), numbers, threads)
+        return ((number, pack_shard(shard)) for number, shard in found)
+
+    return compute
+
+
+def kept(folder, job, seen=None, **options):
+    return cached_features(cache_of(folder, job), job, "w", computed(job, seen=seen, **options))
+
+
+def shards(folder):
+    return sorted(folder.glob("features/*/0*.safetensors"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("crop", "side"), [("pad", 8), ("resized", 10)])
+def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
+    """Stored squares may be larger than the views, images are. Kills: views of another row's numbers,
+    numbers that depend on the share of training rows, an evaluation view that is not the centre, views of
+    test rows, mean and std forgotten.
+    """
+    config = config_of(
+        augment__large__crop=crop, augment__large__crop_scale=[0.3, 0.9], data__store_size=side
+    )
+    config = override(config, {"augment.large.jitter": 0.5, "augment.large.flip": 0.5})
+    images = [pixels(i, 12, 11) for i in range(40)]
+    job = job_of(config, images)
+    encoder, data = encoder_of(config), config.data
+    found, reasons = kept(tmp_path, job)
+    assert found.shape == (40, 4, 16) and found.dtype == torch.float32 and not any(reasons)
+    views = features._views(config)
+    assert 0 < job.task.is_train.sum() < 40 and views.large.num_views == 3
+    for row in range(40):
+        number, position = divmod(row, SHARD)
+        square = torch.from_numpy(decode(images[row], side).copy())[None]
+        plain = encoder(eval_view(square, 8, data.mean, data.std))
+        torch.testing.assert_close(found[row, :1], plain, rtol=1e-5, atol=1e-6)
+        where = torch.tensor([position]), SHARD
+        if not job.task.is_train[row]:
+            assert not found[row, 1:].any()
+            continue
+        generator = augment_generator(features.SEED, FEATURES, number)
+        if crop == "pad":
+            expected = augment(square, views, generator, data.mean, data.std, *where)
+        else:
+            cropper = Cropper(features.SEED, FEATURES, SHARD, views, side)
+            some, _ = cropper.crop(np.array([number]), np.array([position]), [images[row]])
+            crops = cropper.split(torch.from_numpy(some))
+            expected = augment_crops(crops, views, generator, data.mean, data.std, *where, side)
+        for v, view in enumerate(expected):
+            torch.testing.assert_close(found[row, 1 + v : 2 + v], encoder(view), rtol=1e-4, atol=1e-5)
+        assert len(torch.unique(found[row], dim=0)) == 4
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    job = job_of()
+    packed = [dict(computed(job, threads=threads)(range(job.num_shards))) for threads in (1, 2, 3)]
+    assert sorted(packed[0]) == [0, 1, 2] and packed[0] == packed[1] == packed[2]
+
+
+def test_training_reads_no_row_of_the_test(tmp_path):
+    """Kills: rows of the set shifted against those of the features."""
+    job = job_of()
+    found, _ = kept(tmp_path, job)
+    train = assemble(job.task, found, np.ones(len(found), bool))
+    labeled = torch.from_numpy(job.task.is_train & (job.task.labels >= 0))
+    unlabeled = torch.from_numpy(job.task.is_train & (job.task.labels < 0))
+    assert torch.equal(train.labeled_images, found[labeled])
+    assert torch.equal(train.unlabeled_images, found[unlabeled])
+    for images in (train.labeled_images, train.unlabeled_images):
+        assert (images != 0).any(dim=2).all()
+
+
+@pytest.mark.parametrize(("values", "same"), [
+    ({"seed": 3, "model.num_heads": 5, "model.projection_dim": 4, "discover.epochs": 9}, True),
+    ({"compute.workers": 2, "compute.threads": 2, "train.batch_size": 64, "compute.cache": "/x"}, True),
+    ({"augment.large.num_views": 3, "model.start": "kmeans", "objective.prior": "clusters"}, True),
+    ({"data.unlabel_known": 0.5}, True),
+    ({"model.width": 8}, False), ({"augment.cached_views": 4}, False), ({"augment.large.flip": 0.5}, False),
+    ({"augment.large.size": 6}, False), ({"data.store_size": 10}, False),
+    ({"data.mean": (0.3, 0.3, 0.4)}, False), ({"data.std": (0.3, 0.3, 0.4)}, False),
+    ({"data.interpolation": "bicubic"}, False), ({"data.limit": 21}, False),
+    ({"compute.precision": "bf16"}, False),
+])  # fmt: skip
+def test_the_key_holds_what_features_depend_on_and_nothing_else(values, same):
+    job = job_of()
+    other = job_of(override(job.config, values))
+    assert (other.key == job.key) == same
+
+
+def test_the_key_changes_with_a_bit_of_the_weights_the_test_rows_and_the_pixels():
+    job, encoder = job_of(), encoder_of(config_of())
+    assert feature_job(job.config, job.task, encoder).key == job.key
+    encoder.layer2[0].conv1.weight.data.view(torch.int32)[0, 0, 0, 0] ^= 1
+    keys = {job.key, feature_job(job.config, job.task, encoder).key}
+    is_train = job.task.is_train.copy()
+    is_train[0] ^= True  # as data.hold_out does
+    keys.add(feature_job(job.config, replace(job.task, is_train=is_train), encoder_of(job.config)).key)
+    images = job.task.rows.images.images.copy()
+    images[job.task.rows.images.index[3], 0, 0, 0] ^= 1
+    keys.add(job_of(images=images[job.task.rows.images.index]).key)
+    assert len(keys) == 4
+
+
+def test_hidden_labels_reach_neither_the_features_nor_training(tmp_path):
+    """The fingerprint of the rows tells data sets apart, so their files are two; all tensors are the same.
+    Kills: views drawn by label, labels written beside the features.
+    """
+    rows, sets, names = read_digits(), [], []
+    permuted = np.array(rows.labels)
+    novel = np.flatnonzero(permuted >= "5")
+    permuted[novel] = np.random.default_rng(0).permutation(permuted[novel])
+    config = config_of(data__limit=None)
+    chosen = np.arange(0, 1797, 40)
+    for labels in (rows.labels, permuted.tolist()):
+        task = make_task(replace(rows, labels=labels).take(chosen), config.data)
+        job = feature_job(config, task, encoder_of(config))
+        found, _ = kept(tmp_path, job)
+        names.append((job.key, json.loads(Path(cache_of(tmp_path, job).path, "facts.json").read_text())))
+        sets.append(assemble(task, found, np.ones(len(task.rows), bool)))
+    assert names[0][0] != names[1][0] and names[0][1] == names[1][1]
+    for name, value in vars(sets[0]).items():
+        assert np.array_equal(value, getattr(sets[1], name)), name
+
+
+def flip(first, second):
+    data = bytearray(second.read_bytes())
+    data[-1] ^= 1
+    second.write_bytes(data)
+
+
+def rename(first, second):
+    """The first one is there twice."""
+    second.unlink()
+    second.with_name("000001" + first.name[6:]).write_bytes(first.read_bytes())
+
+
+def be_foreign(first, second):
+    """With the plain hash of its content."""
+    second.unlink()
+    data = safetensors.torch.save({"features": torch.ones(16, 4, 16)}, {"reasons": json.dumps([None] * 16)})
+    name = f"000001-{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
+    second.with_name(name).write_bytes(data)
+
+
+DAMAGE = {
+    "a flipped bit": flip,
+    "cut off": lambda first, second: second.write_bytes(second.read_bytes()[:1000]),
+    "empty": lambda first, second: second.write_bytes(b""),
+    "another shard's content": lambda first, second: second.write_bytes(first.read_bytes()),
+    "another shard's name": rename,
+    "foreign": be_foreign,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
+    """One line. Kills: a name that vouches for the content but not for its place, damage that is fatal."""
+    job = job_of()
+    whole, _ = kept(tmp_path, job)
+    first, second, _ = shards(tmp_path)
+    before = {path.name: path.read_bytes() for path in shards(tmp_path)}
+    DAMAGE[damage](first, second)
+    seen = []
+    with caplog.at_level(logging.WARNING):
+        found, reasons = kept(tmp_path, job, seen)
+    assert torch.equal(found, whole) and not any(reasons)
+    assert seen == [[1]]
+    (line,) = caplog.messages
+    assert "damaged" in line and tmp_path.name in line and "\n" not in line
+    assert {path.name: path.read_bytes() for path in shards(tmp_path)} == before
+    caplog.clear()
+    assert torch.equal(kept(tmp_path, job, seen)[0], whole) and len(seen) == 1 and not caplog.messages
+
+
+@pytest.mark.parametrize("content", [
+    {"features": torch.ones(16, 4, 8)}, {"features": torch.ones(8, 4, 16)}, {"rows": torch.ones(16, 4, 16)},
+])  # fmt: skip
+def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
+    """Under a name that fits."""
+    job = job_of()
+    cache = cache_of(tmp_path, job)
+    cache.write(0, safetensors.torch.save(content, {"reasons": json.dumps([None] * 16)}))
+    assert cache.read()[2] == [0, 1, 2] and "1 damaged files" in caplog.text and not shards(tmp_path)
+
+
+def test_what_is_no_shard_is_left_alone(tmp_path, caplog):
+    """The temporary file of a killed process, notes of the user's."""
+    job = job_of()
+    kept(tmp_path, job)
+    folder = Path(cache_of(tmp_path, job).path)
+    for name in ("notes.txt", ".000000-abc.safetensors.1234", "000009-" + "0" * 32 + ".safetensors"):
+        (folder / name).write_text("x")
+    assert cache_of(tmp_path, job).read()[2] == [] and not caplog.messages
+    assert len(list(folder.iterdir())) == 3 + 1 + 3
+
+
+def test_a_stopped_job_goes_on(tmp_path):
+    """Only what is missing is computed, and progress counts what is there."""
+    job, seen, progress = job_of(), [], []
+
+    def stop_after_two(numbers):
+        for count, found in enumerate(computed(job)(numbers)):
+            if count == 2:
+                raise KeyboardInterrupt
+            yield found
+
+    cache = cache_of(tmp_path, job)
+    with pytest.raises(KeyboardInterrupt):
+        cached_features(cache, job, "w", stop_after_two)
+    assert len(shards(tmp_path)) == 2
+    found, _ = cached_features(cache, job, "w", computed(job, seen=seen), lambda *done: progress.append(done))
+    assert seen == [[2]] and progress == [(32, 40), (40, 40)]
+    assert torch.equal(found, kept(tmp_path / "another", job)[0])
+
+
+def test_two_at_once_do_no_harm(tmp_path, caplog):
+    job, found = job_of(), []
+    encoder = encoder_of(job.config)
+
+    def run():
+        found.append(kept(tmp_path, job, encoder=encoder)[0])
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(*found) and len(shards(tmp_path)) == 3
+    assert torch.equal(kept(tmp_path, job)[0], found[0]) and not caplog.messages
+
+
+def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    job, seen = job_of(), []
+    with pytest.raises(StorageError) as error:
+        kept(tmp_path / "file" / "cache", job, seen)
+    assert "--compute.cache" in str(error.value) and "\n" not in str(error.value) and not seen
+
+
+def test_images_that_cannot_be_read_keep_their_reason_until_they_can(tmp_path):
+    """Kills: features of a black square, a reason lost in the cache, one that is believed for ever."""
+    images = [pixels(i) for i in range(40)]
+    broken = {3: b"broken", 17: np.zeros((4, 4), np.uint8)}
+    job, seen = job_of(images=[broken.get(i, image) for i, image in enumerate(images)]), []
+    for _ in range(2):
+        found, reasons = kept(tmp_path, job, seen)
+        assert [i for i, reason in enumerate(reasons) if reason] == [3, 17]
+        assert "not a readable" in reasons[3] and "pixels are uint8 (4, 4)" in reasons[17]
+        assert not found[[3, 17]].any() and found.flatten(1).any(dim=1).sum() == 38
+    assert seen == [[0, 1, 2]]
+    task = replace(job.task, rows=replace(job.task.rows, images=images))
+    again, reasons = kept(tmp_path, job._replace(task=task), seen)
+    assert not any(reasons) and again[[3, 17], 0].any(dim=1).all() and seen[1:] == [[0, 1]]
+    assert len(shards(tmp_path)) == 3
+    assert torch.equal(kept(tmp_path, job._replace(task=task), seen)[0], again) and len(seen) == 2
+
+
+def test_an_image_that_goes_away_between_two_reads_is_unreadable(tmp_path, monkeypatch):
+    """It is read for the evaluation view, and again for the random ones. Kills: views of black squares."""
+    crop = Cropper.crop
+
+    def lose(self, steps, positions, images):
+        pixels, _ = crop(self, steps, positions, images)
+        return pixels, ["gone" if position == 5 else None for position in positions]
+
+    monkeypatch.setattr(Cropper, "crop", lose)
+    job = job_of()
+    found, reasons = computed_all(job)
+    lost = [row for row in (5, 21, 37) if job.task.is_train[row]]
+    assert lost and [i for i, reason in enumerate(reasons) if reason] == lost and not found[lost].any()
+
+
+def computed_all(job):
+    shards = [shard for _, shard in compute_here(job, encoder_of(job.config), range(job.num_shards), 1)]
+    return torch.cat([part for part, _ in shards]), [why for _, part in shards for why in part]
+
+
+def test_an_encoder_that_gives_nan_is_refused(tmp_path):
+    job = job_of()
+    encoder = encoder_of(job.config)
+    nn.init.constant_(encoder.conv1.weight, float("nan"))
+    with pytest.raises(ConfigError, match=r"^model\.encoder resnet_small gives numbers that are not finite$"):
+        kept(tmp_path, job, encoder=encoder)
+    assert not shards(tmp_path)
+
+
+def test_where_features_are_kept(tmp_path, monkeypatch):
+    """The option, then the variable, then the user's cache directory."""
+    monkeypatch.setenv("HOME", "/home/me")
+    for name in (features.CACHE_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    where = [features.cache_directory(config_of())]
+    for name in ("XDG_CACHE_HOME", features.CACHE_VARIABLE):
+        monkeypatch.setenv(name, f"/{name}")
+        where.append(features.cache_directory(config_of()))
+    where += [features.cache_directory(config_of(compute__cache=path)) for path in ("~/c", "s3://b/c")]
+    assert where == ["/home/me/.cache/uno", "/XDG_CACHE_HOME/uno", "/UNO_CACHE", "/home/me/c", "s3://b/c"]
+
+
+def compute_in_child(folder, slow):
+    """What the processes of the next test run."""
+    features.SHARD_ROWS, features.ROWS_AT_ONCE = SHARD, 6
+    job = job_of()
+
+    def compute(numbers):
+        for number, data in computed(job)(numbers):
+            yield number, data
+            if slow:
+                signal.pause()
+
+    cached_features(cache_of(folder, job), job, "w", compute)
+
+
+@pytest.mark.ray  # several processes
+def test_a_killed_process_and_two_at_once(tmp_path):
+    """SIGKILL after the first of three shards; two processes compute the others."""
+    root = Path(__file__).parents[3]
+
+    def start(slow):
+        code = f"from tests.uno.data.test_features import *; compute_in_child({str(tmp_path)!r}, {slow})"
+        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment)
+
+    child = start(True)
+    for _ in range(1200):
+        if shards(tmp_path) or child.poll() is not None:
+            break
+        threading.Event().wait(0.1)
+    assert len(shards(tmp_path)) == 1
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    (first,) = shards(tmp_path)
+    before = first.stat().st_mtime_ns
+    assert [child.wait() for child in (start(False), start(False))] == [0, 0]
+    assert len(shards(tmp_path)) == 3 and first.stat().st_mtime_ns == before
+    job, seen = job_of(), []
+    found, _ = kept(tmp_path, job, seen)
+    assert not seen and torch.equal(found, computed_all(job)[0])
