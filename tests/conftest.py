@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test reads or writes the features that the user keeps; child processes inherit this."""
     before = {"UNO_CACHE": os.environ.get("UNO_CACHE")}
     _set({"UNO_CACHE": str(tmp_path_factory.mktemp("cache"))})

@@ -1,0 +1,208 @@
+"""Runs that train heads on cached features of a frozen encoder, from the command to what they leave."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+
+import uno
+from pipelines import cli
+from tests.pipelines.small import SMALL, lines_of, refused, write_images
+from tests.uno.models import write_digits
+from tests.uno.small_run import assert_same, small_config
+from uno.data import features as cached
+from uno.data.files import Storage
+from uno.data.sources import read_digits
+from uno.encoder import build_encoder
+from uno.runs import DISCOVER, faults
+from uno.runs.checkpoint import load_newest
+
+HEADS = [
+    "discover", *SMALL, "--preset", "digits", "--model.trainable", "heads", "--model.start", "kmeans",
+    "--augment.small.num-views", "0", "--augment.cached-views", "3", "--discover.epochs", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick_maps(monkeypatch):
+    """The first two coordinates for t-SNE, which takes seconds and is tested with the report."""
+    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    """A file of an encoder that has learnt nothing, with running statistics of its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = build_encoder(small_config().model)
+        for name, buffer in encoder.named_buffers():
+            if name.endswith("running_var"):
+                buffer.uniform_(0.5, 1.5)
+    path = tmp_path_factory.mktemp("weights") / "encoder.safetensors"
+    safetensors.torch.save_file(encoder.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, weights) -> Path:
+    """A finished run of 200 rows of the digits."""
+    run = tmp_path_factory.mktemp("heads") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+        assert cli.main([*HEADS, "--weights", str(weights), "--output", str(run)]) == 0
+    return run
+
+
+@pytest.fixture
+def nothing_computed(monkeypatch):
+    """Computing a feature fails the test."""
+    monkeypatch.setattr(cached, "compute_shard", lambda *_, **__: pytest.fail("features are there"))
+
+
+def test_a_run_on_features_leaves_what_every_run_leaves(finished, weights):
+    """Kills: an encoder that is trained or stored otherwise, statistics that move, a phase of pretraining."""
+    given = safetensors.torch.load_file(weights)
+    kept = safetensors.torch.load_file(finished / "model" / "encoder.safetensors")
+    assert kept.keys() == given.keys() and all(torch.equal(kept[k], given[k]) for k in given)
+    assert {line["phase"] for line in lines_of(finished)} == {"discover"}
+    assert (finished / "report.html").read_text().startswith("<!doctype")
+    assert json.loads((finished / "metrics.json").read_text())["train/known/task_aware/acc/avg"] > 0.3
+
+
+def test_predictions_equal_those_of_the_encoder(finished, tmp_path, capsys):
+    """The run predicts from cached features, predict from pixels. Kills: features of a random view."""
+    argv = ["predict", str(finished), "--data", "digits", "--compute.threads", "1"]
+    assert cli.main([*argv, "--output", str(tmp_path)]) == 0
+    ours, again = (
+        {row["id"]: row for row in pq.read_table(path / "predictions.parquet").to_pylist()}
+        for path in (finished, tmp_path)
+    )
+    assert len(ours) == 400 and ours.keys() < again.keys()
+    for name, row in ours.items():
+        assert row.keys() == again[name].keys()
+        for key, value in row.items():
+            if isinstance(value, float | list):
+                np.testing.assert_allclose(value, again[name][key], atol=1e-4)
+            else:
+                assert value == again[name][key], (name, key)
+
+
+def test_the_model_classifies_files(finished, tmp_path):
+    write_digits(tmp_path / "images", read_digits().images[:20])
+    model = uno.load(str(finished))
+    found = model.predict(sorted((tmp_path / "images").iterdir()))
+    table = pq.read_table(finished / "predictions.parquet").to_pylist()
+    rows = {row["id"]: row["class_name"] for row in table}
+    pairs = [(rows[i], p.class_name) for i, p in zip(read_digits().ids, found, strict=False) if i in rows]
+    assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
+
+
+def test_evaluate_and_another_seed_compute_no_feature(finished, weights, tmp_path, nothing_computed, capsys):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    before = (run / "metrics.json").read_bytes()
+    (run / "metrics.json").write_text("{}")
+    assert cli.main(["evaluate", str(run)]) == 0 and (run / "metrics.json").read_bytes() == before
+    assert cli.main(["doctor", str(run)]) == 0
+    capsys.readouterr()
+    other = [*HEADS, "--weights", str(weights), "--seed", "1", "--output", str(tmp_path / "other")]
+    assert cli.main(other) == 0
+    assert "features:" not in capsys.readouterr().out
+    assert lines_of(tmp_path / "other") != lines_of(finished)
+
+
+def test_a_stopped_run_ends_as_the_undisturbed_one(
+    finished, weights, tmp_path, monkeypatch, nothing_computed
+):
+    """At step 7 of 12, after the checkpoint of step 6."""
+    argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run")]
+    monkeypatch.setenv(faults.VARIABLE, "sigterm:step=7")
+    assert cli.main(argv) == 75
+    monkeypatch.delenv(faults.VARIABLE)
+    assert cli.main(argv) == 0
+    assert lines_of(tmp_path / "run") == lines_of(finished)
+    states = (load_newest(Storage(str(run)), DISCOVER) for run in (tmp_path / "run", finished))
+    assert_same(*(state.tensors for state in states))
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch) -> Path:
+    """A cache of this test's own."""
+    monkeypatch.setenv(cached.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_dry_run_computes_one_step_and_keeps_nothing(weights, tmp_path, empty_cache, capsys):
+    """Kills: a dry run that takes the minutes of the features, files in the user's cache."""
+    argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run"), "--dry-run"]
+    assert cli.main(argv) == 0
+    assert "one step of each phase ran" in capsys.readouterr().out
+    assert not empty_cache.exists() and not (tmp_path / "run").exists()
+
+
+def test_what_does_not_fit_into_memory_goes_through_the_encoder_in_every_epoch(
+    weights, tmp_path, empty_cache
+):
+    """Streaming: no cache, and an encoder that stays as it is, statistics too."""
+    run = tmp_path / "run"
+    argv = [*HEADS, "--weights", str(weights), "--data.ingest", "streaming", "--output", str(run)]
+    assert cli.main(argv) == 0
+    given, kept = map(safetensors.torch.load_file, (weights, run / "model" / "encoder.safetensors"))
+    assert all(torch.equal(kept[k], given[k]) for k in given) and not empty_cache.exists()
+    assert json.loads((run / "metrics.json").read_text())["train/known/task_aware/acc/avg"] > 0.3
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--weights", "None"], "model.trainable heads needs --weights: an encoder that has learnt nothing"),
+    (["--rotation.epochs", "1"], "rotation.epochs must be 0 with model.trainable heads"),
+    (["--method", "dtc", "--model.start", "random"], "method dtc works on images"),
+    (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),
+    (["--augment.cached-views", "2", "--augment.large.num-views", "3"], "cached_views must be at least"),
+])  # fmt: skip
+def test_what_means_nothing_with_frozen_features_is_one_line(weights, tmp_path, capsys, words, says):
+    run = tmp_path / "run"
+    assert says in refused(capsys, 2, *HEADS, "--weights", weights, "--output", run, *words)
+    assert not run.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(weights, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    argv = [*HEADS, "--weights", weights, "--output", tmp_path / "run"]
+    line = refused(capsys, 4, *argv, "--compute.cache", tmp_path / "file" / "cache")
+    assert "--compute.cache" in line
+
+
+def test_unreadable_images_are_listed_by_every_run_that_finds_them_in_the_cache(
+    weights, tmp_path, empty_cache, capsys, monkeypatch
+):
+    """In folders, and over the budget. Kills: reasons that only the run that computed them knows."""
+    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
+    (folder / "emu" / "7.png").write_text("not an image")
+    argv = [*HEADS, "--weights", weights, "--data", f"folder:{folder}", "--known-classes", "cat,dog"]
+    argv += ["--limit", "60", "--batch-size", "20", "--discover.epochs", "1"]
+    assert cli.main([str(word) for word in [*argv, "--output", tmp_path / "run"]]) == 2
+    assert "uno: error: 1 of 60 images are unreadable" in capsys.readouterr().err
+    assert "emu/7.png" in (tmp_path / "run" / "bad_samples.jsonl").read_text()
+    monkeypatch.setattr(cached, "compute_shard", lambda *_, **__: pytest.fail("features are there"))
+    argv += ["--data.max-bad-fraction", "0.1", "--output", tmp_path / "other"]
+    assert cli.main([str(word) for word in argv]) == 0
+    (line,) = (tmp_path / "other" / "bad_samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["id"].endswith("emu/7.png") and "not a readable" in line
+    table = pq.read_table(tmp_path / "other" / "predictions.parquet").to_pylist()
+    (bad,) = [row for row in table if row["status"] != "ok"]
+    assert bad["id"].endswith("emu/7.png") and bad["class_name"] is None
+
+
+def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
+    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 10, "emu": 30})
+    argv = ["data", "check", "--data", f"folder:{folder}", "--known-classes", "cat,dog", "--batch-size", "12"]
+    assert cli.main([*argv, "--data.hold-out", "0.2", "--data.store-size", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "rows         60 (48 train, 12 test)" in out
+    words = map(str.split, out.splitlines())
+    counts = {each[0]: list(map(int, each[2:])) for each in words if each[1:2] in (["known"], ["novel"])}
+    assert counts["cat"] == [16, 0, 4] and counts["dog"] == [8, 0, 2] and counts["emu"] == [0, 24, 6]
