@@ -22,7 +22,7 @@ from uno.data.files import Storage
 from uno.data.rows import base
 from uno.data.splits import Task
 from uno.encoder import build_encoder
-from uno.errors import Interrupted
+from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import local_device
 from uno.runs.run import frozen_encoder
 
@@ -34,8 +34,11 @@ def load_features(
     ray: Any = None,
 ) -> tuple[Tensor, list[str | None]]:  # fmt: skip
     """Features float32 (N, 1 + V, D) of the rows of ``task``, and why a row has none. ``ray``: where they are
-    computed by its actors, one for each worker; else by threads here. Interrupted: ``should_stop`` says so.
+    computed by its actors, one for each worker; else by threads here. Interrupted: ``should_stop`` says so;
+    ConfigError: nobody has trained the encoder.
     """
+    if config.model.weights is None:
+        raise ConfigError("model.trainable heads needs --weights: what trained the encoder that is frozen")
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     cache = FeatureCache(Storage(features.cache_directory(config)), job)

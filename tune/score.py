@@ -44,8 +44,9 @@ FOLD_STREAM = 11  # of the seed's randomness: which known classes are hidden
 
 
 class SweepData(NamedTuple):
-    """What trials see: ``images`` uint8 (N,3,S,S), ``labels`` (N,), known class or -1, and ``unlabeled`` (N,)
-    of decoded training rows; for the oracle score alone ``oracle`` (N,), true novel class from 0 or -1.
+    """What trials see: ``images`` uint8 (N,3,S,S), or a frozen encoder's features float32 (N,1+V,D),
+    ``labels`` (N,), known class or -1, and ``unlabeled`` (N,) of decoded training rows; for the oracle score
+    alone ``oracle`` (N,), true novel class from 0 or -1.
     """
 
     images: np.ndarray
@@ -104,12 +105,14 @@ def _fold(
     labeled, unlabeled = np.flatnonzero((data.labels >= 0) & ~novel & ~held_out), np.flatnonzero(novel)
     rows = np.concatenate([np.flatnonzero(held_out & ~novel), unlabeled])
 
-    def images(chosen: np.ndarray) -> Tensor:
-        return torch.from_numpy(data.images[chosen])
+    def of(images: np.ndarray, chosen: np.ndarray) -> Tensor:
+        return torch.from_numpy(images[chosen])
 
     num_known, classes = data.num_known - len(hidden), torch.from_numpy(labels.copy())
-    train = TrainSet(images(labeled), classes[labeled], images(unlabeled), num_known, num_novel)
-    scored = EvalSet(images(rows), classes[rows], torch.from_numpy(rows), torch.from_numpy(novel[rows]))
+    known, rest = of(data.images, labeled), of(data.images, unlabeled)
+    train = TrainSet(known, classes[labeled], rest, num_known, num_novel)
+    plain = data.images if data.images.ndim == 4 else data.images[:, 0]  # of features the evaluation view
+    scored = EvalSet(of(plain, rows), classes[rows], torch.from_numpy(rows), torch.from_numpy(novel[rows]))
     return Fold(name, train, scored, hidden)
 
 

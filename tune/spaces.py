@@ -18,6 +18,7 @@ import pydantic
 from pydantic.dataclasses import dataclass
 
 from uno.config import Config, about, describe, field_names, flatten, load_yaml, override, resumable, to_dict
+from uno.data.features import settings
 from uno.errors import ConfigError
 
 
@@ -128,8 +129,13 @@ def load_space(name: str, config: Config) -> Space:
         # Trials share the problem, the machine, and what early stopping compares by.
         if not about(key).search or resumable(key) or key == "discover.epochs":
             raise ConfigError(f"{key} cannot be searched: it is the same for all trials of a sweep")
-        for value in (*domain.ends, domain.at(0.37)):  # between the ends: a whole number needs scale int
-            override(config, {key: value})
+        values = (*domain.ends, domain.at(0.37))  # between the ends: a whole number needs scale int
+        changed = [override(config, {key: value}) for value in values]
+        if config.model.trainable == "heads" and _other_features(key, config, changed):
+            if name in SPACES:
+                continue
+            why = "features are computed once for all trials, and would change"
+            raise ConfigError(f"{key} cannot be searched with model.trainable heads: {why}")
         space.append(domain)
     return tuple(space)
 
@@ -141,6 +147,13 @@ def _has_effect(key: str, config: Config) -> bool:
     if key == "augment.large.crop_scale" and "resized" not in config.augment.large.crop:
         return False
     return not (key.startswith("augment.large.") and config.augment.weak)
+
+
+def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
+    """Whether a frozen encoder gives other features under a key's values, or is no longer frozen."""
+    if key.startswith("model."):
+        return about(key).scope == "pretrain"
+    return any(settings(one) != settings(config) for one in changed)
 
 
 def _from_file(path: str) -> dict[str, dict[str, Any]]:

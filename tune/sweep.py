@@ -8,6 +8,7 @@ not run again, unfinished ones go on at their epoch, early stopping and Optuna a
 import logging
 import math
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ import yaml
 from pydantic import Field, PositiveInt
 
 from pipelines import cli, ray_env
-from pipelines.console import on_stop, say
+from pipelines.console import Progress, on_stop, say
+from pipelines.features import load_images
 from pipelines.jobs import prepare, starting_weights
 from pipelines.options import PRINT_CONFIG, Argument, Command, switch
 from pipelines.options import parse as parse_line
@@ -27,16 +29,18 @@ from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import AGREEMENT, FOLDS, SCORES, Fold, SweepData, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
 from uno.config import about, differing_keys, dump_yaml, override, to_dict
-from uno.data.decode import decode_many, readable
-from uno.data.files import Storage, full_path
+from uno.data.decode import readable
+from uno.data.files import Storage, full_path, normal
+from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods.registry import num_heads
 from uno.runs import DISCOVER, RAY_FOLDER, lock, run
 from uno.runs.lock import Claim
-from uno.weights import PRETRAINED_FILE
+from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
 STOPPING = "stopping: unfinished trials go on where they are with the same command"
 CPU_OF_A_WAITING_TRIAL = 0.01
+HERE = {"compute.workers": 0, "compute.device": "auto"}  # trials may find a GPU that this process lacks
 WHAT_SCORES = (
     "What trials are compared by: folds (known classes hidden in turn), loss, agreement; oracle uses "
     "the true labels and is for research only."
@@ -87,19 +91,20 @@ def parse(argv: Sequence[str]) -> tuple[SweepOptions, bool]:
 
 def run_sweep(options: SweepOptions) -> int:
     """Run what is missing of a sweep and write its tables; returns 0. NumericsError: all trials fail."""
-    config = options.config
     check_options(options)
-    # Trials may find a GPU that this process lacks.
-    task = prepare(override(config, {"compute.workers": 0, "compute.device": "auto"}))
-    images, reasons = decode_many(
-        task.rows.images, config.data.store_size, interpolation=config.data.interpolation
-    )
-    leave_out_unreadable(reasons, config, task)
-    data = sweep_data(task, images, readable(reasons), options.score)
+    weights = options.config.model.weights
+    if weights not in (None, PRETRAINED):  # trials run in other directories
+        options = options._replace(
+            config=override(options.config, {"model.weights": full_path(normal(weights))})
+        )
+    config = options.config
+    own_weights = starting_weights(config, False)
+    task = prepare(override(config, HERE))
+    data = load_data(options, task, own_weights)
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
     num_epochs = check_plans(options, folds)
     assert config.output is not None
-    storage, own_weights = Storage(config.output), starting_weights(config, False)
+    storage = Storage(config.output)
     if own_weights is not None:  # trials find them in the sweep's directory
         kept = {"model.weights": full_path(storage.path(PRETRAINED_FILE))}
         options = options._replace(config=override(config, kept))
@@ -121,13 +126,30 @@ def run_sweep(options: SweepOptions) -> int:
     return 0
 
 
+def load_data(options: SweepOptions, task: Task, own_weights: bytes | None) -> SweepData:
+    """What all trials share, decoded or as the features of their frozen encoder; ``own_weights`` are those of
+    :func:`~pipelines.jobs.starting_weights`.
+    """
+    config = override(options.config, {**HERE, "data.ingest": "resident"})
+    with tempfile.TemporaryDirectory(prefix="uno-tune-") as folder, Progress() as show:
+        storage = Storage(folder)
+        if own_weights is not None:
+            storage.write(PRETRAINED_FILE, own_weights)
+        images, reasons = load_images(config, task, storage, show)
+    leave_out_unreadable(reasons, config, task)
+    return sweep_data(task, images, readable(reasons), options.score)
+
+
 def check_options(options: SweepOptions) -> None:
     """Raise ConfigError for combinations that mean nothing."""
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
     if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
         needs = "every trial needs two or more, and baselines have one (model.num_heads)"
         raise ConfigError(f"--score agreement compares heads: {needs}")
-    if options.config.model.weights is not None and options.score == FOLDS:
+    model = options.config.model
+    # A file's frozen encoder is taken to have learnt from other images.
+    foreign = model.trainable == "heads" and (model.weights == PRETRAINED or is_file(model.weights))
+    if model.weights is not None and options.score == FOLDS and not foreign:
         why = "--score folds pretrains anew: --weights may have been trained on the classes that a fold hides"
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:

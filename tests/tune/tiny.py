@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from tests.uno.data.builders import load_resident
 from tune import records
@@ -15,6 +16,7 @@ from tune.sweep import open_sweep, parse
 from tune.trial import Leases, SweepOptions, run_trial
 from uno.config import Config
 from uno.data.files import Storage
+from uno.encoder import build_encoder
 from uno.runs.lock import ClaimedStorage, claim
 from uno.train import LocalWorker
 
@@ -39,6 +41,20 @@ def tiny_data(config: Config, score: str = FOLDS, relabel: Any = None) -> SweepD
     if relabel is not None:
         object.__setattr__(task, "eval_labels", relabel(task.eval_labels.copy()))
     return sweep_data(task, images, ok, score)
+
+
+def frozen_options(folder: Path, *more: str) -> SweepOptions:
+    """Options of a sweep in ``folder``/s on the features of a frozen encoder; its weights and the cache are
+    in ``folder``, too.
+    """
+    weights = folder / "encoder.safetensors"
+    torch.manual_seed(0)
+    encoder = build_encoder(tiny_options(folder).config.model)
+    save_file(encoder.state_dict(), weights)
+    words = ["--model.trainable", "heads", "--weights", str(weights), "--model.start", "kmeans"]
+    words += ["--objective.prior", "clusters", "--augment.cached-views", "3"]
+    words += ["--compute.cache", str(folder / "cache")]
+    return tiny_options(folder / "s", *words, *more)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -75,15 +75,24 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
     for name, tensor in sorted(encoder.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    data = config.data
-    facts = {
-        "version": VERSION, "encoder": config.model.encoder, "weights": digest.hexdigest(),
-        "views": _views(config).model_dump(mode="json"), "bf16": config.compute.precision == "bf16",
-        "transform": [data.store_size, data.mean, data.std, data.interpolation],
-        "data": task.rows.fingerprint, "training": hashlib.sha256(task.is_train.tobytes()).hexdigest(),
-    }  # fmt: skip
+    facts = settings(config) | {
+        "version": VERSION,
+        "weights": digest.hexdigest(),
+        "data": task.rows.fingerprint,
+        "training": hashlib.sha256(task.is_train.tobytes()).hexdigest(),
+    }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return FeatureJob(config, task, int(encoder.num_features), key)  # type: ignore[arg-type]
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """What features depend on besides the weights of the encoder and the data."""
+    data = config.data
+    return {
+        "encoder": config.model.encoder, "views": _views(config).model_dump(mode="json"),
+        "bf16": config.compute.precision == "bf16",
+        "transform": [data.store_size, data.mean, data.std, data.interpolation],
+    }  # fmt: skip
 
 
 def _views(config: Config) -> AugmentConfig:

@@ -1,0 +1,125 @@
+"""Sweeps on the features of a frozen encoder: computed once, hidden classes as ever, nothing pretrained."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines.jobs import prepare
+from tests.tune.tiny import claimed, frozen_options, run_tiny, tiny_options
+from tests.uno.data.builders import failure
+from tune import spaces, sweep
+from tune.score import AGREEMENT, FOLDS, make_folds
+from tune.sweep import HERE, load_data, run_sweep
+from uno.config import override
+from uno.data import features
+from uno.weights import PRETRAINED
+
+SHARDS = [0, 1, 2, 3]  # of 400 rows, half of the training and half of the test
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Numbers of the shards that are computed, not read."""
+    numbers, compute = [], features.compute_shard
+
+    def counted(config, encoder, number, *rest):
+        numbers.append(number)
+        return compute(config, encoder, number, *rest)
+
+    monkeypatch.setattr(features, "compute_shard", counted)
+    return numbers
+
+
+def load(options, own_weights=None):
+    return load_data(options, prepare(override(options.config, HERE)), own_weights)
+
+
+def test_trials_and_later_sweeps_share_features_that_are_computed_once(tmp_path, computed):
+    """Kills: features for each trial, fold or sweep; a fold that trains on the evaluation view, or is scored
+    on another; a pretraining of an encoder that is frozen.
+    """
+    options = frozen_options(tmp_path, "--folds", "1", "--discover.epochs", "1")
+    data = load(options)
+    assert sorted(computed) == SHARDS
+    assert data.images.shape[1] == 1 + 3 and data.images.dtype == np.float32
+    with claimed(tmp_path / "sweep") as storage:
+        found = [run_tiny(options, data, storage, {"objective.epsilon": epsilon}) for epsilon in (0.05, 0.1)]
+        assert not storage.exists("pretrain")
+    assert len(found) == 2 and all(0 < line["score"] <= 1 for lines in found for line in lines)
+    again = load(frozen_options(tmp_path, "--seed", "7", "--score", AGREEMENT, "--model.num-heads", "2"))
+    assert sorted(computed) == SHARDS and np.array_equal(again.images, data.images)
+    for fold in make_folds(data, FOLDS, 2, 0):
+        rows = fold.scored.index.numpy()
+        assert torch.equal(fold.scored.images, torch.from_numpy(data.images[rows, 0]))
+        assert fold.train.unlabeled_images.shape[1:] == data.images.shape[1:]
+
+
+@pytest.mark.parametrize("score", ["folds", "loss", "agreement", "oracle"])
+def test_every_score_is_one_of_features(tmp_path, score):
+    options = frozen_options(tmp_path, "--score", score, "--folds", "1", "--discover.epochs", "1")
+    with claimed(tmp_path / "sweep") as storage:
+        assert np.isfinite(run_tiny(options, load(options), storage)[-1]["score"])
+
+
+def test_weights_of_a_library_are_those_of_the_sweep(tmp_path, monkeypatch, computed):
+    """Kills: an encoder at random in the place of weights that trials find later; a file that stays."""
+    options, own = frozen_options(tmp_path), (tmp_path / "encoder.safetensors").read_bytes()
+    expected = load(options)
+    pretrained = options._replace(config=override(options.config, {"model.weights": PRETRAINED}))
+    assert np.array_equal(load(pretrained, own).images, expected.images)
+    shutil.rmtree(tmp_path / "cache")
+    assert np.array_equal(load(pretrained, own).images, expected.images)
+    assert sorted(computed) == sorted(2 * SHARDS)
+
+
+def test_what_would_change_the_features_is_not_searched(tmp_path):
+    """Kills: a trial that trains on the features of other views, or on those of another encoder."""
+    config = frozen_options(tmp_path).config
+    keys = {domain.key for domain in spaces.load_space("full", config)}
+    every = {domain.key for domain in spaces.load_space("full", tiny_options(tmp_path).config)}
+    assert every - keys == {"augment.large.jitter"}
+    path = tmp_path / "mine.yaml"
+    for key, choices in {
+        "augment.large.jitter": "[0.0, 0.5]", "augment.weak": "[false, true]", "model.width": "[4, 8]",
+        "model.trainable": "[heads, all]", "model.encoder": "[resnet_small, resnet18]",
+    }.items():  # fmt: skip
+        path.write_text(f"{key}: {{choices: {choices}}}\n")
+        said = failure(spaces.load_space, str(path), config)
+        assert said.startswith(f"{key} cannot be searched with model.trainable heads")
+        assert spaces.load_space(str(path), override(config, {"model.trainable": "all"}))
+    path.write_text("augment.large.num_views: {choices: [2, 3]}\nmodel.hidden_dim: {choices: [8, 16]}\n")
+    assert len(spaces.load_space(str(path), config)) == 2
+
+
+@pytest.mark.parametrize(("weights", "says"), [
+    (None, "model.trainable heads needs --weights"),
+    ("/no/such/run", "may have been trained on the classes that a fold hides"),
+])  # fmt: skip
+def test_mistakes_are_one_line_before_anything_starts(tmp_path, monkeypatch, weights, says):
+    monkeypatch.setattr(sweep, "_run_missing", lambda *args: pytest.fail("started"))
+    options = frozen_options(tmp_path)
+    changed = options._replace(config=override(options.config, {"model.weights": weights}))
+    assert says in failure(run_sweep, changed)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
+    """A relative path of weights, trials in other processes and directories. Kills: weights that trials do
+    not find, features that they compute.
+    """
+    options = frozen_options(tmp_path, "--trials", "3", "--folds", "1", "--no-stopping")
+    monkeypatch.chdir(tmp_path)
+    relative = options._replace(config=override(options.config, {"model.weights": "encoder.safetensors"}))
+    assert run_sweep(relative) == 0
+    assert sorted(computed) == SHARDS
+    written = {path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert run_sweep(relative._replace(trials=4)) == 0
+    assert sorted(computed) == SHARDS
+    assert written == {path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert len(list((tmp_path / "s/trials").glob("*/result.json"))) == 4
+    assert '"failed"' not in "".join(path.read_text() for path in tmp_path.glob("s/trials/*/result.json"))
+    assert not (tmp_path / "s/pretrain").exists()
