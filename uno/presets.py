@@ -58,6 +58,7 @@ PHOTOS: Values = {
     "model.encoder": "torchvision:efficientnet_b0", "model.weights": "pretrained", "model.trainable": "heads",
     "model.start": "kmeans", "objective.prior": "clusters", "model.hidden_dim": 256,
     "model.projection_dim": 128, "train.batch_size": 256, "train.eval_batch_size": 128,
+    "discover.base_lr": 0.03,
     "discover.epochs": 30, "discover.warmup_epochs": 3,
 }  # fmt: skip
 DIGIT_VIEW = dict(
