@@ -207,7 +207,8 @@ def prepare(config: Config, task: Task | None = None) -> Task:
         local_device(config)
     rows = f"{labeled:,} labeled rows of {len(task.known)} known classes, {unlabeled:,} unlabeled rows"
     held = int((~task.is_train).sum())
-    test = f", {held:,} test rows{' held out' if config.data.hold_out else ''}" if held else ""
+    own_test = (task.rows.split == "test").any()
+    test = f", {held:,} test rows{'' if own_test else ' held out'}" if held else ""
     say(f"{task.rows.source}: {rows}{test}, {task.num_novel} classes to discover")
     return task
 
