@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from pipelines import cli
 from pipelines.commands import DISCOVER, PRETRAIN
 from pipelines.console import on_stop
+from pipelines.features import fill_cache
 from pipelines.jobs import run_job
 from pipelines.options import parse
 from uno.config import Config, dump_yaml
@@ -135,9 +136,10 @@ def run_jobs(
                 if attempt.code == 0:
                     ahead.discard(job.name)
                     continue
+                first = "features" if job.name.startswith("features") else "pretraining"
                 for lost in [other for other in waiting if other.needs == job.name]:
                     waiting.remove(lost)
-                    yield _noted(output, lost, Attempts(0.0, attempt.code, f"pretraining: {attempt.reason}"))
+                    yield _noted(output, lost, Attempts(0.0, attempt.code, f"{first}: {attempt.reason}"))
             if not ended:
                 stopping.wait(POLL_S)
         if not stopping.is_set():
@@ -183,9 +185,11 @@ def last_line(log: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """``python -m pipelines.cells pretrain|cells --config FILE --output DIR``: one job."""
+    """``python -m pipelines.cells pretrain|features|cells --config FILE --output DIR``: one job."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
+    if kind == "features":
+        return fill_cache(parse(rest, DISCOVER).config)
     if kind == "pretrain":
         return run_job(parse(rest, PRETRAIN), ("pretrain",))
     return run_job(parse(rest, DISCOVER), report=False)

@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 from pipelines import ray_env
-from pipelines.console import on_stop, say
+from pipelines.console import Progress, on_stop, say
+from pipelines.features import load_features
 from pipelines.worker import leave_out_unreadable
 from uno.config import Config, override
 from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
-from uno.data.resident import assemble
+from uno.data.resident import TrainSet, assemble
 from uno.data.sources import read_rows
 from uno.data.splits import Task, decide_pile, make_task
 from uno.errors import ConfigError, Interrupted
@@ -19,6 +20,7 @@ from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.runs import lock
 from uno.runs.hardware import local_device
+from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 
 def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate | None:
@@ -34,7 +36,9 @@ def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate 
     unlabeled, known = int(task.is_train.sum()) - labeled, f"{len(task.known)} known classes"
     say(f"{task.rows.source}: {labeled:,} labeled rows of {known}, {unlabeled:,} unlabeled rows")
     if dry_run:
-        say(f"would pretrain {settings.num_splits} encoders, each on some known classes; nothing was done")
+        what = f"pretrain {settings.num_splits} encoders, each on some known classes"
+        what = "cluster the features of the frozen encoder" if config.model.trainable == "heads" else what
+        say(f"would {what}; nothing was done")
         return None
     assert config.output is not None
     storage, start = Storage(config.output), time.perf_counter()
@@ -55,12 +59,8 @@ def estimate_num_novel(
 ) -> Estimate:  # fmt: skip
     """:func:`uno.results.estimate.estimate_num_novel` of a task, here or on Ray."""
     compute = config.compute
-    images, reasons = decode_many(
-        task.rows.images, config.data.store_size, interpolation=config.data.interpolation
-    )
-    leave_out_unreadable(reasons, config, task)
-    data = config, assemble(task, images, readable(reasons)), task.known, storage
     if compute.workers == 0:
+        data = config, _train_set(config, task, storage), task.known, storage
         return estimate.estimate_num_novel(*data, local_device(config), settings, report=report)
     with ray_env.connect(workers=compute.workers) as ray:
         resources = ray.cluster_resources()
@@ -69,7 +69,23 @@ def estimate_num_novel(
             raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
         request = {"num_cpus": 1, "num_gpus": compute.gpus_per_worker if gpu else 0}
         tasks = partial(ray_tasks, ray, compute.workers, request)
+        data = config, _train_set(config, task, storage, ray), task.known, storage
         return estimate.estimate_num_novel(*data, "cuda" if gpu else "cpu", settings, tasks, report=report)
+
+
+def _train_set(config: Config, task: Task, storage: Storage, ray: Any = None) -> TrainSet:
+    """The training rows decoded, or of a frozen encoder the features of their evaluation views (N,1,D)."""
+    if config.model.trainable == "heads":
+        if config.model.weights == PRETRAINED and not storage.exists(PRETRAINED_FILE):
+            storage.write(PRETRAINED_FILE, fetch_pretrained(config.model.encoder))
+        with Progress() as show:
+            features, reasons = load_features(config, task, storage, show, ray=ray)
+        images = features[:, :1]
+    else:
+        data = config.data
+        images, reasons = decode_many(task.rows.images, data.store_size, interpolation=data.interpolation)
+    leave_out_unreadable(reasons, config, task)
+    return assemble(task, images, readable(reasons))
 
 
 def ray_tasks(

@@ -1,8 +1,10 @@
 """Features of a frozen encoder for a command: from the cache, else computed here or on Ray and kept there."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipelines import ray_env
-from pipelines.console import say
+from pipelines.console import Progress, on_stop, say
 from pipelines.ray_data import image_columns, images_of, own_error, parquet_images
 from uno.config import Config, to_dict
 from uno.data import features
@@ -20,7 +22,8 @@ from uno.data.decode import ahead, decode_many
 from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
 from uno.data.files import Storage
 from uno.data.rows import base
-from uno.data.splits import Task
+from uno.data.sources import read_rows
+from uno.data.splits import Task, make_task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import local_device
@@ -130,6 +133,16 @@ class Featurizer:
         found = list(dict.fromkeys(numbers.tolist()))
         data = list(ahead(compute, found, self._threads, self._threads))
         return pa.table({"number": found, "data": pa.array(data, pa.large_binary())})
+
+
+def fill_cache(config: Config) -> int:
+    """Compute what the cache lacks of a run's features, here or on Ray; returns 0."""
+    data = config.data.model_copy(update={"num_novel": 1} if config.data.num_novel == "auto" else {})
+    task, stopping, workers = make_task(read_rows(data), data), threading.Event(), config.compute.workers
+    connected = ray_env.connect(workers=workers) if workers else nullcontext()
+    with on_stop(stopping.set), Progress() as show, connected as ray:
+        load_features(config, task, Storage(config.output or "."), show, stopping.is_set, ray)
+    return 0
 
 
 def feature_bytes(config: Config) -> int:

@@ -22,7 +22,8 @@ from pipelines.options import Argument, Command, checked_output, switch
 from pipelines.options import parse as options_of
 from uno.config import ComputeConfig, Config, about, differing_keys, override, to_dict
 from uno.data.check import check
-from uno.data.files import Storage, full_path, normal
+from uno.data.features import cache_directory
+from uno.data.files import Storage, full_path, normal, split
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -32,6 +33,7 @@ from uno.reproduce.figures import draw
 from uno.runs import lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
+from uno.weights import is_file
 
 DATA_OPTIONS = {
     "cifar10": "CIFAR10 in torchvision's layout",
@@ -90,8 +92,9 @@ def parse(argv: Sequence[str]) -> Request:
     """The request of a command line. ConfigError: a mistake in it, or data that is missing."""
     options = options_of(argv, REPRODUCE)
     own = options.own
+    frozen = options.given.get("model.trainable") == "heads"
     for key in options.given:
-        if about(key).decided == REPRODUCE.name:
+        if about(key).decided == REPRODUCE.name and not (frozen and key == "model.weights"):
             raise ConfigError(f"{key} is for the table to choose; uno reproduce has --seeds and --output")
     given = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
     directories = {option: full_path(normal(path)) for option, path in given.items() if path}
@@ -100,12 +103,27 @@ def parse(argv: Sequence[str]) -> Request:
     if "://" in output:
         raise ConfigError("--output must be a directory: uno reproduce keeps logs of its processes there")
     changes = ({} if full else {"compute.threads": 1}) | options.given
+    if frozen:
+        changes |= _shared_features(options.given)
     todo = cells(table, own.seeds or table.seeds, directories, changes)
     words, left_out = ["uno", "reproduce"], ("--output", "--record", "--parallel")  # each has one value
     for before, word in zip(["", *argv], argv, strict=False):
         if before not in left_out and word.partition("=")[0] not in left_out:
             words.append(word)
     return Request(own, table, todo, Path(output).absolute(), changes, shlex.join(words))
+
+
+def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Where cells with a frozen encoder find its weights and the cache, in whatever process."""
+    source = given.get("model.weights")
+    if not is_file(source):
+        raise ConfigError("model.trainable heads needs --weights FILE here: what trained the encoder")
+    full = full_path(normal(str(source)))
+    folder, name = split(full)
+    if not Storage(folder).exists(name):
+        raise ConfigError(f"model.weights: no such file {full}")
+    cache = cache_directory(Config(compute=ComputeConfig(cache=given.get("compute.cache"))))
+    return {"model.weights": full, "compute.cache": full_path(normal(cache))}
 
 
 def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) -> Table:
@@ -131,18 +149,25 @@ def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) 
 
 
 def plan(request: Request) -> list[Job]:
-    """All jobs without a result, pretrainings first. ConfigError: bad data, a cell of other settings."""
+    """All jobs without a result, after what they start from: a pretraining, or the features of a frozen
+    encoder, which the cache may have. ConfigError: bad data, a cell of other settings.
+    """
     _check_data([cell.config for cell in request.cells])
     attempts = read_attempts(request.output)
     jobs: dict[str, Job] = {}
     for cell in request.cells:
         run, shared = request.output / cell.name, request.output / cell.pretraining
-        config = override(cell.config, {"model.weights": str(shared)})
+        frozen = cell.config.model.trainable == "heads"
+        config = cell.config if frozen else override(cell.config, {"model.weights": str(shared)})
         _check_stored(run, config)
         diverged = attempts.get(cell.name, Attempts()).code == NumericsError.exit_code
         if diverged or (run / "metrics.json").exists():
             continue
-        if not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
+        if frozen:
+            label, threads = f"{cell.benchmark.key} features", _all_threads(request)
+            first = Job(cell.pretraining, override(cell.config, {"compute.threads": threads}), label)
+            jobs.setdefault(first.name, first)
+        elif not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
             jobs.setdefault(cell.pretraining, Job(cell.pretraining, cell.config, label))
         label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
@@ -163,7 +188,10 @@ def _check_stored(run: Path, config: Config) -> None:
     """Raise ConfigError where a directory holds a cell of other settings."""
     if (run / "config.yaml").exists():
         stored = override(Config(), read_config_tree(Storage(str(run))))  # fields it does not know: defaults
-        free = {"model.weights", *(["data.num_novel"] if config.data.num_novel == "auto" else [])}
+        free = {
+            *["model.weights"] * (config.model.trainable != "heads"),
+            *(["data.num_novel"] if config.data.num_novel == "auto" else []),
+        }
         if keys := [key for key in differing_keys(to_dict(stored), config) if key not in free]:
             raise ConfigError(
                 f"{run} was run with other settings: {', '.join(keys[:6])}; use another --output"
@@ -191,7 +219,7 @@ def run_missing(request: Request, jobs: Sequence[Job]) -> None:
         return
     since = time.monotonic()
     with _runner(request) as (start, capacity), lock.claim(Storage(str(request.output)), on_wait=say):
-        for folder in ("cells", "pretrain"):
+        for folder in {job.name.partition("/")[0] for job in jobs}:
             (request.output / folder).mkdir(parents=True, exist_ok=True)
         say(f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in {request.output}/cells")
         for done, (job, attempt) in enumerate(run_jobs(jobs, request.output, start, capacity), 1):
@@ -228,6 +256,12 @@ def _default_parallel(compute: ComputeConfig) -> int:
         return max(1, torch.cuda.device_count())
     cores = os.cpu_count() or 1
     return max(1, cores // (compute.threads or cores))
+
+
+def _all_threads(request: Request) -> int | None:
+    """Those of all cells that run at a time, for the job that they wait for."""
+    compute = request.compute
+    return compute.threads and compute.threads * (request.own.parallel or _default_parallel(compute))
 
 
 def write_tables(request: Request) -> None:

@@ -7,12 +7,16 @@ from functools import partial
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 
 from pipelines import cli, commands, estimation
 from pipelines.options import parse
+from uno.config import override
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
+from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.results.estimate import Settings
 
@@ -80,6 +84,51 @@ def test_refusals_are_one_line(tmp_path, capsys, argv, message):
     code = cli.guard(commands.estimate, [*argv, "--output", str(tmp_path / "x"), "--device", "cpu"])
     lines = capsys.readouterr().err.splitlines()
     assert code == 2 and len(lines) == 1 and message in lines[0]
+
+
+@pytest.mark.parametrize("kind", ["novel", "mixed"])
+def test_features_of_a_frozen_encoder_are_clustered_as_they_are(tmp_path, monkeypatch, kind):
+    """Ten blobs, of which two are novel, in the cache's place: no pretraining, the evaluation view alone.
+    Kills: an encoder pretrained for each split, features of random views, known rows of a mixed pile counted.
+    """
+    words = ["--known-classes", "first:8", "--device", "cpu", "--model.trainable", "heads", "--data.limit"]
+    words += ["240", "--data.pile", kind, "--output", str(tmp_path), "--max-novel", "5"]
+    words += ["--data.unlabel-known", "0.5"] if kind == "mixed" else []
+    options = parse(words, commands.ESTIMATE)
+
+    def features(config, task, storage, show, ray=None):
+        truth, generator = task.eval_labels, torch.Generator().manual_seed(0)
+        plain = torch.eye(40)[truth] + torch.randn(len(truth), 40, generator=generator) / 12
+        return torch.stack([plain, *torch.randn(2, *plain.shape)], dim=1), [None] * len(truth)
+
+    monkeypatch.setattr(estimation, "load_features", features)
+    monkeypatch.setattr("uno.runs.run.run_phase", lambda *_: pytest.fail("pretrained"))
+    settings = Settings(num_splits=2, max_novel=5, num_restarts=3, num_roles=3)
+    found = estimation.estimate_job(options.config, settings, False)
+    assert found.low == found.num_novel == 2 <= found.suggested <= 4
+    assert estimation.estimate_job(options.config, settings, False) == found
+
+
+def test_weights_of_a_library_are_kept_beside_the_estimate(tmp_path, monkeypatch):
+    """Kills: weights that are fetched again, features of an encoder at random; an encoder nobody trained."""
+    words = [*FLAGS, "--model.trainable", "heads", "--data.limit", "120", "--compute.cache", str(tmp_path)]
+    config = parse([*words, "--num-novel", "1"], commands.ESTIMATE).config
+    data = safetensors.torch.save(build_encoder(config.model).state_dict())
+    (tmp_path / "theirs.safetensors").write_bytes(data)
+    monkeypatch.setattr(estimation, "fetch_pretrained", lambda name: data)
+    found = []
+    for i, weights in enumerate(("pretrained", "pretrained", str(tmp_path / "theirs.safetensors"))):
+        folder = str(tmp_path / str(i // 2))
+        given = {"model.weights": weights, "output": folder, "data.num_novel": None}
+        found.append(
+            estimation.estimate_job(
+                override(config, given), replace(SETTINGS, num_splits=1, max_novel=1), False
+            )
+        )
+        monkeypatch.setattr(estimation, "fetch_pretrained", lambda name: pytest.fail("fetched again"))
+    assert found[0] == found[1] and found[0].curves == found[2].curves
+    with pytest.raises(ConfigError, match="needs --weights"):
+        estimation.estimate_job(override(config, {"output": str(tmp_path / "x")}), SETTINGS, False)
 
 
 def _double(shared, item):

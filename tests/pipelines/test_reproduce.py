@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pipelines import cells, cli, reproduce
 from pipelines.cells import Job, RayProcess, read_attempts, run_jobs
@@ -18,6 +19,8 @@ from pipelines.commands import DISCOVER
 from pipelines.options import RAY_JOB, parse
 from tests.pipelines.small import SMALL, wait_for
 from uno.config import Config, dump_yaml, override
+from uno.data import features
+from uno.encoder import build_encoder
 from uno.errors import ConfigError, Interrupted
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
@@ -74,6 +77,10 @@ def run(request, codes=None):
     (["rotation", "--rows", "kcl"], "rotation has uno, uno-rotation"),
     (["ablation", "--seed", "3"], "seed is for the table to choose"),
     (["ablation", "--data", "digits"], "data.source is for the table to choose"),
+    (["ablation", "--weights", "x.safetensors"], "model.weights is for the table to choose"),
+    (["ablation", "--model.trainable", "heads"], "needs --weights FILE"),
+    (["ablation", "--model.trainable", "heads", "--weights", "x"], "needs --weights FILE"),
+    (["ablation", "--model.trainable", "heads", "--weights", "x.pt"], "no such file"),
     (["ablation", "--objective.epsilom", "1"], "unknown option --objective.epsilom"),
     (["ablation", "--output", "s3://a/b"], "must be a directory"),
     (["ablation", "--cifar10-jpeg", "/nowhere"], "/nowhere"),
@@ -162,6 +169,54 @@ def test_a_failed_pretraining_fails_its_cells(request_of):
     assert len(processes.started) == len(jobs) - len(lost) and len(told) == len(jobs)
     attempts = read_attempts(request.output)
     assert all(attempts[name].reason == f"pretraining: {shared} says why" for name in lost)
+
+
+@pytest.fixture
+def frozen_request(request_of, tmp_path, monkeypatch):
+    """``frozen_request(...)``: cells on the features of an encoder, its file in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    encoder = build_encoder(request_of().cells[0].config.model)
+    save_file(encoder.state_dict(), "encoder.safetensors")
+    words = ["--model.trainable", "heads", "--weights", "encoder.safetensors", "--compute.cache", "cache"]
+    return lambda *more: request_of(*words, "--discover.epochs", "1", *more)
+
+
+def test_features_come_first_and_are_shared(frozen_request, tmp_path):
+    """Kills: a pretraining of a frozen encoder, features for each seed, one set for different views, features
+    on one core while all cells wait, relative paths in processes elsewhere, a cache that was deleted since.
+    """
+    request = frozen_request("--parallel", "2")
+    jobs = {job.name: job for job in reproduce.plan(request)}
+    first = [name for name in jobs if name.startswith("features/")]
+    assert len(first) == 2 and len(jobs) == 8 + 2  # weak augmentation has views of its own
+    for cell in request.cells:
+        job = jobs[cell.name]
+        assert job.needs in first and jobs[job.needs].config.augment.weak == cell.config.augment.weak
+        assert job.config.model.weights == str(tmp_path / "encoder.safetensors")
+        assert (job.config.compute.cache, job.config.compute.threads) == (str(tmp_path / "cache"), 1)
+        assert jobs[job.needs].config.compute.threads == 2
+    processes, _ = run(request)
+    order = processes.started
+    assert all(order.index(job.needs) < order.index(job.name) for job in jobs.values() if job.needs)
+    assert reproduce.plan(request) == []
+    (request.output / "cells" / "digits-uno-seed1" / "metrics.json").unlink()
+    again = [job.name for job in reproduce.plan(request)]
+    assert again == [jobs["cells/digits-uno-seed1"].needs, "cells/digits-uno-seed1"]
+
+
+def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
+    """Kills: a job of features whose cells compute them again, under another key or in another cache."""
+    request, computed, compute = frozen_request("--parallel", "2"), [], features.compute_shard
+    monkeypatch.setattr(features, "compute_shard", lambda *a: computed.append(1) or compute(*a))
+    jobs = {job.name: job for job in reproduce.plan(request)}
+    cell = jobs["cells/digits-uno-seed1"]
+    counts = []
+    for job in (jobs[cell.needs], cell, jobs[cell.needs]):
+        command, _ = cells._command(request.output, job)
+        assert cells.main(command[3:]) == 0
+        counts.append(len(computed))
+    assert counts[0] > 0 and counts == counts[:1] * 3
+    assert json.loads((request.output / cell.name / "metrics.json").read_text())
 
 
 def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@ the paper's ``full`` scale, or ``small`` for two CPU cores.
 """
 
 import difflib
+import hashlib
+import json
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -13,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from uno.config import Config, override
+from uno.data.features import settings as settings_of_features
 from uno.errors import ConfigError
 from uno.methods.registry import settings
 from uno.presets import preset
@@ -164,7 +167,13 @@ class Cell(NamedTuple):
 
     @property
     def pretraining(self) -> str:
-        """Directory of the pretraining it starts from, shared by all cells that train it alike."""
+        """Directory of what it starts from, shared by all cells that train it alike: a pretraining, or the
+        features of a frozen encoder.
+        """
+        config = self.config
+        if config.model.trainable == "heads":
+            facts = [settings_of_features(config), config.data.model_dump(mode="json"), config.model.weights]
+            return f"features/{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
         return f"pretrain/{pretrain_hash(self.config)}"
 
 
