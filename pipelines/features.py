@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipelines import ray_env
 from pipelines.console import Progress, on_stop, say
-from pipelines.ray_data import image_columns, images_of, own_error, parquet_images
+from pipelines.ray_data import image_columns, images_of, parquet_images
 from uno.config import Config, to_dict
 from uno.data import features
 from uno.data.decode import ahead, decode_many
@@ -90,11 +90,11 @@ def compute_on_ray(
         Featurizer, fn_constructor_args=arguments, num_cpus=resources["CPU"],
         num_gpus=resources.get("GPU", 0), compute=ray.data.ActorPoolStrategy(size=workers), **whole,
     )  # fmt: skip
-    try:
-        for table in results.iter_batches(**whole):
-            yield from zip(table["number"].to_pylist(), table["data"].to_pylist(), strict=True)
-    except Exception as error:
-        raise own_error(error) or error from None
+    for table in results.iter_batches(**whole):
+        for number, data, error in zip(*(column.to_pylist() for column in table.columns), strict=True):
+            if error is not None:
+                raise ConfigError(error)
+            yield number, data
 
 
 def shard_block(job: FeatureJob, numbers: Sequence[int]) -> pa.Table:
@@ -118,7 +118,9 @@ class Featurizer:
         self._encoder = encoder.eval().requires_grad_(False).to(device).to(memory_format=torch.channels_last)
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """A :func:`shard_block` -> ``number`` and ``data`` of each of its shards."""
+        """A :func:`shard_block` -> ``number`` and ``data`` of each of its shards, or the ``error`` that ends
+        the job: Ray would make a traceback of it.
+        """
         images, numbers = images_of(block, self._parquet), block["number"].to_numpy()
         in_training = block["in_training"].to_numpy(zero_copy_only=False)
 
@@ -131,8 +133,13 @@ class Featurizer:
             )
 
         found = list(dict.fromkeys(numbers.tolist()))
-        data = list(ahead(compute, found, self._threads, self._threads))
-        return pa.table({"number": found, "data": pa.array(data, pa.large_binary())})
+        data, error = [None] * len(found), None  # type: list[bytes | None], str | None
+        try:
+            data = list(ahead(compute, found, self._threads, self._threads))
+        except ConfigError as problem:
+            error = str(problem)
+        columns = pa.array(data, pa.large_binary()), pa.array([error] * len(found), pa.string())
+        return pa.table({"number": found, "data": columns[0], "error": columns[1]})
 
 
 def fill_cache(config: Config) -> int:

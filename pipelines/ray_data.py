@@ -293,12 +293,12 @@ def _runner(ray: Any, function: Callable[..., Any], cpus: float, store: float, c
         try:
             yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
         except Exception as error:
-            raise own_error(error) or error from None
+            raise _own_error(error) or error from None
 
     return run
 
 
-def own_error(error: BaseException | None) -> UnoError | None:
+def _own_error(error: BaseException | None) -> UnoError | None:
     """The error of ours that failed a Ray task: Ray's own text is a traceback, and it adds lines to ours."""
     while error is not None:
         cause = getattr(error, "cause", None)

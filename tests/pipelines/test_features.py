@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import uno
-from pipelines import cli
+from pipelines import cli, jobs
 from tests.pipelines.small import SMALL, lines_of, refused, write_images
 from tests.uno.models import write_digits
 from tests.uno.small_run import assert_same, small_config
@@ -52,9 +52,10 @@ def weights(tmp_path_factory) -> Path:
 def finished(tmp_path_factory, weights) -> Path:
     """A finished run of 200 rows of the digits."""
     run = tmp_path_factory.mktemp("heads") / "run"
+    argv = [*HEADS, "--weights", str(weights), "--compute.cache", str(run.parent / "cache")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-        assert cli.main([*HEADS, "--weights", str(weights), "--output", str(run)]) == 0
+        assert cli.main([*argv, "--output", str(run)]) == 0
     return run
 
 
@@ -102,13 +103,17 @@ def test_the_model_classifies_files(finished, tmp_path):
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
 
 
-def test_evaluate_and_another_seed_compute_no_feature(finished, weights, tmp_path, nothing_computed, capsys):
+def test_evaluate_and_another_seed_compute_no_feature(
+    finished, weights, tmp_path, monkeypatch, nothing_computed, capsys
+):
+    """They find the cache where the run was told, and where the variable says. Kills: a key with the seed."""
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     before = (run / "metrics.json").read_bytes()
     (run / "metrics.json").write_text("{}")
     assert cli.main(["evaluate", str(run)]) == 0 and (run / "metrics.json").read_bytes() == before
     assert cli.main(["doctor", str(run)]) == 0
     capsys.readouterr()
+    monkeypatch.setenv(cached.CACHE_VARIABLE, str(finished.parent / "cache"))
     other = [*HEADS, "--weights", str(weights), "--seed", "1", "--output", str(tmp_path / "other")]
     assert cli.main(other) == 0
     assert "features:" not in capsys.readouterr().out
@@ -120,6 +125,7 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(
 ):
     """At step 7 of 12, after the checkpoint of step 6."""
     argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run")]
+    argv += ["--compute.cache", str(finished.parent / "cache")]
     monkeypatch.setenv(faults.VARIABLE, "sigterm:step=7")
     assert cli.main(argv) == 75
     monkeypatch.delenv(faults.VARIABLE)
@@ -206,3 +212,35 @@ def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
     words = map(str.split, out.splitlines())
     counts = {each[0]: list(map(int, each[2:])) for each in words if each[1:2] in (["known"], ["novel"])}
     assert counts["cat"] == [16, 0, 4] and counts["dog"] == [8, 0, 2] and counts["emu"] == [0, 24, 6]
+
+
+@pytest.mark.ray
+def test_two_ray_workers_compute_the_same_features(
+    ray_cluster, finished, weights, tmp_path, empty_cache, capfd, monkeypatch
+):
+    """Bit for bit: names of files hold their hash. An encoder's fault is one line. Kills: features in the
+    order they come back, a batch that depends on the block, Ray's traceback for an error of ours.
+    """
+    monkeypatch.setattr(jobs, "forecast", lambda *_: ())  # which computes some features, too
+    broken = safetensors.torch.load_file(weights)
+    broken["conv1.weight"][0] = float("nan")
+    safetensors.torch.save_file(broken, tmp_path / "nan.safetensors")
+    argv = [*HEADS, "--workers", "2", "--output", str(tmp_path / "run"), "--weights"]
+    assert cli.main([*argv, str(tmp_path / "nan.safetensors"), "--fresh"]) == 2
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small gives numbers that are not finite"
+    shutil.rmtree(empty_cache)
+    assert cli.main([*argv, str(weights), "--fresh"]) == 0
+    (ours,) = empty_cache.glob("features/*")
+    here = finished.parent / "cache" / "features" / ours.name
+    assert {path.name for path in ours.iterdir()} == {path.name for path in here.iterdir()}
+    one, two = lines_of(finished), lines_of(tmp_path / "run")
+    assert [(e["step"], e["lr"]) for e in one] == [(e["step"], e["lr"]) for e in two]
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=0.1)
+    assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=0.3)
+    ours, theirs = (
+        {row["id"]: row for row in pq.read_table(run / "predictions.parquet").to_pylist()}
+        for run in (finished, tmp_path / "run")
+    )
+    assert ours.keys() == theirs.keys()

@@ -103,7 +103,8 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     config = config_of(
         augment__large__crop=crop, augment__large__crop_scale=[0.3, 0.9], data__store_size=side
     )
-    config = override(config, {"augment.large.jitter": 0.5, "augment.large.flip": 0.5})
+    more = {"augment.large.jitter": 0.5, "augment.large.flip": 0.5, "data.interpolation": "bicubic"}
+    config = override(config, more)
     images = [pixels(i, 12, 11) for i in range(40)]
     job = job_of(config, images)
     encoder, data = encoder_of(config), config.data
@@ -113,7 +114,7 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     assert 0 < job.task.is_train.sum() < 40 and views.large.num_views == 3
     for row in range(40):
         number, position = divmod(row, SHARD)
-        square = torch.from_numpy(decode(images[row], side).copy())[None]
+        square = torch.from_numpy(decode(images[row], side, "bicubic").copy())[None]
         plain = encoder(eval_view(square, 8, data.mean, data.std))
         torch.testing.assert_close(found[row, :1], plain, rtol=1e-5, atol=1e-6)
         where = torch.tensor([position]), SHARD
@@ -124,7 +125,7 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
         if crop == "pad":
             expected = augment(square, views, generator, data.mean, data.std, *where)
         else:
-            cropper = Cropper(features.SEED, FEATURES, SHARD, views, side)
+            cropper = Cropper(features.SEED, FEATURES, SHARD, views, side, "bicubic")
             some, _ = cropper.crop(np.array([number]), np.array([position]), [images[row]])
             crops = cropper.split(torch.from_numpy(some))
             expected = augment_crops(crops, views, generator, data.mean, data.std, *where, side)

@@ -8,7 +8,15 @@ import torch
 
 from tests.uno.small_run import small_config, small_sets
 from uno.config import DataConfig
-from uno.data.resident import FeatureBatches, ResidentBatches, TrainSet, assemble, eval_sets, train_set
+from uno.data.resident import (
+    FeatureBatches,
+    ResidentBatches,
+    TrainSet,
+    assemble,
+    eval_sets,
+    keep_pixels,
+    train_set,
+)
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.errors import ConfigError
@@ -203,6 +211,18 @@ def test_a_step_takes_different_cached_views_of_a_row():
     again = feature_batches()
     assert all(same(again(step), source(step)) for step in (7, 3))
     assert not same(feature_batches(HEADS.model_copy(update={"seed": 1}))(3), source(3))
+
+
+def test_evaluation_reads_the_evaluation_view_of_cached_features():
+    """And so does what comes after it. Kills: a random view, which training has seen."""
+    task = make_task(read_digits(), DIGITS)
+    features = torch.arange(1797.0)[:, None, None] + 1000 * torch.arange(1.0 + VIEWS)[:, None]
+    sets = eval_sets(task, features, np.ones(1797, dtype=bool))
+    for found in sets.values():
+        assert torch.equal(found.images, found.index[:, None].float())
+    images = keep_pixels(task, features, [None] * 1797).rows.images
+    assert torch.equal(images.features, features[:, 0])
+    assert np.array_equal(images[3], task.rows.images[3])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
