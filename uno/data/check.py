@@ -128,7 +128,7 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
     except ConfigError as error:
         yield Problem("error", str(error))
         return
-    if labeled < size:
+    if labeled < size and config.model.weights is None:
         text = f"{labeled} labeled rows are fewer than batch_size {size}: pretraining takes them all"
         yield Problem("warning", text)
     each = plan.unlabeled_size / num_classes
