@@ -210,9 +210,9 @@ def test_rows_of_each_known_class_are_held_out_and_hidden_ones_by_their_number()
     assert np.array_equal(
         task_of(read_digits(), known_classes="first:5", hold_out=0.5).is_train, split.is_train
     )
-    own = task_of(rows_of(["a"] * 10 + ["b"] + [None] * 10), num_novel=2, hold_out=0.3)
+    own = task_of(rows_of(["a"] * 10 + ["b"] + [None] * 10), num_novel=2, hold_out=0.6)
     assert [int((~own.is_train)[part].sum()) for part in (slice(10), slice(10, 11), slice(11, 21))] == [
-        3,
+        6,
         0,
         0,
     ]
