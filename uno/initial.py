@@ -109,7 +109,6 @@ def _kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Cl
 
 
 @torch.no_grad()
-@torch.no_grad()
 def start_(
     config: Config, model: UnoModel, train: TrainData, extra: dict[str, Tensor], keep_known: bool = False
 ) -> dict[str, Tensor]:
