@@ -73,7 +73,8 @@ class Progress(AbstractContextManager["Progress"]):
     """Shows metric dicts: phase, epoch, epochs, step, total_steps, loss, lr, images_per_s.
 
     On a terminal and in a notebook a live bar on stderr, one for each phase; elsewhere a plain line at every
-    ``interval``-th step, but none within ``seconds`` of the one before, and at a phase's end.
+    ``interval``-th step, but none within ``seconds`` of the one before, and at a phase's end. A phase whose
+    steps have no such rhythm says ``every_s`` how many seconds lie between two lines.
     """
 
     def __init__(
@@ -111,7 +112,10 @@ class Progress(AbstractContextManager["Progress"]):
                 )
             self._bar.n = step
             self._bar.set_description_str("  ".join(parts))
-        elif step == total or (step % self._interval == 0 and now - self._shown >= self._seconds):
+        elif step == total or (
+            (step % self._interval == 0 or "every_s" in metrics)
+            and now - self._shown >= metrics.get("every_s", self._seconds)
+        ):
             self._shown = now
             say("  ".join(parts), self._stream)
 

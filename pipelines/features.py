@@ -29,6 +29,8 @@ from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import local_device
 from uno.runs.run import frozen_encoder
 
+INTERVAL_S = 10.0  # between two lines of progress
+
 Show = Callable[[dict[str, Any]], None]
 
 
@@ -67,7 +69,8 @@ def load_features(
         start[:] = start or [(done, time.monotonic())]
         seconds = max(time.monotonic() - start[0][1], 1e-9)
         speed = (done - start[0][0]) / seconds if done > start[0][0] else None
-        show({"phase": "features", "step": done, "total_steps": total, "images_per_s": speed})
+        show({"phase": "features", "step": done, "total_steps": total, "images_per_s": speed,
+              "every_s": INTERVAL_S})  # fmt: skip
 
     return features.cached_features(cache, job, config.model.weights or "", compute, progress)
 

@@ -163,6 +163,15 @@ def test_progress_is_plain_lines_or_one_live_bar_on_a_terminal():
     assert "ETA 01:20" in shown and " 20% |" in shown
 
 
+def test_a_phase_may_say_how_often_it_wants_a_line():
+    """Kills: minutes of silence where no step is a multiple of the interval."""
+    out, now = io.StringIO(), [0.0]
+    with console.Progress(out, clock=lambda: now[0], interval=50) as progress:
+        for now[0], step in ((0.0, 0), (4.0, 128), (11.0, 256), (12.0, 384), (21.0, 512)):
+            progress({"phase": "features", "step": step, "total_steps": 1861, "every_s": 10.0})
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["256/1861", "512/1861"]
+
+
 def test_a_notebook_gets_the_bar_and_silence_nothing(capsys):
     """A notebook's streams are no terminals and yet redraw. Kills: hundreds of lines below a cell."""
     notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
