@@ -39,14 +39,18 @@ def clusters_of(
     ``mixed`` one K = C_l + C_u by k-means with the rows ``labeled`` (N_l, D) fixed to their classes
     ``labels`` (N_l,), after :func:`principal`.
 
-    Directions count, so every row is scaled to length one. A cluster without rows counts as one row in the
-    prior, that its output is not closed for good.
+    Directions count, so every row is scaled to length one; in a novel pile once more around the mean of all
+    rows. With what all rows share left in, ten starts miss the best optimum of Caltech-24 under one seed in
+    six (inertia 289.06 for 288.76); without it all seeds agree to .01 %. A cluster without rows counts as one
+    row in the prior, that its output is not closed for good.
     """
     rest = F.normalize(unlabeled.cpu().float(), dim=1)
-    if pile == "novel":
-        found = _kmeans(rest, num_novel, NUM_STARTS, seed)
-        return _clustering(found.assignment, found.centers)
     points, labels = torch.cat([F.normalize(labeled.cpu().float(), dim=1), rest]), labels.cpu()
+    if pile == "novel":
+        centered = F.normalize(rest - points.mean(dim=0), dim=1)
+        assignment = _kmeans(centered, num_novel, NUM_STARTS, seed).assignment
+        sums = torch.zeros(num_novel, rest.shape[1]).index_add_(0, assignment, rest)
+        return _clustering(assignment, sums)
     fixed = torch.cat([labels, torch.full((len(rest),), FREE)])
     num_clusters = int(labels.max()) + 1 + num_novel
     assignment = around_known(principal(points, num_clusters - 1), fixed, num_clusters, NUM_STARTS, seed)
