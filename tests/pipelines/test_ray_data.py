@@ -274,8 +274,9 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()
     assert len(decoded) == 70 - len(BROKEN)
-    # pretraining, discovery; from checkpoints: evaluation, k-means on pretrained features, the saved model
-    assert len(built) == 5
+    # a timed step of pretraining and of discovery, then these two; from checkpoints: evaluation, k-means on
+    # pretrained features, the saved model
+    assert len(built) == 7
 
 
 def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
