@@ -9,13 +9,12 @@ best head by training loss, k-means beside it.
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.measure import environment
+from benchmarks.measure import environment, over_seeds
 
 REPORTED = {
     "novel, task-aware, train": "train/novel/task_aware/acc/best",
@@ -46,21 +45,12 @@ def main() -> None:
         subprocess.run(command, check=True, stdout=sys.stderr)
         minutes.append(round((time.perf_counter() - start) / 60, 2))
         runs.append(json.loads((folder / "metrics.json").read_text()))
-    results = {}
-    for name, key in REPORTED.items():
-        values = [round(run[key], 4) for run in runs if key in run]
-        results[name] = {
-            "mean": round(statistics.mean(values), 4),
-            "sd": round(statistics.stdev(values), 4) if len(values) > 1 else None,
-            "min": min(values),
-            "values": values,
-        }
     row = {
         "question": "accuracy of the digits preset over seeds",
         "command": "python -m benchmarks.digits " + " ".join(sys.argv[1:]),
         "n": options.seeds,
         "overrides": options.overrides,
-        "results": results,
+        "results": over_seeds(runs, REPORTED),
         "minutes": minutes,
         **environment(),
     }

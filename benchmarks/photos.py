@@ -13,13 +13,12 @@ import argparse
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.measure import environment
+from benchmarks.measure import environment, over_seeds
 
 REPORTED = {
     "novel, task-aware, train": "train/novel/task_aware/acc/best",
@@ -67,17 +66,11 @@ def main() -> None:
         spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         cpu_minutes.append(round(spent / 60, 2))
         runs.append(json.loads((folder / "metrics.json").read_text()))
-    results = {}
-    for name, key in REPORTED.items():
-        values = [round(run[key], 4) for run in runs if key in run]
-        if values:
-            spread = round(statistics.stdev(values), 4) if len(values) > 1 else None
-            mean = round(statistics.mean(values), 4)
-            results[name] = {"mean": mean, "sd": spread, "min": min(values), "values": values}
     row = {
         "question": "accuracy and time of the preset photos over seeds",
         "command": "python -m benchmarks.photos " + " ".join(sys.argv[1:]),
-        "n": given.seeds, "results": results, "minutes": minutes, "cpu_minutes": cpu_minutes,
+        "n": given.seeds, "results": over_seeds(runs, REPORTED),
+        "minutes": minutes, "cpu_minutes": cpu_minutes,
         "max_resident_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 2),
         **environment(),
     }  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from pipelines.features import on_features
+from pipelines.options import BENCHMARKS
 from uno.config import Config
 from uno.data import features
 from uno.data.features import FeatureCache, compute_shard, feature_job
@@ -22,7 +23,6 @@ from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device
 
 TIMED_ROWS = 16  # images of a timed batch of pixels
-BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")  # sources that have presets of their own
 
 
 def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ...]) -> Iterator[str]:
@@ -50,8 +50,14 @@ def _minutes(seconds: float) -> str:
 
 
 def _seconds(config: Config, task: Task, storage: Storage, phases: tuple[str, ...]) -> dict[str, float]:
-    """Of each part of the run, on this machine, whose device is used alone."""
-    found, device = dict[str, float](), local_device(config)
+    """Of each part of the run, on this machine, whose device is used alone; nothing where workers run on
+    other machines, or on GPUs that this one lacks.
+    """
+    compute, found = config.compute, dict[str, float]()
+    elsewhere = "RAY_ADDRESS" in os.environ or (compute.device == "cuda" and not torch.cuda.is_available())
+    if compute.workers and elsewhere:
+        return found
+    device = local_device(config)
     threads = config.compute.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     if on_features(config):

@@ -36,6 +36,16 @@ def test_without_weights_it_says_how_to_get_some_and_how_long_it_takes(tmp_path,
     assert lines(tmp_path, ("discover",), discover__epochs=3000)[3].startswith("time: about 10.0 h here")
 
 
+def test_a_driver_that_lacks_the_workers_gpus_times_nothing(tmp_path, monkeypatch):
+    """Often so on a GPU cluster. Kills: a run that ends before it begins; another machine's time."""
+    monkeypatch.setattr("pipelines.forecast._step", lambda *args: 2.0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert len(lines(tmp_path, compute__workers=2)) == 3
+    assert len(lines(tmp_path, compute__workers=2, compute__device="cuda")) == 2
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert len(lines(tmp_path, compute__workers=2)) == 2
+
+
 @pytest.mark.parametrize("trainable", ["all", "last"])
 def test_a_step_is_timed_with_gradient(trainable, tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.forecast._minutes", lambda seconds: f"{seconds:.9f}")
