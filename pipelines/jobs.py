@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
         if options.own.dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
         config, estimate = _with_estimated_classes(config)
-    config, found = decide(config, fresh)
+    config, found = decide(config, fresh, options.given)
     task = prepare(config, found)
     if config.model.weights is not None:
         phases = tuple(phase for phase in phases if phase != PRETRAIN)
@@ -167,9 +167,9 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
     return override(config, {"data.num_novel": found.suggested}), Storage(folder).read(ESTIMATE_FILE)
 
 
-def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
-    """``config`` with ``data.ingest`` and ``data.pile`` decided (a run goes on as it began), and the task if
-    it was read. Says what they are.
+def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Config, Task | None]:
+    """``config`` with ``data.ingest``, ``data.pile`` and, unless ``given``, ``data.hold_out`` decided (a run
+    goes on as it began), and the task if it was read. Says what they are.
     """
     began = False
     if config.output is not None and not fresh and (storage := Storage(config.output)).exists("config.yaml"):
@@ -177,6 +177,8 @@ def decide(config: Config, fresh: bool) -> tuple[Config, Task | None]:
         if config.data.pile == "auto":  # before there were mixed piles, all were novel
             config = override(config, {"data.pile": stored.get("pile", "novel")})
             began = config.data.pile != "auto"
+        if "data.hold_out" not in given:  # once own images held nothing out by default
+            config = override(config, {"data.hold_out": stored.get("hold_out", 0.0)})
         if config.data.ingest == "auto":
             say(decide_pile(config, [], began)[1])
             return override(config, {"data.ingest": stored.get("ingest", "auto")}), None
@@ -206,11 +208,16 @@ def prepare(config: Config, task: Task | None = None) -> Task:
     if config.compute.workers == 0:
         local_device(config)
     rows = f"{labeled:,} labeled rows of {len(task.known)} known classes, {unlabeled:,} unlabeled rows"
-    held = int((~task.is_train).sum())
-    own_test = (task.rows.split == "test").any()
-    test = f", {held:,} test rows{'' if own_test else ' held out'}" if held else ""
+    unseen = zip(_unseen(task), ("test rows", "rows held out"), strict=True)
+    test = "".join(f", {count:,} {what}" for count, what in unseen if count)
     say(f"{task.rows.source}: {rows}{test}, {task.num_novel} classes to discover")
     return task
+
+
+def _unseen(task: Task) -> tuple[int, int]:
+    """Numbers of rows that training does not see: the source's test rows, and those that are held out."""
+    own = int((task.rows.split == "test").sum())
+    return own, int((~task.is_train).sum()) - own
 
 
 def _sizes(task: Task) -> tuple[int, int]:

@@ -129,6 +129,8 @@ class Options:
         kinds = {str(data).partition(":")[0] for data in (source, config.data.source)}
         if two_folders or (source is not None and len(kinds) > 1):
             config = override(config, {"data.known_classes": None})
+        if own_images(given):
+            config = override(config, {"data.hold_out": config.data.hold_out or HOLD_OUT})
         config = override(config, _described(config, given) | given)
         default = self.command.output and self.command.output.format(preset=name, seed=config.seed)
         output = config.output or default
@@ -162,10 +164,19 @@ def parse(argv: Sequence[str], command: Command) -> Options:
 BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")  # kinds of sources with presets of their own
 
 
+HOLD_OUT = 0.1  # of the labeled rows of one's own images, where no test row is of a known class
+
+
+def own_images(given: Mapping[str, Any]) -> bool:
+    """Whether the data is the user's, not that of a benchmark, whose rows are the paper's."""
+    kind = str(given.get("data.source", "digits")).partition(":")[0]
+    return given.get("data.labeled") is not None or kind not in BENCHMARKS
+
+
 def own_preset(given: Mapping[str, Any]) -> str:
     """The preset of one's own data: ``photos`` where an encoder's pretrained weights are given or at hand."""
     encoder, weights = given.get("model.encoder"), given.get("model.weights")
-    if str(given.get("data.source")).partition(":")[0] in BENCHMARKS:
+    if not own_images(given):
         return "custom"
     if weights is None and encoder is None and given.get("model.trainable") is None:
         return "photos" if weights_at_hand() else "custom"

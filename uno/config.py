@@ -103,7 +103,8 @@ class DataConfig(_Frozen):
     std: tuple[float, float, float] = field((0.2470, 0.2435, 0.2616),
         "Channel standard deviations, divided by after that.")
     hold_out: float = field(0.0,
-        "Where the source has no test rows: share of rows with labels, by class, kept for that.",
+        "Where no test row is of a known class: share of labeled rows, by class, that training does not see; "
+        "your own images: 0.1.",
         ge=0, lt=1)
     interpolation: Literal["bilinear", "bicubic"] = field("bilinear",
         "How images are resized, with antialiasing.")

@@ -123,6 +123,21 @@ def test_the_rule_holds_for_files_too_and_a_source_replaces_the_two_folders_of_o
     assert parse(["run", "--config", path, "--data", "d"], PREDICT).given == {"data.source": "d"}
 
 
+@pytest.mark.parametrize(("argv", "share"), [
+    ("--labeled a --unlabeled b", 0.1),
+    ("--data folder:d", 0.1),
+    ("--data d --preset cifar10", 0.1),
+    ("--data d --data.hold-out 0", 0),
+    ("--data d --data.hold-out 0.3 --preset photos", 0.3),
+    ("--data digits", 0),
+    ("--data cifar10:d --preset custom", 0),
+    ("--preset imagenet", 0),
+])  # fmt: skip
+def test_labeled_rows_of_own_images_are_held_out(argv, share):
+    """Whatever the preset. Kills: a default that is not to be changed, a share of a benchmark's rows."""
+    assert config(*argv.split()).data.hold_out == share
+
+
 def test_every_field_is_a_flag_and_short_forms_are_frozen():
     flags = {name: flag.key for name, flag in schema_flags()}
     assert sorted(set(flags.values())) == sorted(field_names())

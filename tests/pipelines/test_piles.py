@@ -6,8 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines import cli
+from pipelines.jobs import decide
 from tests.pipelines.small import SMALL, refused
 from tests.uno.data.builders import write_images
+from uno.config import Config, override
 
 TINY = [
     *SMALL,
@@ -68,3 +70,16 @@ def test_rows_that_truly_lack_labels_are_taken_for_mixed(tmp_path, capsys):
     assert "pile: novel, the only kind here (data.pile mixed belongs to method uno, not to rs)" in text
     assert "as told: every unlabeled row" in said(capsys, "data", "check", *argv, "--data.pile", "novel")
     refused(capsys, 2, "discover", *argv, "--method", "rs", "--data.pile", "mixed")
+
+
+def test_a_run_from_before_holds_out_what_it_held_out(tmp_path):
+    """Kills: an old run that is refused for a changed default; a share that was asked for, ignored."""
+    folder = tmp_path / "data"
+    write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(12)])
+    data = {"data.source": f"folder:{folder}"}
+    data |= {"data.known_classes": "a", "data.hold_out": 0.1, "data.store_size": 8}
+    config = override(Config(), {**data, "output": str(tmp_path / "run"), "compute.device": "cpu"})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("data: {ingest: auto, pile: novel}")
+    found = [decide(config, fresh, given)[0] for fresh, given in ((0, ()), (0, data), (1, ()))]
+    assert [one.data.hold_out for one in found] == [0, 0.1, 0.1]

@@ -104,8 +104,8 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     if config.limit is not None:
         kept = limit_rows(rows, config.limit)
         rows, is_train = rows.take(kept), is_train[kept]
-    if config.hold_out and is_train.all():
-        is_train = ~held_out(rows, known, config.hold_out)
+    if config.hold_out and not any(rows.labels[i] in chosen for i in np.flatnonzero(~is_train)):
+        is_train = is_train & ~held_out(rows, is_train, known, config.hold_out)
     labels = np.where(is_train, _indices(rows.labels, known), -1)
     if config.unlabel_known:
         if _known_classes(rows, config, classes) is None:
@@ -117,12 +117,12 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     return Task(rows, known, novel, num_novel, labels, eval_labels, is_train, rows.notes)
 
 
-def held_out(rows: Rows, known: list[str], share: float) -> np.ndarray:
-    """bool (N,): ``share`` of the rows of each class in ``known``, chosen at random, always alike, and of the
-    rows whose labels are hidden, as many of all alike: their classes are not looked at.
+def held_out(rows: Rows, is_train: np.ndarray, known: list[str], share: float) -> np.ndarray:
+    """bool (N,): of the training rows, bool (N,), ``share`` of each class in ``known``, chosen at random,
+    always alike, and of those whose labels are hidden, as many of all alike: nobody looks at their classes.
     """
-    labels, chosen = _indices(rows.labels, known), np.zeros(len(rows), dtype=bool)
-    hidden = (labels < 0) & np.array([name is not None for name in rows.labels])
+    labels, chosen = np.where(is_train, _indices(rows.labels, known), -1), np.zeros(len(rows), dtype=bool)
+    hidden = is_train & (labels < 0) & np.array([name is not None for name in rows.labels])
     for number, group in enumerate([hidden, *(labels == c for c in range(len(known)))]):
         members = np.random.default_rng([HELD_OUT, number]).permutation(np.flatnonzero(group))
         chosen[members[: min(round(share * len(members)), max(len(members) - 1, 0))]] = True

@@ -217,3 +217,15 @@ def test_rows_of_each_known_class_are_held_out_and_hidden_ones_by_their_number()
         0,
     ]
     assert own.labels[10] == 1  # the only row of its class stays
+
+
+def test_rows_are_held_out_where_no_test_row_is_of_a_known_class():
+    """Kills: test rows of other classes that keep known ones from being held out, or are made training rows;
+    a pile's row held out.
+    """
+    labels, split = ["a"] * 10 + ["b", "b"] + [None] * 4, ["train"] * 10 + ["test"] * 2 + ["train"] * 4
+    task = task_of(rows_of(labels, split), known_classes="a", hold_out=0.2)
+    held = ~task.is_train
+    assert [int(held[part].sum()) for part in (slice(10), slice(10, 12), slice(12, 16))] == [2, 2, 0]
+    kept = task_of(rows_of(labels, split), known_classes="a,b", num_novel=1, hold_out=0.2)
+    assert np.flatnonzero(~kept.is_train).tolist() == [10, 11]
