@@ -41,6 +41,10 @@ def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     parts = ", ".join(f"{name} {_minutes(spent)}" for name, spent in seconds.items())
     if seconds:
         yield f"time: about {_minutes(sum(seconds.values()))} here ({parts}), from a timed batch"
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if load > cores:
+            busy = f"load {load:.1f} on {cores} cores"
+            yield f"warning: other programs are at work ({busy}): it may take longer"
 
 
 def _minutes(seconds: float) -> str:

@@ -23,6 +23,7 @@ from uno.state import TrainState, load_state_, state_tensors
 from uno.steps import Batch, Step
 
 MAX_SKIPPED_STEPS = 3  # non-finite steps tolerated before rolling back
+QUIET_S = 10.0  # after which somebody wants to know how far it is
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Worker(Protocol):
         """The module to call in training: the model itself, or its DDP wrapper."""
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Hand a line of metrics to whoever watches; called on every rank equally often."""
+        """Hand a line of metrics to whoever watches; those of an epoch on every rank equally often."""
 
     def should_stop(self, step: int) -> bool:
         """Whether to save and leave before ``step``; the same answer on every rank."""
@@ -114,6 +115,7 @@ def fit(
     line_start, rolled_back = (state.step, time.perf_counter()), False
     skipped = tolerated_from = int(state.skipped)  # at the last look; when a series of bad steps began
     state.model.train()
+    first, told = state.step + 1, time.monotonic()
     with closing(Journal(storage if worker.rank == 0 else None, phase.name, state.step)) as journal:
         while state.step < phase.last_step:
             if worker.should_stop(state.step):
@@ -129,6 +131,11 @@ def fit(
             to_log = at_epoch_end or state.step % config.train.log_every == 0
             to_save = at_end or state.step % save_every == 0
             if not (to_log or to_save):
+                if (
+                    state.step == first or time.monotonic() - told > QUIET_S
+                ):  # from two of them follows an ETA
+                    told = time.monotonic()
+                    worker.report(_position(phase, state.step) | {"event": "step", "every_s": QUIET_S})
                 continue
             before, skipped = skipped, int(state.skipped)
             if skipped == before:
@@ -154,9 +161,19 @@ def fit(
                     metrics["head_losses"] = state.head_losses.tolist()
                 if math.isfinite(metrics["loss"]):
                     journal.write(metrics)
+                told = time.monotonic()
                 worker.report(metrics)
             if to_save:
                 _save(config, phase, state, worker, storage)
+
+
+def _position(phase: Phase, step: int) -> dict[str, Any]:
+    """Where a phase is, as a line of metrics says it."""
+    return {
+        "phase": phase.name, "step": step, "total_steps": phase.last_step,
+        "epoch": -(-step // phase.steps_per_epoch),
+        "epochs": -(-phase.last_step // phase.steps_per_epoch),
+    }  # fmt: skip
 
 
 def _line_(phase: Phase, state: TrainState, lr: float, start: int, start_time: float) -> dict[str, Any]:
@@ -165,10 +182,8 @@ def _line_(phase: Phase, state: TrainState, lr: float, start: int, start_time: f
     state.line_loss.zero_()
     seconds = time.perf_counter() - start_time
     return {
-        "phase": phase.name, "event": "epoch" if state.step % phase.steps_per_epoch == 0 else "step",
-        "step": state.step, "total_steps": phase.last_step,
-        "epoch": -(-state.step // phase.steps_per_epoch),
-        "epochs": -(-phase.last_step // phase.steps_per_epoch),
+        **_position(phase, state.step),
+        "event": "epoch" if state.step % phase.steps_per_epoch == 0 else "step",
         "loss": total / count if count else math.nan, "lr": lr,
         "images_per_s": (state.step - start) * phase.images_per_step / seconds,
         "skipped_steps": int(state.skipped),

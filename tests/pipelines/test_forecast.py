@@ -11,6 +11,14 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 
 
+@pytest.fixture(autouse=True)
+def load(monkeypatch):
+    """The load of the machine, none but where a test says so."""
+    found = [0.0]
+    monkeypatch.setattr("os.getloadavg", lambda: (found[0], 0.0, 0.0))
+    return found
+
+
 def lines(tmp_path, phases=("pretrain", "discover"), **overrides):
     config = small_config(**overrides)
     task = make_task(read_rows(config.data), config.data)
@@ -34,6 +42,16 @@ def test_without_weights_it_says_how_to_get_some_and_how_long_it_takes(tmp_path,
     assert "--weights pretrained fetches those of torchvision:efficientnet_b0" in found[2]
     assert found[3] == "time: about 54 s here (pretrain 18 s, discover 36 s), from a timed batch"
     assert lines(tmp_path, ("discover",), discover__epochs=3000)[3].startswith("time: about 10.0 h here")
+
+
+def test_a_busy_machine_is_named(tmp_path, monkeypatch, load):
+    """Kills: a warning below one program a core, or without a time that it is about."""
+    monkeypatch.setattr("pipelines.forecast._step", lambda *args: 2.0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    load[0] = 2.0
+    assert not lines(tmp_path)[-1].startswith("warning")
+    load[0] = 2.06
+    assert lines(tmp_path)[-1].startswith("warning: other programs are at work (load 2.1 on 2 cores)")
 
 
 def test_a_driver_that_lacks_the_workers_gpus_times_nothing(tmp_path, monkeypatch):

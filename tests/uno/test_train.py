@@ -2,6 +2,8 @@
 
 import logging
 import random
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,8 +171,25 @@ def test_lines_are_what_was_trained(storage):
     assert [line["epoch"] for line in found] == [1, 1, 2, 2, 3, 3]
     for start, line in zip([0, 4, 6, 8, 12, 16], found, strict=True):
         assert line["loss"] == pytest.approx(np.mean(losses[start : line["step"]]), rel=1e-6)
+    told = [line["step"] for line in reported if "loss" not in line]
+    reported = [line for line in reported if "loss" in line]
+    assert told == [1]  # and no slow step after it
     assert [{k: v for k, v in r.items() if k != "images_per_s"} for r in reported] == found
     assert all(line["images_per_s"] > 0 for line in reported)
+
+
+def test_slow_steps_are_told_between_two_lines(storage, monkeypatch):
+    """An ETA needs two. Kills: 50 steps of a minute in silence, a line at every step, one in the journal."""
+    clock, reported = [0.0], []
+    monkeypatch.setattr("uno.train.time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.time))
+
+    def slow(state, *args):
+        clock[0] += 6
+        scripted([[1.0, 1.0]] * 18)(state, *args)
+
+    discover(storage, small_config(train__log_every=50), step=slow, worker=LocalWorker(CPU, reported.append))
+    assert [line["step"] for line in reported] == [1, 3, 5, 6, 8, 10, 12, 14, 16, 18]
+    assert [line["step"] for line in lines(storage)] == [6, 12, 18]
 
 
 def scripted(per_step: list[list[float]]):

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from uno.errors import ConfigError
 MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer (METHOD section 4)
 MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
+SHRUNK = 3  # times, of the shorter side, beyond which somebody should know
 NUM_NAMED = 5  # unreadable images in a line
 BATCH = 32  # images between two looks at the clock
 
@@ -36,7 +37,7 @@ def check(task: Task, config: Config, seconds: float = 0) -> list[Problem]:
     it may take some ``seconds`` to decode them all.
     """
     headers, bad = _headers(task)
-    problems = [*_of_classes(task, config), *_of_batches(task, config)]
+    problems = [*_of_classes(task, config), *_of_batches(task, config), *_of_sizes(config, headers)]
     if seconds:
         problems += _of_pixels(task, config, seconds)
     elif bad:
@@ -138,6 +139,14 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
         )
         text += f"pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size"
         yield Problem("warning", text)
+
+
+def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterator[Problem]:
+    side = min(config.data.store_size, config.augment.large.size)
+    usual = int(np.median([min(width, height) for _, width, height in headers] or [side]))
+    if usual > SHRUNK * side:
+        text = f"images of usually {usual} pixels are made {side} x {side}: most of what they show is lost; "
+        yield Problem("warning", text + "--data.store-size and --augment.large.size take more, and time")
 
 
 def _headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:

@@ -44,6 +44,19 @@ def test_good_data_has_no_problems():
     assert report.count("novel  ") == 5
 
 
+def test_images_that_are_made_tiny_are_named():
+    """Kills: 32 pixels in silence, the stored size where the views are smaller, a warning of every size."""
+    images = [np.zeros((100, 200, 3), np.uint8)] * 40
+    small, large = ({"augment.large.size": side, "data.store_size": 256} for side in (33, 34))
+    base = config_of(known="first:2")
+    task = make_task(
+        Rows([f"r{i}" for i in range(40)], images, LABELS, np.array(["train"] * 40), "rows"), base.data
+    )
+    for values, found in ((small, ["100 pixels are made 33 x 33"]), (large, [])):
+        told = [m for m in messages(task, override(base, values), "warning") if "pixels are made" in m]
+        assert len(told) == len(found) and all(text in told[0] for text in found)
+
+
 @pytest.mark.parametrize(("labels", "overrides", "level", "text"), [
     (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "only one known class"),
     (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "num_novel is 1"),
