@@ -210,7 +210,7 @@ def data(argv: Sequence[str]) -> int:
     from uno.data.sources import read_rows
     from uno.data.splits import make_task
 
-    config, task = decide(options.config, fresh=True)
+    config, task = decide(options.config, True, options.given)
     task = task or make_task(read_rows(config.data), config.data)
     problems = check(task, config, CHECK_S)
     print(format_report(task, problems, config.data.store_size))

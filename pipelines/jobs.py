@@ -23,6 +23,7 @@ from uno.data import ingest
 from uno.data.check import check, format_report
 from uno.data.decode import BAD_SAMPLES, readable
 from uno.data.files import Storage, full_path, normal, split
+from uno.data.plan import largest_batch
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, decide_pile, make_task
@@ -168,17 +169,22 @@ def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
 
 
 def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Config, Task | None]:
-    """``config`` with ``data.ingest``, ``data.pile`` and, unless ``given``, ``data.hold_out`` decided (a run
-    goes on as it began), and the task if it was read. Says what they are.
+    """``config`` with ``data.ingest``, ``data.pile`` and, unless ``given``, ``data.hold_out`` and the batch
+    of the preset ``photos`` decided (a run goes on as it began), and the task if it was read. Says what they
+    are.
     """
-    began = False
+    began, own_batch = False, config.preset == "photos" and "train.batch_size" not in given
     if config.output is not None and not fresh and (storage := Storage(config.output)).exists("config.yaml"):
-        stored = dict(directory.read_config_tree(storage).get("data") or {})
+        tree = directory.read_config_tree(storage)
+        stored = dict(tree.get("data") or {})
         if config.data.pile == "auto":  # before there were mixed piles, all were novel
             config = override(config, {"data.pile": stored.get("pile", "novel")})
             began = config.data.pile != "auto"
         if "data.hold_out" not in given:  # once own images held nothing out by default
             config = override(config, {"data.hold_out": stored.get("hold_out", 0.0)})
+        if own_batch:
+            size = dict(tree.get("train") or {}).get("batch_size", config.train.batch_size)
+            config = override(config, {"train.batch_size": size})
         if config.data.ingest == "auto":
             say(decide_pile(config, [], began)[1])
             return override(config, {"data.ingest": stored.get("ingest", "auto")}), None
@@ -192,8 +198,17 @@ def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Conf
     say(f"data: {reason}")
     pile, reason = decide_pile(config, task.rows.known, began)
     say(reason)
+    if own_batch and (size := _largest_batch(config, task)) < config.train.batch_size:
+        say(f"batch: {size} rows, the most below {config.train.batch_size} that this data fills")
+        config = override(config, {"train.batch_size": size})
     to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
     return override(config, {"data.ingest": chosen, "data.pile": pile}), None if to_load else task
+
+
+def _largest_batch(config: Config, task: Task) -> int:
+    return largest_batch(
+        config.data.composition, config.train.batch_size, *_sizes(task), config.compute.workers
+    )
 
 
 def prepare(config: Config, task: Task | None = None) -> Task:

@@ -57,9 +57,8 @@ PHOTOS: Values = {
     **_views("large", size=224, crop="resized", crop_scale=(0.4, 1.0), jitter=0.0, grey=0.0),
     "model.encoder": "torchvision:efficientnet_b0", "model.weights": "pretrained", "model.trainable": "heads",
     "model.start": "kmeans", "objective.prior": "clusters", "model.hidden_dim": 256,
-    "model.projection_dim": 128, "train.batch_size": 256, "train.eval_batch_size": 128,
-    "discover.base_lr": 0.03,
-    "discover.epochs": 30, "discover.warmup_epochs": 3,
+    "model.projection_dim": 128, "train.batch_size": 512, "train.eval_batch_size": 128,
+    "discover.base_lr": 0.06, "discover.epochs": 30, "discover.warmup_epochs": 3,
 }  # fmt: skip
 DIGIT_VIEW = dict(
     crop="none", flip=0.0, affine=1.0, affine_degrees=15.0, affine_translate=0.12, affine_shear=10.0,

@@ -10,6 +10,7 @@ from pipelines.jobs import decide
 from tests.pipelines.small import SMALL, refused
 from tests.uno.data.builders import write_images
 from uno.config import Config, override
+from uno.presets import preset
 
 TINY = [
     *SMALL,
@@ -83,3 +84,17 @@ def test_a_run_from_before_holds_out_what_it_held_out(tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("data: {ingest: auto, pile: novel}")
     found = [decide(config, fresh, given)[0] for fresh, given in ((0, ()), (0, data), (1, ()))]
     assert [one.data.hold_out for one in found] == [0, 0.1, 0.1]
+
+
+def test_a_batch_of_the_preset_photos_fits_the_data(tmp_path, capsys):
+    """Kills: 300 photographs that are refused for the preset's batch; a size given or begun with, changed."""
+    folder, run = tmp_path / "data", tmp_path / "run"
+    write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(20)])
+    data = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.hold_out": 0.1}
+    config = override(preset("photos"), data | {"output": str(run), "data.store_size": 8})
+    assert decide(config, False)[0].train.batch_size == 36
+    assert "batch: 36 rows, the most below 512" in capsys.readouterr().out
+    assert decide(config, False, ["train.batch_size"])[0].train.batch_size == 512
+    run.mkdir()
+    (run / "config.yaml").write_text("{data: {ingest: auto, pile: novel}, train: {batch_size: 20}}")
+    assert decide(config, False)[0].train.batch_size == 20

@@ -53,6 +53,13 @@ def make_plan(
     raise ConfigError(f"batch_size {batch_size}: {sizes}; {fix}")
 
 
+def largest_batch(composition: str, most: int, num_labeled: int, num_unlabeled: int, num_workers: int) -> int:
+    """The largest batch size, at most ``most``, that :func:`make_plan` takes; ``most`` if none."""
+    sizes_of = partial(_sizes, composition, num_labeled, num_unlabeled, max(1, num_workers))
+    from_largest = range(min(most, 2 * (num_labeled + num_unlabeled)), 1, -1)
+    return next((size for size in from_largest if not isinstance(sizes_of(size), str)), most)
+
+
 def _sizes(
     composition: str, num_labeled: int, num_unlabeled: int, workers: int, batch_size: int
 ) -> tuple[int, int, int] | str:
