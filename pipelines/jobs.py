@@ -35,6 +35,7 @@ from uno.report import REPORT, write_report
 from uno.results.evaluate import evaluate_run, format_table
 from uno.results.export import model_card
 from uno.results.infer import save_model
+from uno.results.trust import verdict
 from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, faults, lock, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device
@@ -288,6 +289,8 @@ def _write_results(storage: Storage, values: dict[str, float]) -> None:
 
 
 def _show(storage: Storage, values: dict[str, float]) -> None:
+    if (found := verdict(values)) is not None:
+        say(f"\n{found}")
     say(f"\n{format_table(values)}\n\nresults in {storage.uri}")
     if storage.exists(REPORT):
         say(f"report:    {storage.path(REPORT)}")

@@ -56,6 +56,7 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
 
 OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
 LIBRARY_ENCODER = r"(torchvision|timm):[\w.\-]+|[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+COLUMNS = ("image", "label", "id", "split", "eval_label")
 Probability = Annotated[float, Field(ge=0, le=1)]
 Range = tuple[float, float]
 
@@ -91,6 +92,9 @@ class DataConfig(_Frozen):
     unlabel_known: float = field(0.0,
         "Benchmark of mixed piles: share of each known class's training rows to leave without their label.",
         ge=0, lt=1)
+    columns: str | None = field(None,
+        "Your names of a table's columns, of image, label, id, split, eval_label: image=file,label=kind.",
+        commands="predict report")
     imagenet_split: Literal["A", "B", "C"] = field("A",
         "Which 30 held-out ImageNet classes are novel (imagenet:DIR without --known-classes).")
     limit: int | None = field(None,
@@ -122,7 +126,17 @@ class DataConfig(_Frozen):
             raise ValueError("labeled and unlabeled must be given together")
         if min(self.std) <= 0:
             raise ValueError("std must be positive")
+        for name, theirs in self.named_columns.items():
+            if name not in COLUMNS or not theirs:
+                names = ", ".join(COLUMNS)
+                raise ValueError(f"columns must be as image=file,label=kind, of {names}, not {name!r}")
         return self
+
+    @property
+    def named_columns(self) -> dict[str, str]:
+        """The user's name of each of our columns that has one."""
+        pairs = (pair.partition("=") for pair in (self.columns or "").split(",") if pair.strip())
+        return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
 
 class ViewConfig(_Frozen):

@@ -11,6 +11,7 @@ from tests.pipelines.small import SMALL, refused
 from tests.uno.data.builders import write_images
 from uno.config import Config, override
 from uno.presets import preset
+from uno.results.trust import verdict
 
 TINY = [
     *SMALL,
@@ -42,6 +43,13 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, ingest):
     assert "pile: mixed, as --data.unlabel-known asks: unlabeled rows may be of known classes" in text
     assert "unlabeled rows, %" in text and "pile: mixed" in (tmp_path / "config.yaml").read_text()
     values = json.loads((tmp_path / "metrics.json").read_text())
+    first, second = str(verdict(values)).splitlines()
+    right = values["test/known/task_agnostic_strict/acc/best"]
+    assert (
+        text.index(first) < text.index(second) < text.index("accuracy, %")
+        and f": {100 * right:.1f} % of" in first
+    )
+    assert first in (tmp_path / "model/README.md").read_text()
     for split in ("train", "test"):
         assert {
             f"{split}/unlabeled/gcd/{g}/{w}" for g in ("all", "old", "new") for w in ("avg", "best")
@@ -49,6 +57,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, ingest):
         assert f"{split}/novel/task_aware/acc/avg" in values
     assert {f"baseline/{b}/gcd/all" for b in ("kmeans", "constrained_kmeans")} <= set(values)
     page = (tmp_path / "report.html").read_text()
+    assert page.index('id="trust"') < page.index('class="tiles"')
     assert "One matching" in page and 'data-key="train/unlabeled/gcd/old/avg"' in page
     table = pq.read_table(tmp_path / "predictions.parquet", columns=["known_mass", "kind", "probability"])
     for row in table.to_pylist():

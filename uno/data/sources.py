@@ -26,14 +26,16 @@ READERS: dict[str, Reader] = {
     "cifar100": lambda path, config: read_cifar(CIFAR100, path, config.download),
     "imagenet": lambda path, config: read_imagenet(path, config.imagenet_split, config.known_classes is None),
     "folder": lambda path, config: read_folder(path),
-    "parquet": lambda path, config: read_parquet(path, lazy=config.ingest == "streaming"),
-    "table": lambda path, config: read_table(path),
+    "parquet": lambda path, config: read_parquet(
+        path, config.named_columns, lazy=config.ingest == "streaming"
+    ),
+    "table": lambda path, config: read_table(path, config.named_columns),
 }
 INPUT_READERS: dict[str, Reader] = READERS | {
     "imagenet": lambda path, config: read_images(path),
     "folder": lambda path, config: read_images(path),
-    "parquet": lambda path, config: read_parquet(path, images_only=True),
-    "table": lambda path, config: read_table(path, images_only=True),
+    "parquet": lambda path, config: read_parquet(path, config.named_columns, images_only=True),
+    "table": lambda path, config: read_table(path, config.named_columns, images_only=True),
 }
 """How to read what is only to be predicted: labels, class folders and splits mean nothing there."""
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")

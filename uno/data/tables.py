@@ -7,7 +7,7 @@ import io
 import json
 import posixpath
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -27,13 +27,17 @@ TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
 MAX_TABLE_BYTES = 2**30
 PACKING, PACKED = "pack.json", "uno"  # what uno.data.pack leaves beside its shards, and in their metadata
 Names = tuple[str, ...]
+NO_NAMES: Mapping[str, str] = {}
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
-def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Rows:
+def read_parquet(
+    path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: bool = False, lazy: bool = False
+) -> Rows:
     """All *.parquet files of a folder, or one file. The split is column ``split``, else the file name
-    (train-*, test-*, validation-*) or folder, else train. ``images_only``: rows to predict need no label and
-    no split. ``lazy``: images stay in the files until they are wanted.
+    (train-*, test-*, validation-*) or folder, else train. ``names``: what our columns are called there.
+    ``images_only``: rows to predict need no label and no split. ``lazy``: images stay in the files until they
+    are wanted.
     """
     source = f"parquet:{path}"
     if filesystem.kind(path) == "file":
@@ -47,7 +51,7 @@ def read_parquet(path: str, images_only: bool = False, lazy: bool = False) -> Ro
             raise ConfigError(f"{source} is half a pack; run the same uno data pack again to finish it")
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
-    parts = [_read_file(name, file, images_only, lazy) for name, file in files]
+    parts = [_read_file(name, file, names, images_only, lazy) for name, file in files]
     tables, class_names, known, left = zip(*parts, strict=True)
     if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
@@ -150,23 +154,30 @@ def _read_group(path: str, number: int, column: str) -> Any:
 _lock, _recent = threading.Lock(), lru_cache(maxsize=4)(_read_group)  # for access row by row
 
 
-def _read_file(name: str, path: str, images_only: bool, lazy: bool) -> tuple[Any, Names, Names, str | None]:
+def _read_file(
+    name: str, path: str, own: Mapping[str, str], images_only: bool, lazy: bool
+) -> tuple[Any, Names, Names, str | None]:
     """One Parquet file as columns id, image, label, split; the class names and known classes of its metadata;
     the name of its image column if that was left in the file, because it holds bytes.
     """
     with _parquet(path) as parquet:
         schema, num = parquet.schema_arrow, parquet.metadata.num_rows
-        image = next((c for c in IMAGE_COLUMNS if c in schema.names), None)
-        label = None if images_only else next((c for c in LABEL_COLUMNS if c in schema.names), None)
+        _check_names(path, own, schema.names, images_only)
+        image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in schema.names), None)
+        label = own.get("label") or next((c for c in LABEL_COLUMNS if c in schema.names), None)
+        label = None if images_only else label
         if image is None:
             present = ", ".join(schema.names)[:300]
-            raise ConfigError(f"{path}: needs a column {' or '.join(IMAGE_COLUMNS)}; it has {present}")
+            needs = f"{' or '.join(IMAGE_COLUMNS)}, or --data.columns image=NAME"
+            raise ConfigError(f"{path}: needs a column {needs}; it has {present}")
         if len(set(schema.names)) < len(schema.names):
             raise ConfigError(f"{path}: two columns have one name")
         left = image if lazy and schema.field(image).type not in TEXT else None
-        wanted = {"id"} if images_only else {"id", label, "split", "eval_label"}
+        theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
+        theirs |= {"label": label or "", "image": image}
+        wanted = {theirs["id"]} if images_only else {*theirs.values()} - {image}
         table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
-        columns = {{image: "image", label: "label"}.get(c, c): table[c] for c in table.column_names}
+        columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
         # train-00000-of-00004.parquet or train/0000.parquet; rows below unknown names are for training
         words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
         split = next((SPLITS[word] for word in words if word in SPLITS), "train")
@@ -181,6 +192,15 @@ def _read_file(name: str, path: str, images_only: bool, lazy: bool) -> tuple[Any
     if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
         raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
     return pa.table(columns), tuple(map(str, names or ())), known, left
+
+
+def _check_names(path: str, names: Mapping[str, str], columns: Iterable[str], images_only: bool) -> None:
+    """ConfigError: a column that ``names`` speak of, and that is needed, is not there."""
+    present = list(columns)
+    for ours, theirs in names.items():
+        if theirs not in present and not (images_only and ours in TRAINING_COLUMNS):
+            has = ", ".join(present)[:300] or "none"
+            raise ConfigError(f"{path}: --data.columns {ours}={theirs}: no such column; it has {has}")
 
 
 def json_at(text: str | bytes, *names: str) -> Any:
@@ -227,19 +247,22 @@ def _images(source: str, root: str, column: Any, images_only: bool) -> Images:
     return Encoded(content, {i: files[j] for j, i in enumerate(named)})
 
 
-def read_table(path: str, images_only: bool = False) -> Rows:
+def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: bool = False) -> Rows:
     """A .csv or .jsonl file with columns path (or image), and where present id, label, split and eval_label.
-    Paths are relative to the file and stay in its folder. An empty label is none. ``images_only`` as in
-    :func:`read_parquet`; a row without a path is then an unreadable image.
+    Paths are relative to the file and stay in its folder. An empty label is none. ``names`` and
+    ``images_only`` as in :func:`read_parquet`; a row without a path is then an unreadable image.
     """
     root, name = filesystem.split(path)
     columns = _read_jsonl(path) if name.lower().endswith(".jsonl") else _read_csv(path)
     source = f"table:{path}"
+    _check_names(path, names, columns, images_only)
+    columns |= {ours: columns[theirs] for ours, theirs in names.items() if theirs in columns}
     if images_only:
         columns = {name: column for name, column in columns.items() if name not in TRAINING_COLUMNS}
-    image = next((name for name in ("path", "image") if name in columns), None)
+    image = "image" if names.get("image") else next((c for c in ("path", "image") if c in columns), None)
     if image is None:
-        raise ConfigError(f"{source}: needs a column path or image; it has {', '.join(columns) or 'none'}")
+        needs = "path or image, or --data.columns image=NAME"
+        raise ConfigError(f"{source}: needs a column {needs}; it has {', '.join(columns) or 'none'}")
     if not columns[image]:
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])

@@ -20,6 +20,7 @@ from uno.report.page import render, visible
 from uno.report.pictures import SHEET_COLUMNS, Album
 from uno.results.infer import Classifier, decoder
 from uno.results.metrics import confusion, hungarian
+from uno.results.trust import verdict
 from uno.runs import REPORT_FILE as REPORT
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def write_report(
     metrics = found.metrics
     context = looked | {
         "config": config, "uri": storage.uri, "task": task, "notes": notes, "facts": found,
-        "metrics": metrics, "checked": CHECKED,
+        "metrics": metrics, "checked": CHECKED, "trust": verdict(metrics),
         "title": config.data.source if task is None else task.rows.source,
         "splits": [split for split in ("train", "test") if any(key.startswith(split) for key in metrics)],
         "novel_truth": any("/novel/" in key for key in metrics),

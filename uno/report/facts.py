@@ -149,7 +149,7 @@ def command_line(config: Config) -> str:
     for key, value in flatten(to_dict(config)).items():
         if key in ("preset", "recipe", "output") or (key == "data.source" and folders):
             continue
-        if base.get(key, ...) != value or key == "data.source":
+        if base.get(key, ...) != value or key in ("data.source", "data.hold_out"):
             section, dot, leaf = key.replace("_", "-").rpartition(".")
             if isinstance(value, bool):
                 words.append(f"--{section}.{leaf}" if value else f"--{section}.no-{leaf}")

@@ -22,6 +22,7 @@ from uno.errors import ConfigError, StorageError
 from uno.results import show
 from uno.results.classes import OutputClass
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
+from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
 
 STRICT = "train/novel/task_agnostic_strict/acc/best"
@@ -126,7 +127,8 @@ class Model:
             return {}
 
     def _repr_html_(self) -> str:
-        facts = [self._counts, f"run: {self.run}", f"report: {self.report}" if self.report else ""]
+        facts = str(verdict(self.metrics) or "").splitlines()
+        facts += [self._counts, f"run: {self.run}", f"report: {self.report}" if self.report else ""]
         if (right := self.metrics.get(STRICT)) is not None:
             facts.append(f"novel training rows put into the right class: {right:.1%} (strict)")
         title = f"uno.{type(self).__name__}"

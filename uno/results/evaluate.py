@@ -20,6 +20,7 @@ from uno.data.stream import EvalData, TrainData
 from uno.initial import clusters_of
 from uno.model import UnoModel, build_model, features_of, forward
 from uno.results import metrics
+from uno.results.trust import trust_metrics
 from uno.runs.run import load_trained, load_weights_
 from uno.train import Worker
 
@@ -44,7 +45,8 @@ def evaluate_run(
     worker: Worker,
 ) -> dict[str, float]:  # fmt: skip
     """All protocols on the rows of both splits ("train", "test"), shared among all workers, the same on each,
-    and on rank 0 the k-means baselines, flat. ``num_true``: classes, known and novel, that truth indexes.
+    and on rank 0 the k-means baselines and the signs of trust, flat. ``num_true``: classes, known and novel,
+    that truth indexes.
     """
     model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
     model = model.to(worker.device)
@@ -64,6 +66,8 @@ def evaluate_run(
         values |= kmeans_baselines(config, storage, train, novel, worker.device)
         if mixed:
             values |= gcd_baselines(config, storage, train, sets["train"], worker.device)
+        num_held_out = int((sets["test"].truth < train.num_known).sum())
+        values |= trust_metrics(config, model, best_head, train, values, num_held_out)
     return values
 
 
@@ -268,7 +272,8 @@ def format_table(values: Mapping[str, float]) -> str:
         return [line(name, cells)] if "".join(cells).strip() else []
 
     head = line("accuracy, %", ["".join(f"{group:>7}" for group in groups)] * len(splits))
-    lines = [line("", [f"{split:^21}" for split in splits]), head, "-" * len(head)]
+    titles = {"train": "training rows", "test": "rows not trained on"}
+    lines = [line("", [f"{titles[split]:^21}" for split in splits]), head, "-" * len(head)]
     for protocol in PROTOCOLS:
         for which in ("avg", "best"):
             lines += row(f"{protocol:<24}{which}", f"{protocol}/acc/{which}")

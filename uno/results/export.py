@@ -24,6 +24,7 @@ from uno.methods.registry import build_network
 from uno.model import UnoModel
 from uno.results.classes import route
 from uno.results.infer import Classifier
+from uno.results.trust import verdict
 from uno.weights import PRETRAINED, describe_encoder
 
 FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
@@ -174,7 +175,7 @@ cluster head {model.best_head} of {module.num_heads} predicts.
 {facts}
 ## Measured
 
-{measured}
+{trust}{measured}
 
 ## Limits
 
@@ -216,7 +217,7 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
         data=data, weights=origin(net),
         what=METHODS[config.method], size=model.size, num_outputs=len(model.classes),
         facts="".join(f"- {key}: {' '.join(str(value).split())}\n" for key, value in facts.items()),
-        measured=_metrics_table(metrics),
+        measured=_metrics_table(metrics), trust=f"{found}.\n\n" if (found := verdict(metrics)) else "",
     )  # fmt: skip
 
 
@@ -268,8 +269,12 @@ def _metrics_table(metrics: Mapping[str, float]) -> str:
         "all classes together, strict": "all/task_agnostic_strict/acc/best",
         "unlabeled images of known and new classes, one matching": "unlabeled/gcd/all/best",
     }
-    splits = [split for split in ("train", "test") if any(f"{split}/{k}" in metrics for k in rows.values())]
-    lines = [f"| accuracy, % | {' | '.join(splits)} |", "|---|" + "---|" * len(splits)]
+    splits = [split for split in ("test", "train") if any(f"{split}/{k}" in metrics for k in rows.values())]
+    named = {"test": "rows not trained on", "train": "training rows"}
+    lines = [
+        f"| accuracy, % | {' | '.join(named[split] for split in splits)} |",
+        "|---|" + "---|" * len(splits),
+    ]
     for title, row in rows.items():
         keys = [f"{split}/{row}" for split in splits]
         cells = [f"{100 * metrics[key]:.1f}" if key in metrics else "" for key in keys]

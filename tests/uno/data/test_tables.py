@@ -14,7 +14,7 @@ from uno.data import files as filesystem
 from uno.data import tables
 from uno.data.decode import decode
 from uno.data.rows import Encoded, Files
-from uno.data.sources import read_rows
+from uno.data.sources import read_inputs, read_rows
 from uno.data.tables import ParquetImages, read_parquet, read_table
 
 from .builders import encoded, failure, hf_table, pixels, write_hf, write_images
@@ -195,6 +195,30 @@ def test_csv_and_jsonl_agree(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"path": "a.png", "label": 7, "id": 3}')
     rows = read_table(str(tmp_path / "t.jsonl"))
     assert rows.labels == ["7"] and rows.ids == ["3"]
+
+
+def test_columns_of_other_names(tmp_path):
+    """``--data.columns``. Kills: a column of the usual name that is taken all the same, a table to predict
+    that must have labels, a name that is not there without a line.
+    """
+    write_images(tmp_path, ["a.png", "b.png"])
+    table = {"file": ["a.png", "b.png"], "kind": ["x", None], "image": ["0", "1"], "label": ["p", "q"]}
+    pq.write_table(pa.table(table), tmp_path / "t.parquet")
+    csv = write_csv(tmp_path, "file,kind,image,label\na.png,x,0,p\nb.png,,1,q\n")
+    for source in (f"parquet:{tmp_path}/t.parquet", f"table:{csv}"):
+        rows = read_rows(DataConfig(source=source, columns="image=file, label=kind,id=file"))
+        assert rows.labels == ["x", None] and rows.ids == ["a.png", "b.png"]
+        assert rows.images[1] == os.path.realpath(tmp_path / "b.png")
+        assert len(read_inputs(DataConfig(source=source, columns="image=file,label=gone"))) == 2
+        found = failure(read_rows, DataConfig(source=source, columns="image=gone"))
+        assert "--data.columns image=gone: no such column; it has file, kind" in found
+    assert "--data.columns image=NAME" in failure(read_table, write_csv(tmp_path, "file\na.png\n"))
+
+
+@pytest.mark.parametrize("columns", ["file", "picture=file", "image="])
+def test_columns_are_pairs(columns):
+    with pytest.raises(ValueError, match="columns must be as image=file,label=kind"):
+        DataConfig(columns=columns)
 
 
 def test_truth_for_evaluation_only(tmp_path):

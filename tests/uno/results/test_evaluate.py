@@ -201,7 +201,7 @@ def test_format_table():
     known, novel, truth = random_rows(50, num_true_novel=0)
     values = protocol_metrics(counted(known, novel, truth, 0), 0, "test")
     table = format_table({key: value for key, value in values.items() if "/task_aware/" in key})
-    assert "train" not in table.splitlines()[0] and "k-means" not in table and "chance" not in table
+    assert "training" not in table.splitlines()[0] and "k-means" not in table and "chance" not in table
     assert len(re.findall(r"\d+\.\d", table)) == 2
     assert not re.search(r"\d\.\d", format_table({}))
 

@@ -129,7 +129,7 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
     model = tiny_model(tmp_path / "run", **options)
     facts = {"Data": "digits, fingerprint abc\n# injected"}
     card = model_card(model, facts, METRICS)
-    assert "fingerprint abc # injected" in card and "| 93.1 |  |" in card and "| 50.0 |" in card
+    assert "fingerprint abc # injected" in card and "|  | 93.1 |" in card and "| 50.0 |" in card
     code = card.split("```python\n")[1].split("```")[0]
     folder = tmp_path / "run" / "model"
     if options:  # tracing a ResNet18 takes seconds; the program's lines are the same for all encoders
