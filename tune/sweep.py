@@ -97,6 +97,7 @@ def run_sweep(options: SweepOptions) -> int:
         options = options._replace(
             config=override(options.config, {"model.weights": full_path(normal(weights))})
         )
+    options = _as_it_began(options)
     config = options.config
     own_weights = starting_weights(config, False)
     task = prepare(override(config, HERE))
@@ -191,6 +192,16 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
         names = ", ".join(different[:6]) + " ..." * (len(different) > 6)
         problem = f"{storage.uri} holds a sweep with other settings: {names}"
         raise ConfigError(f"{problem}; use those, or another --output")
+
+
+def _as_it_began(options: SweepOptions) -> SweepOptions:
+    """With the ``data.hold_out`` of the sweep that is there, unless it was given: once it was 0."""
+    storage = Storage(str(options.config.output))
+    if "data.hold_out" in options.given or not storage.exists(SETTINGS):
+        return options
+    data = dict(records.read_settings(storage).get("config") or {}).get("data") or {}
+    share = {"data.hold_out": data.get("hold_out", 0.0)}
+    return options._replace(config=override(options.config, share))
 
 
 def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:

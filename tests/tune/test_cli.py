@@ -70,6 +70,15 @@ def test_foreign_directories_and_other_settings_are_refused_with_their_names(tmp
         sweep.open_sweep(same, storage, "0" * 64, 3)
 
 
+def test_a_sweep_from_before_holds_out_what_it_held_out(tmp_path):
+    """Kills: an old sweep refused for a changed default, a share that was asked for and is ignored."""
+    fake_sweep(tmp_path, tiny_options(tmp_path), [])
+    by_default, asked = tiny_options(tmp_path), tiny_options(tmp_path, "--data.hold-out", "0.1")
+    by_default = by_default._replace(config=asked.config)
+    found = [sweep._as_it_began(options).config.data.hold_out for options in (by_default, asked)]
+    assert found == [0, 0.1]
+
+
 @pytest.mark.parametrize(("words", "epochs"), [("", 2), ("--max-steps 2", 1), ("--max-steps 1000", 2)])
 def test_epochs_that_have_steps_to_take(tmp_path, words, epochs):
     options = tiny_options(tmp_path, *words.split())
