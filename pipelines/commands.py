@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveInt
@@ -18,7 +19,7 @@ from uno.errors import ConfigError, StorageError, UnoError
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
-    from uno.results.classes import OutputClass, Suggestion
+    from uno.results.classes import Suggestion
     from uno.results.infer import Classifier
 
 SHARD_MB = 128
@@ -30,7 +31,11 @@ SORTED = {
     "--folders": switch("Also copy every image to DIR/by_class/CLASS/."),
 }
 APPLY = {
-    "--apply": switch("Put classes.yaml into model and predictions."),
+    "--apply": switch("Put classes.yaml into the model and all that the run holds."),
+    "--file": Argument(
+        "A classes.yaml from elsewhere, as the report saves one; it replaces RUN/classes.yaml when applied.",
+        str | None,
+    ),
     "--rename": Argument("Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []),
 }
 TRAINING = PRINT_CONFIG | DRY_RUN | FRESH
@@ -54,7 +59,9 @@ RUN/report.html opens from disk and needs no network. --data SOURCE says where m
 """)  # fmt: skip
 CLASSES = Command("classes", RUN | APPLY, "none", text="""
 Writes RUN/classes.yaml, one entry for each discovered class, to edit by hand: its name, and keep, drop or
-merge into another. A file that is there is checked and left as it is.
+merge into another. A file that is there is checked and left as it is. RUN/report.html shows the pictures and
+saves such a file, too. What falls into a dropped class is "rejected"; --apply brings model, predictions,
+metrics, report, card and exports in line.
 """)  # fmt: skip
 EXPORT = Command("export", {
     "RUN": Argument("The run directory, or a copy of its model/ folder."),
@@ -187,8 +194,7 @@ def export(argv: Sequence[str]) -> int:
     model = load_classifier(folder)
     data, name = export(model, own.format), model_folder(folder) + FORMATS[own.format]
     if own.output:
-        parent, name = os.path.split(os.path.expanduser(own.output))
-        folder = Storage(parent or ".")
+        folder, name = _place(own.output)
     folder.write(name, data)
     checked, side, num = "checked against the model", model.size, len(model.classes)
     if own.format == "onnx" and not can_check_onnx():
@@ -289,77 +295,68 @@ def classes(argv: Sequence[str]) -> int:
     """Write ``RUN/classes.yaml``, check it, or apply it."""
     own = parse(argv, CLASSES).own
     from pipelines.console import say
+    from pipelines.jobs import apply_classes
     from uno.data.files import Storage
-    from uno.results.classes import YAML_FILE, read_edits, template, with_names
+    from uno.results.classes import YAML_FILE, fates, read_edits, template, with_names
     from uno.results.infer import load_classifier
     from uno.runs import lock
 
     storage = Storage(own.run)
     model = load_classifier(storage)
     path = storage.path(YAML_FILE)
+    if own.file is not None and own.rename:
+        raise ConfigError("give either --file or --rename")
     if own.rename:
         fresh = not storage.exists(YAML_FILE)
         data = template(model.classes, model.model_hash, {}).encode() if fresh else storage.read(YAML_FILE)
         data = with_names(data, path, model.classes, model.model_hash, own.rename)
         edited = read_edits(data, path, model.classes, model.model_hash)
         with lock.claim(storage, on_wait=say) as claim:
+            apply_classes(claim, model, edited)
             claim.storage.write(YAML_FILE, data)
-            say(_apply(claim.storage, model, edited))
         return 0
-    if not storage.exists(YAML_FILE):
+    if own.file is None and not storage.exists(YAML_FILE):
         storage.write(YAML_FILE, template(model.classes, model.model_hash, _suggestions(model)).encode())
         say(f"{path} is written: edit it, then run uno classes {own.run} --apply")
         return 0
-    edited = read_edits(storage.read(YAML_FILE), path, model.classes, model.model_hash)
-    for c in edited:
-        if c.kind == "novel":
-            fate = "  dropped" if c.into is None else f"  merged into {edited[c.into].name}"
-            say(f"  {c.index:4}  {c.name}{fate if c.into != c.index else ''}")
+    folder, name = (storage, YAML_FILE) if own.file is None else _place(own.file)
+    data, path = folder.read(name), folder.path(name)
+    edited = read_edits(data, path, model.classes, model.model_hash)
+    for c, fate in fates(edited):
+        say(f"  {c.index:4}  {c.name}  {fate}".rstrip())
     if own.apply:
         with lock.claim(storage, on_wait=say) as claim:
-            say(_apply(claim.storage, model, edited))
+            apply_classes(claim, model, edited)
+            claim.storage.write(YAML_FILE, data)
     else:
-        say(f"{path} is valid; uno classes {own.run} --apply puts it into model and predictions")
+        say(f"{path} is valid; --apply puts it into the model and all that the run holds")
     return 0
 
 
-def _apply(storage: Storage, model: Classifier, edited: list[OutputClass]) -> str:
-    """Write ``classes.json`` and bring the predictions in line, or change nothing; returns what was done."""
-    from pipelines.inference import own_task, predict_run
-    from uno.results import predictions
-    from uno.results.classes import dump_classes, hashes
-    from uno.results.infer import model_folder
+def _place(path: str) -> tuple[Storage, str]:
+    """The folder and the name of a file."""
+    from uno.data.files import Storage
 
-    found = predictions.read_identity(storage)
-    same = {"model_hash": model.model_hash, "routes": hashes(edited)["routes"]}
-    same_rows = found is not None and same.items() <= found.items()
-    task = None if found is None or same_rows else own_task(model.config)  # before anything is written
-    name = f"{model_folder(storage)}classes.json"
-    storage.write(name, dump_classes(storage.read(name), edited))
-    if found is None:
-        return "applied to the model; the run has no predictions"
-    if task is None:
-        predictions.rename(storage, edited)
-        return "applied to model and predictions"
-    _, summary = predict_run(model.config, storage, task)
-    return f"applied to the model; {summary.rows:,} rows predicted again: {summary.path}"
+    parent, name = os.path.split(os.path.expanduser(path))
+    return Storage(parent or "."), name
 
 
 def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     """What the discovered classes look like; nothing where the run's data cannot be read any more."""
+    import torch
+
     from pipelines.console import say
-    from pipelines.inference import own_task, unlabeled_rows
-    from uno.results.classes import suggest
-    from uno.results.infer import decoder, sample_logits
+    from pipelines.inference import own_task
+    from uno.report.facts import look
+    from uno.results.classes import suggest, unedited
+    from uno.results.infer import decoder
 
     try:
         task = own_task(model.config)
-        sample = sample_logits(model, decoder(model, task.rows), unlabeled_rows(task))
-    except UnoError as error:
+        sample = look(task, replace(model, classes=unedited(model.classes)), decoder(model, task.rows))
+    except (UnoError, ValueError) as error:  # no image can be read
         say(f"warning: no suggestions, the run's data cannot be read: {error}")
         return {}
-    if sample is None:
-        return {}
-    known, novel, _, features, _ = sample[1]
-    assert novel is not None and features is not None
-    return suggest(known[0], novel[0, model.best_head], features[0], model.classes)
+    unlabeled = task.is_train[sample.index] & (task.labels[sample.index] < 0)
+    features, member = torch.from_numpy(sample.features), torch.from_numpy(sample.member(task))
+    return suggest(features, member, torch.from_numpy(unlabeled), model.classes)

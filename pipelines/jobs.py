@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from pipelines.console import Progress, on_stop, say
 from pipelines.features import feature_bytes, load_images, on_features
 from pipelines.forecast import forecast
-from pipelines.inference import predict_run
+from pipelines.inference import own_task, predict_run, unlabeled_rows
 from pipelines.options import Options
 from pipelines.ray_data import parquet_images
 from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
@@ -29,12 +31,21 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, decide_pile, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.encoder import require_encoder
-from uno.errors import ConfigError
+from uno.errors import ConfigError, Interrupted
 from uno.methods import registry
-from uno.report import REPORT, write_report
-from uno.results.evaluate import evaluate_run, format_table
-from uno.results.export import model_card
-from uno.results.infer import save_model
+from uno.report import REPORT, open_task, write_report
+from uno.results import predictions
+from uno.results.classes import OutputClass, dump_classes, hashes, is_measured, with_measured
+from uno.results.evaluate import evaluate_run, format_table, read_edits
+from uno.results.export import CARD_FILE, FORMATS, export, model_card
+from uno.results.infer import (
+    Classifier,
+    decoder,
+    load_classifier,
+    model_folder,
+    save_model,
+    with_alignment,
+)
 from uno.results.trust import verdict
 from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, faults, lock, run
 from uno.runs.checkpoint import checkpoint_steps
@@ -89,8 +100,8 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
             return 0
         trained = run.load_trained(config, claim.storage, task.num_known, task.num_novel)
         model = save_model(config, claim.storage, *trained, task.known)
-        facts = {"Data": f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"}
-        claim.storage.write("model/README.md", model_card(model, facts, values).encode())
+        data = f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"
+        _write_card(claim.storage, model, values, data)
         if report:
             say("predicting every row and writing the report")
             model, _ = predict_run(config, claim.storage, task, model)
@@ -106,15 +117,69 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
     """Evaluate the run in directory ``target`` again; ``given`` dotted keys say where that happens."""
     storage = Storage(target)
     stored = override(Config(), directory.read_config_tree(storage))
-    config = _with_full_paths(override(stored, {**given, "output": storage.uri}))
+    config = _with_full_paths(override(stored, {"compute.workers": 0, **given, "output": storage.uri}))
     require_encoder(config.model.encoder, storage.uri)
     task = prepare(config)
     directory.open_run(config, storage, task.rows.fingerprint)
     with lock.claim(storage, on_wait=say) as claim:
+        edits = read_edits(storage)
+        if edits is not None and edits.alignment is None:
+            model = load_classifier(storage)
+            with_alignment(model, claim.storage, decoder(model, task.rows), unlabeled_rows(task))
         values, _ = _execute(Job(config, task, (), True, claim))
         _write_results(claim.storage, values)
+        if storage.exists(f"model/{CARD_FILE}"):
+            _write_card(claim.storage, load_classifier(storage), values)
     _show(storage, values)
     return 0
+
+
+def apply_classes(claim: lock.Claim, model: Classifier, edited: list[OutputClass]) -> None:
+    """Make ``edited`` the classes of a run's ``model``, and bring what the run holds in line: predictions,
+    metrics, report, card, exports. Raises, before anything is written, where the data that takes is gone.
+    """
+    storage, folder = claim.storage, model_folder(claim.storage)
+    config = override(model.config, {"compute.workers": 0, "compute.device": "auto", "output": storage.uri})
+    values, found = directory.read_results(storage), predictions.read_identity(storage)
+    data = dump_classes(storage.read(f"{folder}classes.json"), edited)
+    same = {"model_hash": model.model_hash, "routes": hashes(edited)["routes"]}
+    predict = found is not None and not same.items() <= found.items()
+    trained = values is not None and checkpoint_steps(storage, DISCOVER)
+    measure, has_report = bool(trained) and not is_measured(data), storage.exists(REPORT)
+    task, done = None, ["the model"]
+    if predict or measure:
+        task = own_task(config)
+    elif has_report and (task := open_task(config, storage)[0]) is None:
+        say(f"warning: {REPORT} stays as it is: the run's data is gone or has changed")
+    storage.write(f"{folder}classes.json", data)
+    model = replace(model, classes=edited)
+    if task is not None:
+        model = with_alignment(model, storage, decoder(model, task.rows), unlabeled_rows(task))
+        measured, task = _execute(Job(config, task, (), measure, claim))
+        values = measured or values
+    if predict:
+        assert task is not None
+        model, summary = predict_run(config, storage, task, model)
+        say(f"{summary.rows:,} rows predicted again: {summary.path}")
+        done.append(predictions.FILE)
+    elif predictions.rename(storage, edited):
+        done.append(predictions.FILE)
+    if measure and values:
+        _write_results(storage, values)
+        done.append(RESULTS_FILE)
+    if storage.exists(folder + CARD_FILE):
+        _write_card(storage, model, values or {})
+    if task is not None and has_report:
+        write_report(config, storage, task, device=local_device(config), model=model)
+        done.append(REPORT)
+    for format in ("pt2", "onnx"):
+        if storage.exists(name := folder + FORMATS[format]):
+            try:
+                storage.write(name, export(model, format))
+                done.append(name)
+            except ConfigError as error:
+                say(f"warning: {name} has the classes of before: {error}")
+    say(f"applied to {', '.join(done)}")
 
 
 def _with_full_paths(config: Config) -> Config:
@@ -266,7 +331,13 @@ def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[st
     worker = LocalWorker(local_device(config), show)
     train: TrainData
     truth: Callable[[], Mapping[str, EvalData]]
-    with on_stop(lambda: setattr(worker, "stop_requested", True), STOPPING):
+
+    def stop() -> None:
+        if not job.phases:  # nothing is trained, so nothing waits for a step to end
+            raise Interrupted("stopped; nothing was changed")
+        worker.stop_requested = True
+
+    with on_stop(stop, STOPPING if job.phases else None):
         if config.data.ingest == "streaming":
             stream = streaming_set(config, task, storage)
             train, truth = stream, partial(streaming_eval_sets, config, task, stream.bad)
@@ -286,6 +357,17 @@ def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[st
 
 def _write_results(storage: Storage, values: dict[str, float]) -> None:
     storage.write(RESULTS_FILE, json.dumps(values, indent=1, sort_keys=True).encode())
+    if storage.exists("model/classes.json") and not is_measured(data := storage.read("model/classes.json")):
+        storage.write("model/classes.json", with_measured(data))
+
+
+def _write_card(storage: Storage, model: Classifier, values: Mapping[str, float], data: str = "") -> None:
+    """The model card; ``data`` is what it says of the run's rows, by default what it said before."""
+    name = model_folder(storage) + CARD_FILE
+    if not data and (before := re.search("^- Data: (.*)$", storage.read(name).decode(), re.M)):
+        data = before[1]
+    facts = {"Data": data} if data else {}
+    storage.write(name, model_card(model, facts, values).encode())
 
 
 def _show(storage: Storage, values: dict[str, float]) -> None:

@@ -180,7 +180,7 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
 def test_classes_named_in_one_step(run, capsys):
     uno("predict", run)
     uno("classes", run, "--rename", "5=nine", "novel-2=big cat")
-    assert "applied to model and predictions" in capsys.readouterr().out
+    assert "applied to the model, predictions.parquet" in capsys.readouterr().out
     assert {"nine", "big cat"} & set(table_of(run)["class_name"].to_pylist())
     names = [c.name for c in load_classifier(Storage(str(run))).classes]
     assert names[5:8] == ["nine", "big cat", "novel-3"]

@@ -18,6 +18,7 @@ from uno.report.checks import CHECKED, warnings
 from uno.report.facts import Cluster, Findings, Sample
 from uno.report.page import render, visible
 from uno.report.pictures import SHEET_COLUMNS, Album
+from uno.results.classes import REJECTED, fates
 from uno.results.infer import Classifier, decoder
 from uno.results.metrics import confusion, hungarian
 from uno.results.trust import verdict
@@ -35,7 +36,7 @@ def write_report(
     """
     found, notes = facts.read_facts(storage), [note] if note else []
     looked: dict[str, Any] = {"sample": None, "findings": None, "cards": [], "known_cards": []}
-    looked |= {"matrices": {}, "maps": [], "left_out": [], "data": {}}
+    looked |= {"rejected": None, "matrices": {}, "maps": [], "left_out": [], "data": {}}
     if task is not None:
         try:
             model = facts.open_model(config, storage, task, device) if model is None else model.to(device)
@@ -44,8 +45,7 @@ def write_report(
             notes.append(f"No predictions: {' '.join(str(error).split())[:300]}.")
             log.warning("report without predictions: %s", error)
         else:
-            album = Album(task.rows, sample, config.data.store_size, config.seed)
-            looked |= _looked(task, sample, facts.find(task, sample), album, config.seed)
+            looked |= _looked(task, sample, facts.find(task, sample), config.seed)
     metrics = found.metrics
     context = looked | {
         "config": config, "uri": storage.uri, "task": task, "notes": notes, "facts": found,
@@ -75,31 +75,41 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
     return None, "The data has changed since the run (its fingerprint differs), so nothing here shows images."
 
 
-def _looked(task: Task, sample: Sample, findings: Findings, album: Album, seed: int) -> dict[str, Any]:
+def _looked(task: Task, sample: Sample, findings: Findings, seed: int) -> dict[str, Any]:
     """What the page shows of a sample, and the ``data`` that its script reads."""
-    true_names, truth = [*task.known, *task.novel], findings.truth
+    true_names, truth, unlabeled = [*task.known, *task.novel], findings.truth, findings.unlabeled
+    labeled = task.labels[sample.index] >= 0
+    dropped = np.isin(sample.output, [c.index for c in sample.classes if c.into is None])
+    by_size = sorted(findings.clusters, key=lambda c: (-c.count, c.output))
+    rows_of = {c.output: unlabeled & (sample.output == c.output) for c in by_size}
+    if dropped.any():
+        rows_of[-1] = unlabeled & dropped
+    rows_of |= {k: ~labeled & (sample.output == k) for k in range(task.num_known)}
+    album = Album(task.rows, sample, list(map(np.flatnonzero, rows_of.values())))
 
     def card(output: int, cluster: Cluster | None = None) -> dict[str, Any]:
-        members, expected = np.flatnonzero(sample.output == output), output
+        members, expected = np.flatnonzero(rows_of[output]), output
         if cluster is not None:
-            members = members[findings.unlabeled[members]]
             expected = -1 if cluster.majority is None else true_names.index(cluster.majority[0])
-        off = members[(truth[members] >= 0) & (truth[members] != expected)]  # of another class than expected
+        off = members[(truth[members] >= 0) & (truth[members] != expected)] if expected >= 0 else members[:0]
+        examples = members if cluster else np.flatnonzero(task.labels[sample.index] == output)
         return {
             "output": output, "name": sample.names[output], "count": len(members), "cluster": cluster,
-            "strips": album.strips(members), "preview": cluster and album.preview(members),
-            "off": set(off.tolist()),
+            "gallery": album.gallery(members), "preview": album.preview(examples), "off": set(off.tolist()),
         }  # fmt: skip
 
-    by_size = sorted(findings.clusters, key=lambda c: (-c.count, c.output))
     matrices = _matrices(task, sample, truth)
     read = ("rows", "columns", "cells")
     data: dict[str, Any] = {"matrices": {key: {k: m[k] for k in read} for key, m in matrices.items()}}
+    shown = [(c.index, c.name, visible(c.name, 60), c.kind, c.into) for c in sample.classes]
+    if sample.model_hash:  # of a run that has ended
+        data["classes"] = {"model": sample.model_hash, "entries": shown}
     return {
         "sample": sample, "findings": findings, "true_names": true_names,
-        "cards": [card(cluster.output, cluster) for cluster in by_size],
-        "known_cards": [card(output) for output in range(task.num_known)],
-        "gallery_full": album.full, "side": album.side, "matrices": matrices, "data": data,
+        "cards": [card(c.output, c) for c in by_size],
+        "rejected": card(-1) | {"name": REJECTED} if -1 in rows_of else None,
+        "known_cards": [card(k) for k in range(task.num_known)], "album": album, "side": album.side,
+        "fates": fates(sample.classes), "matrices": matrices, "data": data,
         **_maps(task, sample, truth, album, seed, data),
     }  # fmt: skip
 
@@ -107,19 +117,22 @@ def _looked(task: Task, sample: Sample, findings: Findings, album: Album, seed: 
 def _matrices(task: Task, sample: Sample, all_truth: np.ndarray) -> dict[str, dict[str, Any]]:
     """Joint task-agnostic matrix and the task-aware one of novel rows, per split that has truth."""
     num_known, true_names, test = task.num_known, [*task.known, *task.novel], ~task.is_train[sample.index]
-    own = sample.novel[:, sample.best_head].argmax(axis=1)
+    (names, places), num_kept = sample.columns, len(sample.kept)
     drawn = {}
     for split, label, member in (("test", "Test images", test), ("train", "Training images", ~test)):
         truth = np.where(member, all_truth, -1)
-        counts = confusion(truth, sample.output, len(true_names), len(sample.names))
+        counts = confusion(truth, places[sample.output], len(true_names), len(names))
         weights = counts * (counts.sum() + 1)  # as metrics.task_agnostic_joint
         weights[:num_known] += counts[:num_known]
-        title, names = f"{label}, all classes (task-agnostic, joint matching)", (true_names, sample.names)
-        drawn[f"{split}-joint"] = charts.matrix(title, counts, names, hungarian(weights), num_known)
+        matching = hungarian(weights[:, :num_kept])  # nobody is right to be rejected
+        title = f"{label}, all classes (task-agnostic, joint matching)"
+        drawn[f"{split}-joint"] = charts.matrix(title, counts, (true_names, names), matching, num_known)
         if (truth >= num_known).any():
-            counts = confusion(np.maximum(truth - num_known, -1), own, len(task.novel), task.num_novel)
-            title, names = f"{label}, novel classes only (task-aware)", (task.novel, sample.names[num_known:])
-            drawn[f"{split}-novel"] = charts.matrix(title, counts, names, hungarian(counts))
+            own, num_novel = places[sample.own] - num_known, num_kept - num_known
+            of_novel = np.maximum(truth - num_known, -1)
+            counts = confusion(of_novel, own, len(task.novel), len(names) - num_known)
+            title, matching = f"{label}, novel classes only (task-aware)", hungarian(counts[:, :num_novel])
+            drawn[f"{split}-novel"] = charts.matrix(title, counts, (task.novel, names[num_known:]), matching)
     return {key: figure for key, figure in drawn.items() if figure is not None}
 
 
@@ -143,17 +156,17 @@ def _maps(
     left_out = [title for title, m in drawn.items() if m is None and len(points) >= charts.MIN_POINTS]
     if not maps:
         return {"left_out": left_out}
-    num_known, names, true_names = task.num_known, sample.names, [*task.known, *task.novel]
-    truth, output = all_truth[points], sample.output[points]
+    num_known, (names, places), true_names = task.num_known, sample.columns, [*task.known, *task.novel]
+    truth, output = all_truth[points], places[sample.output[points]]
     # Discovered classes count colours up, known ones down: few of both share none.
     known_colours = [charts.COLOURS - 1 - i % charts.COLOURS for i in range(num_known)]
     layers = {}
     if (all_truth >= num_known).any():
-        counts = confusion(all_truth, sample.output, len(true_names), len(names))
+        counts = confusion(all_truth, places[sample.output], len(true_names), len(names))
         matching = hungarian(counts[num_known:, num_known:])  # a class has the colour of its cluster
         colours = known_colours + [(m if m >= 0 else i) % charts.COLOURS for i, m in enumerate(matching)]
         layers["true"] = charts.map_groups(truth, true_names, num_known, colours, maps)
-    colours = known_colours + [i % charts.COLOURS for i in range(task.num_novel)]
+    colours = known_colours + [i % charts.COLOURS for i in range(len(names) - num_known)]
     layers["predicted"] = charts.map_groups(output, names, num_known, colours, maps)
     sheet, side = album.sheet(points)
     ids, known = task.rows.ids, np.where(truth >= 0, truth < num_known, output < num_known)

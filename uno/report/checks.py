@@ -6,11 +6,11 @@ import numpy as np
 
 from uno.config import Config
 from uno.report.facts import Facts, Findings, Sample
+from uno.results.classes import SIMILAR
 
 UNUSED = 0.02  # of an equal share: such a class is as good as empty
 UNEVEN = 3.0  # largest over smallest class; pseudo-labels are forced to be equally frequent
 MIN_ROWS = 20
-SIMILAR = 0.5  # cosine of prototypes; digits stay below .2
 LOW_AGREEMENT = 0.85
 LOW_CONFIDENCE = 0.5
 ABSORBED = 0.1
@@ -18,7 +18,7 @@ ABSORBED = 0.1
 CHECKED = (  # for the page
     f"collapse (classes that take less than {UNUSED:.0%} of an equal share), "
     f"imbalance (largest more than {UNEVEN:g} times the smallest), "
-    f"classes of fewer than {MIN_ROWS} images, prototypes with a cosine above {SIMILAR:g}, "
+    f"classes of fewer than {MIN_ROWS} images, classes more alike than {SIMILAR:g}, "
     f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, "
     f"median confidence below {LOW_CONFIDENCE:.0%}, "
     f"more than {ABSORBED:.0%} of the images of a novel pile taken for known classes, "
@@ -71,12 +71,13 @@ def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
 
 
 def _doubts(sample: Sample, findings: Findings, mixed: bool) -> Warnings:
-    pairs = np.triu(sample.similarity, k=1)
+    num_known = len(sample.classes) - len(sample.novel[0, 0])
+    pairs = np.triu(findings.likeness[num_known:, num_known:], k=1)
     if num := (pairs > SIMILAR).sum():
-        a, b = (findings.clusters[i].name for i in np.unravel_index(pairs.argmax(), pairs.shape))
+        a, b = (sample.names[num_known + i] for i in np.unravel_index(pairs.argmax(), pairs.shape))
         yield (
-            f"Look-alikes: {_count(num, 'pair', 'pairs')} of discovered classes with similar prototypes, "
-            f"most so “{a}” and “{b}” (cosine {pairs.max():.2f})",
+            f"Look-alikes: {_count(num, 'pair', 'pairs')} of discovered classes whose images are alike, "
+            f"most so “{a}” and “{b}” ({pairs.max():.2f})",
             "They may be one class: compare their galleries, then merge them (uno classes) or ask for fewer.",
         )
     if sample.num_heads > 1 and findings.mean_agreement < LOW_AGREEMENT:

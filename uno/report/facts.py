@@ -10,24 +10,25 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from uno.config import Config, flatten, to_dict
 from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
+from uno.data.rows import Featured
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
 from uno.presets import preset
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import duration
-from uno.results.classes import OutputClass
-from uno.results.infer import Classifier, Decode, align_heads, load_classifier, sample_logits
+from uno.results.classes import OutputClass, alike
+from uno.results.infer import Classifier, Decode, align_heads, load_classifier, outcomes, sample_logits
 from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, ESTIMATE_FILE, METRICS_FILE, RESULTS_FILE, run
 from uno.runs.journal import read_journal
 
 MAX_ROWS, MAX_ROWS_CPU, MAX_ROWS_CPU_LARGE = 20_000, 4_000, 1_500
-"""Rows looked at: on a GPU; on two CPU cores, about a minute with ResNet18 at 32 px; above 64 px."""
+"""Rows looked at: on a GPU, or with features at hand; on two CPU cores, about a minute with ResNet18 at 32
+px; above 64 px."""
 PHASES = (("rotation", "Rotation"), ("pretrain", "Pretraining"), ("discover", "Discovery"))
 
 Floats = NDArray[np.float32]
@@ -160,11 +161,12 @@ def command_line(config: Config) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """M rows, of a task's ``num_rows``, and what the model says of them.
+    """M rows, of a task's ``num_rows``, and what the model says of them; ``num_unreadable`` more were tried.
 
     ``index`` (M,); ``features`` (M,D); cosines ``known`` (M,C_l), ``novel`` (M,H,K), every head's clusters
-    in the order of the best head's, ``over`` (M,H,mK); ``votes`` (M,H): every head's output; ``confidence``
-    (M,) of the best head's; ``similarity`` (K,K): cosines of its prototypes; ``names`` of all outputs.
+    in the order of the best head's, ``over`` (M,H,mK); ``votes`` (M,H): every head's output, as in
+    predictions; ``own`` (M,): the best head's, were all rows novel; ``confidence`` (M,) of the best head's;
+    ``classes``: all outputs.
     """
 
     index: NDArray[np.int64]
@@ -173,16 +175,44 @@ class Sample:
     novel: Floats
     over: Floats | None
     votes: NDArray[np.int64]
+    own: NDArray[np.int64]
     confidence: Floats
-    similarity: Floats
     best_head: int
-    names: list[str]
+    classes: list[OutputClass]
+    model_hash: str
     num_rows: int
+    num_unreadable: int
+
+    @property
+    def names(self) -> list[str]:
+        """What predictions call each output."""
+        return [c.called[0] for c in self.classes]
+
+    @property
+    def kept(self) -> list[int]:
+        """Outputs that are neither merged into another nor dropped, known ones first."""
+        return [c.index for c in self.classes if c.into == c.index]
+
+    @property
+    def columns(self) -> tuple[list[str], NDArray[np.int64]]:
+        """Names of the kept outputs and, where something was dropped, of "rejected", last; which of them each
+        output is, -1 where it was merged.
+        """
+        dropped = [c.index for c in self.classes if c.into is None]
+        places = np.full(len(self.classes), -1, dtype=np.int64)
+        places[self.kept] = np.arange(len(self.kept))
+        places[dropped] = len(self.kept)
+        return [self.names[k] for k in [*self.kept, *dropped[:1]]], places
 
     @property
     def output(self) -> NDArray[np.int64]:
         """(M,) the best head's votes."""
         return self.votes[:, self.best_head]
+
+    def member(self, task: Task) -> NDArray[np.int64]:
+        """(M,) the class that a row is labeled with, else its output."""
+        labels = task.labels[self.index]
+        return np.where(labels >= 0, labels, self.output)
 
     @property
     def num_heads(self) -> int:
@@ -191,8 +221,8 @@ class Sample:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no row was left out."""
-        return len(self.index) == self.num_rows
+        """Whether no row was left out that can be read."""
+        return len(self.index) + self.num_unreadable == self.num_rows
 
 
 def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
@@ -212,8 +242,9 @@ def open_model(config: Config, storage: Storage, task: Task, device: torch.devic
         if [c.name for c in model.classes if c.kind == "known"] == task.known:
             return model
     module, best_head = run.load_trained(config, storage, task.num_known, task.num_novel)
-    names = [*task.known, *(f"novel-{i + 1}" for i in range(task.num_novel))]
-    classes = [OutputClass(i, name, "", i) for i, name in enumerate(names)]
+    named = [(name, "known") for name in task.known]
+    named += [(f"novel-{i + 1}", "novel") for i in range(task.num_novel)]
+    classes = [OutputClass(i, *what, i) for i, what in enumerate(named)]
     return Classifier(module.to(device), config, classes, best_head, None, "", torch.device(device))
 
 
@@ -222,33 +253,35 @@ def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = N
     image can be read. Clusters of heads are renumbered as in ``predictions.parquet``.
     """
     config, best, size = model.config, model.best_head, model.size
-    default = MAX_ROWS if model.device.type == "cuda" else MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
+    default = MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
+    if model.device.type == "cuda" or isinstance(task.rows.images, Featured):
+        default = MAX_ROWS
     rows = choose_rows(task, max_rows or default, config.seed)
-    found = sample_logits(model, decode, rows, len(rows))
-    if found is None:
+    sampled = sample_logits(model, decode, rows, len(rows))
+    if sampled is None:
         raise ValueError("no image of the data can be read")
-    index, logits = found
-    assert logits.novel is not None and logits.features is not None and model.module.novel is not None
+    index, logits = sampled
+    assert logits.novel is not None and logits.features is not None
     known, novel, alignment = logits.known[0], logits.novel[0], model.alignment
     if alignment is None:
         unlabeled = torch.from_numpy(task.is_train[index] & (task.labels[index] < 0))
         alignment = align_heads(novel[:, unlabeled], best)
+    found = outcomes(known, novel, config.objective.temperature, model.classes, alignment)  # (H, M, C)
+    own = task.num_known + found[best, :, task.num_known :].argmax(dim=1)
     novel = novel.gather(2, alignment.cpu()[:, None].expand(novel.shape))  # (H, M, K)
-    joint = torch.cat([known.expand(len(novel), *known.shape), novel], dim=2)
-    prototypes = F.normalize(model.module.novel.weight[best].detach().float().cpu(), dim=-1)
-    confidence = (joint[best] / config.objective.temperature).softmax(dim=1).amax(dim=1)
     over = None if logits.over is None else logits.over[0].transpose(0, 1).numpy()
     return Sample(
         index, logits.features[0].numpy(), known.numpy(), novel.transpose(0, 1).numpy(), over,
-        joint.argmax(dim=2).T.numpy(), confidence.numpy(), (prototypes @ prototypes.T).numpy(), best,
-        [c.name for c in model.classes], len(task.rows),
+        found.argmax(dim=2).T.numpy(), own.numpy(), found[best].amax(dim=1).numpy(), best, model.classes,
+        model.model_hash, len(task.rows), len(rows) - len(index),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
     """One output of the best head and the unlabeled training rows it takes: median ``confidence``, mean
-    ``agreement``, ``majority`` (true class, share), ``twin``: (output, cosine) of the most similar prototype.
+    ``agreement``, ``majority`` (true class, share), and the known and the discovered class that it is most
+    like, as (output, likeness).
     """
 
     output: int
@@ -257,8 +290,8 @@ class Cluster:
     confidence: float
     agreement: float
     majority: tuple[str, float] | None
-    closest_known: str | None
-    twin: tuple[int, float] | None
+    like_known: tuple[int, float] | None
+    like_novel: tuple[int, float] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +300,7 @@ class Findings:
 
     ``truth`` (M,): index into known + true novel names or -1; ``agreement`` (M,): share of heads that put a
     row into its class; ``pairs`` (H,H): share of rows that two heads put into the same; ``unsure``: below one
-    half; ``absorbed``: taken for known classes.
+    half; ``absorbed``: taken for known classes; ``likeness`` (C,C) of all outputs, as :func:`alike` has it.
     """
 
     truth: NDArray[np.int64]
@@ -280,6 +313,7 @@ class Findings:
     median_confidence: float
     unsure: float
     absorbed: float
+    likeness: NDArray[np.float32]
 
 
 def find(task: Task, sample: Sample) -> Findings:
@@ -288,24 +322,30 @@ def find(task: Task, sample: Sample) -> Findings:
     unlabeled = task.is_train[rows] & (task.labels[rows] < 0)
     truth, true_names = task.eval_labels[rows], [*task.known, *task.novel]
     agreement = (sample.votes == output[:, None]).mean(axis=1)
-    similarity = np.where(np.eye(task.num_novel), -np.inf, sample.similarity)
+    features, member = torch.from_numpy(sample.features), torch.from_numpy(sample.member(task))
+    likeness = alike(features, member, len(sample.classes)).numpy()
     clusters = []
-    for k, similar in enumerate(similarity, start=num_known):
+    for k in (k for k in sample.kept if k >= num_known):
         mine = unlabeled & (output == k)
         counts = np.bincount(truth[mine & (truth >= 0)], minlength=1)
         majority = (true_names[counts.argmax()], float(counts.max() / counts.sum())) if counts.any() else None
-        closest = sample.names[int(sample.known[mine].mean(axis=0).argmax())] if mine.any() else None
-        twin = (num_known + int(similar.argmax()), float(similar.max())) if len(similar) > 1 else None
+        like_known = _most_like(likeness[k, :num_known], 0)
+        like_novel = _most_like(likeness[k, num_known:], num_known)
         sure, agreed = _over(np.median, sample.confidence[mine]), _over(np.mean, agreement[mine])
         name, count = sample.names[k], int(mine.sum())
-        clusters.append(Cluster(k, name, count, sure, agreed, majority, closest, twin))
+        clusters.append(Cluster(k, name, count, sure, agreed, majority, like_known, like_novel))
     votes, confidence = sample.votes[unlabeled], sample.confidence[unlabeled]
     pairs = (votes[:, :, None] == votes[:, None, :]).sum(axis=0) / max(1, len(votes))
     return Findings(
         truth, unlabeled, agreement, pairs, clusters, len(votes), _over(np.mean, agreement[unlabeled]),
         _over(np.median, confidence), _over(np.mean, confidence < 0.5),
-        _over(np.mean, output[unlabeled] < num_known),
+        _over(np.mean, output[unlabeled] < num_known), likeness,
     )  # fmt: skip
+
+
+def _most_like(likeness: NDArray[np.float32], start: int) -> tuple[int, float] | None:
+    best = int(likeness.argmax())
+    return (start + best, float(likeness[best])) if np.isfinite(likeness[best]) else None
 
 
 def _over(statistic: Callable[..., Any], values: NDArray[Any]) -> float:

@@ -1,59 +1,85 @@
-"""Thumbnails as data URIs: strips of a class's images and one sheet for the points of the maps."""
+"""Pictures as data URIs: a tile for every member of a class, and one sheet for the points of the maps."""
 
+import base64
+import os
+from collections.abc import Sequence
+from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image as Pillow
 
-from uno.data.decode import decode_many
-from uno.data.rows import Chosen, Rows
+from uno.data.decode import BadImage, ahead, decode, decode_many, read_header
+from uno.data.rows import Chosen, Decoded, Featured, Image, Images, Rows, base
 from uno.report.facts import Sample
-from uno.results.show import encode
+from uno.results.show import SMALL, encode
 
-BUDGET_BYTES = 2_800_000  # of all galleries; the page stays below 5 MB
+BUDGET_BYTES = 12_000_000  # of all tiles, as text in the page
 SHEET_BYTES = 700_000
-MAX_SIDE, SHEET_SIDE = 64, 24
+SIZES = ((240, 60), (200, 55), (160, 50), (120, 50), (120, 30))
+"""Side and WebP quality of tiles: the first whose tiles fit the budget; with the last, some are left out."""
+SHEET_SIDE, PREVIEW_SIDE = 24, 28
 SHEET_COLUMNS = 40
+NUM_PROBED = 24  # images that tell how large tiles will be
+NUM_FIRST, NUM_LAST = 12, 6  # tiles of a class that are shown before it is opened
 
 
-class Strip(NamedTuple):
-    """Images side by side: what they are, their positions in the sample, one data URI."""
+class Tile(NamedTuple):
+    """An image, its position in the sample."""
 
-    title: str
-    rows: list[int]
+    row: int
     uri: str
 
 
-class Album:
-    """Draws strips of ``sample``'s images until BUDGET_BYTES are spent and it is ``full``; many classes get
-    fewer, smaller and coarser pictures.
+class Gallery(NamedTuple):
+    """Tiles of a class's members, from the most to the least confident: the first and last few, and the rest;
+    how many are left out.
     """
 
-    def __init__(self, rows: Rows, sample: Sample, size: int, seed: int) -> None:
-        self._rows, self._sample = rows.images, sample
-        self._left, self._generator = BUDGET_BYTES, np.random.default_rng([seed, 7])
-        many = len(sample.names) > 24
-        self._num, self._quality = (8, 60) if many else (10, 80)
-        self.side, self.full = min(size, 32 if many else MAX_SIDE), False
+    first: list[Tile]
+    rest: list[Tile]
+    last: list[Tile]
+    left_out: int
 
-    def strips(self, members: NDArray[np.int64]) -> list[Strip]:
-        """Most confident, random and least confident of ``members``, positions in the sample; none twice."""
-        if self.full or not len(members):
-            return []
+
+class Album:
+    """Draws the members of classes, ``groups`` of positions in the sample: all of them while tiles fit the
+    budget, else as many of each class, evenly spaced in confidence. ``side``: of a tile.
+    """
+
+    def __init__(self, rows: Rows, sample: Sample, groups: Sequence[NDArray[np.int64]]) -> None:
+        self._images, self._sample = originals(rows.images, sample.index), sample
+        sizes, total = [len(group) for group in groups], sum(map(len, groups))
+        probe = np.concatenate([*groups, np.arange(0)])
+        probe = probe[np.arange(min(total, NUM_PROBED)) * total // max(1, min(total, NUM_PROBED))]
+        native = int(np.median([_side(self._images[i]) for i in probe.tolist()] or [1]))
+        fitting = [size for size in SIZES if size[0] <= native] or [(native, 85)]
+        for self.side, self._quality in fitting:
+            mean = np.mean([len(self._tile(i).uri) for i in probe.tolist()]) if total else 1
+            if mean * total <= BUDGET_BYTES:
+                break
+        self.most, num = _cap(sizes, int(BUDGET_BYTES / mean)), 0
+        for size in sizes:
+            num += min(size, self.most)
+        self.is_whole, self.num_bytes = num == total, int(mean * num)
+
+    def gallery(self, members: NDArray[np.int64]) -> Gallery:
+        """Tiles of ``members``."""
         ranked = self._ranked(members)
-        share = min(self._num, -(-len(ranked) // 3))
-        middle, low = ranked[share:-share], ranked[share:][-share:][::-1]
-        random = middle[np.sort(self._generator.permutation(len(middle))[: self._num])]
-        chosen = (("Most confident", ranked[:share]), ("Random", random), ("Least confident", low))
-        strips = [self._strip(title, rows, self.side) for title, rows in chosen if len(rows)]
-        self._left -= sum(len(strip.uri) for strip in strips)
-        self.full = self._left < 0
-        return strips
+        if len(ranked) > self.most:
+            ranked = ranked[np.linspace(0, len(ranked) - 1, self.most).round().astype(int)]
+        threads = os.cpu_count() or 1
+        tiles = list(ahead(self._tile, ranked.tolist(), threads, 2 * threads))
+        last = tiles[NUM_FIRST:][-NUM_LAST:]
+        rest = tiles[NUM_FIRST : len(tiles) - len(last)]
+        return Gallery(tiles[:NUM_FIRST], rest, last, len(members) - len(tiles))
 
-    def preview(self, members: NDArray[np.int64]) -> Strip | None:
-        """The few most confident of ``members``, small."""
+    def preview(self, members: NDArray[np.int64]) -> tuple[str, int]:
+        """One picture of the most confident of ``members``, side by side, and how many they are."""
         ranked = self._ranked(members)[:6]
-        return self._strip("Most confident", ranked, min(self.side, 28)) if len(members) else None
+        pixels = self._pixels(ranked, min(self.side, PREVIEW_SIDE))
+        return (encode(pixels, len(ranked), 80) if len(ranked) else ""), len(ranked)
 
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
         """One picture of all ``positions``, and its side; coarser until it fits :data:`SHEET_BYTES`."""
@@ -68,8 +94,41 @@ class Album:
     def _ranked(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
         return members[np.argsort(-self._sample.confidence[members], kind="stable")]
 
-    def _strip(self, title: str, rows: NDArray[np.int64], side: int) -> Strip:
-        return Strip(title, rows.tolist(), encode(self._pixels(rows, side), len(rows), self._quality))
-
     def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
-        return decode_many(Chosen(self._rows, self._sample.index[positions]), side)[0].numpy()
+        return decode_many(Chosen(self._images, positions), side)[0].numpy()
+
+    def _tile(self, position: int) -> Tile:
+        try:
+            pixels = decode(self._images[position], self.side).transpose(1, 2, 0)
+        except BadImage:
+            pixels = np.zeros((self.side, self.side, 3), np.uint8)
+        kind, buffer = ("png" if self.side <= SMALL else "webp"), BytesIO()
+        Pillow.fromarray(pixels).save(buffer, kind, quality=self._quality, method=2)
+        return Tile(position, f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}")
+
+
+def originals(images: Images, rows: NDArray[np.int64]) -> Images:
+    """The images ``rows`` int64 (n,), as large as the source has them."""
+    images, rows = base(images, rows)
+    while isinstance(images, Decoded | Featured):
+        images, rows = base(images.source, rows)
+    return Chosen(images, rows)
+
+
+def _side(image: Image) -> int:
+    """The shorter side in pixels."""
+    try:
+        return min(read_header(image)[1:])
+    except BadImage:  # gone since the model saw it
+        return SIZES[0][0]
+
+
+def _cap(sizes: Sequence[int], total: int) -> int:
+    """The most members of each group that may be shown, so that all groups' are at most ``total``."""
+    left, groups = total, sorted(sizes)
+    for i, size in enumerate(groups):
+        share = left // (len(groups) - i)
+        if size > share:
+            return max(1, share)
+        left -= size
+    return max(groups, default=0)

@@ -35,7 +35,7 @@ class Prediction:
 
     class_index: int | None
     class_name: str | None
-    kind: str | None  # known | novel
+    kind: str | None  # known | novel | rejected: it fell into a dropped class
     probability: float
     margin: float
     entropy: float
@@ -116,8 +116,9 @@ class Model:
 
     @property
     def _counts(self) -> str:
-        known, novel = ([c for c in self.classes if c.kind == kind] for kind in ("known", "novel"))
-        return f"{len(known)} known and {len(novel)} novel classes, images of {self.size} px"
+        kept = [c.kind for c in self.classes if c.into == c.index]
+        known, novel = kept.count("known"), kept.count("novel")
+        return f"{known} known and {novel} novel classes, images of {self.size} px"
 
     @cached_property
     def _members(self) -> dict[int, show.Members]:
@@ -171,11 +172,11 @@ class Model:
             return full
 
         index = column("class_index")
-        classes = [self.classes[i] if i >= 0 else None for i in index.tolist()]
+        called = [self.classes[i].called if i >= 0 else (None, None) for i in index.tolist()]
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return Predictions(
-            class_index=index, class_name=[c and c.name for c in classes], reason=reasons,
-            kind=[c and c.kind for c in classes], **{name: column(name) for name in NUMBERS},
+            class_index=index, class_name=[name for name, _ in called], reason=reasons,
+            kind=[kind for _, kind in called], **{name: column(name) for name in NUMBERS},
             probabilities=column("probabilities", len(self.classes)), embedding=column("features", width),
             path=[item if isinstance(item, str) else None for item in items], first=encoded[: show.MAX_ROWS],
         )  # fmt: skip

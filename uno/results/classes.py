@@ -1,8 +1,8 @@
 """What the outputs of a trained model are called, and what becomes of the discovered ones.
 
 ``model/classes.json`` lists them; ``classes.yaml`` is where a person names, merges or drops discovered ones.
-A merged class adds its probability to the other's. That of a dropped class is handed to nobody: a row that
-looks like one keeps a low ``probability``, and can be told from a row of a real class.
+A merged class adds its probability to the other's. A dropped one keeps its own: a row that is most probably
+of it is rejected, with that probability, and no other row's class changes.
 """
 
 import difflib
@@ -24,11 +24,13 @@ from uno.errors import ConfigError, StorageError
 YAML_FILE = "classes.yaml"
 MAX_NAME_LENGTH = 300
 MERGE = "merge into "
+REJECTED = "rejected"  # name and kind, in predictions, of what falls into a dropped class
 NUM_NEAREST = 3
+SIMILAR = 0.5  # likeness of classes that may be one
 HEADER = """\
 # Names for the discovered classes. Edit this file, then run: uno classes RUN --apply
 # name:   what predictions call the class.
-# action: keep, drop (never predicted), or merge into NAME (a known class, or the name of another entry).
+# action: keep, drop (its images are "rejected"), or merge into NAME (a known class, or another entry's name).
 """
 
 
@@ -41,10 +43,15 @@ class OutputClass:
     kind: str  # known | novel
     into: int | None  # the class that gets its probability: itself, or what it was merged into; None: dropped
 
+    @property
+    def called(self) -> tuple[str, str]:
+        """Name and kind of the rows that fall into it."""
+        return (REJECTED, REJECTED) if self.into is None else (self.name, self.kind)
+
 
 class Suggestion(NamedTuple):
     """What a discovered class looks like, to somebody who has to name it: ``rows`` of ``total`` sampled
-    unlabeled rows were put into it; the most similar classes as (name, cosine), most similar first.
+    unlabeled rows were put into it; the most similar classes as (name, likeness), most similar first.
     """
 
     rows: int
@@ -80,46 +87,82 @@ def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
 
 
 def route(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
-    """(..., C) -> (..., C): merged classes added up, dropped ones zero, and missing from the sum of a row."""
-    if all(c.into == c.index for c in classes):
+    """(..., C) -> (..., C): merged classes added up; a dropped one stays an outcome of its own."""
+    into = [c.index if c.into is None else c.into for c in classes]
+    if into == [*range(len(classes))]:
         return probabilities
-    device = probabilities.device
-    kept = torch.tensor([c.index for c in classes if c.into is not None], device=device)
-    into = torch.tensor([c.into for c in classes if c.into is not None], device=device)
-    return torch.zeros_like(probabilities).index_add(-1, into, probabilities[..., kept])
+    targets = torch.tensor(into, device=probabilities.device)
+    return torch.zeros_like(probabilities).index_add(-1, targets, probabilities)
+
+
+def unedited(classes: Sequence[OutputClass]) -> list[OutputClass]:
+    """``classes`` as trained, none merged or dropped."""
+    return [replace(c, into=c.index) for c in classes]
+
+
+def fates(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
+    """Every discovered class and what becomes of it: "", "merged into cat" or "dropped"."""
+    found = []
+    for c in classes:
+        if c.kind == "novel":
+            merged = "dropped" if c.into is None else f"merged into {classes[c.into].name}"
+            found.append((c, "" if c.into == c.index else merged))
+    return found
 
 
 def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
     """What identifies the "names" of classes, and the "routes": what is merged and dropped."""
-    values = {"names": [c.name for c in classes], "routes": [c.into for c in classes]}
+    routes = ["rejected" if c.into is None else c.into for c in classes]
+    values = {"names": [c.name for c in classes], "routes": routes}
     return {key: hashlib.sha256(json.dumps(v).encode()).hexdigest()[:12] for key, v in values.items()}
 
 
-def suggest(
-    known: Tensor, novel: Tensor, features: Tensor, classes: Sequence[OutputClass]
-) -> dict[int, Suggestion]:
-    """What is similar to every discovered class, by N unlabeled rows: known classes by the mean cosine of its
-    rows with them, ``known`` (N, C_l), discovered ones by the cosine of their mean ``features`` (N, D).
-    ``novel`` (N, K) are cosines of the best head.
-    """
-    num_known, predicted = known.shape[1], torch.cat([known, novel], dim=-1).argmax(dim=-1)
-    members = F.one_hot(predicted, len(classes))[:, num_known:].float()  # (N, C_u)
-    counts, names = members.sum(dim=0), [c.name for c in classes]
-    to_known = members.T @ known.float() / counts.clamp(min=1)[:, None]  # (C_u, C_l)
-    means = F.normalize(members.T @ F.normalize(features.float(), dim=-1), dim=-1)
-    to_novel = (means @ means.T).fill_diagonal_(-torch.inf)
-    for cosines in (to_known, to_novel, to_novel.T):
-        cosines[counts == 0] = -torch.inf
+def is_measured(data: bytes) -> bool:
+    """Whether a run's metrics are of the classes as ``data``, its ``classes.json``, routes them."""
+    classes = parse_classes(data)
+    at_first = hashes(unedited(classes))["routes"]
+    return json.loads(data).get("measured", at_first) == hashes(classes)["routes"]
 
-    def nearest(cosines: Tensor, names: Sequence[str]) -> tuple[tuple[str, float], ...]:
+
+def with_measured(data: bytes) -> bytes:
+    """``data``, which notes that the metrics have just been computed."""
+    return json.dumps(
+        json.loads(data) | {"measured": hashes(parse_classes(data))["routes"]}, indent=1
+    ).encode()
+
+
+def alike(features: Tensor, member: Tensor, num_classes: int) -> Tensor:
+    """How alike classes are, (C, C), by ``features`` (N, D) of rows that ``member`` int64 (N,) puts into
+    them: cosines of their mean directions as seen from the middle of all classes. 1: the same; 0 or less: no
+    more alike than any two; -inf: itself, or a class without rows.
+    """
+    groups = F.one_hot(member, num_classes).float()  # (N, C)
+    used = groups.any(dim=0)
+    means = F.normalize(groups.T @ F.normalize(features.float(), dim=-1), dim=-1)
+    centred = F.normalize(means - means[used].mean(dim=0), dim=-1)
+    cosines = (centred @ centred.T).fill_diagonal_(-torch.inf)
+    return cosines.where(used[:, None] & used, -torch.inf)
+
+
+def suggest(
+    features: Tensor, member: Tensor, unlabeled: Tensor, classes: Sequence[OutputClass]
+) -> dict[int, Suggestion]:
+    """What is similar to every discovered class, by :func:`alike` over N rows, labeled ones too;
+    ``unlabeled`` bool (N,) are counted.
+    """
+    counts = F.one_hot(member[unlabeled], len(classes)).sum(dim=0).tolist()
+    num_known, total = sum(c.kind == "known" for c in classes), int(unlabeled.sum())
+
+    def nearest(cosines: Tensor, some: Sequence[OutputClass]) -> tuple[tuple[str, float], ...]:
         values, order = cosines.sort(descending=True, stable=True)
         pairs = zip(order.tolist(), values.tolist(), strict=True)
-        return tuple((names[i], value) for i, value in pairs if value > -torch.inf)[:NUM_NEAREST]
+        return tuple((some[i].name, value) for i, value in pairs if value > -torch.inf)[:NUM_NEAREST]
 
     found = {}
-    for i, rows in enumerate(counts.int().tolist()):
-        similar = nearest(to_known[i], names), nearest(to_novel[i], names[num_known:])
-        found[num_known + i] = Suggestion(rows, len(predicted), *similar)
+    for i, cosines in enumerate(alike(features, member, len(classes))[num_known:], start=num_known):
+        known, novel = cosines[:num_known], cosines[num_known:]
+        similar = nearest(known, classes[:num_known]), nearest(novel, classes[num_known:])
+        found[i] = Suggestion(counts[i], total, *similar)
     return found
 
 
@@ -234,6 +277,8 @@ def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]
     wanted = re.sub(r"\A\s*merge\s+into\s+", MERGE, str(action)).strip()
     if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
         raise ConfigError(f"{where}: action must be keep, drop or merge into NAME, got {action!r}")
+    if name == REJECTED and wanted != "drop":
+        raise ConfigError(f"{where}: {name!r} is what the images of dropped classes are called")
     return index, name, wanted
 
 

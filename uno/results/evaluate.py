@@ -5,12 +5,14 @@ Beside it the k-means baseline: what the representation gives away without disco
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from scipy.linalg import block_diag
 from torch import Tensor
 
 from uno import collectives
@@ -20,11 +22,14 @@ from uno.data.stream import EvalData, TrainData
 from uno.initial import clusters_of
 from uno.model import UnoModel, build_model, features_of, forward
 from uno.results import metrics
+from uno.results.classes import OutputClass, parse_classes
+from uno.results.infer import outcomes
 from uno.results.trust import trust_metrics
 from uno.runs.run import load_trained, load_weights_
 from uno.train import Worker
 
 PROTOCOLS = ("task_aware", "task_agnostic_official", "task_agnostic_joint", "task_agnostic_strict")
+CLASSES_FILE = "model/classes.json"
 MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
 BASELINES = {
     "baseline/kmeans/novel/acc": "k-means on frozen features",
@@ -49,17 +54,17 @@ def evaluate_run(
     that truth indexes.
     """
     model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
-    model = model.to(worker.device)
+    model, edits = model.to(worker.device), read_edits(storage)
     values: dict[str, float] = {}
     mixed = config.data.pile == "mixed"
     for split, rows in sets.items():
         kinds = [rows.where(rows.unlabeled), rows.where(~rows.unlabeled)] if mixed else [rows]
         share = config.train.eval_batch_size, worker.rank, worker.world_size
-        counts = [count(model, config, kind.batches(*share), num_true) for kind in kinds]
+        counts = [count(model, config, kind.batches(*share), num_true, edits) for kind in kinds]
         total = [torch.stack(parts).sum(dim=0) for parts in zip(*counts, strict=True)]
-        values |= protocol_metrics(Confusions(*total), best_head, split)
+        values |= protocol_metrics(Confusions(*total), best_head, split, edits)
         if mixed:
-            values |= gcd_metrics(counts[0].joint, train.num_known, best_head, split)
+            values |= gcd_metrics(counts[0].joint, train.num_known, best_head, split, edits)
     train.sync()
     if worker.rank == 0:
         novel = sets["train"].where(sets["train"].truth >= train.num_known)
@@ -71,10 +76,38 @@ def evaluate_run(
     return values
 
 
+class Edits(NamedTuple):
+    """What was merged and dropped, and which clusters of the heads correspond (H, K)."""
+
+    classes: list[OutputClass]
+    alignment: Tensor | None
+
+    @property
+    def dropped(self) -> list[int]:
+        """Outputs whose rows are rejected."""
+        return [c.index for c in self.classes if c.into is None]
+
+    @property
+    def num_novel(self) -> int:
+        """Discovered classes that are left."""
+        return sum(c.kind == "novel" and c.into == c.index for c in self.classes)
+
+
+def read_edits(storage: Storage) -> Edits | None:
+    """The edits of a run's model; None where there is none yet, or nothing was merged or dropped."""
+    if not storage.exists(CLASSES_FILE):
+        return None
+    data = storage.read(CLASSES_FILE)
+    classes, alignment = parse_classes(data), json.loads(data).get("alignment")
+    if all(c.into == c.index for c in classes):
+        return None
+    return Edits(classes, None if alignment is None else torch.tensor(alignment))
+
+
 class Confusions(NamedTuple):
     """Int64 counts (rows: true class, columns: output); additive over batches and workers."""
 
-    known: Tensor  # (C_l, C_l) known rows over the known outputs
+    known: Tensor  # (H, C_l, C_l) known rows over the known outputs; the same of all heads, but for merges
     novel: Tensor  # (H, C_u, K) novel rows over the head's own outputs
     joint: Tensor  # (H, C_l + C_u, C_l + K) all rows over both, known first
 
@@ -84,21 +117,21 @@ class Confusions(NamedTuple):
         device: torch.device | str = "cpu",
     ) -> Confusions:  # fmt: skip
         """``num_true_novel`` C_u is 0 where nobody knows them."""
-        known, joint = (num_known, num_known), (num_known + num_true_novel, num_known + num_clusters)
-        shapes = (known, (num_heads, num_true_novel, num_clusters), (num_heads, *joint))
-        return cls(*(torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes))
+        all_true, all_outputs = num_known + num_true_novel, num_known + num_clusters
+        shapes = ((num_known, num_known), (num_true_novel, num_clusters), (all_true, all_outputs))
+        return cls(*(torch.zeros(num_heads, *s, dtype=torch.int64, device=device) for s in shapes))
 
     def add_(self, known: Tensor, novel: Tensor, truth: Tensor) -> None:
-        """Count a batch in place, without waiting for the device: ``known`` (B, C_l) and ``novel`` (H, B, K)
-        logits on one scale, ``truth`` (B,) int64 in [0, C_l + C_u), or -1: not counted.
+        """Count a batch in place, without waiting for the device: ``known`` (B, C_l), or (H, B, C_l), and
+        ``novel`` (H, B, K) on one scale, ``truth`` (B,) int64 in [0, C_l + C_u), or -1: not counted.
         """
-        num_known = len(self.known)
+        num_known = self.known.shape[-1]
         known_best, known_output = known.max(dim=-1)  # (B,)
         novel_best, novel_output = novel.max(dim=-1)  # (H, B)
         # argmax over [known, novel] without building it; a tie goes to the known output
         output = torch.where(novel_best > known_best, num_known + novel_output, known_output)
         is_novel = truth >= num_known
-        _add_(self.known[None], truth, known_output[None], (truth >= 0) & ~is_novel)
+        _add_(self.known, truth, known_output.expand(novel_output.shape), (truth >= 0) & ~is_novel)
         _add_(self.novel, truth - num_known, novel_output, is_novel)
         _add_(self.joint, truth, output, truth >= 0)
 
@@ -113,32 +146,44 @@ def _add_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> Non
 
 
 def count(
-    model: UnoModel, config: Config, batches: Iterable[tuple[Tensor, Tensor]], num_true: int
-) -> Confusions:
+    model: UnoModel, config: Config, batches: Iterable[tuple[Tensor, Tensor]], num_true: int,
+    edits: Edits | None = None,
+) -> Confusions:  # fmt: skip
     """The counts of all workers, each of which brings its own ``batches``, however many: images uint8
-    (b, 3, S, S) and truth (b,) in [0, ``num_true``) or -1. ``model`` in eval mode, not its DDP wrapper.
+    (b, 3, S, S) and truth (b,) in [0, ``num_true``) or -1. ``model`` in eval mode, not its DDP wrapper. With
+    ``edits`` outputs are those of the predictions.
     """
     device, num_novel = model.known.weight.device, num_true - model.num_known
     counts = Confusions.zeros(model.num_heads, model.num_known, num_novel, model.num_novel, device)
     for images, truth in batches:
         logits = forward(model, images, config)
         assert logits.novel is not None
-        counts.add_(logits.known[0], logits.novel[0], truth.to(device, non_blocking=True))
+        known, novel = logits.known[0], logits.novel[0]
+        if edits is not None:
+            found = outcomes(known, novel, config.objective.temperature, *edits)  # (H, b, C)
+            known, novel = found[..., : model.num_known], found[..., model.num_known :]
+        counts.add_(known, novel, truth.to(device, non_blocking=True))
     return Confusions(*map(collectives.sum_, counts))
 
 
-def protocol_metrics(confusions: Confusions, best_head: int, split: str) -> dict[str, float]:
+def protocol_metrics(
+    confusions: Confusions, best_head: int, split: str, edits: Edits | None = None
+) -> dict[str, float]:
     """Every metric of one split as flat paths, fractions 0-1 (ARI may be negative).
 
     `{split}/{known|novel|all}/{protocol of PROTOCOLS}/{acc|nmi|ari|purity}/{avg|best}`, of known and all rows
     `acc` only, and `{split}/novel/task_aware/chance/acc`, that of random predictions; absent where no row has
     truth. ``confusions``: summed over workers; ``best_head``: by TRAINING cluster loss, never by accuracy.
+    Rows that ``edits`` reject are wrong, and left out of NMI and ARI; `{split}/{known|novel}/rejected` is
+    their share under the best head.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
+    num_known, dropped = known.shape[-1], edits.dropped if edits else []
     agnostic = (metrics.task_agnostic_official, metrics.task_agnostic_joint, metrics.task_agnostic_strict)
-    heads = {"task_aware": [metrics.task_aware(known, head) for head in novel]}
+    aware = [block_diag(*blocks) for blocks in zip(known, novel, strict=True)]
+    heads = {"task_aware": [metrics.with_rejected(_task_aware, head, num_known, dropped) for head in aware]}
     for name, protocol in zip(PROTOCOLS[1:], agnostic, strict=True):
-        heads[name] = [protocol(head, len(known)) for head in joint]
+        heads[name] = [metrics.with_rejected(protocol, head, num_known, dropped) for head in joint]
     result: dict[str, float] = {}
     for name, per_head in heads.items():
         for key, best in per_head[best_head].items():
@@ -146,16 +191,28 @@ def protocol_metrics(confusions: Confusions, best_head: int, split: str) -> dict
             path = f"{split}/{rows}/{name}/{metric}"
             result |= {f"{path}/avg": float(np.mean([head[key] for head in per_head])), f"{path}/best": best}
     if novel.any():
-        chance = metrics.chance_accuracy(novel[0].sum(axis=1), novel.shape[2])
+        num_clusters = novel.shape[2] if edits is None else edits.num_novel
+        chance = metrics.chance_accuracy(novel[0].sum(axis=1), num_clusters)
         result[f"{split}/novel/task_aware/chance/acc"] = chance
+    of_best = joint[best_head]
+    for name, counts in (("known", of_best[:num_known]), ("novel", of_best[num_known:])):
+        if dropped and counts.any():
+            result[f"{split}/{name}/rejected"] = float(counts[:, dropped].sum() / counts.sum())
     return result
 
 
-def gcd_metrics(joint: Tensor, num_known: int, best_head: int, split: str) -> dict[str, float]:
+def _task_aware(joint: metrics.Counts, num_known: int) -> dict[str, float]:
+    return metrics.task_aware(joint[:num_known, :num_known], joint[num_known:, num_known:])
+
+
+def gcd_metrics(
+    joint: Tensor, num_known: int, best_head: int, split: str, edits: Edits | None = None
+) -> dict[str, float]:
     """`{split}/unlabeled/gcd/{all|old|new}/{avg|best}` of a mixed pile; {} where no row has truth. ``joint``
     (H, C_l + C_u, C_l + K): the unlabeled rows of :class:`Confusions`.
     """
-    heads = [metrics.generalized(head, num_known) for head in joint.cpu().numpy()]
+    dropped = [] if edits is None else edits.dropped
+    heads = [metrics.generalized(head, num_known, dropped) for head in joint.cpu().numpy()]
     result: dict[str, float] = {}
     for name, best in heads[best_head].items():
         path = f"{split}/unlabeled/gcd/{name}"

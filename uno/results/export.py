@@ -6,7 +6,7 @@ Nothing is handed out unchecked: every format is loaded again and compared with 
 import io
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,13 +22,14 @@ from uno.errors import ConfigError, NumericsError
 from uno.methods import METHODS
 from uno.methods.registry import build_network
 from uno.model import UnoModel
-from uno.results.classes import route
+from uno.results.classes import OutputClass, dump_classes, fates, route
 from uno.results.infer import Classifier
 from uno.results.trust import verdict
 from uno.weights import PRETRAINED, describe_encoder
 
 FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
 """Formats and the names of their files in ``model/``."""
+CARD_FILE = "README.md"
 TOLERANCE = {"encoder": 1e-6, "pt2": 1e-5, "onnx": 1e-4}  # of features; of probabilities
 CHECK_ROWS = (1, 3, 8)  # batch sizes of the check; the example that is traced has another
 
@@ -139,7 +140,7 @@ def _traced(model: Classifier) -> dict[str, Any]:
 
 
 def _facts(model: Classifier) -> dict[str, str]:
-    classes = [{"index": c.index, "name": c.name, "kind": c.kind} for c in model.classes]
+    classes = json.loads(dump_classes(b"{}", model.classes))["classes"]
     return {"classes.json": json.dumps(classes), "model_hash": model.model_hash}
 
 
@@ -170,7 +171,7 @@ CARD = """\
 - Weights: {weights}.
 - Outputs: {module.num_known} known and {module.num_novel} discovered classes (`classes.json`); \
 cluster head {model.best_head} of {module.num_heads} predicts.
-- Method {config.method}: {what}.
+{edits}- Method {config.method}: {what}.
 - Preset {config.preset}, recipe {config.recipe}, seed {config.seed}; all settings: `config.yaml`.
 {facts}
 ## Measured
@@ -179,7 +180,7 @@ cluster head {model.best_head} of {module.num_heads} predicts.
 
 ## Limits
 
-- A discovered class is a cluster. Their number was given, their names are placeholders until
+- A discovered class is a cluster. Their number was given, names like `novel-1` are placeholders until
   `uno classes` gives them others, and nothing guarantees that a cluster is one class.
 - Every image gets one of these classes, also one of a class that was not in the data: look at
   `probability`, `margin` and `head_agreement`. Probabilities are not calibrated.
@@ -208,17 +209,24 @@ encoder.maxpool = torch.nn.Identity()
 
 
 def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """``model/README.md``; ``facts`` are more lines of it, ``metrics`` flat, whichever there are."""
+    """The card; ``facts`` are more lines of it, ``metrics`` flat, whichever there are."""
     config, net, data = model.config, model.config.model, model.config.data
     encoder, build = _rebuilt(net)
     mean, std = (", ".join(map("{:g}".format, numbers)) for numbers in (data.mean, data.std))
     return CARD.format(
         model=model, module=model.module, config=config, encoder=encoder, build=build, mean=mean, std=std,
-        data=data, weights=origin(net),
+        data=data, weights=origin(net), edits=_edits(model.classes),
         what=METHODS[config.method], size=model.size, num_outputs=len(model.classes),
         facts="".join(f"- {key}: {' '.join(str(value).split())}\n" for key, value in facts.items()),
         measured=_metrics_table(metrics), trust=f"{found}.\n\n" if (found := verdict(metrics)) else "",
     )  # fmt: skip
+
+
+def _edits(classes: Sequence[OutputClass]) -> str:
+    """A line of the card on what `uno classes` has made of the discovered classes; "" where nothing."""
+    said = [f"`{c.name}` {fate}" for c, fate in fates(classes) if fate]
+    said += ["what falls into a dropped one is `rejected`"] * any(c.into is None for c in classes)
+    return f"- Edited: {'; '.join(said)}.\n" if said else ""
 
 
 def _rebuilt(net: ModelConfig) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from uno.data.decode import MAX_BYTES, read_header
 from uno.data.files import Storage, read_bytes
 from uno.data.rows import Image, Rows, fetch
 from uno.errors import ConfigError, StorageError
+from uno.results.classes import REJECTED
 from uno.results.predictions import COLUMNS, read_columns, read_identity
 
 CSV_FILE = "predictions.csv"
@@ -29,18 +30,19 @@ def write_csv(storage: Storage) -> str:
 
 
 def sort_images(storage: Storage, rows: Rows, on_progress: Callable[[int, int], None]) -> str:
-    """Copy the images of ``rows`` to ``by_class/INDEX-NAME/`` as ``predictions.parquet`` has them; unreadable
-    ones are left out. Names keep letters, digits and ``.-_``. Returns the folder's path. The same again goes
-    on. ConfigError: the folder is another's, or of other predictions.
+    """Copy the images of ``rows`` to ``by_class/INDEX-NAME/``, rejected ones to ``by_class/rejected/``, as
+    ``predictions.parquet`` has them; unreadable ones are left out. Names keep letters, digits and ``.-_``.
+    Returns the folder's path. The same again goes on. ConfigError: the folder is another's, or of other
+    predictions.
     """
     identity = json.dumps(read_identity(storage), sort_keys=True).encode()
     if storage.exists(FOLDER) and not (storage.exists(MARK) and storage.read(MARK) == identity):
         advice = "move it away, or choose another --output"
         raise ConfigError(f"{storage.path(FOLDER)} is not of these predictions; {advice}")
     storage.write(MARK, identity)
-    table = read_columns(storage, ["class_index", "class_name"])
+    table = read_columns(storage, ["class_index", "class_name", "kind"])
     assert table is not None
-    names, used = table["class_name"].to_pylist(), set[str]()
+    names, kinds, used = table["class_name"].to_pylist(), table["kind"].to_pylist(), set[str]()
     index = table["class_index"].fill_null(-1).to_numpy()
     readable = np.flatnonzero(index >= 0)
     for start in range(0, len(readable), GROUP):
@@ -49,7 +51,8 @@ def sort_images(storage: Storage, rows: Rows, on_progress: Callable[[int, int], 
             data, suffix = _encoded(image)
             stem = _safe(rows.ids[row].rpartition("/")[2])
             stem = stem if "." in stem else stem + suffix
-            folder = f"{FOLDER}/{index[row]:03d}-{_safe(names[row])}"
+            place = REJECTED if kinds[row] == REJECTED else f"{index[row]:03d}-{_safe(names[row])}"
+            folder = f"{FOLDER}/{place}"
             name = f"{folder}/{stem}"
             if name.casefold() in used:
                 name = f"{folder}/{row}-{stem}"

@@ -42,10 +42,10 @@ Decode = Callable[[Iterable[np.ndarray]], Iterator[tuple[np.ndarray, Tensor, Seq
 class Scores(NamedTuple):
     """What the model says of B images. ``probabilities`` has one column for each of the C outputs."""
 
-    class_index: Tensor  # (B,) int64, the most probable class
+    class_index: Tensor  # (B,) int64, the most probable outcome: a class, or a dropped one
     probability: Tensor  # (B,) of that class
     margin: Tensor  # (B,) lead over the second class
-    entropy: Tensor  # (B,) nats, of all classes; a dropped class counts as an outcome
+    entropy: Tensor  # (B,) nats, of all outcomes
     head_agreement: Tensor  # (B,) share of heads with the same class; NaN where the heads are not aligned
     known_mass: Tensor  # (B,) probability that it is of a known class, whichever; novel is the rest
     probabilities: Tensor  # (B, C) float32
@@ -101,25 +101,32 @@ def score(
 ) -> Scores:
     """Cosines of B images under one view -> what ``best_head`` says, and how many heads say the same.
 
-    The probabilities are its softmax over [known, novel] outputs at the training temperature (Eq. 1), routed.
-    All heads vote, their clusters renumbered by ``alignment``: agreement is at least 1 / H.
+    All heads vote: agreement is at least 1 / H.
     """
     assert logits.novel is not None and logits.features is not None
-    known, novel = logits.known[0], logits.novel[0]  # (B, C_l), (H, B, K)
-    if alignment is not None:
-        novel = novel.gather(2, alignment.to(novel.device)[:, None].expand(novel.shape))
-    joint = torch.cat([known.expand(len(novel), *known.shape), novel], dim=-1) / temperature
-    heads = route(joint.softmax(dim=-1), classes)  # (H, B, C)
+    known = logits.known[0]  # (B, C_l)
+    heads = outcomes(known, logits.novel[0], temperature, classes, alignment)  # (H, B, C)
     votes = heads.argmax(dim=-1)  # (H, B)
     probabilities, class_index = heads[best_head], votes[best_head]
     first, second = probabilities.topk(2, dim=-1).values.unbind(dim=-1)
     entropy = torch.special.entr(probabilities).sum(dim=-1)
-    if any(c.into is None for c in classes):
-        entropy = entropy + torch.special.entr((1 - probabilities.sum(dim=-1)).clamp(min=0))
     agreement = (votes == class_index).float().mean(dim=0) if alignment is not None else first * torch.nan
     known_mass = probabilities[:, : known.shape[1]].sum(dim=-1)
     features = logits.features[0].float()
     return Scores(class_index, first, first - second, entropy, agreement, known_mass, probabilities, features)
+
+
+def outcomes(
+    known: Tensor, novel: Tensor, temperature: float, classes: Sequence[OutputClass], alignment: Tensor | None
+) -> Tensor:
+    """Cosines ``known`` (B, C_l), ``novel`` (H, B, K) -> probabilities (H, B, C): of every head the softmax
+    over [known, novel] outputs at the training ``temperature`` (Eq. 1), its clusters renumbered by
+    ``alignment``, then merges.
+    """
+    if alignment is not None:
+        novel = novel.gather(2, alignment.to(novel.device)[:, None].expand(novel.shape))
+    joint = torch.cat([known.expand(len(novel), *known.shape), novel], dim=-1) / temperature
+    return route(joint.softmax(dim=-1), classes)
 
 
 def taken_for_novel(logits: Logits, best_head: int) -> Tensor:

@@ -8,6 +8,8 @@ Joint matrices of the task-agnostic protocols have C_l + C_u rows and C_l + K co
 may differ from C_u: the matching is rectangular, rows of a class or cluster without partner count as wrong.
 """
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
@@ -129,16 +131,41 @@ def task_agnostic_joint(joint: Counts, num_known: int) -> dict[str, float]:
     return _result(joint[:num_known], joint[num_known:], matched[:num_known].sum(), matched[num_known:].sum())
 
 
-def generalized(joint: Counts, num_known: int) -> dict[str, float]:
+def generalized(joint: Counts, num_known: int, dropped: Sequence[int] = ()) -> dict[str, float]:
     """`all`, `old` and `new`: accuracy on unlabeled rows of known and novel classes under one matching of all
-    classes to all outputs (generalized category discovery: Vaze et al., CVPR 2022).
+    classes to all outputs (generalized category discovery: Vaze et al., CVPR 2022), but ``dropped`` ones.
     """
-    found = task_agnostic_joint(joint, num_known)
+    found = with_rejected(task_agnostic_joint, joint, num_known, dropped)
     names = {"known/acc": "old", "novel/acc": "new", "all/acc": "all"}
     result = {name: found[key] for key, name in names.items() if key in found}
     if len(result) == 1:  # rows of one kind
         result["all"] = next(iter(result.values()))
     return result
+
+
+def with_rejected(
+    protocol: Callable[[Counts, int], dict[str, float]], joint: Counts, num_known: int, dropped: Sequence[int]
+) -> dict[str, float]:
+    """What a task-agnostic ``protocol`` says where rows in the columns ``dropped`` are rejected: accuracy and
+    purity count them as wrong, NMI and ARI leave them out.
+    """
+    result = protocol(joint, num_known)
+    if not dropped:
+        return result
+    given, num_old = joint.copy(), joint[:num_known].sum()
+    given[:, [*dropped]] = 0
+    found = dict.fromkeys(result, 0.0) | protocol(given, num_known)
+    for group, kept, total in (
+        ("known", given[:num_known].sum(), num_old),
+        ("novel", given[num_known:].sum(), joint.sum() - num_old),
+    ):
+        for key in (f"{group}/acc", f"{group}/purity"):
+            if key in found:
+                found[key] *= float(kept / total)
+    if "all/acc" in found:
+        right = found["known/acc"] * num_old + found["novel/acc"] * (joint.sum() - num_old)
+        found["all/acc"] = float(right / joint.sum())
+    return found
 
 
 def task_agnostic_strict(joint: Counts, num_known: int) -> dict[str, float]:

@@ -36,7 +36,7 @@ COLUMNS = {
     "uri": pa.string(),  # path of the image; null where it is inside a table
     "class_index": pa.int32(),  # null, as all results, where status is bad
     "class_name": pa.string(),
-    "kind": pa.string(),  # known | novel
+    "kind": pa.string(),  # known | novel | rejected: fell into a dropped class
     **dict.fromkeys(NUMBERS, pa.float32()),
     "status": pa.string(),  # ok | bad
     "reason": pa.string(),  # why it is bad
@@ -193,8 +193,8 @@ class PredictionWriter:
             **{name: table[name] for name in table.column_names},
             "id": pa.array([self.rows.ids[row] for row in rows], pa.string()),
             "uri": pa.array(uris, pa.string()),
-            "class_name": pa.array([c.name for c in self._classes], pa.string()).take(index),
-            "kind": pa.array([c.kind for c in self._classes], pa.string()).take(index),
+            "class_name": _names(self._classes).take(index),
+            "kind": pa.array([c.called[1] for c in self._classes], pa.string()).take(index),
             "status": pa.compute.if_else(pa.compute.is_valid(table["reason"]), "bad", "ok"),
             "model_hash": pa.array([self.identity["model_hash"]] * len(table), pa.string()),
         }
@@ -222,13 +222,17 @@ def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
     found = read_identity(storage)
     if found is None or found["routes"] != hashes(classes)["routes"]:
         return False
-    names = pa.array([c.name for c in classes], pa.string())
+    names = _names(classes)
     with _reading(storage) as file:
         column = file.schema_arrow.get_field_index("class_name")
         groups = (file.read_row_group(group) for group in range(file.num_row_groups))
         renamed = (g.set_column(column, "class_name", names.take(g["class_index"])) for g in groups)
         _write(storage, file.schema_arrow, found | hashes(classes), renamed)
     return True
+
+
+def _names(classes: Sequence[OutputClass]) -> pa.Array:
+    return pa.array([c.called[0] for c in classes], pa.string())
 
 
 def _write(storage: Storage, schema: pa.Schema, identity: dict[str, Any], tables: Iterator[pa.Table]) -> None:

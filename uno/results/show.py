@@ -24,7 +24,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import UnoError
 from uno.results import predictions
-from uno.results.classes import OutputClass
+from uno.results.classes import OutputClass, fates
 
 MAX_BYTES = 300_000
 NUM_PICTURES = 5  # of a class
@@ -100,10 +100,10 @@ def model_html(
     some = classes[:MAX_CLASSES]
     strips = _strips([found[c.index].images if c.index in found else [] for c in some], side)
     rows = []
+    fate_of = {c.index: fate for c, fate in fates(classes)}
     for c, picture in zip(some, strips, strict=True):
-        fate = "dropped" if c.into is None else f"merged into {classes[c.into].name}" * (c.into != c.index)
         number = f"{found[c.index].rows:,}" if c.index in found else "0" if found else "–"  # noqa: RUF001
-        rows.append([picture, f"<b>{_text(c.name)}</b>", c.kind, number, _text(fate)])
+        rows.append([picture, f"<b>{_text(c.name)}</b>", c.kind, number, _text(fate_of.get(c.index, ""))])
     more = len(classes) - len(some)
     end = f"{more} more classes" if more else ""
     return _page(title, facts, ["", "class", "kind", "rows", ""], rows, end)

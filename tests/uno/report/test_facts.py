@@ -13,11 +13,13 @@ from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.uno.report.runs import hostile_task, small_config, write_run
 from uno.config import flatten, override, to_dict
+from uno.data.rows import Chosen, Decoded, Featured
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.presets import preset
 from uno.report import charts, checks, facts, page, pictures
 from uno.report.facts import Facts, Sample, choose_rows, find, look, open_model
+from uno.results.classes import OutputClass
 from uno.results.infer import decoder, load_classifier, save_model, score_rows, with_alignment
 
 
@@ -26,11 +28,16 @@ def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
     num, num_novel = len(task.rows), task.num_novel
     known = np.where(np.arange(task.num_known) == outputs[:, None], 0.9, -0.1).astype(np.float32)
     novel = np.where(np.arange(num_novel) == outputs[:, None] - task.num_known, 0.9, -0.1).astype(np.float32)
-    names, features = [*task.known, *(f"novel-{i + 1}" for i in range(num_novel))], np.arange(8.0 * num)
+    names = [*task.known, *(f"novel-{i + 1}" for i in range(num_novel))]
+    features = (
+        np.eye(len(names), dtype=np.float32)[outputs] + np.linspace(0, 0.1, num, dtype=np.float32)[:, None]
+    )
+    classes = [OutputClass(i, name, "", i) for i, name in enumerate(names)]
     return Sample(
-        np.arange(num), features.reshape(num, 8).astype(np.float32), known,
+        np.arange(num), features, known,
         novel[:, None].repeat(num_heads, axis=1), None, outputs[:, None].repeat(num_heads, axis=1),
-        np.full(num, 0.99, np.float32), np.eye(num_novel, dtype=np.float32), 0, names, num,
+        np.maximum(outputs, task.num_known), np.full(num, 0.99, np.float32),
+        0, classes, "", num, 0,
     )  # fmt: skip
 
 
@@ -93,7 +100,8 @@ def disagreeing(sample: Sample) -> Sample:
     (lambda s: replace(s, votes=s.votes * 0), "Collapse: 5 of 5 discovered classes"),
     (lambda s: moved(s, 9, 8, but=4), "Imbalance: “novel-4”"),
     (lambda s: moved(s, 7, 1), "of the unlabeled images are taken for known classes"),
-    (lambda s: replace(s, similarity=s.similarity + 0.9 * np.eye(5, k=2)), "Look-alikes: 3 pairs "),
+    (lambda s: replace(s, features=s.features + s.features[:, [0, 1, 2, 3, 4, 7, 6, 5, 8, 9]]),
+     "Look-alikes: 1 pair of discovered classes whose images are alike, most so “novel-1” and “novel-3” (1"),
     (disagreeing, "Heads disagree"),
     (lambda s: replace(s, confidence=s.confidence * 0.4), "Low confidence"),
 ])  # fmt: skip
@@ -180,17 +188,36 @@ def test_maps_repeat_keep_groups_apart_and_need_differences():
     assert charts.draw_map("t", "c", np.eye(4, dtype=np.float32), 0) is None  # too few
 
 
-def test_galleries():
+def test_galleries(monkeypatch):
     images = np.array([10, 20, 30], np.uint8)[:, None, None, None] + np.zeros((3, 3, 8, 8), np.uint8)
     data = pictures.encode(images, 2, 80).partition("base64,")[2]
     picture = np.asarray(Pillow.open(BytesIO(base64.b64decode(data))))
     assert picture.shape == (16, 16) and picture[0, 0] == 10 and picture[0, 8] == 20 and picture[8, 0] == 30
-    # strips show each image once
+    # every member is there once; where there is no room, as many of each class
     task = hostile_task(small_config(), rows_per_class=10)
-    album = pictures.Album(task.rows, sample_of(task, task.eval_labels), 8, seed=0)
-    strips = album.strips(np.arange(25))
-    rows = [row for strip in strips for row in strip.rows]
-    assert len(strips) == 3 and len(set(rows)) == len(rows)
-    assert [s.title for s in album.strips(np.arange(1))] == ["Most confident"]
-    album.full = True
-    assert album.strips(np.arange(5)) == []
+    sample = sample_of(task, task.eval_labels)
+    sample.confidence[:] = np.linspace(0, 1, len(sample.index))
+    groups = [np.arange(40), np.arange(40, 45), np.arange(0)]
+    album = pictures.Album(task.rows, sample, groups)
+    gallery = album.gallery(groups[0])
+    rows = [tile.row for part in gallery[:3] for tile in part]
+    assert rows == [*range(39, -1, -1)] and [len(part) for part in gallery[:3]] == [12, 22, 6]
+    assert album.is_whole and album.side == 8 and gallery.left_out == 0
+    seen = Pillow.open(BytesIO(base64.b64decode(gallery.first[0].uri.partition("base64,")[2])))
+    assert (np.asarray(seen) == task.rows.images[39]).all()
+    assert album.gallery(groups[2]) == ([], [], [], 0) and album.preview(groups[2]) == ("", 0)
+    monkeypatch.setattr(pictures, "BUDGET_BYTES", int(album.num_bytes * 20 / 45))
+    small = pictures.Album(task.rows, sample, groups)
+    gallery = small.gallery(groups[0])
+    rows = [tile.row for part in gallery[:3] for tile in part]
+    assert not small.is_whole and small.most == 15 and gallery.left_out == 25
+    assert rows[0] == 39 and rows[-1] == 0 and len(set(rows)) == 15
+    assert len(small.gallery(groups[1]).first) == 5
+
+
+def test_pictures_are_those_of_the_source(tmp_path):
+    """Kills: tiles of the pixels that a small run keeps, where the files hold more."""
+    large = np.random.default_rng(0).integers(0, 255, (2, 300, 200, 3), dtype=np.uint8)
+    kept = Decoded(Chosen(large, np.array([1, 0])), np.zeros((2, 3, 8, 8), np.uint8), [None, None])
+    images = pictures.originals(Featured(kept, np.zeros((2, 4)), [None, None]), np.array([1]))
+    assert len(images) == 1 and images[0].shape == (300, 200, 3) and (images[0] == large[0]).all()

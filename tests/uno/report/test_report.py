@@ -13,10 +13,12 @@ from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.report import charts, open_task, write_report
+from uno.report import charts, facts, open_task, pictures, write_report
 from uno.report.facts import Sample
 from uno.report.page import percent, visible
+from uno.results.classes import read_edits, with_names
 from uno.results.evaluate import PROTOCOLS
+from uno.results.infer import save_model
 
 CONFIG, TASK = small_config(), hostile_task(small_config())
 GROUPS = [f"{split}/{group}" for split in ("train", "test") for group in ("known", "novel", "all")]
@@ -129,20 +131,84 @@ def test_page_without_data_and_on_a_sample(tmp_path):
     assert len(page.data()["maps"]["ids"]) == 60
 
 
-def test_fifty_and_fifty_classes_stay_below_five_megabytes(tmp_path, monkeypatch):
+def test_a_page_of_many_pictures_stays_bounded(tmp_path, monkeypatch):
     """Noise compresses worst, and here every class has a full gallery."""
     monkeypatch.setattr(Sample, "output", property(lambda self: self.index % 100))
     monkeypatch.setattr(charts, "draw_map", lambda *_: None)
+    monkeypatch.setattr(pictures, "BUDGET_BYTES", 600_000)
     values = {"data.store_size": 32, "augment.large.size": 8, "data.known_classes": "first:50"}
-    config, num = small_config(**values), 3000
+    config, num = small_config(**values), 1000
     ids = [f"some/folder/with a long name/photo {i:06d}.png" for i in range(num)]
     images = np.random.default_rng(0).integers(0, 255, (num, 32, 32, 3), dtype=np.uint8)
     split = np.where(np.arange(num) % 500 < 100, "test", "train")
     task = make_task(Rows(ids, images, [f"class {i % 100}" for i in range(num)], split, "noise"), config.data)
     storage = write_run(tmp_path, config, task)
     page = written(storage, task, config=config)
-    assert len([a for _, a in page.tags if "tiles-of" in a.get("class", "")]) == 300
-    assert 2_000_000 < storage.size("report.html") < 5_000_000
+    tiles = [a["src"] for tag, a in page.tags if tag == "img" and a.get("loading")]
+    assert 400_000 < sum(map(len, tiles)) < 660_000 and storage.size("report.html") < 2_000_000
+    assert "members of a class, evenly spaced" in page.text and "0.6 MB of this file" in page.text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
+def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
+    """The script's own text, run on a document of a few objects. Kills: a name that breaks YAML, a target by
+    its old name, actions exchanged, a file that --apply refuses.
+    """
+    monkeypatch.setattr(charts, "draw_map", lambda *_: None)
+    storage = write_run(tmp_path, CONFIG, TASK)
+    trained = facts.open_model(CONFIG, storage, TASK, "cpu")
+    model = save_model(CONFIG, storage, trained.module, trained.best_head, TASK.known)
+    page = written(storage, TASK)
+    driver = """
+const fs = require("fs"), [script, data, edits] = JSON.parse(fs.readFileSync(0));
+const element = () => ({ listeners: {}, options: [], value: "", classList: { add() {}, toggle() {} },
+  addEventListener(name, f) { this.listeners[name] = f; }, setAttribute() {}, append() {}, click() {},
+  add(option) { this.options.push(option); } });
+const save = element(), status = element(), made = [];
+let saved = "";
+globalThis.Option = function (text, value) { this.textContent = text; this.value = value; };
+globalThis.Blob = function (parts) { saved = parts.join(""); };
+globalThis.URL = { createObjectURL: () => "" };
+globalThis.addEventListener = () => {};
+globalThis.location = { hash: "" };
+const bar = { classList: save.classList, querySelector: (what) => (what === "button" ? save : status) };
+const create = () => { made.push(element()); return made.at(-1); };
+globalThis.document = { documentElement: save, createElement: create,
+  getElementById: (id) => (id === "data" ? { textContent: data } : null), querySelectorAll: () => [],
+  querySelector: (what) => (what === ".save" ? bar : null), addEventListener() {} };
+eval(script);
+const said = [];
+edits.forEach(([place, value]) => {
+  const field = made[place]; field.value = value; field.listeners.input(); said.push(status.textContent);
+});
+if (!save.disabled) save.listeners.click();
+console.log(JSON.stringify([said, save.disabled, saved]));
+"""
+    hard = "é 😀: #\"'\\ - x"
+
+    def edited(*edits) -> tuple[list[str], bool, str]:
+        given = json.dumps([page.scripts[1], page.scripts[0], edits])
+        command = [shutil.which("node"), "-e", driver]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
+        assert not done.stderr, done.stderr
+        return json.loads(done.stdout)
+
+    # fields are name and action of each discovered class, by turns; indices 5 to 9
+    changes = (0, hard), (3, "5"), (5, "drop"), (7, "1")
+    (said, disabled, text) = edited(*changes)
+    assert not disabled and said[-1] == "4 classes are changed."
+    given = "classes.yaml", model.classes, model.model_hash
+    found = read_edits(text.encode(), *given)
+    assert [(c.name, c.into) for c in found[5:]] == [
+        (hard, 5), ("novel-2", 5), ("novel-3", None), ("novel-4", 1), ("novel-5", 9)
+    ]  # fmt: skip
+    assert read_edits(with_names(text.encode(), *given, ["6=six"]), *given)[6].name == "six"
+    for edits, says in (
+        ([(0, " ")], "needs a name"), ([(0, "novel-2")], "Two classes"), ([(0, "rejected")], "is what"),
+        ([(3, "5"), (1, "drop")], "itself merged or dropped"), ([(0, "x"), (0, "novel-1")], "Nothing"),
+    ):  # fmt: skip
+        (said, disabled, _) = edited(*edits)
+        assert disabled and says in said[-1], said
 
 
 def test_chromium_opens_it_without_a_word(hostile, tmp_path):

@@ -93,6 +93,7 @@ def test_a_second_edit_can_take_the_first_one_back():
     (edits({"index": 3, "action": "merge into novel-2"}, {"index": 4, "action": "drop"}), "is dropped"),
     (edits({"index": 3, "name": "novel-2"}), "two classes are named 'novel-2'"),
     (edits({"index": 3, "name": "cat"}), "use action: merge into cat"),
+    (edits({"index": 3, "name": "rejected"}), "is what the images of dropped classes are called"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(data, words):
     with pytest.raises(ConfigError, match=words) as error:
@@ -108,28 +109,41 @@ def test_damaged_class_lists():
             parse_classes(data.encode())
 
 
-def test_route_adds_merged_and_leaves_out_dropped():
-    """Kills: a merge that overwrites, a drop whose mass goes to the others."""
+def test_route_adds_merged_and_keeps_dropped():
+    """Kills: a merge that overwrites, a dropped class whose mass goes to the others or nowhere."""
     into = [0, 1, 2, 0, 0, None, 6]
     classes = [OutputClass(i, str(i), "novel", t) for i, t in enumerate(into)]
     probabilities = torch.rand(5, 7).softmax(dim=-1)
     found = route(probabilities, classes)
     torch.testing.assert_close(found[:, 0], probabilities[:, [0, 3, 4]].sum(dim=-1))
-    assert not found[:, [3, 4, 5]].any() and torch.equal(found[:, [1, 2, 6]], probabilities[:, [1, 2, 6]])
-    torch.testing.assert_close(found.sum(dim=-1), 1 - probabilities[:, 5])
+    rest = [1, 2, 5, 6]
+    assert not found[:, [3, 4]].any() and torch.equal(found[:, rest], probabilities[:, rest])
     assert route(probabilities, CLASSES) is probabilities
+    assert [c.called for c in classes[4:6]] == [("4", "novel"), ("rejected", "rejected")]
 
 
 def test_suggestions_name_the_nearest():
-    features = torch.tensor([[1.0, 0, 0], [0.9, 0.1, 0], [0, 1.0, 0], [0.8, 0.6, 0]])
-    cosines = torch.tensor([[0.9, 0.1, 0.0], [0.7, 0.1, 0.4], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]])
-    novel = 2.0 * torch.nn.functional.one_hot(torch.tensor([0, 0, 1, 3]), 4)
-    found = naming.suggest(cosines, novel, features, CLASSES)
-    assert found[3].rows == 2 and found[3].total == 4
-    assert [name for name, _ in found[3].known] == ["cat", "007", "dog"]
-    assert found[3].known[0][1] == pytest.approx(0.8)
-    assert [name for name, _ in found[3].novel] == ["novel-4", "novel-2"]  # itself and the empty one are not
+    """Kills: labeled rows counted, a class like itself, a scale on which all classes are alike."""
+    shared = torch.tensor([5.0, 0, 0, 0])  # what all images have in common says nothing
+    axes = torch.eye(4)
+    rows = [axes[1], axes[2], axes[3], axes[1] + 0.2 * axes[3], axes[1], axes[3] - axes[1]]
+    member = torch.tensor([0, 1, 2, 3, 4, 6])
+    unlabeled = torch.tensor([False, False, True, True, True, True])
+    found = naming.suggest(shared + torch.stack(rows), member, unlabeled, CLASSES)
+    assert found[3].rows == 1 and found[3].total == 4
+    assert found[3].known[0][0] == "cat" and len(found[3].known) == 3
+    assert found[3].known[0][1] > 0.9 > 0.1 > found[3].known[1][1]
+    assert [name for name, _ in found[3].novel] == ["novel-2", "novel-4"]  # itself and the empty one are not
     assert found[5] == Suggestion(0, 4)
+
+
+def test_metrics_know_the_classes_they_are_of():
+    data = dump_classes(b"{}", CLASSES)
+    edited = dump_classes(data, read(edits({"index": 4, "action": "drop"})))
+    assert naming.is_measured(data) and not naming.is_measured(edited)
+    measured = naming.with_measured(edited)
+    assert naming.is_measured(measured) and parse_classes(measured) == parse_classes(edited)
+    assert not naming.is_measured(dump_classes(measured, CLASSES))  # taken back
 
 
 def test_rename_changes_names_and_nothing_else():

@@ -43,11 +43,11 @@ def counted(known, novel, truth, num_true_novel=C_U):
 
 def reference(known, novel, truth):
     """The three matrices by a loop over rows, from the words of METHOD.md 6."""
-    known_counts, novel_counts = np.zeros((C_L, C_L), int), np.zeros((H, C_U, K), int)
+    known_counts, novel_counts = np.zeros((H, C_L, C_L), int), np.zeros((H, C_U, K), int)
     joint_counts = np.zeros((H, C_L + C_U, C_L + K), int)
     for row, label in enumerate(truth.tolist()):
         if 0 <= label < C_L:
-            known_counts[label, np.argmax(known[row])] += 1
+            known_counts[:, label, np.argmax(known[row])] += 1
         for head in range(H if label >= 0 else 0):
             if label >= C_L:
                 novel_counts[head, label - C_L, np.argmax(novel[head, row])] += 1

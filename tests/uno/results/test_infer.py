@@ -78,14 +78,13 @@ def reference(known, novel, temperature, best, into, alignment):
         exps = [math.exp(value / temperature) for value in logits]
         total = [0.0] * len(exps)
         for i, value in enumerate(exps):
-            if into[i] is not None:
-                total[into[i]] += value / sum(exps)
+            total[i if into[i] is None else into[i]] += value / sum(exps)  # dropped: an outcome all the same
         return total
 
     votes = [max(range(len(p)), key=p.__getitem__) for p in map(head, range(num_heads))]
     p = head(best)
     ranked = sorted(p, reverse=True)
-    entropy = -sum(v * math.log(v) for v in [*p, 1 - sum(p)] if v > 1e-12)
+    entropy = -sum(v * math.log(v) for v in p if v > 0)
     agreement = sum(vote == votes[best] for vote in votes) / num_heads
     return votes[best], ranked[0], ranked[0] - ranked[1], entropy, agreement, sum(p[:num_known]), p
 
@@ -93,7 +92,7 @@ def reference(known, novel, temperature, best, into, alignment):
 @pytest.mark.parametrize("into", [{}, {5: 6}, {4: 1, 6: None}], ids=["keep", "merge", "merge and drop"])
 def test_score_equals_the_definition(into):
     """Kills: no temperature, softmax per family, another head's probabilities, votes that are not aligned or
-    not merged, the dropped class handed to the others, entropy without it.
+    not merged, the dropped class handed to the others.
     """
     generator = torch.Generator().manual_seed(3)
     known = torch.rand(20, 4, generator=generator) * 2 - 1

@@ -1,0 +1,194 @@
+"""Names, merges and drops, and whether every part of a run says the same after each."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import uno as api
+from pipelines import cli
+from tests.pipelines.small import SMALL, refused
+from uno.config import Config, override
+from uno.data.sources import read_rows
+from uno.data.splits import Task, make_task
+from uno.errors import ConfigError
+from uno.results.metrics import confusion, hungarian, matched_counts
+
+NUM_KNOWN = 5
+
+
+@pytest.fixture(autouse=True)
+def quick_maps(monkeypatch):
+    """The first two coordinates for t-SNE, which takes seconds and is tested with the report."""
+    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A finished run of 200 digits and three heads."""
+    output = tmp_path_factory.mktemp("edits") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+        words = ["discover", *SMALL, "--model.num-heads", "3", "--output", str(output)]
+        assert cli.main(words) == 0
+    return output
+
+
+def uno(*argv) -> None:
+    assert cli.main([str(word) for word in argv]) == 0
+
+
+def task_of(run: Path) -> Task:
+    config = override(Config(), yaml.safe_load((run / "config.yaml").read_text()))
+    return make_task(read_rows(config.data), config.data)
+
+
+def edit(run: Path, change) -> None:
+    """As a person does it: ``--rename``, or other actions in the file and ``--apply``."""
+    if isinstance(change, list):
+        return uno("classes", run, *change)
+    path = run / "classes.yaml"
+    tree = yaml.safe_load(path.read_text())
+    for entry in tree["classes"]:
+        entry["action"] = change.get(entry["index"], "keep")
+    path.write_text(yaml.safe_dump(tree))
+    return uno("classes", run, "--apply")
+
+
+def accuracies(table, task: Task, into: dict[int, int | None]) -> dict[str, float]:
+    """Strict accuracy and rejected shares by the table of predictions."""
+    index, found = table["class_index"].to_numpy(), {}
+    num_true, gone = NUM_KNOWN + len(task.novel), [i for i, t in into.items() if t is None]
+    for split, member in (("train", task.is_train), ("test", ~task.is_train)):
+        truth = np.where(member, task.eval_labels, -1)
+        counts = confusion(truth, index, num_true, NUM_KNOWN + 5)
+        known, novel = counts[:NUM_KNOWN], counts[NUM_KNOWN:]
+        given = novel[:, NUM_KNOWN:].copy()
+        given[:, [i - NUM_KNOWN for i in gone]] = 0
+        right = matched_counts(given, hungarian(given)).sum()
+        found[f"{split}/known/task_agnostic_strict/acc/best"] = np.trace(known) / known.sum()
+        found[f"{split}/novel/task_agnostic_strict/acc/best"] = right / novel.sum()
+        for name, rows in (("known", known), ("novel", novel)) if gone else ():
+            found[f"{split}/{name}/rejected"] = rows[:, gone].sum() / rows.sum()
+    return found
+
+
+def assert_agree(run: Path) -> None:
+    """Predictions, the model in Python, metrics, card and report are of the same classes."""
+    task, table = task_of(run), pq.read_table(run / "predictions.parquet")
+    model = api.load(run)
+    into = {c.index: c.into for c in model.classes}
+    calls = {c.index: ("rejected", "rejected") if c.into is None else (c.name, c.kind) for c in model.classes}
+    index = table["class_index"].to_pylist()
+    named = zip(table["class_name"].to_pylist(), table["kind"].to_pylist(), strict=True)
+    assert list(named) == [calls[i] for i in index]
+    assert not {i for i in index if into[i] not in (None, i)}, "rows of a merged class"
+
+    images = np.stack([task.rows.images[i] for i in range(len(task.rows))])
+    found = model.predict(images)
+    assert found.class_name == table["class_name"].to_pylist() and found.kind == table["kind"].to_pylist()
+    np.testing.assert_allclose(found.probability, table["probability"].to_numpy(), atol=1e-5)
+    np.testing.assert_allclose(found.probabilities.sum(axis=1), 1, atol=1e-5)
+
+    metrics = json.loads((run / "metrics.json").read_text())
+    expected = accuracies(table, task, into)
+    assert {key: metrics.get(key) for key in expected} == pytest.approx(expected)
+    assert any("rejected" in key for key in metrics) == (None in into.values())
+    card = (run / "model" / "README.md").read_text()
+    shown = 100 * metrics["train/novel/task_aware/acc/best"]
+    assert f"{shown:.1f}" in card.split("discovered classes alone")[1].split("\n")[0]
+    for c in model.classes:
+        assert (f"`{c.name}` dropped" in card) == (c.into is None)
+        target = None if c.into in (None, c.index) else model.classes[c.into].name
+        assert target is None or f"`{c.name}` merged into {target}" in card
+
+    page = (run / "report.html").read_text()
+    unlabeled = task.is_train & (task.labels < 0)
+    pattern = r'id="class-(\w+)">\s*<h4>.*?title="(.*?)".*?<span class="dim">([\d,]+) images'
+    cards = {(i, name): int(num.replace(",", "")) for i, name, num in re.findall(pattern, page)}
+    rows = np.bincount(np.array(index)[unlabeled], minlength=len(model.classes)).tolist()
+    expected = {(str(i), c.name): rows[i] for i, c in enumerate(model.classes) if c.into == i >= NUM_KNOWN}
+    if rejected := sum(rows[i] for i, target in into.items() if target is None):
+        expected["rejected", "rejected"] = rejected
+    assert {key: num for key, num in cards.items() if key[0] not in list("01234")} == expected
+
+
+def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
+    """Kills: metrics, report, card that know of no merge; dropped rows handed to neighbours, or right."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = pq.read_table(run / "predictions.parquet").to_pandas()
+    a, b, *_ = before.class_index[before.kind == "novel"].value_counts().index
+    first = (run / "metrics.json").read_bytes()
+    for change in (
+        ["--rename", f"{a}=nine"],
+        {b: "merge into nine"},
+        {a: "drop", b: "merge into 3"},
+        {a: "drop"},
+    ):
+        edit(run, change)
+        assert_agree(run)
+    now = pq.read_table(run / "predictions.parquet").to_pandas()
+    assert (now.kind == "rejected").equals(before.class_index == a) and (now.kind == "rejected").sum() > 10
+    assert now.class_index.equals(before.class_index)  # nobody else's class changes
+    metrics = (run / "metrics.json").read_bytes()
+    uno("evaluate", run)
+    assert (run / "metrics.json").read_bytes() == metrics != first
+    edit(run, {})
+    assert (run / "metrics.json").read_bytes() == first
+
+
+def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
+    """Kills: an exported program left with the classes of before. What programs compute is tested there."""
+
+    def fake(model, format):
+        if format == "onnx":
+            raise ConfigError("no onnx")
+        return json.dumps([c.into for c in model.classes]).encode()
+
+    monkeypatch.setattr("pipelines.jobs.export", fake)
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    for name in ("model.pt2", "model.onnx"):
+        (run / "model" / name).write_bytes(b"before")
+    uno("classes", run)
+    edit(run, {5: "merge into 4", 6: "drop"})
+    assert json.loads((run / "model" / "model.pt2").read_text())[4:8] == [4, 4, None, 7]
+    assert "model/model.onnx has the classes of before: no onnx" in capsys.readouterr().out
+
+
+def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(finished, tmp_path, monkeypatch):
+    """Kills: stale metrics taken for those of the new classes."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    uno("classes", run)
+    monkeypatch.setattr("pipelines.jobs.evaluate_run", lambda *_: 1 / 0)
+    tree = yaml.safe_load((run / "classes.yaml").read_text())
+    tree["classes"][0]["action"] = "drop"
+    (run / "classes.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(AssertionError):
+        uno("classes", run, "--apply")
+    monkeypatch.undo()
+    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    uno("classes", run, "--apply")
+    assert_agree(run)
+
+
+def test_data_that_is_gone_stops_an_edit_before_anything_changes(finished, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    uno("classes", run)
+    edited = (run / "classes.yaml").read_text().replace("  action: keep", "  action: drop", 1)
+    (run / "classes.yaml").write_text(edited)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    def gone(_):
+        raise ConfigError("the images are gone")
+
+    monkeypatch.setattr("pipelines.inference.read_rows", gone)
+    assert "the images are gone" in refused(capsys, 2, "classes", run, "--apply")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
