@@ -20,6 +20,7 @@ from typing import NoReturn
 from uno.errors import ConfigError, Interrupted, StorageError, UnoError
 
 Command = Callable[[Sequence[str]], int]
+RAY = "'ray[default,train,tune,data]>=2.60,<2.61'"  # as pyproject.toml has it
 
 SENTENCES = {  # a command from elsewhere is listed by its name alone
     "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
@@ -76,7 +77,7 @@ def foreseen(error: Exception) -> UnoError | None:
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
         if missing not in ("", "uno", "pipelines", "tune"):
-            extra = "'uno-discovery[ray]'" if missing == "ray" else missing
+            extra = RAY if missing == "ray" else missing
             return ConfigError(f"this needs the package {missing!r}: pip install {extra}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return StorageError(str(error))

@@ -175,10 +175,11 @@ def report(argv: Sequence[str]) -> int:
     storage = Storage(options.own.run)
     config = override(Config(), read_config_tree(storage))
     config = override(config, {**options.given, "output": storage.uri})
+    device = local_device(config)
     task, note = open_task(config, storage)
     if note:
         say(f"warning: {note}")
-    say(f"report in {write_report(config, storage, task, device=local_device(config), note=note)}")
+    say(f"report in {write_report(config, storage, task, device=device, note=note)}")
     return 0
 
 

@@ -119,12 +119,14 @@ def format_estimate(found: Estimate) -> str:
         mark = "  <- estimate" if k == found.num_novel else mark
         lines.append(f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{mark}")
     ratios = zip(found.sizes["ratios"], found.sizes["clusters"], strict=True)
+    wide = found.suggested < found.high
+    why = "as the interval is too wide for its larger end" if wide else "the larger end of the interval"
     shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
     lines += [
         f"\nclusters of unlabeled rows larger than r x the largest: {shares}",
         f"\nnovel classes: {found.num_novel}, between {found.low} and {found.high}",
         "warning: too few classes merge real ones, too many split them, which uno classes can merge again. "
-        f"When in doubt give the larger number. Suggested: --num-novel {found.suggested}",
+        f"Suggested: --num-novel {found.suggested}, {why}",
     ]
     if found.at_limit:
         again = f"repeat with --max-novel {2 * found.ks[-1]}"

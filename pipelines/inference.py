@@ -42,6 +42,8 @@ def predict_job(
     model = infer.load_classifier(storage)
     compute, data = ({k: given[k] for k in given if k.startswith(s)} for s in ("compute.", "data."))
     config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
+    if config.compute.workers == 0:
+        local_device(config)
     if data and "output" not in given:
         raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit

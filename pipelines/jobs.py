@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,6 +66,8 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
     for fault in faults.planned():
         say(f"warning: {faults.VARIABLE} is set: {fault.name}")
     config, estimate = _with_full_paths(config), None
+    if config.compute.workers == 0:
+        local_device(config)
     own_weights = starting_weights(config, fresh)
     if config.data.num_novel == "auto":
         if options.own.dry_run:
@@ -118,6 +121,8 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
     storage = Storage(target)
     stored = override(Config(), directory.read_config_tree(storage))
     config = _with_full_paths(override(stored, {"compute.workers": 0, **given, "output": storage.uri}))
+    if config.compute.workers == 0:
+        local_device(config)
     require_encoder(config.model.encoder, storage.uri)
     task = prepare(config)
     directory.open_run(config, storage, task.rows.fingerprint)
@@ -324,8 +329,10 @@ def _execute(job: Job) -> tuple[dict[str, float], Task]:
     return done
 
 
-def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[str, float], Task]:
-    """Everything in this process, without Ray."""
+def _run_here(
+    job: Job, show: Callable[[dict[str, Any]], None], keep: bool = True
+) -> tuple[dict[str, float], Task]:
+    """Everything in this process, without Ray; unless ``keep``, unreadable images are listed in no file."""
     config, task, storage = job.config, job.task, job.claim.storage
     torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
     worker = LocalWorker(local_device(config), show)
@@ -343,7 +350,7 @@ def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[st
             train, truth = stream, partial(streaming_eval_sets, config, task, stream.bad)
         else:
             images, reasons = load_images(config, task, storage, show, lambda: worker.stop_requested)
-            leave_out_unreadable(reasons, config, task, storage)
+            leave_out_unreadable(reasons, config, task, storage if keep else None)
             task, ok = keep_pixels(task, images, reasons), readable(reasons)
             train, truth = assemble(task, images, ok), partial(eval_sets, task, images, ok)
         train = train.to(worker.device)
@@ -352,7 +359,8 @@ def _run_here(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[st
     if not job.evaluate:
         return {}, task
     num_true = len(task.known) + len(task.novel)
-    return evaluate_run(config, storage, train, truth(), num_true, worker), task
+    with nullcontext() if job.phases else on_stop(stop):
+        return evaluate_run(config, storage, train, truth(), num_true, worker), task
 
 
 def _write_results(storage: Storage, values: dict[str, float]) -> None:
@@ -392,6 +400,6 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
         with lock.claim(Storage(folder), on_wait=say) as claim:
             if own_weights is not None:
                 claim.storage.write(PRETRAINED_FILE, own_weights)
-            _run_here(Job(once, task, phases, False, claim), lambda metrics: None)
+            _run_here(Job(once, task, phases, False, claim), lambda metrics: None, keep=False)
     say("one step of each phase ran; nothing was kept")
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from pipelines import ray_env
+from pipelines.cli import RAY
 from uno.errors import ConfigError
 from uno.runs.directory import Finding
 
@@ -40,7 +41,7 @@ def machine() -> Iterator[Finding]:
 
 def _ray() -> Iterator[Finding]:
     if importlib.util.find_spec("ray") is None:
-        yield Finding("warning", "Ray is not installed: --workers 0 only", "pip install 'uno-discovery[ray]'")
+        yield Finding("warning", "Ray is not installed: --workers 0 only", f"pip install {RAY}")
         return
     if importlib.util.find_spec("aiohttp_cors") is None:
         yield Finding("warning", "no ray job submit", "pip install 'ray[default]'")

@@ -31,6 +31,7 @@ from uno.presets import PRESETS, preset
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
 MANY = 10**6
+HELP_ALL = "--help-all"
 
 
 class Argument(NamedTuple):
@@ -87,9 +88,11 @@ class Command:
 
     def flags(self) -> dict[str, Argument]:
         """All arguments by name: the command's own, then those of the schema."""
-        own = {**self.arguments, "--help": switch("Print this and exit.")}
+        own = {**self.arguments, "--help": switch("Print what is needed most and exit.")}
         if self.takes == "none":
             return own
+        if self.takes != "few":
+            own[HELP_ALL] = switch("Print every option and exit.")
         own["--config"] = Argument("YAML file; repeatable, the last one wins.")
         return own | {name: flag for name, flag in schema_flags() if name not in own}
 
@@ -150,9 +153,10 @@ def _described(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse(argv: Sequence[str], command: Command) -> Options:
     """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is needed, ends it."""
-    asked = "--help" in argv or "-h" in argv
+    asked = not {"--help", "-h", HELP_ALL}.isdisjoint(argv)
     if asked or (not argv and any(argument.required for argument in command.arguments.values())):
-        _print_help([token for token in argv if token not in ("--help", "-h")], command)
+        rest = [token for token in argv if token not in ("--help", "-h", HELP_ALL)]
+        _print_help(rest, command, HELP_ALL in argv)
         raise SystemExit(0 if asked else 2)
     options = _read(argv, command)
     for name, argument in command.arguments.items():
@@ -257,7 +261,8 @@ def _similar(name: str, names: Iterable[str], dashes: str = "--") -> str:
     near = near or [flag for flag in known if flag.startswith(f"{word}.")][:3]
     near = near or difflib.get_close_matches(word, known, n=1)
     shown = [f"{dashes}{flag}" if dashes else repr(flag.replace("-", "_")) for flag in near]
-    return f"did you mean {' or '.join(shown)}?" if near else f"see {'' if dashes else 'uno discover '}--help"
+    where = HELP_ALL if dashes else f"uno discover {HELP_ALL}"
+    return f"did you mean {' or '.join(shown)}?" if near else f"see {where}"
 
 
 def checked_output(output: str) -> str:
@@ -371,8 +376,10 @@ The values below are those that this very command line leads to.
 """
 
 
-def _print_help(argv: Sequence[str], command: Command) -> None:
-    """Every argument with a sentence and its value: a preset's, where ``argv`` has a mistake."""
+def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None:
+    """Arguments with a sentence and their values: a preset's, where ``argv`` has a mistake. Of the schema's
+    fields those with a short form, unless ``everything``.
+    """
     print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}\n")
     width = max(60, shutil.get_terminal_size().columns - 1)
     values: dict[str, Any] = {}
@@ -387,10 +394,13 @@ def _print_help(argv: Sequence[str], command: Command) -> None:
     for paragraph in text.strip().split("\n\n"):
         print(f"{textwrap.fill(' '.join(paragraph.split()), width)}\n")
 
-    flags, forms, section = command.flags(), dict[str, list[str]](), ""  # the names of one argument
+    flags, forms, section, hidden = command.flags(), dict[str, list[str]](), "", 0  # names of one argument
     for name, argument in flags.items():
         if not argument.key or command.may_change(argument.key):
             forms.setdefault(argument.key or name, []).append(name)
+    if not everything and command.takes in ("all", "changes"):
+        short = {k: v for k, v in forms.items() if "." not in k or about(k).flag}
+        forms, hidden = short, len(forms) - len(short)
     for key, names in forms.items():
         argument = flags[names[0]]
         if argument.key and section != (section := key.rpartition(".")[0] or "run"):
@@ -400,6 +410,8 @@ def _print_help(argv: Sequence[str], command: Command) -> None:
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
         default = f" (default: {shown})" if key in values or value not in (None, False, ()) else ""
         print(textwrap.indent(textwrap.fill(argument.sentence + default, width - 6), " " * 6))
+    if hidden:
+        print(f"\n{HELP_ALL} lists {hidden} more options")
 
 
 def _placeholder(kind: Any) -> str:

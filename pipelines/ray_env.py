@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from pipelines.cli import RAY
 from pipelines.console import in_main_thread, say
 from uno.config import Config
 from uno.errors import ConfigError, Interrupted
@@ -47,7 +48,7 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise ConfigError("--workers needs Ray: pip install 'uno-discovery[ray]', or --workers 0") from None
+        raise ConfigError(f"--workers needs Ray: pip install {RAY}, or --workers 0") from None
     if ray.is_initialized():
         yield ray
         return

@@ -31,7 +31,7 @@ class OptunaSampler:
         try:
             import optuna
         except ImportError:
-            raise ConfigError("--search optuna needs: pip install 'uno-discovery[optuna]'") from None
+            raise ConfigError("--search optuna needs: pip install optuna") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._space, self._asked = optuna, space, dict[int, Any]()
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5, constant_liar=True)

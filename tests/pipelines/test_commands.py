@@ -132,6 +132,47 @@ def test_evaluate_reproduces_the_results_and_so_does_the_run(finished, tmp_path,
     assert "RUN comes first" in refused(capsys, 2, "evaluate", "--workers", "0")
 
 
+def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monkeypatch):
+    """Kills: Ray for a run of two workers; a checkpoint promised where none is made; metrics half written."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("workers: 0", "workers: 2"))
+    before = (run / "metrics.json").read_bytes()
+    monkeypatch.setattr(ray_env, "connect", lambda *_, **__: pytest.fail("no Ray for an evaluation"))
+    assert cli.main(["evaluate", str(run)]) == 0 and (run / "metrics.json").read_bytes() == before
+
+    def evaluate(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("went on")
+
+    monkeypatch.setattr(jobs, "evaluate_run", evaluate)
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(run)]) == 75
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1] == "uno: stopped; nothing was changed; resume with the same command"
+    assert "checkpoint" not in said.out + said.err and (run / "metrics.json").read_bytes() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_named_before_data_is_read(finished, tmp_path, capsys, monkeypatch):
+    """Kills: minutes of a pass over the data, then the line."""
+    for module in ("jobs", "inference"):
+        monkeypatch.setattr(f"pipelines.{module}.read_rows", lambda _: pytest.fail("data is read"))
+    monkeypatch.setattr("uno.report.read_rows", lambda _: pytest.fail("data is read"))
+    for words in (*([name, finished] for name in ("predict", "evaluate", "report")), DISCOVER):
+        assert "sees no CUDA device" in refused(capsys, 2, *words, "--device", "cuda")
+
+
+def test_a_dry_run_names_no_file_that_it_deletes(tmp_path, capsys):
+    """Kills: bad_samples.jsonl in a folder that is gone; pretraining in the plan of a run with weights."""
+    source = write_images(tmp_path / "in", {f"class {i}": 15 for i in range(10)})
+    (source / "class 0" / "broken.png").write_bytes(b"no image")
+    words = ["--data", f"folder:{source}", "--known-classes", "first:5", "--data.ingest", "resident"]
+    assert cli.main([*DISCOVER, *words, "--dry-run"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "1 unreadable images are left out; the first: class 0/broken.png" in said and "jsonl" not in said
+
+
 def test_pretrain_then_discover_equals_discover(finished, tmp_path):
     assert cli.main(["pretrain", *SMALL, "--output", str(tmp_path / "run")]) == 0
     assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"pretrain"}

@@ -112,7 +112,7 @@ def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(installed
         monkeypatch.setattr(jobs, "run_job", run)
 
     for error, kind, words in (
-        (ModuleNotFoundError("No module named 'ray'", name="ray"), ConfigError, "pip install 'uno-disc"),
+        (ModuleNotFoundError("No module named 'ray'", name="ray"), ConfigError, "pip install 'ray\\[default"),
         (OSError(28, "No space left on device"), StorageError, "No space left"),
         (Interrupted("resume with the same command"), Interrupted, "resume"),
         (ZeroDivisionError("a defect"), ZeroDivisionError, "defect"),
@@ -121,7 +121,7 @@ def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(installed
         with pytest.raises(kind, match=words):
             uno.discover()
     monkeypatch.setattr(api, "entry_points", lambda **_: [])
-    with pytest.raises(ConfigError, match="pip install uno-discovery"):
+    with pytest.raises(ConfigError, match=r"pip install -e \."):
         uno.discover()
 
 

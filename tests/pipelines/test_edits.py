@@ -1,8 +1,12 @@
 """Names, merges and drops, and whether every part of a run says the same after each."""
 
+import csv
 import json
+import os
 import re
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +16,12 @@ import yaml
 
 import uno as api
 from pipelines import cli
-from tests.pipelines.small import SMALL, refused
+from tests.pipelines.small import ROOT, SMALL, refused, write_images
 from uno.config import Config, override
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError
 from uno.results.metrics import confusion, hungarian, matched_counts
-
-NUM_KNOWN = 5
 
 
 @pytest.fixture(autouse=True)
@@ -63,18 +65,20 @@ def edit(run: Path, change) -> None:
 def accuracies(table, task: Task, into: dict[int, int | None]) -> dict[str, float]:
     """Strict accuracy and rejected shares by the table of predictions."""
     index, found = table["class_index"].to_numpy(), {}
-    num_true, gone = NUM_KNOWN + len(task.novel), [i for i, t in into.items() if t is None]
+    num_known, gone = len(task.known), [i for i, t in into.items() if t is None]
+    num_true = num_known + len(task.novel)
     for split, member in (("train", task.is_train), ("test", ~task.is_train)):
         truth = np.where(member, task.eval_labels, -1)
-        counts = confusion(truth, index, num_true, NUM_KNOWN + 5)
-        known, novel = counts[:NUM_KNOWN], counts[NUM_KNOWN:]
-        given = novel[:, NUM_KNOWN:].copy()
-        given[:, [i - NUM_KNOWN for i in gone]] = 0
+        counts = confusion(truth, index, num_true, len(into))
+        known, novel = counts[:num_known], counts[num_known:]
+        given = novel[:, num_known:].copy()
+        given[:, [i - num_known for i in gone]] = 0
         right = matched_counts(given, hungarian(given)).sum()
-        found[f"{split}/known/task_agnostic_strict/acc/best"] = np.trace(known) / known.sum()
-        found[f"{split}/novel/task_agnostic_strict/acc/best"] = right / novel.sum()
-        for name, rows in (("known", known), ("novel", novel)) if gone else ():
-            found[f"{split}/{name}/rejected"] = rows[:, gone].sum() / rows.sum()
+        for name, rows, correct in (("known", known, np.trace(known)), ("novel", novel, right)):
+            if rows.sum():
+                found[f"{split}/{name}/task_agnostic_strict/acc/best"] = correct / rows.sum()
+            if rows.sum() and gone:
+                found[f"{split}/{name}/rejected"] = rows[:, gone].sum() / rows.sum()
     return found
 
 
@@ -89,7 +93,7 @@ def assert_agree(run: Path) -> None:
     assert list(named) == [calls[i] for i in index]
     assert not {i for i in index if into[i] not in (None, i)}, "rows of a merged class"
 
-    images = np.stack([task.rows.images[i] for i in range(len(task.rows))])
+    images = [task.rows.images[i] for i in range(len(task.rows))]
     found = model.predict(images)
     assert found.class_name == table["class_name"].to_pylist() and found.kind == table["kind"].to_pylist()
     np.testing.assert_allclose(found.probability, table["probability"].to_numpy(), atol=1e-5)
@@ -100,8 +104,8 @@ def assert_agree(run: Path) -> None:
     assert {key: metrics.get(key) for key in expected} == pytest.approx(expected)
     assert any("rejected" in key for key in metrics) == (None in into.values())
     card = (run / "model" / "README.md").read_text()
-    shown = 100 * metrics["train/novel/task_aware/acc/best"]
-    assert f"{shown:.1f}" in card.split("discovered classes alone")[1].split("\n")[0]
+    shown = 100 * metrics["train/known/task_aware/acc/best"]
+    assert f"{shown:.1f}" in card.split("known classes alone")[1].split("\n")[0]
     for c in model.classes:
         assert (f"`{c.name}` dropped" in card) == (c.into is None)
         target = None if c.into in (None, c.index) else model.classes[c.into].name
@@ -112,10 +116,13 @@ def assert_agree(run: Path) -> None:
     pattern = r'id="class-(\w+)">\s*<h4>.*?title="(.*?)".*?<span class="dim">([\d,]+) images'
     cards = {(i, name): int(num.replace(",", "")) for i, name, num in re.findall(pattern, page)}
     rows = np.bincount(np.array(index)[unlabeled], minlength=len(model.classes)).tolist()
-    expected = {(str(i), c.name): rows[i] for i, c in enumerate(model.classes) if c.into == i >= NUM_KNOWN}
+    expected = {
+        (str(i), c.name): rows[i] for i, c in enumerate(model.classes) if c.into == i and c.kind == "novel"
+    }
     if rejected := sum(rows[i] for i, target in into.items() if target is None):
         expected["rejected", "rejected"] = rejected
-    assert {key: num for key, num in cards.items() if key[0] not in list("01234")} == expected
+    known = [str(c.index) for c in model.classes if c.kind == "known"]
+    assert {key: num for key, num in cards.items() if key[0] not in known} == expected
 
 
 def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
@@ -192,3 +199,39 @@ def test_data_that_is_gone_stops_an_edit_before_anything_changes(finished, tmp_p
     monkeypatch.setattr("pipelines.inference.read_rows", gone)
     assert "the images are gone" in refused(capsys, 2, "classes", run, "--apply")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
+    """``examples/session.sh``, line by line in this process; every part of the run agrees after each."""
+    known = write_images(tmp_path / "known", dict.fromkeys(("cat", "dog", "emu"), 20))
+    pile = write_images(tmp_path, {"pile": 80})
+    run = tmp_path / "run"
+    for name, value in {"KNOWN": known, "PILE": pile / "pile", "RUN": run, "NUM": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    lines = [
+        line
+        for line in (ROOT / "examples" / "session.sh").read_text().splitlines()
+        if line[:4] in ("uno ", "sed ")
+    ]
+    assert len(lines) == 11
+    for line in lines:
+        if line.startswith("sed"):
+            before = (run / "classes.yaml").read_text()
+            subprocess.run(["sh", "-ec", line], check=True)
+            assert (run / "classes.yaml").read_text() != before
+            continue
+        words = os.path.expandvars(line.removeprefix("uno ").replace('"$@"', " ".join(SMALL)))
+        uno(*shlex.split(words))
+        if run.exists():
+            assert_agree(run)
+    table = pq.read_table(tmp_path / "run-sorted" / "predictions.parquet").to_pandas()
+    rows = list(csv.DictReader((tmp_path / "run-sorted" / "predictions.csv").read_text().splitlines()))
+    assert [row["class_name"] for row in rows] == table.class_name.to_list() and len(rows) == 80
+    own = pq.read_table(run / "predictions.parquet").to_pandas()
+    assert table.class_name.to_list() == own.class_name[own.uri.isin(table.uri)].to_list()
+    assert not {"novel-1", "novel-2", "novel-3"} & set(table.class_name)
+    sorted_ = tmp_path / "run-sorted" / "by_class"
+    for (index, name, kind), group in table.groupby(["class_index", "class_name", "kind"]):
+        folder = "rejected" if kind == "rejected" else f"{index:03d}-{name}"
+        assert len(list((sorted_ / folder).glob("*.png"))) == len(group)

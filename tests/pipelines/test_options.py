@@ -189,7 +189,7 @@ MISTAKES = [
     ("--objectiv.num_iters 1", "unknown option --objectiv.num-iters; did you mean --objective.num-iters?"),
     ("--base-lr 1", "unknown option --base-lr; did you mean --rotation.base-lr or --pretrain.base-lr or "),
     ("--dryrun", "unknown option --dryrun; did you mean --dry-run?"),
-    ("--", "unknown option --; see --help"),
+    ("--", "unknown option --; see --help-all"),
     ("-o x", "unexpected argument '-o'; options start with --"),
     ("--config /nope.yaml", "cannot read config file /nope.yaml: No such file or directory"),
     ("--config", "--config needs one value"),
@@ -283,11 +283,25 @@ def help_text(capsys, monkeypatch):
 
     def run(*argv: str, command: Command = DISCOVER) -> str:
         with pytest.raises(SystemExit) as end:
-            parse([*argv, "--help"], command)
+            parse([*argv, "--help-all"], command)
         assert end.value.code == 0
         return re.sub(r"[\s│]+", " ", capsys.readouterr().out)
 
     return run
+
+
+def test_help_is_short_first(capsys):
+    """Kills: a hundred options where ten are asked for, a command's own argument hidden."""
+    with pytest.raises(SystemExit):
+        parse(["--help"], DISCOVER)
+    text = capsys.readouterr().out
+    for name in ("--data", "--labeled", "--num-novel", "--output", "--fresh", "--dry-run", "--help-all"):
+        assert f"{name} " in text or f"{name}\n" in text, name
+    assert "--objective.epsilon" not in text and text.count("\n") < 120
+    assert re.search(r"--help-all lists \d+ more options", text)
+    with pytest.raises(SystemExit):
+        parse(["--help"], PREDICT)
+    assert "more options" not in capsys.readouterr().out
 
 
 def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):

@@ -51,9 +51,9 @@ def write_report(
         "config": config, "uri": storage.uri, "task": task, "notes": notes, "facts": found,
         "metrics": metrics, "checked": CHECKED, "trust": verdict(metrics),
         "title": config.data.source if task is None else task.rows.source,
-        "splits": [split for split in ("train", "test") if any(key.startswith(split) for key in metrics)],
+        "columns": _columns(metrics),
         "novel_truth": any("/novel/" in key for key in metrics),
-        "mixed_truth": any("/unlabeled/gcd/" in key for key in metrics),
+        "mixed_truth": "train/unlabeled/gcd/all/avg" in metrics,
         "warnings": list(warnings(config, found, looked["sample"], looked["findings"])),
         "curves": facts.curves(found), "estimate_chart": facts.estimate_chart(found),
         "num_heads": num_heads(config), "method": METHODS[config.method],
@@ -61,6 +61,15 @@ def write_report(
     }  # fmt: skip
     storage.write(REPORT, render("report.html", context, script="report.js").encode())
     return storage.path(REPORT)
+
+
+def _columns(metrics: dict[str, float]) -> dict[str, list[str]]:
+    """The groups of rows of each split that the results count."""
+    groups = {
+        split: [g for g in ("known", "novel", "all") if any(k.startswith(f"{split}/{g}/") for k in metrics)]
+        for split in ("train", "test")
+    }
+    return {split: found for split, found in groups.items() if found}
 
 
 def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:

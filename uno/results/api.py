@@ -207,7 +207,7 @@ def discover(*, fresh: bool = False, quiet: bool = False, **settings: Any) -> Mo
     """
     found = list(entry_points(group="uno.jobs", name="discover"))
     if not found:
-        raise ConfigError("uno.discover finds no installed uno-discovery: pip install uno-discovery")
+        raise ConfigError("uno.discover needs the package installed: pip install -e . in its repository")
     return load(found[0].load()(settings, fresh, quiet))
 
 

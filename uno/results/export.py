@@ -112,7 +112,9 @@ def _pt2(model: Classifier) -> bytes:
 def _onnx(model: Classifier) -> bytes:
     missing = next((name for name in ("onnx", "onnxscript") if find_spec(name) is None), None)
     if missing:
-        raise ConfigError(f"--format onnx needs the package {missing}: pip install 'uno-discovery[onnx]'")
+        raise ConfigError(
+            f"--format onnx needs the package {missing}: pip install onnx onnxscript onnxruntime"
+        )
     with warnings.catch_warnings(action="ignore"):  # the exporter announces changes of its own code
         names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
         exported = torch.onnx.export(Program(model), **_traced(model), **names, dynamo=True, verbose=False)

@@ -3,12 +3,14 @@
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.uno.report.reading import Page, requests
 from tests.uno.report.runs import HOSTILE, hostile_task, small_config, write_run
+from tests.uno.report.test_facts import sample_of
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
@@ -82,6 +84,11 @@ def test_page_without_truth_metrics_or_test_split(tmp_path):
     task = hostile_task(CONFIG, truth=False)
     page = written(write_run(tmp_path / "truth", CONFIG, task), task)
     assert "Nobody has named the novel classes" in page.text and "There is no metrics.json" in page.text
+    known = {key: value for key, value in METRICS.items() if "/known/" in key}
+    page = written(write_run(tmp_path / "known", CONFIG, task, known), task)
+    heads = [attrs for tag, attrs in page.tags if tag == "th" and attrs.get("scope") == "colgroup"]
+    assert [head["colspan"] for head in heads] == ["2"] * 4  # two splits, one group each
+    assert sorted(key for tag, key, _ in page.shown if tag == "td") == sorted(known)
     assert {"results-title", "by-predicted"} <= page.ids() and "by-true" not in page.ids()
     task = hostile_task(CONFIG, test=False)
     metrics = {key: value for key, value in METRICS.items() if not key.startswith("test/")}
@@ -129,6 +136,13 @@ def test_page_without_data_and_on_a_sample(tmp_path):
     page = written(write_run(tmp_path / "sample", config, task), task, config=config, max_rows=60)
     assert "in a random sample of 60" in " ".join(page.text.split())
     assert len(page.data()["maps"]["ids"]) == 60
+
+
+def test_rows_that_cannot_be_read_make_no_sample():
+    """Kills: “a random sample of 1,607 of 1,616” where nine images are broken."""
+    sample = sample_of(TASK, TASK.eval_labels)
+    some = replace(sample, index=sample.index[:-9])
+    assert sample.is_whole and not some.is_whole and replace(some, num_unreadable=9).is_whole
 
 
 def test_a_page_of_many_pictures_stays_bounded(tmp_path, monkeypatch):
