@@ -41,20 +41,19 @@ def test_training_rows_are_called_that_and_old_runs_have_no_verdict():
 
 
 def test_neighbours_agree_above_chance():
-    """Two far groups: 1 as they lie, 0 by chance. Kills: no correction, a row that is its own neighbour,
-    lengths of features, what all rows share.
+    """Two classes on either side of what all rows share: 1, though near rows of both are nearer than far ones
+    of one. Kills: lengths that count, what all rows share left in, no correction for chance, a row that is
+    its own neighbour.
     """
     generator = torch.Generator().manual_seed(0)
-    group = torch.arange(400) % 2
-    points = 5 + torch.randn(400, 8, generator=generator) * 0.1
-    points[:, 0] += 4 * group
-    lengths = torch.rand(400, 1, generator=generator) + 0.5
-    assert neighbour_agreement(points * lengths, group) == 1
-    other = torch.randint(0, 2, (400,), generator=generator)
-    assert neighbour_agreement(points, other) < 0.1
-    alone = torch.arange(400)
-    assert neighbour_agreement(points, alone) == 0  # nobody has its output but a row itself
-    assert neighbour_agreement(points, 0 * group) == 0  # one class tells nothing
+    group = torch.arange(24) % 2
+    points = torch.zeros(24, 3)
+    points[:, 0], points[:, 1] = 5, torch.linspace(0.2, 1, 12).repeat_interleave(2) * (1 - 2 * group)
+    assert neighbour_agreement(points * (torch.rand(24, 1, generator=generator) + 0.5), group) == 1
+    many = torch.randn(400, 8, generator=generator)
+    assert neighbour_agreement(many, torch.randint(0, 2, (400,), generator=generator)) < 0.1
+    assert neighbour_agreement(many, torch.arange(400)) == 0  # nobody has its output but a row itself
+    assert neighbour_agreement(many, torch.zeros(400, dtype=torch.int64)) == 0  # one class tells nothing
 
 
 def test_signs_of_a_model_on_the_digits(monkeypatch):
