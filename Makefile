@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow lint bench fuzz chaos clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -31,6 +31,14 @@ test-slow: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks
+
+# 10,000 mutated images of each of eight formats, 2,000 of each other kind of file.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz
+
+# 30 signals at random moments of every command, hours.
+chaos: $(STAMP)
+	$(PY) -m tests.chaos
 
 clean:
 	rm -rf .venv runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

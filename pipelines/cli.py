@@ -51,6 +51,9 @@ def run(command: Command) -> NoReturn:
 
 def guard(command: Command, argv: Sequence[str]) -> int:
     """The exit code of ``command(argv)``; an error becomes one line on stderr, never a traceback."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed before we began: `uno ... >&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         try:
             code = command(argv)
@@ -66,7 +69,7 @@ def guard(command: Command, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _end("interrupted; the same command resumes from the last checkpoint, if there is one", 130)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO) and reader_is_gone():
             return 141  # as if SIGPIPE had ended us: `uno ... | head`
         meant = foreseen(error)
         return _internal(error) if meant is None else _end(f"error: {meant}", meant.exit_code)
@@ -115,7 +118,8 @@ uno COMMAND --help lists a command's options; uno --version prints the version."
 
 def _end(line: str, code: int) -> int:
     """Print one line, whatever line breaks the message had, and hand the code on."""
-    print("uno:", " ".join(line.split()), file=sys.stderr)
+    with suppress(OSError):  # nobody reads any more
+        print("uno:", " ".join(line.split()), file=sys.stderr)
     return code
 
 
@@ -130,14 +134,14 @@ def _internal(error: Exception) -> int:
     return _end(f"error: internal: {type(error).__name__}: {error} ({where})", 1)
 
 
-def _reader_is_gone() -> bool:
-    """Whether the broken pipe is our own output's; if so, what is left in the buffers goes nowhere."""
+def reader_is_gone() -> bool:
+    """Whether nobody reads our output: a closed pipe, a terminal hung up. What is left then goes nowhere."""
     gone = False
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # not a file
             poll = select.poll()
             poll.register(stream.fileno(), 0)
-            if poll.poll(0):  # POLLERR: nobody holds the other end
+            if poll.poll(0):  # POLLERR or POLLHUP: nobody holds the other end
                 gone = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return gone

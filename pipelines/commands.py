@@ -212,13 +212,12 @@ def data(argv: Sequence[str]) -> int:
         return pack_data(options.config, options.own.shard_mb or SHARD_MB)
     if options.own.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
+    from pipelines.inference import own_task
     from pipelines.jobs import decide
     from uno.data.check import check, format_report
-    from uno.data.sources import read_rows
-    from uno.data.splits import make_task
 
     config, task = decide(options.config, True, options.given)
-    task = task or make_task(read_rows(config.data), config.data)
+    task = task or own_task(config)
     problems = check(task, config, CHECK_S)
     print(format_report(task, problems, config.data.store_size))
     return 2 if any(problem.level == "error" for problem in problems) else 0
@@ -233,6 +232,7 @@ def pack_data(config: Config, shard_mb: int) -> int:
     from uno.data.pack import pack
     from uno.data.sources import read_rows
     from uno.data.splits import labeled_rows, limit_rows
+    from uno.runs.hardware import num_threads
 
     if config.output is None:
         raise ConfigError("uno data pack needs --output DIR, the place for the shards")
@@ -240,7 +240,7 @@ def pack_data(config: Config, shard_mb: int) -> int:
     if config.data.limit is not None:
         rows = rows.take(limit_rows(rows, config.data.limit))
     labeled = np.asarray(labeled_rows(rows, config.data) & (rows.split == "train"))
-    threads = config.compute.threads or os.cpu_count() or 1
+    threads = num_threads(config)
     with Progress() as progress:
 
         def show(done: int, total: int) -> None:
@@ -298,6 +298,7 @@ def classes(argv: Sequence[str]) -> int:
     from pipelines.console import say
     from pipelines.jobs import apply_classes
     from uno.data.files import Storage
+    from uno.limits import MAX_STATE_BYTES
     from uno.results.classes import YAML_FILE, fates, read_edits, template, with_names
     from uno.results.infer import load_classifier
     from uno.runs import lock
@@ -308,8 +309,9 @@ def classes(argv: Sequence[str]) -> int:
     if own.file is not None and own.rename:
         raise ConfigError("give either --file or --rename")
     if own.rename:
-        fresh = not storage.exists(YAML_FILE)
-        data = template(model.classes, model.model_hash, {}).encode() if fresh else storage.read(YAML_FILE)
+        data = template(model.classes, model.model_hash, {}).encode()
+        if storage.exists(YAML_FILE):
+            data = storage.read(YAML_FILE, MAX_STATE_BYTES)
         data = with_names(data, path, model.classes, model.model_hash, own.rename)
         edited = read_edits(data, path, model.classes, model.model_hash)
         with lock.claim(storage, on_wait=say) as claim:
@@ -321,7 +323,7 @@ def classes(argv: Sequence[str]) -> int:
         say(f"{path} is written: edit it, then run uno classes {own.run} --apply")
         return 0
     folder, name = (storage, YAML_FILE) if own.file is None else _place(own.file)
-    data, path = folder.read(name), folder.path(name)
+    data, path = folder.read(name, MAX_STATE_BYTES), folder.path(name)
     edited = read_edits(data, path, model.classes, model.model_hash)
     for c, fate in fates(edited):
         say(f"  {c.index:4}  {c.name}  {fate}".rstrip())

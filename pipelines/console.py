@@ -5,11 +5,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from pipelines.cli import reader_is_gone
+from uno.errors import Interrupted
 
 PARTS = {
     "epoch": "epoch {epoch}/{epochs}", "step": "step {step}/{total_steps}", "loss": "loss {loss:.3f}",
@@ -17,6 +20,8 @@ PARTS = {
 }  # fmt: skip
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+READING_S = 10.0  # between two lines
 SILENT = ContextVar("SILENT", default=False)
 
 
@@ -48,25 +53,66 @@ def in_main_thread() -> bool:
 
 @contextmanager
 def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[None]:
-    """Say ``line`` and call ``request`` at SIGTERM and Ctrl-C; a second Ctrl-C interrupts at once. Python
-    handles signals in the main thread: in another one they stay as they are.
+    """Say ``line`` and call ``request`` at SIGTERM, Ctrl-C and SIGHUP; a second one interrupts at once. What
+    is ignored (nohup) stays so. Python handles signals in the main thread: in another one they stay as they
+    are.
     """
     if not in_main_thread():
         yield
         return
 
     def handle(number: int, frame: Any) -> None:
+        for each in old:
+            signal.signal(each, signal.default_int_handler)
+        if number == signal.SIGHUP:
+            reader_is_gone()  # with the terminal
         if line is not None:
-            say(line)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+            with suppress(OSError):
+                say(line)
         request()
 
-    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    taken = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    old = {number: signal.signal(number, handle) for number in taken}
     try:
         yield
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def stopped_at_once(line: str) -> Iterator[None]:
+    """Raise Interrupted with ``line`` at those signals, at the end at the latest: libraries swallow some."""
+    asked = threading.Event()
+
+    def stop() -> None:
+        asked.set()
+        raise Interrupted(line)
+
+    with on_stop(stop):
+        yield
+    if asked.is_set():
+        raise Interrupted(line)
+
+
+@contextmanager
+def reading() -> Iterator[Callable[[int], None]]:
+    """While a large table is read, a line every ten seconds; call it with the number of rows at the end."""
+    start, done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(READING_S):
+            say(f"reading the data: {time.monotonic() - start:.0f} s")
+
+    def total(num: int) -> None:
+        if (spent := time.monotonic() - start) > READING_S:
+            say(f"read {num:,} rows in {spent:.0f} s ({num / spent:,.0f} rows/s)")
+
+    threading.Thread(target=copy_context().run, args=(tell,), name="uno-reading", daemon=True).start()
+    try:
+        yield total
+    finally:
+        done.set()
 
 
 class Progress(AbstractContextManager["Progress"]):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from pipelines import ray_env
-from pipelines.console import Progress, on_stop, say
+from pipelines.console import Progress, say, stopped_at_once
 from pipelines.features import load_features
 from pipelines.worker import leave_out_unreadable
 from uno.config import Config, override
@@ -15,7 +15,7 @@ from uno.data.files import Storage
 from uno.data.resident import TrainSet, assemble
 from uno.data.sources import read_rows
 from uno.data.splits import Task, decide_pile, make_task
-from uno.errors import ConfigError, Interrupted
+from uno.errors import ConfigError
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.runs import lock
@@ -41,12 +41,8 @@ def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate 
         say(f"would {what}; nothing was done")
         return None
     assert config.output is not None
-    storage, start = Storage(config.output), time.perf_counter()
-
-    def stop() -> None:
-        raise Interrupted("stopped; finished encoders are kept")
-
-    with lock.claim(storage, on_wait=say), on_stop(stop):
+    storage, start, kept = Storage(config.output), time.perf_counter(), "stopped; finished encoders are kept"
+    with lock.claim(storage, on_wait=say), stopped_at_once(kept):
         found = estimate_num_novel(config, task, storage, settings)
     say(format_estimate(found))
     say(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")

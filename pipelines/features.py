@@ -1,6 +1,5 @@
 """Features of a frozen encoder for a command: from the cache, else computed here or on Ray and kept there."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, Interrupted
-from uno.runs.hardware import local_device
+from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
 
 INTERVAL_S = 10.0  # between two lines of progress
@@ -55,7 +54,7 @@ def load_features(
         if ray is not None:
             found = compute_on_ray(ray, job, encoder, numbers)
         else:
-            threads = config.compute.threads or os.cpu_count() or 1
+            threads = num_threads(config)
             shards = features.compute_here(job, encoder.to(local_device(config)), numbers, threads)
             found = ((number, pack_shard(shard)) for number, shard in shards)
         for number, data in found:
@@ -83,7 +82,7 @@ def compute_on_ray(
     """
     config, images = job.config, job.task.rows.images
     resources, workers = ray_env.worker_resources(config, ray.cluster_resources()), config.compute.workers
-    threads = config.compute.threads or max(1, (os.cpu_count() or 1) // workers)
+    threads = num_threads(config, workers)
     state = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
     shared = ray.put((to_dict(config), safetensors.torch.save(state)))
     blocks = [shard_block(job, numbers[i : i + threads]) for i in range(0, len(numbers), threads)]

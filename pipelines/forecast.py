@@ -20,7 +20,7 @@ from uno.presets import preset
 from uno.results.export import origin
 from uno.runs import DISCOVER, run
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.hardware import local_device
+from uno.runs.hardware import local_device, num_threads
 
 TIMED_ROWS = 16  # images of a timed batch of pixels
 
@@ -62,7 +62,7 @@ def _seconds(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     if compute.workers and elsewhere:
         return found
     device = local_device(config)
-    threads = config.compute.threads or os.cpu_count() or 1
+    threads = num_threads(config)
     torch.set_num_threads(threads)
     if on_features(config):
         encoder = run.frozen_encoder(config, storage)

@@ -4,7 +4,6 @@ On Ray: blocks of paths (or of encoded bytes) -> decoding tasks on any node -> a
 model -> this process, which writes the shards. The same batches as without Ray, so the same results.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from pipelines import ray_env
-from pipelines.console import Progress, on_stop, say
+from pipelines.console import Progress, reading, say, stopped_at_once
 from pipelines.ray_data import bytes_of, decode_block, image_block, parquet_images
 from uno.config import Config, override
 from uno.data.decode import readable
@@ -23,12 +22,12 @@ from uno.data.files import Storage
 from uno.data.rows import Decoded, Featured
 from uno.data.sources import read_inputs, read_rows
 from uno.data.splits import Task, make_task
-from uno.errors import ConfigError, Interrupted, UnoError
+from uno.errors import ConfigError, UnoError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
 from uno.results.infer import Classifier, build_classifier, decoder, with_alignment
 from uno.results.predictions import PredictionWriter, Summary, predict_rows, result_table
-from uno.runs.hardware import local_device
+from uno.runs.hardware import local_device, num_threads
 
 RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
 INTERVAL_S = 5.0  # between two lines of progress
@@ -42,12 +41,15 @@ def predict_job(
     model = infer.load_classifier(storage)
     compute, data = ({k: given[k] for k in given if k.startswith(s)} for s in ("compute.", "data."))
     config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
+    num_threads(config)
     if config.compute.workers == 0:
         local_device(config)
     if data and "output" not in given:
         raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
-    rows = read_inputs(override(Config(), data).data) if data else own_task(config).rows
+    with reading() as total:
+        rows = read_inputs(override(Config(), data).data) if data else own_task(config).rows
+        total(len(rows))
     if limit is not None and limit < len(rows):
         rows = rows.take(np.arange(limit) * len(rows) // limit)
     try:
@@ -60,16 +62,14 @@ def predict_job(
     output = Storage(str(given.get("output", storage.uri)))
     writer = PredictionWriter(output, rows, model, embedding, replace="output" not in given)
 
-    def stop() -> None:
-        raise Interrupted("stopped; finished shards are kept")
-
-    with on_stop(stop):
+    kept = "stopped; finished shards are kept"
+    with stopped_at_once(kept):
         summary = _predict(config, model, storage, decoder(model, rows, config.compute.threads), writer)
     say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
     if csv:
         say(f"as CSV: {write_csv(output)}")
     if folders:
-        with on_stop(stop), Progress(seconds=INTERVAL_S) as progress:
+        with stopped_at_once(kept), Progress(seconds=INTERVAL_S) as progress:
 
             def show(done: int, total: int) -> None:
                 progress({"phase": "copy", "step": done, "total_steps": total})
@@ -94,8 +94,11 @@ def predict_run(
 
 
 def own_task(config: Config) -> Task:
-    """The rows a run was trained on."""
-    return make_task(read_rows(config.data), config.data)
+    """The rows a run was trained on, or will be."""
+    with reading() as total:
+        task = make_task(read_rows(config.data), config.data)
+        total(len(task.rows))
+    return task
 
 
 def unlabeled_rows(task: Task) -> np.ndarray:
@@ -121,7 +124,7 @@ def _predict(
         if config.compute.workers:
             with ray_env.connect(workers=config.compute.workers) as ray:
                 return predict_on_ray(ray, config, infer.read_model_files(storage), writer, show)
-        torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
+        torch.set_num_threads(num_threads(config))
         return predict_rows(model.to(local_device(config)), decode, writer, show)
 
 
@@ -139,7 +142,7 @@ def predict_on_ray(
     how = model.config.data.interpolation
     decode = partial(decode_block, side=model.size, images=parquet_images(rows.images), interpolation=how)
     device = "cuda" if "GPU" in resources else "cpu"
-    threads = config.compute.threads or max(1, (os.cpu_count() or 1) // num_workers)
+    threads = num_threads(config, num_workers)
     whole = {"batch_format": "pyarrow", "batch_size": None}
     results = ray.data.from_arrow(blocks).map_batches(decode, **whole).map_batches(
         Scorer, fn_constructor_args=(ray.put(dict(files)), writer.embedding, device, threads),

@@ -1,7 +1,6 @@
 """What pretrain, discover, demo and evaluate share: from options to a finished run directory."""
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +12,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from pipelines.console import Progress, on_stop, say
+from pipelines.console import Progress, on_stop, say, stopped_at_once
+from pipelines.demand import check_demand
 from pipelines.features import feature_bytes, load_images, on_features
 from pipelines.forecast import forecast
 from pipelines.inference import own_task, predict_run, unlabeled_rows
@@ -28,8 +28,7 @@ from uno.data.decode import BAD_SAMPLES, readable
 from uno.data.files import Storage, full_path, normal, split
 from uno.data.plan import largest_batch
 from uno.data.resident import assemble, eval_sets, keep_pixels
-from uno.data.sources import read_rows
-from uno.data.splits import Task, decide_pile, make_task
+from uno.data.splits import Task, decide_pile
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.encoder import require_encoder
 from uno.errors import ConfigError, Interrupted
@@ -50,7 +49,7 @@ from uno.results.infer import (
 from uno.results.trust import verdict
 from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, faults, lock, run
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.hardware import local_device
+from uno.runs.hardware import local_device, num_threads
 from uno.train import LocalWorker
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
@@ -65,6 +64,7 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
         return 0
     for fault in faults.planned():
         say(f"warning: {faults.VARIABLE} is set: {fault.name}")
+    num_threads(config)  # before the data is read
     config, estimate = _with_full_paths(config), None
     if config.compute.workers == 0:
         local_device(config)
@@ -77,6 +77,7 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
     task = prepare(config, found)
     if config.model.weights is not None:
         phases = tuple(phase for phase in phases if phase != PRETRAIN)
+    check_demand(config, task)
     if options.own.dry_run:
         return _dry_run(config, task, phases, own_weights)
     assert config.output is not None
@@ -101,17 +102,8 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
         if not evaluate:
             say(f"finished: {storage.uri}")
             return 0
-        trained = run.load_trained(config, claim.storage, task.num_known, task.num_novel)
-        model = save_model(config, claim.storage, *trained, task.known)
-        data = f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}"
-        _write_card(claim.storage, model, values, data)
-        if report:
-            say("predicting every row and writing the report")
-            model, _ = predict_run(config, claim.storage, task, model)
-        _write_results(claim.storage, values)  # the mark of a finished run
-        if report:  # CUDA may be on the workers' nodes only
-            device = local_device(config) if torch.cuda.is_available() else torch.device("cpu")
-            write_report(config, claim.storage, task, device=device, model=model)
+        with stopped_at_once("stopped before the run was finished; resume with the same command"):
+            _finish(config, claim.storage, task, values, report)
     _show(storage, values)
     return 0
 
@@ -259,8 +251,7 @@ def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Conf
         if config.data.ingest == "auto":
             say(decide_pile(config, [], began)[1])
             return override(config, {"data.ingest": stored.get("ingest", "auto")}), None
-    lazy = override(config, {"data.ingest": "streaming"}).data
-    task = make_task(read_rows(lazy), lazy)
+    task = own_task(override(config, {"data.ingest": "streaming"}))
     free = ingest.free_host_bytes(), ingest.free_device_bytes(config)
     needs_images, row_bytes = registry.load(config).needs_images, 3 * config.data.store_size**2
     if config.model.trainable == "heads":
@@ -284,7 +275,7 @@ def _largest_batch(config: Config, task: Task) -> int:
 
 def prepare(config: Config, task: Task | None = None) -> Task:
     """Read the rows' table unless it is there, and run the preflight checks: their first error is raised."""
-    task = make_task(read_rows(config.data), config.data) if task is None else task
+    task = own_task(config) if task is None else task
     for problem in check(task, config):
         if problem.level == "error":
             raise ConfigError(problem.message)
@@ -334,7 +325,7 @@ def _run_here(
 ) -> tuple[dict[str, float], Task]:
     """Everything in this process, without Ray; unless ``keep``, unreadable images are listed in no file."""
     config, task, storage = job.config, job.task, job.claim.storage
-    torch.set_num_threads(config.compute.threads or os.cpu_count() or 1)
+    torch.set_num_threads(num_threads(config))
     worker = LocalWorker(local_device(config), show)
     train: TrainData
     truth: Callable[[], Mapping[str, EvalData]]
@@ -363,8 +354,28 @@ def _run_here(
         return evaluate_run(config, storage, train, truth(), num_true, worker), task
 
 
+def _finish(config: Config, storage: Storage, task: Task, values: dict[str, float], report: bool) -> None:
+    """The model, with ``report`` all rows' predictions and the page, then the mark of a finished run."""
+    trained = run.load_trained(config, storage, task.num_known, task.num_novel)
+    model = save_model(config, storage, *trained, task.known)
+    _write_card(storage, model, values, f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}")
+    if report:
+        say("predicting every row and writing the report")
+        model, _ = predict_run(config, storage, task, model)
+        _mark_measured(storage)
+        # CUDA may be on the workers' nodes only
+        device = local_device(config) if torch.cuda.is_available() else torch.device("cpu")
+        write_report(config, storage, task, device=device, model=model, metrics=values)
+    _write_results(storage, values)
+
+
 def _write_results(storage: Storage, values: dict[str, float]) -> None:
+    _mark_measured(storage)
     storage.write(RESULTS_FILE, json.dumps(values, indent=1, sort_keys=True).encode())
+
+
+def _mark_measured(storage: Storage) -> None:
+    """The classes are those that the run's results count."""
     if storage.exists("model/classes.json") and not is_measured(data := storage.read("model/classes.json")):
         storage.write("model/classes.json", with_measured(data))
 

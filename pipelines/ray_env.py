@@ -59,8 +59,9 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     else:
         options = {"address": "local", "include_dashboard": True, "object_store_memory": store_bytes}
     on_term = signal.getsignal(signal.SIGTERM)
-    # A terminal sends Ctrl-C to Ray's processes too, and the dashboard dies of it; ignoring is inherited.
-    on_int = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread() else None
+    # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; ignoring is inherited.
+    ours = (signal.SIGINT, signal.SIGHUP) if in_main_thread() else ()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ours}
     try:
         ray.init(logging_level=logging.WARNING, **options)
         if callable(on_term) and in_main_thread():
@@ -71,8 +72,8 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     except ConnectionError as error:
         raise ConfigError(f"cannot reach the Ray cluster at {address}: {error}") from None
     finally:
-        if on_int is not None:
-            signal.signal(signal.SIGINT, on_int)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     try:
         yield ray
     finally:

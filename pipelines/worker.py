@@ -27,6 +27,7 @@ from uno.errors import ConfigError, Interrupted, UnoError
 from uno.results.evaluate import evaluate_run
 from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, faults, run
 from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
 from uno.runs.lock import Claim, ClaimedStorage
 
@@ -85,8 +86,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     quiet_ray_train()
     os.environ[faults.VARIABLE] = loop["faults"]  # a cluster that runs already has its own environment
     config = Config.model_validate(loop["config"])
-    share = (os.cpu_count() or 1) // ray.train.get_context().get_local_world_size()
-    torch.set_num_threads(config.compute.threads or max(1, share))
+    torch.set_num_threads(num_threads(config, ray.train.get_context().get_local_world_size()))
     storage = ClaimedStorage(loop["output"], loop["token"])
     storage.check()  # every rank: the run directory must be one that all nodes see
     worker = RayWorker(storage)

@@ -17,6 +17,7 @@ from pipelines.commands import DISCOVER
 from pipelines.options import Command, parse
 from tests.uno.small_run import SMALL
 from tune.sweep import TUNE
+from uno import limits
 from uno.errors import ConfigError
 from uno.reproduce.documents import spread
 
@@ -93,6 +94,14 @@ def test_numbers_have_records():
         novel = result["results"]["novel, task-aware, train"]
         assert float(percent[1]) == round(100 * novel["mean"], 1)
         assert float(percent[2]) == round(100 * novel["sd"], 1)
+
+
+def test_the_table_of_limits_is_the_code():
+    """Kills: a limit that is changed in one place, one that nobody is told of."""
+    table = README.partition("\n## Limits\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) ", table, re.M)
+    told = {name: int(value.replace(",", "")) for name, value in rows}
+    assert told == {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
 
 
 def test_promises_name_their_tests():

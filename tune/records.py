@@ -11,7 +11,6 @@
     pretrain/<hash>/                  a pretraining, shared by the trials that do not change it
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,9 @@ from itertools import takewhile
 from typing import Any
 
 from uno.config import parse_yaml
-from uno.data.files import Storage
+from uno.data.files import Storage, parse_json
 from uno.errors import ConfigError
+from uno.limits import MAX_STATE_BYTES
 from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
 
@@ -86,13 +86,13 @@ def read_settings(storage: Storage) -> Mapping[str, Any]:
     """``sweep.yaml``; ConfigError where there is none, or it is damaged."""
     if not storage.exists(SETTINGS):
         raise ConfigError(f"{storage.uri} is not the directory of a sweep: it has no {SETTINGS}")
-    return parse_yaml(storage.read(SETTINGS), storage.path(SETTINGS))
+    return parse_yaml(storage.read(SETTINGS, MAX_STATE_BYTES), storage.path(SETTINGS))
 
 
 def read_json(storage: Storage, name: str) -> dict[str, Any]:
     """A JSON mapping, {} where there is none or a kill left a damaged one."""
     try:
-        tree = json.loads(storage.read(name)) if storage.exists(name) else {}
+        tree = parse_json(storage.read(name)) if storage.exists(name) else {}
     except ValueError:
         return {}
     return tree if isinstance(tree, dict) else {}

@@ -182,7 +182,7 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
     }  # fmt: skip
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
     if not storage.exists(SETTINGS):
-        if any(not lock.ours(name) for name in storage.list()):
+        if any(not lock.ours(name) and not name.startswith(f".{SETTINGS}.") for name in storage.list()):
             raise ConfigError(f"{storage.uri} is not empty and holds no sweep; choose another --output")
         return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)

@@ -169,14 +169,16 @@ def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
         try:
             return safetensors.torch.load(data)
         except (SafetensorError, ValueError) as error:
-            raise StorageError(f"model.weights: {source} is not a safetensors file: {error}") from None
+            raise StorageError(
+                f"model.weights: {source} is not a safetensors file: {one_line(error)}"
+            ) from None
     try:
         with warnings.catch_warnings(action="ignore"):  # of old protocols
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         why = "holds more than tensors, and loading that would run code; save its state_dict() alone"
         raise StorageError(f"model.weights: {source} {why}") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except (RuntimeError, LookupError, TypeError, AttributeError, EOFError, ValueError, OSError) as error:
         raise StorageError(
             f"model.weights: {source} is no file of PyTorch's: {one_line(error)[:160]}"
         ) from None

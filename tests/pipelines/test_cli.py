@@ -121,17 +121,26 @@ def test_nothing_heavy_is_imported_before_there_is_work(code, heavy):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_reader_that_left_ends_quietly(stream):
-    """``uno ... | head -1``: no traceback and no 'Exception ignored' at shutdown."""
+@pytest.mark.parametrize(("stream", "ends"), [
+    ("stdout", "os.pipe()"), ("stderr", "os.pipe()"), ("stdout", "os.openpty()"),
+])  # fmt: skip
+def test_a_reader_that_left_ends_quietly(stream, ends):
+    """``uno ... | head -1``, a closed terminal: no traceback and no 'Exception ignored' at shutdown."""
     code = (
         "import os, sys; from pipelines import cli\n"
         f"stream = sys.{stream}\n"
-        "read, write = os.pipe(); os.dup2(write, stream.fileno()); os.close(read); os.close(write)\n"
+        f"read, write = {ends}; os.dup2(write, stream.fileno()); os.close(read); os.close(write)\n"
         "sys.exit(cli.guard(lambda argv: print('x' * 100_000, file=stream), []))"
     )
     done = python(code)
     assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
+
+
+def test_no_output_at_all_is_no_defect(monkeypatch):
+    """``uno ... >&-``."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.guard(lambda argv: console.say("one line") or 0, []) == 0
+    sys.stdout.close()
 
 
 def metrics(step: int, **more) -> dict:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelines import cli, jobs, ray_env
+from pipelines import cli, demand, jobs, ray_env
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
 from tests.uno.small_run import wasted_steps
 from uno.data import resident
@@ -56,8 +56,13 @@ def finished(tmp_path_factory) -> Path:
     (["--weights", "/no/such/run"], "model.weights: /no/such/run"),
     (["--weights", "/no/such/encoder.safetensors"], "no such file"),
     (["--workers", "0", "--device", "cuda"], "CUDA"),
+    (["--compute.threads", "900"], "compute.threads is 900, more than"),
+    (["--model.width", "512", "--model.blocks", "18", "--batch-size", "64"], "this run needs at least"),
+    (["--augment.large.size", "1024", "--data.store-size", "1024", "--batch-size", "64"], "activations"),
+    (["--objective.queue-size", "1000000", "--model.projection-dim", "4096"], "queue "),
 ])  # fmt: skip
-def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says):
+def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says, monkeypatch):
+    monkeypatch.setattr(demand, "free_host_bytes", lambda: 8 * 10**9)
     if "cuda" in argv and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     output = tmp_path / "run"
@@ -117,6 +122,23 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
     changed = ["--objective.epsilon", "0.1", "--seed", "3"]
     line = refused(capsys, 2, *DISCOVER, "--output", finished, *changed)
     assert "objective.epsilon, seed" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_the_report_is_part_of_a_finished_run(finished, tmp_path, capsys, monkeypatch, number):
+    """Kills: "done" without a report, a run that the same command takes for finished."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    expected = (run / "metrics.json").read_bytes()
+    for name in ("metrics.json", "report.html"):
+        (run / name).unlink()
+    command = [*DISCOVER, "--output", str(run)]
+    with monkeypatch.context() as stopped:
+        stopped.setattr(jobs, "write_report", lambda *_, **__: signal.raise_signal(number))
+        assert cli.main(command) == 75
+    assert "resume with the same command" in capsys.readouterr().err
+    assert not (run / "metrics.json").exists() and not (run / "lock.json").exists()
+    assert cli.main(command) == 0 and (run / "metrics.json").read_bytes() == expected
+    assert "task_aware" in (run / "report.html").read_text()
 
 
 def test_evaluate_reproduces_the_results_and_so_does_the_run(finished, tmp_path, capsys):

@@ -3,10 +3,14 @@
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
-from pipelines import ray_env
-from pipelines.console import on_stop
+import pytest
+
+from pipelines import console, ray_env
+from pipelines.console import STOP_SIGNALS, on_stop, stopped_at_once
+from uno.errors import Interrupted
 
 
 def test_ray_does_not_take_sigterm_from_us(monkeypatch):
@@ -27,6 +31,42 @@ def test_ray_does_not_take_sigterm_from_us(monkeypatch):
     with on_stop(lambda: asked.append(1)), ray_env.connect():
         signal.raise_signal(signal.SIGTERM)
     assert asked == [1] and signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+@pytest.mark.parametrize("second", STOP_SIGNALS)
+def test_the_first_signal_asks_and_the_second_leaves(first, second, capsys):
+    """Kills: SIGHUP that ends the process without saving, a second signal that waits for a checkpoint."""
+    before, asked = [signal.getsignal(number) for number in STOP_SIGNALS], []
+    with pytest.raises(KeyboardInterrupt), on_stop(lambda: asked.append(1), "stopping"):
+        signal.raise_signal(first)
+        assert asked == [1] and capsys.readouterr().out == "stopping\n"
+        signal.raise_signal(second)
+    assert asked == [1] and [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_what_is_ignored_stays_ignored():
+    """``nohup uno discover``. Kills: a handler that takes SIGHUP from it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with on_stop(lambda: pytest.fail("asked")):
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+def test_a_line_that_nobody_can_read_does_not_keep_it_from_saving(monkeypatch):
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(console, "say", closed)
+    asked = []
+    with on_stop(lambda: asked.append(1), "stopping"):
+        signal.raise_signal(signal.SIGHUP)
+    assert asked == [1]
+
+
+def test_a_stop_that_a_library_swallows_is_said_at_the_end():
+    with pytest.raises(Interrupted, match="resume"), stopped_at_once("resume"), suppress(Exception):
+        signal.raise_signal(signal.SIGTERM)
 
 
 ENDED_IN_A_CALLBACK = """

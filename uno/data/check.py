@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from uno.config import Config
-from uno.data.decode import MAX_BYTES, BadImage, decoded, read_header
+from uno.data.decode import BadImage, decoded, read_header
 from uno.data.files import is_uri, read_bytes
 from uno.data.plan import make_plan, make_pretrain_plan
 from uno.data.rows import Files, base, content_of
 from uno.data.splits import Task
 from uno.errors import ConfigError
+from uno.limits import MAX_IMAGE_BYTES
 
 MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer (METHOD section 4)
 MAX_HASHED_BYTES = 2 * 2**30
@@ -207,7 +208,7 @@ def _copies(task: Task) -> tuple[list[list[int]], bool]:
     if isinstance(images, Files):
         sizes = images.sizes[index]
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-        candidates = (sizes >= 0) & (sizes <= MAX_BYTES) & (counts[same] > 1)
+        candidates = (sizes >= 0) & (sizes <= MAX_IMAGE_BYTES) & (counts[same] > 1)
     groups: dict[bytes, list[int]] = defaultdict(list)
     left = MAX_HASHED_BYTES
     for row in np.flatnonzero(candidates).tolist():
@@ -216,7 +217,7 @@ def _copies(task: Task) -> tuple[list[list[int]], bool]:
             if not isinstance(image, str):
                 content = content_of(image)
             elif not is_uri(image):
-                content = read_bytes(image, MAX_BYTES)
+                content = read_bytes(image, MAX_IMAGE_BYTES)
         left -= len(content)
         if left < 0:
             break

@@ -1,6 +1,7 @@
 """CIFAR10 and CIFAR100 in torchvision's directory layout, unpickling nothing but lists and bytes."""
 
 import pickle
+import pickletools
 from collections.abc import Callable
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -10,9 +11,10 @@ import numpy as np
 from uno.data import files as filesystem
 from uno.data.rows import Rows
 from uno.errors import ConfigError, one_line
+from uno.limits import MAX_CIFAR_BYTES
 
-MAX_FILE_BYTES = 512 * 2**20
 PIXELS = 3 * 32 * 32
+MAX_MEMO = 10**6  # of a pickle; a batch of CIFAR uses 10
 
 
 class Layout(NamedTuple):
@@ -102,8 +104,11 @@ def _text(name: Any) -> str:
 
 
 def _load(path: str) -> Any:
-    data = filesystem.read_whole(path, MAX_FILE_BYTES)
+    data = filesystem.read_whole(path, MAX_CIFAR_BYTES)
     try:
+        for operation, argument, _ in pickletools.genops(data):
+            if operation.name.endswith("PUT") and int(argument) > MAX_MEMO:  # room is made for all before it
+                raise ConfigError(f"refused: the pickle asks for {int(argument):,} places")
         return _Unpickler(BytesIO(data), encoding="latin1").load()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -163,5 +168,7 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STAND_INS:
-            raise ConfigError(f"refused: the pickle asks for {module}.{name}, no CIFAR file does")
+            raise ConfigError(
+                f"refused: the pickle asks for {one_line(f'{module}.{name}')}, no CIFAR file does"
+            )
         return _STAND_INS[module, name]

@@ -22,14 +22,13 @@ from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from uno import collectives
-from uno.data.files import Storage, read_bytes
+from uno.data.files import Storage, parse_json, read_bytes
 from uno.data.rows import Chosen, Image, Images
 from uno.errors import ConfigError, one_line
+from uno.limits import MAX_BMP_PIXELS_PER_BYTE, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_PIXELS_PER_BYTE
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """What is decoded (first frame, first page); everything else, EPS above all, never reaches a decoder."""
-MAX_BYTES = 128 * 2**20
-MAX_PIXELS = 100_000_000
 DRAFT = 4
 """JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves at least this many times the final side: 2.9
 times faster from 4000 x 3000 to 224 px; ImageNet originals then differ by .65 of 255 at 32 px, 0 at 224."""
@@ -206,7 +205,7 @@ class BadRows:
         reasons = {}
         try:
             if self._storage.exists(BAD_SAMPLES):
-                entries = map(json.loads, self._storage.read(BAD_SAMPLES).splitlines())
+                entries = map(parse_json, self._storage.read(BAD_SAMPLES).splitlines())
                 reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
         except (ValueError, TypeError, KeyError):
             log.warning("%s is damaged; it is written anew", self._storage.path(BAD_SAMPLES))
@@ -260,13 +259,16 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
 def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]:
     """The picture with its header checked, a JPEG at the scale for ``side``; errors inside are BadImages."""
     try:
-        data = read_bytes(image, MAX_BYTES) if isinstance(image, str) else bytes(image)
-        if not 0 < len(data) <= MAX_BYTES:
-            raise BadImage(f"larger than {MAX_BYTES} bytes" if data else "no image data")
+        data = read_bytes(image, MAX_IMAGE_BYTES) if isinstance(image, str) else bytes(image)
+        if not 0 < len(data) <= MAX_IMAGE_BYTES:
+            raise BadImage(f"larger than {MAX_IMAGE_BYTES} bytes" if data else "no image data")
         with Pillow.open(BytesIO(data), formats=FORMATS) as picture:
             width, height = picture.size
-            if not 0 < width * height <= MAX_PIXELS:
-                raise BadImage(f"{width} x {height} pixels, not 1 to {MAX_PIXELS}")
+            if not 0 < width * height <= MAX_IMAGE_PIXELS:
+                raise BadImage(f"{width} x {height} pixels, not 1 to {MAX_IMAGE_PIXELS}")
+            most = max(10**6, MAX_PIXELS_PER_BYTE * len(data))
+            if width * height > (MAX_BMP_PIXELS_PER_BYTE * len(data) if picture.format == "BMP" else most):
+                raise BadImage(f"{width} x {height} pixels in {len(data)} bytes")
             if side is not None and picture.format in ("JPEG", "MPO"):
                 picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
             yield picture

@@ -2,10 +2,12 @@
 directories to write. A local name need not be UTF-8: a ``str`` carries its bytes, and pyarrow gets bytes.
 """
 
+import json
 import os
 import re
+import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -16,6 +18,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from uno.errors import ConfigError, StorageError, one_line
+from uno.limits import MAX_ROWS
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # what file managers leave behind
@@ -47,8 +50,24 @@ def full_path(path: str) -> str:
 
 
 def shown(name: str) -> str:
-    """A file name as valid text: bytes that are not UTF-8 become escapes."""
-    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    """A file name as valid text: bytes that are not UTF-8, and half surrogate pairs, become escapes."""
+    half = re.sub("[\ud800-\udc7f\udd00-\udfff]", lambda found: ascii(found[0])[1:-1], name)
+    return half.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
+def parse_json(data: str | bytes) -> Any:
+    """JSON of nobody knows whom; ValueError also where it is nested too deeply to be read."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def require_regular(path: str | bytes) -> None:
+    """OSError where a local file is a FIFO, a device or a socket: to open one may last for ever."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError("not a regular file")
 
 
 def kind(path: str) -> str:
@@ -107,8 +126,10 @@ def split(path: str) -> tuple[str, str]:
 def read_bytes(path: str, max_bytes: int) -> bytes:
     """At most ``max_bytes`` + 1 bytes of a file. Raises OSError."""
     if not is_uri(path):
-        with open(path, "rb") as file:
-            return file.read(max_bytes + 1)
+        require_regular(path)
+        with open(path, "rb") as file:  # read(n) takes n bytes of memory, whatever there is to read
+            fits = os.fstat(file.fileno()).st_size <= max_bytes
+            return file.read() if fits else file.read(max_bytes + 1)
     files, inner = locate(path)
     with files.open_input_stream(inner) as stream:
         return bytes(stream.read(max_bytes + 1))
@@ -131,13 +152,29 @@ def read_text(path: str, max_bytes: int, what: str = "") -> str:
 
 def inside(root: str, relative: str) -> str | None:
     """Full path of ``relative`` below ``root``, or None where '..', a link or a full path leaves it."""
-    if is_uri(relative) or "\0" in relative:
-        return None
-    if is_uri(root):
-        parts = PurePosixPath(relative)
-        return None if parts.is_absolute() or ".." in parts.parts else join(root, relative)
-    path = os.path.realpath(os.path.join(root, relative))
-    return path if path.startswith(os.path.realpath(root).rstrip("/") + "/") else None
+    return below(root)(relative)
+
+
+def below(root: str) -> Callable[[str], str | None]:
+    """:func:`inside` for many names: the links of a folder are followed once."""
+    base = "" if is_uri(root) else os.path.realpath(root).rstrip("/") + "/"
+    folders: dict[str, str] = {}
+
+    def find(relative: str) -> str | None:
+        if is_uri(relative) or "\0" in relative:
+            return None
+        if not base:
+            parts = PurePosixPath(relative)
+            return None if parts.is_absolute() or ".." in parts.parts else join(root, relative)
+        folder, name = os.path.split(relative)
+        if folder not in folders:
+            folders[folder] = os.path.realpath(os.path.join(root, folder))
+        path = os.path.join(folders[folder], name)
+        if name in ("", ".", "..") or os.path.islink(path):
+            path = os.path.realpath(path)
+        return path if path.startswith(base) else None
+
+    return find
 
 
 def size_of(path: str) -> int:
@@ -150,7 +187,8 @@ def size_of(path: str) -> int:
 
 def _walk_local(root: str) -> list[Found]:
     base = os.path.realpath(root)
-    found, seen, pending = [], {base}, [("", root)]
+    found: list[Found] = []
+    seen, pending = {base}, [("", root)]
     while pending:
         prefix, folder = pending.pop()
         with _reading(folder), os.scandir(folder) as entries:
@@ -158,6 +196,8 @@ def _walk_local(root: str) -> list[Found]:
                 real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
                 if entry.is_symlink() and not real.startswith(base.rstrip("/") + "/"):
                     raise ConfigError(f"link {entry.path} leads outside the data folder {root}; copy it")
+                if len(found) == MAX_ROWS:
+                    raise ConfigError(f"more than {MAX_ROWS:,} files below {root}")
                 if entry.is_file():
                     found.append(Found(prefix + entry.name, entry.path, entry.stat().st_size))
                 elif entry.is_dir() and real not in seen:
@@ -199,12 +239,13 @@ class Storage:
 
     def __init__(self, root: str) -> None:
         try:
+            os.fsencode(root)
             if is_uri(root):
                 self._fs, self.root = pa.fs.FileSystem.from_uri(root)
             else:
                 self._fs, self.root = pa.fs.LocalFileSystem(), str(Path(root).absolute())
-        except (OSError, pa.ArrowException) as error:
-            raise StorageError(f"cannot open {root}: {one_line(error)}") from None
+        except (OSError, UnicodeError, pa.ArrowException) as error:
+            raise StorageError(f"cannot open {shown(root)}: {one_line(error)}") from None
         self.is_local = isinstance(self._fs, pa.fs.LocalFileSystem)
         self.uri = self.root if self.is_local else root.rstrip("/")
 
@@ -231,21 +272,47 @@ class Storage:
             selector = pa.fs.FileSelector(self.path(name), allow_not_found=True)
             return sorted(info.base_name for info in self._fs.get_file_info(selector))
 
-    def read(self, name: str) -> bytes:
-        """Content of a file."""
+    def read(self, name: str, max_bytes: int | None = None) -> bytes:
+        """Content of a file; StorageError where it has more than ``max_bytes``."""
         with self.open(name) as file:
+            if max_bytes is not None and file.size() > max_bytes:
+                raise StorageError(f"{self.path(name)} is larger than {max_bytes} bytes")
             return bytes(file.read())
 
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
         """A file for random reads; errors inside the ``with`` are StorageErrors too."""
-        with self._errors("read", name), self._fs.open_input_file(self._inner(name)) as file:
-            yield file
+        with self._errors("read", name):
+            if self.is_local:
+                require_regular(self._inner(name))
+            with self._fs.open_input_file(self._inner(name)) as file:
+                yield file
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; after return it is on the disk, whole."""
         with self.create(name) as file:
             file.write(data)
+
+    def write_first(self, name: str, data: bytes) -> bool:
+        """As :meth:`write`, where no file of that name is there; False: there is one. Two writers at the same
+        moment may both get True where the file system has no hard links.
+        """
+        if self.exists(name):
+            return False
+        if not self.is_local:
+            self.write(name, data)
+            return True
+        mine = f".{name}.{uuid.uuid4().hex[:8]}"
+        self.write(mine, data)
+        try:
+            os.link(self.path(mine), self.path(name))
+        except FileExistsError:
+            return False
+        except OSError:
+            self.write(name, data)
+        finally:
+            self.delete(mine)
+        return True
 
     @contextmanager
     def create(self, name: str) -> Iterator[Any]:
@@ -274,6 +341,8 @@ class Storage:
         with self._errors("write", name):
             path = Path(self.path(name))
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                require_regular(self._inner(name))
             with path.open("ab") as file:
                 file.write(data)
 

@@ -18,12 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image as Pillow
 
-from uno.data.decode import BAD_SAMPLES, MAX_BYTES, BadImage, decode_rgb, quiet
+from uno.data.decode import BAD_SAMPLES, BadImage, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
 from uno.data.plan import by_windows
 from uno.data.rows import Files, Image, Rows, base, fetch
 from uno.data.tables import PACKED, PACKING, ParquetImages, json_at
 from uno.errors import ConfigError, one_line
+from uno.limits import MAX_IMAGE_BYTES
 
 GROUP_BYTES = 8 * 2**20
 GROUP_ROWS = 500
@@ -173,8 +174,8 @@ def _shard(rows: Rows, groups: list[np.ndarray], pool: ThreadPoolExecutor) -> tu
 def _encode(image: Image) -> bytes | str:
     """The bytes to store; as text the reason why they cannot be decoded."""
     try:
-        content = image if not isinstance(image, str) else read_bytes(image, MAX_BYTES)
-        decode_rgb(content, MAX_BYTES)  # at full scale
+        content = image if not isinstance(image, str) else read_bytes(image, MAX_IMAGE_BYTES)
+        decode_rgb(content, MAX_IMAGE_BYTES)  # at full scale
     except BadImage as error:
         return str(error)
     except OSError as error:

@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from uno.data.files import full_path
-from uno.errors import ConfigError
+from uno.errors import ConfigError, one_line
+from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
@@ -155,7 +156,16 @@ class Rows:
         assert len(self.ids) == len(self.images) == len(self.labels) == len(self.split)
         if len(set(self.ids)) < len(self.ids):
             name = Counter(self.ids).most_common(1)[0][0]
-            raise ConfigError(f"{self.source}: id {name!r} appears more than once; ids must be unique")
+            raise ConfigError(
+                f"{self.source}: id {one_line(repr(name))} appears more than once; ids must be unique"
+            )
+        if len(self) > MAX_ROWS:
+            raise ConfigError(f"{self.source}: {len(self):,} rows, more than {MAX_ROWS:,}")
+        names = {*self.labels, *(self.eval_labels or ())}
+        long = max((name for name in names if name is not None), key=len, default="")
+        if len(long) > MAX_LABEL_LENGTH:
+            text = f"a class's name has {len(long):,} characters, more than {MAX_LABEL_LENGTH}: {long[:40]!r}"
+            raise ConfigError(f"{self.source}: {text}")
 
     def __len__(self) -> int:
         return len(self.ids)

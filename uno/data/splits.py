@@ -19,6 +19,7 @@ from uno.config import Config, DataConfig, not_mixed
 from uno.data.files import read_text
 from uno.data.rows import Rows
 from uno.errors import ConfigError
+from uno.limits import MAX_CLASSES
 
 MAX_NAMES_BYTES = 1_000_000
 HELD_OUT = 10  # stream of the choice of test rows, as UNLABEL
@@ -101,6 +102,8 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     if num_novel is None:
         raise ConfigError(f"{source}: give --num-novel, the number of classes among the unlabeled rows")
     known = [name for name in classes if name in chosen]
+    if (num := len(known) + max(num_novel, len(novel))) > MAX_CLASSES:
+        raise ConfigError(f"{source}: {num:,} classes, more than {MAX_CLASSES:,}")
     if config.limit is not None:
         kept = limit_rows(rows, config.limit)
         rows, is_train = rows.take(kept), is_train[kept]

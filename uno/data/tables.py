@@ -20,11 +20,11 @@ import pyarrow.parquet
 from uno.data import files as filesystem
 from uno.data.rows import SPLITS, Encoded, Files, Images, Rows
 from uno.errors import ConfigError, one_line
+from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
 
 IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
-MAX_TABLE_BYTES = 2**30
 PACKING, PACKED = "pack.json", "uno"  # what uno.data.pack leaves beside its shards, and in their metadata
 Names = tuple[str, ...]
 NO_NAMES: Mapping[str, str] = {}
@@ -167,9 +167,11 @@ def _read_file(
         label = own.get("label") or next((c for c in LABEL_COLUMNS if c in schema.names), None)
         label = None if images_only else label
         if image is None:
-            present = ", ".join(schema.names)[:300]
+            present = one_line(", ".join(schema.names))
             needs = f"{' or '.join(IMAGE_COLUMNS)}, or --data.columns image=NAME"
             raise ConfigError(f"{path}: needs a column {needs}; it has {present}")
+        if num > MAX_ROWS:
+            raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
         if len(set(schema.names)) < len(schema.names):
             raise ConfigError(f"{path}: two columns have one name")
         left = image if lazy and schema.field(image).type not in TEXT else None
@@ -185,13 +187,14 @@ def _read_file(
         for column, values in (("id", ids), ("split", [split] * num)):
             given = columns.get(column, pa.array(values, pa.string()))
             columns[column] = given.cast(pa.string())
+        found = pa.table(columns)
     metadata = schema.metadata or {}
     known = json_at(metadata.get(PACKED.encode(), ""), "known")
     known = tuple(map(str, known)) if isinstance(known, list) else ()
     names = json_at(metadata.get(b"huggingface", ""), "info", "features", label or "", "names")
     if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
         raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
-    return pa.table(columns), tuple(map(str, names or ())), known, left
+    return found, tuple(filesystem.shown(str(name)) for name in names or ()), known, left
 
 
 def _check_names(path: str, names: Mapping[str, str], columns: Iterable[str], images_only: bool) -> None:
@@ -199,18 +202,18 @@ def _check_names(path: str, names: Mapping[str, str], columns: Iterable[str], im
     present = list(columns)
     for ours, theirs in names.items():
         if theirs not in present and not (images_only and ours in TRAINING_COLUMNS):
-            has = ", ".join(present)[:300] or "none"
+            has = one_line(", ".join(present)) or "none"
             raise ConfigError(f"{path}: --data.columns {ours}={theirs}: no such column; it has {has}")
 
 
 def json_at(text: str | bytes, *names: str) -> Any:
     """What JSON holds below ``names``, None where there is nothing of the kind."""
     try:
-        value = json.loads(text)
+        value = filesystem.parse_json(text)
         for name in names:
             value = value[name]
         return value
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
@@ -262,7 +265,9 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
     image = "image" if names.get("image") else next((c for c in ("path", "image") if c in columns), None)
     if image is None:
         needs = "path or image, or --data.columns image=NAME"
-        raise ConfigError(f"{source}: needs a column {needs}; it has {', '.join(columns) or 'none'}")
+        raise ConfigError(
+            f"{source}: needs a column {needs}; it has {one_line(', '.join(columns)) or 'none'}"
+        )
     if not columns[image]:
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
@@ -273,28 +278,35 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
 
 
 def _read_csv(path: str) -> dict[str, list[Any]]:
-    text = filesystem.read_text(path, MAX_TABLE_BYTES)
+    text = _text(path)
     try:
-        reader = csv.DictReader(io.StringIO(text, newline=""))
-        fields, records = list(reader.fieldnames or []), list(reader)
+        fields, *records = [row for row in csv.reader(io.StringIO(text, newline="")) if row] or [[]]
     except csv.Error as error:
         raise ConfigError(f"{path} is not CSV: {error}") from None
-    row = next((i for i, record in enumerate(records) if None in record), None)
+    row = next((i for i, record in enumerate(records) if len(record) > len(fields)), None)
     if row is not None:
         raise ConfigError(f"{path}: row {row} has more values than the {len(fields)} columns")
-    return {name: [record[name] for record in records] for name in fields}
+    return {name: [r[i] if i < len(r) else None for r in records] for i, name in enumerate(fields)}
+
+
+def _text(path: str) -> str:
+    """The content of a table of text, if it has no more than MAX_ROWS lines."""
+    text = filesystem.read_text(path, MAX_TABLE_BYTES)
+    if (num := text.count("\n")) > MAX_ROWS:
+        raise ConfigError(f"{path} has {num:,} lines, more than {MAX_ROWS:,}")
+    return text
 
 
 def _read_jsonl(path: str) -> dict[str, list[Any]]:
     records = []
-    for number, line in enumerate(filesystem.read_text(path, MAX_TABLE_BYTES).split("\n"), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = filesystem.parse_json(line)
             if "\\u" in line:
                 json.dumps(record, ensure_ascii=False).encode()  # half a surrogate pair is no text
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ConfigError(f"{path} line {number} is not JSON: {one_line(error)}") from None
         if not isinstance(record, dict):
             raise ConfigError(f"{path} line {number} must be an object, not {type(record).__name__}")
@@ -307,7 +319,7 @@ def _name(source: str, label: Any) -> str | None:
     if label in (None, ""):
         return None
     if isinstance(label, bool) or not isinstance(label, str | int):
-        raise ConfigError(f"{source}: label {label!r} is neither a name nor a whole number")
+        raise ConfigError(f"{source}: label {one_line(repr(label))} is neither a name nor a whole number")
     return str(label)
 
 
@@ -319,20 +331,24 @@ def _splits(source: str, values: Sequence[Any]) -> np.ndarray:
     splits = [SPLITS.get(str(v).lower()) if v not in (None, "") else "train" for v in values]
     if None in splits:
         wrong = values[splits.index(None)]
-        raise ConfigError(f"{source}: split must be train, test or validation, not {wrong!r}")
+        raise ConfigError(f"{source}: split must be train, test or validation, not {one_line(repr(wrong))}")
     return np.array(splits)
 
 
 def _files(source: str, root: str, relatives: Sequence[Any], may_lack: bool) -> Files:
-    paths = []
+    paths, inside = [], filesystem.below(root)
     for i, relative in enumerate(relatives):
         if not ((isinstance(relative, str) and relative) or (may_lack and not relative)):
             raise ConfigError(f"{source}: row {i} has no image path")
-        path = filesystem.inside(root, relative) if relative else ""
+        path = inside(relative) if relative else ""
         if path is None:
-            raise ConfigError(f"{source}: row {i}: {relative!r} leaves the folder {root}; move it there")
+            raise ConfigError(
+                f"{source}: row {i}: {one_line(repr(relative))} leaves the folder {root}; move it there"
+            )
         paths.append(path)
     sizes = [filesystem.size_of(path) for path in paths]
     if sizes and not filesystem.is_uri(root) and max(sizes) < 0:
-        raise ConfigError(f"{source}: none of its {len(paths)} images is below {root}, e.g. {relatives[0]!r}")
+        raise ConfigError(
+            f"{source}: none of its {len(paths)} images is below {root}, e.g. {one_line(repr(relatives[0]))}"
+        )
     return Files.of(paths, sizes)

@@ -1,6 +1,7 @@
 """The report of a run: one HTML file that opens from disk and asks the network for nothing."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,13 @@ log = logging.getLogger(__name__)
 def write_report(
     config: Config, storage: Storage, task: Task | None, *, device: torch.device | str = "cpu",
     max_rows: int | None = None, note: str = "", model: Classifier | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> str:  # fmt: skip
     """Write ``report.html`` into a run directory and return its path; without a ``task`` or a trained model
-    it shows what is left. By default as many rows are looked at as take a minute.
+    it shows what is left. By default as many rows are looked at as take a minute. ``metrics``: those of a run
+    that has not written them yet.
     """
-    found, notes = facts.read_facts(storage), [note] if note else []
+    found, notes = facts.read_facts(storage, metrics), [note] if note else []
     looked: dict[str, Any] = {"sample": None, "findings": None, "cards": [], "known_cards": []}
     looked |= {"rejected": None, "matrices": {}, "maps": [], "left_out": [], "data": {}}
     if task is not None:

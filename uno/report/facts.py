@@ -1,6 +1,5 @@
 """What is known of a run: what its directory says, and what its model says of a sample of its rows."""
 
-import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from uno.config import Config, flatten, to_dict
 from uno.data.decode import BAD_SAMPLES
-from uno.data.files import Storage
+from uno.data.files import Storage, parse_json
 from uno.data.rows import Featured
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
@@ -57,8 +56,8 @@ class Facts:
         return [row for row in rows if len(row) == len(rows[-1])]
 
 
-def read_facts(storage: Storage) -> Facts:
-    """Read what is there."""
+def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> Facts:
+    """Read what is there, ``metrics`` unless they are given."""
     unreadable: list[str] = []
 
     def read(name: str, nothing: Any) -> Any:
@@ -69,14 +68,15 @@ def read_facts(storage: Storage) -> Facts:
                 found = read_journal(storage, name)
             else:
                 text = storage.read(name).decode(errors="replace") if storage.exists(name) else ""
-                found = json.loads(text or "{}") if isinstance(nothing, dict) else text
+                found = parse_json(text or "{}") if isinstance(nothing, dict) else text
         if isinstance(found, type(nothing)):
             return found
         unreadable.append(name)
         return nothing
 
+    results = read(RESULTS_FILE, {}) if metrics is None else metrics
     return Facts(
-        {key: float(value) for key, value in read(RESULTS_FILE, {}).items() if is_number(value)},
+        {key: float(value) for key, value in results.items() if is_number(value)},
         read(ENVIRONMENT_FILE, {}), read(METRICS_FILE, []),
         [(str(entry.get("id", "")), str(entry.get("reason", ""))) for entry in read(BAD_SAMPLES, [])],
         read(CONFIG_FILE, ""), read(ESTIMATE_FILE, {}), tuple(unreadable),

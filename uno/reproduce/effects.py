@@ -1,7 +1,6 @@
 """What finished runs say about a table: means and spreads over seeds, effects paired by seed, verdicts."""
 
 import itertools
-import json
 import math
 import statistics
 from collections import defaultdict
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from scipy.special import stdtr
 
+from uno.data.files import parse_json
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
@@ -197,6 +197,6 @@ def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON mapping, {} where there is no file. ConfigError: it is damaged."""
     try:
-        return dict(json.loads(path.read_text())) if path.exists() else {}
+        return dict(parse_json(path.read_text())) if path.exists() else {}
     except (ValueError, TypeError):
         raise ConfigError(f"{path} is damaged; delete its directory to run it again") from None

@@ -19,10 +19,11 @@ import yaml
 from torch import Tensor
 
 from uno.config import parse_yaml
-from uno.errors import ConfigError, StorageError
+from uno.data.files import parse_json
+from uno.errors import ConfigError, StorageError, one_line
+from uno.limits import MAX_CLASSES, MAX_LABEL_LENGTH
 
 YAML_FILE = "classes.yaml"
-MAX_NAME_LENGTH = 300
 MERGE = "merge into "
 REJECTED = "rejected"  # name and kind, in predictions, of what falls into a dropped class
 NUM_NEAREST = 3
@@ -64,15 +65,16 @@ def parse_classes(data: bytes) -> list[OutputClass]:
     """The classes in the content of ``classes.json``, by index. StorageError where it is damaged."""
     try:
         classes = []
-        for e in json.loads(data)["classes"]:
+        for e in parse_json(data)["classes"]:
             into = None if e.get("drop") else e.get("merge_into", e["index"])
             classes.append(OutputClass(e["index"], e["name"], e["kind"], into))
         kinds, targets = [c.kind for c in classes], (None, *range(len(classes)))
         typed = all(isinstance(c.name, str) and isinstance(c.into, int | None) for c in classes)
         placed = all(c.index == i and c.into in targets for i, c in enumerate(classes))
-        if not (classes and typed and placed and kinds == sorted(kinds) and {*kinds} <= {"known", "novel"}):
+        left = any(c.into == c.index for c in classes) and len(classes) <= MAX_CLASSES
+        if not (left and typed and placed and kinds == sorted(kinds) and {*kinds} <= {"known", "novel"}):
             raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise StorageError("classes.json is damaged") from None
     return classes
 
@@ -83,7 +85,7 @@ def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
     for c in classes:
         fate = {"drop": True} if c.into is None else {"merge_into": c.into} if c.into != c.index else {}
         entries.append({"index": c.index, "name": c.name, "kind": c.kind, **fate})
-    return json.dumps(json.loads(data) | {"classes": entries}, indent=1).encode()
+    return json.dumps(parse_json(data) | {"classes": entries}, indent=1).encode()
 
 
 def route(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
@@ -121,13 +123,13 @@ def is_measured(data: bytes) -> bool:
     """Whether a run's metrics are of the classes as ``data``, its ``classes.json``, routes them."""
     classes = parse_classes(data)
     at_first = hashes(unedited(classes))["routes"]
-    return json.loads(data).get("measured", at_first) == hashes(classes)["routes"]
+    return parse_json(data).get("measured", at_first) == hashes(classes)["routes"]
 
 
 def with_measured(data: bytes) -> bytes:
     """``data``, which notes that the metrics have just been computed."""
     return json.dumps(
-        json.loads(data) | {"measured": hashes(parse_classes(data))["routes"]}, indent=1
+        parse_json(data) | {"measured": hashes(parse_classes(data))["routes"]}, indent=1
     ).encode()
 
 
@@ -232,6 +234,8 @@ def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_ha
                 raise ConfigError(f"{where}: class {index} is merged into {wanted!r}, which is {what}")
             into = targets[wanted]
         edited[index] = replace(classes[index], name=name, into=into)
+    if all(edited[index].into is None for index in novel):
+        raise ConfigError(f"{where}: all discovered classes are dropped: keep one, or merge one into another")
     return edited
 
 
@@ -266,14 +270,16 @@ def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]
     index, name, action = entry.get("index"), entry.get("name"), entry.get("action", "keep")
     if type(index) is not int or index not in novel:
         known = f"{min(novel)} to {max(novel)}"
-        raise ConfigError(f"{where}: index must be that of a discovered class, {known}, got {index!r}")
+        raise ConfigError(
+            f"{where}: index must be that of a discovered class, {known}, got {one_line(repr(index))}"
+        )
     where = f"{where} (class {index})"
     name = str(name) if type(name) is int else name  # `name: 7` means the text
     if not isinstance(name, str):
         raise ConfigError(f"{where}: name must be text, got {name!r}; put it in quotes")
     name = name.strip()
-    if not 1 <= len(name) <= MAX_NAME_LENGTH or not name.isprintable():
-        raise ConfigError(f"{where}: name must have 1 to {MAX_NAME_LENGTH} printable characters")
+    if not 1 <= len(name) <= MAX_LABEL_LENGTH or not name.isprintable():
+        raise ConfigError(f"{where}: name must have 1 to {MAX_LABEL_LENGTH} printable characters")
     wanted = re.sub(r"\A\s*merge\s+into\s+", MERGE, str(action)).strip()
     if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
         raise ConfigError(f"{where}: action must be keep, drop or merge into NAME, got {action!r}")

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from uno.config import Config, PhaseConfig, config_hash
 from uno.constrained_kmeans import FREE, constrained_kmeans, silhouette
-from uno.data.files import Storage
+from uno.data.files import Storage, parse_json
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
+from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of
 from uno.results.metrics import Counts, cluster_accuracy, confusion
 from uno.runs import ESTIMATE_FILE, PRETRAIN, run
@@ -131,7 +132,7 @@ def estimate_num_novel(
     key = _digest(keys, asdict(settings), ks)
     if storage.exists(ESTIMATE_FILE):
         with suppress(ValueError, TypeError, AttributeError):  # damaged: estimated anew
-            stored = json.loads(storage.read(ESTIMATE_FILE))
+            stored = parse_json(storage.read(ESTIMATE_FILE, MAX_STATE_BYTES))
             if stored.get("key") == key:
                 return Estimate(**stored)
 

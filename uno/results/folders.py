@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow.csv
 from PIL import Image as Pillow
 
-from uno.data.decode import MAX_BYTES, read_header
+from uno.data.decode import read_header
 from uno.data.files import Storage, read_bytes
 from uno.data.rows import Image, Rows, fetch
 from uno.errors import ConfigError, StorageError
+from uno.limits import MAX_IMAGE_BYTES
 from uno.results.classes import REJECTED
 from uno.results.predictions import COLUMNS, read_columns, read_identity
 
@@ -71,7 +72,7 @@ def _encoded(image: Image) -> tuple[bytes, str]:
     """The content of an image's file, as it is, and the suffix for one without a name."""
     if isinstance(image, str):
         try:
-            return read_bytes(image, MAX_BYTES), ""
+            return read_bytes(image, MAX_IMAGE_BYTES), ""
         except OSError as error:
             raise StorageError(f"cannot copy {image}: {error.strerror}") from None
     if isinstance(image, bytes):

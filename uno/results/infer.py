@@ -15,22 +15,23 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-import yaml
 from torch import Tensor
 
-from uno.config import Config, dump_yaml, override
+from uno.config import Config, dump_yaml, override, parse_yaml
 from uno.data.decode import decoded, readable
-from uno.data.files import Storage
+from uno.data.files import Storage, parse_json
 from uno.data.rows import Featured, Rows
 from uno.encoder import require_encoder
 from uno.errors import StorageError, one_line
+from uno.limits import MAX_STATE_BYTES
 from uno.methods.registry import build_network
 from uno.model import Logits, UnoModel, forward
 from uno.results.classes import OutputClass, dump_classes, parse_classes, route
 from uno.results.metrics import confusion, hungarian
 from uno.state import with_prefix
 
-MODEL_FILES = ("config.yaml", "classes.json", "encoder.safetensors", "heads.safetensors")
+WEIGHTS = ("encoder.safetensors", "heads.safetensors")
+MODEL_FILES = ("config.yaml", "classes.json", *WEIGHTS)
 BATCH_BYTES = 64 * 2**20  # decoded pixels of a batch
 MAX_BATCH_ROWS = 256
 SAMPLE_ROWS = 10_000  # to align heads and to suggest names
@@ -187,7 +188,8 @@ def model_folder(storage: Storage) -> str:
 def read_model_files(storage: Storage) -> dict[str, bytes]:
     """Content of the files that make a model, by name."""
     folder = model_folder(storage)
-    return {name: storage.read(folder + name) for name in MODEL_FILES}
+    most = {name: None if name in WEIGHTS else MAX_STATE_BYTES for name in MODEL_FILES}
+    return {name: storage.read(folder + name, most[name]) for name in MODEL_FILES}
 
 
 def build_classifier(
@@ -200,11 +202,11 @@ def build_classifier(
     damaged, or they do not belong together. ConfigError: the encoder's library is missing, or its callable;
     ``foreign`` is for :func:`~uno.encoder.require_encoder`.
     """
-    classes, facts = parse_classes(files["classes.json"]), json.loads(files["classes.json"])
+    classes, facts = parse_classes(files["classes.json"]), parse_json(files["classes.json"])
     num_known = sum(c.kind == "known" for c in classes)
     try:
-        config = override(Config(), yaml.safe_load(files["config.yaml"]))
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        config = override(Config(), parse_yaml(files["config.yaml"], "its configuration"))
+    except ValueError as error:
         raise StorageError(f"model files are damaged: config.yaml: {one_line(error)}") from None
     if module is None:
         require_encoder(config.model.encoder, foreign)
@@ -228,6 +230,7 @@ def build_classifier(
         TypeError,
         KeyError,
         AttributeError,
+        OverflowError,
         safetensors.SafetensorError,
     ) as error:
         raise StorageError(f"model files are damaged or do not belong together: {one_line(error)}") from None
@@ -235,7 +238,7 @@ def build_classifier(
     transform = [data.store_size, side, data.mean, data.std, config.objective.temperature]
     transform += [data.interpolation] if data.interpolation != "bilinear" else []  # as models were hashed
     digest = hashlib.sha256(json.dumps(transform).encode())
-    for name in ("encoder.safetensors", "heads.safetensors"):
+    for name in WEIGHTS:
         digest.update(hashlib.sha256(files[name]).digest())
     module = module.to(device).eval().requires_grad_(False).to(memory_format=torch.channels_last)
     model_hash, device = digest.hexdigest()[:16], module.known.weight.device
@@ -301,6 +304,6 @@ def with_alignment(model: Classifier, storage: Storage, decode: Decode, unlabele
         novel = novel[:, taken_for_novel(sample[1], model.best_head)]
     alignment = align_heads(novel, model.best_head)
     name = model_folder(storage) + "classes.json"
-    facts = json.loads(storage.read(name)) | {"alignment": alignment.tolist()}
+    facts = parse_json(storage.read(name)) | {"alignment": alignment.tolist()}
     storage.write(name, json.dumps(facts, indent=1).encode())
     return replace(model, alignment=alignment)

@@ -17,7 +17,7 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 
 from uno.data.decode import readable
-from uno.data.files import Storage, full_path, shown
+from uno.data.files import Storage, full_path, parse_json, shown
 from uno.data.rows import Decoded, Rows
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, hashes
@@ -252,6 +252,6 @@ def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
 def _identity(data: bytes) -> dict[str, Any] | None:
     """None where ``data`` is not an identity of this format."""
     with suppress(ValueError):
-        found = json.loads(data)
+        found = parse_json(data)
         return found if isinstance(found, dict) and found.keys() == DIFFERENCES.keys() else None
     return None

@@ -13,8 +13,9 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from uno.data.files import Storage
+from uno.data.files import Storage, parse_json
 from uno.errors import StorageError
+from uno.limits import MAX_STATE_BYTES
 
 FORMAT_VERSION = 1
 TENSORS, STATE, CONFIG, MANIFEST = "tensors.safetensors", "state.json", "config.yaml", "manifest.json"
@@ -96,11 +97,11 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
     """One checkpoint. StorageError: a file is missing, truncated or altered, or the format is unknown."""
     files = _verified_files(storage, folder(phase, step))
     try:
-        state = dict(json.loads(files[STATE]))
+        state = dict(parse_json(files[STATE]))
         if state.get("format_version") != FORMAT_VERSION:
             raise StorageError(f"format version {state.get('format_version')} instead of {FORMAT_VERSION}")
         return Checkpoint(step, safetensors.torch.load(files[TENSORS]), state)
-    except (ValueError, TypeError, RecursionError, SafetensorError) as error:
+    except (ValueError, TypeError, SafetensorError) as error:
         raise StorageError(f"content is damaged: {error}") from None
 
 
@@ -113,8 +114,8 @@ def _verified_files(storage: Storage, directory: str) -> dict[str, bytes]:
     if not storage.exists(f"{directory}/{MANIFEST}"):
         raise StorageError("no manifest: it was never finished")
     try:
-        manifest = dict(json.loads(storage.read(f"{directory}/{MANIFEST}")))
-    except (ValueError, TypeError, RecursionError):
+        manifest = dict(parse_json(storage.read(f"{directory}/{MANIFEST}", MAX_STATE_BYTES)))
+    except (ValueError, TypeError):
         raise StorageError("manifest is damaged") from None
     files = {}
     for name in (TENSORS, STATE, CONFIG):

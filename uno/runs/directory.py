@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import yaml
-
 from uno import runs
-from uno.config import Config, differing_keys, dump_yaml, override
-from uno.data.files import Storage
+from uno.config import Config, differing_keys, dump_yaml, override, parse_yaml
+from uno.data.files import Storage, parse_json
 from uno.errors import ConfigError, StorageError, UnoError
+from uno.limits import MAX_STATE_BYTES
 from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RAY_FOLDER, RESULTS_FILE, lock
 from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, folder, read_checkpoints
 from uno.runs.hardware import environment
@@ -29,7 +28,10 @@ def is_run(storage: Storage) -> bool:
     """Whether the directory holds a run (False also where it was only begun); ConfigError: anything else."""
     if storage.exists(CONFIG_FILE):
         return True
-    if any(name != ENVIRONMENT_FILE and not lock.ours(name) for name in storage.list()):
+    begun = (CONFIG_FILE, ENVIRONMENT_FILE)  # by a command that has just started, or was killed there
+    unfinished = tuple(f".{name}." for name in begun)
+    names = [name for name in storage.list() if name not in begun and not name.startswith(unfinished)]
+    if not all(map(lock.ours, names)):
         problem = f"{storage.uri} is not empty and holds no run (no {CONFIG_FILE})"
         raise ConfigError(f"{problem}; nothing there is touched, choose another --output")
     return False
@@ -64,7 +66,7 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
     """The ``config.yaml`` of a run as a nested dict. ConfigError: there is none, or it is damaged."""
     if not storage.exists(CONFIG_FILE):
         raise ConfigError(f"{storage.uri} is not a run directory: it has no {CONFIG_FILE}")
-    return _read(storage, CONFIG_FILE, yaml.safe_load)
+    return _read(storage, CONFIG_FILE, lambda data: parse_yaml(data, CONFIG_FILE) or None)
 
 
 def read_results(storage: Storage) -> dict[str, float] | None:
@@ -74,10 +76,10 @@ def read_results(storage: Storage) -> dict[str, float] | None:
     return None
 
 
-def _read(storage: Storage, name: str, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
+def _read(storage: Storage, name: str, parse: Callable[[bytes], Any] = parse_json) -> dict[str, Any]:
     try:
-        tree = parse(storage.read(name))
-    except (ValueError, yaml.YAMLError, RecursionError):
+        tree = parse(storage.read(name, MAX_STATE_BYTES))
+    except ValueError:
         tree = None
     if not isinstance(tree, dict):
         raise ConfigError(f"{storage.path(name)} is damaged")

@@ -33,6 +33,17 @@ def local_device(config: Config) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and cuda else "cpu")
 
 
+def num_threads(config: Config, share: int = 1) -> int:
+    """``compute.threads``, or this machine's cores over ``share``. ConfigError: so many that OpenMP gives up,
+    after gigabytes of stacks.
+    """
+    cores = os.cpu_count() or 1
+    threads, most = config.compute.threads or max(1, cores // share), max(64, 4 * cores)
+    if threads > most:
+        raise ConfigError(f"compute.threads is {threads}, more than {most} for {cores} cores")
+    return threads
+
+
 def environment(fingerprint: str) -> dict[str, Any]:
     """Command, versions, hardware and the data's fingerprint, for ``environment.json``."""
     versions = {}

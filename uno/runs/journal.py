@@ -6,7 +6,7 @@ from typing import Any
 
 from tensorboardX import SummaryWriter
 
-from uno.data.files import Storage
+from uno.data.files import Storage, parse_json
 from uno.runs import METRICS_FILE
 
 CHARTED = ("loss", "lr", "images_per_s", "skipped_steps")
@@ -82,5 +82,5 @@ def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
     entries = []
     for line in lines:
         with suppress(ValueError):
-            entries.append(json.loads(line))
+            entries.append(parse_json(line))
     return [entry for entry in entries if isinstance(entry, dict)]

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from uno.data.files import Storage
+from uno.data.files import Storage, parse_json
 from uno.errors import ConfigError, StorageError
+from uno.limits import MAX_STATE_BYTES
 from uno.runs import LOCK_FILE
 
 RENEW_S = 2.0
@@ -41,15 +42,20 @@ class ClaimedStorage(Storage):
 
 
 class Claim:
-    """The holder's side: renews the lock file from a thread until it is released."""
+    """The holder's side: renews the lock file from a thread until it is released. ConfigError: ``free`` was
+    the directory, and another command has just taken it.
+    """
 
-    def __init__(self, root: str) -> None:
-        self.storage = ClaimedStorage(root, "")
+    def __init__(self, root: str, free: bool = False) -> None:
+        self.storage = ClaimedStorage(root, uuid.uuid4().hex)
         self._plain = Storage(root)
         self._mutex = threading.Lock()
         self._released = threading.Event()
         self._renewals = 0
-        self.replace_token()
+        if not free:
+            self._write()
+        elif not self._plain.write_first(LOCK_FILE, self._content()):
+            raise _in_use(self._plain, _who(_read(self._plain) or {}))
         threading.Thread(target=self._renew, name="uno-lock", daemon=True).start()
 
     def replace_token(self) -> str:
@@ -77,9 +83,12 @@ class Claim:
         return (_read(self._plain) or {}).get("token") == self.storage.token
 
     def _write(self) -> None:
+        self._plain.write(LOCK_FILE, self._content())
+
+    def _content(self) -> bytes:
         self._renewals += 1
         lock = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.storage.token}
-        self._plain.write(LOCK_FILE, json.dumps({**lock, "renewals": self._renewals}).encode())
+        return json.dumps({**lock, "renewals": self._renewals}).encode()
 
 
 @contextmanager
@@ -87,11 +96,10 @@ def claim(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[Claim]:
     """Hold the run directory ``storage``; ConfigError: another command does. ``on_wait`` gets one line where
     a claim is found whose holder may be dead.
     """
-    who, lives = holder(storage, on_wait) or ("", False)
-    if lives:
-        advice = "wait for it, stop it, or choose another --output"
-        raise ConfigError(f"{storage.uri} is in use by {who}; {advice}")
-    mine = Claim(storage.uri)
+    found = holder(storage, on_wait)
+    if found is not None and found[1]:
+        raise _in_use(storage, found[0])
+    mine = Claim(storage.uri, free=found is None)
     try:
         yield mine
     finally:
@@ -110,6 +118,11 @@ def holder(storage: Storage, on_wait: Callable[[str], None] | None = None) -> tu
     return None if now is None else (_who(now), now != found)
 
 
+def _in_use(storage: Storage, who: str) -> ConfigError:
+    advice = "wait for it, stop it, or choose another --output"
+    return ConfigError(f"{storage.uri} is in use by {who}; {advice}")
+
+
 def ours(name: str) -> bool:
     """Whether a file of a run directory is the lock (or what a killed writer left of it)."""
     return name.lstrip(".").startswith(LOCK_FILE)
@@ -119,7 +132,7 @@ def _read(storage: Storage) -> dict[str, Any] | None:
     if not storage.exists(LOCK_FILE):
         return None
     try:
-        return dict(json.loads(storage.read(LOCK_FILE)))
+        return dict(parse_json(storage.read(LOCK_FILE, MAX_STATE_BYTES)))
     except (ValueError, TypeError):
         return {}
     except StorageError:

@@ -123,10 +123,10 @@ def test_caps(monkeypatch, tmp_path):
     assert read_header(encoded(pixels(0, 5, 9), "JPEG")) == ("JPEG", 9, 5)
     assert read_header(pixels(0, 5, 9)) == ("pixels", 9, 5)
     (tmp_path / "a.png").write_bytes(encoded(pixels(0)))
-    monkeypatch.setattr(decode_module, "MAX_PIXELS", 63)
+    monkeypatch.setattr(decode_module, "MAX_IMAGE_PIXELS", 63)
     with pytest.raises(BadImage, match="8 x 8 pixels, not 1 to 63"):
         decode(str(tmp_path / "a.png"), 8)
-    monkeypatch.setattr(decode_module, "MAX_BYTES", 50)
+    monkeypatch.setattr(decode_module, "MAX_IMAGE_BYTES", 50)
     with pytest.raises(BadImage, match="larger than 50 bytes"):
         decode(str(tmp_path / "a.png"), 8)
 
@@ -192,3 +192,12 @@ def test_bicubic_is_pillows_and_bilinear_stays_the_default():
         ((_, found, _),) = decoded([image], [np.array([0])], 12, 1, name)
         assert np.array_equal(found[0].numpy(), expected)
         assert np.array_equal(decode(image, 12), expected) == (name == "bilinear")
+
+
+def test_more_pixels_than_bytes_can_hold_are_refused_before_they_are_made():
+    """Kills: gigabytes for a header. A real image has them: one colour in one bit a pixel."""
+    header = bytearray(encoded(pixels(0), "BMP"))
+    header[18:26] = struct.pack("<ii", 9_000, 9_000)
+    with pytest.raises(BadImage, match="9000 x 9000 pixels in 246 bytes"):
+        decode(bytes(header), 8)
+    assert decode(encoded(Image.new("1", (4000, 3000)), "PNG"), 8).max() == 0

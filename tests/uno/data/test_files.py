@@ -8,8 +8,8 @@ from urllib.parse import quote
 import pytest
 from pyarrow import fs
 
-from uno.data.files import Storage, full_path
-from uno.errors import StorageError
+from uno.data.files import Storage, full_path, parse_json, read_whole, shown
+from uno.errors import ConfigError, StorageError
 
 MEMORY = "mock:///run"  # pyarrow's file system in memory: neither local nor an object store
 
@@ -110,3 +110,58 @@ def test_object_stores_get_no_directory_markers(tmp_path):
     storage._fs = Mock(type_name="s3", open_output_stream=Mock(return_value=stream))
     storage.write("a/b", b"1")
     assert not storage._fs.create_dir.called and (tmp_path / "object").read_bytes() == b"1"
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    """Kills: a reader that waits for ever at a FIFO, an append to a device."""
+    os.mkfifo(tmp_path / "fifo")
+    storage, path = Storage(str(tmp_path)), str(tmp_path / "fifo")
+    for read in (lambda: storage.read("fifo"), lambda: storage.append("fifo", b"1")):
+        with pytest.raises(StorageError, match="fifo: not a regular file"):
+            read()
+    for name in (path, "/dev/zero"):
+        with pytest.raises(ConfigError, match="not a regular file"):
+            read_whole(name, 10)
+
+
+def test_a_file_over_its_limit_is_not_read(tmp_path):
+    storage = Storage(str(tmp_path))
+    storage.write("a.json", b"12345")
+    assert storage.read("a.json", 5) == b"12345"
+    with pytest.raises(StorageError, match=r"a\.json is larger than 4 bytes"):
+        storage.read("a.json", 4)
+
+
+def test_of_two_first_writers_one_writes(tmp_path, monkeypatch):
+    """Kills: a look before the write instead of the file system's own answer."""
+    for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
+        storage.delete("lock.json")
+        assert storage.write_first("lock.json", b"1") and not storage.write_first("lock.json", b"2")
+        assert storage.read("lock.json") == b"1"
+    storage = Storage(str(tmp_path))
+    monkeypatch.setattr(storage, "exists", lambda name: False)  # both have looked before
+    assert not storage.write_first("lock.json", b"2")
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no links here")))
+    assert storage.write_first("other.json", b"3") and storage.read("other.json") == b"3"
+    assert sorted(os.listdir(tmp_path)) == ["lock.json", "other.json"]
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("a", "a"), ("\udce9", "\\xe9"), ("\ud800\udce9", "\\ud800\\xe9"), ("\udfffx", "\\udfffx"),
+])  # fmt: skip
+def test_any_name_can_be_shown(name, text):
+    """Kills: half a surrogate pair, of a JSON or a command line, that no output can hold."""
+    assert shown(name) == text and shown(name).encode()
+
+
+def test_a_path_that_is_no_text_is_one_line():
+    with pytest.raises(StorageError, match=r"cannot open /tmp/\\ud800: "):
+        Storage("/tmp/\ud800")
+
+
+def test_json_of_nobody_knows_whom():
+    """Kills: RecursionError, which no caller expects."""
+    assert parse_json(b'{"a": [1]}') == {"a": [1]}
+    for text in ("[" * 100_000, '{"a":' * 100_000, "{"):
+        with pytest.raises(ValueError):
+            parse_json(text)

@@ -111,6 +111,17 @@ def test_known_class_errors(value, text):
     assert text in refused(rows_of(["cat", "dog", "cow"]), known_classes=value)
 
 
+def test_a_class_has_a_name_of_some_size_and_classes_a_number(monkeypatch):
+    """Kills: matrices of a million classes, a label that is a whole file."""
+    rows = rows_of(["a", "b", None, None])
+    monkeypatch.setattr("uno.data.splits.MAX_CLASSES", 4)
+    assert task_of(rows, num_novel=2).num_novel == 2
+    assert "5 classes, more than 4" in refused(rows, num_novel=3)
+    assert "has 301 characters, more than 300: 'xxx" in failure(rows_of, ["x" * 301])
+    monkeypatch.setattr("uno.data.rows.MAX_ROWS", 3)
+    assert "4 rows, more than 3" in failure(rows_of, ["a"] * 4)
+
+
 def test_what_cannot_be_a_task():
     assert "no row has a label" in refused(rows_of([None, None]), num_novel=2)
     assert "no training row has a label" in refused(rows_of([None, "a"], ["train", "test"]), num_novel=2)

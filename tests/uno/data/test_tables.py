@@ -48,6 +48,21 @@ def test_files_must_agree_on_the_class_names(tmp_path):
         assert "class names in the metadata differ" in failure(read_parquet, str(tmp_path))
 
 
+def test_limits_hold_before_rows_are_read(tmp_path, monkeypatch):
+    """Kills: a footer that announces more rows than there is memory, a text of nothing but line breaks."""
+    monkeypatch.setattr(tables, "MAX_ROWS", 15)
+    write_hf(tmp_path, ["a", "b"], train=16, test=2)
+    assert "has 16 rows, more than 15" in failure(read_parquet, str(tmp_path))
+    assert "has 17 lines, more than 15" in failure(read_table, write_csv(tmp_path, "path\n" + "a.png\n" * 16))
+
+
+def test_class_names_that_are_no_text_are_escaped(tmp_path):
+    """Kills: half a surrogate pair from the metadata, which ends a run when it is written."""
+    table = hf_table([picture(i) for i in range(4)], [0, 1, 0, 1], ["a\ud800", "b"])
+    pq.write_table(table, tmp_path / "t.parquet")
+    assert read_parquet(str(tmp_path)).labels == ["a\\ud800", "b"] * 2
+
+
 def test_labels_of_parquet(tmp_path):
     """Null and negative ones are none; without names they are numbers; broken metadata says nothing."""
     broken = {"huggingface": "{not json"}

@@ -94,6 +94,7 @@ def test_a_second_edit_can_take_the_first_one_back():
     (edits({"index": 3, "name": "novel-2"}), "two classes are named 'novel-2'"),
     (edits({"index": 3, "name": "cat"}), "use action: merge into cat"),
     (edits({"index": 3, "name": "rejected"}), "is what the images of dropped classes are called"),
+    (edits(*({"index": i, "action": "drop"} for i in range(3, 7))), "all discovered classes are dropped"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(data, words):
     with pytest.raises(ConfigError, match=words) as error:

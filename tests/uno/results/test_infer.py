@@ -149,10 +149,15 @@ def test_no_model_and_damaged_models_are_storage_errors(tmp_path):
         path.write_bytes(data)
     path = tmp_path / "model" / "classes.json"
     facts = json.loads(path.read_text())
-    facts["classes"].append({"index": 10, "name": "one more", "kind": "novel"})
-    path.write_text(json.dumps(facts))
-    with pytest.raises(StorageError, match="do not belong together"):
-        load_classifier(Storage(str(tmp_path)))
+    one_more = [*facts["classes"], {"index": 10, "name": "one more", "kind": "novel"}]
+    dropped = [entry | {"drop": True} for entry in facts["classes"]]
+    for change in (
+        {"classes": one_more}, {"classes": dropped}, {"best_head": math.inf}, {"best_head": -1},
+        {"alignment": [[math.inf]]},
+    ):  # fmt: skip
+        path.write_text(json.dumps(facts | change))
+        with pytest.raises(StorageError, match=r"do not belong together|is damaged"):
+            load_classifier(Storage(str(tmp_path)))
 
 
 def test_model_hash_is_of_the_weights_not_of_the_names(tmp_path, model, other, renamed):

@@ -79,9 +79,13 @@ def test_what_does_not_fit_the_run_is_refused(empty):
         open_run(CONFIG, empty, "print")
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"3"])
+DEEP = b"[" * 100_000  # more than Python recurses
+BOMB = b"a: &a {x: 1}\nb: &b {x: *a, y: *a}\nc: {x: *b, y: *b}\n"
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"3", b"", DEEP, BOMB, b"#" * 2_000_000])
 def test_damaged_files_of_a_run_are_one_line(empty, content):
-    """Kills: tracebacks of json and yaml."""
+    """Kills: tracebacks of json and yaml, a YAML file that takes minutes."""
     open_run(CONFIG, empty, "print")
     for name in ("environment.json", "config.yaml"):
         empty.write(name, content)
@@ -100,7 +104,8 @@ def test_a_directory_of_something_else_is_left_alone(empty):
     # what a kill between the two writes leaves does not block the directory
     empty.delete("thesis.tex")
     empty.write("environment.json", b"{")
-    empty.write(".lock.json.0a1b2c3d", b"")
+    for name in (".lock.json.0a1b2c3d", ".config.yaml.0a1b2c3d", ".environment.json.0a1b2c3d"):
+        empty.write(name, b"")
     open_run(CONFIG, empty, "print")
     assert empty.read("config.yaml").decode() == dump_yaml(CONFIG)
 
@@ -134,6 +139,9 @@ WARNINGS = {
     "Ray's folder": (lambda s: s.write("ray/attempt-1/x.json", b""), "ray: Ray Train"),
     "a STOP file": (lambda s: s.write("STOP", b""), "STOP: the request"),
     "damaged results": (lambda s: s.write("metrics.json", b"{"), "metrics.json is damaged"),
+    "deep results": (lambda s: s.write("metrics.json", DEEP), "metrics.json is damaged"),
+    "a deep line": (lambda s: s.append("metrics.jsonl", DEEP + b"\n"), "metrics.jsonl: 1 unreadable lines"),
+    "a deep lock": (lambda s: s.write("lock.json", DEEP), "process ? on ? held the directory"),
     "a dead holder": (
         lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7}'), "process 7 on gone held the directory"
     ),
@@ -146,6 +154,7 @@ ERRORS = {
     "config.yaml": (lambda s: s.write("config.yaml", b"- 1"), "config.yaml is damaged"),
     "a key of another version": (lambda s: s.append("config.yaml", b"\nno_such_key: 1\n"), "no_such_key"),
     "environment.json": (lambda s: s.delete("environment.json"), "environment.json is missing"),
+    "a deep environment.json": (lambda s: s.write("environment.json", DEEP), "is missing or damaged"),
     "all checkpoints": (
         lambda s: [cut(s, f"checkpoints/discover/step_{step:08d}/state.json") for step in (6, 12)],
         "none of the 2 checkpoints",

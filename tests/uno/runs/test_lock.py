@@ -89,3 +89,12 @@ def test_a_new_token_shuts_out_the_workers_of_the_old_one(storage):
         ClaimedStorage(storage.uri, "token").check()
     assert lock.ours("lock.json") and lock.ours(".lock.json.1a2b3c4d")
     assert not lock.ours("config.yaml") and not lock.ours("my-lock.json")
+
+
+def test_of_two_commands_in_the_same_moment_one_is_told_of_the_other(storage, monkeypatch):
+    """Both have found the directory free. Kills: the second that takes over, and ends the first."""
+    with claim(storage, on_wait=pytest.fail) as first:
+        monkeypatch.setattr(lock, "holder", lambda *_: None)
+        with pytest.raises(ConfigError, match="is in use by process"), claim(storage, on_wait=pytest.fail):
+            pytest.fail("entered")
+        first.storage.write("still.txt", b"mine")

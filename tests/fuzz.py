@@ -1,0 +1,461 @@
+"""Hostile and clumsy inputs, seeded and counted: a reader takes them or refuses them in one line.
+
+    python -m tests.fuzz --images 10000 --others 2000 --seed 0      # make fuzz
+    python -m tests.fuzz --kinds bmp yaml --seconds 30              # as many as fit
+
+A finding is a signal, an exception that is no UnoError or has several lines, more than 10 s, more than 2 GiB,
+or two reads that disagree. Inputs run in child processes; what ends one is kept in ``--keep DIR`` and belongs
+into ``tests/corpus`` once it is repaired: those files come first in every run.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+import safetensors.torch
+import torch
+from PIL import Image
+
+from tests.uno.data.builders import encoded, hf_table, pixels, write_cifar
+from tests.uno.models import write_model
+from tests.uno.small_run import small_config
+from uno.config import Config, dump_yaml, load_yaml, override
+from uno.data.cifar import CIFAR10, read_cifar
+from uno.data.decode import BadImage, decode, decode_rgb, quiet, read_header
+from uno.data.files import Storage
+from uno.data.tables import read_parquet, read_table
+from uno.errors import UnoError
+from uno.report.facts import read_facts
+from uno.results.classes import OutputClass, read_edits, template
+from uno.results.infer import load_classifier
+from uno.runs import lock
+from uno.runs.checkpoint import MANIFEST, Checkpoint, _entry, load_newest, save_checkpoint
+from uno.runs.directory import examine, heal, open_run
+from uno.weights import read_weights
+
+CORPUS = Path(__file__).parent / "corpus"
+SLOW_S, MEMORY_BYTES, BATCH = 10, 2 * 2**30, 100
+NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 50_000, 9_999)
+WORDS = (
+    b"*a", b"&a ", b"<<: ", b"!!python/object/apply:os.system [id]", b"[" * 500, b'{"a":' * 500, b"1e400",
+    b"NaN", b"null", b"-1", b"\\ud800", b"\xff\xfe", b"\x00", b'"', b"\n", b"9" * 300, b"../../x", b"{}",
+    b"[]", b"true", b"1:59:59", b"2001-13-45", b"\xed\xa0\x80", b"/dev/zero", b"\r", b",", b": ", b"- ",
+    b"x" * 2000,
+)  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """How inputs of a kind are made, and what reads one: a scratch folder and the bytes."""
+
+    seeds: Callable[[], list[bytes]]
+    read: Callable[[Path, bytes], object]
+
+
+class Outcome(NamedTuple):
+    """What became of the inputs of a kind."""
+
+    kind: str
+    inputs: int
+    read: int
+    refused: int
+    findings: list[str]
+    slowest_s: float
+
+
+def mutated(data: bytes, other: bytes, chance: random.Random) -> bytes:
+    """One to six changes of ``data``: bytes, numbers, words, cuts, copies, and pieces of ``other``."""
+    out = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 3, 6))):
+        at, what = chance.randrange(len(out) + 1), chance.randrange(8)
+        near = min(at, chance.randrange(64)) if chance.random() < 0.4 else at  # headers stand in front
+        length = chance.randrange(1, 33)
+        if what == 0 and out:
+            out[near % len(out)] ^= 1 << chance.randrange(8)
+        elif what == 1 and out:
+            out[near % len(out)] = chance.randrange(256)
+        elif what == 2:
+            form = chance.choice(("<B", "<H", "<I", ">H", ">I"))
+            number = chance.choice(NUMBERS) & (256 ** struct.calcsize(form) - 1)
+            out[near : near + struct.calcsize(form)] = struct.pack(form, number)
+        elif what == 3:
+            out[at:at] = chance.choice(WORDS)
+        elif what == 4:
+            del out[at : at + length]
+        elif what == 5:
+            out[at:at] = out[near : near + length] * chance.choice((1, 2, 50))
+        elif what == 6:
+            start = chance.randrange(len(other) + 1)
+            out[at : at + length] = other[start : start + length]
+        elif chance.random() < 0.3:
+            del out[at:]
+    return bytes(out)
+
+
+def _read_image(folder: Path, data: bytes) -> None:
+    read_header(data)
+    first = decode(data, 16)
+    assert first.shape == (3, 16, 16) and np.array_equal(first, decode(data, 16)), "two reads disagree"
+    with quiet():
+        decode_rgb(data, 16)
+
+
+def _pictures(format: str, **options: object) -> Callable[[], list[bytes]]:
+    def seeds() -> list[bytes]:
+        noise, flat = Image.fromarray(pixels(0, 24, 20)), Image.new("RGB", (60, 40), "red")
+        modes = {
+            "JPEG": ("RGB", "L", "CMYK"),
+            "MPO": ("RGB",),
+            "WEBP": ("RGB", "RGBA"),
+            "BMP": ("RGB", "P", "1"),
+        }
+        several = {"MPO", "GIF"} & {format} and {"save_all": True, "append_images": [flat]}
+        found = [noise.convert(mode) for mode in modes.get(format, ("RGB", "P", "L", "1"))]
+        return [encoded(image, format, **{**options, **(several or {})}) for image in [*found, flat]]
+
+    return seeds
+
+
+def _rle_pictures() -> list[bytes]:
+    """BMP's own compression, 8 and 4 bits, which Pillow reads and does not write."""
+    found = []
+    for bits, method, rows in ((8, 1, b"\x10\x07\x00\x00" * 15), (4, 2, b"\x10\x34\x00\x00" * 15)):
+        colours, body = (
+            bytes(range(256)) * (4 if bits == 8 else 1),
+            rows + b"\x00\x02\x03\x01\x05\x07\x00\x01",
+        )
+        colours = colours[: 4 << bits]
+        info = struct.pack("<IiiHHIIiiII", 40, 16, 16, 1, bits, method, len(body), 0, 0, 1 << bits, 0)
+        start = 14 + len(info) + len(colours)
+        found.append(b"BM" + struct.pack("<IHHI", start + len(body), 0, 0, start) + info + colours + body)
+    return found
+
+
+def _read_parquet(folder: Path, data: bytes) -> None:
+    (folder / "train-0.parquet").write_bytes(data)
+    for options in ({}, {"images_only": True}, {"lazy": True}):
+        rows = read_parquet(str(folder / "train-0.parquet"), **options)
+        for row in range(min(3, len(rows))):
+            _or_refused(decode, rows.images[row], 8)
+
+
+def _parquet() -> list[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        path, found = Path(folder) / "t.parquet", []
+        for codec in ("none", "snappy", "zstd"):
+            images = [{"bytes": encoded(pixels(i)), "path": None} for i in range(6)]
+            table = hf_table(images, [0, 1, None, 0, 1, None], ["cat", "dog"])
+            pq.write_table(
+                table, path, compression=codec, row_group_size=3, write_page_checksum=codec == "none"
+            )
+            found.append(path.read_bytes())
+        return found
+
+
+def _read_text_table(name: str) -> Callable[[Path, bytes], None]:
+    def read(folder: Path, data: bytes) -> None:
+        (folder / name).write_bytes(data)
+        if not (folder / "a.png").exists():
+            (folder / "a.png").write_bytes(encoded(pixels(0)))
+        for images_only in (False, True):
+            rows = read_table(str(folder / name), images_only)
+            _or_refused(decode, rows.images[0], 8)
+
+    return read
+
+
+def _csv() -> list[bytes]:
+    rows = "".join(f"{i},a.png,{'cat' if i % 2 else ''},train,dog\n" for i in range(6))
+    return [
+        ("id,path,label,split,eval_label\n" + rows).encode(),
+        b"path\na.png\n",
+        b'\xef\xbb\xbfpath,label\r\na.png,"x\ny"\r\n',
+    ]
+
+
+def _jsonl() -> list[bytes]:
+    rows = [{"id": i, "path": "a.png", "label": [None, "cat", 3][i % 3], "split": "train"} for i in range(6)]
+    return [
+        "\n".join(map(json.dumps, rows)).encode(),
+        b'{"image": "a.png"}\n\n{"image": "a.png", "label": "\\u00e9"}',
+    ]
+
+
+@cache
+def _cifar_files() -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        write_cifar(Path(folder), CIFAR10, rows=2)
+        return {path.name: path.read_bytes() for path in (Path(folder) / CIFAR10.folder).iterdir()}
+
+
+def _read_cifar(folder: Path, data: bytes) -> None:
+    for name, content in _cifar_files().items():
+        (folder / name).write_bytes(data if name == "data_batch_1" else content)
+    _or_refused(read_cifar, CIFAR10, str(folder), False)
+    (folder / "data_batch_1").write_bytes(_cifar_files()["data_batch_1"])
+    (folder / CIFAR10.meta).write_bytes(data)
+    _or_refused(read_cifar, CIFAR10, str(folder), False)
+
+
+def _cifar() -> list[bytes]:
+    data = np.zeros((2, 3072), np.uint8)
+    made = [pickle.dumps({"data": data, "labels": [0, 1]}, protocol) for protocol in (0, 2, 4)]
+    return [*made, _cifar_files()["data_batch_1"], _cifar_files()[CIFAR10.meta]]
+
+
+def _read_safetensors(folder: Path, data: bytes) -> None:
+    for suffix in (".safetensors", ".pt"):
+        path = folder / f"w{suffix}"
+        path.write_bytes(data)
+        _or_refused(read_weights, str(path))
+
+
+def _safetensors() -> list[bytes]:
+    tensors = {"conv1.weight": torch.ones(4, 3, 3, 3), "bn1.num_batches_tracked": torch.tensor(3)}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(tensors, f"{folder}/w.pt")
+        return [safetensors.torch.save(tensors, {"a": "b"}), Path(f"{folder}/w.pt").read_bytes()]
+
+
+def _read_yaml(folder: Path, data: bytes) -> None:
+    (folder / "c.yaml").write_bytes(data)
+    override(Config(), load_yaml(folder / "c.yaml"))
+
+
+CLASSES = [OutputClass(i, f"name {i}", "known" if i < 3 else "novel", i) for i in range(6)]
+
+
+@cache
+def _run_files() -> dict[str, bytes]:
+    """A small run: its configuration, environment, journal, results, a lock, a checkpoint, a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, storage = small_config(), Storage(folder)
+        open_run(config, storage, "f" * 64)
+        state = {"epoch": 1, "skipped": 0}
+        save_checkpoint(
+            storage, "discover", Checkpoint(6, {"model/a": torch.ones(3)}, state), dump_yaml(config)
+        )
+        write_model(Path(folder))
+        storage.write(
+            "metrics.jsonl", b'{"phase": "discover", "step": 6, "loss": 1.5, "head_losses": [1, 2]}\n' * 3
+        )
+        storage.write("metrics.json", b'{"train/novel/task_aware/acc/best": 0.5}')
+        storage.write("lock.json", b'{"host": "h", "pid": 1, "token": "t", "renewals": 2}')
+        storage.write("bad_samples.jsonl", b'{"id": "a", "reason": "broken"}\n')
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def _write_run(folder: Path, changed: bytes) -> Storage:
+    """The small run with a file replaced: its name stands before the first line break."""
+    name, _, data = changed.partition(b"\n")
+    for relative, content in _run_files().items():
+        (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+        (folder / relative).write_bytes(data if relative == name.decode("latin1") else content)
+    return Storage(str(folder))
+
+
+def _of_run(*parts: str) -> Callable[[], list[bytes]]:
+    return lambda: [f"{n}\n".encode() + data for n, data in _run_files().items() if n.startswith(parts)]
+
+
+def _read_run(folder: Path, data: bytes) -> None:
+    lock.WATCH_S = 0.0
+    storage = _write_run(folder, data)
+    list(examine(storage))
+    read_facts(storage)
+    _or_refused(open_run, small_config(), storage, "f" * 64)
+    heal(storage)
+
+
+def _read_checkpoint(folder: Path, data: bytes) -> None:
+    """As it is, and once more with a manifest that vouches for the damage."""
+    storage = _write_run(folder, data)
+    _or_refused(load_newest, storage, "discover")
+    step = folder / "checkpoints/discover/step_00000006"
+    files = {path.name: _entry(path.read_bytes()) for path in step.iterdir() if path.name != MANIFEST}
+    (step / MANIFEST).write_text(json.dumps(files))
+    load_newest(storage, "discover")
+
+
+def _read_model(folder: Path, data: bytes) -> None:
+    load_classifier(_write_run(folder, data))
+
+
+IMAGES = {
+    "jpeg": Kind(_pictures("JPEG"), _read_image),
+    "jpeg, progressive": Kind(_pictures("JPEG", progressive=True, quality=30), _read_image),
+    "mpo": Kind(_pictures("MPO"), _read_image),
+    "png": Kind(_pictures("PNG"), _read_image),
+    "webp": Kind(_pictures("WEBP"), _read_image),
+    "gif": Kind(_pictures("GIF"), _read_image),
+    "bmp": Kind(lambda: [*_pictures("BMP")(), *_rle_pictures()], _read_image),
+    "tiff": Kind(lambda: [*_pictures("TIFF")(), *_pictures("TIFF", compression="tiff_lzw")()], _read_image),
+}
+OTHERS = {
+    "parquet": Kind(_parquet, _read_parquet),
+    "csv": Kind(_csv, _read_text_table("t.csv")),
+    "jsonl": Kind(_jsonl, _read_text_table("t.jsonl")),
+    "cifar": Kind(_cifar, _read_cifar),
+    "safetensors": Kind(_safetensors, _read_safetensors),
+    "yaml": Kind(
+        lambda: [dump_yaml(small_config()).encode(), b"objective: {epsilon: 0.1}\nseed: 3\n"], _read_yaml
+    ),
+    "classes.yaml": Kind(
+        lambda: [template(CLASSES, "0123456789abcdef", {}).encode()],
+        lambda folder, data: read_edits(data, "classes.yaml", CLASSES, "0123456789abcdef"),
+    ),
+    "checkpoint": Kind(_of_run("checkpoints/"), _read_checkpoint),
+    "run": Kind(_of_run("config", "environment", "metrics", "lock", "bad", "checkpoints/"), _read_run),
+    "model": Kind(_of_run("model/"), _read_model),
+}
+KINDS = IMAGES | OTHERS
+
+
+def inputs_of(name: str, seed: int) -> Iterator[bytes]:
+    """The corpus of past failures, the unchanged seeds, then mutants without end."""
+    seeds, chance = KINDS[name].seeds(), random.Random(f"{name} {seed}")
+    yield from (path.read_bytes() for path in sorted(CORPUS.glob(f"{name.replace(', ', '-')}_*")))
+    yield from seeds
+    while True:
+        data, other = chance.choice(seeds), chance.choice(seeds)
+        if name in ("checkpoint", "run", "model"):
+            head, _, data = data.partition(b"\n")
+            yield head + b"\n" + mutated(data, other, chance)
+        else:
+            yield mutated(data, other, chance)
+
+
+def _or_refused(function: Callable[..., object], *args: object) -> None:
+    """What may be refused, before the next thing is read."""
+    try:
+        function(*args)
+    except (UnoError, BadImage) as error:
+        _check_line(error)
+
+
+def _check_line(error: Exception) -> None:
+    text = str(error)
+    assert text and "\n" not in text and "MemoryError" not in text and len(text) < 2000, repr(text[:300])
+    text.encode()
+
+
+def outcome_of(kind: Kind, folder: Path, data: bytes) -> str:
+    """'read', 'refused', or what went wrong."""
+    try:
+        kind.read(folder, data)
+        return "read"
+    except (UnoError, BadImage) as error:
+        try:
+            _check_line(error)
+        except (AssertionError, UnicodeError) as wrong:
+            return f"not one line: {wrong}"
+        return "refused"
+    except BaseException as error:
+        return f"{type(error).__name__}: {str(error)[:200]!r}"
+
+
+def _child(kind: Kind, batch: list[bytes], pipe: int) -> None:
+    """Reads the inputs of a batch one after the other, telling of each when it begins and how it ended."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # that of pytest-timeout would only raise
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff and warnings of what was skipped
+    with os.fdopen(pipe, "w") as tell, tempfile.TemporaryDirectory(prefix="uno-fuzz-") as folder:
+        for data in batch:
+            own = Path(folder) / "one"
+            own.mkdir()
+            signal.alarm(SLOW_S)
+            start = time.monotonic()
+            result = outcome_of(kind, own, data)
+            signal.alarm(0)
+            tell.write(json.dumps([result, time.monotonic() - start]) + "\n")
+            tell.flush()
+            shutil.rmtree(own)
+
+
+def run_batch(kind: Kind, batch: list[bytes]) -> list[tuple[str, float]]:
+    """What became of each input; that which ended the process has the signal's name."""
+    results: list[tuple[str, float]] = []
+    while len(results) < len(batch):
+        read, write = os.pipe()
+        with warnings.catch_warnings(action="ignore"):  # Python 3.12 fears the parent's threads
+            pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            code = 1
+            try:
+                _child(kind, batch[len(results) :], write)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(write)
+        with os.fdopen(read) as told:
+            results += [(str(what), float(spent)) for what, spent in map(json.loads, told)]
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status:
+            name = signal.Signals(-status).name if status < 0 else f"exit code {status}"
+            results.append((f"over {SLOW_S} s" if name == "SIGALRM" else name, float(SLOW_S)))
+    return results
+
+
+def fuzz(name: str, count: int, seed: int, seconds: float = 1e9, keep: str | None = None) -> Outcome:
+    """At most ``count`` inputs of a kind, for about ``seconds``."""
+    inputs, end, seen, findings = inputs_of(name, seed), time.monotonic() + seconds, [], list[str]()
+    while len(seen) < count and time.monotonic() < end:
+        batch = [next(inputs) for _ in range(min(BATCH, count - len(seen)))]
+        found = run_batch(KINDS[name], batch)
+        for number, (data, (what, _)) in enumerate(zip(batch, found, strict=True), start=len(seen)):
+            if what not in ("read", "refused"):
+                findings.append(f"input {number}: {what}")
+                if keep is not None:
+                    Path(keep).mkdir(parents=True, exist_ok=True)
+                    (Path(keep) / f"{name.replace(', ', '-')}_{seed}_{number}").write_bytes(data)
+        seen += found
+    counts = [sum(what == wanted for what, _ in seen) for wanted in ("read", "refused")]
+    return Outcome(name, len(seen), *counts, findings, round(max(spent for _, spent in seen), 3))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a table and a JSON line of the counts; 1 where there are findings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--images", type=int, default=10_000, help="inputs of each format")
+    parser.add_argument("--others", type=int, default=2_000, help="inputs of each other kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="for each kind, at most")
+    parser.add_argument("--keep", help="folder for inputs that are findings")
+    args, outcomes = parser.parse_args(argv), []
+    print("| kind | inputs | read | refused | findings | slowest, s |\n|---|---|---|---|---|---|")
+    for name in args.kinds:
+        count = args.images if name in IMAGES else args.others
+        found = fuzz(name, count, args.seed, args.seconds, args.keep)
+        outcomes.append(found)
+        print(f"| {name} | {found.inputs:,} | {found.read:,} | {found.refused:,} ", end="")
+        print(f"| {len(found.findings)} | {found.slowest_s} |", flush=True)
+        for line in found.findings[:20]:
+            print(f"{name}: {line}", file=sys.stderr)
+    command = " ".join(["python -m tests.fuzz", *(sys.argv[1:] if argv is None else argv)])
+    print(json.dumps({"command": command, "seed": args.seed, "kinds": [o._asdict() for o in outcomes]}))
+    return int(any(found.findings for found in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
