@@ -9,6 +9,7 @@ into ``tests/corpus`` once it is repaired: those files come first in every run.
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import pickle
@@ -173,7 +174,7 @@ def _read_text_table(name: str) -> Callable[[Path, bytes], None]:
         if not (folder / "a.png").exists():
             (folder / "a.png").write_bytes(encoded(pixels(0)))
         for images_only in (False, True):
-            rows = read_table(str(folder / name), images_only)
+            rows = read_table(str(folder / name), images_only=images_only)
             _or_refused(decode, rows.images[0], 8)
 
     return read
@@ -376,6 +377,7 @@ def _child(kind: Kind, batch: list[bytes], pipe: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # that of pytest-timeout would only raise
+    faulthandler.disable()  # the signal is told by the parent
     torch.set_num_threads(1)  # a fork has none of its parent's threads
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff and warnings of what was skipped
     with os.fdopen(pipe, "w") as tell, tempfile.TemporaryDirectory(prefix="uno-fuzz-") as folder:
