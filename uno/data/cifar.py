@@ -107,8 +107,9 @@ def _load(path: str) -> Any:
     data = filesystem.read_whole(path, MAX_CIFAR_BYTES)
     try:
         for operation, argument, _ in pickletools.genops(data):
-            if operation.name.endswith("PUT") and int(argument) > MAX_MEMO:  # room is made for all before it
-                raise ConfigError(f"refused: the pickle asks for {int(argument):,} places")
+            place = int(argument or 0) if operation.name.endswith("PUT") else 0
+            if place > MAX_MEMO:  # room would be made for all before it
+                raise ConfigError(f"refused: the pickle asks for {place:,} places")
         return _Unpickler(BytesIO(data), encoding="latin1").load()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
