@@ -274,3 +274,22 @@ def test_generalized_equals_the_best_of_all_matchings():
     assert metrics.generalized(np.array([[2, 1], [5, 0]]), 1) == pytest.approx(
         {"old": 1 / 3, "new": 1, "all": 6 / 8}
     )
+
+
+def test_rejected_rows_are_wrong_wherever_accuracy_is_counted():
+    """Known class 0, novel 1 and 2; outputs: known, a, b, and c, which is dropped. Kills: a dropped column
+    that is matched, rejected rows left out, a group without an accepted row left out.
+    """
+    joint = np.array([[6, 0, 0, 4], [0, 3, 1, 6], [0, 0, 5, 5]])
+    strict = metrics.with_rejected(metrics.task_agnostic_strict, joint, 1, [3])
+    assert (strict["known/acc"], strict["novel/acc"]) == pytest.approx((0.6, 0.4))
+    assert strict["all/acc"] == pytest.approx(14 / 30) and strict["novel/purity"] == pytest.approx(0.4)
+    assert strict["novel/nmi"] == metrics.task_agnostic_strict(joint[:, :3], 1)["novel/nmi"]
+    found = metrics.generalized(joint, 1, [3])
+    assert (found["old"], found["new"], found["all"]) == pytest.approx((0.6, 0.4, 14 / 30))
+    joint[1:, 1:3] = 0  # every novel row is rejected
+    none = metrics.with_rejected(metrics.task_agnostic_strict, joint, 1, [3])
+    assert (none["novel/acc"], none["all/acc"]) == pytest.approx((0, 6 / 21))
+    assert metrics.with_rejected(metrics.task_agnostic_strict, joint, 1, []) == metrics.task_agnostic_strict(
+        joint, 1
+    )
