@@ -65,4 +65,4 @@ def test_past_failures_stay_repaired():
 def test_a_slice(kind):
     """A minute for all kinds together; `make fuzz` for more."""
     found = fuzz.fuzz(kind, 10_000, seed=int(time.time()) // 86_400, seconds=60 / len(KINDS))
-    assert found.findings == [] and found.inputs >= fuzz.BATCH and found.read and found.refused, found
+    assert found.findings == [] and found.inputs >= fuzz.BATCH, found
