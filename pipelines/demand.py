@@ -63,9 +63,7 @@ def needed_bytes(config: Config, task: Task, free: float = float("inf")) -> dict
     }
     if registry.load(config).novel_head is not None:  # a baseline's, without projections
         parts = dict.fromkeys(parts, 0)
-    if (
-        model.encoder == "resnet_small"
-    ):  # two 3x3 convolutions a block, of w, 2w and 4w channels, but the first
+    if model.encoder == "resnet_small":  # two 3x3 convolutions a block, of w, 2w and 4w channels
         parts["network"] += 12 * 9 * (2 * model.blocks - 1) * 21 * model.width**2
     if sum(parts.values()) > free:
         return parts

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipelines import cli, ray_data
+from pipelines import cli, jobs, ray_data
 from tests.pipelines.small import SMALL, assert_same_weights, lines_of, refused, write_images
 from uno.config import override
 from uno.data import decode, stream
@@ -263,20 +263,22 @@ def test_pixels_of_one_piece_are_not_copied():
 
 
 def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
-    """Training, evaluation, predictions and the report take the same pixels; a bad image alone is tried
-    again. Kills: a second reader of files, a model built where one is at hand.
+    """Training, evaluation and predictions take the same pixels; the report shows images as the source has
+    them. Kills: a second reader of files, a model built where one is at hand.
     """
-    decoded, built = [], []
-    pixels, build = decode.to_rgb, UnoModel.__init__
+    decoded, built, before_report = [], [], []
+    pixels, build, report = decode.to_rgb, UnoModel.__init__, jobs.write_report
+    count = lambda *a, **k: before_report.append(len(decoded)) or report(*a, **k)  # noqa: E731
+    monkeypatch.setattr(jobs, "write_report", count)
     monkeypatch.setattr(decode, "to_rgb", lambda picture: decoded.append(1) or pixels(picture))
     monkeypatch.setattr(UnoModel, "__init__", lambda self, *a, **k: built.append(1) or build(self, *a, **k))
     argv = ["discover", *words_of(tmp_path), "--workers", "0", "--max-steps", "1"]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()
-    assert len(decoded) == 70 - len(BROKEN)
-    # a timed step of pretraining and of discovery, then these two; from checkpoints: evaluation, k-means on
-    # pretrained features, the saved model
-    assert len(built) == 7
+    assert before_report == [70 - len(BROKEN)]
+    # what memory it takes, a timed step of pretraining and of discovery, then these two; from checkpoints:
+    # evaluation, k-means on pretrained features, the saved model
+    assert len(built) == 8
 
 
 def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):

@@ -24,7 +24,7 @@ def scale_matrix(logits: np.ndarray, epsilon: float, num_iters: int, prior=None)
 
 
 def _log_sum(values: np.ndarray) -> float:
-    return max(values) + float(np.log(sum(np.exp(v - max(values)) for v in values)))
+    return float(values.max() + np.log(np.exp(values - values.max()).sum()))
 
 
 def cross_entropy(logits: np.ndarray, target: np.ndarray, temperature: float) -> float:
