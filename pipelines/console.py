@@ -53,9 +53,9 @@ def in_main_thread() -> bool:
 
 @contextmanager
 def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[None]:
-    """Say ``line`` and call ``request`` at SIGTERM, Ctrl-C and SIGHUP; a second one interrupts at once. What
-    is ignored (nohup) stays so. Python handles signals in the main thread: in another one they stay as they
-    are.
+    """Say ``line`` and call ``request`` at SIGTERM, Ctrl-C and SIGHUP; a second one interrupts at once. A
+    SIGHUP that is ignored (nohup) stays so. Python handles signals in the main thread: in another one they
+    stay as they are.
     """
     if not in_main_thread():
         yield
@@ -71,7 +71,8 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
                 say(line)
         request()
 
-    taken = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    hung_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    taken = [number for number in STOP_SIGNALS if number != signal.SIGHUP or hung_up]
     old = {number: signal.signal(number, handle) for number in taken}
     try:
         yield

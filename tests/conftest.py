@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -10,13 +11,20 @@ from typing import Any
 
 import pytest
 
+from pipelines.console import in_main_thread
+
 NUM_CPUS = 4  # logical; the machine may have two
 AGENT_PORT = 52365  # a node whose agent finds it taken takes no jobs, for as long as it lives
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Weights that the user has downloaded would change the preset of a command on own images."""
+    """Weights that the user has downloaded would change the preset of a command on own images; a script's
+    ``&`` and nohup have signals ignored, here and in child processes.
+    """
     os.environ["TORCH_HOME"] = "/nonexistent"
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN and in_main_thread():
+            signal.signal(number, usual)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,6 +53,14 @@ def test_what_is_ignored_stays_ignored():
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
+def test_ctrl_c_that_is_ignored_is_heard_again():
+    """``uno discover &`` in a script, then kill -INT. Kills: such a run that cannot be asked to stop."""
+    before, asked = signal.signal(signal.SIGINT, signal.SIG_IGN), []
+    with on_stop(lambda: asked.append(1)):
+        signal.raise_signal(signal.SIGINT)
+    assert asked == [1] and signal.signal(signal.SIGINT, before) == signal.SIG_IGN
+
+
 def test_a_line_that_nobody_can_read_does_not_keep_it_from_saving(monkeypatch):
     def closed(*_):
         raise BrokenPipeError
