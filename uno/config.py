@@ -424,9 +424,12 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
             if fields and value is None:  # a section whose lines are all commented out
                 continue
             if fields:
-                raise ConfigError(f"{key!r} is a section of keys such as {fields[0]!r} (got {value!r})")
-            near = difflib.get_close_matches(key, known, n=1)
-            raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+                raise ConfigError(
+                    f"{key!r} is a section of keys such as {fields[0]!r} (got {repr(value)[:100]})"
+                )
+            near = difflib.get_close_matches(key[:100], known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"unknown key {key[:100]!r}{hint}")
         *parents, leaf = key.split(".")
         node = tree
         for parent in parents:
