@@ -45,11 +45,10 @@ def needed_bytes(config: Config, task: Task, free: float = float("inf")) -> dict
     Of an encoder that is the user's own code nothing is known.
     """
     model, large, small = config.model, config.augment.large, config.augment.small
-    labeled = int((task.is_train & (task.labels >= 0)).sum())
-    unlabeled, workers = int(task.is_train.sum()) - labeled, max(1, config.compute.workers)
+    workers = max(1, config.compute.workers)
     if model.encoder.partition(":")[0] not in (*OWN_ENCODERS, "torchvision", "timm"):
         return {}
-    plan = run.plans(config, labeled, unlabeled, workers)[DISCOVER]
+    plan = run.plans(config, *task.sizes, workers)[DISCOVER]
     rows = (plan.labeled_size + plan.unlabeled_size) // workers
     views = [(kind.num_views, kind.size) for kind in (large, small) if kind.num_views]
     heads = model.num_heads * (2 if model.overcluster_factor else 1)

@@ -32,8 +32,7 @@ def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate 
     pile, reason = decide_pile(config, task.rows.known)
     say(reason)
     config = override(config, {"data.pile": pile})
-    labeled = int((task.is_train & (task.labels >= 0)).sum())
-    unlabeled, known = int(task.is_train.sum()) - labeled, f"{len(task.known)} known classes"
+    (labeled, unlabeled), known = task.sizes, f"{len(task.known)} known classes"
     say(f"{task.rows.source}: {labeled:,} labeled rows of {known}, {unlabeled:,} unlabeled rows")
     if dry_run:
         what = f"pretrain {settings.num_splits} encoders, each on some known classes"

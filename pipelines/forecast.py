@@ -70,8 +70,7 @@ def _seconds(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
         left = FeatureCache(Storage(features.cache_directory(config)), job).num_missing()
         if left:
             found["features"] = left * _shard_row(job, encoder.to(device), threads)
-    labeled = int((task.is_train & (task.labels >= 0)).sum())
-    plans = run.plans(config, labeled, int(task.is_train.sum()) - labeled, config.compute.workers)
+    plans = run.plans(config, *task.sizes, config.compute.workers)
     for name in phases:
         steps, plan = getattr(config, name).epochs * plans[name].steps_per_epoch, plans[name]
         last = min(steps, config.train.max_steps or steps) - max(checkpoint_steps(storage, name), default=0)

@@ -269,7 +269,7 @@ def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Conf
 
 def _largest_batch(config: Config, task: Task) -> int:
     return largest_batch(
-        config.data.composition, config.train.batch_size, *_sizes(task), config.compute.workers
+        config.data.composition, config.train.batch_size, *task.sizes, config.compute.workers
     )
 
 
@@ -280,7 +280,7 @@ def prepare(config: Config, task: Task | None = None) -> Task:
         if problem.level == "error":
             raise ConfigError(problem.message)
         say(f"warning: {problem.message}")
-    labeled, unlabeled = _sizes(task)
+    labeled, unlabeled = task.sizes
     run.plans(config, labeled, unlabeled, config.compute.workers)
     if config.compute.workers == 0:
         local_device(config)
@@ -295,12 +295,6 @@ def _unseen(task: Task) -> tuple[int, int]:
     """Numbers of rows that training does not see: the source's test rows, and those that are held out."""
     own = int((task.rows.split == "test").sum())
     return own, int((~task.is_train).sum()) - own
-
-
-def _sizes(task: Task) -> tuple[int, int]:
-    """Numbers of labeled and of unlabeled training rows."""
-    labeled = int((task.is_train & (task.labels >= 0)).sum())
-    return labeled, int(task.is_train.sum()) - labeled
 
 
 def _execute(job: Job) -> tuple[dict[str, float], Task]:
@@ -400,7 +394,7 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
 def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None) -> int:
     """The data report, one step of each phase in a scratch directory, and the plan."""
     say(format_report(task, check(task, config)))
-    for name, plan in run.plans(config, *_sizes(task), config.compute.workers).items():
+    for name, plan in run.plans(config, *task.sizes, config.compute.workers).items():
         if name in phases or (name == ROTATION and PRETRAIN in phases):
             epochs = f"{getattr(config, name).epochs} epochs of {plan.steps_per_epoch} steps"
             say(f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled rows")

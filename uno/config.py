@@ -473,7 +473,7 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C ten times as fast
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C ten times as fast
 LONG_NUMBER = re.compile(r"[-+0-9_:.]{100,}")
 
 
@@ -499,7 +499,7 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
         raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         text, depth = data.decode(), 0
-        for number, event in enumerate(yaml.parse(text, Loader=YAML_LOADER)):
+        for number, event in enumerate(yaml.parse(text, Loader=SAFE_LOADER)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("YAML aliases (*name) are not accepted; write the values out")
@@ -509,7 +509,7 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
                 raise ValueError(f"a number of {len(event.value)} digits")
             if number > MAX_CONFIG_VALUES:
                 raise ValueError(f"more than {MAX_CONFIG_VALUES} values")
-        tree = yaml.load(text, Loader=YAML_LOADER)
+        tree = yaml.load(text, Loader=SAFE_LOADER)
     except (yaml.YAMLError, ValueError) as error:  # not UTF-8, month 13, an integer of 5000 digits
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if tree is None:  # nothing but comments

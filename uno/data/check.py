@@ -112,7 +112,7 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
 
 
 def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
-    labeled, unlabeled = (int((task.is_train & ((task.labels >= 0) == kind)).sum()) for kind in (True, False))
+    labeled, unlabeled = task.sizes
     size, workers = config.train.batch_size, config.compute.workers
     mixed = config.data.pile == "mixed"  # then known classes need their rows, too
     num_novel = task.num_novel

@@ -52,6 +52,12 @@ class Task:
         """C_l, the number of known classes."""
         return len(self.known)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of labeled and of unlabeled training rows."""
+        labeled = int((self.is_train & (self.labels >= 0)).sum())
+        return labeled, int(self.is_train.sum()) - labeled
+
 
 def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
     """What training may know of a task, as fields of its sets; ``ok`` bool (N,): which images have pixels."""

@@ -84,11 +84,10 @@ def trust_metrics(
     """
     labeled, labels, unlabeled = training_features(config, model, train)
     unlabeled = unlabeled[torch.arange(num := min(len(unlabeled), MAX_ROWS)) * len(unlabeled) // max(num, 1)]
-    mixed = config.data.pile == "mixed"
-    if len(unlabeled) < train.num_novel + (train.num_known if mixed else 0):
+    pile: Literal["novel", "mixed"] = "mixed" if config.data.pile == "mixed" else "novel"
+    if len(unlabeled) < train.num_novel + (train.num_known if pile == "mixed" else 0):
         return {}
     outputs = _outputs(model, unlabeled, best_head)
-    pile = "mixed" if mixed else "novel"  # type: Literal["novel", "mixed"]
     clusters = clusters_of(unlabeled, labeled, labels, train.num_novel, pile, config.seed).assignment
     num = train.num_known + train.num_novel
     counts = metrics.confusion(outputs.numpy(), clusters.numpy(), num, num)
