@@ -52,7 +52,7 @@ def main() -> None:
         "overrides": options.overrides,
         "results": over_seeds(runs, REPORTED),
         "minutes": minutes,
-        **environment(),
+        **environment(runs=Path(options.output).glob("seed*")),
     }
     print(json.dumps(row, indent=1))
 

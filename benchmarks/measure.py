@@ -1,14 +1,17 @@
 """What the benchmarks share: methods that take turns, medians, and a row that says where it was measured."""
 
+import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
 
+from uno import NUMERICS
 from uno.runs.hardware import hardware
 
 
@@ -57,9 +60,13 @@ def over_seeds(runs: list[dict[str, float]], reported: Mapping[str, str]) -> dic
     return results
 
 
-def environment(device: str = "cpu") -> dict[str, Any]:
-    """Hardware and versions."""
+def environment(device: str = "cpu", runs: Iterable[Path] = ()) -> dict[str, Any]:
+    """Hardware, versions, and the numerics of this code, or of the oldest of ``runs``, which may have been
+    finished before.
+    """
+    made_with = [json.loads((run / "environment.json").read_text()).get("numerics", 0) for run in runs]
     return {
+        "numerics": min(made_with, default=NUMERICS),
         "hardware": hardware(device.startswith("cuda")),
         "python": platform.python_version(),
         "torch": torch.__version__,

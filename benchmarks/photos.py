@@ -72,7 +72,7 @@ def main() -> None:
         "n": given.seeds, "results": over_seeds(runs, REPORTED),
         "minutes": minutes, "cpu_minutes": cpu_minutes,
         "max_resident_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 2),
-        **environment(),
+        **environment(runs=Path(given.output).glob("seed*")),
     }  # fmt: skip
     print(json.dumps(row, indent=1))
 

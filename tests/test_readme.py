@@ -96,6 +96,55 @@ def test_numbers_have_records():
         assert percent[2] is None if novel["sd"] is None else float(percent[2]) == round(100 * novel["sd"], 1)
 
 
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+CHANGES = {
+    int(number): {word.strip() for word in words.split(",") if word}
+    for number, words in re.findall(r"\*\*numbers (\d+):? ?([\w, ]*)\*\*", CHANGELOG)
+}
+"""The changes that moved numbers, each with the words of what it touches; without any it touches all."""
+
+
+def older_than_a_change(result: dict) -> list[int]:
+    """The changes that came after a record was made and touch a row of it."""
+    rows, found = [("", result)] if "numerics" in result else [], set[int]()
+    rows += [(line["row"], line) for line in result.get("lines", ()) if "numerics" in line]
+    assert rows, f"{result['command']}: no numerics"
+    for name, row in rows:
+        words = set(re.findall(r"\w+", f"{name} {result['command']}".replace("-", "_")))
+        later = [number for number in CHANGES if number > row["numerics"]]
+        found |= {number for number in later if not CHANGES[number] or CHANGES[number] & words}
+    return sorted(found)
+
+
+def test_changes_of_numbers_are_counted():
+    """Kills: a change marked "numbers" without its number, or one that ``uno.NUMERICS`` does not know."""
+    assert sorted(CHANGES) == list(range(1, uno.NUMERICS + 1))
+    assert "**numbers**" not in CHANGELOG
+
+
+def test_quoted_records_are_of_these_numerics():
+    """An accuracy that README quotes is as new as the last change that touches its rows, or the link's text
+    says of which "numerics" it is. Kills: a record left behind by a change marked "numbers".
+    """
+    before, _, speeds = README.partition("\n## Speed\n")
+    text = before + "\n".join(line for line in speeds.splitlines() if not line.startswith("|"))
+    quoted = re.findall(r"\[([^]]+)\]\((benchmarks/records/[^)]+)\)", text)
+    assert len(quoted) >= 5
+    for words, record in quoted:
+        result = json.loads((ROOT / record / "result.json").read_text())
+        changes, said = older_than_a_change(result), f"numerics {result.get('numerics')}" in words
+        assert said == bool(changes), f"{record}: changed after it: {changes}; the link says {words}"
+
+
+def test_an_old_record_is_found_by_what_it_touches(monkeypatch):
+    """Kills: changes of other rows counted, those without words left out, the table's number for a row's."""
+    monkeypatch.setattr("tests.test_readme.CHANGES", {1: set(), 2: {"rs"}, 3: {"photos"}, 4: set()})
+    lines = [{"row": "rs", "numerics": 1}, {"row": "rs-plus", "numerics": 4}]
+    assert older_than_a_change({"command": "uno reproduce sota", "lines": lines}) == [2, 4]
+    assert older_than_a_change({"command": "uno reproduce sota", "lines": lines[1:]}) == []
+    assert older_than_a_change({"command": "python -m benchmarks.photos", "numerics": 2}) == [3, 4]
+
+
 def test_the_table_of_limits_is_the_code():
     """Kills: a limit that is changed in one place, one that nobody is told of."""
     table = README.partition("\n## Limits\n")[2].partition("\n## ")[0]

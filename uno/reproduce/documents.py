@@ -156,7 +156,7 @@ SCHEMA = pa.schema(
     | {"published": pa.float64(), "published_sd": pa.float64(), "source": pa.string()}
     | {"mean": pa.float64(), "sd": pa.float64(), "n": pa.int64()}
     | {"values": pa.list_(pa.float64()), "seeds": pa.list_(pa.int64())}
-    | {"minutes": pa.float64(), "hardware": pa.string()}
+    | {"minutes": pa.float64(), "hardware": pa.string(), "numerics": pa.int64()}
     | {"effect": pa.float64(), "effect_sd": pa.float64(), "verdict": pa.string()}
 )
 
@@ -193,6 +193,7 @@ def _measured_fields(found: Results, row: Row, evaluation: Evaluation) -> Iterat
                 "n": len(values), "values": list(values.values()), "seeds": list(values),
                 "minutes": statistics.fmean(found.minutes[benchmark.key, row.trained]),
                 "hardware": "; ".join(found.hardware),
+                "numerics": found.numerics[benchmark.key, row.trained],
             }  # fmt: skip
 
 

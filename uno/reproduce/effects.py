@@ -21,6 +21,8 @@ SHOWN, SAME = "shown", "no difference shown, as in the paper"
 NOT_SHOWN, OPPOSITE = "not shown at this scale", "not shown at this scale: the sign is opposite"
 DIFFERENT, FEW = "a difference the paper does not have", "no verdict from one seed"
 
+VERSIONS = ("python", "torch", "torchvision", "numpy", "numerics")
+
 Key = tuple[str, str, str, str]  # benchmark, row, evaluation, group
 Measured = Mapping[int, float]  # accuracies, or differences of accuracies, in percent by seed
 
@@ -48,8 +50,9 @@ class Effect(NamedTuple):
 
 
 class Results(NamedTuple):
-    """A table and what is known of its cells: ``minutes`` of each by (benchmark, row), without pretraining;
-    ``failures`` (with reasons) and ``missing`` name cells; ``changes`` are the command line's.
+    """A table and what is known of its cells: ``minutes`` of each by (benchmark, row), without pretraining,
+    and the oldest ``numerics`` (:data:`uno.NUMERICS`) of a row's; ``failures`` (with reasons) and ``missing``
+    name cells; ``changes`` are the command line's.
     """
 
     table: Table
@@ -57,6 +60,7 @@ class Results(NamedTuple):
     values: Mapping[Key, Measured]
     effects: Mapping[Key, Effect]
     minutes: Mapping[tuple[str, str], list[float]]
+    numerics: Mapping[tuple[str, str], int]
     pretrain_minutes: float
     num_pretrainings: int
     failures: Mapping[str, str]
@@ -81,14 +85,17 @@ def read(
     """
     values: defaultdict[Key, dict[int, float]] = defaultdict(dict)
     minutes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    missing, environments, remarks = list[str](), [], []
+    missing, environments, remarks, numerics = list[str](), [], [], dict[tuple[str, str], int]()
     for cell in cells:
         run = output / cell.name
         if not (run / "metrics.json").exists():
             missing.append(cell.name)
             continue
-        minutes[cell.benchmark.key, cell.row.key].append(seconds.get(cell.name, 0.0) / 60)
+        of_row = cell.benchmark.key, cell.row.key
+        minutes[of_row].append(seconds.get(cell.name, 0.0) / 60)
         environments.append(_read_json(run / "environment.json"))
+        made_with = int(environments[-1].get("numerics", 0))
+        numerics[of_row] = min(made_with, numerics.get(of_row, made_with))
         for key, value in _readings(table, cell, _read_json(run / "metrics.json")):
             values[key][cell.seed] = 100 * value
         if cell.config.data.num_novel == "auto":
@@ -98,10 +105,10 @@ def read(
     on_gpu, pretrainings = changes.get("compute.device") != "cpu", {cell.pretraining for cell in cells}
     return Results(
         table, max(cell.seed for cell in cells) + 1, values, _effects(table, cells, values), minutes,
-        sum(seconds.get(name, 0.0) for name in pretrainings) / 60, len(pretrainings), failures,
+        numerics, sum(seconds.get(name, 0.0) for name in pretrainings) / 60, len(pretrainings), failures,
         [name for name in missing if name not in failed],
         sorted({_hardware(environment, on_gpu) for environment in environments}),
-        {name: _versions(environments, name) for name in ("python", "torch", "torchvision", "numpy")},
+        {name: _versions(environments, name) for name in VERSIONS},
         {key: value for key, value in changes.items() if not key.startswith("compute.")}, remarks,
     )  # fmt: skip
 

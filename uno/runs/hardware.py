@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from uno import NUMERICS
 from uno.config import Config
 from uno.errors import ConfigError
 from uno.runs.checkpoint import FORMAT_VERSION
@@ -51,7 +52,7 @@ def environment(fingerprint: str) -> dict[str, Any]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION, "numerics": NUMERICS,
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
         "data_fingerprint": fingerprint, "python": platform.python_version(), "platform": platform.platform(),
         "processor": hardware(cuda=False), "versions": versions,

@@ -77,6 +77,8 @@ def test_the_record(results, tmp_path):
     values = [entry["values"] for entry in row["lines"] if entry["row"] == "uno" and "values" in entry]
     assert len(values) == 9 and values[0] == pytest.approx([90, 91, 92])
     assert row["failures"] and "torch 2.11" in row["versions"]
+    made_with = {entry["row"]: entry["numerics"] for entry in row["lines"] if "numerics" in entry}
+    assert made_with["uno"] == 7 and made_with["no-concat"] == 0  # the oldest cell of a row
     text = (tmp_path / "README.md").read_text()
     assert text.startswith(f"# {results.table.question}\n\n    uno reproduce ablation\n")
     assert text.count(results.table.question) == 1
