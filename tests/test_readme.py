@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 import uno
-from pipelines import cli, reproduce
+from pipelines import cli, tables
 from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
 from pipelines.options import Command, parse
+from pipelines.reproduce import REPRODUCE
 from tests.uno.small_run import SMALL
 from tune.sweep import TUNE
 from uno import limits
@@ -52,7 +53,7 @@ def test_every_command_line_parses(tmp_path, monkeypatch):
             options = parse(words, declared[command])
             assert options.command.takes != "all" or options.config.preset
         elif command == "reproduce":
-            assert reproduce.parse(words).table.rows
+            assert tables.read_request(parse(words, REPRODUCE), words).table.rows
     with pytest.raises(ConfigError):
         parse(["--no-such-flag", "1"], DISCOVER)
 

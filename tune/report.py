@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import yaml
 from scipy import stats
 
-from tune import records, spaces
+from tune import ORACLE, SCORES, records, spaces
 from tune.records import FAILED, FINISHED, STOPPED, Trial
-from tune.score import ORACLE, SCORES
 from tune.spaces import Domain, Space
 from uno.data.files import Storage
 from uno.report.charts import WIDE, Chart, Dot, Series, line_chart, ticks

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task
@@ -31,14 +32,6 @@ from uno.results.metrics import cluster_accuracy, confusion
 from uno.state import TrainState
 from uno.train import Worker
 
-FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"
-SCORES = {
-    FOLDS: "known classes hidden in turn and rediscovered: harmonic mean of strict accuracy on the hidden "
-    "classes and accuracy on held-out rows of the known ones, each a mean over heads",
-    LOSS: "minus the training cluster loss of the best head, no labels",
-    AGREEMENT: "mean clustering agreement of all pairs of heads on the unlabeled rows, no labels",
-    ORACLE: "ORACLE: true labels of the novel classes; for research on benchmarks, never a result",
-}
 HELD_OUT_EVERY = 5  # of each known class, to measure known accuracy on rows that were not trained on
 FOLD_STREAM = 11  # of the seed's randomness: which known classes are hidden
 

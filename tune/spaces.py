@@ -18,7 +18,6 @@ import pydantic
 from pydantic.dataclasses import dataclass
 
 from uno.config import Config, about, describe, field_names, flatten, load_yaml, override, resumable, to_dict
-from uno.data.features import settings
 from uno.errors import ConfigError
 
 
@@ -151,6 +150,8 @@ def _has_effect(key: str, config: Config) -> bool:
 
 def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
     """Whether a frozen encoder gives other features under a key's values, or is no longer frozen."""
+    from uno.data.features import settings  # imported here: a plain command line needs no torch
+
     if key.startswith("model."):
         return about(key).scope == "pretrain"
     return any(settings(one) != settings(config) for one in changed)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipelines import cells, cli, reproduce
+from pipelines import cells, cli, reproduce, tables
 from pipelines.cells import Job, RayProcess, read_attempts, run_jobs
 from pipelines.commands import DISCOVER
 from pipelines.options import RAY_JOB, parse
@@ -50,10 +50,15 @@ class Processes:
         return code
 
 
+def request(words) -> tables.Request:
+    """What a command line asks for."""
+    return tables.read_request(parse(words, reproduce.REPRODUCE), words)
+
+
 @pytest.fixture
 def request_of(tmp_path):
     def make(*words):
-        return reproduce.parse(["ablation", "--seeds", "2", "--output", str(tmp_path / "out"), *TINY, *words])
+        return request(["ablation", "--seeds", "2", "--output", str(tmp_path / "out"), *TINY, *words])
 
     return make
 
@@ -63,7 +68,7 @@ def run(request, codes=None):
     processes = Processes(codes)
     for folder in ("cells", "pretrain"):
         (request.output / folder).mkdir(parents=True, exist_ok=True)
-    ended = run_jobs(reproduce.plan(request), request.output, processes, 2)
+    ended = run_jobs(tables.plan(request), request.output, processes, 2)
     return processes, {job.name: attempt for job, attempt in ended}
 
 
@@ -100,15 +105,15 @@ def test_what_a_command_line_leads_to(request_of, monkeypatch):
     """Kills: rows without the reference row or the row whose runs they read; as many Ray runs at a time as
     there are cores; a record that says where and how fast.
     """
-    chosen = reproduce.parse(["rotation", "--rows", "rs-plus-rotation"]).table.rows
+    chosen = request(["rotation", "--rows", "rs-plus-rotation"]).table.rows
     assert {row.key for row in chosen} == {"uno", "rs-plus", "rs-plus-rotation"}
-    assert reproduce._default_parallel(request_of("--workers", "2").compute) == 1
-    assert reproduce._default_parallel(request_of("--device", "cpu").compute) == (os.cpu_count() or 1)
+    assert tables._default_parallel(request_of("--workers", "2").compute) == 1
+    assert tables._default_parallel(request_of("--device", "cpu").compute) == (os.cpu_count() or 1)
     words = ["ablation", "--output", "x", "--seeds", "3", "--record=y", "--parallel", "1", "--recipe", "v2"]
-    assert reproduce.parse(words).command == "uno reproduce ablation --seeds 3 --recipe v2"
+    assert request(words).command == "uno reproduce ablation --seeds 3 --recipe v2"
     monkeypatch.setenv(RAY_JOB, "{}")
     with pytest.raises(ConfigError, match="inside a Ray job --output must be an absolute path"):
-        reproduce.parse(["ablation"])
+        request(["ablation"])
 
 
 def test_dry_run_lists_cells_and_cost(capsys, tmp_path, monkeypatch):
@@ -124,7 +129,7 @@ def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
     run of anything, seeds that cannot be added, a lost cell that stays lost.
     """
     request = request_of()
-    jobs = reproduce.plan(request)
+    jobs = tables.plan(request)
     assert len(request.cells) == 8 and len(jobs) == 8 + 4
     by_name = {job.name: job for job in jobs}
     for cell in request.cells:
@@ -136,11 +141,11 @@ def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
     order = processes.started
     assert all(order.index(job.needs) < order.index(job.name) for job in jobs if job.needs)
     assert processes.most == 2
-    assert reproduce.plan(request) == []
-    more = reproduce.plan(request_of("--seeds", "3"))
+    assert tables.plan(request) == []
+    more = tables.plan(request_of("--seeds", "3"))
     assert [job.label.rpartition(" ")[2] for job in more] == ["2"] * 6
     (request.output / "cells" / "digits-uno-seed1" / "metrics.json").unlink()
-    assert [job.name for job in reproduce.plan(request)] == ["cells/digits-uno-seed1"]
+    assert [job.name for job in tables.plan(request)] == ["cells/digits-uno-seed1"]
 
 
 def test_failures_are_noted_and_only_divergence_is_final(request_of):
@@ -155,13 +160,13 @@ def test_failures_are_noted_and_only_divergence_is_final(request_of):
     with (request.output / cells.ATTEMPTS).open("a") as file:
         file.write('{"job": "cells/cut short", "sec')
     assert read_attempts(request.output) == attempts
-    assert {job.name for job in reproduce.plan(request)} == {full, stopped}
+    assert {job.name for job in tables.plan(request)} == {full, stopped}
 
 
 def test_a_failed_pretraining_fails_its_cells(request_of):
     """Kills: a queue that waits for ever, cells that start without weights."""
     request = request_of()
-    jobs = reproduce.plan(request)
+    jobs = tables.plan(request)
     shared = next(job.needs for job in jobs if job.needs and job.config.augment.weak)
     processes, told = run(request, {shared: 3})
     lost = [job.name for job in jobs if job.needs == shared]
@@ -186,7 +191,7 @@ def test_features_come_first_and_are_shared(frozen_request, tmp_path):
     on one core while all cells wait, relative paths in processes elsewhere, a cache that was deleted since.
     """
     request = frozen_request("--parallel", "2")
-    jobs = {job.name: job for job in reproduce.plan(request)}
+    jobs = {job.name: job for job in tables.plan(request)}
     first = [name for name in jobs if name.startswith("features/")]
     assert len(first) == 2 and len(jobs) == 8 + 2  # weak augmentation has views of its own
     for cell in request.cells:
@@ -198,9 +203,9 @@ def test_features_come_first_and_are_shared(frozen_request, tmp_path):
     processes, _ = run(request)
     order = processes.started
     assert all(order.index(job.needs) < order.index(job.name) for job in jobs.values() if job.needs)
-    assert reproduce.plan(request) == []
+    assert tables.plan(request) == []
     (request.output / "cells" / "digits-uno-seed1" / "metrics.json").unlink()
-    again = [job.name for job in reproduce.plan(request)]
+    again = [job.name for job in tables.plan(request)]
     assert again == [jobs["cells/digits-uno-seed1"].needs, "cells/digits-uno-seed1"]
 
 
@@ -208,7 +213,7 @@ def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
     """Kills: a job of features whose cells compute them again, under another key or in another cache."""
     request, computed, compute = frozen_request("--parallel", "2"), [], features.compute_shard
     monkeypatch.setattr(features, "compute_shard", lambda *a: computed.append(1) or compute(*a))
-    jobs = {job.name: job for job in reproduce.plan(request)}
+    jobs = {job.name: job for job in tables.plan(request)}
     cell = jobs["cells/digits-uno-seed1"]
     counts = []
     for job in (jobs[cell.needs], cell, jobs[cell.needs]):
@@ -223,11 +228,11 @@ def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, mo
     """RS weighs consistency 50 on CIFAR100, also in the process that reads the cell's file. Kills: constants
     that get lost on the way.
     """
-    monkeypatch.setattr(reproduce, "_check_data", lambda configs: None)
+    monkeypatch.setattr(tables, "_check_data", lambda configs: None)
     words = ["sota", "--scale", "full", "--datasets", "cifar10", "cifar100-20", "--seeds", "1", "--dry-run"]
     words += ["--cifar10", "/a", "--cifar100", "/b", "--output", str(tmp_path)]
     weights = {}
-    for job in reproduce.plan(reproduce.parse(words)):
+    for job in tables.plan(request(words)):
         (tmp_path / "cell.yaml").write_text(dump_yaml(job.config))
         found = parse(["--config", str(tmp_path / "cell.yaml")], DISCOVER).config.objective
         assert found == job.config.objective
@@ -240,12 +245,12 @@ def test_a_directory_of_other_settings_is_refused(request_of):
     request = request_of()
     run_dir = request.output / "cells" / "digits-uno-seed0"
     run_dir.mkdir(parents=True)
-    config = next(job.config for job in reproduce.plan(request) if job.name == "cells/digits-uno-seed0")
+    config = next(job.config for job in tables.plan(request) if job.name == "cells/digits-uno-seed0")
     (run_dir / "config.yaml").write_text(dump_yaml(config))
-    assert reproduce.plan(request)
+    assert tables.plan(request)
     (run_dir / "config.yaml").write_text(dump_yaml(override(config, {"objective.epsilon": 0.2})))
     with pytest.raises(ConfigError, match=r"other settings: objective\.epsilon; use another --output"):
-        reproduce.plan(request)
+        tables.plan(request)
 
 
 def test_a_signal_stops_the_queue(tmp_path):

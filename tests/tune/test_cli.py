@@ -6,22 +6,22 @@ import pytest
 
 from pipelines import ray_env
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
-from tune import sweep
+from tune import driver
 from tune.score import make_folds
-from tune.sweep import main, parse
+from tune.sweep import main
 from uno.errors import ConfigError
 
 
 def test_options_are_its_own_and_those_of_a_run():
-    words = "--space full --trials 5 --objective.epsilon 0.2 --score loss --output /x"
-    options, _ = parse([*TINY, *words.split()])
+    words = "--space full --trials 5 --objective.epsilon 0.2 --score loss"
+    options = tiny_options("/x", *words.split())
     assert (options.trials, options.score, options.space_name) == (5, "loss", "full")
     assert options.config.objective.epsilon == options.given["objective.epsilon"] == 0.2
     assert options.given["preset"] == "digits" and not any(
         key.startswith(("output", "compute")) for key in options.given
     )
     assert options.asha == {"grace_epochs": 1, "reduction": 3}
-    assert parse([*TINY, "--no-stopping"])[0].asha is None
+    assert tiny_options("/x", "--no-stopping").asha is None
 
 
 BAD = "--trial 3,--trials x,--space huge,--search grid,--score truth,--grace-epochs 0,--reduction 1,--dry-run"
@@ -35,12 +35,12 @@ USELESS = (
 @pytest.mark.parametrize("words", [*BAD.split(","), "--objective.epsilonn 1", "3"])
 def test_bad_options_are_config_errors(words):
     with pytest.raises(ConfigError):
-        parse([*TINY, *words.split()])
+        tiny_options("/x", *words.split())
 
 
 @pytest.mark.parametrize("words", USELESS.split(","))
 def test_what_a_trial_would_stumble_over_is_refused_before_ray_starts(tmp_path, monkeypatch, words):
-    monkeypatch.setattr(sweep, "_run_missing", lambda *args: pytest.fail("started"))
+    monkeypatch.setattr(driver, "_run_missing", lambda *args: pytest.fail("started"))
     with pytest.raises(ConfigError, match=r"^.+$"):
         main([*TINY, "--output", str(tmp_path / "s"), *words.split()])
 
@@ -62,12 +62,12 @@ def test_foreign_directories_and_other_settings_are_refused_with_their_names(tmp
     storage = fake_sweep(tmp_path, tiny_options(tmp_path), [])
     for words, name in ((["--folds", "1"], "folds"), (["--objective.epsilon", "0.3"], "objective.epsilon")):
         with pytest.raises(ConfigError, match=name):
-            sweep.open_sweep(tiny_options(tmp_path, *words), storage, "0" * 64, 3)
+            driver.open_sweep(tiny_options(tmp_path, *words), storage, "0" * 64, 3)
     same = tiny_options(tmp_path, "--trials", "99", "--concurrent", "1", "--compute.workers", "0")
-    sweep.open_sweep(same, storage, "0" * 64, 3)
+    driver.open_sweep(same, storage, "0" * 64, 3)
     storage.write("sweep.yaml", b"- damaged")
     with pytest.raises(ConfigError, match=r"sweep\.yaml"):
-        sweep.open_sweep(same, storage, "0" * 64, 3)
+        driver.open_sweep(same, storage, "0" * 64, 3)
 
 
 def test_a_sweep_from_before_holds_out_what_it_held_out(tmp_path):
@@ -75,14 +75,14 @@ def test_a_sweep_from_before_holds_out_what_it_held_out(tmp_path):
     fake_sweep(tmp_path, tiny_options(tmp_path), [])
     by_default, asked = tiny_options(tmp_path), tiny_options(tmp_path, "--data.hold-out", "0.1")
     by_default = by_default._replace(config=asked.config)
-    found = [sweep._as_it_began(options).config.data.hold_out for options in (by_default, asked)]
+    found = [driver._as_it_began(options).config.data.hold_out for options in (by_default, asked)]
     assert found == [0, 0.1]
 
 
 @pytest.mark.parametrize(("words", "epochs"), [("", 2), ("--max-steps 2", 1), ("--max-steps 1000", 2)])
 def test_epochs_that_have_steps_to_take(tmp_path, words, epochs):
     options = tiny_options(tmp_path, *words.split())
-    assert sweep.check_plans(options, make_folds(tiny_data(options.config), "folds", 2, 0)) == epochs
+    assert driver.check_plans(options, make_folds(tiny_data(options.config), "folds", 2, 0)) == epochs
 
 
 @pytest.mark.parametrize(("words", "cluster", "number"), [
@@ -97,7 +97,7 @@ def test_epochs_that_have_steps_to_take(tmp_path, words, epochs):
 def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, number):
     options = tiny_options(tmp_path, *words.split())
     with nullcontext() if number else pytest.raises(ConfigError):
-        assert sweep.concurrency(options, cluster)[0] == number
+        assert driver.concurrency(options, cluster)[0] == number
 
 
 def test_a_stale_cluster_address_is_one_line():

@@ -9,9 +9,9 @@ import torch
 from pipelines.jobs import prepare
 from tests.tune.tiny import claimed, frozen_options, run_tiny, tiny_options
 from tests.uno.data.builders import failure
-from tune import spaces, sweep
-from tune.score import AGREEMENT, FOLDS, make_folds
-from tune.sweep import HERE, load_data, run_sweep
+from tune import AGREEMENT, FOLDS, driver, spaces
+from tune.driver import HERE, load_data, run_sweep
+from tune.score import make_folds
 from uno.config import override
 from uno.data import features
 from uno.weights import PRETRAINED
@@ -98,7 +98,7 @@ def test_what_would_change_the_features_is_not_searched(tmp_path):
     ("/no/such/run", "may have been trained on the classes that a fold hides"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_before_anything_starts(tmp_path, monkeypatch, weights, says):
-    monkeypatch.setattr(sweep, "_run_missing", lambda *args: pytest.fail("started"))
+    monkeypatch.setattr(driver, "_run_missing", lambda *args: pytest.fail("started"))
     options = frozen_options(tmp_path)
     changed = options._replace(config=override(options.config, {"model.weights": weights}))
     assert says in failure(run_sweep, changed)

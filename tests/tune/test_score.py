@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tests.tune.tiny import claimed, run_tiny, tiny_data, tiny_options
-from tune.score import AGREEMENT, FOLDS, LOSS, ORACLE, combined, hidden_classes, make_folds
+from tune import AGREEMENT, FOLDS, LOSS, ORACLE
+from tune.score import combined, hidden_classes, make_folds
 from uno.errors import ConfigError
 
 

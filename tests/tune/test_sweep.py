@@ -13,8 +13,8 @@ import pytest
 
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
 from tune import records
+from tune.driver import run_sweep
 from tune.score import make_folds
-from tune.sweep import run_sweep
 from tune.trial import pretrain_key, trial_configs
 from uno.data.files import Storage
 from uno.data.sources import read_rows

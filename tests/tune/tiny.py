@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from pipelines.options import parse
 from tests.uno.data.builders import load_resident
-from tune import records
-from tune.score import FOLDS, SweepData, make_folds, sweep_data
-from tune.sweep import open_sweep, parse
+from tune import FOLDS, records
+from tune.driver import open_sweep, sweep_options
+from tune.score import SweepData, make_folds, sweep_data
+from tune.sweep import TUNE
 from tune.trial import Leases, SweepOptions, run_trial
 from uno.config import Config
 from uno.data.files import Storage
@@ -32,7 +34,7 @@ NO_DATA = "0" * 64
 
 def tiny_options(output: Path | str, *more: str) -> SweepOptions:
     """Options of ``uno tune`` on the tiny set."""
-    return parse([*TINY, "--output", str(output), *more])[0]
+    return sweep_options(parse([*TINY, "--output", str(output), *more], TUNE))
 
 
 def tiny_data(config: Config, score: str = FOLDS, relabel: Any = None) -> SweepData:

@@ -15,12 +15,16 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from uno.config import Config, override
-from uno.data.features import settings as settings_of_features
 from uno.errors import ConfigError
 from uno.methods.registry import settings
 from uno.presets import preset
-from uno.runs.run import pretrain_hash
 
+DATA_OPTIONS = {
+    "cifar10": "CIFAR10 in torchvision's layout",
+    "cifar100": "CIFAR100 in torchvision's layout",
+    "imagenet": "ImageNet: train/ and val/ with wnid folders",
+    "cifar10-jpeg": "CIFAR10 as JPEG in Parquet, for --scale small: adds a subset of it",
+}
 REFERENCE = "uno"  # key of the row that others are compared to, unless they say otherwise
 
 
@@ -170,6 +174,9 @@ class Cell(NamedTuple):
         """Directory of what it starts from, shared by all cells that train it alike: a pretraining, or the
         features of a frozen encoder.
         """
+        from uno.data.features import settings as settings_of_features  # a plain command line needs no torch
+        from uno.runs.run import pretrain_hash
+
         config = self.config
         if config.model.trainable == "heads":
             facts = [settings_of_features(config), config.data.model_dump(mode="json"), config.model.weights]

@@ -1,0 +1,259 @@
+"""``uno reproduce TABLE``: the paper's tables and figures, run, measured and set beside its numbers. A cell
+is a run in ``OUTPUT/cells``, pretrainings in ``OUTPUT/pretrain`` are shared; finished ones never repeated.
+"""
+
+import os
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from pipelines import ray_env
+from pipelines.cells import Attempts, Job, RayProcess, Start, read_attempts, run_jobs, start_here
+from pipelines.console import say
+from pipelines.options import Options, checked_output
+from uno.config import ComputeConfig, Config, about, differing_keys, override, to_dict
+from uno.data.check import check
+from uno.data.features import cache_directory
+from uno.data.files import Storage, full_path, normal, split
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
+from uno.reproduce import documents, effects
+from uno.reproduce.experiments import DATA_OPTIONS, REFERENCE, Cell, Table, build, cells
+from uno.reproduce.figures import draw
+from uno.runs import lock
+from uno.runs.directory import read_config_tree
+from uno.runs.hardware import local_device
+from uno.weights import is_file
+
+
+class Request(NamedTuple):
+    """``own`` arguments, ``changes`` of all cells by dotted key, ``command`` without where and how fast."""
+
+    own: SimpleNamespace
+    table: Table
+    cells: list[Cell]
+    output: Path
+    changes: Mapping[str, Any]
+    command: str
+
+    @property
+    def compute(self) -> ComputeConfig:
+        """Where cells run."""
+        return override(Config(), self.changes).compute
+
+
+def main(options: Options, argv: Sequence[str]) -> int:
+    """Run what is missing of a table and write it."""
+    request = read_request(options, argv)
+    jobs = plan(request)
+    if request.own.dry_run:
+        _describe(request, jobs)
+    else:
+        run_missing(request, jobs)
+        write_tables(request)
+    return 0
+
+
+def read_request(options: Options, argv: Sequence[str]) -> Request:
+    """The request of the command line ``argv``. ConfigError: a mistake in it, or data that is missing."""
+    own = options.own
+    frozen = options.given.get("model.trainable") == "heads"
+    for key in options.given:
+        if about(key).decided == "reproduce" and not (frozen and key == "model.weights"):
+            raise ConfigError(f"{key} is for the table to choose; uno reproduce has --seeds and --output")
+    given = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
+    directories = {option: full_path(normal(path)) for option, path in given.items() if path}
+    table, full = _select(build(own.table, own.scale), own, directories), own.scale == "full"
+    output = checked_output(own.output or f"runs/reproduce-{own.table}{'-full' if full else ''}")
+    if "://" in output:
+        raise ConfigError("--output must be a directory: uno reproduce keeps logs of its processes there")
+    changes = ({} if full else {"compute.threads": 1}) | options.given
+    if frozen:
+        changes |= _shared_features(options.given)
+    todo = cells(table, own.seeds or table.seeds, directories, changes)
+    words, left_out = ["uno", "reproduce"], ("--output", "--record", "--parallel")  # each has one value
+    for before, word in zip(["", *argv], argv, strict=False):
+        if before not in left_out and word.partition("=")[0] not in left_out:
+            words.append(word)
+    return Request(own, table, todo, Path(output).absolute(), changes, shlex.join(words))
+
+
+def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Where cells with a frozen encoder find its weights and the cache, in whatever process."""
+    source = given.get("model.weights")
+    if not is_file(source):
+        raise ConfigError("model.trainable heads needs --weights FILE here: what trained the encoder")
+    full = full_path(normal(str(source)))
+    folder, name = split(full)
+    if not Storage(folder).exists(name):
+        raise ConfigError(f"model.weights: no such file {full}")
+    cache = cache_directory(Config(compute=ComputeConfig(cache=given.get("compute.cache"))))
+    return {"model.weights": full, "compute.cache": full_path(normal(cache))}
+
+
+def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) -> Table:
+    """The data sets and rows that were asked for and are there."""
+    benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
+    rows = {row.key: row for row in table.rows}
+    for option, wanted, known in (("datasets", own.datasets, benchmarks), ("rows", own.rows, rows)):
+        for name in wanted:
+            if name not in known:
+                raise ConfigError(f"--{option} {name}: {table.name} has {', '.join(known)}")
+    sets = [benchmarks[name] for name in own.datasets or benchmarks]
+    if own.scale == "small" and not own.datasets:  # what is not there is not missed
+        sets = [benchmark for benchmark in sets if benchmark.option in (None, *directories)]
+    missing = dict.fromkeys(b.option for b in sets if b.option and b.option not in directories)
+    if missing:
+        options = " and ".join(f"--{option} DIR ({DATA_OPTIONS[option]})" for option in missing)
+        only = f", or only some of it: --datasets {sets[0].key}" if len(sets) > 1 else ""
+        raise ConfigError(f"{table.name} at this scale needs {options}{only}")
+    named = [rows[name] for name in own.rows or rows]
+    kept = {REFERENCE, *(key for row in named for key in (row.key, row.of, row.versus))}
+    chosen = tuple(row for row in table.rows if row.key in kept)
+    return table.model_copy(update={"benchmarks": tuple(sets), "rows": chosen})
+
+
+def plan(request: Request) -> list[Job]:
+    """All jobs without a result, after what they start from: a pretraining, or the features of a frozen
+    encoder, which the cache may have. ConfigError: bad data, a cell of other settings.
+    """
+    _check_data([cell.config for cell in request.cells])
+    attempts = read_attempts(request.output)
+    jobs: dict[str, Job] = {}
+    for cell in request.cells:
+        run, shared = request.output / cell.name, request.output / cell.pretraining
+        frozen = cell.config.model.trainable == "heads"
+        config = cell.config if frozen else override(cell.config, {"model.weights": str(shared)})
+        _check_stored(run, config)
+        diverged = attempts.get(cell.name, Attempts()).code == NumericsError.exit_code
+        if diverged or (run / "metrics.json").exists():
+            continue
+        if frozen:
+            label, threads = f"{cell.benchmark.key} features", _all_threads(request)
+            first = Job(cell.pretraining, override(cell.config, {"compute.threads": threads}), label)
+            jobs.setdefault(first.name, first)
+        elif not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
+            label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
+            jobs.setdefault(cell.pretraining, Job(cell.pretraining, cell.config, label))
+        label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
+        jobs[cell.name] = Job(cell.name, config, label, cell.pretraining)
+    return list(jobs.values())
+
+
+def _check_data(configs: Sequence[Config]) -> None:
+    """The preflight checks of a run, once for each data set and its classes."""
+    for config in {(c.data, c.train.batch_size, c.augment): c for c in configs}.values():
+        data = config.data.model_copy(update={"num_novel": 1} if config.data.num_novel == "auto" else {})
+        for problem in check(make_task(read_rows(data), data), config):
+            if problem.level == "error":
+                raise ConfigError(f"{data.source}: {problem.message}")
+
+
+def _check_stored(run: Path, config: Config) -> None:
+    """Raise ConfigError where a directory holds a cell of other settings."""
+    if (run / "config.yaml").exists():
+        stored = override(Config(), read_config_tree(Storage(str(run))))  # fields it does not know: defaults
+        free = {
+            *["model.weights"] * (config.model.trainable != "heads"),
+            *(["data.num_novel"] if config.data.num_novel == "auto" else []),
+        }
+        if keys := [key for key in differing_keys(to_dict(stored), config) if key not in free]:
+            raise ConfigError(
+                f"{run} was run with other settings: {', '.join(keys[:6])}; use another --output"
+            )
+
+
+def _describe(request: Request, jobs: Sequence[Job]) -> None:
+    """The cells that are missing, and their cost where a cell's is known."""
+    todo, num_cells = {job.name for job in jobs}, len(request.cells)
+    minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
+    say(f"{request.table.title}: {num_cells} cells, {num_cells - len(minutes)} of them have a result")
+    for job in jobs:
+        say(f"  {job.label}")
+    if None in minutes:
+        say("nobody has measured what these cells cost; the first finished one says")
+    else:
+        parallel = request.own.parallel or _default_parallel(request.compute)
+        say(f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {parallel} cells at a time")
+
+
+def run_missing(request: Request, jobs: Sequence[Job]) -> None:
+    """Run ``jobs``, one console line for each that ends. Interrupted: by a signal, with all saved."""
+    if not jobs:
+        say(f"{request.output}: every cell has a result; nothing is run again")
+        return
+    since = time.monotonic()
+    with _runner(request) as (start, capacity), lock.claim(Storage(str(request.output)), on_wait=say):
+        for folder in {job.name.partition("/")[0] for job in jobs}:
+            (request.output / folder).mkdir(parents=True, exist_ok=True)
+        say(f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in {request.output}/cells")
+        for done, (job, attempt) in enumerate(run_jobs(jobs, request.output, start, capacity), 1):
+            how = "done" if attempt.code == 0 else f"ended with {attempt.code}: {attempt.reason}"
+            minutes = (time.monotonic() - since) / done * (len(jobs) - done) / 60
+            eta = f", about {minutes:.0f} min left" if done < len(jobs) else ""
+            say(f"{done}/{len(jobs)}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
+
+
+@contextmanager
+def _runner(request: Request) -> Iterator[tuple[Start, int]]:
+    """What starts a cell, as a process here or in a Ray actor with its resources; and how many fit."""
+    compute, parallel = request.compute, request.own.parallel
+    several = "RAY_ADDRESS" in os.environ or (compute.device != "cpu" and torch.cuda.device_count() > 1)
+    wants_ray = request.own.runner == "ray" or (request.own.runner == "auto" and several)
+    if not wants_ray or compute.workers:  # cells that start Ray themselves
+        local_device(Config(compute=compute))
+        yield start_here, parallel or _default_parallel(compute)
+        return
+    with ray_env.connect() as ray:
+        cluster = {"CPU": 1.0, "GPU": 0.0, **ray.cluster_resources()}
+        share = compute.gpus_per_worker if compute.device != "cpu" and cluster["GPU"] else 0.0
+        cpus = min(float(compute.threads or 1), max(1.0, cluster["CPU"]))
+        fits = int(cluster["GPU"] / share if share else cluster["CPU"] / cpus)
+        resources = {"num_cpus": 0 if share else cpus, "num_gpus": share}
+        yield partial(RayProcess, ray, resources), max(1, min(fits, parallel or fits))
+
+
+def _default_parallel(compute: ComputeConfig) -> int:
+    """Cells at a time on this machine."""
+    if compute.workers:
+        return 1  # a cell is many processes
+    if torch.cuda.is_available() and compute.device != "cpu":
+        return max(1, torch.cuda.device_count())
+    cores = os.cpu_count() or 1
+    return max(1, cores // (compute.threads or cores))
+
+
+def _all_threads(request: Request) -> int | None:
+    """Those of all cells that run at a time, for the job that they wait for."""
+    compute = request.compute
+    return compute.threads and compute.threads * (request.own.parallel or _default_parallel(compute))
+
+
+def write_tables(request: Request) -> None:
+    """Write and show the tables and, if asked for, the record; then raise if cells failed or are missing."""
+    attempts = read_attempts(request.output)
+    found = effects.read(
+        request.table, request.cells, request.output, request.changes,
+        {name: past.seconds for name, past in attempts.items()},
+        {name: past.reason for name, past in attempts.items() if past.failed},
+    )  # fmt: skip
+    maps = draw(request.cells, request.output, say) if request.table.maps else []
+    documents.write(Storage(str(request.output)), found, request.command, maps)
+    if request.own.record is not None:
+        documents.write_record(Storage(request.own.record), found, request.command, maps)
+    files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "parquet", "html"))
+    say(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
+    if found.failures:
+        name, reason = next(iter(found.failures.items()))
+        kind = {2: ConfigError, 3: NumericsError}.get(attempts[name].code, StorageError)
+        raise kind(f"{len(found.failures)} of {len(request.cells)} cells failed, {name} first: {reason}")
+    if found.missing:
+        raise Interrupted(f"{len(found.missing)} cells have no result yet")

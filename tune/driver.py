@@ -1,0 +1,260 @@
+"""A sweep from its options to its tables: what ``uno tune`` does.
+
+All state is in the output directory (``tune.records``), written by a driver that holds its claim; Ray Tune
+remembers nothing. So the same command continues a sweep that was killed anywhere: trials with a result are
+not run again, unfinished ones go on at their epoch, early stopping and Optuna are told what happened before.
+"""
+
+import logging
+import math
+import os
+import tempfile
+import threading
+import time
+
+import yaml
+
+from pipelines import ray_env
+from pipelines.console import Progress, on_stop, say
+from pipelines.features import load_images
+from pipelines.jobs import prepare, starting_weights
+from pipelines.options import Options
+from pipelines.worker import leave_out_unreadable
+from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
+from tune.records import FAILED, FINISHED, SETTINGS, Trial
+from tune.score import Fold, SweepData, make_folds, sweep_data
+from tune.trial import Leases, Sweep, SweepOptions, train_trial
+from uno.config import about, differing_keys, dump_yaml, override, to_dict
+from uno.data.decode import readable
+from uno.data.files import Storage, full_path, normal
+from uno.data.splits import Task
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
+from uno.methods.registry import num_heads
+from uno.runs import DISCOVER, RAY_FOLDER, lock, run
+from uno.runs.lock import Claim
+from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
+
+STOPPING = "stopping: unfinished trials go on where they are with the same command"
+CPU_OF_A_WAITING_TRIAL = 0.01
+HERE = {"compute.workers": 0, "compute.device": "auto"}  # trials may find a GPU that this process lacks
+
+
+def main(options: Options) -> int:
+    """Run or continue a sweep; returns the exit code."""
+    sweep = sweep_options(options)
+    if options.own.print_config:
+        print(dump_yaml(sweep.config), end="")
+        return 0
+    return run_sweep(sweep)
+
+
+def sweep_options(options: Options) -> SweepOptions:
+    """What a command line of ``uno tune`` asks for. ConfigError: a space that no run could have."""
+    own, config = options.own, options.config
+    grace = own.grace_epochs or max(1, config.discover.epochs // 6)
+    asha = None if own.no_stopping else {"grace_epochs": grace, "reduction": own.reduction}
+    given = {key: value for key, value in options.given.items() if about(key).scope != "place"}
+    given |= {"preset": config.preset, "recipe": config.recipe}
+    return SweepOptions(
+        config, given, spaces.load_space(own.space, config), own.space, own.trials, own.search, own.score,
+        own.folds, own.hide, own.seeds, own.concurrent, asha,
+    )  # fmt: skip
+
+
+def run_sweep(options: SweepOptions) -> int:
+    """Run what is missing of a sweep and write its tables; returns 0. NumericsError: all trials fail."""
+    check_options(options)
+    weights = options.config.model.weights
+    if weights not in (None, PRETRAINED):  # trials run in other directories
+        options = options._replace(
+            config=override(options.config, {"model.weights": full_path(normal(weights))})
+        )
+    options = _as_it_began(options)
+    config = options.config
+    own_weights = starting_weights(config, False)
+    task = prepare(override(config, HERE))
+    data = load_data(options, task, own_weights)
+    folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
+    num_epochs = check_plans(options, folds)
+    assert config.output is not None
+    storage = Storage(config.output)
+    if own_weights is not None:  # trials find them in the sweep's directory
+        kept = {"model.weights": full_path(storage.path(PRETRAINED_FILE))}
+        options = options._replace(config=override(config, kept))
+    with lock.claim(storage, on_wait=say) as claim:
+        open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
+        if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
+            claim.storage.write(PRETRAINED_FILE, own_weights)
+        ended = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
+        if len(ended) < options.trials:
+            _describe(options, data, folds, num_epochs)
+            _run_missing(options, data, num_epochs, claim, ended)
+        else:
+            say(f"{storage.uri}: all {len(ended)} trials have a result; nothing is run again")
+        summary = report.write(claim.storage)
+    if summary.best is None:
+        first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
+        raise NumericsError(f"every trial failed, so there is no best.yaml; first reason: {first}")
+    say(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
+    return 0
+
+
+def load_data(options: SweepOptions, task: Task, own_weights: bytes | None) -> SweepData:
+    """What all trials share, decoded or as the features of their frozen encoder; ``own_weights`` are those of
+    :func:`~pipelines.jobs.starting_weights`.
+    """
+    config = override(options.config, {**HERE, "data.ingest": "resident"})
+    with tempfile.TemporaryDirectory(prefix="uno-tune-") as folder, Progress() as show:
+        storage = Storage(folder)
+        if own_weights is not None:
+            storage.write(PRETRAINED_FILE, own_weights)
+        images, reasons = load_images(config, task, storage, show)
+    leave_out_unreadable(reasons, config, task)
+    return sweep_data(task, images, readable(reasons), options.score)
+
+
+def check_options(options: SweepOptions) -> None:
+    """Raise ConfigError for combinations that mean nothing."""
+    heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
+    if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
+        needs = "every trial needs two or more, and baselines have one (model.num_heads)"
+        raise ConfigError(f"--score agreement compares heads: {needs}")
+    model = options.config.model
+    # A file's frozen encoder is taken to have learnt from other images.
+    foreign = model.trainable == "heads" and (model.weights == PRETRAINED or is_file(model.weights))
+    if model.weights is not None and options.score == FOLDS and not foreign:
+        why = "--score folds pretrains anew: --weights may have been trained on the classes that a fold hides"
+        raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
+    if options.config.discover.epochs < 1:
+        raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
+
+
+def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
+    """Number of epochs of a trial that have steps to take; ConfigError for a fold smaller than a batch."""
+    config, epochs = options.config, 1
+    for fold in folds:
+        sizes = len(fold.train.labels), fold.train.num_unlabeled
+        try:
+            plan = run.plans(config, *sizes, config.compute.workers)[DISCOVER]
+        except ConfigError as error:
+            where = f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden rows"
+            raise ConfigError(f"{where}: {error}") from None
+        steps = min(config.train.max_steps or 10**12, config.discover.epochs * plan.steps_per_epoch)
+        epochs = max(epochs, math.ceil(steps / plan.steps_per_epoch))
+    return epochs
+
+
+def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int) -> None:
+    """Write ``sweep.yaml``, all that a continuation must share; ConfigError where another one is there."""
+    settings = {
+        "score": options.score, "search": options.search, "space_name": options.space_name,
+        "folds": options.folds if options.score == FOLDS else None, "hide": options.hide,
+        "seeds": options.seeds, "asha": options.asha, "epochs": num_epochs, "data_fingerprint": fingerprint,
+        "space": spaces.to_tree(options.space), "given": options.given, "config": to_dict(options.config),
+    }  # fmt: skip
+    text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
+    if not storage.exists(SETTINGS):
+        if any(not lock.ours(name) and not name.startswith(f".{SETTINGS}.") for name in storage.list()):
+            raise ConfigError(f"{storage.uri} is not empty and holds no sweep; choose another --output")
+        return storage.write(SETTINGS, text.encode())
+    old, new = records.read_settings(storage), yaml.safe_load(text)
+    different = [key for key in new if key not in ("config", "given") and old.get(key) != new[key]]
+    stored = old.get("config")
+    if different := different + differing_keys(stored if isinstance(stored, dict) else {}, options.config):
+        names = ", ".join(different[:6]) + " ..." * (len(different) > 6)
+        problem = f"{storage.uri} holds a sweep with other settings: {names}"
+        raise ConfigError(f"{problem}; use those, or another --output")
+
+
+def _as_it_began(options: SweepOptions) -> SweepOptions:
+    """With the ``data.hold_out`` of the sweep that is there, unless it was given: once it was 0."""
+    storage = Storage(str(options.config.output))
+    if "data.hold_out" in options.given or not storage.exists(SETTINGS):
+        return options
+    data = dict(records.read_settings(storage).get("config") or {}).get("data") or {}
+    share = {"data.hold_out": data.get("hold_out", 0.0)}
+    return options._replace(config=override(options.config, share))
+
+
+def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:
+    say(f"{options.trials} trials of up to {num_epochs} epochs over the space {options.space_name}:")
+    for domain in options.space:
+        say(f"  {domain.key:<28}{domain.describe()}")
+    say(f"score: {SCORES[options.score]}")
+    if options.score == FOLDS:
+        hidden = f"{len(folds[0].hidden)} of {data.num_known} known classes hidden"
+        say(f"{len(folds)} folds: {hidden}; {int(data.unlabeled.sum())} unlabeled rows take no part")
+
+
+def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
+    """Trials at a time and the resources of each training process; ConfigError if not one trial fits."""
+    config, workers = options.config, options.config.compute.workers
+    if workers:
+        resources = ray_env.worker_resources(config, cluster)
+        needed = {name: workers * amount for name, amount in resources.items()}
+        needed["CPU"] += CPU_OF_A_WAITING_TRIAL
+    else:
+        resources = {"CPU": config.compute.cpus_per_worker or min(1.0, cluster.get("CPU", 1.0))}
+        if ray_env.use_gpu(config, cluster):
+            resources["GPU"] = config.compute.gpus_per_worker
+        needed = resources
+    held = {name: cluster.get(name, 0.0) for name in needed}
+    fits = min(int(held[name] / amount + 1e-9) for name, amount in needed.items())
+    if fits < 1:
+        needs, has = (" and ".join(f"{n:g} {name}s" for name, n in some.items()) for some in (needed, held))
+        raise ConfigError(f"a trial needs {needs}, the cluster has {has}; lower --compute.cpus-per-worker")
+    return min(fits, options.concurrent or fits, options.trials), resources
+
+
+def _run_missing(
+    options: SweepOptions, data: SweepData, num_epochs: int, claim: Claim, ended: list[Trial]
+) -> None:
+    """Ray Tune over the trials that have not ``ended``."""
+    storage, config, stopping = claim.storage, options.config, threading.Event()
+    say(f"starting Ray{f'; {len(ended)} trials have a result already' if ended else ''}")
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
+    with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:
+        from ray import tune
+
+        from tune import search
+
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
+        number, resources = concurrency(options, ray.cluster_resources())
+        say(f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process")
+        start = time.monotonic()
+
+        def on_end(trial: Trial) -> None:
+            ended.append(trial)
+            say(f"{len(ended)}/{options.trials}  {_line(trial)}  ({time.monotonic() - start:.0f} s)")
+
+        searcher = search.SweepSearcher(storage, options, num_epochs, on_end, stopping.is_set)
+        leases = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Leases).remote()
+        sweep = Sweep(options, num_epochs, storage.uri, storage.token, resources, ray.put(data), leases)
+        here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.workers else resources
+        tuner = tune.Tuner(
+            tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
+            tune_config=tune.TuneConfig(
+                search_alg=searcher, scheduler=search.scheduler(options.asha, num_epochs, ended),
+                num_samples=len(searcher.missing), max_concurrent_trials=number,
+                reuse_actors=not config.compute.workers,  # a process takes seconds to import torch
+            ),
+            run_config=tune.RunConfig(
+                name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", verbose=0,
+                storage_path=f"{storage.uri}/{RAY_FOLDER}", stop=search.Interruption(stopping.is_set),
+                failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
+            ),
+        )  # fmt: skip
+        ray_env.in_thread(tuner.fit)
+        if (reason := searcher.storage_error) is not None:
+            raise StorageError(f"a trial could not write: {reason}; the same command continues")
+    storage.delete(RAY_FOLDER)
+    if stopping.is_set():
+        raise Interrupted("stopped; the same command continues the sweep")
+
+
+def _line(trial: Trial) -> str:
+    how = "finished" if trial.status == FINISHED else f"stopped after epoch {trial.last_epoch}"
+    what = f"{how}: score {trial.score:.4f}" if trial.status != FAILED else f"failed: {trial.reason}"
+    values = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in trial.overrides.items())
+    return f"trial {trial.index} {what}  [{values}]"
