@@ -16,11 +16,12 @@ from tests.pipelines.small import RAY, ROOT, SMALL, wait_for
 pytestmark = pytest.mark.ray
 
 
-def test_the_cluster_file_fits_rays_schema():
-    """As ``ray up`` would read it, without a cloud; Ray's own check does not compare the worker counts."""
+@pytest.mark.parametrize("name", ["cluster.yaml", "cluster-p5.yaml"])
+def test_the_cluster_files_fit_rays_schema(name):
+    """As ``ray up`` would read them; Ray's own check does not compare the worker counts."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    config = yaml.safe_load((ROOT / name).read_text())
     validate_config(config)
     prepared = prepare_config(config)
     validate_config(prepared)
@@ -29,39 +30,44 @@ def test_the_cluster_file_fits_rays_schema():
     assert head["resources"] == {"CPU": 0} and head.get("max_workers", 0) == 0
     assert all(kind["min_workers"] <= kind["max_workers"] for kind in types.values())
     assert sum(kind["max_workers"] for kind in types.values()) >= prepared["max_workers"] > 0
-    markets = [kind["node_config"].get("InstanceMarketOptions", {}) for kind in types.values()]
-    assert any(market.get("MarketType") == "spot" for market in markets)
-    commands = [*prepared["setup_commands"], *prepared["head_start_ray_commands"]]
-    assert not any("nightly" in command or "dev0" in command for command in commands)
-    assert any("--dashboard-host=127.0.0.1" in command for command in commands)
+    assert prepared["setup_commands"] == []  # not Ray's, which install a nightly build
+    assert any("--dashboard-host=127.0.0.1" in command for command in prepared["head_start_ray_commands"])
 
 
-def test_the_kubernetes_manifest_has_the_keys_of_its_api():
-    """KubeRay's ray.io/v1 types and the names that its objects must share; no Kubernetes is needed."""
-    import ray
+def test_the_spot_market_is_asked_first():
+    """By Ray's own scheduler, as the comments say. Kills: nodes paid on demand while there are cheaper."""
+    from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
+    from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+    from ray.autoscaler.v2.utils import ResourceRequestUtil
 
-    claim, job = yaml.safe_load_all((ROOT / "rayjob.yaml").read_text())
-    assert (claim["kind"], job["apiVersion"], job["kind"]) == ("PersistentVolumeClaim", "ray.io/v1", "RayJob")
-    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
-    fields = "entrypoint runtimeEnvYAML shutdownAfterJobFinishes ttlSecondsAfterFinished backoffLimit"
-    assert spec.keys() <= {*fields.split(), "rayClusterSpec"}
-    assert "--output /" in spec["entrypoint"] and "--device cuda" in spec["entrypoint"]
-    assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
-    fields = "rayVersion enableInTreeAutoscaling autoscalerOptions authOptions headGroupSpec workerGroupSpecs"
-    assert cluster.keys() <= {*fields.split()}
-    assert cluster["enableInTreeAutoscaling"] and cluster["authOptions"] == {"mode": "token"}
-    assert cluster["rayVersion"].split(".")[:2] == ray.__version__.split(".")[:2]
-    (workers,) = cluster["workerGroupSpecs"]
-    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
-    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    for group in (cluster["headGroupSpec"], workers):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
-        pod = group["template"]["spec"]
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounts == {"runs": "/runs", "shm": "/dev/shm"} and mounts.keys() == volumes.keys()
+    types = yaml.safe_load((ROOT / "cluster.yaml").read_text())["available_node_types"]
+    configs = {
+        name: NodeTypeConfig(name, kind["min_workers"], kind["max_workers"], resources=kind["resources"],
+                             priority=kind.get("priority", 0))
+        for name, kind in types.items()
+    }  # fmt: skip
+    demand = ResourceRequestUtil.make({"CPU": 1, "GPU": 1})
+    request = SchedulingRequest(
+        node_type_configs=configs, max_num_nodes=5, disable_launch_config_check=True,
+        resource_requests=ResourceRequestUtil.group_by_count([demand, demand]),
+    )  # fmt: skip
+    reply = ResourceDemandScheduler(None).schedule(request)
+    assert [(launch.instance_type, launch.count) for launch in reply.to_launch] == [("gpu_spot", 1)]
+
+
+def test_a_log_that_grows_changes_no_package(tmp_path):
+    """Kills: a .rayignore that Ray does not read, or that leaves code out."""
+    from ray._private.runtime_env.packaging import get_uri_for_directory
+
+    shutil.copy(ROOT / ".rayignore", tmp_path)
+    code, found = tmp_path / "code.py", []
+    code.write_text("")
+    for size, growing in enumerate(("train.log", "nohup.out", "runs2/a/metrics.jsonl", "packed/0.parquet")):
+        (tmp_path / growing).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / growing).write_text("x" * size)
+        found.append(get_uri_for_directory(str(tmp_path), include_gitignore=True))
+    code.write_text("pass")
+    assert len({*found}) == 1 and get_uri_for_directory(str(tmp_path), include_gitignore=True) not in found
 
 
 @pytest.mark.slow
