@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torchvision
 
-from uno import NUMERICS
+from uno.runs import NUMERICS
 from uno.runs.hardware import hardware
 
 

@@ -21,6 +21,7 @@ from tune.sweep import TUNE
 from uno import limits
 from uno.errors import ConfigError
 from uno.reproduce.documents import spread
+from uno.runs import NUMERICS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -118,8 +119,8 @@ def older_than_a_change(result: dict) -> list[int]:
 
 
 def test_changes_of_numbers_are_counted():
-    """Kills: a change marked "numbers" without its number, or one that ``uno.NUMERICS`` does not know."""
-    assert sorted(CHANGES) == list(range(1, uno.NUMERICS + 1))
+    """Kills: a change marked "numbers" without its number, or that ``NUMERICS`` does not know."""
+    assert sorted(CHANGES) == list(range(1, NUMERICS + 1))
     assert "**numbers**" not in CHANGELOG
 
 

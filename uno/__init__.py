@@ -22,9 +22,6 @@ from typing import Any
 
 __all__ = ["Model", "Prediction", "Predictions", "discover", "load"]
 
-NUMERICS = 12
-"""The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""
-
 
 def __getattr__(name: str) -> Any:
     if name in __all__:

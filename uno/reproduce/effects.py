@@ -51,8 +51,8 @@ class Effect(NamedTuple):
 
 class Results(NamedTuple):
     """A table and what is known of its cells: ``minutes`` of each by (benchmark, row), without pretraining,
-    and the oldest ``numerics`` (:data:`uno.NUMERICS`) of a row's; ``failures`` (with reasons) and ``missing``
-    name cells; ``changes`` are the command line's.
+    and the oldest ``numerics`` of a row's (:data:`uno.runs.NUMERICS`); ``failures`` (with reasons) and
+    ``missing`` name cells; ``changes`` are the command line's.
     """
 
     table: Table

@@ -3,6 +3,9 @@
 ROTATION, PRETRAIN, DISCOVER = "rotation", "pretrain", "discover"
 PHASES = (ROTATION, PRETRAIN, DISCOVER)  # each has a section of its name in the configuration
 
+NUMERICS = 12
+"""The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""
+
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run
 ENVIRONMENT_FILE = "environment.json"
 LOCK_FILE = "lock.json"

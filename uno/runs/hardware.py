@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from uno import NUMERICS
 from uno.config import Config
 from uno.errors import ConfigError
+from uno.runs import NUMERICS
 from uno.runs.checkpoint import FORMAT_VERSION
 
 
