@@ -1,0 +1,113 @@
+"""The chaos lane itself: what it would catch. The lane is `make chaos`."""
+
+import json
+import time
+
+import pytest
+
+from tests import chaos
+from tests.chaos import Command, Forked, differences, disturb, files_of, finish, left_running, settle
+
+CARD = "<p>Accuracy 83.0 %</p><footer>2026-11-22 14:00 UTC, 12 s</footer>"
+FILES = {
+    "model/heads.safetensors": "weights",
+    "checkpoints/discover/step_00000006/tensors.safetensors": "older",
+    "checkpoints/discover/step_00000012/tensors.safetensors": "newest",
+    "metrics.json": json.dumps({"task_aware/avg": 0.5, "seconds": 3.0}),
+    "metrics.jsonl": '{"step": 1, "loss": 2.5, "images_per_s": 9.0}\n',
+    "report.html": CARD,
+    "tensorboard/events": "of the clock",
+}
+
+
+def write(folder, changes):
+    for name, text in (FILES | changes).items():
+        if text is not None:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return files_of(folder)
+
+
+@pytest.mark.parametrize(("name", "text", "found"), [
+    ("model/heads.safetensors", "weight!", "differs"),
+    ("model/heads.safetensors", None, "missing"),
+    ("model/.heads.safetensors.0a1b2c3d", "half", "left over"),
+    ("lock.json", "{}", "left over"),
+    ("checkpoints/discover/step_00000012/tensors.safetensors", "another", "differs"),
+    ("metrics.json", json.dumps({"task_aware/avg": 0.6, "seconds": 3.0}), "differs"),
+    ("metrics.jsonl", 2 * FILES["metrics.jsonl"], "differs"),
+    ("report.html", CARD.replace("83.0", "82.0"), "differs"),
+    ("metrics.json", json.dumps({"task_aware/avg": 0.5, "seconds": 4.0}), None),
+    ("metrics.jsonl", FILES["metrics.jsonl"].replace("9.0", "8.0"), None),
+    ("report.html", CARD.replace("14:00", "15:01").replace("12 s", "3 min"), None),
+    ("checkpoints/discover/step_00000006/tensors.safetensors", None, None),
+    ("tensorboard/events", "of another clock", None),
+])  # fmt: skip
+def test_what_counts_as_a_difference(tmp_path, name, text, found):
+    """A planted difference is reported by its name, the clock's are not. Kills: a comparison that leaves out
+    too much, or names alone.
+    """
+    expected, planted = write(tmp_path / "a", {}), write(tmp_path / "b", {name: text})
+    assert differences(planted, expected) == ([f"{found} {name}"] if found else [])
+
+
+@pytest.mark.parametrize("harm", [None, "doubles", "refuses"])
+def test_a_command_that_a_signal_harms_is_reported(tmp_path, monkeypatch, capsys, harm):
+    """Five lines, struck after three, and the next start goes on; with harm from the line before, which is
+    then doubled, or not at all: code 4. Kills: a signal that never strikes, a command that is not started
+    again, a fault that is not told.
+    """
+    path, go = tmp_path / "run" / "out" / "lines.txt", tmp_path / "go"
+
+    def num_lines():
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def work(words):
+        path.parent.mkdir(exist_ok=True)
+        done = num_lines()
+        if harm == "refuses" and 0 < done < 5:
+            return 4
+        for i in range(done - 1 if harm == "doubles" and 0 < done < 5 else done, 5):
+            while i == 3 and not done and not go.exists():
+                time.sleep(0.001)
+            with path.open("a") as file:
+                file.write(f"{i}\n")
+        return 0
+
+    def spent(process, children, until=None):
+        if until is None:
+            go.touch()
+            assert finish(process) == 0
+            go.unlink()
+        while until is not None and num_lines() < 3:
+            time.sleep(0.001)
+        return 1.0
+
+    for name, value in (("run", work), ("spent", spent), ("POLL_S", 0.001), ("left_running", list)):
+        monkeypatch.setattr(chaos, name, value)
+    monkeypatch.setitem(chaos.COMMANDS, "run", Command(lambda out, made: []))
+    found = disturb("run", 2, 0, tmp_path)
+    assert found.struck == found.tries == 2 and found.files == 1
+    assert found.again == (4 if harm == "refuses" else 0)
+    how = {None: [], "doubles": ["0]: differs"] * 2, "refuses": ["4, 4, 4]", "4, 4, 4]: differs"] * 2}[harm]
+    assert len(found.faults) == len(how) and all(map(str.__contains__, found.faults, how)), found
+    assert all(line in capsys.readouterr().err for line in found.faults[-1:])
+
+
+def test_a_process_that_outlives_its_command_is_named_and_ended(tmp_path, monkeypatch):
+    """Kills: an orphan that is not found, as its parent is gone; one that goes on into the next try."""
+    log = tmp_path / "log.txt"
+    monkeypatch.setattr(chaos, "LEFT_S", 0.02)
+
+    def command():
+        Forked(lambda: time.sleep(600) or 0, log)
+        return 0
+
+    def lane():
+        settle()
+        assert finish(Forked(command, log)) == 0
+        assert len(left_running()) == 1 and left_running() == []
+        return 0
+
+    assert finish(Forked(lane, log)) == 0, log.read_text()
