@@ -62,6 +62,7 @@ def sum_(tensor: Tensor) -> Tensor:
 
 def from_first(tensor: Tensor) -> Tensor:
     """Rank 0's tensor, on every worker."""
+    tensor = tensor.contiguous()  # of other tensors gloo sums something else, and says nothing
     return sum_(tensor if world()[0] == 0 else torch.zeros_like(tensor))
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from uno import collectives
 from uno.config import Config
-from uno.heads import Prototypes
+from uno.heads import Prototypes, unit
 from uno.model import BuildHead, UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, Step, forward
@@ -26,12 +27,14 @@ class Method:
     first step, on every worker alike: it may initialise the model in place and returns what to keep in
     ``state.extra`` and in checkpoints. ``settings``: preset -> dotted keys, where the authors' constants
     depend on the data. ``needs_images``: it reads images or ``Batch.rows`` itself, so it cannot stream.
+    ``trains_encoder``: what sets it apart acts on the encoder, so it is nothing with a frozen one.
     """
 
     step: Step
     novel_head: BuildHead | None = None
     start: Start | None = None
     needs_images: bool = False
+    trains_encoder: bool = False
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -68,6 +71,12 @@ def pair_likelihood_loss(probabilities: Tensor, others: Tensor, similar: Tensor)
     """
     together = probabilities @ others.T
     return -torch.where(similar, together + 1e-7, 1 - together + 1e-7).log().mean()
+
+
+def alike(features: Tensor, threshold: float) -> Tensor:
+    """Which unlabeled rows' features (N, D) have a cosine above ``threshold``: (N, M of all workers) bool."""
+    directions = unit(features.detach())
+    return directions @ collectives.gather_rows(directions, 0).T > threshold
 
 
 def weight_or(given: float | None, published: float) -> float:

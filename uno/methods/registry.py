@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from uno.config import Config
+from uno.errors import ConfigError
 from uno.methods import METHODS
 
 if TYPE_CHECKING:  # both import torch, which the command line does without
@@ -14,10 +15,17 @@ if TYPE_CHECKING:  # both import torch, which the command line does without
 
 
 def load(config: Config) -> Method:
-    """The method of a run; UNO with options of later work is the method of :mod:`uno.methods.extensions`."""
+    """The method of a run; UNO with options of later work is the method of :mod:`uno.methods.extensions`.
+
+    ConfigError: it trains the encoder, which the run has frozen.
+    """
     o = config.objective
     extended = o.iic_weight or o.iic_view_weight or o.rkd_weight or o.queue_size
-    return _method("extensions" if config.method == "uno" and extended else config.method)
+    method: Method = _method("extensions" if config.method == "uno" and extended else config.method)
+    if method.trains_encoder and config.model.trainable == "heads":
+        text = f"method {config.method} trains the encoder, which model.trainable heads has frozen"
+        raise ConfigError(f"{text}; use --model.trainable last or all")
+    return method
 
 
 def _method(module: str) -> Any:

@@ -43,10 +43,18 @@ def loss(
     features: Tensor,
 ) -> Tensor:  # fmt: skip
     """Scalar, of known (2, B, C) and novel (2, B, C_u) cosines and features (2, B, D)."""
+    ranked = features[0, len(labels) :].detach()
+    similar = same_top_features(ranked, collectives.gather_rows(ranked, 0), TOP)
+    return loss_of_pairs(state, labels, objective, known, novel, similar)
+
+
+def loss_of_pairs(
+    state: TrainState, labels: Tensor, objective: ObjectiveConfig, known: Tensor, novel: Tensor,
+    similar: Tensor,
+) -> Tensor:  # fmt: skip
+    """:func:`loss` where (B_u, B_u of all workers) bool says which pairs of unlabeled rows are similar."""
     tau, unlabeled = objective.temperature, slice(len(labels), None)
     first, second = (novel[:, unlabeled] / tau).softmax(dim=-1)
-    ranked = features[0, unlabeled].detach()
-    similar = same_top_features(ranked, collectives.gather_rows(ranked, 0), TOP)
     weight = weight_or(objective.consistency_weight, CONSISTENCY) * ramp(state, objective)
     return (
         labeled_loss(known, labels, tau)
