@@ -9,6 +9,7 @@ import yaml
 from uno import config as schema
 from uno.config import Config, about, config_hash, differing_keys, dump_yaml, load_yaml, override, to_dict
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
+from uno.methods import METHODS
 from uno.presets import preset
 
 GOLDEN = Path(__file__).parent / "golden" / "fields.txt"
@@ -57,7 +58,7 @@ def test_scopes():
         ({"data.labeled": "a"}, "data: labeled and unlabeled must be given together"),
         ({"augment.large.num_views": 1}, "augment: large.num_views must be at least 2: swapped prediction"),
         ({"augment.large.crop_scale": [0.9, 0.1]}, "augment.large: crop_scale must satisfy 0 < low <= high"),
-        ({"method": "dino"}, "method must be one of uno, rs, rs_plus, mcl, dtc, kcl, got 'dino'"),
+        ({"method": "dino"}, "method must be one of " + ", ".join(METHODS) + ", got 'dino'"),
         ({"recipe": "v3"}, "recipe: Input should be 'paper' or 'v2' (got 'v3')"),
         ({"seed": 2**31}, "seed: Input should be less than 2147483648 (got 2147483648)"),
         ({"data.num_novel": "seven"}, "data.num_novel: Input should be a valid integer, unable to parse"),

@@ -14,5 +14,8 @@ METHODS = {
     "mcl": "meta classification likelihood (Hsu et al., ICLR 2019)",
     "dtc": "deep transfer clustering (Han et al., ICCV 2019)",
     "kcl": "KLD-based contrastive loss (Hsu et al., ICLR 2018)",
+    "ncl": "neighbourhood contrastive learning (Zhong et al., CVPR 2021)",
+    "openmix": "OpenMix (Zhong et al., CVPR 2021)",
+    "jia": "joint representation learning and discovery (Jia et al., ICCV 2021)",
 }
 """Name, which is its module's too -> what it is."""

@@ -94,7 +94,7 @@ def test_the_step_of_kcl_equals_the_loop():
     assert toy.step_on(config, logits, labels, state) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["rs", "rs_plus", "mcl", "kcl", "dtc"])
+@pytest.mark.parametrize("method", ["rs", "rs_plus", "mcl", "kcl", "dtc", "openmix", "jia"])
 def test_steps_lower_the_loss(method):
     """Of every method. Kills: a sign, a loss without gradient."""
     config = small_config(method=method, objective__rampup=0.0)
