@@ -54,7 +54,9 @@ def test_published_numbers_as_printed():
     one, other = build("ablation", "full").published
     assert one.read("no-concat", "task-agnostic, official") == [(48.5, None), (83.3, None), (65.9, None)]
     assert other.read("uno", "task-aware") == [(78.8, None), (52.0, None), (65.4, None)]
+    *_, image_net = build("sota", "small").published
     column = build("sota", "small").published[1]
+    assert image_net.read("ncl", "task-aware") == [(90.7, None)]
     assert column.read("rs-plus", "task-aware") == [(75.2, 4.2)]
     assert column.read("uno-avg", "task-aware") == [(84.5, 1.0)]
     assert column.read("nobody", "task-aware") == column.read("uno", "nothing") == []
@@ -93,6 +95,8 @@ def test_full_scale_takes_the_constants_that_a_methods_authors_set_on_the_data(n
         ("rs", "cifar100"): (50.0, 0.75), ("rs_plus", "cifar100"): (25.0, 0.75),
         ("rs", "imagenet"): (10.0, 50 / 90), ("rs_plus", "imagenet"): (10.0, 50 / 90),
     }  # fmt: skip
+    for method in ("jia", "openmix", "ncl"):
+        expected |= {(method, data): expected["rs", data] for data in ("cifar100", "imagenet")}
     seen = set()
     for cell in plan(name, "full", benchmark=None):
         objective, key = cell.config.objective, (cell.config.method, cell.benchmark.key.split("-")[0])
