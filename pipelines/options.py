@@ -27,7 +27,7 @@ from pipelines.cli import SENTENCES
 from uno.config import OWN_ENCODERS, Config, about, describe, flatten, load_yaml, override
 from uno.errors import ConfigError
 from uno.methods.registry import settings
-from uno.presets import PRESETS, preset
+from uno.presets import IMAGE_SIZE, PRESETS, SIZES, preset, sized
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
 MANY = 10**6
@@ -65,6 +65,9 @@ def switch(sentence: str) -> Argument:
 PRINT_CONFIG = {"--print-config": switch("Print the resolved configuration as YAML and stop.")}
 DRY_RUN = {"--dry-run": switch("Check the data, take one step, print the plan and stop.")}
 RUN = {"RUN": Argument("The run directory, a path or a URI.")}
+SIZE_FLAG = {"--image-size": Argument(
+    "Side of the images that are learnt from, in pixels: of views, of the stored squares and of small crops, "
+    "in the preset's proportions.", int, key=IMAGE_SIZE)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Command:
         if self.takes != "few":
             own[HELP_ALL] = switch("Print every option and exit.")
         own["--config"] = Argument("YAML file; repeatable, the last one wins.")
-        return own | {name: flag for name, flag in schema_flags() if name not in own}
+        return own | SIZE_FLAG | {name: flag for name, flag in schema_flags() if name not in own}
 
     def may_change(self, key: str) -> bool:
         """Whether a field of the schema is an option of this command."""
@@ -112,8 +115,11 @@ class Options:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The dotted keys that were set; a source on the line replaces the two folders of a file."""
-        replaced = ("data.labeled", "data.unlabeled") if "data.source" in self.line else ()
+        """The dotted keys that were set; a source on the line replaces the two folders of a file, one size of
+        images the sizes there.
+        """
+        replaced = ("data.labeled", "data.unlabeled") * ("data.source" in self.line)
+        replaced += SIZES * (IMAGE_SIZE in self.line)
         return {key: value for key, value in self.file.items() if key not in replaced} | dict(self.line)
 
     @cached_property
@@ -134,7 +140,7 @@ class Options:
             config = override(config, {"data.known_classes": None})
         if own_images(given):
             config = override(config, {"data.hold_out": config.data.hold_out or HOLD_OUT})
-        config = override(config, _described(config, given) | given)
+        config = override(config, sized(config, given, _described(config, given)))
         default = self.command.output and self.command.output.format(preset=name, seed=config.seed)
         output = config.output or default
         return override(config, {"output": output and checked_output(output)})
@@ -147,8 +153,8 @@ def _described(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     from uno.weights import describe_encoder
 
-    size = override(config, {k: v for k, v in given.items() if k == "augment.large.size"}).augment.large.size
-    return describe_encoder(name).settings(size if "augment.large.size" in given else None)
+    size = given.get(IMAGE_SIZE, given.get(SIZES[0]))
+    return describe_encoder(name).settings(size and override(config, {SIZES[0]: size}).augment.large.size)
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
@@ -201,7 +207,7 @@ def from_keywords(settings: Mapping[str, Any], command: Command, **own: bool) ->
     ``**{"objective.epsilon": 0.1}``, and ``config``: a YAML file, a mapping, or a list of them. ``own``:
     the command's own switches.
     """
-    flags = {name[2:]: flag.key for name, flag in schema_flags() if not flag.negated}
+    flags = {name[2:]: flag.key for name, flag in [*schema_flags(), *SIZE_FLAG.items()] if not flag.negated}
     file, line = dict[str, Any](), dict[str, Any]()
     for name, value in settings.items():
         if name == "config":
@@ -242,9 +248,9 @@ HABITS = {
     "learning-rate": ("discover.base-lr", "pretrain.base-lr"),
     "epochs": ("discover.epochs", "pretrain.epochs"),
     "num-epochs": ("discover.epochs", "pretrain.epochs"),
-    "size": ("augment.large.size", "data.store-size"),
-    "image-size": ("augment.large.size", "data.store-size"),
-    "img-size": ("augment.large.size", "data.store-size"),
+    "size": ("image-size",),
+    "img-size": ("image-size",),
+    "resolution": ("image-size",),
     "backbone": ("model.encoder",),
     "num-classes": ("num-novel",),
     "gpus": ("device", "gpus-per-worker"),

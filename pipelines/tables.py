@@ -47,7 +47,9 @@ class Request(NamedTuple):
     @property
     def compute(self) -> ComputeConfig:
         """Where cells run."""
-        return override(Config(), self.changes).compute
+        return override(
+            Config(), {key: value for key, value in self.changes.items() if key.startswith("compute.")}
+        ).compute
 
 
 def main(options: Options, argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ Precedence: defaults < preset < YAML < command line < Tune sample.
 """
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from uno.config import Config, override
@@ -90,6 +91,34 @@ PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values (Tab. 1), an
     # Photographs may need more pixels: --data.store-size, --augment.large.size and --model.stem.
     "custom": ({}, CIFAR_V2),
 }  # fmt: skip
+
+
+IMAGE_SIZE = "image_size"
+"""One key for the side of images in pixels; what it sets is :func:`sized`."""
+SIZES = ("augment.large.size", "data.store_size", "augment.small.size")
+
+
+def sized(config: Config, given: Mapping[str, Any], described: Mapping[str, Any] | None = None) -> Values:
+    """``given`` with its one size of images spelled out: all lengths in pixels, in the proportions of
+    ``config``, unless ``described`` by an encoder's maker. ConfigError: another size is given, too.
+    """
+    own = {key: value for key, value in given.items() if key != IMAGE_SIZE}
+    if (size := given.get(IMAGE_SIZE)) is None:
+        return {**(described or {}), **own}
+    large, small = config.augment.large, config.augment.small
+    scale = override(config, {SIZES[0]: size}).augment.large.size / large.size
+    found = {
+        "augment.large.size": size, "augment.small.size": max(4, round(small.size * scale)),
+        "data.store_size": max(4, min(round(config.data.store_size * scale), 1024)),
+        "augment.large.crop_padding": round(large.crop_padding * scale),
+        "augment.small.crop_padding": round(small.crop_padding * scale), **(described or {}),
+    }  # fmt: skip
+    for key in SIZES:
+        if own.get(key, found[key]) != found[key]:
+            raise ConfigError(
+                f"image_size {size} sets {key} to {found[key]}, not {own[key]}: give one of them"
+            )
+    return found | own
 
 
 def preset(name: str, recipe: str = "paper") -> Config:

@@ -49,8 +49,9 @@ class Description(NamedTuple):
     def settings(self, size: int | None = None) -> dict[str, Any]:
         """The dotted keys that follow from it; ``size``: the side that the user wants instead."""
         size = size or self.size
+        store = size and min(int(size / self.crop_share + 1e-6), 1024)
         values = {
-            "augment.large.size": size, "data.store_size": size and int(size / self.crop_share + 1e-6),
+            "augment.large.size": size, "data.store_size": store,
             "data.mean": self.mean, "data.std": self.std, "data.interpolation": self.interpolation,
         }  # fmt: skip
         return {key: value for key, value in values.items() if value is not None}

@@ -65,6 +65,7 @@ def test_the_declared_entry_point_is_there():
      "--objective.epsilon 0.1 --objective.num-iters 5 --model.num-heads 2"),
     ({"data": {"source": "folder:x"}, "known_classes": ["0", "1"], "max_steps": None},
      "--data folder:x --known-classes 0,1 --max-steps None"),
+    ({"image_size": 12, "data": "digits"}, "--data digits --image-size 12"),
     ({"preset": "cifar10", "data": "parquet:d", "recipe": "v2", "augment": {"large": {"flip": 0.0}}},
      "--preset cifar10 --data parquet:d --recipe v2 --augment.large.flip 0"),
 ])  # fmt: skip
@@ -85,7 +86,8 @@ def test_keywords_win_over_files(tmp_path):
 @pytest.mark.parametrize(("settings", "says"), [
     ({"lr": 1}, "unknown setting 'lr'; did you mean 'discover.base_lr' or 'pretrain.base_lr'?"),
     ({"epsilon": 1}, "did you mean 'objective.epsilon'?"),
-    ({"image_size": 64}, "did you mean 'augment.large.size' or 'data.store_size'?"),
+    ({"size": 64}, "did you mean 'image_size'?"),
+    ({"image_size": 64, "augment.large.size": 32}, "image_size 64 sets augment.large.size to 64, not 32"),
     ({"objective": {"epsilonn": 1}}, "'objective.epsilonn'; did you mean 'objective.epsilon'?"),
     ({"objective": 3}, "did you mean 'objective.temperature'"),
     ({"dry_run": True}, "unknown setting 'dry_run'"),
@@ -176,7 +178,7 @@ def test_it_trains_in_a_thread(installed, tmp_path, capsys):
 
 def test_the_command_line_answers_habits_too(capsys):
     for words, says in (("--lr 1", "--discover.base-lr or --pretrain.base-lr"),
-                        ("--image-size 64", "--augment.large.size or --data.store-size"),
+                        ("--size 64", "--image-size"),
                         ("--epochs 3", "--discover.epochs or --pretrain.epochs")):  # fmt: skip
         assert cli.main(["discover", *words.split()]) == 2
         assert f"unknown option {words.split()[0]}; did you mean {says}?" in capsys.readouterr().err

@@ -295,7 +295,8 @@ def test_help_is_short_first(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], DISCOVER)
     text = capsys.readouterr().out
-    for name in ("--data", "--labeled", "--num-novel", "--output", "--fresh", "--dry-run", "--help-all"):
+    needed = "--data --labeled --num-novel --image-size --output --fresh --dry-run --help-all"
+    for name in needed.split():
         assert f"{name} " in text or f"{name}\n" in text, name
     assert "--objective.epsilon" not in text and text.count("\n") < 120
     assert re.search(r"--help-all lists \d+ more options", text)
@@ -342,3 +343,42 @@ def test_an_encoders_description_stands_between_preset_and_file(tmp_path):
     ).config
     assert (config.augment.large.size, config.data.store_size) == (12, 12)
     assert config.data.interpolation == "bilinear"
+
+
+def test_one_size_of_images_sets_all_that_is_in_pixels(file):
+    """Kills: a square that is stored too small for the view, small crops larger than the image, a size that
+    is lost between file and line, or silently beside another.
+    """
+
+    def sizes(*argv):
+        found = config(*argv)
+        large, small = found.augment.large, found.augment.small
+        return large.size, found.data.store_size, small.size, large.crop_padding
+
+    own = ("--data", "folder:d", "--num-novel", "3")
+    assert sizes(*own, "--image-size", "64") == (64, 64, 36, 8)
+    assert sizes("--preset", "imagenet", "--image-size=112") == (112, 128, 48, 2)
+    assert sizes("--image-size", "1024", "--preset", "photos", *own)[:2] == (1024, 1024)
+    vit = ("--preset", "cifar10", "--model.encoder", "tests.uno.toy_encoders:vit")
+    assert sizes(*vit, "--image-size", "12")[:2] == (12, 12)
+    path = file("image_size: 48\ndata: {num_novel: 3}\n")
+    assert sizes(*own, "--config", path)[:2] == (48, 48)
+    assert sizes(*own, "--config", path, "--image-size", "40")[:2] == (40, 40)
+    other = file("augment: {large: {size: 20}}\n", "2.yaml")
+    assert sizes(*own, "--config", other, "--image-size", "40")[:2] == (40, 40)
+    assert (
+        sizes(*own, "--image-size", "64", "--augment.large.crop-padding", "1", "--data.store-size", "64")[3]
+        == 1
+    )
+    for words, says in (
+        ("--data.store-size 80", "image_size 64 sets data.store_size to 64, not 80: give one of them"),
+        ("--augment.small.size 18", "image_size 64 sets augment.small.size to 36, not 18: give one of them"),
+    ):
+        test_a_mistake_is_one_line(f"{' '.join(own)} --image-size 64 {words}", says)
+    test_a_mistake_is_one_line(
+        "--image-size 2", "augment.large.size: Input should be greater than or equal to 4"
+    )
+    test_a_mistake_is_one_line("--image-size x", "augment.large.size: Input should be a valid integer")
+    test_a_mistake_is_one_line(
+        "r --data d --image-size 64", "image_size is fixed by the trained model", PREDICT
+    )

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from uno.config import Config, override
 from uno.errors import ConfigError
 from uno.methods.registry import settings
-from uno.presets import preset
+from uno.presets import preset, sized
 
 DATA_OPTIONS = {
     "cifar10": "CIFAR10 in torchvision's layout",
@@ -193,8 +193,9 @@ def cells(table: Table, seeds: int, directories: Mapping[str, str], changes: Map
         source = benchmark.source.format(directories.get(benchmark.option or "", ""))
         base = preset(benchmark.preset, str(changes.get("recipe", "paper")))
         base = override(base, {"data.source": source, **benchmark.overrides})
+        own_changes = sized(base, changes)
         for row in (row for row in table.rows if row.of is None):
             method = str(row.overrides.get("method", changes.get("method", base.method)))
-            own = {**settings(method, benchmark.preset), **changes, **row.overrides}
+            own = {**settings(method, benchmark.preset), **own_changes, **row.overrides}
             found += [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]
     return sorted(found, key=lambda cell: cell.seed)

@@ -105,3 +105,9 @@ def test_full_scale_takes_the_constants_that_a_methods_authors_set_on_the_data(n
     assert seen & set(expected)
     todo = plan(name, "full", benchmark=None, **{"objective.rampup": 0.5})
     assert {cell.config.objective.rampup for cell in todo} == {0.5}
+
+
+def test_one_size_of_images_holds_for_every_cell():
+    """Each in the proportions of its data set. Kills: a key that no run has, a size for the digits alone."""
+    found = {cell.config.augment.large.size for cell in plan("ablation", image_size=12)}
+    assert found == {12} and {cell.config.data.store_size for cell in plan("ablation", image_size=12)} == {12}
