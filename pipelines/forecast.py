@@ -9,10 +9,14 @@ import torch
 
 from pipelines.features import on_features
 from pipelines.options import BENCHMARKS
+from pipelines.ray_env import worker_resources
 from uno.config import Config
+from uno.crops import Cropper
 from uno.data import features
 from uno.data.features import FeatureCache, compute_shard, feature_job
 from uno.data.files import Storage
+from uno.data.plan import LABELED
+from uno.data.rows import base, fetch
 from uno.data.splits import Task
 from uno.methods import registry
 from uno.objective import labeled_loss
@@ -23,6 +27,8 @@ from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
 
 TIMED_ROWS = 16  # images of a timed batch of pixels
+MIN_GPU_ROWS = 64  # of a batch; below, starting kernels takes longer than they do. Ours; no GPU was measured
+H100_PIXELS_S = 1060 * 2 * 224**2  # of views, by ResNet18 in bf16 with its stem for photographs: calculated
 
 
 def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ...]) -> Iterator[str]:
@@ -45,6 +51,49 @@ def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
         if load > cores:
             busy = f"load {load:.1f} on {cores} cores"
             yield f"warning: other programs are at work ({busy}): it may take longer"
+
+
+def advice(config: Config, cluster: dict[str, float], rate: float | None) -> Iterator[str]:
+    """Lines for the console on what keeps the GPUs of a ``cluster`` (its resources) waiting: rows of a batch
+    for each, and CPU cores for each where images are streamed, of which one core crops ``rate`` a second.
+    """
+    workers, size = config.compute.workers, config.train.batch_size
+    resources = worker_resources(config, cluster)
+    on_gpus = "GPU" in resources
+    if on_gpus and size < MIN_GPU_ROWS * workers and not on_features(config):
+        text = (
+            f"batches of {size:,} rows are {size / workers:g} for each of {workers} GPUs, which wait for one"
+        )
+        yield f"warning: {text} another below {MIN_GPU_ROWS}: fewer --workers, or a larger --batch-size"
+    if rate is None:
+        return
+    cores = (cluster["CPU"] - workers * resources["CPU"]) / workers
+    supply, what = cores * rate, "GPU" if on_gpus else "worker"
+    demand = H100_PIXELS_S / (_cropper(config).row_bytes / 3)
+    line = f"{cores:.3g} cores for each {what} decode and crop {supply:,.0f} images/s"
+    line += f" ({rate:,.0f} a core, timed)"
+    if on_gpus and supply < demand and (config.model.encoder, config.model.stem) == ("resnet18", "imagenet"):
+        line = f"warning: {line}, and an H100 takes about {demand:,.0f} (calculated): give it more cores"
+    yield line
+
+
+def _cropper(config: Config) -> Cropper:
+    data = config.data
+    return Cropper(config.seed, LABELED, TIMED_ROWS, config.augment, data.store_size, data.interpolation)
+
+
+def crop_rate(config: Config, task: Task) -> float:
+    """Training images that a core of this machine decodes and crops in a second, from a few of them."""
+    cropper, rows = _cropper(config), np.flatnonzero(task.is_train)[:TIMED_ROWS]
+    images, spent = fetch(*base(task.rows.images, rows)), 0.0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for some in (images[:1], images):  # the first call is slower
+        start = time.perf_counter()
+        cropper.crop(np.zeros(len(some), np.int64), np.arange(len(some)), some)
+        spent = time.perf_counter() - start
+    torch.set_num_threads(threads)
+    return len(images) / spent
 
 
 def _minutes(seconds: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pipelines.cli import RAY
 from pipelines.console import in_main_thread, say
 from uno.config import Config
-from uno.errors import ConfigError, Interrupted
+from uno.errors import ConfigError, Interrupted, one_line
 
 POLL_S = 0.5
 T = TypeVar("T")
@@ -29,8 +29,10 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray 2.60 announces a future change of this default otherwise
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # its API is not used; it prints an error line per run
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources` is deprecated",  # Ray calling itself
-    "RAY_AUTH_MODE": "disabled",  # a private cluster on this machine; an existing cluster's own setting wins
 }
+AUTH_MODE = (
+    "RAY_AUTH_MODE"  # disabled for a private cluster on this machine; of another one the user's is left
+)
 
 
 @contextmanager
@@ -38,9 +40,9 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     """The ``ray`` module, connected: to the cluster of ``RAY_ADDRESS`` (set in Ray jobs), else to one started
     here with that object store. What is connected already is left running. ``workers``: the user is told.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
+    for name, value in (ENVIRONMENT if address else ENVIRONMENT | {AUTH_MODE: "disabled"}).items():
+        os.environ.setdefault(name, value)
     if workers:
         what = f"asking the Ray cluster at {address} for" if address else "starting Ray with"
         plural = "s" if workers > 1 else ""
@@ -54,7 +56,7 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
         return
     if address:
         check_address(address)
-        variables = {name: os.environ[name] for name in ENVIRONMENT if name != "RAY_AUTH_MODE"}
+        variables = {name: os.environ[name] for name in ENVIRONMENT}
         options: dict[str, Any] = {"runtime_env": {"env_vars": variables}}
     else:
         options = {"address": "local", "include_dashboard": True, "object_store_memory": store_bytes}
@@ -69,8 +71,8 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     except SystemExit:  # that handler, while Ray was starting
         ray.shutdown()
         raise Interrupted("stopped while Ray was starting") from None
-    except ConnectionError as error:
-        raise ConfigError(f"cannot reach the Ray cluster at {address}: {error}") from None
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise ConfigError(f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}") from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -78,6 +80,17 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _with_tokens(error: Exception) -> str:
+    """One line; Ray's own does not say that a token is missing or wrong, which is what it mostly is."""
+    mode = os.environ.get(AUTH_MODE, "")
+    if mode.lower() != "token":
+        wanted = (
+            f"{AUTH_MODE}=token and its token in ~/.ray/auth_token here ({AUTH_MODE} is {mode or 'unset'})"
+        )
+        return f"{one_line(error)}; a cluster with tokens wants {wanted}"
+    return f"{one_line(error)}; is the token here (~/.ray/auth_token) the cluster's?"
 
 
 def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: None) -> T:

@@ -17,6 +17,7 @@ from torch import nn
 from pipelines import ray_data, ray_env
 from pipelines.console import on_stop, say
 from pipelines.features import load_features, on_features
+from pipelines.forecast import advice, crop_rate
 from uno import collectives
 from uno.config import Config, to_dict
 from uno.data.decode import BAD_SAMPLES, check_bad
@@ -150,6 +151,8 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
     store = ray_data.store_bytes(config.compute.workers) if streams else None
     with on_stop(stop, STOPPING), ray_env.connect(store, config.compute.workers) as ray:
         await_resources(ray, config, stopping.is_set)
+        for line in advice(config, ray.cluster_resources(), crop_rate(config, task) if streams else None):
+            say(line)
         images, reasons, found = None, None, None
         if on_features(config):
             found, reasons = load_features(config, task, storage, show, stopping.is_set, ray)

@@ -4,11 +4,13 @@ import re
 
 import pytest
 
-from pipelines.forecast import forecast
+from pipelines.forecast import advice, crop_rate, forecast
 from tests.uno.small_run import small_config
+from uno.config import override
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.presets import preset
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +71,29 @@ def test_a_step_is_timed_with_gradient(trainable, tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.forecast._minutes", lambda seconds: f"{seconds:.9f}")
     found = lines(tmp_path, ("discover",), model__trainable=trainable, discover__epochs=100_000)[-1]
     assert re.match(r"time: about \d+\.\d+ here \(discover \d+\.\d+\), from a timed batch$", found)
+
+
+CLUSTER = {"CPU": 296.0, "GPU": 32.0}
+
+
+@pytest.mark.parametrize(("overrides", "cluster", "rate", "says"), [
+    ({}, CLUSTER, None, ["512 rows are 16 for each of 32 GPUs"]),
+    ({"train.batch_size": 2048}, CLUSTER, None, []),
+    ({"compute.device": "cpu"}, CLUSTER, None, []),
+    ({"train.batch_size": 2048}, CLUSTER, 100.0, ["warning: 8.25 cores .* 825 images/s .* H100"]),
+    ({"train.batch_size": 2048}, CLUSTER, 294.0, ["^8.25 cores for each GPU .* 2,426 images/s"]),
+    ({"compute.device": "cpu"}, CLUSTER, 1.0, ["^8.25 cores for each worker"]),
+])  # fmt: skip
+def test_what_would_keep_gpus_waiting(overrides, cluster, rate, says):
+    """Kills: rows of the batch for those of a GPU, cores that workers use, CPUs warned of."""
+    config = override(preset("imagenet"), {"compute.workers": 32, **overrides})
+    found = list(advice(config, cluster, rate))
+    assert len(found) == len(says) and all(re.search(*pair) for pair in zip(says, found, strict=True)), found
+
+
+def test_the_rate_of_cropping_is_that_of_one_core(monkeypatch):
+    """By a clock of one second a look. Kills: a rate of the first image, or of all its views."""
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    config = small_config()
+    assert crop_rate(config, make_task(read_rows(config.data), config.data)) == 16

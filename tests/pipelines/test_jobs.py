@@ -1,5 +1,7 @@
 """The driver's decisions about a group of workers, with the group replaced by a function."""
 
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -141,3 +143,40 @@ def test_a_cluster_that_was_there_before_may_grow(monkeypatch, capsys):
     monkeypatch.setattr(worker, "GROWTH_S", 0)
     with pytest.raises(ConfigError):
         worker.await_resources(SimpleNamespace(cluster_resources=dict), config, lambda: False)
+
+
+@pytest.mark.parametrize(("mode", "says"), [
+    (None, "a cluster with tokens wants RAY_AUTH_MODE=token and its token .* is unset"),
+    ("disabled", "is disabled"),
+    ("token", "is the token here .* the cluster's"),
+])  # fmt: skip
+def test_a_cluster_that_refuses_is_told_of_tokens(monkeypatch, mode, says):
+    """Ray says "Failed to connect". Kills: a line without tokens, a mode that is set on another's cluster."""
+
+    class AuthenticationError(Exception):
+        """Of token mode without a token."""
+
+    def refuse(**_):
+        assert os.environ.get("RAY_AUTH_MODE") == mode
+        raise AuthenticationError("no token was found") if mode else ConnectionError("Failed to connect")
+
+    exceptions = SimpleNamespace(AuthenticationError=AuthenticationError)
+    ray = SimpleNamespace(is_initialized=lambda: False, init=refuse, exceptions=exceptions)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(
+        os, "environ", {"RAY_ADDRESS": "10.0.0.1:6379"} | ({"RAY_AUTH_MODE": mode} if mode else {})
+    )
+    monkeypatch.setattr(ray_env, "check_address", lambda address: None)
+    with pytest.raises(ConfigError, match=says), ray_env.connect():
+        pytest.fail("connected")
+
+
+def test_a_private_cluster_uses_no_token(monkeypatch):
+    started = []
+    ray = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: None, exceptions=None)
+    ray.init = lambda **options: started.append((options["address"], os.environ["RAY_AUTH_MODE"]))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(os, "environ", {})
+    with ray_env.connect():
+        pass
+    assert started == [("local", "disabled")]

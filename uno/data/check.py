@@ -12,9 +12,11 @@ import numpy as np
 from uno.config import Config
 from uno.data.decode import BadImage, decoded, read_header
 from uno.data.files import is_uri, read_bytes
-from uno.data.plan import make_plan, make_pretrain_plan
+from uno.data.plan import by_windows, make_plan, make_pretrain_plan
 from uno.data.rows import Files, base, content_of
 from uno.data.splits import Task
+from uno.data.stream import window_rows
+from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 from uno.limits import MAX_IMAGE_BYTES
 
@@ -23,6 +25,7 @@ MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
 SHRUNK = 3  # times, of the shorter side, beyond which somebody should know
 NUM_NAMED = 5  # unreadable images in a line
+SORTED = 1.25  # times what the most frequent class has of a batch where rows are shuffled
 BATCH = 32  # images between two looks at the clock
 
 
@@ -39,6 +42,7 @@ def check(task: Task, config: Config, seconds: float = 0) -> list[Problem]:
     """
     headers, bad = _headers(task)
     problems = [*_of_classes(task, config), *_of_batches(task, config), *_of_sizes(config, headers)]
+    problems += _of_order(task, config)
     if seconds:
         problems += _of_pixels(task, config, seconds)
     elif bad:
@@ -140,6 +144,45 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
         )
         text += f"pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size"
         yield Problem("warning", text)
+
+
+def _of_order(task: Task, config: Config) -> Iterator[Problem]:
+    """Streamed Parquet is mixed by windows of row groups: where it is sorted by class, batches hold few."""
+    images, index = base(task.rows.images, np.arange(len(task.rows)))
+    if not isinstance(images, ParquetImages):
+        return
+    workers = max(1, config.compute.workers)
+    with suppress(ConfigError):  # batches that do not work are a problem of their own
+        plan = make_plan(config.seed, config.data.composition, config.train.batch_size, *task.sizes, workers)
+        labeled, unlabeled = task.is_train & (task.labels >= 0), task.is_train & (task.labels < 0)
+        kinds = (
+            (labeled, task.labels, plan.labeled_size),
+            (unlabeled, task.eval_labels, plan.unlabeled_size),
+        )
+        for kind, classes, size in kinds:
+            members = np.flatnonzero(kind)
+            groups, window = images.groups(index[members]), window_rows(images)
+            order = by_windows(groups, window, np.random.default_rng(config.seed))
+            shuffled = np.random.default_rng(config.seed).permutation(len(members))
+            usual, found = (largest_share(classes[members[o]], size, workers) for o in (shuffled, order))
+            if found > SORTED * usual:
+                text = f"the rows are sorted by class: streamed, one class has {found:.0%} of a batch's "
+                text += (
+                    f"{'un' if kind is unlabeled else ''}labeled rows, shuffled it would have {usual:.0%}, "
+                )
+                yield Problem(
+                    "warning", text + "and clusters that share alike are wrong; uno data pack shuffles"
+                )
+
+
+def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
+    """Mean share of the most frequent class in batches of ``size`` rows, among those with a class: 0-1.
+    ``classes`` int64 (N,) in the order of training, -1: none; each worker reads its own part of them.
+    """
+    steps = len(classes) // size
+    parts = classes[: steps * size].reshape(workers, steps, -1).transpose(1, 0, 2).reshape(steps, size)
+    counts = [np.bincount(part[part >= 0]) for part in parts if (part >= 0).any()]
+    return float(np.mean([count.max() / count.sum() for count in counts])) if counts else 0.0
 
 
 def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterator[Problem]:

@@ -197,8 +197,7 @@ class CropJob:
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))
         window, groups = 1, None
         if isinstance(self.images, ParquetImages):
-            row_bytes = max(1, int(self.images.group_bytes.sum()) // len(self.images))
-            window = max(1, min(MAX_WINDOW_ROWS, WINDOW_BYTES // row_bytes))
+            window = window_rows(self.images)
             labeled, unlabeled = (self.index[rows] for rows in (train.labeled, train.unlabeled))
             groups = self.images.groups(labeled), self.images.groups(unlabeled)
         self.fetch_rows = 2 * window  # about a window of each kind
@@ -217,6 +216,12 @@ class CropJob:
             step, position = np.divmod(np.arange(start, min(start + num_rows, end)), per_step)
             rows = np.stack([self.rows(self.first + i) for i in range(step[0], step[-1] + 1)])
             yield self.first + step, self.order.positions[position], rows[step - step[0], position]
+
+
+def window_rows(images: ParquetImages) -> int:
+    """Rows that are mixed at once: they come from row groups that are read together."""
+    row_bytes = max(1, int(images.group_bytes.sum()) // len(images))
+    return max(1, min(MAX_WINDOW_ROWS, WINDOW_BYTES // row_bytes))
 
 
 def crop_here(job: CropJob, threads: int) -> Generator[Chunk, None, None]:

@@ -1,8 +1,11 @@
 """The preflight report."""
 
+import re
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from uno.config import Config, override
@@ -88,6 +91,29 @@ def test_a_class_without_training_rows():
         config = config_of(known)
         task = task_of([*LABELS, "aa"], config, split=["train"] * 40 + ["test"])
         assert f"1 {kind} classes have no training image: aa" in messages(task, config, level)
+
+
+@pytest.mark.parametrize(("how", "kinds"), [("sorted", ["labeled", "unlabeled"]), ("shuffled", [])])
+def test_a_table_that_is_sorted_by_class_is_named(tmp_path, monkeypatch, how, kinds):
+    """Its row groups hold one class each. Kills: shares of one row group for those of a batch, workers whose
+    parts are not put together, a warning of a shuffled table, of one in memory.
+    """
+    monkeypatch.setattr("uno.data.stream.MAX_WINDOW_ROWS", 16)
+    labels = np.repeat(np.arange(8), 16)
+    if how == "shuffled":
+        labels = np.random.default_rng(1).permutation(labels)
+    table = pa.table({"image": [b"x"] * 128, "label": [f"c{label}" for label in labels]})
+    pq.write_table(table, tmp_path / "train.parquet", row_group_size=16)
+    for ingest in ("streaming", "resident"):
+        values = {"data__source": f"parquet:{tmp_path}", "data__ingest": ingest, "compute__workers": 2}
+        config = config_of("first:4", train__batch_size=32, **values)
+        task = make_task(read_rows(config.data), config.data)
+        found = [m for m in messages(task, config, "warning") if "sorted by class" in m]
+        assert [m.partition("a batch's ")[2].split(" ")[0] for m in found] == (
+            kinds if ingest == "streaming" else []
+        )
+        if found:  # 16 rows, eight from each worker's window of one class
+            assert re.search(r"has (\d+)%", found[0]) and int(re.search(r"has (\d+)%", found[0])[1]) >= 50
 
 
 def test_duplicates():
