@@ -97,7 +97,7 @@ def main() -> None:
         "max_width": max(task["width"] for task in tasks),
         "intervals": [[task["low"], task["high"]] for task in tasks],
         "points": [task["num_novel"] for task in tasks],
-        "plain_dtc": [task["dtc"]["k"] for task in tasks],
+        "plain_dtc": [task["dtc"]["num_novel"] for task in tasks],
         "same_for_all_workers": all(other == found for other in estimates.values()),
         "seconds": seconds,
         "total_s": {workers: round(sum(times), 1) for workers, times in seconds.items()},

@@ -268,13 +268,20 @@ class ObjectiveConfig(_Frozen):
     consistency_weight: float | None = field(None,
         "Baselines: weight of the views' agreement; default: their paper's.", ge=0, le=10**4)
     rampup: float | None = field(None, "Baselines: share of the phase in which it rises.", ge=0, le=1)
+    top_features: int | None = field(None,
+        "RS, RS+: largest features that two images of one class share; default: 5 of every 512.", ge=1)
+    warmup: float | None = field(None, "DTC: share of the phase before its targets move.", ge=0, le=1)
+    interval: float | None = field(None, "DTC: share of the phase for which they stand still then.",
+        gt=0, le=1)
 
 
 class PhaseConfig(_Frozen):
     """One training phase: SGD with momentum, linear warm-up, cosine decay."""
 
     epochs: int = field(200, "Length of the phase in epochs.", ge=0, le=100_000)
-    base_lr: float = field(0.1, "Learning rate after warm-up.", gt=0, le=100,
+    base_lr: float = field(0.1,
+        "Learning rate after warm-up, for a loss that is the mean of the head families; the authors' first "
+        "code sums them, which is twice the gradient.", gt=0, le=100,
         search=dict(low=0.02, high=0.5, scale="log",
         reason="paper .1, authors' later .4; beyond .5 it diverges"))
     min_lr: float = field(0.001, "Learning rate at the first and last step.", ge=0, le=100)

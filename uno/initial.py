@@ -160,16 +160,23 @@ def training_features(config: Config, model: UnoModel, train: TrainData) -> tupl
     """Features (N_l, D), labels (N_l,) and features (N_u, D) of at most ``MAX_ROWS`` rows of each kind,
     evenly spaced, on the CPU; images that cannot be read are left out.
     """
-    labeled, unlabeled = (_evenly(n) for n in (len(train.labels), train.num_unlabeled))
+    unlabeled = _evenly(train.num_unlabeled)
     if isinstance(train, TrainSet):
-        pairs = (train.labeled_images, labeled), (train.unlabeled_images, unlabeled)
-        known, rest = (
-            features_of(model, images[rows.to(images.device)], config).cpu() for images, rows in pairs
-        )
-        return known, train.labels[labeled.to(train.labels.device)].cpu(), rest
+        images = train.unlabeled_images
+        rest = features_of(model, images[unlabeled.to(images.device)], config).cpu()
+    else:
+        rest, _ = _streamed(config, model, train, train.unlabeled[unlabeled.numpy()])
+    return *labeled_features(config, model, train), rest
+
+
+def labeled_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor]:
+    """The labeled rows' part of :func:`training_features`."""
+    labeled = _evenly(len(train.labels))
+    if isinstance(train, TrainSet):
+        images, rows = train.labeled_images, labeled.to(train.labels.device)
+        return features_of(model, images[rows], config).cpu(), train.labels[rows].cpu()
     known, ok = _streamed(config, model, train, train.labeled[labeled.numpy()])
-    rest, _ = _streamed(config, model, train, train.unlabeled[unlabeled.numpy()])
-    return known, train.labels[labeled][ok].cpu(), rest
+    return known, train.labels[labeled][ok].cpu()
 
 
 def _streamed(config: Config, model: UnoModel, train: StreamSet, rows: np.ndarray) -> tuple[Tensor, Tensor]:

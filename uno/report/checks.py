@@ -124,7 +124,12 @@ def _run(facts: Facts) -> Warnings:
             "Discovery did not help here; see the learning curves.",
         )
     ours = facts.metrics.get("train/novel/task_aware/acc/avg")
-    for key, name in (("kmeans", "the frozen features"), ("kmeans_pixels", "the pixels")):
+    baselines = {
+        "kmeans": "the frozen features",
+        "kmeans_whitened": "them whitened",
+        "kmeans_pixels": "the pixels",
+    }
+    for key, name in baselines.items():
         baseline = facts.metrics.get(f"baseline/{key}/novel/acc")
         if ours is not None and baseline is not None and ours <= baseline:
             yield (

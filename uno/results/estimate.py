@@ -63,6 +63,7 @@ class Settings:
     anchor_ratio: float = 0.6  # of the probe classes (DTC)
     num_restarts: int = 10  # of k-means (DTC)
     variance: float = 0.95  # that the whitened directions explain
+    dtc_ratio: float = 0.01  # of the largest cluster, that one which counts exceeds (DTC; ImageNet: .3)
     quantile: float = 0.2  # of the votes that may lie below, and above, the interval
     max_rows: int = 50_000  # unlabeled, and labeled, rows that are clustered
     silhouette_rows: int = 2_000
@@ -93,7 +94,7 @@ class Estimate:
     at_limit: bool  # the interval reaches the largest k tried
     ks: list[int]  # that were tried
     curves: dict[str, list[float]]  # means of f1, acc (fractions) and cvi (silhouette) at each k
-    dtc: dict[str, int]  # the plain method's k_acc, k_cvi and k
+    dtc: dict[str, int]  # the plain method's k_acc, k_cvi, k, and of k clusters those that count: its answer
     sizes: dict[str, list[float]]  # at each ratio r, clusters with more unlabeled rows than r x the largest
     splits: list[dict[str, Any]]  # class names, and the curves of every choice of anchors
     settings: dict[str, Any]
@@ -168,9 +169,14 @@ def _combine(
     ends = (point, *interval([role["vote"] for role in all_roles], settings.quantile))
     low, high = min(ends), max(ends)
     k_acc, k_cvi = largest_best(means["acc"]), largest_best(means["cvi"])
-    sizes = [role["sizes"] for i in range(len(splits)) for role in scores[i, min(point, ks[-1])]]
-    clusters = [float(np.mean([sum(n > r * max(s) for n in s) for s in sizes])) for r in RATIOS]
-    dtc = {"k_acc": k_acc, "k_cvi": k_cvi, "k": math.ceil((k_acc + k_cvi) / 2)}
+
+    def large(k: int, ratio: float) -> float:  # clusters with more unlabeled rows than that share of the most
+        sizes = [role["sizes"] for i in range(len(splits)) for role in scores[i, min(k, ks[-1])]]
+        return float(np.mean([sum(n > ratio * max(s) for n in s) for s in sizes]))
+
+    clusters = [large(point, ratio) for ratio in RATIOS]
+    k = math.ceil((k_acc + k_cvi) / 2)
+    dtc = {"k_acc": k_acc, "k_cvi": k_cvi, "k": k, "num_novel": round(large(k, settings.dtc_ratio))}
     return Estimate(
         num_novel=point, low=low, high=high, suggested=suggest(point, low, high), at_limit=high >= ks[-1],
         ks=ks, curves=means, dtc=dtc, sizes={"ratios": list(RATIOS), "clusters": clusters}, splits=described,

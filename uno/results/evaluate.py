@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from scipy.linalg import block_diag
 from torch import Tensor
@@ -19,10 +20,11 @@ from uno import collectives
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
-from uno.initial import clusters_of
+from uno.initial import clusters_of, labeled_features
 from uno.model import UnoModel, build_model, features_of, forward
 from uno.results import metrics
 from uno.results.classes import OutputClass, parse_classes
+from uno.results.estimate import Settings, whiten
 from uno.results.infer import outcomes
 from uno.results.trust import trust_metrics
 from uno.runs.run import load_trained, load_weights_
@@ -33,6 +35,7 @@ CLASSES_FILE = "model/classes.json"
 MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
 BASELINES = {
     "baseline/kmeans/novel/acc": "k-means on frozen features",
+    "baseline/kmeans_whitened/novel/acc": "k-means, features whitened",
     "baseline/kmeans_pixels/novel/acc": "k-means on pixels",
 }
 GCD_BASELINES = {
@@ -267,8 +270,13 @@ def _features(model: UnoModel, config: Config, rows: EvalData) -> tuple[Tensor, 
 def kmeans_baselines(
     config: Config, storage: Storage, train: TrainData, novel: EvalData, device: torch.device
 ) -> dict[str, float]:
-    """k-means on the pretrained features of the ``novel`` training rows and, for tiny images, on their
-    pixels: ``baseline/{kmeans|kmeans_pixels}/novel/{acc|nmi|ari|purity}``; {} with fewer rows than clusters.
+    """k-means on the pretrained features of the ``novel`` training rows, on these whitened, and for tiny
+    images on their pixels: ``baseline/{kmeans|kmeans_whitened|kmeans_pixels}/novel/{acc|nmi|ari|purity}``; {}
+    with fewer rows than clusters.
+
+    Whitened is what ``uno estimate-classes`` clusters: unit features of labeled and novel rows along the
+    principal directions that explain 95 % of their variance (:func:`uno.results.estimate.whiten`). What known
+    classes were taught to be alike in is then no longer most of every distance.
     """
     if len(novel.truth) < train.num_novel:
         return {}
@@ -282,6 +290,9 @@ def kmeans_baselines(
             parts["kmeans_pixels"].append(images.flatten(1).float().cpu())
     if len(classes) < train.num_novel:  # of streamed rows some may be unreadable
         return {}
+    own = torch.cat(parts["kmeans"])
+    both = F.normalize(torch.cat([labeled_features(config, model, train)[0], own]), dim=1)
+    parts["kmeans_whitened"] = [whiten(both, Settings.variance)[-len(own) :]]
     values: dict[str, float] = {}
     for name, tensors in parts.items():
         found = kmeans_baseline(torch.cat(tensors), classes, train.num_novel, config.seed) if tensors else {}

@@ -49,7 +49,8 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
 
     Rotation: tell quarter turns of all training rows apart (Gidaris et al. 2018), what KCL to RS+ start from;
     their papers then freeze most of the encoder, it learns here. Pretraining: encoder and known head
-    on labeled rows (paper Sec. 4.1). Discovery: from those, or from ``config.model.weights``.
+    on labeled rows (paper Sec. 4.1), of large views alone, also where discovery has small ones [v2].
+    Discovery: from those, or from ``config.model.weights``.
     """
     plan = plans(config, len(train.labels), train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
@@ -72,7 +73,8 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     state = new_state(model, forward, settings, worker.device, autocast, encoder_lr)
     state.extra = {key: collectives.from_first(t.to(worker.device)) for key, t in extra.items()}
     state.teacher = None if teacher is None else teacher.to(worker.device)
-    with closing(train.batches(config, plan, worker.rank, worker.world_size, phase.last_step)) as batches:
+    views = config if name == DISCOVER else override(config, {"augment.small.num_views": 0})
+    with closing(train.batches(views, plan, worker.rank, worker.world_size, phase.last_step)) as batches:
         fit(config, phase, state, batches, worker, storage)
     train.sync()
     return state

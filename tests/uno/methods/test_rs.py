@@ -43,19 +43,25 @@ def test_pair_likelihood_equals_the_loop():
     assert float(pair_likelihood_loss(even, even, torch.ones(2, 2) > 0)) == pytest.approx(np.log(4), abs=1e-5)
 
 
+def test_k_is_the_authors_share_of_the_features():
+    """Kills: 5 of 64, none of 16, another k than the published one for ResNet18."""
+    assert [rs.num_top(d) for d in (16, 64, 150, 512, 1280, 2048)] == [1, 1, 1, 5, 12, 20]
+
+
 @pytest.mark.parametrize("step", [0, 3, 40])
 def test_the_step_of_rs_equals_the_loop(step):
     """Kills: unlabeled rows in the known loss, features of the other view, one view's pairs, a weight that
-    does not rise or rises beyond the end, consistency of unlabeled rows only.
+    does not rise or rises beyond the end, consistency of unlabeled rows only, another k than the given one.
     """
-    config = small_config(method="rs", objective__consistency_weight=7.0, objective__rampup=0.5)
+    more = {"objective__rampup": 0.5, "objective__top_features": 2}
+    config = small_config(method="rs", objective__consistency_weight=7.0, **more)
     state, logits = fresh_state(config), toy.random_logits(9, 4, 3, 6)
     labels = torch.tensor([0, 3, 1, 1])
     state.step, state.total_steps = step, 20
     found = toy.step_on(config, logits, labels, state)
     p, q = (toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
     features = logits.features[0, 4:].numpy()
-    similar = [[naive_same_top(a, b) for b in features] for a in features]
+    similar = [[naive_same_top(a, b, 2) for b in features] for a in features]
     heads = [[toy.probabilities(view) for view in head] for head in (logits.known, logits.novel[:, 0])]
     weight = 7.0 * np.exp(-5 * (1 - min(1, step / 10)) ** 2)
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
@@ -86,7 +92,7 @@ def test_the_step_of_rs_plus_equals_the_loop():
     clusters = torch.from_numpy(features / np.linalg.norm(features, axis=-1, keepdims=True) @ prototypes.T)
     joint = np.concatenate([logits.known.numpy(), logits.novel[:, 0].numpy()], axis=-1)
     pseudo = [5 + int(np.argmax(row)) for row in clusters[0, 4:].numpy()]
-    similar = [[naive_same_top(a, b) for b in features[0, 4:]] for a in features[0, 4:]]
+    similar = [[naive_same_top(a, b, 1) for b in features[0, 4:]] for a in features[0, 4:]]  # of 16
     ramp = np.exp(-5 * (1 - 4 / 10) ** 2)
     expected = toy.naive_cross_entropy(joint[:, :4], labels)
     expected += toy.naive_pair_loss(*(toy.probabilities(view[4:]) for view in clusters), similar)

@@ -181,12 +181,14 @@ def test_other_numbers_of_true_classes(num_true_novel):
 def test_format_table():
     """Kills: columns exchanged, avg and best exchanged, fractions for percent, lines beyond 80 columns."""
     values = {"baseline/kmeans/novel/acc": 0.8768, "baseline/kmeans_pixels/novel/acc": 1.0}
+    values["baseline/kmeans_whitened/novel/acc"] = 0.9123
     for index, split in enumerate(("train", "test")):
         values |= protocol_metrics(counted(*random_rows(150, seed=index)), 2, split)
     lines = format_table(values).splitlines()
     assert max(map(len, lines)) <= 80
     expected = {
         "k-means on frozen features ": ["baseline/kmeans/novel/acc"],
+        "k-means, features whitened ": ["baseline/kmeans_whitened/novel/acc"],
         "k-means on pixels ": ["baseline/kmeans_pixels/novel/acc"],
         "chance": [f"{split}/novel/task_aware/chance/acc" for split in ("train", "test")],
     }

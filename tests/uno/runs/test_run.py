@@ -4,6 +4,7 @@ import json
 import re
 from itertools import product
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -14,8 +15,8 @@ from tests.uno.small_run import assert_same, copied_tensors, fresh_state, small_
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
-from uno.model import build_model
-from uno.results.evaluate import evaluate_run
+from uno.model import build_model, features_of
+from uno.results.evaluate import evaluate_run, kmeans_baseline
 from uno.results.infer import load_classifier, save_model
 from uno.runs import directory, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
@@ -100,6 +101,21 @@ def test_prototypes_are_normalised_before_evaluation(tmp_path):
         torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(head.weight.shape[:-1]))
 
 
+def whitened_by_hand(storage: Storage) -> float:
+    """k-means of the novel rows' pretrained features, whitened together with the labeled rows'."""
+    train, sets = small_sets()
+    model = build_model(CONFIG.model, 5, 0, 0)
+    run.load_weights_(model, CONFIG, storage)
+    novel = sets["train"].where(sets["train"].truth >= 5)
+    features = torch.cat([features_of(model.eval(), i, CONFIG) for i in (train.labeled_images, novel.images)])
+    unit = (features / features.norm(dim=1, keepdim=True)).double().numpy()
+    centred = unit - unit.mean(axis=0)
+    _, sizes, directions = np.linalg.svd(centred, full_matrices=False)
+    count = 1 + int((np.cumsum(sizes**2) / np.sum(sizes**2) < 0.95).sum())
+    white = (centred @ directions[:count].T / sizes[:count])[len(train.labels) :]
+    return kmeans_baseline(white, novel.truth, 5, CONFIG.seed)["acc"]
+
+
 def test_evaluation_has_all_protocols_and_baselines(finished):
     """Kills: a split or baseline left out, numbers that change from call to call."""
     train, sets = small_sets()
@@ -107,9 +123,29 @@ def test_evaluation_has_all_protocols_and_baselines(finished):
     protocols = ["task_aware", *(f"task_agnostic_{name}" for name in ("official", "joint", "strict"))]
     for key in product(("train", "test"), ("known", "novel", "all"), protocols, ("acc",), ("avg", "best")):
         assert 0 <= values["/".join(key)] <= 1
-    assert {"baseline/kmeans/novel/acc", "baseline/kmeans_pixels/novel/acc"} <= set(values)
+    kinds = ("kmeans", "kmeans_whitened", "kmeans_pixels")
+    accuracies = [values[f"baseline/{kind}/novel/acc"] for kind in kinds]
+    assert len(set(accuracies)) == 3 and accuracies[1] == pytest.approx(whitened_by_hand(finished), abs=1e-9)
     assert values["train/known/task_aware/acc/best"] > 0.5
     assert evaluate_run(CONFIG, finished, train, sets, 10, WORKER) == values
+
+
+def test_pretraining_sees_large_views_only(tmp_path, monkeypatch):
+    """Kills: the small crops of recipe v2 in pretraining, large crops that depend on there being some."""
+    seen = {}
+
+    def see(config, phase, state, batches, worker, storage):
+        seen[phase.name, config.augment.small.num_views] = batches(0).views
+
+    monkeypatch.setattr(run, "fit", see)
+    monkeypatch.setattr(run, "load_weights_", lambda *_: True)
+    for small in (0, 2):
+        config = small_config(augment__small__num_views=small, augment__small__size=4)
+        for phase in (run.PRETRAIN, run.DISCOVER):
+            run.run_phase(config, phase, small_sets()[0], WORKER, Storage(str(tmp_path)))
+    assert len(seen[run.DISCOVER, 2]) == 4
+    plain, v2 = seen[run.PRETRAIN, 0], seen[run.PRETRAIN, 2]
+    assert len(v2) == 2 and all(map(torch.equal, plain, v2))
 
 
 def test_saved_model_is_what_is_evaluated(finished):
