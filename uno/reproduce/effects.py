@@ -99,8 +99,9 @@ def read(
         for key, value in _readings(table, cell, _read_json(run / "metrics.json")):
             values[key][cell.seed] = 100 * value
         if cell.config.data.num_novel == "auto":
-            suggested = _read_json(run / "estimate.json").get("suggested", "?")
-            remarks.append(f"{cell.row.name}, seed {cell.seed}: {suggested} classes")
+            estimate = _read_json(run / "estimate.json")
+            found, plain = estimate.get("suggested", "?"), estimate.get("dtc", {}).get("num_novel", "?")
+            remarks.append(f"{cell.row.name}, seed {cell.seed}: {found} classes; DTC's procedure: {plain}")
     failures = {name: failed[name] for name in missing if name in failed}
     on_gpu, pretrainings = changes.get("compute.device") != "cpu", {cell.pretraining for cell in cells}
     return Results(

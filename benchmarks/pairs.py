@@ -1,0 +1,95 @@
+"""What do the pairs that KCL, MCL and RS learn from say of novel classes?
+
+    python -m benchmarks.pairs runs/reproduce-sota/cells/digits-mcl-seed*
+
+reads finished runs of ``kcl`` or ``mcl`` and prints a JSON row: of all pairs of novel training rows, and of
+known test rows, what share is of one class, what share the run's similarity network and the ranks of the
+largest k features call so, with what precision and recall; and how well network and plain cosine rank them
+(area under the curve). Features are those of the trained encoder under the evaluation view. Truth is for this
+table alone.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from benchmarks.measure import environment
+from uno.config import Config, override
+from uno.data.decode import decode_many, readable
+from uno.data.files import Storage
+from uno.data.resident import eval_sets
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.heads import unit
+from uno.methods.rs import same_top_features
+from uno.model import features_of
+from uno.runs.directory import read_config_tree
+from uno.runs.run import load_trained
+
+TOPS = (1, 2, 5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path)
+    runs = parser.parse_args().runs
+    row = {
+        "question": "what do the pairs that KCL, MCL and RS learn from say of novel classes?",
+        "command": "python -m benchmarks.pairs " + " ".join(sys.argv[1:]),
+        "n": len(runs), "rows": {run.name: of_run(run) for run in runs}, **environment(runs=runs),
+    }  # fmt: skip
+    print(json.dumps(row, indent=1))
+
+
+@torch.no_grad()
+def of_run(run: Path) -> dict[str, Any]:
+    """{"novel", "known"} -> what network, cosine and ranks say of these rows' pairs."""
+    storage = Storage(str(run))
+    config = override(Config(), read_config_tree(storage))
+    task = make_task(read_rows(config.data), config.data)
+    images, reasons = decode_many(task.rows.images, config.data.store_size, 1)
+    sets = eval_sets(task, images, readable(reasons))
+    model, _ = load_trained(config, storage, task.num_known, task.num_novel)
+    found = {}
+    for name, rows in (("novel", sets["train"]), ("known", sets["test"])):
+        rows = rows.where((rows.truth >= task.num_known) == (name == "novel"))
+        features = features_of(model, rows.images, config)
+        others = ~torch.eye(len(features), dtype=torch.bool)
+        same = (rows.truth[:, None] == rows.truth[None])[others]
+        logits = torch.cat([model.novel.auxiliary(part, features) for part in features.split(64)])[others]
+        cosines = (unit(features) @ unit(features).T)[others]
+        said = {"network": logits > 0}
+        said |= {f"ranks, k = {k}": same_top_features(features, features, k)[others] for k in TOPS}
+        found[name] = {
+            "of one class": _rounded(same.float().mean()),
+            "area under the curve": {
+                "network": _rounded(roc_auc_score(same, logits)),
+                "cosine": _rounded(roc_auc_score(same, cosines)),
+            },
+            **{of: _counted(similar, same) for of, similar in said.items()},
+        }  # fmt: skip
+    return found
+
+
+def _counted(similar: Tensor, same: Tensor) -> dict[str, float | None]:
+    """Shares of pairs (P,) bool: called similar, right among these, found among those of one class."""
+    both = int((similar & same).sum())
+    return {
+        "called similar": _rounded(similar.float().mean()),
+        "precision": _rounded(both / int(similar.sum())) if similar.any() else None,
+        "recall": _rounded(both / int(same.sum())),
+    }
+
+
+def _rounded(value: Any) -> float:
+    return round(float(value), 3)
+
+
+if __name__ == "__main__":
+    main()
