@@ -95,6 +95,7 @@ def test_full_scale_takes_the_constants_that_a_methods_authors_set_on_the_data(n
         ("rs", "cifar100"): (50.0, 0.75), ("rs_plus", "cifar100"): (25.0, 0.75),
         ("rs", "imagenet"): (10.0, 50 / 90), ("rs_plus", "imagenet"): (10.0, 50 / 90),
     }  # fmt: skip
+    expected |= {("dtc", "cifar100"): (None, 5 / 130), ("dtc", "imagenet"): (100.0, 5 / 70)}
     for method in ("jia", "openmix", "ncl"):
         expected |= {(method, data): expected["rs", data] for data in ("cifar100", "imagenet")}
     seen = set()
