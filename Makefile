@@ -38,7 +38,7 @@ fuzz: $(STAMP)
 
 # 30 signals at random moments of every command, hours.
 chaos: $(STAMP)
-	$(PY) -m tests.chaos
+	OMP_NUM_THREADS=1 $(PY) -m tests.chaos
 
 clean:
 	rm -rf .venv runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -60,7 +60,8 @@ def main(options: Options, argv: Sequence[str]) -> int:
         _describe(request, jobs)
     else:
         run_missing(request, jobs)
-        write_tables(request)
+        with lock.claim(Storage(str(request.output)), on_wait=say):
+            write_tables(request)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Signals at random moments of every command, then the same command: it ends as the undisturbed one.
 
-    python -m tests.chaos --moments 30 --seed 0                       # make chaos
-    python -m tests.chaos --commands predict export --moments 5 --seed 3
+    OMP_NUM_THREADS=1 python -m tests.chaos --moments 30 --seed 0           # make chaos
+    OMP_NUM_THREADS=1 python -m tests.chaos --commands predict export --moments 12 --seed 3
 
 A command runs undisturbed, its files are kept. Then, ``--moments`` times from an empty directory: kill -9,
 SIGTERM, SIGINT and SIGHUP in turn (the last two to its process group, as a terminal sends them), and the same
@@ -9,13 +9,13 @@ command until it ends with 0, at most three times. Every file must be there and 
 minute later no process may be left. The moment is drawn from the CPU seconds that the undisturbed command and
 its children took, so that a busy machine shifts nothing; where the command ends before it, another is drawn.
 
-One of six tries is a process of its own, start-up and all. The others are forked from this one, which has
+One of ten tries is a process of its own, start-up and all. The others are forked from this one, which has
 imported everything and started no thread; there a lock is watched for 2 s instead of 10, and the runs of
 ``reproduce`` are forked, too.
 
 Equal means to the byte, but for what tells of the clock and the machine: seconds and speeds in JSON and JSON
-lines, the report's date and durations, TensorBoard's events, a process's log. Of the checkpoints the newest
-of each phase is compared: which older ones are kept depends on where a run was stopped.
+lines, dates, seconds and minutes in reports and tables, TensorBoard's events, a process's log. Of the
+checkpoints the newest of each phase is compared: which older ones are kept depends on where a run stopped.
 """
 
 import argparse
@@ -40,27 +40,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from pipelines import cells, cli, ray_env, reproduce
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines import cells, cli, ray_env, tables
 from tests.pipelines.small import ROOT, SMALL, write_images
 from tests.tune.tiny import TINY
 from uno.runs import lock
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RETRIES, LIMIT_S, LEFT_S, POLL_S = 3, 600, 30, 0.02
-FRESH = 6  # one of so many tries is a process of its own
+FRESH = 10  # one of so many tries is a process of its own
 PRELOADED = (
     "pipelines.commands", "pipelines.jobs", "pipelines.inference", "pipelines.estimation", "sklearn.cluster",
     "sklearn.datasets", "sklearn.manifold", "sklearn.metrics", "pandas", "torch._dynamo", "torch.export",
     "uno.data.pack", "uno.report", "uno.results.export",
 )  # fmt: skip
-RAY = ("ray", "ray.data", "ray.train", "ray.train.torch", "ray.tune", "tune.sweep")
+RAY = ("ray", "ray.data", "ray.train", "ray.train.torch", "ray.tune", "tune.driver")
 RUN = [*SMALL, "--data.limit", "120", "--pretrain.epochs", "2", "--discover.epochs", "2"]
 CELL = [word for word in RUN if word not in ("--preset", "digits")]
 UNCOMPARED = re.compile(r"(^|/)(tensorboard/|ray/|\.cache/|logs?/)|\.log$|(^|/)attempts\.jsonl$")
 CLOCK = re.compile(r"(_s|seconds|_per_s|time|started|ended|date|generated|pid|host|peak_bytes)$")
 TIMES = re.compile(
-    rb"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?( [A-Z]+)?|[\d,.]+ (s|ms|min|h|images/s)\b( \d+ min)?"
+    rb"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?( [A-Z]+)?"
+    rb"|[\d,.]+ (s|ms|min|h|images/s|minutes|in all)\b( \d+ min)?"
 )
+MINUTES = re.compile(rb"[\d.]+(?=</bdi></td></tr>| \|\n)")  # the last column of a table that has them
 CHECKPOINT = re.compile(r"^(.*checkpoints/\w+)/step_(\d+)/")
 
 
@@ -154,7 +159,7 @@ def run(words: list[str]) -> int:
     """``uno WORDS`` to its very end, in a fork."""
     sys.argv = ["uno", *words]
     lock.WATCH_S, lock.RENEW_S = 2.0, 0.25
-    reproduce.start_here = _start_cell
+    tables.start_here = _start_cell
     code = cli.main(words)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -166,7 +171,7 @@ def _start_cell(command: list[str], log: Path) -> Forked:
     driver = str(os.getpid())
 
     def work() -> int:
-        os.environ[cells.PARENT] = driver
+        os.environ[cells.PARENT], sys.argv = driver, ["cells.py", *command[3:]]
         return cli.guard(cells.main, command[3:])
 
     return Forked(work, log)
@@ -177,7 +182,8 @@ def start(words: list[str], log: Path, fresh: bool) -> Process:
     if not fresh:
         return Forked(partial(run, words), log)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-c", "import sys; from pipelines import cli; sys.exit(cli.main())", *words]
+    code = "import sys; sys.argv[0] = 'uno'; from pipelines import cli; sys.exit(cli.main())"
+    line = [sys.executable, "-c", code, *words]
     with log.open("ab") as file:
         return subprocess.Popen(line, cwd=log.parent, env=environment, stdout=file, stderr=file,
             stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
@@ -270,8 +276,12 @@ def _comparable(name: str, data: bytes) -> Any:
         return sorted(json.loads(data))  # the state's sizes and sums follow its seconds
     if name.endswith(".json"):
         return _timeless(json.loads(data))
+    if name.endswith(".parquet"):
+        table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False)
+        return table.drop_columns(["minutes"]) if "minutes" in table.column_names else data
     if name.endswith((".html", ".md")):
-        return TIMES.sub(b"TIME", data).decode()
+        timed = re.search(rb"minutes(</th></tr>| \|\n)", data)
+        return TIMES.sub(b"TIME", MINUTES.sub(b"TIME", data) if timed else data).decode()
     return data
 
 
@@ -312,9 +322,11 @@ def disturb(name: str, moments: int, seed: int, made: Path) -> Result:
             shutil.copytree(made / "run", out)
         return start(command.words(str(out), made), log, alone)
 
-    def fault(line: str) -> None:
-        faults.append(line)
-        print(f"{name}: {line}\n{log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
+    def fault(*lines: str) -> None:
+        faults.extend(lines)
+        print(*(f"{name}: {line}" for line in lines), sep="\n", file=sys.stderr)
+        text = log.read_text(errors="replace")
+        print(text[max(0, text.find("Traceback") - 500) :][:3000], file=sys.stderr, flush=True)
 
     seconds, expected = dict[bool, float](), dict[str, Any]()
     for alone in (False, True)[: 2 if moments >= FRESH else 1]:
@@ -323,8 +335,8 @@ def disturb(name: str, moments: int, seed: int, made: Path) -> Result:
         if process.poll():
             fault(f"undisturbed it ends with {process.poll()}")
             return Result(name, seconds[False], 0, 0, 0, 0, 0, faults)
-        for line in differences(files_of(out), expected) if expected else ():
-            fault(f"in a process of its own: {line}")
+        if expected and (lines := differences(files_of(out), expected)):
+            fault(*(f"in a process of its own: {line}" for line in lines))
         expected = expected or files_of(out)
     while struck < moments and tries < 2 * moments:
         number, alone = SIGNALS[(tries + seed) % len(SIGNALS)], tries % FRESH == FRESH - 1
@@ -342,8 +354,8 @@ def disturb(name: str, moments: int, seed: int, made: Path) -> Result:
         what = f"{number.name} at {at:.2f} s{' alone' * alone}: codes {codes}"
         if codes[-1]:
             fault(what)
-        for line in differences(files_of(out), expected):
-            fault(f"{what}: {line}")
+        if lines := differences(files_of(out), expected):
+            fault(*(f"{what}: {line}" for line in lines))
         if found := re.search("Traceback|internal: .*", log.read_text(errors="replace")):
             fault(f"{what}: {found[0]}")
         if left := left_running():

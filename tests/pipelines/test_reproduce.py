@@ -20,8 +20,10 @@ from pipelines.options import RAY_JOB, parse
 from tests.pipelines.small import SMALL, wait_for
 from uno.config import Config, dump_yaml, override
 from uno.data import features
+from uno.data.files import Storage
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, Interrupted
+from uno.runs import LOCK_FILE, lock
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
 TINY = [word for word in SMALL if word not in ("--preset", "digits")]
@@ -263,6 +265,17 @@ def test_a_signal_stops_the_queue(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
     assert processes.started == ["cells/0"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_tables_are_written_under_a_claim_and_that_of_a_killed_driver_goes(tmp_path, monkeypatch):
+    """Kills: a lock file that stays for ever once every cell has a result, two drivers that write at once."""
+    storage, held = Storage(str(tmp_path)), []
+    storage.write(LOCK_FILE, b'{"token": "of a killed driver"}')
+    monkeypatch.setattr(lock, "WATCH_S", 0.0)
+    monkeypatch.setattr(tables, "plan", lambda request: [])
+    monkeypatch.setattr(tables, "write_tables", lambda request: held.append(storage.read(LOCK_FILE)))
+    assert reproduce.main(["ablation", "--output", str(tmp_path)]) == 0
+    assert len(held) == 1 and b"killed" not in held[0] and not storage.exists(LOCK_FILE)
 
 
 def test_a_process_ends_with_its_driver(tmp_path):
