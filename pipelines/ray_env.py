@@ -73,6 +73,12 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
         raise Interrupted("stopped while Ray was starting") from None
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}") from None
+    except Exception as error:  # Ray has no class of its own for it
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        problem = "Ray did not start in the time that it gives itself: this machine is too busy"
+        raise ConfigError(f"{problem}; try again, or --workers 0") from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

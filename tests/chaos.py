@@ -373,7 +373,7 @@ def main(argv: list[str] | None = None) -> int:
     on_ray = any(COMMANDS[name].ray for name in args.commands)
     made = Path(tempfile.mkdtemp(prefix="uno-chaos-"))
     if on_ray:  # its settings are read when it is imported, and its sessions are many
-        os.environ.update(ray_env.ENVIRONMENT | {"RAY_TMPDIR": str(made)})
+        os.environ.update(ray_env.ENVIRONMENT | {ray_env.AUTH_MODE: "disabled", "RAY_TMPDIR": str(made)})
     for module in (*PRELOADED, *(RAY if on_ray else ())):
         importlib.import_module(module)
     settle()

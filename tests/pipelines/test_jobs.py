@@ -171,6 +171,25 @@ def test_a_cluster_that_refuses_is_told_of_tokens(monkeypatch, mode, says):
         pytest.fail("connected")
 
 
+def test_a_machine_too_busy_for_ray_is_one_line(monkeypatch):
+    """Ray raises a plain Exception. Kills: "internal", a node that is left half started, a defect hidden."""
+
+    def fail(**_):
+        raise Exception(problems.pop())
+
+    problems, ended = ["a defect", "The current node timed out during startup. This could happen as"], []
+    exceptions = SimpleNamespace(AuthenticationError=ArithmeticError)
+    ray = SimpleNamespace(is_initialized=lambda: False, init=fail, exceptions=exceptions)
+    ray.shutdown = lambda: ended.append(1)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(ConfigError, match="too busy"), ray_env.connect():
+        pytest.fail("connected")
+    assert ended == [1]
+    with pytest.raises(Exception, match="a defect"), ray_env.connect():
+        pytest.fail("connected")
+
+
 def test_a_private_cluster_uses_no_token(monkeypatch):
     started = []
     ray = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: None, exceptions=None)
