@@ -9,6 +9,7 @@ import difflib
 import errno
 import os
 import select
+import signal
 import sys
 import tempfile
 import traceback
@@ -40,13 +41,21 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``uno ARGV...`` and return its exit code."""
-    return guard(_dispatch, sys.argv[1:] if argv is None else argv)
+    """Run ``uno ARGV...`` and return its exit code; without ``argv`` the process is expected to end then."""
+    if argv is None:
+        return _to_the_end(_dispatch)
+    return guard(_dispatch, argv)
 
 
 def run(command: Command) -> NoReturn:
     """Run one command as a script: ``if __name__ == "__main__": cli.run(main)``."""
-    sys.exit(guard(command, sys.argv[1:]))
+    sys.exit(_to_the_end(command))
+
+
+def _to_the_end(command: Command) -> int:
+    code = guard(command, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at its exit Python answers Ctrl-C with a traceback
+    return code
 
 
 def guard(command: Command, argv: Sequence[str]) -> int:

@@ -160,7 +160,7 @@ def run(words: list[str]) -> int:
     sys.argv = ["uno", *words]
     lock.WATCH_S, lock.RENEW_S = 2.0, 0.25
     tables.start_here = _start_cell
-    code = cli.main(words)
+    code = cli.main()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     return code

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -43,10 +44,24 @@ def test_dispatch_help_and_version(commands, capsys, monkeypatch):
     assert not any(line.startswith("  tune") for line in lines)  # not registered here
     assert cli.main([]) == 2 and "usage: uno COMMAND" in capsys.readouterr().out  # no success
     assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("uno 0.")
-    monkeypatch.setattr(sys, "argv", ["pipelines/discover.py", "--seed", "2"])
-    with pytest.raises(SystemExit) as end:
-        cli.run(ok)
-    assert end.value.code == 0 and capsys.readouterr().out == "ran with --seed 2\n"
+
+
+def test_ctrl_c_while_python_ends_is_too_late(commands, capsys, monkeypatch):
+    """Kills: the traceback of an exit handler after the results; a caller in Python who is left deaf."""
+    before, states = signal.getsignal(signal.SIGINT), []
+    monkeypatch.setattr(sys, "argv", ["uno", "discover", "--seed", "2"])
+    try:
+        assert cli.main(sys.argv[1:]) == 0
+        states.append(signal.getsignal(signal.SIGINT))
+        assert cli.main() == 0
+        states.append(signal.signal(signal.SIGINT, before))
+        with pytest.raises(SystemExit) as end:
+            cli.run(lambda argv: ok(argv[1:]))
+        states.append(signal.getsignal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert states == [before, signal.SIG_IGN, signal.SIG_IGN]
+    assert end.value.code == 0 and capsys.readouterr().out == 3 * "ran with --seed 2\n"
 
 
 @pytest.mark.parametrize(("name", "line"), [
