@@ -339,7 +339,8 @@ def disturb(name: str, moments: int, seed: int, made: Path) -> Result:
             fault(*(f"in a process of its own: {line}" for line in lines))
         expected = expected or files_of(out)
     while struck < moments and tries < 2 * moments:
-        number, alone = SIGNALS[(tries + seed) % len(SIGNALS)], tries % FRESH == FRESH - 1
+        number = SIGNALS[(tries + seed) % len(SIGNALS)]
+        alone = True in seconds and tries % FRESH == FRESH - 1
         at, tries = chance.uniform(0, seconds[alone]), tries + 1
         process = begin(alone)
         spent(process, command.children, at)
