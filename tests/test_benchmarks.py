@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from benchmarks.growth import parts
+from benchmarks.held_out import hold_out
 from benchmarks.objective import make_methods
 from benchmarks.quantities import count_operators, exponents, peak_bytes
 from benchmarks.workers import efficiency
+from tests.uno.small_run import small_sets
 
 
 def test_the_looped_objective_is_the_same_objective():
@@ -49,3 +51,13 @@ def test_the_model_of_scaling_loses_with_more_gpus(step_ms):
 def test_parts_of_the_growth_curves_run():
     for method in parts(batch=16, heads=1, overclustering=2, clusters=3, device="cpu").values():
         method()
+
+
+def test_held_out_classes_are_known_ones():
+    """Kills: a novel row among them, a held-out row that stays labeled, classes in another order."""
+    train, _ = small_sets()
+    found, truth = hold_out(train, 4)  # known: 4 and 0; held out: 1, 2, 3
+    assert torch.equal(found.labels, torch.tensor([0, 1])[(train.labels[train.labels % 4 == 0] == 0).long()])
+    assert torch.equal(found.unlabeled_images, train.labeled_images[train.labels % 4 != 0])
+    assert torch.equal(truth, train.labels[train.labels % 4 != 0] - 1)
+    assert (found.num_known, found.num_novel, len(found.labels) + len(truth)) == (2, 3, len(train.labels))

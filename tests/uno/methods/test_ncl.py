@@ -81,10 +81,12 @@ def test_the_step_equals_the_loop(step, total, novel, terms):
         labeled[20:], classes[20:] = 0, -1
     state.extra = {"memory": memory, "labeled_memory": labeled, "labeled_classes": classes}
     logits = logits._replace(features=logits.features + 5 * directions(9, 3) / (1 + torch.arange(9)[:, None]))
+    logits.features[0, 8] = 2 * logits.features[0, 7] + 0.01  # a similar pair under this view alone
     found = toy.step_on(small_config(method="ncl"), logits, torch.tensor(LABELS), state)
 
     (first, second), m, known = F.normalize(logits.features, dim=-1).numpy(), memory.numpy(), labeled.numpy()
     similar = [[bool(a @ b > 0.95) for b in first[4:]] for a in first[4:]]
+    assert np.sum(similar) == 7
     heads = [[toy.probabilities(view) for view in head] for head in (logits.known, logits.novel[:, 0])]
     weight = 5 * np.exp(-5 * (1 - min(1, step / total / 0.25)) ** 2)
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), LABELS)

@@ -30,6 +30,7 @@ def test_the_step_equals_the_loop(step):
     known, novel, features = (
         torch.cat([getattr(two, name), getattr(third, name)[:1]]) for name in ("known", "novel", "features")
     )
+    features[0, 9] = 2 * features[0, 8] + 0.01  # a similar pair under this view alone
     logits = Logits(known, novel, None, features)
     views, seen = list(torch.rand(2, 10, 3, 2, 2, generator=generator, dtype=torch.float64)), []
     leaf = torch.zeros((), dtype=torch.float64, requires_grad=True)
@@ -57,6 +58,7 @@ def test_the_step_equals_the_loop(step):
         errors.append(sum((p - t) ** 2 for p, t in zip(joint, target, strict=True)) if counts else 0.0)
     directions = [row / np.linalg.norm(row) for row in logits.features[0, 4:].numpy()]
     similar = [[bool(a @ b > 0.95) for b in directions] for a in directions]
+    assert np.sum(similar) == 8
     ramp = np.exp(-5 * (1 - min(1, step / 5)) ** 2)
     expected = toy.naive_cross_entropy(logits.known[:2, :4].numpy(), LABELS)
     expected += toy.naive_pair_loss(heads[1][0][4:], heads[1][1][4:], similar)
