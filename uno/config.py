@@ -255,7 +255,8 @@ class ObjectiveConfig(_Frozen):
         "How the views' pseudo-labels are combined (paper, appendix).")
     prior: Literal["uniform", "clusters"] | None = field(None,
         "How many unlabeled rows an output may expect: all alike, or as many as a k-means cluster of the "
-        "features it starts from; default: clusters in mixed piles, else uniform.")
+        "features it starts from, as far as those of known classes are right; default: clusters in mixed "
+        "piles, else uniform.")
     concat: bool = field(True, "One softmax over known and novel outputs; off: two separate losses.")
     pseudo_labels: Literal["soft", "hard"] = field("soft", "Soft pseudo-labels, or their argmax.")
     iic_weight: float = field(0, "IIC: pushes labeled and unlabeled outputs apart (0.05).", ge=0, le=100)

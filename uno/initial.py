@@ -63,6 +63,32 @@ def _clustering(assignment: Tensor, centers: Tensor) -> Clustering:
     return Clustering(assignment, F.normalize(centers, dim=1), sizes / sizes.sum())
 
 
+def believed(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
+    """Shares (K,) of k-means clusters, drawn towards equal ones as far as k-means may be mistaken.
+
+    Known classes tell how far: clusters of their labeled rows, matched with them, have shares ``found`` (C,)
+    where ``true`` (C,) are right. Relative to an equal share, clusters spread by what classes do and by the
+    error besides, so of their variance v, with an error of mean square e, max(0, 1 - e / v) is believed
+    (James and Stein 1961). Of Caltech-24 that is 99 %; of CIFAR10 at 96 px, whose known classes k-means takes
+    apart no better than to sizes 30 % off, nothing.
+    """
+    spread, error = len(prior) * prior - 1, len(true) * (found - true)
+    kept = 1 - error.square().mean() / spread.square().mean().clamp(min=1e-12)
+    return (1 + kept.clamp(min=0) * spread) / len(prior)
+
+
+def known_shares(labeled: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Shares (C_l,) of labeled rows in k-means clusters that match known classes best, and in these classes:
+    what :func:`believed` compares, of features (N_l, D) and labels (N_l,).
+    """
+    num_known = int(labels.max()) + 1
+    rows = F.normalize(labeled.cpu().float(), dim=1)
+    clusters = _kmeans(F.normalize(rows - rows.mean(dim=0), dim=1), num_known, NUM_STARTS, seed).assignment
+    of_class, of_cluster = (F.one_hot(group, num_known).float() for group in (labels.cpu(), clusters))
+    match = linear_sum_assignment((of_class.T @ of_cluster).numpy(), maximize=True)[1]
+    return of_cluster.mean(dim=0)[torch.from_numpy(match)], of_class.mean(dim=0)
+
+
 def principal(points: Tensor, num_directions: int) -> Tensor:
     """(N, D) -> (N, at most ``num_directions``) float32 of length one: the leading principal directions, each
     at unit variance.
@@ -136,7 +162,10 @@ def start_(
         cluster = found.assignment - num_known if mixed else found.assignment  # a known class is below 0
         _move_prototypes_(model, labeled, None if keep_known else labels, unlabeled, cluster, config.seed)
     model.train()
-    return extra if prior == "uniform" else extra | {"prior": found.prior}
+    if prior == "uniform":
+        return extra
+    shares = found.prior if mixed else believed(found.prior, *known_shares(labeled, labels, config.seed))
+    return extra | {"prior": shares}
 
 
 def _move_prototypes_(

@@ -12,7 +12,15 @@ from uno.data.resident import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import StreamSet, stream_facts
-from uno.initial import around_known, clusters_of, principal, start_, training_features
+from uno.initial import (
+    around_known,
+    believed,
+    clusters_of,
+    known_shares,
+    principal,
+    start_,
+    training_features,
+)
 from uno.model import UnoModel, build_model
 from uno.results.metrics import cluster_accuracy, confusion, purity
 
@@ -148,6 +156,34 @@ def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
     uniform = found(mine, data__pile="mixed", objective__prior="uniform")
     assert uniform["prior"].tolist() == pytest.approx([0.1] * 10) and "queue" in uniform
     assert model.training
+
+
+def test_sizes_of_clusters_are_believed_as_far_as_those_of_known_classes_are_right():
+    """Kills: the error not relative to an equal share (all but one number of classes), its root, its sign
+    or a share below 0 of the spread; the spread of the known classes in place of the clusters'.
+    """
+    prior, true = torch.tensor([0.4, 0.2, 0.2, 0.2]), torch.tensor([0.75, 0.25])
+    torch.testing.assert_close(believed(prior, true, true), prior)
+    torch.testing.assert_close(believed(prior, true.flip(0), true), torch.full((4,), 0.25))
+    # spread .6, -.2, -.2, -.2: variance .12; error of +-.1 of .5: .2 ** 2 = .04; a third is not believed
+    half = believed(prior, true + torch.tensor([0.1, -0.1]), true)
+    torch.testing.assert_close(half, torch.tensor([0.35, 0.65 / 3, 0.65 / 3, 0.65 / 3]))
+    equal = torch.full((4,), 0.25)
+    torch.testing.assert_close(believed(equal, true, true), equal)
+
+
+def test_shares_of_known_classes_and_of_the_clusters_that_match_them():
+    """Kills: clusters that are not matched, shares in another order than the classes'."""
+    sizes = [40, 10, 25]
+    points, truth, _ = pile(dims=20, noise=0.1, sizes=sizes, num_known=3)
+    found, true = known_shares(points, truth, seed=0)
+    torch.testing.assert_close(true, torch.tensor(sizes) / 75)
+    torch.testing.assert_close(found, true)
+    labels = truth.clone()
+    labels[:8] = 1  # eight rows of class 0 that look like it: 32 rows of 40
+    found, true = known_shares(points, labels, seed=0)
+    torch.testing.assert_close(true, torch.tensor([32, 18, 25]) / 75)
+    torch.testing.assert_close(found, torch.tensor(sizes) / 75)
 
 
 @pytest.mark.parametrize("kind", ["novel", "mixed"])

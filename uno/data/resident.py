@@ -138,14 +138,17 @@ class ResidentBatches:
 
 
 class FeatureBatches(ResidentBatches):
-    """Batches of features: each row's views are some of its cached ones, others in every epoch."""
+    """Batches of features: each row's views are some of its cached ones, others in every epoch.
+
+    The evaluation view is one of them: heads that never meet what they will be asked about end lower.
+    """
 
     def _views(self, labeled: Tensor, unlabeled: Tensor, step: int, positions: np.ndarray) -> list[Tensor]:
         """V times (B, D)."""
         config, plan, train = self._config, self._plan, self._train
         generator = augment_generator(config.seed, plan.labeled_stream, step)
-        size = plan.labeled_size + plan.unlabeled_size, train.labeled_images.shape[1] - 1
-        order = 1 + torch.rand(size, generator=generator).argsort(dim=1)[torch.from_numpy(positions)]
+        size = plan.labeled_size + plan.unlabeled_size, train.labeled_images.shape[1]
+        order = torch.rand(size, generator=generator).argsort(dim=1)[torch.from_numpy(positions)]
         known, rest = order.to(labeled.device, non_blocking=True).split([len(labeled), len(unlabeled)])
         return [
             torch.cat(
