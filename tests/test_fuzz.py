@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from itertools import islice
 
 import pytest
 
@@ -45,6 +46,22 @@ def test_inputs_are_a_function_of_the_seed_and_the_seeds_are_read(kind):
     assert [next(first) for _ in range(9)] != [next(other) for _ in range(9)]
     seeds = KINDS[kind].seeds()
     assert {what for what, _ in run_batch(KINDS[kind], seeds)} == {"read"}
+
+
+def test_pieces_make_the_whole_and_only_what_is_slow_twice_is_a_finding(monkeypatch):
+    """Kills: a piece that begins elsewhere, a busy machine as a finding, a hang that is forgiven."""
+    whole, asked = list(islice(inputs_of("yaml", 0), 6)), []
+    slow, hang = whole[3], whole[4]
+
+    def run(kind, batch):
+        asked.append(batch)
+        late = (slow, hang) if len(batch) > 1 else (hang,)
+        return [("over 10 s" if data in late else "read", 0.1) for data in batch]
+
+    monkeypatch.setattr(fuzz, "run_batch", run)
+    found = fuzz.fuzz("yaml", 4, seed=0, first=2)
+    assert asked == [whole[2:], [slow], [hang]]
+    assert found.read == 3 and found.findings == ["input 4: over 10 s"]
 
 
 def test_past_failures_stay_repaired():
