@@ -1,9 +1,11 @@
 """The one Ray cluster of the test lane ``ray``; everything else runs without Ray."""
 
+import gc
 import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ import pytest
 
 from pipelines.console import in_main_thread
 
+sys.dont_write_bytecode = False  # assertions are rewritten once, not in every process and run: 5 s each
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 NUM_CPUS = 4  # logical; the machine may have two
 AGENT_PORT = 52365  # a node whose agent finds it taken takes no jobs, for as long as it lives
 
@@ -32,6 +36,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ray"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+def pytest_collection_finish() -> None:
+    """A tenth of the time went into looking at a million objects of imported libraries again and again."""
+    gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests in one process: its finished run is trained once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,12 +25,6 @@ from uno.runs.checkpoint import checkpoint_steps
 DISCOVER = ["discover", *SMALL]
 
 
-@pytest.fixture(autouse=True)
-def quick_maps(monkeypatch):
-    """The first two coordinates for t-SNE, which takes seconds and is tested with the report."""
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-
-
 @pytest.fixture
 def nothing_starts(monkeypatch):
     """Training or connecting to Ray fails the test."""

@@ -31,12 +31,6 @@ def installed():
         pytest.skip("installed before the group uno.jobs was declared: make installs again")
 
 
-@pytest.fixture(autouse=True)
-def quick_maps(monkeypatch):
-    """The first two coordinates for t-SNE, which takes seconds and is tested with the report."""
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-
-
 @pytest.fixture
 def nothing_starts(monkeypatch):
     """Training fails the test."""

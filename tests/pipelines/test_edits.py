@@ -24,20 +24,11 @@ from uno.errors import ConfigError
 from uno.results.metrics import confusion, hungarian, matched_counts
 
 
-@pytest.fixture(autouse=True)
-def quick_maps(monkeypatch):
-    """The first two coordinates for t-SNE, which takes seconds and is tested with the report."""
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A finished run of 200 digits and three heads."""
     output = tmp_path_factory.mktemp("edits") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-        words = ["discover", *SMALL, "--model.num-heads", "3", "--output", str(output)]
-        assert cli.main(words) == 0
+    assert cli.main(["discover", *SMALL, "--model.num-heads", "3", "--output", str(output)]) == 0
     return output
 
 
@@ -180,7 +171,6 @@ def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(finished, tm
     with pytest.raises(AssertionError):
         uno("classes", run, "--apply")
     monkeypatch.undo()
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
     uno("classes", run, "--apply")
     assert_agree(run)
 

@@ -28,12 +28,6 @@ HEADS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def quick_maps(monkeypatch):
-    """The first two coordinates for t-SNE, which takes seconds and is tested with the report."""
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-
-
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
     """A file of an encoder that has learnt nothing, with running statistics of its own."""
@@ -53,9 +47,7 @@ def finished(tmp_path_factory, weights) -> Path:
     """A finished run of 200 rows of the digits."""
     run = tmp_path_factory.mktemp("heads") / "run"
     argv = [*HEADS, "--weights", str(weights), "--compute.cache", str(run.parent / "cache")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-        assert cli.main([*argv, "--output", str(run)]) == 0
+    assert cli.main([*argv, "--output", str(run)]) == 0
     return run
 
 

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from pipelines import cells, cli, reproduce, tables
-from pipelines.cells import Job, RayProcess, read_attempts, run_jobs
+from pipelines.cells import Job, RayProcess, read_attempts, run_jobs, start_here
 from pipelines.commands import DISCOVER
 from pipelines.options import RAY_JOB, parse
+from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for
 from uno.config import Config, dump_yaml, override
 from uno.data import features
@@ -281,12 +282,17 @@ def test_tables_are_written_under_a_claim_and_that_of_a_killed_driver_goes(tmp_p
 def test_a_process_ends_with_its_driver(tmp_path):
     """Kills: cells that go on training for a driver that was killed."""
     child = "import threading, time; from pipelines.cells import end_with_parent as e\n"
-    child += "threading.Thread(target=e, daemon=True).start(); time.sleep(100)"
-    parent = "import sys; from pathlib import Path; from pipelines.cells import start_here\n"
-    parent += f"print(start_here([sys.executable, '-c', {child!r}], Path({str(tmp_path / 'log')!r})).pid)"
-    ended = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=60)
-    pid = int(ended.stdout)
-    wait_for(lambda: not (path := Path(f"/proc/{pid}/status")).exists() or "zombie" in path.read_text(), 20)
+    child += "threading.Thread(target=e, daemon=True).start(); time.sleep(200)"
+
+    def driver():
+        started = start_here([sys.executable, "-c", child], tmp_path / "log")
+        print(started.pid, file=sys.stderr)
+        return started
+
+    code, said = forked(driver)
+    assert code == 0
+    pid = int(said)
+    wait_for(lambda: not (path := Path(f"/proc/{pid}/status")).exists() or "zombie" in path.read_text())
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """Signals: who handles them, and for how long."""
 
 import signal
-import subprocess
 import sys
+import time
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ import pytest
 
 from pipelines import console, ray_env
 from pipelines.console import STOP_SIGNALS, on_stop, stopped_at_once
+from pipelines.worker import quiet_exit
+from tests.forked import forked
 from uno.errors import Interrupted
 
 
@@ -77,21 +80,17 @@ def test_a_stop_that_a_library_swallows_is_said_at_the_end():
         signal.raise_signal(signal.SIGTERM)
 
 
-ENDED_IN_A_CALLBACK = """
-import signal, sys, time, weakref
-from pipelines.worker import quiet_exit
-
-quiet_exit()
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # as Ray's handler does
-thing = type("Thing", (), {})()
-kept = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))  # Python swallows what this raises
-del thing
-time.sleep(60)
-"""
+def ended_in_a_callback():
+    quiet_exit()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # as Ray's handler does
+    thing = type("Thing", (), {})()
+    _kept = weakref.ref(
+        thing, lambda _: signal.raise_signal(signal.SIGTERM)
+    )  # Python swallows what it raises
+    del thing
+    time.sleep(60)
 
 
 def test_an_exit_in_a_callback_is_asked_again_without_a_traceback():
-    done = subprocess.run(
-        [sys.executable, "-c", ENDED_IN_A_CALLBACK], capture_output=True, text=True, timeout=50
-    )
-    assert (done.returncode, done.stderr) == (3, "")
+    """Kills: a worker that stays, or one that leaves a traceback."""
+    assert forked(ended_in_a_callback) == (3, "")

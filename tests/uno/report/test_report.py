@@ -35,6 +35,14 @@ def written(storage: Storage, *what, config=CONFIG, **how) -> Page:
     return Page(storage.read("report.html").decode())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_maps():
+    """The first two coordinates for t-SNE, which takes seconds and is tested with the facts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+        yield
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory) -> tuple[Page, str, Storage]:
     storage = write_run(tmp_path_factory.mktemp("run"), CONFIG, TASK, METRICS)

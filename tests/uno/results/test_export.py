@@ -170,7 +170,9 @@ def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options,
 @pytest.mark.parametrize("what", ["vit", "timm_vit"])
 @pytest.mark.parametrize("trainable", ["all", "last"])
 def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, trainable):
-    """Kills: an encoder that is built but not trained, a program for one batch size, a hook that is lost."""
+    """Kills: an encoder that is built but not trained, a program for one batch size, a hook that is lost. The
+    program, which takes seconds to trace, is made once for each.
+    """
     if what == "timm_vit":
         pytest.importorskip("timm")
     encoder, storage = f"{TOYS}:{what}", Storage(str(tmp_path))
@@ -180,6 +182,7 @@ def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, traina
     save_model(config, storage, *run.load_trained(config, storage, 5, 5), list("01234"))
     model = load_classifier(storage)
     images = small_sets()[0].labeled_images[:9]
-    program = torch.export.load(io.BytesIO(export(model, "pt2"))).module()
-    torch.testing.assert_close(program(images), model.score(images).probabilities, rtol=0, atol=1e-5)
     assert export(model, "encoder")
+    if trainable == "last":
+        program = torch.export.load(io.BytesIO(export(model, "pt2"))).module()
+        torch.testing.assert_close(program(images), model.score(images).probabilities, rtol=0, atol=1e-5)
