@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,8 +170,20 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
         index, _, name = path.parent.name.partition("-")
         assert path.read_bytes() in {Path(u).read_bytes() for u in table.uri[table.class_index == int(index)]}
         assert re.fullmatch(r"[\w.-]+", name)
+    before = sorted(out.rglob("*"))
+    for name in (
+        "by_class/.made_from.json",
+        "by_class/.digit.png",
+        ".predictions.csv",
+    ):  # of a killed process
+        (out / f"{name}.0a1b2c3d").write_text("half")
     uno(*words)  # goes on
-    assert len(list(out.rglob("*.png"))) == 24
+    assert sorted(out.rglob("*")) == before
+    shutil.rmtree(out / "by_class")
+    (out / "by_class").mkdir()
+    (out / "by_class" / ".made_from.json.0a1b2c3d").write_text("{")
+    uno(*words)  # killed where it began
+    assert sorted(out.rglob("*")) == before
     (out / "by_class" / "made_from.json").write_text("{}")
     assert "is not of these predictions" in refused(capsys, 2, *words)
     uno("predict", run, "--limit", 3, "--folders", "--output", tmp_path / "pixels")  # images inside tables

@@ -20,6 +20,8 @@ import pyarrow.fs
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_ROWS
 
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # what a file is called until it is whole
+
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # what file managers leave behind
 
@@ -263,6 +265,14 @@ class Storage:
     def size(self, name: str) -> int:
         """Bytes in a file; 0 where there is none."""
         return self._info(name).size or 0
+
+    def unfinished(self, name: str = "") -> list[str]:
+        """What killed writers left below a directory, by name; on other than local disks there is none."""
+        found = list[str]()
+        for where, _, files in os.walk(self.path(name)) if self.is_local else ():
+            below = os.path.relpath(where, self.root)
+            found += [os.path.normpath(f"{below}/{file}") for file in files if TEMPORARY.fullmatch(file)]
+        return found
 
     def list(self, name: str = "") -> list[str]:
         """Sorted base names in a directory; empty where there is none."""

@@ -56,6 +56,8 @@ def pack(
     plan = {"format": FORMAT, "fingerprint": rows.fingerprint, "rows": len(rows), "shards": list(shards)}
     plan["groups_sha256"] = digest.hexdigest()
     _claim(output, plan)
+    for name in output.unfinished():
+        output.delete(name)
     bad, done = [], 0  # type: list[BadRow], int
     with ThreadPoolExecutor(threads) as pool:
         for name, groups in shards.items():
@@ -78,7 +80,7 @@ def _claim(output: Storage, plan: dict[str, Any]) -> None:
         if {name: found.get(name) for name in plan} != plan:
             fix = "choose another --output"
             raise ConfigError(f"{output.uri} holds another pack (other data or options); {fix}")
-    elif output.list():
+    elif any(not name.startswith(f".{PACKING}.") for name in output.list()):
         raise ConfigError(f"{output.uri} is not empty; choose another --output")
     else:
         output.write(PACKING, json.dumps({**plan, "finished": False}, indent=1).encode())

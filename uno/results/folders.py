@@ -25,6 +25,9 @@ GROUP = 64  # images read at a time
 
 def write_csv(storage: Storage) -> str:
     """``predictions.parquet`` as CSV, without embeddings; returns its path."""
+    for name in storage.list():
+        if name.startswith(f".{CSV_FILE}."):  # what a killed process was writing
+            storage.delete(name)
     with storage.create(CSV_FILE) as stream:
         pyarrow.csv.write_csv(read_columns(storage, [*COLUMNS]), stream)
     return storage.path(CSV_FILE)
@@ -37,10 +40,14 @@ def sort_images(storage: Storage, rows: Rows, on_progress: Callable[[int, int], 
     predictions.
     """
     identity = json.dumps(read_identity(storage), sort_keys=True).encode()
-    if storage.exists(FOLDER) and not (storage.exists(MARK) and storage.read(MARK) == identity):
+    begun = storage.exists(MARK) and storage.read(MARK) == identity
+    killed = f".{MARK.rpartition('/')[2]}."  # while it was begun
+    if not begun and any(not name.startswith(killed) for name in storage.list(FOLDER)):
         advice = "move it away, or choose another --output"
         raise ConfigError(f"{storage.path(FOLDER)} is not of these predictions; {advice}")
     storage.write(MARK, identity)
+    for name in storage.unfinished(FOLDER):
+        storage.delete(name)
     table = read_columns(storage, ["class_index", "class_name", "kind"])
     assert table is not None
     names, kinds, used = table["class_name"].to_pylist(), table["kind"].to_pylist(), set[str]()

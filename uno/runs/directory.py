@@ -1,8 +1,6 @@
 """A run's directory: who may use it, what is wrong with it, and the repairs that cannot lose anything."""
 
 import json
-import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -17,7 +15,6 @@ from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, folder, read_c
 from uno.runs.hardware import environment
 from uno.runs.journal import read_journal
 
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # what uno.data.files writes before it renames
 LEFTOVERS = {
     RAY_FOLDER: "Ray Train's bookkeeping of a killed command",
     runs.STOP_FILE: "the request of a stopped command",
@@ -105,10 +102,7 @@ def heal(storage: Storage, thorough: bool = False) -> list[str]:
 def _leftovers(storage: Storage) -> list[str]:
     """Names of what killed commands left: temporary files (on local disks), Ray's folder, a STOP file."""
     names = [name for name in LEFTOVERS if storage.exists(name)]
-    for where, _, files in os.walk(storage.root) if storage.is_local else ():
-        below = os.path.relpath(where, storage.root)
-        left = [name for name in files if TEMPORARY.fullmatch(name) and not lock.ours(name)]
-        names += [os.path.normpath(f"{below}/{name}") for name in left]
+    names += [name for name in storage.unfinished() if not lock.ours(name.rpartition("/")[2])]
     return [name for name in names if not name.startswith(f"{RAY_FOLDER}/")]
 
 

@@ -1,6 +1,7 @@
 """Packed shards hold the same rows, survive a kill, and say when they are damaged or incomplete."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -103,7 +104,9 @@ def test_a_damaged_page_is_one_line(tmp_path):
 
 
 def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
-    """Shards that are there are kept, half a pack is refused. Kills: duplicates, lost bad rows."""
+    """Shards that are there are kept, half a pack is refused, half a file goes. Kills: duplicates, lost bad
+    rows, a directory that is blocked by what a kill left of its first file.
+    """
     source = images(tmp_path / "images", broken=True)
     done = packed(source, tmp_path / "whole", **FEW)
     assert done.packed + done.bad == done.rows and done.bad == 1
@@ -120,6 +123,8 @@ def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
         real(self, name, data)
 
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".pack.json.0a1b2c3d").write_text("{")
     monkeypatch.setattr(Storage, "write", dying)
     with pytest.raises(KeyboardInterrupt):
         packed(source, tmp_path / "out", **FEW)
@@ -127,7 +132,9 @@ def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
     assert "half a pack" in failure(read_rows, config_of(f"parquet:{tmp_path}/out"))
     times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
     assert len(times) == 2
+    (tmp_path / "out" / ".bad_samples.jsonl.0a1b2c3d").write_text("{")
     packed(source, tmp_path / "out", **FEW)
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(tmp_path / "whole"))
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == time for name, time in times.items())
