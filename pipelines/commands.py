@@ -262,7 +262,8 @@ def estimate(argv: Sequence[str]) -> int:
     from pipelines.estimation import estimate_job
     from uno.results.estimate import Settings
 
-    estimate_job(options.config, Settings(num_splits=own.num_splits, max_novel=own.max_novel), own.dry_run)
+    settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
+    estimate_job(options.config, settings, own.dry_run, options.given)
     return 0
 
 

@@ -1,7 +1,7 @@
 """The number of novel classes, as an interval: what ``uno estimate-classes`` does with its options."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from pipelines.features import load_features
 from pipelines.worker import leave_out_unreadable
 from uno.config import Config, override
 from uno.data.decode import decode_many, readable
+from uno.data.defaults import from_images
 from uno.data.files import Storage
 from uno.data.resident import TrainSet, assemble
 from uno.data.sources import read_rows
@@ -23,7 +24,9 @@ from uno.runs.hardware import local_device
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 
-def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate | None:
+def estimate_job(
+    config: Config, settings: Settings, dry_run: bool, given: Container[str] = ()
+) -> Estimate | None:
     """Read the data of ``config``, estimate into ``config.output`` and show the result; None: a dry run."""
     if config.compute.workers == 0:
         local_device(config)
@@ -31,7 +34,9 @@ def estimate_job(config: Config, settings: Settings, dry_run: bool) -> Estimate 
     task = make_task(read_rows(config.data), config.data.model_copy(update={"num_novel": 1}))
     pile, reason = decide_pile(config, task.rows.known)
     say(reason)
-    config = override(config, {"data.pile": pile})
+    config, lines = from_images(override(config, {"data.pile": pile}), task, given)
+    for line in lines:
+        say(line)
     (labeled, unlabeled), known = task.sizes, f"{len(task.known)} known classes"
     say(f"{task.rows.source}: {labeled:,} labeled rows of {known}, {unlabeled:,} unlabeled rows")
     if dry_run:

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from pipelines.features import on_features
-from pipelines.options import BENCHMARKS
 from pipelines.ray_env import worker_resources
-from uno.config import Config
+from uno.config import Config, flatten, to_dict
 from uno.crops import Cropper
 from uno.data import features
 from uno.data.features import FeatureCache, compute_shard, feature_job
@@ -20,7 +19,7 @@ from uno.data.rows import base, fetch
 from uno.data.splits import Task
 from uno.methods import registry
 from uno.objective import labeled_loss
-from uno.presets import preset
+from uno.presets import own_images, preset
 from uno.results.export import origin
 from uno.runs import DISCOVER, run
 from uno.runs.checkpoint import checkpoint_steps
@@ -39,7 +38,7 @@ def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     epochs = ", ".join(f"{getattr(config, name).epochs} epochs of {name}" for name in phases)
     yield f"run: preset {config.preset}, {epochs}, {what[model.trainable]} learn{how}, {side} px"
     yield f"encoder: {model.encoder}, weights {origin(model)}"
-    if model.weights is None and config.data.source.partition(":")[0] not in BENCHMARKS:
+    if model.weights is None and own_images(flatten(to_dict(config))):
         name = preset("photos").model.encoder
         better = f"--weights pretrained fetches those of {name}, for the preset photos"
         yield f"no pretrained weights are at hand: all is learnt from these images, at {side} px; {better}"

@@ -3,7 +3,7 @@
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,18 +21,19 @@ from pipelines.options import Options
 from pipelines.ray_data import parquet_images
 from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
 from uno import weights
-from uno.config import OWN_ENCODERS, Config, dump_yaml, override
+from uno.config import OWN_ENCODERS, Config, dump_yaml, flatten, override
 from uno.data import ingest
 from uno.data.check import check, format_report
 from uno.data.decode import BAD_SAMPLES, readable
+from uno.data.defaults import OF_ENCODER, decided, from_images
 from uno.data.files import Storage, full_path, normal, split
-from uno.data.plan import largest_batch
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.splits import Task, decide_pile
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.encoder import require_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.methods import registry
+from uno.presets import IMAGE_SIZE, SIZES
 from uno.report import REPORT, open_task, write_report
 from uno.results import predictions
 from uno.results.classes import OutputClass, dump_classes, hashes, is_measured, with_measured
@@ -72,7 +73,7 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
     if config.data.num_novel == "auto":
         if options.own.dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
-        config, estimate = _with_estimated_classes(config)
+        config, estimate = _with_estimated_classes(config, options.given)
     config, found = decide(config, fresh, options.given)
     task = prepare(config, found)
     if config.model.weights is not None:
@@ -109,7 +110,9 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
 
 
 def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
-    """Evaluate the run in directory ``target`` again; ``given`` dotted keys say where that happens."""
+    """Evaluate the run in directory ``target`` again, and write its report where that changes what it shows;
+    ``given`` dotted keys say where that happens.
+    """
     storage = Storage(target)
     stored = override(Config(), directory.read_config_tree(storage))
     config = _with_full_paths(override(stored, {"compute.workers": 0, **given, "output": storage.uri}))
@@ -123,7 +126,11 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
         if edits is not None and edits.alignment is None:
             model = load_classifier(storage)
             with_alignment(model, claim.storage, decoder(model, task.rows), unlabeled_rows(task))
-        values, _ = _execute(Job(config, task, (), True, claim))
+        before = directory.read_results(storage)
+        values, task = _execute(Job(config, task, (), True, claim))
+        if values != before and storage.exists(REPORT):
+            with stopped_at_once("stopped; nothing was changed"):
+                write_report(config, claim.storage, task, device=local_device(config), metrics=values)
         _write_results(claim.storage, values)
         if storage.exists(f"model/{CARD_FILE}"):
             _write_card(claim.storage, load_classifier(storage), values)
@@ -220,57 +227,67 @@ def starting_weights(config: Config, fresh: bool) -> bytes | None:
     return own
 
 
-def _with_estimated_classes(config: Config) -> tuple[Config, bytes]:
+def _with_estimated_classes(config: Config, given: Container[str]) -> tuple[Config, bytes]:
     """``config`` with the suggested number of classes, and estimate.json, kept beside the run directory."""
     from pipelines.estimation import estimate_job
     from uno.results.estimate import Settings
 
     folder = f"{config.output}-estimate"
-    found = estimate_job(override(config, {"output": folder}), Settings(), False)
+    found = estimate_job(override(config, {"output": folder}), Settings(), False, given)
     assert found is not None
     return override(config, {"data.num_novel": found.suggested}), Storage(folder).read(ESTIMATE_FILE)
 
 
 def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Config, Task | None]:
-    """``config`` with ``data.ingest``, ``data.pile`` and, unless ``given``, ``data.hold_out`` and the batch
-    of the preset ``photos`` decided (a run goes on as it began), and the task if it was read. Says what they
-    are.
+    """``config`` with ``data.ingest`` and ``data.pile`` decided, and, unless ``given``, ``data.hold_out`` and
+    what its images decide (a run goes on as it began); and the task if it was read. Says what they are.
     """
-    began, own_batch = False, config.preset == "photos" and "train.batch_size" not in given
+    began, given = False, {*given, *(SIZES if IMAGE_SIZE in given else ())}
+    config = as_the_encoder_learnt(config, given)
     if config.output is not None and not fresh and (storage := Storage(config.output)).exists("config.yaml"):
-        tree = directory.read_config_tree(storage)
-        stored = dict(tree.get("data") or {})
+        stored = flatten(directory.read_config_tree(storage))
         if config.data.pile == "auto":  # before there were mixed piles, all were novel
-            config = override(config, {"data.pile": stored.get("pile", "novel")})
+            config = override(config, {"data.pile": stored.get("data.pile", "novel")})
             began = config.data.pile != "auto"
         if "data.hold_out" not in given:  # once own images held nothing out by default
-            config = override(config, {"data.hold_out": stored.get("hold_out", 0.0)})
-        if own_batch:
-            size = dict(tree.get("train") or {}).get("batch_size", config.train.batch_size)
-            config = override(config, {"train.batch_size": size})
+            config = override(config, {"data.hold_out": stored.get("data.hold_out", 0.0)})
+        config = as_stored(config, stored, given)
+        given |= set(decided(config))
         if config.data.ingest == "auto":
             say(decide_pile(config, [], began)[1])
-            return override(config, {"data.ingest": stored.get("ingest", "auto")}), None
+            return override(config, {"data.ingest": stored.get("data.ingest", "auto")}), None
     task = own_task(override(config, {"data.ingest": "streaming"}))
+    pile, reason = decide_pile(config, task.rows.known, began)
+    say(reason)
+    config, lines = from_images(override(config, {"data.pile": pile}), task, given)
+    for line in lines:
+        say(line)
     free = ingest.free_host_bytes(), ingest.free_device_bytes(config)
     needs_images, row_bytes = registry.load(config).needs_images, 3 * config.data.store_size**2
     if config.model.trainable == "heads":
         row_bytes = feature_bytes(config)
     chosen, reason = ingest.choose(config, len(task.rows), row_bytes, *free, needs_images)
     say(f"data: {reason}")
-    pile, reason = decide_pile(config, task.rows.known, began)
-    say(reason)
-    if own_batch and (size := _largest_batch(config, task)) < config.train.batch_size:
-        say(f"batch: {size} rows, the most below {config.train.batch_size} that this data fills")
-        config = override(config, {"train.batch_size": size})
     to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
-    return override(config, {"data.ingest": chosen, "data.pile": pile}), None if to_load else task
+    return override(config, {"data.ingest": chosen}), None if to_load else task
 
 
-def _largest_batch(config: Config, task: Task) -> int:
-    return largest_batch(
-        config.data.composition, config.train.batch_size, *task.sizes, config.compute.workers
-    )
+def as_stored(config: Config, stored: Mapping[str, Any], given: Container[str]) -> Config:
+    """``config`` with what its images decided when the flat tree ``stored`` was written."""
+    keys = [key for key in decided(config) if key in stored and key not in given]
+    return override(config, {key: stored[key] for key in keys})
+
+
+def as_the_encoder_learnt(config: Config, given: Container[str]) -> Config:
+    """Own images as the run took them whose encoder this one starts from."""
+    source = config.model.weights
+    if source in (None, PRETRAINED) or weights.is_file(source) or not decided(config):
+        return config
+    stored = flatten(directory.read_config_tree(Storage(str(source))))
+    found = {key: stored[key] for key in OF_ENCODER if key in stored and key not in given}
+    config = override(config, found)
+    say(f"size: {config.augment.large.size} px, mean and std: as {source} learnt them")
+    return config
 
 
 def prepare(config: Config, task: Task | None = None) -> Task:

@@ -27,7 +27,7 @@ from pipelines.cli import SENTENCES
 from uno.config import OWN_ENCODERS, Config, about, describe, flatten, load_yaml, override
 from uno.errors import ConfigError
 from uno.methods.registry import settings
-from uno.presets import IMAGE_SIZE, PRESETS, SIZES, preset, sized
+from uno.presets import IMAGE_SIZE, PRESETS, SIZES, own_images, preset, sized
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
 MANY = 10**6
@@ -171,16 +171,7 @@ def parse(argv: Sequence[str], command: Command) -> Options:
     return _checked(options)
 
 
-BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")  # kinds of sources with presets of their own
-
-
 HOLD_OUT = 0.1  # of the labeled rows of one's own images, where no test row is of a known class
-
-
-def own_images(given: Mapping[str, Any]) -> bool:
-    """Whether the data is the user's, not that of a benchmark, whose rows are the paper's."""
-    kind = str(given.get("data.source", "digits")).partition(":")[0]
-    return given.get("data.labeled") is not None or kind not in BENCHMARKS
 
 
 def own_preset(given: Mapping[str, Any]) -> str:
@@ -376,7 +367,8 @@ RULES = f"""
 Order: defaults < preset < what a library says of its encoder < --config FILE < command line.
 Presets: {", ".join(PRESETS)}.
 Without --preset: digits for the digits; for any other data photos, where --weights names an encoder's or
-torchvision's are at hand, else custom (the paper's CIFAR10 settings).
+torchvision's are at hand, else custom (the paper's CIFAR10 settings, but for own images with size, batch,
+epochs, mean and std from the data, unless given; the run says which).
 A preset's known classes apply only to its own kind of data. None switches an optional value off.
 The values below are those that this very command line leads to.
 """

@@ -17,16 +17,19 @@ import yaml
 from pipelines import ray_env
 from pipelines.console import Progress, on_stop, say
 from pipelines.features import load_images
-from pipelines.jobs import prepare, starting_weights
+from pipelines.inference import own_task
+from pipelines.jobs import as_stored, prepare, starting_weights
 from pipelines.options import Options
 from pipelines.worker import leave_out_unreadable
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import Fold, SweepData, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
-from uno.config import about, differing_keys, dump_yaml, override, to_dict
+from uno.config import Config, about, differing_keys, dump_yaml, flatten, override, to_dict
 from uno.data.decode import readable
+from uno.data.defaults import decided, from_images
 from uno.data.files import Storage, full_path, normal
+from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods.registry import num_heads
@@ -72,10 +75,15 @@ def run_sweep(options: SweepOptions) -> int:
     options = _as_it_began(options)
     config = options.config
     own_weights = starting_weights(config, False)
-    task = prepare(override(config, HERE))
+    task = own_task(override(config, HERE))
+    asked, options = options.given, _from_images(options, task)
+    config = options.config
+    prepare(override(config, HERE), task)
     data = load_data(options, task, own_weights)
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
-    num_epochs = check_plans(options, folds)
+    if "train.batch_size" in decided(config) and "train.batch_size" not in asked:
+        options = _fitted(options, folds)
+    config, num_epochs = options.config, check_plans(options, folds)
     assert config.output is not None
     storage = Storage(config.output)
     if own_weights is not None:  # trials find them in the sweep's directory
@@ -167,13 +175,45 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
 
 
 def _as_it_began(options: SweepOptions) -> SweepOptions:
-    """With the ``data.hold_out`` of the sweep that is there, unless it was given: once it was 0."""
-    storage = Storage(str(options.config.output))
-    if "data.hold_out" in options.given or not storage.exists(SETTINGS):
+    """With what the images decided for the sweep that is there, and its ``data.hold_out``, which was once 0,
+    unless given.
+    """
+    storage, config = Storage(str(options.config.output)), options.config
+    if not storage.exists(SETTINGS):
         return options
-    data = dict(records.read_settings(storage).get("config") or {}).get("data") or {}
-    share = {"data.hold_out": data.get("hold_out", 0.0)}
-    return options._replace(config=override(options.config, share))
+    stored = flatten(dict(records.read_settings(storage).get("config") or {}))
+    if "data.hold_out" not in options.given:
+        config = override(config, {"data.hold_out": stored.get("data.hold_out", 0.0)})
+    return _with_config(options, as_stored(config, stored, options.given))
+
+
+def _from_images(options: SweepOptions, task: Task) -> SweepOptions:
+    """With what a new sweep's own images decide, as if it had been given, so that best.yaml has it."""
+    if Storage(str(options.config.output)).exists(SETTINGS):
+        return options
+    config, lines = from_images(options.config, task, options.given)
+    for line in lines:
+        say(line)
+    before, after = (flatten(to_dict(one)) for one in (options.config, config))
+    found = {key: value for key, value in after.items() if value != before[key]}
+    return _with_config(options._replace(given=found | options.given), config)
+
+
+def _with_config(options: SweepOptions, config: Config) -> SweepOptions:
+    """Rungs follow its epochs, unless they were told."""
+    asha, usual = options.asha, max(1, options.config.discover.epochs // 6)
+    if asha is not None and asha["grace_epochs"] == usual:
+        asha = {**asha, "grace_epochs": max(1, config.discover.epochs // 6)}
+    return options._replace(config=config, asha=asha)
+
+
+def _fitted(options: SweepOptions, folds: list[Fold]) -> SweepOptions:
+    """With a batch that every fold fills: they have some rows less than the run."""
+    config = options.config
+    sizes = [(len(fold.train.labels), fold.train.num_unlabeled) for fold in folds]
+    rules = config.data.composition, config.train.batch_size
+    batch = {"train.batch_size": min(largest_batch(*rules, *pair, config.compute.workers) for pair in sizes)}
+    return options._replace(config=override(config, batch), given=options.given | batch)
 
 
 def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:

@@ -102,9 +102,18 @@ PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values (Tab. 1), an
     # Batches pair one labeled with one unlabeled image and cycle the shorter set [release].
     "imagenet": (IMAGENET, IMAGENET_V2),
     "photos": (PHOTOS, {"recipe": "v2", "model.mlp_input": "raw"}),
-    # Photographs may need more pixels: --data.store-size, --augment.large.size and --model.stem.
+    # Of one's own images uno.data.defaults decides size, stem, batch, epochs, mean and std.
     "custom": ({}, CIFAR_V2),
 }  # fmt: skip
+
+
+BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")  # kinds of sources with presets of their own
+
+
+def own_images(given: Mapping[str, Any]) -> bool:
+    """Whether the data of dotted keys is the user's, not that of a benchmark, whose rows are the paper's."""
+    kind = str(given.get("data.source", "digits")).partition(":")[0]
+    return given.get("data.labeled") is not None or kind not in BENCHMARKS
 
 
 IMAGE_SIZE = "image_size"

@@ -137,11 +137,15 @@ def test_the_report_is_part_of_a_finished_run(finished, tmp_path, capsys, monkey
 
 
 def test_evaluate_reproduces_the_results_and_so_does_the_run(finished, tmp_path, capsys):
-    """Kills: a traceback of json for damaged results; training again."""
+    """Kills: a traceback of json for damaged results; training again; a report of other results."""
     before = (finished / "metrics.json").read_bytes()
     results = Path(shutil.copytree(finished, tmp_path / "run")) / "metrics.json"
     results.unlink()
-    assert cli.main(["evaluate", str(tmp_path / "run")]) == 0 and results.read_bytes() == before
+    page = tmp_path / "run" / "report.html"
+    for text, kept in ((page.read_text().replace("<h1", "<h1 old", 1), False), ("the user's own", True)):
+        page.write_text(text)
+        assert cli.main(["evaluate", str(tmp_path / "run")]) == 0 and results.read_bytes() == before
+        assert (page.read_text() == text) == kept  # the second time nothing has changed
     assert "task_aware" in capsys.readouterr().out
     results.write_text("{")
     assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 0 and results.read_bytes() == before

@@ -6,10 +6,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines import cli
+from pipelines.commands import DISCOVER
 from pipelines.jobs import decide
+from pipelines.options import parse
 from tests.pipelines.small import SMALL, refused
 from tests.uno.data.builders import write_images
-from uno.config import Config, override
+from uno.config import Config, differing_keys, dump_yaml, override, to_dict
 from uno.presets import preset
 from uno.results.trust import verdict
 
@@ -102,8 +104,39 @@ def test_a_batch_of_the_preset_photos_fits_the_data(tmp_path, capsys):
     data = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.hold_out": 0.1}
     config = override(preset("photos"), data | {"output": str(run), "data.store_size": 8})
     assert decide(config, False)[0].train.batch_size == 36
-    assert "batch: 36 rows, the most below 512" in capsys.readouterr().out
+    assert "batch: 36 of 36 rows" in capsys.readouterr().out
     assert decide(config, False, ["train.batch_size"])[0].train.batch_size == 512
     run.mkdir()
     (run / "config.yaml").write_text("{data: {ingest: auto, pile: novel}, train: {batch_size: 20}}")
     assert decide(config, False)[0].train.batch_size == 20
+
+
+def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, monkeypatch):
+    """Through the command line, to the directory and back. Kills: sizes that are decided anew when a run goes
+    on or its encoder is used again, and a preset's 32 px in silence.
+    """
+    folder, run = tmp_path / "data", tmp_path / "run"
+    write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(40)])
+    argv = ["--data", f"folder:{folder}", "--known-classes", "a", "--model.encoder", "resnet_small"]
+
+    def found(*more):
+        options = parse([*argv, "--output", str(run), *more], DISCOVER)
+        return decide(options.config, options.own.fresh, options.given)[0]
+
+    first = found()
+    text = capsys.readouterr().out
+    assert first.data.store_size == 8 and "size: 8 px of images that are usually" in text
+    assert all(f"\n{word}: " in text for word in ("batch", "epochs", "mean and std"))
+    assert first.pretrain.epochs == 30 and first.data.mean != Config().data.mean
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_yaml(first))
+    monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 7})
+    assert found() == first and differing_keys(to_dict(first), found()) == []
+    assert found("--fresh").discover.epochs == 7
+    assert differing_keys(to_dict(first), found("--image-size", "16"))
+    before = override(first, {"data.store_size": 32, "augment.large.size": 32, "discover.epochs": 200})
+    (run / "config.yaml").write_text(dump_yaml(before))  # of a run that began with the preset's
+    assert found() == before
+    (run / "config.yaml").write_text(dump_yaml(first))
+    again = found("--weights", str(run), "--output", str(tmp_path / "other"))
+    assert (again.data, again.augment) == (first.data, first.augment) and "as " in capsys.readouterr().out

@@ -40,7 +40,7 @@ def check(task: Task, config: Config, seconds: float = 0) -> list[Problem]:
     """Everything suspicious about ``task``, errors first; reads at most 2 GiB of images. Decodes none, unless
     it may take some ``seconds`` to decode them all.
     """
-    headers, bad = _headers(task)
+    headers, bad = headers_of(task)
     problems = [*_of_classes(task, config), *_of_batches(task, config), *_of_sizes(config, headers)]
     problems += _of_order(task, config)
     if seconds:
@@ -54,7 +54,7 @@ def check(task: Task, config: Config, seconds: float = 0) -> list[Problem]:
 
 def format_report(task: Task, problems: list[Problem], size: int | None = None) -> str:
     """Plain text: source, image sizes, the ``size`` in use, a table of classes, notes and problems."""
-    rows, headers = task.rows, _headers(task)[0]
+    rows, headers = task.rows, headers_of(task)[0]
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
@@ -190,10 +190,10 @@ def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterat
     usual = int(np.median([min(width, height) for _, width, height in headers] or [side]))
     if usual > SHRUNK * side:
         text = f"images of usually {usual} pixels are made {side} x {side}: most of what they show is lost; "
-        yield Problem("warning", text + "--data.store-size and --augment.large.size take more, and time")
+        yield Problem("warning", text + "--image-size takes more, and time")
 
 
-def _headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
+def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Headers of a sample of rows, and the reasons of the unreadable ones with their ids."""
     headers, bad, num = [], [], min(NUM_HEADERS, len(task.rows))
     for row in (np.arange(num) * len(task.rows) // max(num, 1)).tolist():

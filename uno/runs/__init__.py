@@ -3,7 +3,7 @@
 ROTATION, PRETRAIN, DISCOVER = "rotation", "pretrain", "discover"
 PHASES = (ROTATION, PRETRAIN, DISCOVER)  # each has a section of its name in the configuration
 
-NUMERICS = 16
+NUMERICS = 17
 """The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""
 
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run
