@@ -65,7 +65,7 @@ class UnoModel(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module, but for what is frozen: names, since SyncBatchNorm takes the place of modules."""
+        """As of any module, but for what is frozen."""
         super().train(mode)
         for name in self._frozen:
             self.encoder.get_submodule(name).eval()
