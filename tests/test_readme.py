@@ -248,3 +248,16 @@ def test_the_ablation_is_that_of_its_record():
             published = [lines[n, "task_agnostic_official", "all", "CIFAR10"] for n in (name, "UNO")]
             difference = published[0]["published"] - published[1]["published"]
             assert paper == spread(difference, None, signed=True)
+
+
+def test_the_methods_are_those_of_their_record():
+    """Kills: a number in the table of methods that its record does not hold, a row of it left out."""
+    record = json.loads((ROOT / "benchmarks/records/2026-11-22_reproduce-sota/result.json").read_text())
+    assert not record["missing"] and not record["failures"]
+    lines = {entry["name"]: entry for entry in record["lines"] if "values" in entry}
+    table = README.partition("| method | novel accuracy, task-aware")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = [tuple(cell.strip() for cell in row.split("|")[1:-1]) for row in table]
+    assert {name for name, _ in shown} == lines.keys() - {"UNO, mean of heads"}
+    for name, text in shown:
+        assert text == spread(lines[name]["mean"], lines[name]["sd"])
+        assert len(lines[name]["values"]) == record["n"]
