@@ -33,4 +33,4 @@ def test_the_lock_has_hashes_for_the_tested_set():
     pinned = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
     locked = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in entries.items()}
     assert pinned and locked.items() >= {(re.sub(r"[-_.]+", "-", n).lower(), v) for n, v in pinned}
-    assert locked.keys() >= NAMES
+    assert locked.keys() >= NAMES | {"setuptools"}  # torch needs it, and pip freeze leaves it out
