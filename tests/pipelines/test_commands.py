@@ -175,15 +175,19 @@ def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_named_before_data_is_read(finished, tmp_path, capsys, monkeypatch):
+def test_a_device_or_weights_that_are_not_there_are_named_before_data_is_read(
+    finished, tmp_path, capsys, monkeypatch
+):
     """Kills: minutes of a pass over the data, then the line."""
     for module in ("pipelines.inference", "uno.report"):
         monkeypatch.setattr(f"{module}.read_rows", lambda _: pytest.fail("data is read"))
     for words in (*([name, finished] for name in ("predict", "evaluate", "report")), DISCOVER):
         assert "sees no CUDA device" in refused(capsys, 2, *words, "--device", "cuda")
+    for file in ("/no/such/encoder.safetensors", "/no/such/encoder.pth", "/no/such/run"):
+        assert "model.weights: " in refused(capsys, 2, *DISCOVER, "--weights", file)
 
 
-def test_a_dry_run_names_no_file_that_it_deletes(tmp_path, capsys):
+def test_a_dry_run_names_no_file_that_it_deletes(finished, tmp_path, capsys):
     """Kills: bad_samples.jsonl in a folder that is gone; pretraining in the plan of a run with weights."""
     source = write_images(tmp_path / "in", {f"class {i}": 15 for i in range(10)})
     (source / "class 0" / "broken.png").write_bytes(b"no image")
@@ -191,6 +195,10 @@ def test_a_dry_run_names_no_file_that_it_deletes(tmp_path, capsys):
     assert cli.main([*DISCOVER, *words, "--dry-run"]) == 0
     said = "".join(capsys.readouterr())
     assert "1 unreadable images are left out; the first: class 0/broken.png" in said and "jsonl" not in said
+    assert "\npretrain: " in said
+    assert cli.main([*DISCOVER, "--weights", str(finished), "--dry-run"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "\npretrain: " not in said and "\ndiscover: " in said
 
 
 def test_pretrain_then_discover_equals_discover(finished, tmp_path):

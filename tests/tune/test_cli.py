@@ -5,10 +5,15 @@ from contextlib import nullcontext
 import pytest
 
 from pipelines import ray_env
+from pipelines.inference import own_task
+from pipelines.options import parse
+from tests.pipelines.small import write_images
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
 from tune import driver
+from tune.driver import sweep_options
 from tune.score import make_folds
-from tune.sweep import main
+from tune.sweep import TUNE, main
+from uno.config import override
 from uno.errors import ConfigError
 
 
@@ -105,3 +110,20 @@ def test_a_stale_cluster_address_is_one_line():
         ray_env.check_address("127.0.0.1:1")
     for other in ("", "auto", "local", "ray://host:10001"):
         ray_env.check_address(other)
+
+
+def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
+    """Kills: a sweep at 32 px, rungs of other epochs, a batch that no fold fills."""
+    source = write_images(tmp_path / "in", dict.fromkeys("abcd", 16), size=12)
+    words = ["--data", f"folder:{source}", "--known-classes", "a,b,c", "--model.encoder", "resnet_small"]
+    monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 18})
+    options = sweep_options(parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE))
+    task = own_task(options.config)
+    found = driver._from_images(options, task)
+    assert found.config.augment.large.size == found.given["data.store_size"] == 12
+    assert (found.config.discover.epochs, found.asha["grace_epochs"]) == (18, 3)
+    folds = make_folds(driver.load_data(found, task, None), "folds", 2, 0)
+    fitted = driver._fitted(found._replace(config=override(found.config, {"train.batch_size": 500})), folds)
+    rows = len(folds[0].train.labels) + folds[0].train.num_unlabeled
+    assert fitted.given["train.batch_size"] == fitted.config.train.batch_size <= rows < 500
+    assert driver.check_plans(fitted, folds) == 18
