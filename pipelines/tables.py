@@ -60,7 +60,10 @@ def main(options: Options, argv: Sequence[str]) -> int:
         _describe(request, jobs)
     else:
         run_missing(request, jobs)
-        with lock.claim(Storage(str(request.output)), on_wait=say):
+        with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
+            for name in claim.storage.unfinished():
+                if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
+                    claim.storage.delete(name)
             write_tables(request)
     return 0
 

@@ -339,7 +339,7 @@ def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
 def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch):
     """Kills: the point estimate instead of the suggested number, 'auto' left in the stored configuration."""
 
-    def estimate(config, _settings, _dry_run):
+    def estimate(config, *_):
         Storage(config.output).write("estimate.json", b'{"suggested": 4}')
         return SimpleNamespace(num_novel=3, suggested=4)
 

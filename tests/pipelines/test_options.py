@@ -310,7 +310,7 @@ def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):
     for name, flag in DISCOVER.flags().items():
         assert (f" {name} " in text or f" {name}," in text) and flag.sentence in text, name
     assert "Length of the phase in epochs. (default: 77)" in text
-    assert "Learning rate after warm-up. (default: 0.4)" in text
+    assert "twice the gradient. (default: 0.4)" in text
     assert "\x1b" not in text
     assert "usage: uno demo" in help_text("--nonsense", command=DEMO)  # whatever the mistake
     assert "--fresh" not in help_text(command=DATA)

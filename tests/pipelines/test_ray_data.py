@@ -272,7 +272,8 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jobs, "write_report", count)
     monkeypatch.setattr(decode, "to_rgb", lambda picture: decoded.append(1) or pixels(picture))
     monkeypatch.setattr(UnoModel, "__init__", lambda self, *a, **k: built.append(1) or build(self, *a, **k))
-    argv = ["discover", *words_of(tmp_path), "--workers", "0", "--max-steps", "1"]
+    given = ["--data.mean", *["0.5"] * 3, "--data.std", *["0.2"] * 3]  # or 512 are decoded to measure them
+    argv = ["discover", *words_of(tmp_path), *given, "--workers", "0", "--max-steps", "1"]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()
     assert before_report == [70 - len(BROKEN)]

@@ -269,14 +269,21 @@ def test_a_signal_stops_the_queue(tmp_path):
 
 
 def test_tables_are_written_under_a_claim_and_that_of_a_killed_driver_goes(tmp_path, monkeypatch):
-    """Kills: a lock file that stays for ever once every cell has a result, two drivers that write at once."""
+    """And half a configuration goes. Kills: a lock file that stays for ever once every cell has a result, two
+    drivers that write at once.
+    """
     storage, held = Storage(str(tmp_path)), []
+    half, in_a_run = "cells/.digits-uno-seed0.yaml.1a2b3c4d", "cells/digits-uno-seed0/.config.yaml.1a2b3c4d"
+    for name in (half, in_a_run):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
     storage.write(LOCK_FILE, b'{"token": "of a killed driver"}')
     monkeypatch.setattr(lock, "WATCH_S", 0.0)
     monkeypatch.setattr(tables, "plan", lambda request: [])
     monkeypatch.setattr(tables, "write_tables", lambda request: held.append(storage.read(LOCK_FILE)))
     assert reproduce.main(["ablation", "--output", str(tmp_path)]) == 0
     assert len(held) == 1 and b"killed" not in held[0] and not storage.exists(LOCK_FILE)
+    assert not storage.exists(half) and storage.exists(in_a_run)
 
 
 def test_a_process_ends_with_its_driver(tmp_path):
