@@ -59,7 +59,7 @@ def estimate(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("num_novel", [1, 2, 4])
+@pytest.mark.parametrize("num_novel", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     """6 known and 1, 2 or 4 novel blobs. Only the upper end may be larger: one cluster too many that splits
     an unlabeled class costs nothing, and ties go to the larger k.
@@ -84,7 +84,7 @@ def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     assert again.ks[-1] == 1 and again.key != found.key
 
 
-@pytest.mark.parametrize("num_novel", [1, 3])
+@pytest.mark.parametrize("num_novel", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_unlabeled_rows_of_known_classes_are_not_counted_as_novel(estimate, num_novel):
     """Half of each of 6 known classes is in the pile. Kills: the classes of pretraining left out of the
     clusters that are fixed, or fixed without a cluster of their own.

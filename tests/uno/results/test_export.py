@@ -27,7 +27,7 @@ from uno.runs import run
 RESNET18 = {"model__encoder": "resnet18", "data__store_size": 16, "augment__large__size": 16}
 
 
-@pytest.mark.parametrize("stem", ["imagenet", "small"])
+@pytest.mark.parametrize("stem", ["small", pytest.param("imagenet", marks=pytest.mark.slow)])
 def test_encoder_loads_into_plain_torchvision(tmp_path, stem):
     model, encoder = tiny_model(tmp_path, **RESNET18, model__stem=stem), torchvision.models.resnet18()
     if stem == "small":  # the two layers that the model card names
@@ -167,12 +167,12 @@ def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options,
     assert line in model_card(model, {}, {}) and "/home/me" not in model_card(model, {}, {})
 
 
-@pytest.mark.parametrize("what", ["vit", "timm_vit"])
-@pytest.mark.parametrize("trainable", ["all", "last"])
+SLOW_VITS = [pytest.param(*both, marks=pytest.mark.slow) for both in (("vit", "all"), ("timm_vit", "all"))]
+
+
+@pytest.mark.parametrize(("what", "trainable"), [("vit", "last"), ("timm_vit", "last"), *SLOW_VITS])
 def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, trainable):
-    """Kills: an encoder that is built but not trained, a program for one batch size, a hook that is lost. The
-    program, which takes seconds to trace, is made once for each.
-    """
+    """Kills: an encoder that is built but not trained, a program for one batch size, a hook that is lost."""
     if what == "timm_vit":
         pytest.importorskip("timm")
     encoder, storage = f"{TOYS}:{what}", Storage(str(tmp_path))
@@ -183,6 +183,5 @@ def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, traina
     model = load_classifier(storage)
     images = small_sets()[0].labeled_images[:9]
     assert export(model, "encoder")
-    if trainable == "last":
-        program = torch.export.load(io.BytesIO(export(model, "pt2"))).module()
-        torch.testing.assert_close(program(images), model.score(images).probabilities, rtol=0, atol=1e-5)
+    program = torch.export.load(io.BytesIO(export(model, "pt2"))).module()
+    torch.testing.assert_close(program(images), model.score(images).probabilities, rtol=0, atol=1e-5)
