@@ -89,8 +89,8 @@ COMMANDS = {
     "estimate": Command(lambda out, made: ["estimate-classes", "--known-classes", "first:6", "--data.limit",
         "300", "--max-steps", "2", "--model.width", "4", "--num-splits", "2", "--max-novel", "3",
         "--compute.threads", "1", "--output", out]),
-    "tune": Command(lambda out, made: ["tune", *TINY, "--trials", "2", "--folds", "1", "--output", out],
-        ray=True, children=True),
+    "tune": Command(lambda out, made: ["tune", *TINY, "--trials", "2", "--folds", "1", "--concurrent", "1",
+        "--output", out], ray=True, children=True),  # side by side, who stops early is a race
     "reproduce": Command(lambda out, made: ["reproduce", "ablation", "--seeds", "1", "--rows", "uno",
         "no-concat", "--parallel", "1", *CELL, "--output", out], children=True),
     "report": Command(lambda out, made: ["report", out], copies_run=True),
@@ -278,7 +278,8 @@ def _comparable(name: str, data: bytes) -> Any:
         return _timeless(json.loads(data))
     if name.endswith(".parquet"):
         table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False)
-        return table.drop_columns(["minutes"]) if "minutes" in table.column_names else data
+        clocks = [column for column in table.column_names if column == "minutes" or CLOCK.search(column)]
+        return table.drop_columns(clocks) if clocks else data
     if name.endswith((".html", ".md")):
         timed = re.search(rb"minutes(</th></tr>| \|\n)", data)
         return TIMES.sub(b"TIME", MINUTES.sub(b"TIME", data) if timed else data).decode()
