@@ -25,8 +25,8 @@ from uno.results.infer import Classifier, Decode, align_heads, load_classifier, 
 from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, ESTIMATE_FILE, METRICS_FILE, RESULTS_FILE, run
 from uno.runs.journal import read_journal
 
-MAX_ROWS, MAX_ROWS_CPU, MAX_ROWS_CPU_LARGE = 20_000, 4_000, 1_500
-"""Rows looked at: on a GPU, or with features at hand; on two CPU cores, about a minute with ResNet18 at 32
+MAX_ROWS, MAX_ROWS_CPU, MAX_ROWS_CPU_LARGE = 20_000, 4_000, 2_500
+"""Rows looked at: on a GPU, or with features at hand; on two CPU cores, a minute or two with ResNet18 at 32
 px; above 64 px."""
 PHASES = (("rotation", "Rotation"), ("pretrain", "Pretraining"), ("discover", "Discovery"))
 
