@@ -30,9 +30,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # its API is not used; it prints an error line per run
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources` is deprecated",  # Ray calling itself
 }
-AUTH_MODE = (
-    "RAY_AUTH_MODE"  # disabled for a private cluster on this machine; of another one the user's is left
-)
+AUTH_MODE = "RAY_AUTH_MODE"  # disabled for a private cluster here; of another one the user's is left
 
 
 @contextmanager

@@ -35,24 +35,30 @@ def test_the_cluster_files_fit_rays_schema(name):
 
 
 def test_the_spot_market_is_asked_first():
-    """By Ray's own scheduler, as the comments say. Kills: nodes paid on demand while there are cheaper."""
+    """By Ray's own scheduler, and for its priority alone. Kills: nodes paid on demand while
+    there are cheaper, priorities that are equal.
+    """
     from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
     from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
     from ray.autoscaler.v2.utils import ResourceRequestUtil
 
     types = yaml.safe_load((ROOT / "cluster.yaml").read_text())["available_node_types"]
-    configs = {
-        name: NodeTypeConfig(name, kind["min_workers"], kind["max_workers"], resources=kind["resources"],
-                             priority=kind.get("priority", 0))
-        for name, kind in types.items()
-    }  # fmt: skip
     demand = ResourceRequestUtil.make({"CPU": 1, "GPU": 1})
-    request = SchedulingRequest(
-        node_type_configs=configs, max_num_nodes=5, disable_launch_config_check=True,
-        resource_requests=ResourceRequestUtil.group_by_count([demand, demand]),
-    )  # fmt: skip
-    reply = ResourceDemandScheduler(None).schedule(request)
-    assert [(launch.instance_type, launch.count) for launch in reply.to_launch] == [("gpu_spot", 1)]
+
+    def asked(sign):
+        configs = {
+            name: NodeTypeConfig(name, kind["min_workers"], kind["max_workers"], resources=kind["resources"],
+                                 priority=sign * kind.get("priority", 0))
+            for name, kind in types.items()
+        }  # fmt: skip
+        request = SchedulingRequest(
+            node_type_configs=configs, max_num_nodes=5, disable_launch_config_check=True,
+            resource_requests=ResourceRequestUtil.group_by_count([demand, demand]),
+        )  # fmt: skip
+        reply = ResourceDemandScheduler(None).schedule(request)
+        return [(launch.instance_type, launch.count) for launch in reply.to_launch]
+
+    assert asked(1) == [("gpu_spot", 1)] and asked(-1) == [("gpu", 1)]
 
 
 def test_a_log_that_grows_changes_no_package(tmp_path):
