@@ -84,7 +84,7 @@ def test_a_command_that_a_signal_harms_is_reported(tmp_path, monkeypatch, capsys
             time.sleep(0.001)
         return 1.0
 
-    for name, value in (("run", work), ("spent", spent), ("POLL_S", 0.001), ("left_running", list)):
+    for name, value in (("run", work), ("spent", spent), ("POLL_S", 0.001), ("left_running", lambda _: [])):
         monkeypatch.setattr(chaos, name, value)
     monkeypatch.setitem(chaos.COMMANDS, "run", Command(lambda out, made: []))
     found = disturb("run", 2, 0, tmp_path)

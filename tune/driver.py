@@ -90,6 +90,9 @@ def run_sweep(options: SweepOptions) -> int:
         kept = {"model.weights": full_path(storage.path(PRETRAINED_FILE))}
         options = options._replace(config=override(config, kept))
     with lock.claim(storage, on_wait=say) as claim:
+        for name in claim.storage.unfinished():
+            if not lock.ours(name):
+                claim.storage.delete(name)
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             claim.storage.write(PRETRAINED_FILE, own_weights)

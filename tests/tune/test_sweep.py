@@ -122,6 +122,8 @@ def test_the_same_command_finishes_a_killed_sweep(tmp_path):
     assert 1 <= len(done) < 3
     before = {i: storage.read(f"{records.trial_name(i)}/epochs.jsonl") for i in done}
     pretrained = pretrainings(storage)
+    half = f"{records.trial_name(2)}/.trial.json.0123abcd"  # of a write that the kill cut off
+    storage.write(half, b"{")
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert again.returncode == 0, again.stderr
@@ -129,6 +131,7 @@ def test_the_same_command_finishes_a_killed_sweep(tmp_path):
     assert [r["status"] for r in results(storage)] == ["finished"] * 3
     assert {i: storage.read(f"{records.trial_name(i)}/epochs.jsonl") for i in done} == before
     assert pretrained.items() <= pretrainings(storage).items()
+    assert not storage.exists(half)
     assert "Traceback" not in again.stderr
 
 

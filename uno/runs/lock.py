@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from uno.data.files import Storage, parse_json
+from uno.data.files import TEMPORARY, Storage, parse_json
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
 from uno.runs import LOCK_FILE
@@ -66,10 +66,13 @@ class Claim:
             return self.storage.token
 
     def release(self) -> None:
-        """Stop renewing and remove the lock file, if it is still ours."""
+        """Stop renewing; if the lock file is still ours, remove it and what killed holders left of theirs."""
         self._released.set()
         with self._mutex:
             if self._holds():
+                for name in filter(ours, self._plain.list()):
+                    if TEMPORARY.fullmatch(name):
+                        self._plain.delete(name)
                 self._plain.delete(LOCK_FILE)
 
     def _renew(self) -> None:

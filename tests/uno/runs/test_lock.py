@@ -33,6 +33,20 @@ def test_a_free_directory_is_held_and_given_back_even_after_an_error(storage):
     assert storage.list() == []
 
 
+def test_what_killed_holders_left_of_their_locks_goes_and_nothing_else(storage):
+    """Kills: `.lock.json.0c448410` for ever, of a sweep killed while it renewed its claim."""
+    for name in (
+        ".lock.json.0c448410",
+        "..lock.json.0c448410.12345678",
+        "lock.json.mine",
+        ".a.json.0c448410",
+    ):
+        storage.write(name, b"{")
+    with claim(storage, on_wait=pytest.fail):
+        pass
+    assert storage.list() == [".a.json.0c448410", "lock.json.mine"]
+
+
 def test_a_living_holder_is_left_alone(storage):
     lines = []
     with claim(storage, on_wait=lines.append) as first:
