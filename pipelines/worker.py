@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from uno.data.decode import BAD_SAMPLES, check_bad
 from uno.data.files import Storage
 from uno.data.resident import keep_pixels
 from uno.data.splits import Task
-from uno.errors import ConfigError, Interrupted, UnoError
+from uno.errors import ConfigError, Interrupted, StorageError, UnoError
 from uno.norm import with_global_norms
 from uno.results.evaluate import evaluate_run
 from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, faults, run
@@ -34,7 +35,8 @@ from uno.runs.journal import JournalTail
 from uno.runs.lock import Claim, ClaimedStorage
 
 STOPPING = "stopping: saving a checkpoint first"
-STOP_CHECK_STEPS = 10
+STOP_LOOK_S = 2.0  # between two looks for the STOP file
+STOP_VOTE_S, MAX_VOTE_STEPS = 1.0, 100  # between two votes of the ranks on what was seen
 MAX_DEATHS = 3
 ADDRESS = "RAY_ADDRESS"
 GROWTH_S = 600.0  # nodes of a cloud take minutes to start
@@ -52,6 +54,7 @@ class RayWorker:
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device, self._storage = ray.train.torch.get_device(), storage
+        self._votes: StopVotes | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """DDP for several workers, on GPUs with norms over the whole batch (the CPU has no kernels)."""
@@ -74,11 +77,51 @@ class RayWorker:
             ray.train.report(metrics)
 
     def should_stop(self, step: int) -> bool:
-        """Whether the driver left a STOP file; looked up by rank 0 every few steps, agreed on by all."""
-        if step % STOP_CHECK_STEPS:
+        """Whether the driver left a STOP file."""
+        if self._votes is None:
+            self._votes = StopVotes(self.rank, self.device, partial(self._storage.exists, STOP_FILE))
+        return self._votes.stop()
+
+    def close(self) -> None:
+        """Look for no STOP file any more."""
+        if self._votes is not None:
+            self._votes.close()
+
+
+class StopVotes:
+    """Whether training is to stop, the same answer on every rank at every step. A thread of rank 0 asks
+    ``look``, which may take long; the ranks vote about once a second, on what it saw and how many steps that
+    is, by rank 0's clock.
+    """
+
+    def __init__(self, rank: int, device: torch.device, look: Callable[[], bool]) -> None:
+        self._rank, self._device, self._look = rank, device, look
+        self._found, self._over = threading.Event(), threading.Event()
+        self._left, self._since = 1, (1, time.monotonic())  # steps to the next vote; steps, time of the last
+        if rank == 0:
+            threading.Thread(target=self._watch, name="uno-stop", daemon=True).start()
+
+    def stop(self) -> bool:
+        """Ask before every step."""
+        self._left -= 1
+        if self._left:
             return False
-        found = self.rank == 0 and self._storage.exists(STOP_FILE)
-        return bool(collectives.sum_(torch.tensor([float(found)], device=self.device)))
+        (steps, before), now = self._since, time.monotonic()
+        wanted = int(STOP_VOTE_S * steps / max(now - before, 1e-3))
+        vote = [self._found.is_set(), min(max(wanted, 1), MAX_VOTE_STEPS)] if self._rank == 0 else [0, 0]
+        found, self._left = collectives.sum_(torch.tensor(vote, device=self._device)).tolist()
+        self._since = self._left, now
+        return bool(found)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(STOP_LOOK_S):
+            with suppress(StorageError):  # whoever writes checkpoints will say so
+                if self._look():
+                    return self._found.set()
 
 
 def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +142,8 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
             run.run_phase(config, phase, train, worker, storage)
     except Interrupted as stop:
         return {"interrupted": str(stop)}
+    finally:
+        worker.close()
     if not loop["evaluate"]:
         return {"metrics": {}}
     return {"metrics": evaluate_run(config, storage, train, truth(), loop["num_true"], worker)}

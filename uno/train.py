@@ -4,8 +4,8 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from uno.config import Config, PhaseConfig, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError, one_line
 from uno.runs import faults
-from uno.runs.checkpoint import Checkpoint, load_newest, save_checkpoint
+from uno.runs.checkpoint import Checkpoint, load_newest, prune, save_checkpoint
 from uno.runs.journal import Journal
 from uno.schedule import warmup_cosine
 from uno.state import TrainState, load_state_, state_tensors
@@ -108,19 +108,20 @@ def fit(
     of those present verifies.
     """
     state.total_steps, state.warmup_steps = max(1, phase.total_steps), phase.warmup_steps
-    if not resume_(state, storage, phase.name) and phase.last_step == 0:
-        _save(config, phase, state, worker, storage)  # a phase without steps ends as it began
+    resumed = resume_(state, storage, phase.name)
     batches = faults.in_training(batches, phase.name, worker.rank, storage)
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
     line_start, rolled_back = (state.step, time.perf_counter()), False
     skipped = tolerated_from = int(state.skipped)  # at the last look; when a series of bad steps began
     state.model.train()
     first, told = state.step + 1, time.monotonic()
-    with closing(Journal(storage if worker.rank == 0 else None, phase.name, state.step)) as journal:
+    with Journal(storage if worker.rank == 0 else None, phase.name, state.step) as journal:
+        if not resumed and phase.last_step == 0:
+            _save(config, phase, state, worker, storage, journal)  # a phase without steps ends as it began
         while state.step < phase.last_step:
             if worker.should_stop(state.step):
                 if _finite(state):
-                    _save(config, phase, state, worker, storage)
+                    _save(config, phase, state, worker, storage, journal)
                 at = f"{phase.name} step {state.step} of {phase.last_step}"
                 raise Interrupted(f"stopped at {at}; resume with the same command")
             lr = phase.lr(state.step)
@@ -164,7 +165,7 @@ def fit(
                 told = time.monotonic()
                 worker.report(metrics)
             if to_save:
-                _save(config, phase, state, worker, storage)
+                _save(config, phase, state, worker, storage, journal)
 
 
 def _position(phase: Phase, step: int) -> dict[str, Any]:
@@ -215,12 +216,16 @@ def _finite(state: TrainState) -> bool:
     return not bool(collectives.sum_((~finite).float().reshape(1)))
 
 
-def _save(config: Config, phase: Phase, state: TrainState, worker: Worker, storage: Storage) -> None:
+def _save(
+    config: Config, phase: Phase, state: TrainState, worker: Worker, storage: Storage, journal: Journal
+) -> None:
     """Store the state as it is: nothing in it changes, so an extra checkpoint never changes the run."""
     tensors = state_tensors(state)
     for name in ("epoch_losses", "line_loss"):
         tensors[name] = collectives.sum_(tensors[name].clone()) / worker.world_size
     if worker.rank == 0:
         checkpoint = Checkpoint(state.step, tensors, {"phase": phase.name})
-        save_checkpoint(storage, phase.name, checkpoint, dump_yaml(config), config.train.keep_checkpoints)
+        # Its lines first: a run that resumes from here drops later ones, and writes none of these again.
+        save_checkpoint(storage, phase.name, checkpoint, dump_yaml(config), journal.flush)
+        journal.later(partial(prune, storage, phase.name, state.step, config.train.keep_checkpoints))
     collectives.barrier(state.device)  # nobody looks for a checkpoint that rank 0 is still writing

@@ -2,18 +2,21 @@
 
 import signal
 import sys
+import threading
 import time
 import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from pipelines import console, ray_env
+from pipelines import console, ray_env, worker
 from pipelines.console import STOP_SIGNALS, on_stop, stopped_at_once
-from pipelines.worker import quiet_exit
+from pipelines.worker import StopVotes, quiet_exit
 from tests.forked import forked
-from uno.errors import Interrupted
+from uno import collectives
+from uno.errors import Interrupted, StorageError
 
 
 def test_ray_does_not_take_sigterm_from_us(monkeypatch):
@@ -94,3 +97,41 @@ def ended_in_a_callback():
 def test_an_exit_in_a_callback_is_asked_again_without_a_traceback():
     """Kills: a worker that stays, or one that leaves a traceback."""
     assert forked(ended_in_a_callback) == (3, "")
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.3, 20.0])
+def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
+    """A look that fails, finds nothing, then the file, while steps go on. Kills: a rank that goes by its own
+    clock, training that waits for the look or ends with it, 10 steps of 20 s before a stop is heard.
+    """
+    looks, may_look, votes, clock = [], threading.Event(), [], [0.0]
+
+    def look():
+        may_look.wait()
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise StorageError("a moment")
+        return len(looks) == 3
+
+    monkeypatch.setattr(worker, "STOP_LOOK_S", 0.001)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(collectives, "sum_", lambda vote: votes.append(vote.clone()) or vote)
+    first = StopVotes(0, torch.device("cpu"), look)
+    asked = []
+    while not (asked and asked[-1]):
+        clock[0] += step_s
+        asked.append(first.stop())
+        if len(asked) == 300:  # nobody has waited for a look so far
+            assert not looks and not any(asked)
+            may_look.set()
+    most = {0.001: 100, 0.3: 3, 20.0: 1}[step_s]
+    assert max(int(vote[1]) for vote in votes) == most
+    assert len(votes) >= len(asked) / most
+    seen = iter(votes)
+    monkeypatch.setattr(collectives, "sum_", lambda vote: next(seen) + vote)
+    other = StopVotes(1, torch.device("cpu"), pytest.fail)
+    for answer in asked:
+        clock[0] += 7 * step_s  # another clock
+        assert other.stop() == answer
+    assert next(seen, None) is None
+    first.close()

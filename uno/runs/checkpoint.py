@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -32,30 +34,43 @@ class Checkpoint(NamedTuple):
 
 
 def save_checkpoint(
-    storage: Storage, phase: str, checkpoint: Checkpoint, config_yaml: str, keep: int = 2
-) -> None:
-    """Write a checkpoint unless this step has a valid one, then delete all but the newest ``keep``, and later
-    steps: those did not verify when this run resumed. A StorageError leaves older checkpoints as they were.
+    storage: Storage, phase: str, checkpoint: Checkpoint, config_yaml: str,
+    before: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Write a checkpoint unless this step has a valid one. What ``before`` does is done by the time that it
+    counts. A StorageError leaves older checkpoints as they were.
     """
     directory = folder(phase, checkpoint.step)
-    with suppress(StorageError):
-        _verified_files(storage, directory)
-        return
+    if found := storage.walk(directory):
+        with suppress(StorageError):
+            _verified_files(storage, directory)
+            return
     state = {"format_version": FORMAT_VERSION, "step": checkpoint.step, **checkpoint.state}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
     texts = {STATE: json.dumps(state, indent=1).encode(), CONFIG: config_yaml.encode()}
     files = {TENSORS: safetensors.torch.save(tensors), **texts}
-    files[MANIFEST] = json.dumps({name: _entry(data) for name, data in files.items()}, indent=1).encode()
-    storage.delete(directory)
+    manifest = json.dumps({name: _entry(data) for name, data in files.items()}, indent=1).encode()
+    if found:
+        storage.delete(directory)
     try:
-        for name, data in files.items():
-            storage.write(f"{directory}/{name}", data)
+        with ThreadPoolExecutor(len(files)) as pool:  # for object stores: their requests take long
+            each = map if storage.is_local else pool.map
+            list(each(lambda name: storage.write(f"{directory}/{name}", files[name]), files))
+        before()
+        storage.write(f"{directory}/{MANIFEST}", manifest)
     except StorageError:
         with suppress(StorageError):
             storage.delete(directory)
         raise
+
+
+def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
+    """Delete all checkpoints up to step ``last`` but the newest ``keep``, and all of later steps: those did
+    not verify when this run resumed.
+    """
+    found = storage.walk(f"checkpoints/{phase}")
     steps = checkpoint_steps(storage, phase)
-    finished = [s for s in steps if s <= checkpoint.step and storage.exists(f"{folder(phase, s)}/{MANIFEST}")]
+    finished = [s for s in steps if s <= last and f"{_base(s)}/{MANIFEST}" in found]
     for step in sorted({*steps} - {*finished[-keep:]}):
         storage.delete(folder(phase, step))
 
@@ -107,23 +122,29 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
 
 def folder(phase: str, step: int) -> str:
     """Directory of a checkpoint in its run."""
-    return f"checkpoints/{phase}/step_{step:08d}"
+    return f"checkpoints/{phase}/{_base(step)}"
+
+
+def _base(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def _verified_files(storage: Storage, directory: str) -> dict[str, bytes]:
-    if not storage.exists(f"{directory}/{MANIFEST}"):
+    found = storage.find(f"{directory}/{MANIFEST}", MAX_STATE_BYTES)
+    if found is None:
         raise StorageError("no manifest: it was never finished")
     try:
-        manifest = dict(parse_json(storage.read(f"{directory}/{MANIFEST}", MAX_STATE_BYTES)))
+        manifest = dict(parse_json(found))
     except (ValueError, TypeError):
         raise StorageError("manifest is damaged") from None
     files = {}
     for name in (TENSORS, STATE, CONFIG):
-        if name not in manifest or not storage.exists(f"{directory}/{name}"):
+        data = storage.find(f"{directory}/{name}") if name in manifest else None
+        if data is None:
             raise StorageError(f"{name} is missing")
-        files[name] = storage.read(f"{directory}/{name}")
-        if manifest[name] != _entry(files[name]):
+        if manifest[name] != _entry(data):
             raise StorageError(f"{name} is damaged")
+        files[name] = data
     return files
 
 

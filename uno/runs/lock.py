@@ -132,16 +132,11 @@ def ours(name: str) -> bool:
 
 
 def _read(storage: Storage) -> dict[str, Any] | None:
-    if not storage.exists(LOCK_FILE):
-        return None
+    data = storage.find(LOCK_FILE, MAX_STATE_BYTES)
     try:
-        return dict(parse_json(storage.read(LOCK_FILE, MAX_STATE_BYTES)))
+        return None if data is None else dict(parse_json(data))
     except (ValueError, TypeError):
         return {}
-    except StorageError:
-        if storage.exists(LOCK_FILE):
-            raise
-        return None  # released in between
 
 
 def _who(found: dict[str, Any]) -> str:

@@ -11,7 +11,14 @@ import torch
 
 from uno.data.files import Storage
 from uno.errors import StorageError
-from uno.runs.checkpoint import Checkpoint, checkpoint_steps, load_checkpoint, load_newest, save_checkpoint
+from uno.runs.checkpoint import (
+    Checkpoint,
+    checkpoint_steps,
+    load_checkpoint,
+    load_newest,
+    prune,
+    save_checkpoint,
+)
 
 FILES = ("tensors.safetensors", "state.json", "config.yaml", "manifest.json")
 
@@ -28,7 +35,8 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 def save(storage: Storage, *steps: int, keep: int = 9, phase: str = "discover") -> None:
     for step in steps:
-        save_checkpoint(storage, phase, Checkpoint(step, tensors(step), {"phase": phase}), "seed: 0\n", keep)
+        save_checkpoint(storage, phase, Checkpoint(step, tensors(step), {"phase": phase}), "seed: 0\n")
+        prune(storage, phase, step, keep)
 
 
 def folder(step: int) -> str:

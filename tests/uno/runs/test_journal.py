@@ -1,15 +1,21 @@
 """metrics.jsonl is one line of JSON a step, without repetition."""
 
 import json
-from contextlib import closing
+import threading
+import time
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from tests.uno.small_run import HERE, small_config, small_sets
 from uno.data.files import Storage
+from uno.errors import StorageError
 from uno.runs import METRICS_FILE
+from uno.runs.checkpoint import MANIFEST, Checkpoint, save_checkpoint
 from uno.runs.journal import Journal, JournalTail, read_journal
+from uno.runs.run import PRETRAIN, run_phase
 
 
 def line(step: int, phase: str = "discover", **more) -> dict:
@@ -110,3 +116,113 @@ def test_the_tail_shows_each_line_once(storage, monkeypatch):
         assert new() == []
     storage.delete(METRICS_FILE)
     assert new() == [] and new() == []
+
+
+class Requests:
+    """A file system that notes who asks it for what; it has no directories, as an object store."""
+
+    type_name = "s3"
+
+    def __init__(self, inner) -> None:
+        self.inner, self.seen = inner, []
+
+    def __getattr__(self, name):
+        def ask(path, *more):
+            self.seen.append((threading.current_thread() is threading.main_thread(), name, str(path)))
+            if name == "open_output_stream":
+                self.inner.create_dir(path.rpartition("/")[0], recursive=True)
+            return getattr(self.inner, name)(path, *more)
+
+        return ask
+
+    def of(self, name: str, main: bool) -> int:
+        return sum(entry[:2] == (main, name) for entry in self.seen)
+
+
+@pytest.fixture
+def remote() -> Storage:
+    storage = Storage("mock:///run")
+    storage._fs = Requests(storage._fs)
+    return storage
+
+
+def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
+    """Kills: lines written by the thread that trains, one request for each that waits, lines in another
+    order, a flush that returns before the last.
+    """
+    may_write, calls = threading.Event(), []
+    name = "append" if storage.is_local else "write"
+    monkeypatch.setattr(storage, name, lambda *args: may_write.wait() and calls.append(args))
+    journal = Journal(storage, "discover", 0)
+    for step in range(1, 10):
+        journal.write(line(step))
+    threading.Timer(0.05, may_write.set).start()
+    journal.flush()
+    assert len(calls) <= 2
+    text = b"".join(data for _, data in calls) if storage.is_local else calls[-1][1]
+    assert [json.loads(entry)["step"] for entry in text.splitlines()] == list(range(1, 10))
+    journal.close()
+
+
+def test_what_the_writing_thread_meets_ends_training(storage, monkeypatch):
+    """Kills: a full disk that nobody hears of, a later line that hides the hole, an error in the place of the
+    one that ended training.
+    """
+
+    def full(*_):
+        raise StorageError("no space left")
+
+    for ending in ("write", "flush", "close"):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "append" if storage.is_local else "write", full)
+            journal = Journal(storage, "discover", 0)
+            journal.write(line(1))
+            with pytest.raises(StorageError, match="no space"):
+                while ending == "write":
+                    journal.write(line(2))
+                getattr(journal, ending)()
+            with pytest.raises(StorageError) if ending != "close" else nullcontext():
+                journal.close()
+            with pytest.raises(ZeroDivisionError), Journal(storage, "discover", 0) as journal:
+                journal.write(line(3))
+                _ = 1 / 0
+    assert steps(storage) == []
+
+
+def test_a_checkpoint_counts_when_its_lines_are_there(storage, monkeypatch):
+    """Kills: a run that resumes from a checkpoint whose lines a kill -9 took with it."""
+    written, write, append = [], storage.write, storage.append
+
+    def slowly(do):
+        def note(name, data):
+            written.append(name)
+            return time.sleep(0.02) if name == METRICS_FILE else None, do(name, data)
+
+        return note
+
+    monkeypatch.setattr(storage, "write", slowly(write))
+    monkeypatch.setattr(storage, "append", slowly(append))
+    with Journal(storage, "discover", 0) as journal:
+        for step in (1, 2):
+            journal.write(line(step))
+            save_checkpoint(storage, "discover", Checkpoint(step, {}, {}), "", journal.flush)
+            assert steps(storage)[-1] == step
+            assert written.index(f"checkpoints/discover/step_{step:08d}/{MANIFEST}") > written.index(
+                METRICS_FILE
+            )
+
+
+def test_requests_of_training_do_not_grow_with_its_lines(remote):
+    """A line a step, and one an epoch. Kills: a look, a read or a write of the training thread for a
+    line; the whole journal read back for one.
+    """
+    asked = []
+    for every in (1, 100):
+        remote._fs.seen.clear()
+        config = small_config(train__log_every=every, pretrain__epochs=6, train__checkpoint_every_epochs=6)
+        remote.delete("checkpoints")
+        run_phase(config, PRETRAIN, small_sets()[0], HERE, remote)
+        looks = ("open_input_file", "get_file_info")
+        asked.append([remote._fs.of(name, main) for name in looks for main in (True, False)])
+        assert remote._fs.of("open_output_stream", True) <= 2  # the manifest, a rewound journal
+    assert asked[0] == asked[1]
