@@ -207,13 +207,10 @@ def starting_weights(config: Config, fresh: bool) -> bytes | None:
     fetched. An encoder or weights that do not fit are a ConfigError here, before any data is read.
     """
     source, own, tensors = config.model.weights, None, None
-    if config.model.trainable == "heads":
-        if source is None:
-            raise ConfigError(
-                "model.trainable heads needs --weights: an encoder that has learnt nothing finds nothing"
-            )
-        if registry.load(config).needs_images:
-            raise ConfigError(f"method {config.method} works on images: not with model.trainable heads")
+    if config.model.trainable == "heads" and source is None:
+        raise ConfigError(
+            "model.trainable heads needs --weights: an encoder that has learnt nothing finds nothing"
+        )
     if source == PRETRAINED:
         storage = Storage(config.output) if config.output and not fresh else None
         if storage is not None and storage.exists(PRETRAINED_FILE):
@@ -418,6 +415,9 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
         if on_features(config):  # which take minutes, and would be kept
+            if registry.load(config).needs_images:
+                say(f"no step ran: method {config.method} begins with the features of all rows")
+                return 0
             once = override(once, {"data.ingest": "streaming"})
         with lock.claim(Storage(folder), on_wait=say) as claim:
             if own_weights is not None:

@@ -25,6 +25,10 @@ REPRODUCE = Command("reproduce", {
 }, "changes", text="""
 The other options hold for every cell (--discover.epochs 100, --recipe v2, --device cuda); what a row of the
 table changes wins. Finished cells are read, not repeated; a larger --seeds adds to them.
+
+On images of your own, in the words of uno discover: uno reproduce sota --data DIR --known-classes FILE
+--model.encoder timm:NAME --weights FILE. With a frozen encoder (the preset photos) all cells share one set of
+features. A row that makes no sense there is refused, and the table says why.
 """)  # fmt: skip
 
 

@@ -17,16 +17,18 @@ import torch
 from pipelines import ray_env
 from pipelines.cells import Attempts, Job, RayProcess, Start, read_attempts, run_jobs, start_here
 from pipelines.console import say
+from pipelines.jobs import decide
 from pipelines.options import Options, checked_output
 from uno.config import ComputeConfig, Config, about, differing_keys, override, to_dict
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normal, split
-from uno.data.sources import read_rows
+from uno.data.sources import READERS, read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
+from uno.presets import own_images
 from uno.reproduce import documents, effects
-from uno.reproduce.experiments import DATA_OPTIONS, REFERENCE, Cell, Table, build, cells
+from uno.reproduce.experiments import DATA_OPTIONS, REFERENCE, Cell, Table, build, cells, with_own_data
 from uno.reproduce.figures import draw
 from uno.runs import lock
 from uno.runs.directory import read_config_tree
@@ -35,11 +37,14 @@ from uno.weights import is_file
 
 
 class Request(NamedTuple):
-    """``own`` arguments, ``changes`` of all cells by dotted key, ``command`` without where and how fast."""
+    """``own`` arguments, cells that are ``refused`` and why, ``changes`` of all others by dotted key,
+    ``command`` without where and how fast.
+    """
 
     own: SimpleNamespace
     table: Table
     cells: list[Cell]
+    refused: Mapping[str, str]
     output: Path
     changes: Mapping[str, Any]
     command: str
@@ -70,26 +75,59 @@ def main(options: Options, argv: Sequence[str]) -> int:
 
 def read_request(options: Options, argv: Sequence[str]) -> Request:
     """The request of the command line ``argv``. ConfigError: a mistake in it, or data that is missing."""
-    own = options.own
-    frozen = options.given.get("model.trainable") == "heads"
-    for key in options.given:
-        if about(key).decided == "reproduce" and not (frozen and key == "model.weights"):
+    own, given = options.own, options.given
+    on_own = own_images(given) and {"data.source", "data.labeled"} & given.keys()
+    frozen = (options.config.model.trainable if on_own else given.get("model.trainable")) == "heads"
+    for key in given:
+        free = (frozen and key == "model.weights") or (on_own and key in OWN_DATA)
+        if about(key).decided == "reproduce" and not free:
             raise ConfigError(f"{key} is for the table to choose; uno reproduce has --seeds and --output")
-    given = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
-    directories = {option: full_path(normal(path)) for option, path in given.items() if path}
-    table, full = _select(build(own.table, own.scale), own, directories), own.scale == "full"
-    output = checked_output(own.output or f"runs/reproduce-{own.table}{'-full' if full else ''}")
+    paths = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
+    directories = {option: full_path(normal(path)) for option, path in paths.items() if path}
+    table, full, changes = build(own.table, own.scale), own.scale == "full", dict(given)
+    if frozen:
+        changes |= _shared_features(given)
+        table = table.model_copy(update={"notes": table.notes if table.frozen is None else table.frozen})
+    if on_own:
+        if directories:
+            raise ConfigError(f"give either --data or --{next(iter(directories))}, not both")
+        table = _on_own_data(table, options)
+        changes = {k: v for k, v in changes.items() if not k.startswith("data.") and k != "preset"}
+    table = _select(table, own, directories)
+    name = "-".join([own.table, *(["full"] * full), *(b.key for b in table.benchmarks if on_own)])
+    output = checked_output(own.output or f"runs/reproduce-{name}")
     if "://" in output:
         raise ConfigError("--output must be a directory: uno reproduce keeps logs of its processes there")
-    changes = ({} if full else {"compute.threads": 1}) | options.given
-    if frozen:
-        changes |= _shared_features(options.given)
-    todo = cells(table, own.seeds or table.seeds, directories, changes)
+    changes = ({} if full else {"compute.threads": 1}) | changes
+    todo, refused = cells(table, own.seeds or table.seeds, directories, changes)
     words, left_out = ["uno", "reproduce"], ("--output", "--record", "--parallel")  # each has one value
     for before, word in zip(["", *argv], argv, strict=False):
         if before not in left_out and word.partition("=")[0] not in left_out:
             words.append(word)
-    return Request(own, table, todo, Path(output).absolute(), changes, shlex.join(words))
+    return Request(own, table, todo, refused, Path(output).absolute(), changes, shlex.join(words))
+
+
+OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
+"""What a table leaves to whoever brings the data."""
+
+
+def _on_own_data(table: Table, options: Options) -> Table:
+    """``table`` on the data of the command line, which is read, with what its images decide. ConfigError:
+    nobody can count what is right there.
+    """
+    config = override(options.config, {"output": None})
+    found, task = decide(config, True, options.given)
+    task = task or make_task(read_rows(found.data), found.data)
+    if not (task.is_train & (task.labels < 0) & (task.eval_labels >= task.num_known)).any():
+        why = "no unlabeled row has a true class to count by"
+        raise ConfigError(f"{task.rows.source}: {why}; hide labels with --known-classes")
+    places: dict[str, Any] = {"data.ingest": config.data.ingest}  # each method's own affair
+    for name in ("source", "labeled", "unlabeled", "known_classes"):  # as every process finds them
+        kind, colon, path = str(getattr(found.data, name)).rpartition(":")
+        named = name == "known_classes" and path in task.known
+        if (not kind or kind in READERS) and not named and os.path.exists(normal(path)):
+            places[f"data.{name}"] = kind + colon + full_path(normal(path))
+    return with_own_data(table, override(found, places), task.num_known, len(task.novel))
 
 
 def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,6 +220,8 @@ def _describe(request: Request, jobs: Sequence[Job]) -> None:
     todo, num_cells = {job.name for job in jobs}, len(request.cells)
     minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
     say(f"{request.table.title}: {num_cells} cells, {num_cells - len(minutes)} of them have a result")
+    for name, reason in request.refused.items():
+        say(f"  {name} is refused: {reason}")
     for job in jobs:
         say(f"  {job.label}")
     if None in minutes:
@@ -247,9 +287,10 @@ def write_tables(request: Request) -> None:
     """Write and show the tables and, if asked for, the record; then raise if cells failed or are missing."""
     attempts = read_attempts(request.output)
     found = effects.read(
-        request.table, request.cells, request.output, request.changes,
+        request.table, request.cells, request.output,
+        {key: value for key, value in request.changes.items() if key != "model.weights"},
         {name: past.seconds for name, past in attempts.items()},
-        {name: past.reason for name, past in attempts.items() if past.failed},
+        {name: past.reason for name, past in attempts.items() if past.failed}, request.refused,
     )  # fmt: skip
     maps = draw(request.cells, request.output, say) if request.table.maps else []
     documents.write(Storage(str(request.output)), found, request.command, maps)

@@ -364,8 +364,6 @@ class Config(_Frozen):
                 raise ValueError("augment.small.num_views must be 0 with model.trainable heads")
             if self.rotation.epochs:
                 raise ValueError("rotation.epochs must be 0 with model.trainable heads")
-            if self.objective.rkd_weight:
-                raise ValueError("objective.rkd_weight is of no use with model.trainable heads")
         if self.data.pile == "mixed" and (reason := not_mixed(self)):
             raise ValueError(reason)
         for name in ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size"):

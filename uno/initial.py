@@ -173,16 +173,16 @@ def _move_prototypes_(
 ) -> None:
     device, num_heads, is_novel = model.known.weight.device, model.num_heads, cluster >= 0
     if labels is not None:
-        _at_means_(model.known.weight, unit(labeled).to(device), labels)
+        at_means_(model.known.weight, unit(labeled).to(device), labels)
     projections = _projections_(model, torch.cat([unlabeled, labeled]).to(device))[:, : len(unlabeled)]
     for h in range(num_heads):
-        _at_means_(model.novel.weight[h], projections[h], cluster)
+        at_means_(model.novel.weight[h], projections[h], cluster)
     if model.over is not None:
         rows, num = unit(unlabeled[is_novel]), model.over.weight.shape[1]
         for h in range(num_heads if len(rows) >= num else 0):
             own = torch.full_like(cluster, -1)
             own[is_novel] = _kmeans(rows, num, 1, seed + h).assignment
-            _at_means_(model.over.weight[h], projections[num_heads + h], own)
+            at_means_(model.over.weight[h], projections[num_heads + h], own)
 
 
 def training_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,7 +240,7 @@ def _projections_(model: UnoModel, features: Tensor) -> Tensor:
     return projections
 
 
-def _at_means_(prototypes: Tensor, directions: Tensor, group: Tensor) -> None:
+def at_means_(prototypes: Tensor, directions: Tensor, group: Tensor) -> None:
     """Each prototype (K, P) to the mean direction of its ``group`` (N,), in place; one without rows stays."""
     member = F.one_hot(group.clamp(min=0), len(prototypes)) * (group >= 0)[:, None]  # (N, K); -1 is in none
     member = member.to(directions)

@@ -18,7 +18,7 @@ from pipelines.cells import Job, RayProcess, read_attempts, run_jobs, start_here
 from pipelines.commands import DISCOVER
 from pipelines.options import RAY_JOB, parse
 from tests.forked import forked
-from tests.pipelines.small import SMALL, wait_for
+from tests.pipelines.small import SMALL, wait_for, write_images
 from uno.config import Config, dump_yaml, override
 from uno.data import features
 from uno.data.files import Storage
@@ -210,6 +210,74 @@ def test_features_come_first_and_are_shared(frozen_request, tmp_path):
     (request.output / "cells" / "digits-uno-seed1" / "metrics.json").unlink()
     again = [job.name for job in tables.plan(request)]
     assert again == [jobs["cells/digits-uno-seed1"].needs, "cells/digits-uno-seed1"]
+
+
+@pytest.fixture
+def own_request(frozen_request, tmp_path):
+    """``own_request(TABLE, ...)``: on a folder of the user's, six classes, four of them known."""
+    write_images(tmp_path / "My Photos", dict.fromkeys("abcdef", 12))
+    (tmp_path / "known.txt").write_text("a\nb\nc\nd\n")
+    frozen_request()  # the encoder's file
+    words = ["--data", "My Photos", "--known-classes", "known.txt", "--preset", "photos", "--image-size", "8"]
+    words += ["--model.encoder", "resnet_small", "--model.width", "4", "--weights", "encoder.safetensors"]
+    return lambda name, *more: request([name, *words, "--compute.cache", "cache", "--seeds", "1", *more])
+
+
+def test_a_table_on_ones_own_images(own_request, tmp_path):
+    """In the words of uno discover; cells know their data wherever they run. Kills: a table's own data
+    besides, features for each method, a start or a prior that is UNO's for others, two rows of one
+    configuration, data told as if it were a change.
+    """
+    asked = own_request("sota", "--discover.epochs", "2")
+    found = {cell.row.key: cell.config for cell in asked.cells}
+    rows = ["kcl", "mcl", "dtc", "rs", "rs-plus", "jia", "openmix", "ncl", "uno", "iic", "rkd"]
+    assert list(found) == rows and not asked.refused
+    assert asked.table.benchmarks[0].name == "My Photos (4 / 2)"
+    assert asked.output == Path("runs/reproduce-sota-my-photos").absolute()
+    for key, config in found.items():
+        assert config.data.source == str(tmp_path / "My Photos") and config.data.pile == "novel"
+        assert config.data.known_classes == str(tmp_path / "known.txt") and config.data.hold_out == 0.1
+        assert (config.discover.epochs, config.train.batch_size) == (2, 66) and config.output is None
+        ours = config.method == "uno"
+        assert config.model.start == ("kmeans" if ours else "random"), key
+        assert config.objective.prior == ("clusters" if ours else None)
+        assert config.model.weights == str(tmp_path / "encoder.safetensors")
+    assert len({cell.pretraining for cell in asked.cells}) == 1
+    assert len({dump_yaml(config) for config in found.values()}) == len(found)
+    assert asked.changes.keys() & {"data.source", "data.known_classes", "preset"} == set()
+    assert "same cached features" in asked.table.notes[1]
+    jobs = tables.plan(asked)
+    assert [job.name.partition("/")[0] for job in jobs] == ["features", *["cells"] * 11]
+    assert (
+        own_request("sota", "--model.start", "random", "--rows", "rs").cells[0].config.model.start == "random"
+    )
+
+
+def test_rows_that_own_images_refuse_are_told(own_request):
+    """Kills: a table that is refused whole, a row that is left out without a word."""
+    asked = own_request("rotation")
+    assert {cell.row.key for cell in asked.cells} == {"uno", "rs-plus"}
+    assert asked.refused.keys() == {"my-photos-uno-rotation", "my-photos-rs-plus-rotation"}
+    assert "rotation.epochs must be 0" in asked.refused["my-photos-uno-rotation"]
+    with pytest.raises(ConfigError, match="unknown-k chooses classes of the paper's data"):
+        own_request("unknown-k")
+    with pytest.raises(ConfigError, match="give either --data or --cifar10"):
+        own_request("sota", "--cifar10", "x")
+    with pytest.raises(ConfigError, match=r"data\.source is for the table to choose"):
+        own_request("sota", "--data", "digits")
+    with pytest.raises(ConfigError, match="epsilon"):
+        own_request("sota", "--objective.epsilon", "-1")
+    unknown = ["--known-classes", "None", "--labeled", "My Photos", "--unlabeled", "My Photos/a"]
+    with pytest.raises(ConfigError, match="give either --data or --labeled"):
+        own_request("sota", *unknown)
+
+
+def test_images_without_truth_cannot_be_counted(own_request, tmp_path):
+    """Kills: a table of dashes after an hour."""
+    write_images(tmp_path / "new", {"": 12})
+    words = ["sota", "--labeled", "My Photos", "--unlabeled", "new", "--num-novel", "2"]
+    with pytest.raises(ConfigError, match="no unlabeled row has a true class to count by"):
+        request([*words, "--preset", "custom"])
 
 
 def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):

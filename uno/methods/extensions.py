@@ -125,7 +125,9 @@ def rkd_loss(
     Gu et al. (ICCV 2023), rKD: a row weighs as much as the probability that the current network gives to all
     known classes, relative to the mean; factor T^2 as in Hinton et al. 2015. Softmax at tau T throughout. The
     weight has a gradient, as in the authors' code. Unlabeled rows: known (V, B_u, C_l), novel (V, H, B_u,
-    C_u), the pretrained network's teacher (V, B_u, C_l); a scalar, the mean over views, heads and rows.
+    C_u), the pretrained network's teacher (V, B_u, C_l); a scalar, the mean over views, heads and rows. Of a
+    frozen encoder whose file knows no class, that network is the encoder with a known head that learns for
+    the epochs of pretraining, on labeled rows alone, before discovery.
     """
     scale = temperature * distillation_temperature
     cross_entropy = -((teacher / scale).softmax(dim=-1) * (known / scale).log_softmax(dim=-1)).sum(dim=-1)

@@ -13,6 +13,10 @@ are of the mean of both views' features, which tells held-out classes apart bett
 and every other term weigh 1, the consistency as in RS; contrast reads the features, not a projection of them,
 and the batch of all workers, not a memory; several positives count as the mean of their logarithms (Khosla et
 al. 2020, L_out).
+
+A frozen encoder has nothing that contrast could train: there a linear layer on its features, the identity at
+first, stands for its last stage, and what is hashed, contrasted and clustered is that layer's output, of
+cached views. The known head reads the features themselves.
 """
 
 from typing import Any
@@ -25,7 +29,7 @@ from uno import collectives
 from uno.config import Config, ObjectiveConfig
 from uno.heads import unit
 from uno.methods import rs
-from uno.methods.method import Method, NovelHead, forward_two_views
+from uno.methods.method import AdaptedHead, Method, NovelHead, forward_two_views, learnt_features
 from uno.model import UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -39,6 +43,7 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
     """The objective of pairs + contrast of all rows. Returns the loss as (1,)."""
     num_labeled, windows = len(batch.labels), state.extra["windows"]
     known, novel, features = forward_two_views(state, batch)
+    features = learnt_features(state, features)
     codes = hash_codes(features[:, num_labeled:].detach().mean(dim=0), windows)
     similar = agreement(codes, collectives.gather_rows(codes, 0), windows.shape[1]) > AGREEMENT
     pairs = rs.loss_of_pairs(state, batch.labels, objective, known, novel, similar)
@@ -83,4 +88,4 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     return {"windows": order[:, :WINDOW].to(model.known.weight.device)}
 
 
-METHOD = Method(step, NovelHead, start, trains_encoder=True, settings=rs.SETTINGS)
+METHOD = Method(step, NovelHead, start, frozen_head=AdaptedHead, settings=rs.SETTINGS)

@@ -27,14 +27,15 @@ class Method:
     first step, on every worker alike: it may initialise the model in place and returns what to keep in
     ``state.extra`` and in checkpoints. ``settings``: preset -> dotted keys, where the authors' constants
     depend on the data. ``needs_images``: it reads images or ``Batch.rows`` itself, so it cannot stream.
-    ``trains_encoder``: what sets it apart acts on the encoder, so it is nothing with a frozen one.
+    ``frozen_head``: the head in its place where the encoder is frozen, of a method that would shape it: see
+    :class:`AdaptedHead`.
     """
 
     step: Step
     novel_head: BuildHead | None = None
     start: Start | None = None
     needs_images: bool = False
-    trains_encoder: bool = False
+    frozen_head: BuildHead | None = None
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -54,6 +55,30 @@ class NovelHead(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """(N, D) features -> (1, N, K) cosines."""
         return self.prototypes(features)
+
+
+class AdaptedHead(NovelHead):
+    """A linear layer on the feature, the identity at first, and cosines of its output to K prototypes.
+
+    In the place of the encoder's last stage, which methods that shape features train (NCL's authors, like
+    RS's, freeze the stages before it): the one layer that learns where only features are at hand.
+    """
+
+    def __init__(self, num_novel: int, num_features: int) -> None:
+        super().__init__(num_novel, num_features)
+        self.layer = nn.Linear(num_features, num_features)
+        nn.init.eye_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(N, D) features -> (1, N, K) cosines."""
+        return self.prototypes(self.layer(features))
+
+
+def learnt_features(state: TrainState, features: Tensor) -> Tensor:
+    """Features (..., D) as the method shapes them: the encoder's own, or an :class:`AdaptedHead`'s."""
+    head = state.model.novel
+    return head.layer(features) if isinstance(head, AdaptedHead) else features
 
 
 def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

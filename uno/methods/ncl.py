@@ -20,6 +20,10 @@ is among its own nearest loses that part. Labeled entries are drawn with replace
 step. All workers hold the same memories, of all workers' rows in the order of the global batch. Not carried
 over: steps of the learning rate, batches of 128, the frozen first three stages. Its authors warn that hard
 negatives sometimes collapse, and leave them out on CIFAR10.
+
+A frozen encoder has nothing that contrast could train: there a linear layer on its features, the identity at
+first, stands for the last stage, the only one that the authors train, and pairs, memories and clusters are of
+that layer's output, of cached views. The known head reads the features themselves.
 """
 
 from typing import Any
@@ -31,7 +35,7 @@ from uno import collectives
 from uno.config import Config, ObjectiveConfig
 from uno.heads import unit
 from uno.methods import rs
-from uno.methods.method import Method, NovelHead, alike, forward_two_views
+from uno.methods.method import AdaptedHead, Method, NovelHead, alike, forward_two_views, learnt_features
 from uno.model import UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -51,6 +55,7 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
     """The objective of pairs + contrast of labeled and, once it is time, of unlabeled rows. Returns (1,)."""
     num_labeled, extra = len(batch.labels), state.extra
     known, novel, features = forward_two_views(state, batch)
+    features = learnt_features(state, features)
     similar = alike(features[0, num_labeled:], THRESHOLD)
     loss = rs.loss_of_pairs(state, batch.labels, objective, known, novel, similar)
     query, key = unit(features[0]), unit(features[1]).detach()
@@ -149,4 +154,4 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     }
 
 
-METHOD = Method(step, NovelHead, start, trains_encoder=True, settings=rs.SETTINGS)
+METHOD = Method(step, NovelHead, start, frozen_head=AdaptedHead, settings=rs.SETTINGS)

@@ -15,7 +15,7 @@ the rise over a quarter of the phase, as RS's consistency, which is left in; the
 are of view 0; an anchor's partner is any unlabeled row. What another weight and a random start give on
 held-out known classes: record ``2026-11-22_methods-three``. Partners come from the batch of all workers,
 whose images are gathered for it; a generator of the step draws them. On cached features of a frozen encoder
-the features are mixed: not the paper's method.
+the features are mixed, as in manifold mixup (Verma et al., ICML 2019), where the paper mixes pixels.
 """
 
 import numpy as np

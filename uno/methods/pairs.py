@@ -10,11 +10,12 @@ features (area under the curve .71 to .75; record ``pairs-digits``): five known 
 classes, not similarity. With true pairs KCL reaches 100 and MCL, which loses a cluster at the start, 80
 (record ``methods-digits``).
 
-Its form is that of the authors' code, a hidden layer of 4 D units on both features side by side, without its
-BatchNorm (with it MCL 50.1, KCL 40.6); features are normalised to length one. All pairs of a batch count
-alike, so what it takes for granted is that novel classes are about as many as known ones; a pair is similar
-where it says more than 1/2. That the three terms of a step weigh one each is our choice, as are pairs of
-(view 0, view 1) where the authors have one view.
+Its form is that of the authors' code, a hidden layer of 4 D units on both features side by side (at most the
+2,048 of their 512 features: every pair of a batch passes through it), without its BatchNorm (with it MCL
+50.1, KCL 40.6); features are normalised to length one. All pairs of a batch count alike, so what it takes for
+granted is that novel classes are about as many as known ones; a pair is similar where it says more than 1/2.
+That the three terms of a step weigh one each is our choice, as are pairs of (view 0, view 1) where the
+authors have one view.
 """
 
 from collections.abc import Callable
@@ -31,15 +32,18 @@ from uno.objective import labeled_loss
 from uno.state import TrainState
 from uno.steps import Batch, update_
 
+MOST_HIDDEN = 2048
+
 
 class PairSimilarity(nn.Module):
     """Logit of "one class" for every pair of two sets of features."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
-        self.left = nn.Linear(num_features, 4 * num_features)
-        self.right = nn.Linear(num_features, 4 * num_features, bias=False)
-        self.output = nn.Linear(4 * num_features, 1)
+        num_hidden = min(4 * num_features, MOST_HIDDEN)
+        self.left = nn.Linear(num_features, num_hidden)
+        self.right = nn.Linear(num_features, num_hidden, bias=False)
+        self.output = nn.Linear(num_hidden, 1)
 
     def forward(self, features: Tensor, others: Tensor) -> Tensor:
         """(N, D) and (M, D) -> (N, M); a linear layer on both side by side is a sum of two."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from uno.config import Config
-from uno.errors import ConfigError
 from uno.methods import METHODS
 
 if TYPE_CHECKING:  # both import torch, which the command line does without
@@ -15,16 +15,14 @@ if TYPE_CHECKING:  # both import torch, which the command line does without
 
 
 def load(config: Config) -> Method:
-    """The method of a run; UNO with options of later work is the method of :mod:`uno.methods.extensions`.
-
-    ConfigError: it trains the encoder, which the run has frozen.
+    """The method of a run, with the head that its encoder leaves it; UNO with options of later work is the
+    method of :mod:`uno.methods.extensions`.
     """
     o = config.objective
     extended = o.iic_weight or o.iic_view_weight or o.rkd_weight or o.queue_size
     method: Method = _method("extensions" if config.method == "uno" and extended else config.method)
-    if method.trains_encoder and config.model.trainable == "heads":
-        text = f"method {config.method} trains the encoder, which model.trainable heads has frozen"
-        raise ConfigError(f"{text}; use --model.trainable last or all")
+    if config.model.trainable == "heads" and method.frozen_head is not None:
+        return replace(method, novel_head=method.frozen_head)
     return method
 
 
@@ -33,10 +31,13 @@ def _method(module: str) -> Any:
 
 
 def settings(name: str, preset: str) -> dict[str, Any]:
-    """Dotted keys that a method's authors set differently on a preset's data; UNO's are the presets."""
+    """Dotted keys that a method's authors set differently on a preset's data; UNO's are the presets, of
+    which others leave out what is UNO's own: where its prototypes start, and what Sinkhorn expects.
+    """
     if name == "uno" or name not in METHODS:  # a plain command line imports no method, and so no torch
         return {}
-    return dict(_method(name).settings.get(preset, {}))
+    own = {"model.start": "random", "objective.prior": None} if preset == "photos" else {}
+    return {**own, **_method(name).settings.get(preset, {})}
 
 
 def build_network(config: Config, num_known: int, num_novel: int, seed: int) -> UnoModel:

@@ -56,6 +56,8 @@ def _measured(found: Results, benchmark: Benchmark, row: Row, evaluation: Evalua
     keys = [(benchmark.key, row.key, evaluation.name, group) for group in found.table.groups]
     values = [found.values.get(key, {}) for key in keys]
     num_seeds = max(map(len, values))
+    if f"{benchmark.key}-{row.trained}" in found.refused:
+        return ["refused", "0", ""]
     text = " / ".join(spread(mean(v), deviation(v)) if v else DASH for v in values) if num_seeds else DASH
     cell = f"cells/{benchmark.key}-{row.trained}-seed"
     if num_failed := sum(name.startswith(cell) for name in found.failures):
@@ -87,8 +89,10 @@ def explanations(found: Results) -> list[str]:
         "Minutes are those of one run, on cores it may share; pretraining is extra and shared "
         f"({found.pretrain_minutes:.1f} minutes for {found.num_pretrainings})."
     ]
-    if table.published and any(benchmark.key == "digits" for benchmark in table.benchmarks):
-        said.append("The paper's numbers are of other data than the digits: compare the differences.")
+    others = ["the digits" if b.key == "digits" else b.key for b in table.benchmarks if b.option is None]
+    if table.published and others:
+        where = " and ".join(dict.fromkeys(others))
+        said.append(f"The paper's numbers are of other data than {where}: compare the differences.")
     chance = chance_of_no_effect(found.seeds)
     if found.effects and chance is not None:
         named = " (or the row that is named)" if any(row.versus != REFERENCE for row in table.rows) else ""
@@ -101,6 +105,7 @@ def explanations(found: Results) -> list[str]:
     said += [*table.notes, *found.remarks]
     if found.changes:
         said.append("Changed for all cells: " + ", ".join(f"{k} {v}" for k, v in found.changes.items()) + ".")
+    said += [f"{name} is refused: {reason}" for name, reason in found.refused.items()]
     said += [f"{name.partition('/')[2]} failed: {reason}" for name, reason in found.failures.items()]
     if found.missing:
         said.append(f"{len(found.missing)} cells have no result yet: the table is not finished.")
@@ -255,7 +260,8 @@ def write_record(storage: Storage, found: Results, command: str, figures: Sequen
     row = {
         "question": found.table.question, **where, "minutes": round(found.total_minutes, 2),
         "scale": found.table.scale, "n": found.seeds, "changes": dict(found.changes),
-        "failures": dict(found.failures), "missing": found.missing, "decision": decision(found),
+        "failures": dict(found.failures), "refused": dict(found.refused), "missing": found.missing,
+        "decision": decision(found),
         "notes": explanations(found),
         "lines": [{k: v for k, v in line.items() if v is not None} for line in lines],
     }  # fmt: skip

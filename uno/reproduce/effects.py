@@ -52,7 +52,8 @@ class Effect(NamedTuple):
 class Results(NamedTuple):
     """A table and what is known of its cells: ``minutes`` of each by (benchmark, row), without pretraining,
     and the oldest ``numerics`` of a row's (:data:`uno.runs.NUMERICS`); ``failures`` (with reasons) and
-    ``missing`` name cells; ``changes`` are the command line's.
+    ``missing`` name cells, ``refused`` what :func:`~uno.reproduce.experiments.cells` refuses, and why;
+    ``changes`` are the command line's.
     """
 
     table: Table
@@ -65,6 +66,7 @@ class Results(NamedTuple):
     num_pretrainings: int
     failures: Mapping[str, str]
     missing: Sequence[str]
+    refused: Mapping[str, str]
     hardware: Sequence[str]
     versions: Mapping[str, str]
     changes: Mapping[str, Any]
@@ -78,10 +80,10 @@ class Results(NamedTuple):
 
 def read(
     table: Table, cells: Sequence[Cell], output: Path, changes: Mapping[str, Any],
-    seconds: Mapping[str, float], failed: Mapping[str, str],
+    seconds: Mapping[str, float], failed: Mapping[str, str], refused: Mapping[str, str],
 ) -> Results:  # fmt: skip
-    """What the finished ones of ``cells``, all those of a table, measured below ``output``; ``seconds`` of
-    cells and pretrainings and reasons of ``failed`` ones are by name.
+    """What the finished ones of ``cells``, all those of a table but the ``refused``, measured below
+    ``output``; ``seconds`` of cells and pretrainings and reasons of ``failed`` ones are by name.
     """
     values: defaultdict[Key, dict[int, float]] = defaultdict(dict)
     minutes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -107,7 +109,7 @@ def read(
     return Results(
         table, max(cell.seed for cell in cells) + 1, values, _effects(table, cells, values), minutes,
         numerics, sum(seconds.get(name, 0.0) for name in pretrainings) / 60, len(pretrainings), failures,
-        [name for name in missing if name not in failed],
+        [name for name in missing if name not in failed], refused,
         sorted({_hardware(environment, on_gpu) for environment in environments}),
         {name: _versions(environments, name) for name in VERSIONS},
         {key: value for key, value in changes.items() if not key.startswith("compute.")}, remarks,

@@ -5,6 +5,7 @@ the paper's ``full`` scale, or ``small`` for two CPU cores.
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -14,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from uno.config import Config, override
+from uno.config import Config, flatten, override, to_dict
 from uno.errors import ConfigError
 from uno.methods.registry import settings
 from uno.presets import preset, sized
@@ -99,7 +100,9 @@ class Column(Entry):
 
 
 class Table(Entry):
-    """A table or figure; ``effects``: groups by evaluation in which rows are compared to each other."""
+    """A table or figure; ``effects``: groups by evaluation in which rows are compared to each other;
+    ``frozen``: the notes where the encoder is frozen, if they are others.
+    """
 
     name: str
     scale: str
@@ -112,6 +115,7 @@ class Table(Entry):
     published: tuple[Column, ...] = ()
     effects: dict[str, tuple[str, ...]] = {}
     notes: tuple[str, ...] = ()
+    frozen: tuple[str, ...] | None = None
     x_label: str = ""
     seeds: int = 3
     maps: bool = False
@@ -142,7 +146,7 @@ def build(name: str, scale: str) -> Table:
     fills = own.get("fill", [{}])
     tree |= {key: [*tree.get(key, ()), *own.get(key, ())] for key in ("benchmarks", "rows", "notes")}
     tree["rows"] = [row for values in fills for row in _fill(tree["rows"], values)]
-    tree |= {key: _fill(tree[key], fills[0]) for key in ("notes", "x_label") if key in tree}
+    tree |= {key: _fill(tree[key], fills[0]) for key in ("notes", "x_label", "frozen") if key in tree}
     published = _load("published.yaml").get(name, ())
     return Table.model_validate({"name": name, "scale": scale, "published": published, **tree})
 
@@ -184,11 +188,31 @@ class Cell(NamedTuple):
         return f"pretrain/{pretrain_hash(self.config)}"
 
 
-def cells(table: Table, seeds: int, directories: Mapping[str, str], changes: Mapping[str, Any]) -> list[Cell]:
-    """All runs of a table, seed by seed, so that an unfinished table compares complete seeds. A configuration
-    is preset < data set < what the authors of the row's method set there < ``changes`` < row < seed.
+def with_own_data(table: Table, config: Config, num_known: int, num_novel: int) -> Table:
+    """``table`` on the data of ``config`` alone, whose settings its cells have but for what rows change.
+    ConfigError: its rows choose among the classes of data sets of their own.
     """
-    found = []
+    if any(key.startswith("data.") for row in table.rows for key in row.overrides):
+        raise ConfigError(f"{table.name} chooses classes of the paper's data: not with data of your own")
+    source = config.data.labeled or config.data.source
+    name = source.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    key = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") or "own"
+    values = flatten(to_dict(config))
+    own = Benchmark(
+        key=key, name=f"{name} ({num_known} / {num_novel})", preset=config.preset, overrides=values
+    )
+    return table.model_copy(update={"benchmarks": (own,)})
+
+
+def cells(
+    table: Table, seeds: int, directories: Mapping[str, str], changes: Mapping[str, Any]
+) -> tuple[list[Cell], dict[str, str]]:
+    """All runs of a table, seed by seed, so that an unfinished table compares complete seeds; and why others
+    are refused, by name: what a row changes does not go with the rest. A configuration is preset < data set
+    < what the authors of the row's method set there < ``changes`` < row < seed. ConfigError: that of the row
+    which others are compared to is none.
+    """
+    found, refused = list[Cell](), dict[str, str]()
     for benchmark in table.benchmarks:
         source = benchmark.source.format(directories.get(benchmark.option or "", ""))
         base = preset(benchmark.preset, str(changes.get("recipe", "paper")))
@@ -197,5 +221,12 @@ def cells(table: Table, seeds: int, directories: Mapping[str, str], changes: Map
         for row in (row for row in table.rows if row.of is None):
             method = str(row.overrides.get("method", changes.get("method", base.method)))
             own = {**settings(method, benchmark.preset), **own_changes, **row.overrides}
-            found += [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]
-    return sorted(found, key=lambda cell: cell.seed)
+            try:
+                some = [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]
+            except ConfigError as error:
+                if row.key == REFERENCE or not row.overrides:
+                    raise
+                refused[f"{benchmark.key}-{row.key}"] = str(error)
+                continue
+            found += some
+    return sorted(found, key=lambda cell: cell.seed), refused

@@ -88,6 +88,8 @@ def _new_network(
     """
     if name != DISCOVER:
         model = build_model(config.model, 4 if name == ROTATION else train.num_known, 0, config.seed)
+        if config.model.trainable == "heads":  # a teacher of rKD: the known head alone learns
+            load_weights_(model, config, storage)
         if name == PRETRAIN and config.rotation.epochs:
             rotated = run_phase(config, ROTATION, train, worker, storage).model
             model.encoder.load_state_dict(rotated.encoder.state_dict())
@@ -96,11 +98,25 @@ def _new_network(
     known_too = load_weights_(model, config, storage)
     if not config.objective.rkd_weight:
         return model, None, known_too
-    if not known_too:
+    teacher = model
+    if config.model.trainable == "heads":
+        teacher = run_phase(config, PRETRAIN, train, worker, storage).model
+    elif not known_too:
         raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
-    model.normalize_prototypes_()
-    teacher = copy.deepcopy(nn.Sequential(model.encoder, model.known)).eval().requires_grad_(False)
-    return model, teacher, True
+    teacher.normalize_prototypes_()
+    return model, copy.deepcopy(Teacher(teacher)).eval().requires_grad_(False), known_too
+
+
+class Teacher(nn.Module):
+    """The encoder and the known head of a network: images, or their features (B, D) -> cosines (B, C_l)."""
+
+    def __init__(self, model: UnoModel) -> None:
+        super().__init__()
+        self.encoder, self.known = model.encoder, model.known
+
+    def forward(self, views: Tensor) -> Tensor:
+        """As :class:`~uno.model.UnoModel` takes them."""
+        return self.known(views if views.ndim == 2 else self.encoder(views))
 
 
 def frozen_encoder(config: Config, storage: Storage) -> nn.Module:

@@ -22,7 +22,7 @@ def finished(
 ) -> Results:
     """Cells of a minute each, but ``skip``, UNO's of numerics 9 and below, others older than that was noted;
     ``accuracy(row key, evaluation, group, seed)`` is a fraction."""
-    todo = cells(table, seeds, {}, {})
+    todo, refused = cells(table, seeds, {}, {})
     for cell in (cell for cell in todo if cell.name not in skip):
         metrics = {}
         for evaluation in table.evaluations:
@@ -36,4 +36,4 @@ def finished(
         (run / "metrics.json").write_text(json.dumps(metrics))
         made_with = {"numerics": 9 - cell.seed} if cell.row.key == "uno" else {}
         (run / "environment.json").write_text(json.dumps(ENVIRONMENT | made_with))
-    return read(table, todo, output, {}, {cell.name: 60.0 for cell in todo}, failed or {})
+    return read(table, todo, output, {}, {cell.name: 60.0 for cell in todo}, failed or {}, refused)

@@ -65,6 +65,8 @@ def test_a_failure_is_in_the_table_and_inert(results):
     html = documents.html(results, "uno <b>", [])
     assert "<script" not in html and "uno <b>" not in html
     assert all(line.count(" | ") == 6 for line in text.splitlines() if line.startswith("| UNO"))
+    refused = documents.markdown(results._replace(refused={"digits-no-concat": "it makes | no sense"}))
+    assert "| refused | 0 |" in refused and "digits-no-concat is refused: it makes \\| no sense" in refused
     unfinished = documents.markdown(results._replace(missing=["cells/x"]))
     assert "1 cells have no result yet: the table is not finished" in unfinished
 

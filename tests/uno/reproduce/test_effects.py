@@ -78,7 +78,7 @@ def test_failed_and_missing_cells_are_told_apart(tmp_path):
     path = tmp_path / "cells" / "digits-uno-seed0" / "metrics.json"
     path.write_text("{")  # a damaged result is named
     with pytest.raises(ConfigError, match=str(path)):
-        effects.read(small("ablation"), cells(small("ablation"), 1, {}, {}), tmp_path, {}, {}, {})
+        effects.read(small("ablation"), cells(small("ablation"), 1, {}, {})[0], tmp_path, {}, {}, {}, {})
 
 
 def test_published_effects_and_how_weak_a_verdict_of_three_seeds_is():

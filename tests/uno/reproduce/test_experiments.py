@@ -9,7 +9,7 @@ NOWHERE = {"cifar10": "/a", "cifar100": "/b", "imagenet": "/c", "cifar10-jpeg": 
 
 def plan(name, scale="small", seeds=1, benchmark="digits", **changes):
     """Cells of a data set, or of all."""
-    todo = cells(build(name, scale), seeds, NOWHERE, changes)
+    todo, _ = cells(build(name, scale), seeds, NOWHERE, changes)
     return [cell for cell in todo if benchmark in (None, cell.benchmark.key)]
 
 
@@ -31,7 +31,8 @@ def test_a_table_is_consistent(name, scale):
             assert scale == "small" or quoted.keys() <= rows.keys()
             for numbers in (column.read(row, evaluation) for row in quoted):
                 assert len(numbers) == len(table.groups) and all(0 < mean < 100 for mean, _ in numbers)
-    todo = cells(table, 2, NOWHERE, {"compute.threads": 1})
+    todo, refused = cells(table, 2, NOWHERE, {"compute.threads": 1})
+    assert not refused
     trained = [row for row in table.rows if row.of is None]
     assert len({cell.name for cell in todo}) == len(todo) == 2 * len(table.benchmarks) * len(trained)
     for cell in todo:

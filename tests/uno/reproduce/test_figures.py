@@ -26,7 +26,7 @@ def drawn(tmp_path, monkeypatch):
     shapes: list[tuple[int, ...]] = []
     monkeypatch.setattr(figures, "draw_map", at_once)
     table = small("tsne")
-    results, todo = finished(tmp_path, table, 1, lambda *_: 0.5), cells(table, 1, {}, {})
+    results, todo = finished(tmp_path, table, 1, lambda *_: 0.5), cells(table, 1, {}, {})[0]
     for cell in todo:
         config = small_config(**{"method": cell.config.method, "data.limit": 120, "model.num_heads": 2})
         run, model = Storage(str(tmp_path / cell.name)), registry.build_network(config, 5, 5, 0)
