@@ -8,6 +8,7 @@ import json
 import posixpath
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
+import pyarrow.dataset
 import pyarrow.parquet
 
 from uno.data import files as filesystem
@@ -26,6 +28,8 @@ IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
 PACKING, PACKED = "pack.json", "uno"  # what uno.data.pack leaves beside its shards, and in their metadata
+FOOTERS = 16  # that are read at once
+VERIFIED = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
 Names = tuple[str, ...]
 NO_NAMES: Mapping[str, str] = {}
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
@@ -42,16 +46,17 @@ def read_parquet(
     source = f"parquet:{path}"
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
-        files = [(name, path)]
+        files = [filesystem.Found(name, path, filesystem.size_of(path))]
     else:
         root, found = path, filesystem.walk(path)
-        files = [(f.relative, f.path) for f in found if f.relative.endswith(".parquet")]
+        files = [f for f in found if f.relative.endswith(".parquet")]
         packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
         if any(json_at(pack, "finished") is False for pack in packs):
             raise ConfigError(f"{source} is half a pack; run the same uno data pack again to finish it")
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
-    parts = [_read_file(name, file, names, images_only, lazy) for name, file in files]
+    with ThreadPoolExecutor(FOOTERS) as pool:
+        parts = list(pool.map(lambda file: _read_file(file, names, images_only, lazy), files))
     tables, class_names, known, left = zip(*parts, strict=True)
     if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
@@ -69,7 +74,7 @@ def read_parquet(
     )
     images: Images
     if left[0]:
-        images = ParquetImages(root, [file for _, file in files], left[0])
+        images = ParquetImages(root, [f.path for f in files], left[0], [f.size for f in files])
     else:
         images = _images(source, root, table["image"], images_only)
     ids, splits = _ids(table["id"].to_pylist()), _splits(source, table["split"].to_pylist())
@@ -80,12 +85,19 @@ def read_parquet(
 class ParquetImages:
     """The image column ``column`` (bytes or struct<bytes, path below ``root``>) of Parquet ``files``, read
     when a row is wanted, a whole row group at a time: rows in order, or many with :meth:`fetch`, are cheap.
+    ``sizes`` in bytes, where they are known, save a request each.
     """
 
-    def __init__(self, root: str, files: Sequence[str], column: str) -> None:
+    def __init__(
+        self, root: str, files: Sequence[str], column: str, sizes: Sequence[int] | None = None
+    ) -> None:
         self.root, self.column = root, column
-        self._groups = [(file, g) for file in files for g in range(_footer(file).num_row_groups)]
-        groups = [_footer(file).row_group(g) for file, g in self._groups]
+        sized = list(zip(files, sizes or [-1] * len(files), strict=True))
+        with ThreadPoolExecutor(FOOTERS) as pool:
+            footers = list(pool.map(lambda file: _parquet(*file).metadata, sized))
+        pairs = list(zip(sized, footers, strict=True))
+        self._groups = [(*file, g) for file, footer in pairs for g in range(footer.num_row_groups)]
+        groups = [footer.row_group(g) for footer in footers for g in range(footer.num_row_groups)]
         self._starts = np.cumsum([0, *(group.num_rows for group in groups)])
         chunks = ([group.column(i) for i in range(group.num_columns)] for group in groups)
         own = ([c for c in group if c.path_in_schema.split(".")[0] == column] for group in chunks)
@@ -128,62 +140,98 @@ class ParquetImages:
         return value or b""
 
 
-@contextmanager
-def _parquet(path: str, what: str = "Parquet file", metadata: Any = None) -> Iterator[Any]:
-    """The open file with page checksums verified; what goes wrong inside the ``with`` is a ConfigError."""
-    options = {"metadata": metadata, "page_checksum_verification": True}
-    try:
-        files, inner = filesystem.locate(path)
+class _Parquet:
+    """A Parquet file with its footer in memory. Page checksums are verified. Of an object whose size is known
+    the footer, and the column of a row group, is one request.
+    """
+
+    def __init__(self, path: str, size: int) -> None:
+        self.path = path
+        with self.errors():
+            files, inner = filesystem.locate(path)
+            if filesystem.is_uri(path):
+                format = pyarrow.dataset.ParquetFileFormat(default_fragment_scan_options=VERIFIED)
+                known = None if size < 0 else size
+                self._fragment = format.make_fragment(inner, filesystem=files, file_size=known)
+                self.metadata, self.schema = self._fragment.metadata, self._fragment.physical_schema
+            else:  # whose name need not be text
+                with self._open() as file:
+                    self.metadata, self.schema = file.metadata, file.schema_arrow
+
+    def read(self, columns: Sequence[str], group: int | None = None) -> Any:
+        """Those columns, of one row group or all."""
+        with self.errors("Parquet file" if group is None else f"row group {group} of"):
+            if filesystem.is_uri(self.path):
+                wanted = self._fragment if group is None else self._fragment.subset(row_group_ids=[group])
+                return wanted.to_table(columns=columns, use_threads=False)
+            with self._open(self.metadata) as file:
+                return file.read(columns) if group is None else file.read_row_group(group, columns)
+
+    @contextmanager
+    def _open(self, metadata: Any = None) -> Iterator[Any]:
+        files, inner = filesystem.locate(self.path)
+        options = {"metadata": metadata, "page_checksum_verification": True}
         with files.open_input_file(inner) as file, pa.parquet.ParquetFile(file, **options) as parquet:
             yield parquet
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"cannot read {what} {path}: {one_line(error)}") from None
+
+    @contextmanager
+    def errors(self, what: str = "Parquet file") -> Iterator[None]:
+        """What goes wrong inside the ``with`` is a ConfigError."""
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(f"cannot read {what} {self.path}: {one_line(error)}") from None
 
 
-@lru_cache(maxsize=1024)
-def _footer(path: str) -> Any:
-    with _parquet(path) as parquet:
-        return parquet.metadata
+_known: dict[tuple[str, int], _Parquet] = {}  # by path and size: every footer of a set, however many files
 
 
-def _read_group(path: str, number: int, column: str) -> Any:
-    with _parquet(path, f"row group {number} of", metadata=_footer(path)) as parquet:
-        return parquet.read_row_group(number, [column])[column].combine_chunks()
+def _parquet(path: str, size: int, anew: bool = False) -> _Parquet:
+    """The file, as it was when its footer was last read by this process."""
+    if anew or (path, size) not in _known:
+        _known[path, size] = _Parquet(path, size)
+    return _known[path, size]
+
+
+def _read_group(path: str, size: int, number: int, column: str) -> Any:
+    return _parquet(path, size).read([column], number)[column].combine_chunks()
 
 
 _lock, _recent = threading.Lock(), lru_cache(maxsize=4)(_read_group)  # for access row by row
 
 
 def _read_file(
-    name: str, path: str, own: Mapping[str, str], images_only: bool, lazy: bool
+    file: filesystem.Found, own: Mapping[str, str], images_only: bool, lazy: bool
 ) -> tuple[Any, Names, Names, str | None]:
     """One Parquet file as columns id, image, label, split; the class names and known classes of its metadata;
     the name of its image column if that was left in the file, because it holds bytes.
     """
-    with _parquet(path) as parquet:
-        schema, num = parquet.schema_arrow, parquet.metadata.num_rows
-        _check_names(path, own, schema.names, images_only)
-        image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in schema.names), None)
-        label = own.get("label") or next((c for c in LABEL_COLUMNS if c in schema.names), None)
-        label = None if images_only else label
-        if image is None:
-            present = one_line(", ".join(schema.names))
-            needs = f"{' or '.join(IMAGE_COLUMNS)}, or --data.columns image=NAME"
-            raise ConfigError(f"{path}: needs a column {needs}; it has {present}")
-        if num > MAX_ROWS:
-            raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
-        if len(set(schema.names)) < len(schema.names):
-            raise ConfigError(f"{path}: two columns have one name")
-        left = image if lazy and schema.field(image).type not in TEXT else None
-        theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
-        theirs |= {"label": label or "", "image": image}
-        wanted = {theirs["id"]} if images_only else {*theirs.values()} - {image}
-        table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
-        columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
-        # train-00000-of-00004.parquet or train/0000.parquet; rows below unknown names are for training
-        words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
-        split = next((SPLITS[word] for word in words if word in SPLITS), "train")
-        ids = [f"{filesystem.shown(name)}#{i}" for i in range(num)]
+    name, path = file.relative, file.path
+    parquet = _parquet(path, file.size, anew=True)
+    schema, num = parquet.schema, parquet.metadata.num_rows
+    _check_names(path, own, schema.names, images_only)
+    image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in schema.names), None)
+    label = own.get("label") or next((c for c in LABEL_COLUMNS if c in schema.names), None)
+    label = None if images_only else label
+    if image is None:
+        present = one_line(", ".join(schema.names))
+        needs = f"{' or '.join(IMAGE_COLUMNS)}, or --data.columns image=NAME"
+        raise ConfigError(f"{path}: needs a column {needs}; it has {present}")
+    if num > MAX_ROWS:
+        raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
+    if len(set(schema.names)) < len(schema.names):
+        raise ConfigError(f"{path}: two columns have one name")
+    left = image if lazy and schema.field(image).type not in TEXT else None
+    theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
+    theirs |= {"label": label or "", "image": image}
+    wanted = {theirs["id"]} if images_only else {*theirs.values()} - {image}
+    table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
+    columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
+    # train-00000-of-00004.parquet or train/0000.parquet; rows below unknown names are for training
+    words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
+    split = next((SPLITS[word] for word in words if word in SPLITS), "train")
+    ids = [f"{filesystem.shown(name)}#{i}" for i in range(num)]
+    with parquet.errors():
         for column, values in (("id", ids), ("split", [split] * num)):
             given = columns.get(column, pa.array(values, pa.string()))
             columns[column] = given.cast(pa.string())

@@ -1,10 +1,14 @@
 """Parquet, CSV and JSONL tables; images by reference."""
 
+import itertools
 import os
 import pickle
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
@@ -180,6 +184,61 @@ def test_a_row_group_is_read_once(shards, monkeypatch):
     assert len(pickle.dumps(images)) < 2000
 
 
+def test_a_footer_is_read_once_and_beside_others(monkeypatch):
+    """Of more files than a cache of 1,024 holds. Kills: footers one after the other, a file opened again for
+    its row groups, a footer that is forgotten.
+    """
+    read, two, numbers = [], threading.Barrier(2), itertools.count()
+
+    class Table(tables._Parquet):
+        def __init__(self, path, size):
+            if next(numbers) < 2:
+                two.wait(20)
+            read.append((path, size))
+            column = SimpleNamespace(path_in_schema="image", total_compressed_size=7)
+            group = SimpleNamespace(num_rows=2, num_columns=1, column=lambda _: column)
+            self.metadata = SimpleNamespace(num_row_groups=1, row_group=lambda _: group)
+
+        def read(self, columns, group):
+            return pa.table({columns[0]: [b"1", b"2"]})
+
+    monkeypatch.setattr(tables, "_Parquet", Table)
+    monkeypatch.setattr(tables, "_known", {})
+    files = [f"s3://bucket/{i}.parquet" for i in range(1100)]
+    images = ParquetImages("s3://bucket", files, "image", [9] * 1100)
+    assert images.fetch(np.arange(len(images))) == [b"1", b"2"] * 1100
+    assert pickle.loads(pickle.dumps(images)).fetch(np.array([3])) == [b"2"]
+    assert sorted(read) == sorted((file, 9) for file in files)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch, lazy):
+    """Then Arrow asks for no size: a request less for every footer and row group. Kills: a size that is lost
+    on the way, rows that differ from those of a local file.
+    """
+    made, make = [], pyarrow.dataset.ParquetFileFormat.make_fragment
+    for i in range(2):
+        table = hf_table([picture(4 * i + j) for j in range(4)], [0] * 4, ["c"])
+        pq.write_table(table, tmp_path / f"{i}.parquet", row_group_size=2)
+    remote = "mock:///sized"
+    store, folder = filesystem.locate(remote)
+    store.create_dir(folder)
+    for file in tmp_path.iterdir():
+        with store.open_output_stream(f"{folder}/{file.name}") as copy:
+            copy.write(file.read_bytes())
+
+    class Format(pyarrow.dataset.ParquetFileFormat):
+        def make_fragment(self, *args, **options):
+            made.append(options["file_size"])
+            return make(self, *args, **options)
+
+    monkeypatch.setattr(pyarrow.dataset, "ParquetFileFormat", Format)
+    here, there = (read_parquet(path, lazy=lazy) for path in (str(tmp_path), remote))
+    assert [there.images[i] for i in range(8)] == [here.images[i] for i in range(8)]
+    assert (there.ids, there.labels, there.class_names) == (here.ids, here.labels, here.class_names)
+    assert made == [file.stat().st_size for file in sorted(tmp_path.iterdir())]
+
+
 def test_another_file_and_no_file_are_seen(shards):
     """The fingerprint needs no image read: it has their row group's size and place."""
     rows = read_parquet(str(shards), lazy=True)
@@ -187,7 +246,6 @@ def test_another_file_and_no_file_are_seen(shards):
     table = pq.read_table(shards / "two.parquet")
     other = pa.array([{"bytes": b"another", "path": None}] * 7, table["img"].type)
     pq.write_table(table.set_column(0, "img", other), shards / "two.parquet", row_group_size=4)
-    tables._footer.cache_clear()
     assert read_parquet(str(shards), lazy=True).fingerprint != rows.fingerprint
     (shards / "one.parquet").unlink()
     assert "cannot read row group 0 of " in failure(rows.images.__getitem__, 0)
