@@ -16,10 +16,11 @@ import yaml
 
 from pipelines import ray_env
 from pipelines.console import Progress, on_stop, say
-from pipelines.features import load_images
+from pipelines.features import feature_bytes, load_images
 from pipelines.inference import own_task
 from pipelines.jobs import as_stored, prepare, starting_weights
 from pipelines.options import Options
+from pipelines.ray_data import parquet_images
 from pipelines.worker import leave_out_unreadable
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FINISHED, SETTINGS, Trial
@@ -29,6 +30,7 @@ from uno.config import Config, about, differing_keys, dump_yaml, flatten, overri
 from uno.data.decode import readable
 from uno.data.defaults import decided, from_images
 from uno.data.files import Storage, full_path, normal
+from uno.data.ingest import SHARE, free_host_bytes
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -75,9 +77,12 @@ def run_sweep(options: SweepOptions) -> int:
     options = _as_it_began(options)
     config = options.config
     own_weights = starting_weights(config, False)
-    task = own_task(override(config, HERE))
+    task = own_task(override(config, {**HERE, "data.ingest": "streaming"}))  # images stay where they are
     asked, options = options.given, _from_images(options, task)
     config = options.config
+    check_memory(options, len(task.rows))
+    if parquet_images(task.rows.images) is not None:
+        task = own_task(override(config, {**HERE, "data.ingest": "resident"}))
     prepare(override(config, HERE), task)
     data = load_data(options, task, own_weights)
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
@@ -138,6 +143,28 @@ def check_options(options: SweepOptions) -> None:
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
         raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
+
+
+def check_memory(options: SweepOptions, num_rows: int) -> None:
+    """ConfigError: what trials share, decoded or as features, is too large for this machine, or to stream.
+    A lower bound: this process, Ray's store and every process that trains at the same time have a copy.
+    """
+    config, told = options.config, options.config.data.ingest
+    frozen, at_once = config.model.trainable == "heads", min(options.concurrent or 1, options.trials)
+    copies = 2 + at_once * max(1, config.compute.workers)
+    row_bytes = feature_bytes(config) if frozen else 3 * config.data.store_size**2
+    needed, budget = num_rows * row_bytes / 1e9, SHARE * free_host_bytes() / copies / 1e9
+    if told == "resident" or (told == "auto" and needed <= budget):
+        return
+    what = "of features" if frozen else "decoded"
+    sizes = f"{num_rows:,} rows are {needed:.3g} GB {what}, {budget:.3g} GB fit ({copies} copies)"
+    problem, advice = "in memory", "--limit takes fewer rows"
+    if told == "streaming":
+        problem, advice = "in memory and do not stream", "leave --data.ingest out"
+    if not frozen:
+        cached = num_rows * feature_bytes(config) / 1e9
+        advice += f", --model.trainable heads with --weights shares {cached:.3g} GB of features instead"
+    raise ConfigError(f"the trials of a sweep share its images {problem}: {sizes}; {advice}")
 
 
 def check_plans(options: SweepOptions, folds: list[Fold]) -> int:

@@ -14,6 +14,7 @@ from tune.driver import HERE, load_data, run_sweep
 from tune.score import make_folds
 from uno.config import override
 from uno.data import features
+from uno.data.ingest import SHARE
 from uno.weights import PRETRAINED
 
 SHARDS = [0, 1, 2, 3]  # of 400 rows, half of the training and half of the test
@@ -103,6 +104,37 @@ def test_mistakes_are_one_line_before_anything_starts(tmp_path, monkeypatch, wei
     changed = options._replace(config=override(options.config, {"model.weights": weights}))
     assert says in failure(run_sweep, changed)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(("make", "row_bytes", "says"), [
+    (tiny_options, 3 * 8 * 8, "GB decoded"), (frozen_options, 4 * (1 + 3) * 16, "GB of features"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_before_an_image_is_read(tmp_path, monkeypatch, make, row_bytes, says):
+    """Two trials of one process. Kills: a sweep of ImageNet that decodes until the machine dies, one that
+    says it streams and does not, a copy that is forgotten, a budget that a user cannot overrule.
+    """
+
+    def started(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(driver, "load_data", started)
+    needed = 400 * row_bytes * 4  # here, in Ray's store, and in two trials
+    for ingest, free, refused in (
+        ("auto", needed / SHARE + 100, False), ("auto", needed / SHARE - 100, True),
+        ("resident", 0, False), ("streaming", 10**12, True),
+    ):  # fmt: skip
+        monkeypatch.setattr(driver, "free_host_bytes", lambda free=free: free)
+        words = ("--trials", "9", "--concurrent", "2", "--data.ingest", ingest)
+        options = make(tmp_path, *words)
+        if not refused:
+            with pytest.raises(InterruptedError):
+                run_sweep(options)
+            continue
+        said = failure(run_sweep, options)
+        assert says in said and "400 rows are " in said and "(4 copies)" in said and "\n" not in said
+        assert ("do not stream" in said) == (ingest == "streaming")
+        assert ("shares" in said) == (make is tiny_options)
+    assert not list(tmp_path.rglob("sweep.yaml"))
 
 
 @pytest.mark.ray
