@@ -20,9 +20,10 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-# Lint, types, the default lane, and the Ray lane with one case per fault family.
+# Lint, types, the default lane, the steps on a GPU that computes nothing, and the Ray lane with one case per fault family.
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --durations=5
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m fakecuda --durations=5 tests/uno/test_fake_cuda*.py
 	$(PY) -m pytest -m 'ray and not slow' --durations=10
 
 # The full matrices.

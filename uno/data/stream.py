@@ -132,7 +132,8 @@ class StreamBatches:
         data, size = config.data, plan.labeled_size + plan.unlabeled_size
         where = data.mean, data.std, torch.from_numpy(self._job.order.positions), size, data.store_size
         views = augment_crops(crops, config.augment, generator, *where)
-        return Batch(views, labels.to(train.device), config.augment.large.num_views)
+        labels = labels.to(train.device, non_blocking=True)
+        return Batch(views, labels, config.augment.large.num_views)
 
     def close(self) -> None:
         """Stop cropping ahead."""

@@ -93,7 +93,7 @@ def route(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
     into = [c.index if c.into is None else c.into for c in classes]
     if into == [*range(len(classes))]:
         return probabilities
-    targets = torch.tensor(into, device=probabilities.device)
+    targets = torch.tensor(into).to(probabilities.device, non_blocking=True)
     return torch.zeros_like(probabilities).index_add(-1, targets, probabilities)
 
 

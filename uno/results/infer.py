@@ -125,7 +125,8 @@ def outcomes(
     ``alignment``, then merges.
     """
     if alignment is not None:
-        novel = novel.gather(2, alignment.to(novel.device)[:, None].expand(novel.shape))
+        own = alignment.to(novel.device, non_blocking=True)
+        novel = novel.gather(2, own[:, None].expand(novel.shape))
     joint = torch.cat([known.expand(len(novel), *known.shape), novel], dim=-1) / temperature
     return route(joint.softmax(dim=-1), classes)
 

@@ -1,0 +1,162 @@
+"""No step of a method waits for the GPU, and none mixes devices; nor do batches, evaluation and scores."""
+
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.uno.fake_cuda import CUDA, Waits, fake_cuda
+from tests.uno.fake_run import NOWHERE, TINY, FirstWorker, train_steps
+from tests.uno.models import tiny_model
+from tests.uno.small_run import small_config, small_sets
+from uno import steps
+from uno.config import override
+from uno.data import stream
+from uno.data.files import Storage
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.methods import METHODS, registry
+from uno.model import forward
+from uno.results import evaluate
+from uno.results.classes import OutputClass
+from uno.results.evaluate import Edits, count
+from uno.results.infer import load_classifier, score
+from uno.runs import run
+
+pytestmark = [pytest.mark.fakecuda, pytest.mark.filterwarnings("ignore:Grad strides")]  # of 1 x 1 weights
+WORLDS = pytest.mark.parametrize("world_size", [1, 4])
+EXTENDED = {
+    "rotation": {"rotation.epochs": 1},
+    "resnet18": {"model.encoder": "resnet18", "model.trainable": "last"},
+    "fp32": {"compute.precision": "fp32"},
+    "queue": {"objective.queue_size": 40},
+    "rkd": {"objective.rkd_weight": 1.0},
+    "iic": {"objective.iic_weight": 1.0, "objective.iic_view_weight": 1.0},
+    "hard": {"objective.pseudo_labels": "hard", "objective.concat": False},
+    "average logits": {"objective.aggregation": "average_logits", "model.overcluster_factor": 0},
+    "average labels": {"objective.aggregation": "average_pseudo_labels"},
+    "prior": {"objective.prior": "clusters", "model.start": "kmeans"},
+    "mixed": {"data.pile": "mixed", "model.start": "kmeans"},
+} | {name: {"method": name} for name in METHODS if name != "uno"}
+
+
+@WORLDS
+@pytest.mark.parametrize("name", EXTENDED)
+def test_the_first_and_the_last_step_of_a_method(name, world_size):
+    """Its start, its memories once they are full, targets once they stand, what rises at its height."""
+    config = small_config(**TINY | EXTENDED[name])
+    phase = run.ROTATION if name == "rotation" else run.DISCOVER
+    train_steps(config, phase, world_size, steps=(0, 17))
+
+
+@WORLDS
+def test_streamed_batches(tmp_path, world_size, monkeypatch):
+    """Crops made on the host become views on the device. Kills: labels whose copy waits, pages not locked."""
+    packed = stream.pack
+    pinned = []
+    monkeypatch.setattr(stream, "pack", lambda *facts: pinned.append(facts[-1]) or packed(*facts[:-1], False))
+    config = small_config(**TINY | {"data.ingest": "streaming", "compute.threads": 1})
+    task = make_task(read_rows(config.data), config.data)
+    with fake_cuda(world_size) as mode:
+        train = stream.streaming_set(config, task, Storage(str(tmp_path))).to("cuda")
+        plan = run.plans(config, *task.sizes, world_size)[run.DISCOVER]
+        with closing(train.batches(config, plan, 0, world_size, 3)) as batches:
+            batches(0)
+            mode.strict = True
+            batch = batches(1)
+        views = [view.device for view in batch.views]
+        assert batch.labels.device == CUDA and views == [CUDA] * 2 and pinned == [True]
+
+
+def edited(model: Any) -> Edits:
+    """Its sixth output merged into its seventh, its eighth dropped, its heads aligned."""
+    classes = [OutputClass(i, str(i), "known" if i < 5 else "novel", i) for i in range(10)]
+    classes[5] = replace(classes[5], into=6)
+    classes[7] = replace(classes[7], into=None)
+    return Edits(classes, torch.arange(5).expand(model.num_heads, 5).contiguous())
+
+
+def test_evaluation_counts_without_waiting():
+    """Of a merged, dropped and aligned model, too. Kills: counts read batch by batch, routes copied in."""
+    config = small_config(**TINY)
+    with fake_cuda(4) as mode:
+        model = registry.build_network(config, 5, 5, 0).to(CUDA).eval()
+        mode.strict = True
+        for edits in (None, edited(model)):
+            rows = small_sets()[1]["train"].batches(64, 0, 4)
+            counts = count(model, config, rows, 10, edits)
+            assert {part.device for part in counts} == {CUDA}
+
+
+def test_a_whole_evaluation_reads_back_where_it_may(monkeypatch):
+    """Protocols, baselines and signs of trust: no device is mixed."""
+    config = small_config(**TINY)
+    for pile in ("novel", "mixed"):
+        config = override(config, {"data.pile": pile})
+        with fake_cuda() as mode:
+            model = registry.build_network(config, 5, 5, 0).eval()
+            monkeypatch.setattr(evaluate, "load_trained", lambda *_, model=model: (model, 0))
+            monkeypatch.setattr(evaluate, "load_weights_", lambda *_: True)
+            train, sets = small_sets()
+            values = evaluate.evaluate_run(config, NOWHERE, train.to(CUDA), sets, 10, FirstWorker(1))
+            assert mode.reads and "trust/kmeans/agreement" in values
+
+
+def test_scores_of_predictions(tmp_path):
+    """One look at the device for each of the results of a batch. Kills: images scored on another device."""
+    model = tiny_model(tmp_path, **{"model.encoder": "resnet_small"})
+    images, merged = torch.zeros(6, 3, model.size, model.size, dtype=torch.uint8), edited(model.module)
+    for classes, alignment in ((model.classes, model.alignment), merged):
+        with fake_cuda() as mode:
+            on_device = replace(model, classes=classes, alignment=alignment).to("cuda")
+            scores = on_device.score(images)
+            assert mode.reads == len(scores) and all(part.device.type == "cpu" for part in scores)
+            mode.strict = True
+            logits = forward(on_device.module, images, model.config)
+            found = score(logits, 0.1, 0, classes, alignment)
+            assert {part.device for part in found} == {CUDA}
+        model = load_classifier(Storage(str(tmp_path)))
+
+
+WAITS = {
+    "mixed devices": lambda there: there + torch.ones(4),
+    "host index": lambda there: there[torch.tensor([0, 1])],
+    "item": lambda there: there.sum().item(),
+    "bool": lambda there: bool(there.any()),
+    "mask": lambda there: there[there > 0],
+    "cpu": lambda there: there.cpu(),
+    "tolist": lambda there: there.tolist(),
+    "numpy": lambda there: there.numpy(),
+    "nonzero": lambda there: there.nonzero(),
+    "blocking copy": lambda there: torch.ones(4).to(CUDA),
+    "numbers": lambda there: torch.tensor([1.0, 2.0], device=CUDA),
+    "copied to": lambda there: torch.zeros(4).copy_(there),
+    "copied from": lambda there: there.copy_(torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_waits_is_found(name):
+    """The tests above can fail."""
+    with fake_cuda() as mode, pytest.raises((Waits, RuntimeError)):
+        there, mode.strict = torch.zeros(4, device=CUDA), True
+        WAITS[name](there)
+
+
+def test_a_wait_in_a_step_is_found(monkeypatch):
+    """The same of a step: one line too many."""
+    plain = steps.labeled_loss
+    monkeypatch.setattr(steps, "labeled_loss", lambda *facts: plain(*facts) * float(plain(*facts) > 0))
+    with pytest.raises(Waits, match="back to the host"):
+        train_steps(small_config(**TINY), run.PRETRAIN, 1)
+
+
+def test_torchs_norm_over_workers_waits():
+    """Why there is one of ours: in every layer the host waits for the number of rows of the others."""
+    with fake_cuda(4) as mode, pytest.raises(Waits, match="mask"):
+        norm = nn.SyncBatchNorm(3).to(CUDA)
+        x, mode.strict = torch.zeros(6, 3, 2, 2, device=CUDA), True
+        norm(x)
