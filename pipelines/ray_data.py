@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -20,6 +21,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from pipelines.nodes import Waits
+from pipelines.ray_env import TASK_CPUS
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
@@ -44,7 +47,6 @@ START_NEXT_AT = 0.5  # of an execution
 STORE_BYTES = 1_500_000_000  # for each worker; more is slower: a page's first touch costs as much as a copy
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
 TASK_CHUNKS = 4  # that a task crops: it costs 11 ms of CPU time, a block of its results much less
-TASK_CPUS = 0.9  # Ray rounds what workers reserve, and may leave a little less than one
 
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]  # one execution: blocks to blocks, in order
 
@@ -243,7 +245,9 @@ def _crop(
 
 
 def in_executions(run: Run, blocks: Iterator[pa.Table], max_rows: int) -> Iterator[pa.Table]:
-    """``run`` over all blocks, some at a time; the next execution starts half-way through the one before."""
+    """``run`` over all blocks, some at a time; the next execution starts half-way through the one before.
+    Whoever waits too long for a block is told what Ray Data lacks.
+    """
     groups = _groups(blocks, max_rows)
 
     def start() -> tuple[int, Iterator[pa.Table]]:
@@ -252,12 +256,17 @@ def in_executions(run: Run, blocks: Iterator[pa.Table], max_rows: int) -> Iterat
         first = list(islice(results, 1))  # which starts the execution
         return sum(map(len, group)), chain(first, results)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool:
+    with closing(Waits()) as waits, ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool:
         following: Future[Any] | None = pool.submit(start)
         while following is not None:
-            num_rows, results = following.result()
+            with waits:
+                num_rows, results = following.result()
             following, done = None, 0
-            for table in results:
+            while True:
+                with waits:
+                    table = next(results, None)
+                if table is None:
+                    break
                 done += len(table)
                 if following is None and done >= START_NEXT_AT * num_rows:
                     following = pool.submit(start)

@@ -16,6 +16,10 @@ from uno.config import Config
 from uno.errors import ConfigError, Interrupted, one_line
 
 POLL_S = 0.5
+TASK_CPUS = (
+    0.9  # of a task of Ray Data: Ray rounds what workers reserve, and may leave a little less than one
+)
+ADDRESS = "RAY_ADDRESS"
 T = TypeVar("T")
 
 ENVIRONMENT = {
@@ -27,7 +31,10 @@ ENVIRONMENT = {
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray 2.60 announces a future change of this default otherwise
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # its API is not used; it prints an error line per run
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "25",  # workers without a place are said within 30 s
+    # pipelines.nodes looks for nodes that leave: Ray's own watcher prints an error line per run, as its actor
+    # may restart with arguments that are gone, and asking it is a barrier of all ranks.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources` is deprecated",  # Ray calling itself
 }
 AUTH_MODE = "RAY_AUTH_MODE"  # disabled for a private cluster here; of another one the user's is left
@@ -38,7 +45,7 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
     """The ``ray`` module, connected: to the cluster of ``RAY_ADDRESS`` (set in Ray jobs), else to one started
     here with that object store. What is connected already is left running. ``workers``: the user is told.
     """
-    address = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get(ADDRESS)
     for name, value in (ENVIRONMENT if address else ENVIRONMENT | {AUTH_MODE: "disabled"}).items():
         os.environ.setdefault(name, value)
     if workers:

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipelines import ray_data, ray_env
+from pipelines import nodes, ray_data, ray_env
 from pipelines.console import on_stop, say
 from pipelines.features import load_features, on_features
 from pipelines.forecast import advice, crop_rate
 from uno import collectives
-from uno.config import Config, to_dict
+from uno.config import Config, override, to_dict
 from uno.data.decode import BAD_SAMPLES, check_bad
 from uno.data.files import Storage
 from uno.data.resident import keep_pixels
 from uno.data.splits import Task
-from uno.errors import ConfigError, Interrupted, StorageError, UnoError
+from uno.errors import Interrupted, StorageError
 from uno.norm import with_global_norms
 from uno.results.evaluate import evaluate_run
 from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, faults, run
@@ -38,8 +38,6 @@ STOPPING = "stopping: saving a checkpoint first"
 STOP_LOOK_S = 2.0  # between two looks for the STOP file
 STOP_VOTE_S, MAX_VOTE_STEPS = 1.0, 100  # between two votes of the ranks on what was seen
 MAX_DEATHS = 3
-ADDRESS = "RAY_ADDRESS"
-GROWTH_S = 600.0  # nodes of a cloud take minutes to start
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +194,7 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
     streams, side = config.data.ingest == "streaming", config.data.store_size
     store = ray_data.store_bytes(config.compute.workers) if streams else None
     with on_stop(stop, STOPPING), ray_env.connect(store, config.compute.workers) as ray:
-        await_resources(ray, config, stopping.is_set)
+        nodes.await_place(config, stopping.is_set, nodes.growth_s())
         for line in advice(config, ray.cluster_resources(), crop_rate(config, task) if streams else None):
             say(line)
         images, reasons, found = None, None, None
@@ -215,7 +213,8 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
             for metrics in journal.new_entries():
                 show(metrics)
 
-        values = run_workers(ray, job, ray_data.shared(ray, config, task, reasons, found), images, poll)
+        facts = ray_data.shared(ray, config, task, reasons, found)
+        values = run_workers(ray, job, facts, images, poll, stopping.is_set)
         if reasons is not None and job.evaluate:  # the report and the predictions need no other decoding
             pixels = ray_data.pixels_of(images, len(task.rows), side) if found is None else found
             task = keep_pixels(task, pixels, reasons)
@@ -234,37 +233,50 @@ def leave_out_unreadable(
 
 
 def run_workers(
-    ray: Any, job: Job, facts: dict[str, Any], images: Any, on_poll: Callable[[], None]
-) -> dict[str, float]:
+    ray: Any, job: Job, facts: dict[str, Any], images: Any, on_poll: Callable[[], None],
+    give_up: Callable[[], bool],
+) -> dict[str, float]:  # fmt: skip
     """Train on Ray workers, with :func:`pipelines.ray_data.shared` facts; returns the metrics of rank 0.
 
-    A group that dies is started again and resumes from the newest checkpoint, unless three in a row die
-    without a new one; what a worker raised for the user to act on, and Interrupted, are raised at once.
+    A group that dies is started again, once the cluster has room for as many workers, and resumes from the
+    newest checkpoint, unless three in a row die without a new one. A group whose node is told to leave saves
+    first, and counts for nothing. What a worker raised for the user to act on, and Interrupted, are raised
+    at once, and so is Interrupted where ``give_up`` while nodes are waited for.
     """
     config, storage = job.config, job.claim.storage
-    resources = ray_env.worker_resources(config, ray.cluster_resources())
     loop = facts | {
         "config": to_dict(config), "output": storage.uri, "phases": list(job.phases),
         "evaluate": job.evaluate, "faults": os.environ.get(faults.VARIABLE, ""),
-        "worker_cpus": resources["CPU"],
     }  # fmt: skip
     saved, deaths = _saved_steps(storage), 0
     while True:
+        storage.delete(STOP_FILE)  # which asked the last group to leave its nodes
+        resources = nodes.await_place(config, give_up)
+        # A cluster that has lost its GPUs is no cluster without GPUs.
+        config = override(config, {"compute.device": "cuda" if "GPU" in resources else "cpu"})
+        loop["worker_cpus"] = resources["CPU"]
         loop["token"] = job.claim.replace_token()  # a worker of the last group that still runs writes no more
+        notices = nodes.Notices(partial(nodes.hosts, ray))
+
+        def poll(notices: nodes.Notices = notices) -> None:
+            on_poll()
+            if notices.new():
+                say("a node was told to leave: saving a checkpoint first, then going on elsewhere")
+                storage.write(STOP_FILE, b"")
+
         try:
-            outcome = _fit_in_thread(loop, images, resources, job, on_poll)
-            break
+            outcome = _fit_in_thread(loop, images, resources, job, poll)
         except Exception as error:
-            failure = cause_of(error)
+            loss = nodes.loss_of(error)
             before, saved = saved, _saved_steps(storage)
-            deaths = 1 if saved > before else deaths + 1
-            if isinstance(failure, UnoError) or deaths == MAX_DEATHS:
-                raise failure from None
-            name = type(failure).__name__
-            lost = name.startswith(("ActorDied", "WorkerHealthCheckFailed", "WorkerGroupError"))
-            own = f"{name}: {failure}".splitlines()[0][:200]  # of the many lines that Ray says
-            reason = "a worker process or its node was lost" if lost else own
-            log.warning("workers died (%s); new ones resume from the newest checkpoint", reason)
+            if loss.last is not None:
+                deaths = 1 if saved > before else deaths + 1
+                if deaths == MAX_DEATHS:
+                    raise loss.last from None
+            log.warning("%s; new ones resume from the newest checkpoint", loss.line)
+            continue
+        if "interrupted" not in outcome or give_up() or not notices.given:
+            break
     storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
         raise Interrupted(outcome["interrupted"])
@@ -276,36 +288,6 @@ def _saved_steps(storage: Storage) -> int:
     return sum(max(checkpoint_steps(storage, phase), default=0) for phase in PHASES)
 
 
-def await_resources(ray: Any, config: Config, give_up: Callable[[], bool]) -> None:
-    """Return once the workers fit into the cluster; one that runs already is asked, and waited for."""
-    end, asked = time.monotonic() + GROWTH_S, False
-    while True:
-        try:
-            ray_env.worker_resources(config, ray.cluster_resources())
-            break
-        except ConfigError as problem:
-            if ADDRESS not in os.environ or time.monotonic() > end:
-                raise
-            if not asked:
-                say(f"{problem}; waiting up to {GROWTH_S / 60:g} minutes for the cluster to grow")
-                each = {"CPU": config.compute.cpus_per_worker or 1.0}
-                if config.compute.device == "cuda":
-                    each["GPU"] = config.compute.gpus_per_worker
-                _ask_autoscaler([each] * config.compute.workers + [{"CPU": 1.0}])
-                asked = True
-        if give_up():
-            raise Interrupted("stopped while the cluster was growing")
-        time.sleep(ray_env.POLL_S)
-    if asked:
-        _ask_autoscaler([])  # what was asked for would otherwise be kept for ever
-
-
-def _ask_autoscaler(bundles: list[dict[str, float]]) -> None:
-    from ray.autoscaler.sdk import request_resources
-
-    request_resources(bundles=bundles)
-
-
 def _fit_in_thread(
     loop: dict[str, Any], images: Any, resources: dict[str, float], job: Job, on_poll: Callable[[], None]
 ) -> dict[str, Any]:
@@ -314,6 +296,7 @@ def _fit_in_thread(
     body = partial(
         fit, train_loop, loop, compute.workers, resources, f"{loop['output']}/{RAY_FOLDER}", name,
         placement=compute.placement, datasets={} if images is None else {"images": images},
+        startups=0, preemptions=0,  # run_workers starts a group again, with shares of the cluster as it is
     )  # fmt: skip
     return ray_env.in_thread(body, on_poll).return_value
 
@@ -321,10 +304,12 @@ def _fit_in_thread(
 def fit(
     train_loop: Callable[[dict[str, Any]], Any], loop: dict[str, Any], num_workers: int,
     resources: dict[str, float], folder: str, name: str, *, timeout_s: int = 600, placement: str = "PACK",
-    datasets: dict[str, Any] | None = None, callbacks: Sequence[Any] = (),
+    datasets: dict[str, Any] | None = None, callbacks: Sequence[Any] = (), startups: int = 9,
+    preemptions: int = -1,
 ) -> Any:  # fmt: skip
-    """Fit a ``TorchTrainer`` that tries once and logs nothing, with Ray's own files in ``folder/name``; every
-    worker gets every dataset whole.
+    """Fit a ``TorchTrainer`` that logs nothing, with Ray's own files in ``folder/name``; every worker gets
+    every dataset whole. A group that finds no place is tried ``startups`` times more, one whose nodes leave
+    ``preemptions`` times (-1: always), one that dies never.
     """
     import ray.train
     import ray.train.torch
@@ -340,25 +325,20 @@ def fit(
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
         run_config=ray.train.RunConfig(
             name=name, storage_path=folder, callbacks=list(callbacks),
-            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=3),
+            failure_config=ray.train.FailureConfig(
+                max_failures=0, controller_failure_limit=startups, max_preemption_failures=preemptions
+            ),
             logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
         ),
     )  # fmt: skip
     # A helper of Ray Train gives the CPUs of workers back whose controller died. It looks for the cluster by
     # the processes of this machine and fails where a second cluster runs, so it is told the address.
-    constants.ENV_VARS_TO_PROPAGATE.add(ADDRESS)
-    before, os.environ[ADDRESS] = os.environ.get(ADDRESS), ray.get_runtime_context().gcs_address
+    constants.ENV_VARS_TO_PROPAGATE.add(ray_env.ADDRESS)
+    before = os.environ.get(ray_env.ADDRESS)
+    os.environ[ray_env.ADDRESS] = ray.get_runtime_context().gcs_address
     try:
         return trainer.fit()
     finally:
-        os.environ.pop(ADDRESS)
+        os.environ.pop(ray_env.ADDRESS)
         if before is not None:
-            os.environ[ADDRESS] = before
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """The exception that explains a failed fit: the user's error first, a lost peer last."""
-    failures = list(getattr(error, "worker_failures", {}).values())
-    own = [f for f in failures if isinstance(f, UnoError)]
-    others = [f for f in failures if not (isinstance(f, RuntimeError) and "connection" in str(f).lower())]
-    return next(iter(own + others), getattr(error, "controller_failure", None) or error)
+            os.environ[ray_env.ADDRESS] = before

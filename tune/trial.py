@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipelines import nodes
 from pipelines import worker as ray_worker
 from tune.records import PartStorage, Trial, read_trial, trial_name
 from tune.score import Fold, make_folds, measure
@@ -258,7 +259,7 @@ def _start_workers(index: int, sweep: Sweep) -> None:
             callbacks=[TuneReportCallback()],
         )  # fmt: skip
     except Exception as error:
-        cause = ray_worker.cause_of(error)
+        cause = nodes.cause_of(error)
         raise cause if isinstance(cause, Exception) else error from None
 
 

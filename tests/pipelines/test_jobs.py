@@ -2,44 +2,53 @@
 
 import os
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipelines import ray_env, worker
+from pipelines import nodes, ray_env, worker
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
-from uno.runs import run
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
+from uno.runs import STOP_FILE, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.runs.lock import claim
-
-RAY = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0})
 
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
     """``group(*outcomes)`` runs workers that end in these ways, and counts them; an exception is raised."""
-    started = []
+    started, shares = [], iter([{"CPU": 1.0}, {"CPU": 0.5}, *[{"CPU": 0.25}] * 20])
 
-    def run_group(*outcomes):
-        pending = list(outcomes)
+    def run_group(*outcomes, polls=(), stops=()):
+        pending, stopped = list(outcomes), []
 
-        def fit(loop, *_):
-            started.append(loop["token"])
+        def fit(loop, images, resources, job, on_poll):
+            started.append((loop["token"], loop["worker_cpus"], resources))
+            for act in polls:
+                act(on_poll, Storage(loop["output"]))
             outcome = pending.pop(0)
+            stopped.extend(stops)
             if callable(outcome):
                 outcome = outcome(Storage(loop["output"]))
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
 
+        def await_place(config, give_up):
+            if give_up():
+                raise Interrupted("stopped while waiting for nodes")
+            return next(shares)
+
         monkeypatch.setattr(worker, "_fit_in_thread", fit)
+        monkeypatch.setattr(worker.nodes, "await_place", await_place)
         config = override(Config(), {"compute.workers": 2})
         with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
             job = worker.Job(config, None, (), True, mine)
-            return worker.run_workers(RAY, job, {}, None, lambda: None)
+            return worker.run_workers(None, job, {}, None, lambda: None, lambda: bool(stopped))
 
     run_group.started = started
     return run_group
@@ -48,12 +57,121 @@ def group(tmp_path, monkeypatch):
 DEATH = RuntimeError("the actor died unexpectedly")
 
 
+def raised(name, *bases, **attributes):
+    """An exception of a class with the name of one of Ray's."""
+    error = type(name, bases or (Exception,), {})(f"{name} of Ray\nwith more lines")
+    for key, value in attributes.items():
+        setattr(error, key, value)
+    return error
+
+
+NO_PLACE = raised("ControllerError", controller_failure=raised("WorkerGroupStartupTimeoutError"))
+DIED = raised("ActorDiedError", type("RayActorError", (Exception,), {}))
+LOST = raised("WorkerGroupError", worker_failures={1: raised("WorkerHealthCheckFailedError")})
+LEFT = raised("PreemptionError")
+ANNOUNCED = raised("WorkerGroupError", worker_failures={
+    0: RuntimeError("Connection closed by peer"),
+    1: raised("WorkerHealthCheckFailedError", health_check_failure=raised("ActorDiedError", preempted=True)),
+})  # fmt: skip
+SLOW = raised("WorkerGroupError", worker_failures={
+    0: StorageError("cannot write s3://b/x: AWS Error SLOW_DOWN"), 1: RuntimeError("Connection closed"),
+})  # fmt: skip
+
+
 def test_a_dead_group_is_replaced_with_a_new_token_but_three_in_a_row_are_the_end(group):
+    """And with the shares of the cluster as it is then. Kills: those of the start, which leave no CPU."""
     assert group(DEATH, DEATH, {"metrics": {"acc": 1.0}}) == {"acc": 1.0}
-    assert len(set(group.started)) == 3
+    tokens, shares, resources = zip(*group.started, strict=True)
+    assert len(set(tokens)) == 3
+    assert shares == (1.0, 0.5, 0.25) and resources == tuple({"CPU": share} for share in shares)
     with pytest.raises(RuntimeError, match="died unexpectedly"):
         group(DEATH, DEATH, DEATH, {"metrics": {}})
     assert len(group.started) == 6
+
+
+@pytest.mark.parametrize("end", [NO_PLACE, LEFT, ANNOUNCED], ids=["no place", "left", "announced"])
+def test_what_is_nobodys_fault_may_happen_any_number_of_times(group, end, caplog):
+    """Kills: a start-up timeout or a preemption that counts as a death."""
+    assert group(*[end] * 7, {"metrics": {}}) == {}
+    assert len(group.started) == 8 and "resume from the newest checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(("end", "code", "says"), [
+    (DIED, 75, "again and again before a new checkpoint .ActorDiedError: ActorDiedError of Ray.: is"),
+    (LOST, 75, "WorkerHealthCheckFailedError"), (SLOW, 4, "SLOW_DOWN"),
+], ids=["died", "lost", "slow"])  # fmt: skip
+def test_what_goes_on_without_a_checkpoint_ends_as_one_line_of_ours(group, end, code, says):
+    """Kills: "internal" for a lost node."""
+    assert group(end, end, {"metrics": {}}) == {}
+    with pytest.raises(UnoError, match=says) as caught:
+        group(end, end, end)
+    assert caught.value.exit_code == code and "\n" not in str(caught.value)
+    never = raised("ControllerError", controller_failure=raised("InsufficientClusterResourcesError"))
+    with pytest.raises(ConfigError, match="can never hold the workers"):
+        group(never)
+
+
+def test_the_names_of_rays_errors_are_rays():
+    """Kills: a class that Ray 2.60 calls otherwise, so that its loss would be a defect of ours."""
+    source = "".join(
+        Path(find_spec("ray").submodule_search_locations[0], name).read_text()
+        for name in ("exceptions.py", "train/v2/_internal/exceptions.py", "train/v2/api/exceptions.py")
+    )
+    for name in (*nodes.LOST, nodes.NO_PLACE, nodes.LEFT, nodes.NEVER):
+        assert f"class {name}(" in source
+    assert "self.preempted" in source or "def preempted" in source
+
+
+def test_a_node_that_leaves_is_left_and_a_user_who_stops_is_obeyed(group, monkeypatch, capsys):
+    """Kills: a preemption that ends the command, a STOP file that the next group finds, a stop taken for a
+    preemption.
+    """
+    told, files = [], []
+
+    class Notices:
+        def __init__(self, hosts):
+            self.given = False
+
+        def new(self):
+            self.given = told.pop(0) if told else False
+            return self.given
+
+    def poll(on_poll, storage):
+        files.append(storage.exists(STOP_FILE))
+        on_poll()
+        files.append(storage.exists(STOP_FILE))
+
+    monkeypatch.setattr(worker.nodes, "Notices", Notices)
+    told[:] = [True, False]
+    assert group({"interrupted": "step 4"}, {"metrics": {}}, polls=[poll]) == {}
+    assert files == [False, True, False, False] and "told to leave" in capsys.readouterr().out
+    with pytest.raises(Interrupted, match="step 5"):
+        group({"interrupted": "step 5"}, polls=[poll])
+    told[:] = [True]
+    with pytest.raises(Interrupted, match="step 6"):
+        group({"interrupted": "step 6"}, polls=[poll], stops=[1])
+    with pytest.raises(Interrupted, match="while waiting"):
+        group(LOST, polls=[poll], stops=[1])
+
+
+def test_a_cluster_that_has_lost_its_gpus_is_no_cluster_without_gpus(group, monkeypatch):
+    """Kills: a run that goes on on the head's CPU."""
+    group(DEATH, {"metrics": {}})
+    devices, found = [], iter([{"CPU": 1.0, "GPU": 1.0}] * 2)
+
+    def await_place(config, give_up):
+        devices.append(config.compute.device)
+        return next(found)
+
+    real = worker.run_workers
+
+    def with_gpus(*arguments):
+        monkeypatch.setattr(worker.nodes, "await_place", await_place)
+        return real(*arguments)
+
+    monkeypatch.setattr(worker, "run_workers", with_gpus)
+    group(DEATH, {"metrics": {}})
+    assert devices == ["auto", "cuda"]
 
 
 def test_a_new_checkpoint_starts_the_count_anew(group):
@@ -88,12 +206,12 @@ def test_a_stop_is_handed_on(group):
 def test_the_cause_is_not_the_lost_peer():
     group = RuntimeError("group")
     group.worker_failures = {0: RuntimeError("Connection closed by peer"), 1: KeyError("real")}
-    assert isinstance(worker.cause_of(group), KeyError)
+    assert isinstance(nodes.cause_of(group), KeyError)
     group.worker_failures = {0: RuntimeError("Connection closed by peer")}
-    assert worker.cause_of(group) is group
+    assert nodes.cause_of(group) is group
     group.controller_failure = TimeoutError("no nodes")
     group.worker_failures = {}
-    assert isinstance(worker.cause_of(group), TimeoutError)
+    assert isinstance(nodes.cause_of(group), TimeoutError)
 
 
 @pytest.mark.parametrize(
@@ -123,26 +241,6 @@ def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
 def test_too_many_workers_are_one_line(overrides, cluster, says):
     with pytest.raises(ConfigError, match=says):
         ray_env.worker_resources(override(Config(), overrides), cluster)
-
-
-def test_a_cluster_that_was_there_before_may_grow(monkeypatch, capsys):
-    """Kills: a job refused because nodes for it start on demand; a request that outlives its reason."""
-    sizes, asked = iter([{}, {"CPU": 1.0}, {"CPU": 3.0, "GPU": 2.0}]), []
-    monkeypatch.setattr(worker.ray_env, "POLL_S", 0)
-    monkeypatch.setattr(worker, "_ask_autoscaler", asked.append)
-    ray = SimpleNamespace(cluster_resources=lambda: next(sizes))
-    config = override(Config(), {"compute.workers": 2, "compute.device": "cuda"})
-    with pytest.raises(ConfigError, match="one CPU for Ray Data"):
-        worker.await_resources(SimpleNamespace(cluster_resources=dict), config, lambda: False)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    worker.await_resources(ray, config, lambda: False)
-    assert asked == [[{"CPU": 1.0, "GPU": 1.0}] * 2 + [{"CPU": 1.0}], []]
-    assert "waiting up to 10 minutes for the cluster to grow" in capsys.readouterr().out
-    with pytest.raises(Interrupted):
-        worker.await_resources(SimpleNamespace(cluster_resources=dict), config, lambda: True)
-    monkeypatch.setattr(worker, "GROWTH_S", 0)
-    with pytest.raises(ConfigError):
-        worker.await_resources(SimpleNamespace(cluster_resources=dict), config, lambda: False)
 
 
 @pytest.mark.parametrize(("mode", "says"), [

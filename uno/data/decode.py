@@ -22,9 +22,9 @@ from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from uno import collectives
-from uno.data.files import Storage, parse_json, read_bytes
+from uno.data.files import Storage, is_transient, parse_json, read_bytes
 from uno.data.rows import Chosen, Image, Images
-from uno.errors import ConfigError, one_line
+from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_BMP_PIXELS_PER_BYTE, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_PIXELS_PER_BYTE
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -277,6 +277,8 @@ def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]
     except UnidentifiedImageError:
         raise BadImage(f"not a readable {', '.join(FORMATS)} image") from None
     except OSError as error:
+        if isinstance(image, str) and is_transient(error):
+            raise StorageError(f"cannot read {image}: {one_line(error)}") from None
         raise BadImage(one_line(error.strerror or error)[:200]) from None
     except Exception as error:  # whatever a broken file leads Pillow's parsers to
         raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None

@@ -3,27 +3,42 @@ directories to write. A local name need not be UTF-8: a ``str`` carries its byte
 """
 
 import json
+import logging
 import os
 import re
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.fs
 
-from uno.errors import ConfigError, StorageError, one_line
+from uno.errors import ConfigError, StorageError, UnoError, one_line
 from uno.limits import MAX_ROWS
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # what a file is called until it is whole
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # what file managers leave behind
+TRANSIENT = re.compile(
+    r"AWS Error (SLOW_DOWN|THROTTLING|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT)"
+    r"|AWS Error NETWORK_CONNECTION|HTTP status (429|5\d\d)|ServerBusy"
+    r"|Status\((UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL)"
+    r"|connection (timed out|reset|refused|aborted)|stale file handle|transport endpoint|remote I/O error",
+    re.IGNORECASE,
+)
+"""Of S3, Google's and Azure's stores as pyarrow words it, and of network disks."""
+PAUSES_S = (1, 2, 4, 8, 16)  # pyarrow itself tries for 6 s each time
+
+P = ParamSpec("P")
+R = TypeVar("R")
+log = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
@@ -32,6 +47,29 @@ class Found(NamedTuple):
     relative: str
     path: str
     size: int
+
+
+def is_transient(error: object) -> bool:
+    """Whether storage that says so may answer a moment later: not what is missing, denied or full."""
+    return TRANSIENT.search(str(error)) is not None
+
+
+def patient(access: Callable[P, R]) -> Callable[P, R]:
+    """``access`` to storage, tried again for a minute while the error is one that may pass."""
+
+    @wraps(access)
+    def tried(*args: P.args, **kwargs: P.kwargs) -> R:
+        for pause in PAUSES_S:
+            try:
+                return access(*args, **kwargs)
+            except (OSError, pa.ArrowException, UnoError) as error:
+                if not is_transient(error):
+                    raise
+                log.warning("%s; again in %d s", one_line(error), pause)
+                time.sleep(pause)
+        return access(*args, **kwargs)
+
+    return tried
 
 
 def is_uri(path: str) -> bool:
@@ -72,6 +110,7 @@ def require_regular(path: str | bytes) -> None:
         raise OSError("not a regular file")
 
 
+@patient
 def kind(path: str) -> str:
     """'file', 'directory' or 'missing'; ConfigError where it cannot be reached."""
     with _reading(path):
@@ -85,7 +124,7 @@ def walk(root: str) -> list[Found]:
     if is_uri(root):
         with _reading(root):
             files, inner = locate(root)
-            infos = files.get_file_info(pa.fs.FileSelector(inner, recursive=True))
+            infos = patient(files.get_file_info)(pa.fs.FileSelector(inner, recursive=True))
         prefix = inner.strip("/")
         named = ((i.path.strip("/").removeprefix(prefix).strip("/"), i.size) for i in infos if i.is_file)
         found = [Found(name, join(root, name), size) for name, size in named]
@@ -94,6 +133,7 @@ def walk(root: str) -> list[Found]:
     return sorted(f for f in found if not HIDDEN.search(f.relative))
 
 
+@patient
 def children(root: str) -> tuple[list[str], list[str]]:
     """Names directly below a directory, sorted: (folders, files). Raises as :func:`walk`."""
     with _reading(root):
@@ -125,6 +165,7 @@ def split(path: str) -> tuple[str, str]:
     return folder + mark + options, unquote(name)
 
 
+@patient
 def read_bytes(path: str, max_bytes: int) -> bytes:
     """At most ``max_bytes`` + 1 bytes of a file. Raises OSError."""
     if not is_uri(path):
@@ -282,6 +323,7 @@ class Storage:
             found += [os.path.normpath(f"{below}/{file}") for file in files if TEMPORARY.fullmatch(file)]
         return found
 
+    @patient
     def walk(self, name: str) -> list[str]:
         """Sorted paths of all files below a directory, from there; empty where there is none. One request."""
         root = self.path(name)
@@ -293,6 +335,7 @@ class Storage:
                 found = [info.path for info in self._fs.get_file_info(selector) if info.is_file]
         return sorted(path.removeprefix(root).strip("/") for path in found)
 
+    @patient
     def list(self, name: str = "") -> list[str]:
         """Sorted base names in a directory; empty where there is none."""
         with self._errors("list", name):
@@ -301,11 +344,13 @@ class Storage:
             selector = pa.fs.FileSelector(self.path(name), allow_not_found=True)
             return sorted(info.base_name for info in self._fs.get_file_info(selector))
 
+    @patient
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
         """Content of a file; StorageError where it has more than ``max_bytes``."""
         with self.open(name) as file:
             return self._content(file, name, max_bytes)
 
+    @patient
     def find(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """As :meth:`read`; None where there is no such file, which takes no look of its own."""
         with self._errors("read", name), suppress(FileNotFoundError), self._opened(name) as file:
@@ -318,6 +363,7 @@ class Storage:
         with self._errors("read", name), self._opened(name) as file:
             yield file
 
+    @patient
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; after return it is on the disk, whole."""
         with self.create(name) as file:
@@ -376,6 +422,7 @@ class Storage:
             with path.open("ab") as file:
                 file.write(data)
 
+    @patient
     def delete(self, name: str) -> None:
         """Remove a file or a directory with all in it; nothing happens where there is none."""
         self.check()
@@ -401,6 +448,7 @@ class Storage:
     def _inner(self, name: str) -> str | bytes:
         return os.fsencode(self.path(name)) if self.is_local else self.path(name)
 
+    @patient
     def _info(self, name: str) -> Any:
         with self._errors("look up", name):
             return self._fs.get_file_info(self._inner(name))

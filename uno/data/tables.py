@@ -158,6 +158,7 @@ class _Parquet:
                 with self._open() as file:
                     self.metadata, self.schema = file.metadata, file.schema_arrow
 
+    @filesystem.patient
     def read(self, columns: Sequence[str], group: int | None = None) -> Any:
         """Those columns, of one row group or all."""
         with self.errors("Parquet file" if group is None else f"row group {group} of"):
@@ -186,6 +187,7 @@ class _Parquet:
 _known: dict[tuple[str, int], _Parquet] = {}  # by path and size: every footer of a set, however many files
 
 
+@filesystem.patient
 def _parquet(path: str, size: int, anew: bool = False) -> _Parquet:
     """The file, as it was when its footer was last read by this process."""
     if anew or (path, size) not in _known:

@@ -8,6 +8,7 @@ Faults are separated by ``;`` and have the form ``KIND:key=value,...``::
     nan:rank=1,step=7                          that batch is not a number, on one rank
     full-disk:checkpoint=2                     the second checkpoint finds no space
     read-only:checkpoint=2                     or a file system that takes no writes
+    timeout:checkpoint=2                       or one that does not answer in time
     kill-driver:step=7                         kill -9 of the command itself, once that step is in the journal
     sigterm:step=7                             SIGTERM to it
 
@@ -34,7 +35,7 @@ from uno.steps import Batch
 
 VARIABLE = "UNO_FAULTS"
 RANKED = ("kill-worker", "nan")
-DISKS = {"full-disk": errno.ENOSPC, "read-only": errno.EROFS}
+DISKS = {"full-disk": errno.ENOSPC, "read-only": errno.EROFS, "timeout": errno.ETIMEDOUT}
 DRIVER = {"kill-driver": signal.SIGKILL, "sigterm": signal.SIGTERM}
 KINDS = (*RANKED, "kill-node", *DISKS, *DRIVER)
 

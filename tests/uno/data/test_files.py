@@ -8,6 +8,7 @@ from urllib.parse import quote
 import pytest
 from pyarrow import fs
 
+from uno.data import files
 from uno.data.files import Storage, full_path, parse_json, read_whole, shown
 from uno.errors import ConfigError, StorageError
 
@@ -94,14 +95,98 @@ def test_writes_are_flushed_before_they_are_named(tmp_path, monkeypatch):
 
 
 def test_errors_of_the_file_system_are_storage_errors(tmp_path, monkeypatch):
-    """Kills: an OSError that passes through any method."""
+    """Kills: an OSError that passes through any method, one that is tried again though it stays."""
     storage = Storage(MEMORY)
     storage._fs = Mock(type_name="mock")
+    monkeypatch.setattr(files.time, "sleep", pytest.fail)
     for name in ("get_file_info", "open_input_file", "open_output_stream", "create_dir"):
-        getattr(storage._fs, name).side_effect = OSError("connection reset")
+        getattr(storage._fs, name).side_effect = OSError("AWS Error ACCESS_DENIED")
     for action in ("exists", "size", "list", "read", "write", "append", "delete"):
-        with pytest.raises(StorageError, match=r"run.*connection reset"):
+        with pytest.raises(StorageError, match=r"run.*ACCESS_DENIED"):
             getattr(storage, action)("x", *([b""] if action in ("write", "append") else []))
+
+
+AWS = "When getting information for key 'k' in bucket 'bucket': AWS Error"
+
+
+@pytest.mark.parametrize(("error", "passes"), [
+    (f"{AWS} UNKNOWN (HTTP status 503) during HeadObject operation: No response body.", True),
+    (f"{AWS} UNKNOWN (HTTP status 429) during HeadObject operation: No response body.", True),
+    (f"{AWS} SLOW_DOWN during CreateMultipartUpload operation: text", True),
+    (f"{AWS} NETWORK_CONNECTION during HeadObject operation: curlCode: 7, Could not connect", True),
+    (OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), "/nfs/a"), True),
+    (OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/nfs/a"), True),
+    (f"{AWS} UNKNOWN (HTTP status 400) during HeadObject operation: No response body.", False),
+    (f"{AWS} ACCESS_DENIED during HeadObject operation: No response body.", False),
+    (f"{AWS} NO_SUCH_BUCKET during GetObject operation: text", False),
+    *[(OSError(code, os.strerror(code), "/nfs/a"), False) for code in (
+        errno.ENOENT, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)],
+])  # fmt: skip
+def test_what_may_pass_is_tried_again_for_half_a_minute(monkeypatch, caplog, error, passes):
+    """Texts of pyarrow 26 before a server that answers so. Kills: a permanent error that waits, one that may
+    pass and ends a run, retries without pauses or without end.
+    """
+    paused, asked = [], []
+    monkeypatch.setattr(files.time, "sleep", paused.append)
+    error = OSError(error) if isinstance(error, str) else error
+
+    def access(name):
+        asked.append(name)
+        if len(asked) <= failures:
+            raise error
+        return "data"
+
+    failures = 2
+    if not passes:
+        with pytest.raises(OSError):
+            files.patient(access)("a")
+        assert asked == ["a"] and not paused
+        return
+    assert files.patient(access)("a") == "data" and paused == [1, 2] and "again in 2 s" in caplog.text
+    asked.clear(), paused.clear()
+    failures = 99
+    with pytest.raises(OSError):
+        files.patient(access)("a")
+    assert sum(paused) == 31 and len(asked) == len(paused) + 1
+
+
+def test_every_access_to_storage_is_patient(tmp_path, monkeypatch):
+    """Each succeeds after one refusal. Kills: a method or a function that is not tried again."""
+    monkeypatch.setattr(files.time, "sleep", lambda _: None)
+    storage, inner = Storage(MEMORY), Storage(str(tmp_path))
+    for name in ("x", "t"):
+        inner.write(name, b"1")
+
+    def once(function):
+        failed = []
+
+        def flaky(*args, **kwargs):
+            if not failed:
+                failed.append(1)
+                raise OSError(f"{AWS} SLOW_DOWN")
+            return function(*args, **kwargs)
+
+        return flaky
+
+    def flaky_files():
+        real = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+        names = ("get_file_info", "open_input_file", "open_input_stream", "open_output_stream", "delete_file")
+        return Mock(type_name="s3", **{name: once(getattr(real, name)) for name in names})
+
+    for act in (
+        lambda: storage.exists("x"), lambda: storage.read("x") == b"1", lambda: storage.list() == ["t", "x"],
+        lambda: storage.write("y", b"2") is None, lambda: storage.append("y", b"2") is None,
+        lambda: storage.delete("y") is None,
+    ):  # fmt: skip
+        storage._fs, storage.root = flaky_files(), ""
+        assert act()
+    for act in (
+        lambda: files.kind("s3://b/x") == "file", lambda: files.children("s3://b/")[1] == ["t", "x"],
+        lambda: len(files.walk("s3://b/")) == 2, lambda: files.read_bytes("s3://b/x", 9) == b"1",
+    ):  # fmt: skip
+        remote = flaky_files()
+        monkeypatch.setattr(files, "locate", lambda path, remote=remote: (remote, path.rpartition("/")[2]))
+        assert act()
 
 
 def test_object_stores_get_no_directory_markers(tmp_path):
