@@ -57,7 +57,9 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(tmp_path,
         assert fold.train.unlabeled_images.shape[1:] == data.images.shape[1:]
 
 
-@pytest.mark.parametrize("score", ["folds", "loss", "agreement", "oracle"])
+@pytest.mark.parametrize("score", [
+    "folds", *(pytest.param(s, marks=pytest.mark.slow) for s in ("loss", "agreement", "oracle"))
+])  # fmt: skip
 def test_every_score_is_one_of_features(tmp_path, score):
     options = frozen_options(tmp_path, "--score", score, "--folds", "1", "--discover.epochs", "1")
     with claimed(tmp_path / "sweep") as storage:

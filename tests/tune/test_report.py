@@ -131,7 +131,10 @@ def test_the_oracle_brands_every_file_and_table(tmp_path):
     assert table.schema.metadata[b"oracle"] == b"true"
 
 
-@pytest.mark.parametrize("keep", [slice(0, 0), slice(0, 1), slice(4, 5), slice(2, 5), slice(3, 7)])
+@pytest.mark.parametrize("keep", [
+    slice(2, 5),
+    *(pytest.param(slice(*ends), marks=pytest.mark.slow) for ends in ((0, 0), (0, 1), (4, 5), (3, 7))),
+])  # fmt: skip
 def test_any_number_of_trials_has_a_page_and_only_a_finished_one_a_best_yaml(tmp_path, options, keep):
     kept = trials(options)[keep]
     report.write(storage := fake_sweep(tmp_path / "s", options, kept))

@@ -55,7 +55,9 @@ def test_a_fold_is_made_of_labeled_rows_alone(tmp_path):
         assert trained.isdisjoint(data.images[row].tobytes() for row in held_out)
 
 
-@pytest.mark.parametrize("score", [FOLDS, LOSS, AGREEMENT, ORACLE])
+@pytest.mark.parametrize("score", [
+    FOLDS, ORACLE, *(pytest.param(s, marks=pytest.mark.slow) for s in (LOSS, AGREEMENT))
+])  # fmt: skip
 def test_permuting_the_true_novel_labels_changes_the_oracle_alone(tmp_path, score):
     """THE property of the sweep, and its control. Kills any path from ``eval_labels`` to a score."""
     options = tiny_options(tmp_path, "--score", score, "--folds", "1")

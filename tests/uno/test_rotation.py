@@ -63,6 +63,7 @@ def test_the_step_tells_turns_apart():
     assert found[-1] < 0.7 * found[0]
 
 
+@pytest.mark.slow
 def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
     """Kills: an encoder that is not carried over, a phase without checkpoints or lines, a resume that skips
     the phase or starts it again.

@@ -106,6 +106,7 @@ def test_constants_of_the_authors():
         before = state.extra["targets"].clone()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_bit(tmp_path):
     """Kills: targets or probabilities not stored, k-means anew after a resume."""
     tensors = check_resumes(small_config(method="dtc", discover__epochs=4), tmp_path, (3, 14))

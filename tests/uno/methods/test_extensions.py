@@ -142,6 +142,7 @@ def test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over(warmup_steps, 
     assert torch.equal(state.extra["queue"], torch.zeros(2, 2, 4, 16))
 
 
+@pytest.mark.slow
 def test_the_queue_survives_a_checkpoint(tmp_path):
     """Kills: a queue that is empty after a resume."""
     config = small_config(objective__queue_size=40, objective__rkd_weight=0.1)

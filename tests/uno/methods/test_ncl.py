@@ -127,6 +127,7 @@ def test_memories_are_no_larger_than_their_sets():
         assert found.keys() == {"memory", "labeled_memory", "labeled_classes"}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_bit(tmp_path):
     """Kills: memories that are empty after a resume, draws that go on from a generator."""
     tensors = check_resumes(

@@ -72,7 +72,7 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
         np.testing.assert_allclose(np.load(tmp_path / f"{name}.out.npy"), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["mcl", "dtc"])
+@pytest.mark.parametrize("method", ["dtc", pytest.param("mcl", marks=pytest.mark.slow)])
 def test_baselines_are_exported_too(tmp_path, method):
     """Cosines and distances; the export compares itself with the model. Kills: prototypes in place of
     centres, a similarity network that is handed out.
@@ -121,7 +121,7 @@ CARDS = (
 )
 
 
-@pytest.mark.parametrize("options", CARDS)
+@pytest.mark.parametrize("options", [CARDS[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CARDS[1:])])
 def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, options):
     """Its Python is executed, next to the files it speaks of."""
     if options.get("model__encoder", "").startswith("timm"):

@@ -61,7 +61,7 @@ def test_a_batch_that_is_not_a_number_is_rolled_back(tmp_path, undisturbed, monk
 REASONS = {"full-disk": "No space left on device", "read-only": "Read-only file system"}
 
 
-@pytest.mark.parametrize("kind", REASONS)
+@pytest.mark.parametrize("kind", ["full-disk", pytest.param("read-only", marks=pytest.mark.slow)])
 def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kind):
     """One line that names the file; the older checkpoint stays; with room again the run goes on."""
     monkeypatch.setenv(faults.VARIABLE, f"{kind}:checkpoint=2")
