@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from benchmarks.measure import environment, medians, spread, take_turns
 from uno.config import override
 from uno.data.files import Storage
+from uno.data.inputs import RowInputs
 from uno.data.rows import Rows
-from uno.data.sources import read_inputs
+from uno.data.sources import read_rows
 from uno.model import build_model
 from uno.presets import preset
-from uno.results.infer import decoder, load_classifier, read_model_files, save_model
+from uno.results.infer import load_classifier, read_model_files, save_model
 from uno.results.predictions import PredictionWriter, predict_rows
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "cifar10-jpeg"
@@ -107,7 +108,7 @@ def main() -> int:
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All methods in turn."""
-    rows: Rows = read_inputs(override(preset("cifar10"), {"data.source": str(options.data)}).data)
+    rows: Rows = read_rows(override(preset("cifar10"), {"data.source": str(options.data)}).data)
     rows = rows.take(np.arange(options.rows))
     write_run(folder / "run")
     storage = Storage(str(folder / "run"))
@@ -125,8 +126,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return Storage(str(folder / "out"))
 
     def here() -> None:
-        writer = PredictionWriter(output(), rows, model, embedding=False)
-        predict_rows(model, decoder(model, rows), writer)
+        writer = PredictionWriter(output(), RowInputs(rows), model, embedding=False)
+        predict_rows(model, writer)
         found["uno"] = pq.read_table(folder / "out")["class_index"].to_numpy()
 
     methods = {"plain": loop, "uno --workers 0": here}
@@ -141,7 +142,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             config = override(model.config, {"compute.workers": options.workers})
 
             def on_ray() -> None:
-                writer = PredictionWriter(output(), rows, model, embedding=False)
+                writer = PredictionWriter(output(), RowInputs(rows), model, embedding=False)
                 predict_on_ray(ray, config, read_model_files(storage), writer, lambda done, total: None)
 
             methods[f"uno --workers {options.workers}"] = on_ray

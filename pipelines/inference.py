@@ -1,11 +1,13 @@
 """Running a trained model over a source, here or on Ray: what ``uno predict`` and the end of a run share.
 
-On Ray: blocks of paths (or of encoded bytes) -> decoding tasks on any node -> an actor pool that holds the
-model -> this process, which writes the shards. The same batches as without Ray, so the same results.
+On Ray: where the rows of a partition are (or their bytes) -> tasks that read and decode them, on any node ->
+an actor pool that holds the model -> a task that writes the partition's file. The same batches and files as
+with the threads of this process, so the same results.
 """
 
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,21 +17,32 @@ import torch
 
 from pipelines import ray_env
 from pipelines.console import Progress, reading, say, stopped_at_once
-from pipelines.ray_data import bytes_of, decode_block, image_block, parquet_images
+from pipelines.ray_data import TASK_CPUS, bytes_of, image_columns, images_of, own_error, pixel_column
 from uno.config import Config, override
-from uno.data.decode import readable
 from uno.data.files import Storage
-from uno.data.rows import Decoded, Featured
-from uno.data.sources import read_inputs, read_rows
+from uno.data.inputs import Inputs, RowInputs, chunk_sizes, cut, evenly, open_inputs
+from uno.data.rows import Chosen, Decoded, Featured, Part, base
+from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, UnoError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
 from uno.results.infer import Classifier, build_classifier, decoder, with_alignment
-from uno.results.predictions import PredictionWriter, Summary, predict_rows, result_table
+from uno.results.predictions import (
+    PartWriter,
+    PredictionWriter,
+    Summary,
+    Take,
+    classify,
+    decode_chunk,
+    predict_rows,
+    read_part,
+)
 from uno.runs.hardware import local_device, num_threads
 
 RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
+EXECUTION_PARTS, EXECUTION_BYTES = 1024, 512 * 2**20  # whose blocks are in the object store at once
+FACT_BYTES = 4096  # of a row besides its pixels: id, path, reason
 INTERVAL_S = 5.0  # between two lines of progress
 
 
@@ -48,10 +61,11 @@ def predict_job(
         raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     with reading() as total:
-        rows = read_inputs(override(Config(), data).data) if data else own_task(config).rows
-        total(len(rows))
-    if limit is not None and limit < len(rows):
-        rows = rows.take(np.arange(limit) * len(rows) // limit)
+        inputs: Inputs = (
+            RowInputs(own_task(config).rows) if not data else open_inputs(override(Config(), data).data)
+        )
+        inputs = inputs if limit is None else evenly(inputs, limit)
+        total(len(inputs))
     try:
         if model.alignment is None:
             task = own_task(config)
@@ -60,11 +74,11 @@ def predict_job(
     except UnoError as error:
         say(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
     output = Storage(str(given.get("output", storage.uri)))
-    writer = PredictionWriter(output, rows, model, embedding, replace="output" not in given)
+    writer = PredictionWriter(output, inputs, model, embedding, replace="output" not in given)
 
     kept = "stopped; finished shards are kept"
     with stopped_at_once(kept):
-        summary = _predict(config, model, storage, decoder(model, rows, config.compute.threads), writer)
+        summary = _predict(config, model, storage, writer)
     say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
     if csv:
         say(f"as CSV: {write_csv(output)}")
@@ -74,7 +88,7 @@ def predict_job(
             def show(done: int, total: int) -> None:
                 progress({"phase": "copy", "step": done, "total_steps": total})
 
-            say(f"sorted: {sort_images(output, rows, show)}")
+            say(f"sorted: {sort_images(output, inputs, show)}")
     return 0
 
 
@@ -89,8 +103,8 @@ def predict_run(
     model = infer.load_classifier(storage) if model is None else model
     decode = decoder(model, task.rows, config.compute.threads)
     model = with_alignment(model, storage, decode, unlabeled_rows(task))
-    writer = PredictionWriter(storage, task.rows, model, embedding=False, replace=True)
-    return model, _predict(config, model, storage, decode, writer)
+    writer = PredictionWriter(storage, RowInputs(task.rows), model, embedding=False, replace=True)
+    return model, _predict(config, model, storage, writer)
 
 
 def own_task(config: Config) -> Task:
@@ -106,9 +120,7 @@ def unlabeled_rows(task: Task) -> np.ndarray:
     return np.flatnonzero(task.is_train & (task.labels < 0))
 
 
-def _predict(
-    config: Config, model: Classifier, storage: Storage, decode: infer.Decode, writer: PredictionWriter
-) -> Summary:
+def _predict(config: Config, model: Classifier, storage: Storage, writer: PredictionWriter) -> Summary:
     """Here or on Ray, as ``config.compute`` says."""
     if writer.complete:
         return writer.finish()
@@ -125,34 +137,89 @@ def _predict(
             with ray_env.connect(workers=config.compute.workers) as ray:
                 return predict_on_ray(ray, config, infer.read_model_files(storage), writer, show)
         torch.set_num_threads(num_threads(config))
-        return predict_rows(model.to(local_device(config)), decode, writer, show)
+        return predict_rows(model.to(local_device(config)), writer, config.compute.threads, show)
 
 
 def predict_on_ray(
     ray: Any, config: Config, files: Mapping[str, bytes], writer: PredictionWriter,
     on_progress: Callable[[int, int], None],
 ) -> Summary:  # fmt: skip
-    """Classify what ``writer`` lacks on actors that load the model's ``files``, and finish the table. Images
-    are read where they are decoded: their paths must lead there from every node.
+    """Classify what ``writer`` lacks on actors that load the model's ``files``, and join it. Tasks read and
+    decode, a partition each, and write its results: paths must lead to the images from every node.
     """
-    resources = ray_env.worker_resources(config, ray.cluster_resources())
-    model = build_classifier(files)
-    num_workers, rows = config.compute.workers, writer.rows
-    blocks = [image_block(rows.images, index) for index in writer.batches(model.batch_rows)]
-    how = model.config.data.interpolation
-    decode = partial(decode_block, side=model.size, images=parquet_images(rows.images), interpolation=how)
+    cluster = ray.cluster_resources()
+    resources = ray_env.worker_resources(config, cluster)
+    model, num_workers = build_classifier(files), config.compute.workers
+    how, source = Take.of(model), writer.inputs.source
+    decode = partial(decode_part, source=None if source is None else ray.put(source), how=how)
+    spare = cluster.get("CPU", 1) - num_workers * resources["CPU"]
+    decode_cpus = TASK_CPUS * min(1.0, spare / 2)  # two tasks at least: small images wait for Python
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if writer.storage.is_local else None
     device = "cuda" if "GPU" in resources else "cpu"
-    threads = num_threads(config, num_workers)
+    arguments = ray.put(dict(files)), writer.embedding, device, num_threads(config, num_workers)
+    write = partial(write_part, target=writer.storage.uri, writer=writer.part_writer, size=writer.part_rows)
     whole = {"batch_format": "pyarrow", "batch_size": None}
-    results = ray.data.from_arrow(blocks).map_batches(decode, **whole).map_batches(
-        Scorer, fn_constructor_args=(ray.put(dict(files)), writer.embedding, device, threads),
-        compute=ray.data.ActorPoolStrategy(size=num_workers), num_cpus=resources["CPU"],
-        num_gpus=resources.get("GPU", 0), **whole,
-    )  # fmt: skip
-    for batch in results.iter_batches(**whole):
-        writer.add(batch)
-        on_progress(writer.num_done, len(rows))
+    most = max(chunk_sizes(0, writer.part_rows, how.batch_rows, how.most_rows))
+    for blocks in executions(writer):
+        dataset = ray.data.from_arrow(blocks)
+        dataset.context.execution_options.preserve_order = True  # the rows of a partition stay together
+        # Ray joins blocks below this size and cuts those of 1.5 times as much, and so batches: never here.
+        dataset.context.target_max_block_size = 2 * most * (3 * how.size**2 + FACT_BYTES)
+        written = dataset.map_batches(decode, num_cpus=decode_cpus, **whole).map_batches(
+            Scorer, fn_constructor_args=arguments, compute=ray.data.ActorPoolStrategy(size=num_workers),
+            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), **whole,
+        ).map_batches(
+            write, batch_format="pyarrow", batch_size=writer.part_rows, num_cpus=0,
+            label_selector=here,
+        )  # fmt: skip
+        try:
+            for batch in written.iter_batches(**whole):
+                for number in batch["number"].to_pylist():
+                    writer.stored(number)
+                on_progress(writer.num_done, writer.num_rows)
+        except Exception as error:
+            raise own_error(error) or error from None
     return writer.finish()
+
+
+def executions(writer: PredictionWriter) -> Iterator[list[pa.Table]]:
+    """The missing partitions as they travel, as many at a time as this process holds."""
+    group, num_bytes = list[pa.Table](), 0
+    rows = [writer.rows_of(number) for number in writer.missing]
+    for own, part in zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True):
+        group.append(part_block(own.start, part))
+        num_bytes += group[-1].nbytes
+        if num_bytes >= EXECUTION_BYTES or len(group) == EXECUTION_PARTS:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def part_block(first: int, part: Part) -> pa.Table:
+    """A partition as it travels, its first row being ``first``."""
+    rows = {"row": np.arange(first, first + len(part.rows))}
+    if part.ids is None:
+        return pa.table({**rows, "number": part.rows})
+    columns = image_columns(*base(part.images, np.arange(len(part.rows))))
+    return pa.table({**rows, "id": part.ids, **columns})
+
+
+def decode_part(block: pa.Table, source: Any, how: Take) -> Iterator[pa.Table]:
+    """A task: a :func:`part_block` -> its rows with ``pixels``, some at a time; ``source``: of numbers."""
+    import ray
+
+    torch.set_num_threads(1)
+    source = None if source is None else ray.get(source)
+    rows = block["row"].to_numpy()
+    if "id" in block.column_names:
+        images = images_of(block, None) if source is None else Chosen(source, block["number"].to_numpy())
+        part, read = Part(rows, block["id"].combine_chunks(), images), cut
+    else:
+        part, read = Part(block["number"].to_numpy()), source.read
+    for chunk in read_part(read, part, int(rows[0]), how):
+        facts, pixels = decode_chunk(chunk, how, 1)
+        yield facts.append_column("pixels", pixel_column(pixels.flatten(1).numpy()))
 
 
 class Scorer:
@@ -165,9 +232,17 @@ class Scorer:
         self._model, self._embedding = build_classifier(ray.get(files), device), embedding
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """A decoded block -> its :func:`uno.results.predictions.result_table`."""
-        size, reasons = self._model.size, block["reason"].to_pylist()
-        pixels = bytes_of(block["pixels"], 3 * size**2)[readable(reasons)]
-        images = torch.from_numpy(pixels).view(-1, 3, size, size)
-        scores = self._model.score(images) if len(images) else None
-        return result_table(block["row"].to_numpy(), reasons, scores, self._embedding)
+        """A decoded block -> what the model says of it."""
+        size = self._model.size
+        with warnings.catch_warnings(action="ignore"):  # Ray's arrays are read-only, and so are ours
+            pixels = torch.from_numpy(bytes_of(block["pixels"], 3 * size**2)).view(-1, 3, size, size)
+        return pa.concat_tables(classify(self._model, block.drop_columns("pixels"), pixels, self._embedding))
+
+
+def write_part(results: pa.Table, target: str, writer: PartWriter, size: int) -> pa.Table:
+    """A task: stores the results of a partition of ``size`` rows, or of the last one."""
+    rows = results["row"].to_numpy()
+    number = int(rows[0]) // size
+    assert np.array_equal(rows, np.arange(number * size, number * size + len(rows)))
+    writer.write(Storage(target), number, results)
+    return pa.table({"number": [number]})

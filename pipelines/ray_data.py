@@ -168,10 +168,13 @@ def decode_block(
 
 
 def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
-    """Rows of bytes without a copy, as Arrow's fixed-size binary."""
+    return pa.table({"pixels": pixel_column(pixels), "reason": pa.array(reasons, pa.string())})
+
+
+def pixel_column(pixels: np.ndarray) -> pa.Array:
+    """Rows of bytes (n, row_bytes) without a copy, as Arrow's fixed-size binary."""
     kind = pa.binary(pixels.shape[1])
-    column = pa.FixedSizeBinaryArray.from_buffers(kind, len(pixels), [None, pa.py_buffer(pixels)])
-    return pa.table({"pixels": column, "reason": pa.array(reasons, pa.string())})
+    return pa.FixedSizeBinaryArray.from_buffers(kind, len(pixels), [None, pa.py_buffer(pixels)])
 
 
 def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
@@ -302,12 +305,12 @@ def _runner(ray: Any, function: Callable[..., Any], cpus: float, store: float, c
         try:
             yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
         except Exception as error:
-            raise _own_error(error) or error from None
+            raise own_error(error) or error from None
 
     return run
 
 
-def _own_error(error: BaseException | None) -> UnoError | None:
+def own_error(error: BaseException | None) -> UnoError | None:
     """The error of ours that failed a Ray task: Ray's own text is a traceback, and it adds lines to ours."""
     while error is not None:
         cause = getattr(error, "cause", None)

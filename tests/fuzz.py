@@ -41,7 +41,8 @@ from uno.config import Config, dump_yaml, load_yaml, override
 from uno.data.cifar import CIFAR10, read_cifar
 from uno.data.decode import BadImage, decode, decode_rgb, quiet, read_header
 from uno.data.files import Storage
-from uno.data.tables import read_parquet, read_table
+from uno.data.rows import Part
+from uno.data.tables import ParquetTable, read_parquet, read_table
 from uno.errors import UnoError
 from uno.report.facts import read_facts
 from uno.results.classes import OutputClass, read_edits, template
@@ -150,10 +151,14 @@ def _rle_pictures() -> list[bytes]:
 
 def _read_parquet(folder: Path, data: bytes) -> None:
     (folder / "train-0.parquet").write_bytes(data)
-    for options in ({}, {"images_only": True}, {"lazy": True}):
+    for options in ({}, {"lazy": True}):
         rows = read_parquet(str(folder / "train-0.parquet"), **options)
         for row in range(min(3, len(rows))):
             _or_refused(decode, rows.images[row], 8)
+    table = ParquetTable(str(folder / "train-0.parquet"))
+    for _, images in table.read(Part(np.arange(min(3, len(table)))), [min(3, len(table))]):
+        for image in images:
+            _or_refused(decode, image, 8)
 
 
 def _parquet() -> list[bytes]:

@@ -9,9 +9,12 @@ import re
 import stat
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache, wraps
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import quote, unquote, urlsplit
@@ -25,6 +28,8 @@ from uno.limits import MAX_ROWS
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # what a file is called until it is whole
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
+LISTERS = 16  # threads that list directories, and directories that are listed ahead
+PREFIX_LEVELS = 2  # of an object store that are listed one by one; below them a request lists all
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # what file managers leave behind
 TRANSIENT = re.compile(
     r"AWS Error (SLOW_DOWN|THROTTLING|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT)"
@@ -120,17 +125,40 @@ def kind(path: str) -> str:
 
 
 def walk(root: str) -> list[Found]:
-    """All files below ``root`` but hidden ones, by relative path. Local links must stay below ``root``."""
-    if is_uri(root):
-        with _reading(root):
-            files, inner = locate(root)
-            infos = patient(files.get_file_info)(pa.fs.FileSelector(inner, recursive=True))
-        prefix = inner.strip("/")
-        named = ((i.path.strip("/").removeprefix(prefix).strip("/"), i.size) for i in infos if i.is_file)
-        found = [Found(name, join(root, name), size) for name, size in named]
-    else:
-        found = _walk_local(root)
-    return sorted(f for f in found if not HIDDEN.search(f.relative))
+    """All of :func:`files_below`; ConfigError where a local folder holds more than MAX_ROWS."""
+    found = list(islice(files_below(root), None if is_uri(root) else MAX_ROWS + 1))
+    if not is_uri(root) and len(found) > MAX_ROWS:
+        raise ConfigError(f"more than {MAX_ROWS:,} files below {root}")
+    return found
+
+
+def files_below(root: str) -> Iterator[Found]:
+    """The files below ``root`` but hidden ones, by relative path, one after the other: threads list the next
+    :data:`LISTERS` directories (or prefixes, whole from the third level on). Local links must stay below
+    ``root``; a directory is walked once. Memory: what is listed ahead.
+    """
+    scan = _remote_scan(root) if is_uri(root) else _local_scan(root)
+    seen, pool = set[str](), ThreadPoolExecutor(LISTERS, thread_name_prefix="uno-list")
+
+    def walk_one(entries: list[_Entry]) -> Iterator[Found]:
+        folders = (entry for entry in entries if entry.real is not None)
+        waiting = deque(pool.submit(scan, entry) for entry in islice(folders, LISTERS))
+        for entry in entries:
+            if entry.real is None:
+                yield Found(entry.relative, entry.path, entry.size)
+                continue
+            inside = waiting.popleft()
+            waiting += [pool.submit(scan, following) for following in islice(folders, 1)]
+            if entry.real not in seen:
+                seen.add(entry.real)
+                yield from walk_one(inside.result())
+
+    top = _Entry("", root, -1, root if is_uri(root) else os.path.realpath(root))
+    seen.add(str(top.real))
+    try:
+        yield from walk_one(scan(top))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @patient
@@ -228,25 +256,58 @@ def size_of(path: str) -> int:
         return -1
 
 
-def _walk_local(root: str) -> list[Found]:
-    base = os.path.realpath(root)
-    found: list[Found] = []
-    seen, pending = {base}, [("", root)]
-    while pending:
-        prefix, folder = pending.pop()
-        with _reading(folder), os.scandir(folder) as entries:
+class _Entry(NamedTuple):
+    """In a directory: ``relative`` to the root, and of a directory with a last '/' and its ``real`` path;
+    sorted by it, a directory's files come where the relative paths of all files have them.
+    """
+
+    relative: str
+    path: str
+    size: int
+    real: str | None
+
+
+def _local_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
+    base = os.path.realpath(root).rstrip("/") + "/"
+
+    def scan(folder: _Entry) -> list[_Entry]:
+        found = []
+        with _reading(folder.path), os.scandir(folder.path) as entries:
             for entry in entries:
+                if HIDDEN.search(entry.name):
+                    continue
                 real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
-                if entry.is_symlink() and not real.startswith(base.rstrip("/") + "/"):
+                if entry.is_symlink() and not real.startswith(base):
                     raise ConfigError(f"link {entry.path} leads outside the data folder {root}; copy it")
-                if len(found) == MAX_ROWS:
-                    raise ConfigError(f"more than {MAX_ROWS:,} files below {root}")
+                relative = folder.relative + entry.name
                 if entry.is_file():
-                    found.append(Found(prefix + entry.name, entry.path, entry.stat().st_size))
-                elif entry.is_dir() and real not in seen:
-                    seen.add(real)
-                    pending.append((f"{prefix}{entry.name}/", entry.path))
-    return found
+                    found.append(_Entry(relative, entry.path, entry.stat().st_size, None))
+                elif entry.is_dir():
+                    found.append(_Entry(f"{relative}/", entry.path, -1, real))
+        return sorted(found)
+
+    return scan
+
+
+def _remote_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
+    def scan(folder: _Entry) -> list[_Entry]:
+        with _reading(root):
+            files, inner = locate(root)
+            top, deep = inner.strip("/"), folder.relative.count("/") >= PREFIX_LEVELS
+            infos = patient(files.get_file_info)(
+                pa.fs.FileSelector(f"{inner}/{folder.relative}".rstrip("/"), recursive=deep)
+            )
+        found = []
+        for info in infos:
+            relative = info.path.strip("/").removeprefix(top).strip("/")
+            if not HIDDEN.search(relative):
+                if info.is_file:
+                    found.append(_Entry(relative, join(root, relative), info.size, None))
+                elif not deep:
+                    found.append(_Entry(f"{relative}/", "", -1, relative))
+        return sorted(found)
+
+    return scan
 
 
 def locate(path: str) -> tuple[Any, Any]:

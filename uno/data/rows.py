@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -131,6 +131,16 @@ class Featured:
     def facts(self, rows: np.ndarray) -> Iterator[bytes]:
         """Those of the source."""
         return _contents(self.source, rows)
+
+
+class Part(NamedTuple):
+    """A partition: numbers of its rows int64 (n,), in order; their ids and images, which travel with it, or
+    none, where any node can read them.
+    """
+
+    rows: np.ndarray
+    ids: Any = None
+    images: Images | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,27 +32,25 @@ READERS: dict[str, Reader] = {
     "table": lambda path, config: read_table(path, config.named_columns),
 }
 INPUT_READERS: dict[str, Reader] = READERS | {
-    "imagenet": lambda path, config: read_images(path),
-    "folder": lambda path, config: read_images(path),
-    "parquet": lambda path, config: read_parquet(path, config.named_columns, images_only=True),
     "table": lambda path, config: read_table(path, config.named_columns, images_only=True),
 }
-"""How to read what is only to be predicted: labels, class folders and splits mean nothing there."""
+"""How to read what is only to be predicted, where it is read whole: labels and splits mean nothing there."""
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-
-
-def read_inputs(config: DataConfig) -> Rows:
-    """The rows of a source to predict: every image of a folder, every row of a table, labeled or not."""
-    return read_rows(config, INPUT_READERS)
 
 
 def read_rows(config: DataConfig, readers: dict[str, Reader] = READERS) -> Rows:
     """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given."""
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(filesystem.normal(config.labeled), filesystem.normal(config.unlabeled))
+    reader, path = locate_source(config)
+    return read_digits() if reader == "digits" else readers[reader](path, config)
+
+
+def locate_source(config: DataConfig) -> tuple[str, str]:
+    """The name of the reader of ``config.source``, and the path it reads."""
     source = config.source.strip()
     if source == "digits":
-        return read_digits()
+        return source, ""
     prefix, path = "", source
     match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
     if match and not os.path.exists(source):
@@ -66,7 +64,7 @@ def read_rows(config: DataConfig, readers: dict[str, Reader] = READERS) -> Rows:
         near = difflib.get_close_matches(source.lower(), ["digits", *READERS], n=1, cutoff=0.6)
         hint = f"; did you mean {near[0] + ('' if near[0] == 'digits' else ':DIR')!r}?" if near else ""
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
-    return readers[prefix or recognise(path)](path, config)
+    return prefix or recognise(path), path
 
 
 def recognise(path: str) -> str:
@@ -87,7 +85,7 @@ def recognise(path: str) -> str:
     train = children(join(path, "train"))[0] if "train" in folders else []
     if train and all(is_wnid(name) for name in train):
         return "imagenet"
-    if not train and any(f.relative.endswith(".parquet") for f in filesystem.walk(path)):
+    if not train and any(f.relative.endswith(".parquet") for f in filesystem.files_below(path)):
         return "parquet"
     return "folder"
 
@@ -212,11 +210,16 @@ def _rows(kept: list[tuple[Found, str | None, str]], source: str, *notes: str) -
     return Rows(ids, images, list(labels), np.array(split), source, notes=notes)
 
 
+def is_image(name: str) -> bool:
+    """Whether a file's name ends as that of an image."""
+    return name.lower().endswith(EXTENSIONS)
+
+
 def _images(root: str) -> tuple[list[Found], list[str]]:
     """Images below ``root``, and a note on what else is there."""
     files = filesystem.walk(_directory(root))
-    images = [f for f in files if f.relative.lower().endswith(EXTENSIONS)]
-    others = Counter(_suffix(f.relative) for f in files if not f.relative.lower().endswith(EXTENSIONS))
+    images = [f for f in files if is_image(f.relative)]
+    others = Counter(_suffix(f.relative) for f in files if not is_image(f.relative))
     if not others:
         return images, []
     most = others.most_common(8)

@@ -2,15 +2,19 @@
 ``eval_label`` may hold true classes for evaluation; training never reads it.
 """
 
+from __future__ import annotations
+
 import csv
+import hashlib
 import io
 import json
 import posixpath
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +24,7 @@ import pyarrow.dataset
 import pyarrow.parquet
 
 from uno.data import files as filesystem
-from uno.data.rows import SPLITS, Encoded, Files, Images, Rows
+from uno.data.rows import SPLITS, Encoded, Files, Image, Images, Part, Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
 
@@ -31,32 +35,21 @@ PACKING, PACKED = "pack.json", "uno"  # what uno.data.pack leaves beside its sha
 FOOTERS = 16  # that are read at once
 VERIFIED = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
 Names = tuple[str, ...]
+READ_ROWS, READ_BYTES = 512, 2**20  # of a row group at a time, by who predicts
+REQUEST_BYTES = 64 * 2**20  # of an object, in one piece
+PATHS_TRIED = 64  # of a column of paths, before anything starts
 NO_NAMES: Mapping[str, str] = {}
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
-def read_parquet(
-    path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: bool = False, lazy: bool = False
-) -> Rows:
+def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES, *, lazy: bool = False) -> Rows:
     """All *.parquet files of a folder, or one file. The split is column ``split``, else the file name
     (train-*, test-*, validation-*) or folder, else train. ``names``: what our columns are called there.
-    ``images_only``: rows to predict need no label and no split. ``lazy``: images stay in the files until they
-    are wanted.
+    ``lazy``: images stay in the files until they are wanted.
     """
-    source = f"parquet:{path}"
-    if filesystem.kind(path) == "file":
-        root, name = filesystem.split(path)
-        files = [filesystem.Found(name, path, filesystem.size_of(path))]
-    else:
-        root, found = path, filesystem.walk(path)
-        files = [f for f in found if f.relative.endswith(".parquet")]
-        packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
-        if any(json_at(pack, "finished") is False for pack in packs):
-            raise ConfigError(f"{source} is half a pack; run the same uno data pack again to finish it")
-    if not files:
-        raise ConfigError(f"no *.parquet files below {path}")
+    source, (root, files) = f"parquet:{path}", _parquet_files(path)
     with ThreadPoolExecutor(FOOTERS) as pool:
-        parts = list(pool.map(lambda file: _read_file(file, names, images_only, lazy), files))
+        parts = list(pool.map(lambda file: _read_file(file, names, lazy), files))
     tables, class_names, known, left = zip(*parts, strict=True)
     if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
@@ -76,10 +69,25 @@ def read_parquet(
     if left[0]:
         images = ParquetImages(root, [f.path for f in files], left[0], [f.size for f in files])
     else:
-        images = _images(source, root, table["image"], images_only)
+        images = _images(source, root, table["image"])
     ids, splits = _ids(table["id"].to_pylist()), _splits(source, table["split"].to_pylist())
     labels, known = labels or [None] * len(table), next(filter(None, known), ())
     return Rows(ids, images, labels, splits, source, class_names[0], known, eval_labels=truth)
+
+
+def _parquet_files(path: str) -> tuple[str, list[filesystem.Found]]:
+    """The folder, and the Parquet files in it."""
+    if filesystem.kind(path) == "file":
+        root, name = filesystem.split(path)
+        return root, [filesystem.Found(name, path, filesystem.size_of(path))]
+    found = filesystem.walk(path)
+    files = [f for f in found if f.relative.endswith(".parquet")]
+    packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
+    if any(json_at(pack, "finished") is False for pack in packs):
+        raise ConfigError(f"parquet:{path} is half a pack; run the same uno data pack again to finish it")
+    if not files:
+        raise ConfigError(f"no *.parquet files below {path}")
+    return path, files
 
 
 class ParquetImages:
@@ -168,10 +176,24 @@ class _Parquet:
             with self._open(self.metadata) as file:
                 return file.read(columns) if group is None else file.read_row_group(group, columns)
 
+    def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
+        """Those columns of a row group, some rows at a time; many bytes of an object by pages."""
+        chunks = self.metadata.row_group(group)
+        chunks = (chunks.column(i) for i in range(chunks.num_columns))
+        own = (chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns)
+        if (
+            filesystem.is_uri(self.path)
+            and sum(chunk.total_compressed_size for chunk in own) <= REQUEST_BYTES
+        ):
+            yield from self.read(columns, group).to_batches(READ_ROWS)
+            return
+        with self.errors(f"row group {group} of"), self._open(self.metadata, READ_BYTES) as file:
+            yield from file.iter_batches(READ_ROWS, [group], columns)
+
     @contextmanager
-    def _open(self, metadata: Any = None) -> Iterator[Any]:
+    def _open(self, metadata: Any = None, buffer: int = 0) -> Iterator[Any]:
         files, inner = filesystem.locate(self.path)
-        options = {"metadata": metadata, "page_checksum_verification": True}
+        options = {"metadata": metadata, "page_checksum_verification": True, "buffer_size": buffer}
         with files.open_input_file(inner) as file, pa.parquet.ParquetFile(file, **options) as parquet:
             yield parquet
 
@@ -202,8 +224,116 @@ def _read_group(path: str, size: int, number: int, column: str) -> Any:
 _lock, _recent = threading.Lock(), lru_cache(maxsize=4)(_read_group)  # for access row by row
 
 
+class ParquetTable:
+    """Every row of the *.parquet files below ``path``, or of one, to be predicted: label and split mean
+    nothing. ``names`` as in :func:`read_parquet`. Rows are read where and when they are wanted, a few
+    hundred at a time. A row without an id is ``FILE#NUMBER``.
+    """
+
+    def __init__(self, path: str, names: Mapping[str, str] = NO_NAMES) -> None:
+        self._name, (self._root, files) = f"parquet:{path}", _parquet_files(path)
+        with ThreadPoolExecutor(FOOTERS) as pool:
+            found = list(pool.map(lambda file: _describe(file, names), files))
+        self._files, groups, digests, columns = zip(*found, strict=True)
+        if len(set(columns)) > 1:
+            raise ConfigError(f"{self._name}: the files name their image column differently")
+        self._groups = np.cumsum([0, *chain.from_iterable(groups)])  # row where each begins
+        self._first_group = np.cumsum([0, *map(len, groups)])  # of each file
+        self._image = columns[0]
+        self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
+        if not len(self):
+            raise ConfigError(f"{self._name}: no rows")
+        _, first = next(self._read(np.arange(min(len(self), PATHS_TRIED))))
+        if first.type in TEXT:
+            _files(self._name, self._root, first.to_pylist(), True)  # which says it if none is there
+
+    def __len__(self) -> int:
+        return int(self._groups[-1])
+
+    @property
+    def source(self) -> ParquetTable:
+        """This: rows are read by their numbers."""
+        return self
+
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+        """As of :class:`~uno.data.inputs.Inputs`."""
+        return map(Part, numbers)
+
+    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[Any, list[Image]]]:
+        """As of :class:`~uno.data.inputs.Inputs`. ConfigError: a file is damaged, or a path leads out."""
+        inside, tables = filesystem.below(self._root), self._read(part.rows)
+        ids, images = list[str](), list[Image]()
+        for size in sizes:
+            while len(ids) < size:
+                names, column = next(tables)
+                ids += names
+                images += self._values(column, inside)
+            yield pa.array(ids[:size], pa.string()), images[:size]
+            del ids[:size], images[:size]
+
+    def _read(self, rows: np.ndarray) -> Iterator[tuple[list[str], Any]]:
+        """Ids and images of ``rows`` (n,), which grow, some at a time."""
+        of_rows = np.searchsorted(self._groups, rows, side="right") - 1
+        for group in np.unique(of_rows).tolist():
+            file = int(np.searchsorted(self._first_group, group, side="right")) - 1
+            first = int(self._groups[group])
+            before = first - int(self._groups[self._first_group[file]])  # rows of the file
+            wanted = rows[of_rows == group] - first
+            name, path, size, id_column = self._files[file]
+            columns, start = [self._image, *([id_column] if id_column else [])], 0
+            number = group - int(self._first_group[file])
+            for batch in _Parquet(path, size).batches(columns, number):
+                own = wanted[(wanted >= start) & (wanted < start + len(batch))]
+                if len(own):
+                    chosen = batch.take(pa.array(own - start))
+                    ids = [f"{name}#{before + row}" for row in own.tolist()]
+                    if id_column is not None:
+                        given = chosen[id_column].cast(pa.string()).to_pylist()
+                        ids = [id or f"row-{first + row}" for id, row in zip(given, own, strict=True)]
+                    yield ids, chosen[self._image]
+                start += len(batch)
+                if start > wanted[-1]:
+                    break
+
+    def _values(self, column: Any, inside: Callable[[str], str | None]) -> list[Image]:
+        """The images of a column, paths in full."""
+        if column.type in BINARY:
+            return [value or b"" for value in column.to_pylist()]
+        if column.type in TEXT:
+            found = [value and inside(value) for value in column.to_pylist()]
+            if None in found:
+                which = column[found.index(None)].as_py()
+                if which:
+                    leaves = f"leaves the folder {self._root}; move it there"
+                    raise ConfigError(f"{self._name}: {one_line(repr(which))} {leaves}")
+            return [value or "" for value in found]
+        values = pa.compute.struct_field(column, "bytes").to_pylist()
+        paths = pa.compute.struct_field(column, "path").to_pylist() if "path" in column.type.names else values
+        return [value or (path and inside(path)) or b"" for value, path in zip(values, paths, strict=True)]
+
+
+def _describe(
+    file: filesystem.Found, own: Mapping[str, str]
+) -> tuple[tuple[str, str, int, str | None], list[int], str, str]:
+    """Of a file to predict: (name, path, size, id column), rows of each row group, a hash of name and footer,
+    the image column.
+    """
+    path, name, parquet = file.path, filesystem.shown(file.relative), _Parquet(file.path, file.size)
+    schema, metadata, footer = parquet.schema, parquet.metadata, io.BytesIO()
+    _check_names(path, own, schema.names, True)
+    image, kept = _image_column(path, own, schema.names), own.get("id", "id")
+    _check_images(path, schema.field(image).type)
+    with parquet.errors():
+        if kept in schema.names:
+            pa.array([], schema.field(kept).type).cast(pa.string())
+    metadata.write_metadata_file(footer)
+    rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    digest = hashlib.sha256(name.encode() + b"\0" + footer.getvalue()).hexdigest()
+    return (name, path, file.size, kept if kept in schema.names else None), rows, digest, image
+
+
 def _read_file(
-    file: filesystem.Found, own: Mapping[str, str], images_only: bool, lazy: bool
+    file: filesystem.Found, own: Mapping[str, str], lazy: bool
 ) -> tuple[Any, Names, Names, str | None]:
     """One Parquet file as columns id, image, label, split; the class names and known classes of its metadata;
     the name of its image column if that was left in the file, because it holds bytes.
@@ -211,22 +341,15 @@ def _read_file(
     name, path = file.relative, file.path
     parquet = _parquet(path, file.size, anew=True)
     schema, num = parquet.schema, parquet.metadata.num_rows
-    _check_names(path, own, schema.names, images_only)
-    image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in schema.names), None)
+    _check_names(path, own, schema.names)
+    image = _image_column(path, own, schema.names)
     label = own.get("label") or next((c for c in LABEL_COLUMNS if c in schema.names), None)
-    label = None if images_only else label
-    if image is None:
-        present = one_line(", ".join(schema.names))
-        needs = f"{' or '.join(IMAGE_COLUMNS)}, or --data.columns image=NAME"
-        raise ConfigError(f"{path}: needs a column {needs}; it has {present}")
     if num > MAX_ROWS:
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
-    if len(set(schema.names)) < len(schema.names):
-        raise ConfigError(f"{path}: two columns have one name")
     left = image if lazy and schema.field(image).type not in TEXT else None
     theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
     theirs |= {"label": label or "", "image": image}
-    wanted = {theirs["id"]} if images_only else {*theirs.values()} - {image}
+    wanted = {*theirs.values()} - {image}
     table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
     # train-00000-of-00004.parquet or train/0000.parquet; rows below unknown names are for training
@@ -247,7 +370,19 @@ def _read_file(
     return found, tuple(filesystem.shown(str(name)) for name in names or ()), known, left
 
 
-def _check_names(path: str, names: Mapping[str, str], columns: Iterable[str], images_only: bool) -> None:
+def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> str:
+    image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in columns), None)
+    if image is None:
+        needs = f"{' or '.join(IMAGE_COLUMNS)}, or --data.columns image=NAME"
+        raise ConfigError(f"{path}: needs a column {needs}; it has {one_line(', '.join(columns))}")
+    if len(set(columns)) < len(columns):
+        raise ConfigError(f"{path}: two columns have one name")
+    return image
+
+
+def _check_names(
+    path: str, names: Mapping[str, str], columns: Iterable[str], images_only: bool = False
+) -> None:
     """ConfigError: a column that ``names`` speak of, and that is needed, is not there."""
     present = list(columns)
     for ours, theirs in names.items():
@@ -281,23 +416,28 @@ def _labels(source: str, column: Any, names: Sequence[str]) -> list[str | None]:
     raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
 
 
-def _images(source: str, root: str, column: Any, images_only: bool) -> Images:
+def _images(source: str, root: str, column: Any) -> Images:
     """The image column: bytes where there are bytes, else files below ``root``."""
+    _check_images(source, column.type)
     if column.type in TEXT:
-        return _files(source, root, column.to_pylist(), images_only)
+        return _files(source, root, column.to_pylist(), False)
     if column.type in BINARY:
         return Encoded(column, {})
-    fields = {f.name for f in column.type} if pa.types.is_struct(column.type) else set()
-    content = pa.compute.struct_field(column, "bytes") if "bytes" in fields else None
-    if content is None or content.type not in BINARY:
-        raise ConfigError(f"{source}: images must be bytes, paths or struct<bytes, path>, not {column.type}")
+    content = pa.compute.struct_field(column, "bytes")
     empty = np.flatnonzero(pa.compute.is_null(content).to_numpy(zero_copy_only=False))
-    if not len(empty) or "path" not in fields:
+    if not len(empty) or "path" not in column.type.names:
         return Encoded(content, {})
     paths = pa.compute.struct_field(column, "path").take(pa.array(empty)).to_pylist()
     named = {int(i): path for i, path in zip(empty, paths, strict=True) if path}
-    files = _files(source, root, list(named.values()), images_only)
+    files = _files(source, root, list(named.values()), False)
     return Encoded(content, {i: files[j] for j, i in enumerate(named)})
+
+
+def _check_images(source: str, kind: Any) -> None:
+    """ConfigError: a column of that Arrow type holds no images."""
+    fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
+    if kind not in (*TEXT, *BINARY) and fields.get("bytes") not in BINARY:
+        raise ConfigError(f"{source}: images must be bytes, paths or struct<bytes, path>, not {kind}")
 
 
 def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: bool = False) -> Rows:

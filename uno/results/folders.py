@@ -2,20 +2,23 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
+from itertools import tee
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.csv
 from PIL import Image as Pillow
 
 from uno.data.decode import read_header
 from uno.data.files import Storage, read_bytes
-from uno.data.rows import Image, Rows, fetch
+from uno.data.inputs import Inputs
+from uno.data.rows import Image, base, fetch
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_IMAGE_BYTES
 from uno.results.classes import REJECTED
-from uno.results.predictions import COLUMNS, read_columns, read_identity
+from uno.results.predictions import COLUMNS, read_batches, read_identity
 
 CSV_FILE = "predictions.csv"
 FOLDER = "by_class"
@@ -28,13 +31,15 @@ def write_csv(storage: Storage) -> str:
     for name in storage.list():
         if name.startswith(f".{CSV_FILE}."):  # what a killed process was writing
             storage.delete(name)
-    with storage.create(CSV_FILE) as stream:
-        pyarrow.csv.write_csv(read_columns(storage, [*COLUMNS]), stream)
+    schema = pa.schema(COLUMNS)
+    with storage.create(CSV_FILE) as stream, pyarrow.csv.CSVWriter(stream, schema) as writer:
+        for batch in read_batches(storage, [*COLUMNS]):
+            writer.write_batch(batch)
     return storage.path(CSV_FILE)
 
 
-def sort_images(storage: Storage, rows: Rows, on_progress: Callable[[int, int], None]) -> str:
-    """Copy the images of ``rows`` to ``by_class/INDEX-NAME/``, rejected ones to ``by_class/rejected/``, as
+def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, int], None]) -> str:
+    """Copy the images of ``inputs`` to ``by_class/INDEX-NAME/``, rejected ones to ``by_class/rejected/``, as
     ``predictions.parquet`` has them; unreadable ones are left out. Names keep letters, digits and ``.-_``.
     Returns the folder's path. The same again goes on. ConfigError: the folder is another's, or of other
     predictions.
@@ -48,26 +53,40 @@ def sort_images(storage: Storage, rows: Rows, on_progress: Callable[[int, int], 
     storage.write(MARK, identity)
     for name in storage.unfinished(FOLDER):
         storage.delete(name)
-    table = read_columns(storage, ["class_index", "class_name", "kind"])
-    assert table is not None
-    names, kinds, used = table["class_name"].to_pylist(), table["kind"].to_pylist(), set[str]()
-    index = table["class_index"].fill_null(-1).to_numpy()
-    readable = np.flatnonzero(index >= 0)
-    for start in range(0, len(readable), GROUP):
-        group = readable[start : start + GROUP]
-        for row, image in zip(group.tolist(), fetch(rows.images, group), strict=True):
-            data, suffix = _encoded(image)
-            stem = _safe(rows.ids[row].rpartition("/")[2])
-            stem = stem if "." in stem else stem + suffix
-            place = REJECTED if kinds[row] == REJECTED else f"{index[row]:03d}-{_safe(names[row])}"
-            folder = f"{FOLDER}/{place}"
-            name = f"{folder}/{stem}"
-            if name.casefold() in used:
-                name = f"{folder}/{row}-{stem}"
-            used.add(name.casefold())
-            storage.write(name, data)
-        on_progress(start + len(group), len(readable))
+    used, done = set[str](), 0
+    of_parts, of_images = tee(_readable(storage))
+    parts = inputs.parts(rows for rows, _ in of_images)
+    for (rows, table), part in zip(of_parts, parts, strict=True):
+        names, kinds, index = (table[name].to_pylist() for name in ("class_name", "kind", "class_index"))
+        sizes = [len(rows[i : i + GROUP]) for i in range(0, len(rows), GROUP)]
+        each = zip(rows.tolist(), names, kinds, index, strict=True)
+        for ids, images in inputs.read(part, sizes):
+            found = fetch(*base(images, np.arange(len(ids))))
+            for name, image, (row, label, kind, number) in zip(ids.to_pylist(), found, each, strict=False):
+                data, suffix = _encoded(image)
+                stem = _safe(name.rpartition("/")[2])
+                stem = stem if "." in stem else stem + suffix
+                place = REJECTED if kind == REJECTED else f"{number:03d}-{_safe(label)}"
+                folder = f"{FOLDER}/{place}"
+                name = f"{folder}/{stem}"
+                if name.casefold() in used:
+                    name = f"{folder}/{row}-{stem}"
+                used.add(name.casefold())
+                storage.write(name, data)
+            done += len(ids)
+            on_progress(done, len(inputs))
+    on_progress(len(inputs), len(inputs))
     return storage.path(FOLDER)
+
+
+def _readable(storage: Storage) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
+    """Numbers of rows that could be read, and their classes, some at a time."""
+    start = 0
+    for batch in read_batches(storage, ["class_index", "class_name", "kind"]):
+        rows = np.flatnonzero(batch["class_index"].is_valid())
+        if len(rows):
+            yield start + rows, batch.take(pa.array(rows))
+        start += len(batch)
 
 
 def _safe(name: str) -> str:

@@ -1,34 +1,42 @@
 """The table of predictions: one row for every input, in input order, in ``predictions.parquet``.
 
-Finished shards of 512 rows wait in ``_shards/`` for the last step, which joins them; the same command goes on
-with the missing ones. The schema's metadata says what the table was made from.
+Finished partitions wait in ``_shards/``, a file each, for the last step, which joins them; the same command
+goes on with the missing ones. The schema's metadata says what the table was made from.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
+import torch
+from torch import Tensor
 
-from uno.data.decode import readable
-from uno.data.files import Storage, full_path, parse_json, shown
-from uno.data.rows import Decoded, Rows
+from uno.data.decode import BATCHES_AHEAD, Interpolation, ahead, decode_many, readable
+from uno.data.files import Storage, parse_json
+from uno.data.inputs import GROUP_ROWS, Inputs, Read, batch_sizes, chunk_sizes, partition_rows, uris
+from uno.data.rows import Decoded, Featured, Images, Part, base, fetch
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, hashes
-from uno.results.infer import NUMBERS, Classifier, Decode, Scores, score_rows
+from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
 
 FILE = "predictions.parquet"
 SHARDS = "_shards"
 SHARD = f"{SHARDS}/{{:06d}}.parquet"
 CLAIM = f"{SHARDS}/manifest.json"  # what the shards are made from
-SHARD_ROWS = 512
 FORMAT = 1
+BATCH_ROWS = 2**13  # that are read at a time
+READERS = 8  # files of partitions that are read ahead
+ROW_GROUP_ROWS, ROW_GROUP_BYTES = 2**16, 64 * 2**20  # of the table
 METADATA = b"uno"
 
 COLUMNS = {
@@ -42,6 +50,7 @@ COLUMNS = {
     "reason": pa.string(),  # why it is bad
     "model_hash": pa.string(),
 }
+log = logging.getLogger(__name__)
 EMBEDDING = pa.list_(pa.float32())
 DIFFERENCES = {
     "model_hash": "of another model", "data": "of other data", "rows": "of other data",
@@ -61,92 +70,193 @@ class Summary(NamedTuple):
     bad: int
 
 
+class Take(NamedTuple):
+    """How a model takes images: square, ``size`` pixels a side, at most ``batch_rows`` at once."""
+
+    size: int
+    batch_rows: int
+    interpolation: Interpolation
+
+    @classmethod
+    def of(cls, model: Classifier) -> Take:
+        """Of a model."""
+        return cls(model.size, model.batch_rows, model.config.data.interpolation)
+
+    @property
+    def most_rows(self) -> int:
+        """That are decoded at once: 64 MiB of pixels."""
+        return max(self.batch_rows, BATCH_BYTES // (3 * self.size**2))
+
+
+class Chunk(NamedTuple):
+    """Rows that are decoded at once: numbers from ``first`` on, their ids, their images."""
+
+    first: int
+    ids: pa.Array
+    images: Images
+
+
 def predict_rows(
-    model: Classifier, decode: Decode, writer: PredictionWriter,
+    model: Classifier, writer: PredictionWriter, threads: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:  # fmt: skip
-    """Classify what ``writer`` lacks, here, and finish; ``on_progress`` gets (rows done, N) after a batch."""
-    for index, reasons, scores in score_rows(model, decode, writer.batches(model.batch_rows)):
-        writer.add(result_table(index, reasons, scores, writer.embedding))
-        on_progress(writer.num_done, writer.num_rows)
+    """Classify what ``writer`` lacks, here, decoded ahead by ``threads`` (default: one a core), and finish;
+    ``on_progress`` gets (rows done, N) after a batch.
+    """
+    how, missing = Take.of(model), writer.missing
+    rows = [writer.rows_of(number) for number in missing]
+    parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
+    chunks = (chunk for own, part in parts for chunk in read_part(writer.inputs.read, part, own.start, how))
+    decode = partial(decode_chunk, how=how, threads=threads or os.cpu_count())
+    for facts, pixels in ahead(decode, chunks, 1, BATCHES_AHEAD):
+        for results in classify(model, facts, pixels, writer.embedding):
+            writer.add(results)
+            on_progress(writer.num_done, writer.num_rows)
     return writer.finish()
 
 
-def result_table(
-    index: np.ndarray, reasons: Sequence[str | None], scores: Scores | None, embedding: bool
-) -> pa.Table:
-    """What :func:`score_rows` says of the rows ``index`` (b,), with ``embedding`` their features, too."""
-    ok = readable(reasons)
-    columns = {"row": pa.array(index, pa.int64()), "reason": pa.array(reasons, pa.string())}
+def read_part(read: Read, part: Part, first: int, how: Take) -> Iterator[Chunk]:
+    """A partition whose first row is ``first``, cut where its batches are."""
+    sizes = chunk_sizes(first, len(part.rows), how.batch_rows, how.most_rows)
+    for ids, images in read(part, sizes):
+        yield Chunk(first, ids, images)
+        first += len(ids)
+
+
+def decode_chunk(chunk: Chunk, how: Take, threads: int | None = None) -> tuple[pa.Table, Tensor]:
+    """What is known of n rows: row, id, uri, reason (why it has no pixels); and uint8 (n, 3, S, S), or their
+    features (n, D), where a run has just computed them.
+    """
+    images, index = base(chunk.images, np.arange(len(chunk.ids)))
+    if isinstance(images, Featured):
+        pixels, reasons = images.features[index], [images.reasons[row] for row in index.tolist()]
+    else:
+        found = fetch(images, index)
+        pixels, reasons = decode_many(found, how.size, threads, how.interpolation)
+    places = uris(chunk.images if isinstance(images, Decoded | Featured) else found)
+    text = {"id": chunk.ids, "uri": pa.array(places, pa.string()), "reason": pa.array(reasons, pa.string())}
+    return pa.table({"row": np.arange(chunk.first, chunk.first + len(index)), **text}), pixels
+
+
+def classify(model: Classifier, facts: pa.Table, pixels: Tensor, embedding: bool) -> Iterator[pa.Table]:
+    """What a model says of :func:`decode_chunk`, batch by batch, with ``embedding`` the features, too."""
+    ok, start = readable(facts["reason"].to_pylist()), 0
+    for size in batch_sizes(facts["row"][0].as_py(), len(facts), model.batch_rows):
+        own = slice(start, start + size)
+        fine = torch.from_numpy(ok[own])
+        scores = model.score(pixels[own][fine]) if fine.any() else None
+        yield result_table(facts[own], ok[own], scores, embedding)
+        start += size
+
+
+def result_table(facts: pa.Table, ok: np.ndarray, scores: Scores | None, embedding: bool) -> pa.Table:
+    """``facts`` of the rows of a batch, and the scores of those that are ``ok`` bool (b,)."""
     for name in ("class_index", *NUMBERS):
-        values = np.zeros(len(index), np.int32 if name == "class_index" else np.float32)
+        values = np.zeros(len(ok), np.int32 if name == "class_index" else np.float32)
         values[ok] = 0 if scores is None else getattr(scores, name).numpy()
-        columns[name] = pa.array(values, mask=~ok | np.isnan(values))
+        facts = facts.append_column(name, pa.array(values, mask=~ok | np.isnan(values)))
     if embedding:
-        features = iter([] if scores is None else scores.features.numpy())
-        columns["embedding"] = pa.array([next(features) if fine else None for fine in ok], EMBEDDING)
-    return pa.table(columns)
+        features = np.empty((0, 0), np.float32) if scores is None else scores.features.numpy()
+        starts = np.concatenate([[0], ok.cumsum()]) * features.shape[1]
+        starts = pa.array(starts.astype(np.int32), mask=np.append(~ok, False))
+        facts = facts.append_column(
+            "embedding", pa.ListArray.from_arrays(starts, pa.array(features.ravel(), pa.float32()))
+        )
+    return facts
+
+
+class PartWriter(NamedTuple):
+    """What makes files of partitions, in any process."""
+
+    classes: list[OutputClass]
+    model_hash: str
+    embedding: bool
+
+    @property
+    def schema(self) -> pa.Schema:
+        """That of the table."""
+        return pa.schema(COLUMNS | ({"embedding": EMBEDDING} if self.embedding else {}))
+
+    def write(self, storage: Storage, number: int, results: pa.Table) -> None:
+        """Store partition ``number``: all its results, in order."""
+        index = results["class_index"].combine_chunks()
+        columns = {
+            **{name: results[name] for name in results.column_names},
+            "class_name": _names(self.classes).take(index),
+            "kind": pa.array([c.called[1] for c in self.classes], pa.string()).take(index),
+            "status": pa.compute.if_else(pa.compute.is_valid(results["reason"]), "bad", "ok"),
+            "model_hash": pa.repeat(self.model_hash, len(results)),
+        }
+        schema = self.schema
+        with storage.create(SHARD.format(number)) as stream:
+            table = pa.table({name: columns[name] for name in schema.names}, schema=schema)
+            pq.write_table(table, stream, compression="zstd")
 
 
 class PredictionWriter:
-    """Collects results of ``model`` for ``rows``, with features if ``embedding``, and joins them.
-    ConfigError: there are predictions of something else, and not ``replace``, or another's Parquet file.
+    """Collects what ``model`` says of ``inputs``, with features if ``embedding``, and joins it. ConfigError:
+    there are predictions of something else, and not ``replace``, or another's Parquet file.
     """
 
     def __init__(
-        self, storage: Storage, rows: Rows, model: Classifier, embedding: bool, replace: bool = False
+        self, storage: Storage, inputs: Inputs, model: Classifier, embedding: bool, replace: bool = False
     ) -> None:
-        self.rows, self.embedding, self.num_rows = rows, embedding, len(rows)
+        self.inputs, self.embedding, self.num_rows = inputs, embedding, len(inputs)
         self.identity = {
-            "model_hash": model.model_hash, **hashes(model.classes), "data": rows.fingerprint,
-            "rows": len(rows), "embedding": embedding, "aligned": model.alignment is not None,
+            "model_hash": model.model_hash, **hashes(model.classes), "data": inputs.fingerprint,
+            "rows": len(inputs), "embedding": embedding, "aligned": model.alignment is not None,
             "format": FORMAT,
         }  # fmt: skip
-        self._storage, self._classes = storage, model.classes
-        self._schema = pa.schema(COLUMNS | ({"embedding": EMBEDDING} if embedding else {}))
-        self._parts: dict[int, list[pa.Table]] = {}
-        self._num_shards = -(-len(rows) // SHARD_ROWS)
+        self.part_writer = PartWriter(model.classes, model.model_hash, embedding)
+        self.part_rows = partition_rows(self.num_rows)
+        self.storage, self._parts = storage, dict[int, list[pa.Table]]()
+        self._num_parts = -(-self.num_rows // self.part_rows)
         self.complete = self._claim(replace)
-        shards = range(0 if self.complete else self._num_shards)
-        self._pending = [shard for shard in shards if not self._is_stored(shard)]
-        self.num_done = len(rows) - sum(len(self._rows_of(shard)) for shard in self._pending)
+        self._missing = set() if self.complete else {*range(self._num_parts)} - self._stored()
+        self.num_done = self.num_rows - sum(len(self.rows_of(number)) for number in self._missing)
 
-    def batches(self, max_rows: int) -> Iterator[np.ndarray]:
-        """Row numbers int64 (b,) of missing rows, b <= ``max_rows``, cut alike after any interruption."""
-        for shard in list(self._pending):
-            rows = np.array(self._rows_of(shard))
-            yield from (rows[start : start + max_rows] for start in range(0, len(rows), max_rows))
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the partitions that are not stored yet."""
+        return sorted(self._missing)
+
+    def rows_of(self, number: int) -> range:
+        """Of a partition."""
+        return range(number * self.part_rows, min((number + 1) * self.part_rows, self.num_rows))
 
     def add(self, results: pa.Table) -> None:
-        """Take the :func:`result_table` of one of :meth:`batches`; a shard is stored once it is whole."""
-        shard = results["row"][0].as_py() // SHARD_ROWS
-        parts = self._parts.setdefault(shard, [])
+        """Take results of the next rows of a partition, which is stored once it is whole."""
+        number = results["row"][0].as_py() // self.part_rows
+        parts = self._parts.setdefault(number, [])
         parts.append(results)
-        if sum(map(len, parts)) >= len(self._rows_of(shard)):
-            table = pa.concat_tables(self._parts.pop(shard)).sort_by("row")
-            assert table["row"].to_pylist() == list(self._rows_of(shard))
-            with self._storage.create(SHARD.format(shard)) as stream:
-                pq.write_table(self._complete(table), stream, compression="zstd")
         self.num_done += len(results)
+        if sum(map(len, parts)) >= len(self.rows_of(number)):
+            table = pa.concat_tables(self._parts.pop(number))
+            assert np.array_equal(table["row"], self.rows_of(number))
+            self.part_writer.write(self.storage, number, table)
+            self._missing.discard(number)
+
+    def stored(self, number: int) -> None:
+        """Note that another process has stored a partition."""
+        self._missing.remove(number)
+        self.num_done += len(self.rows_of(number))
 
     def finish(self) -> Summary:
-        """Join the shards into ``predictions.parquet`` and count."""
+        """Join the partitions into ``predictions.parquet``, some at a time, and count."""
         if not self.complete:
-            assert not self._parts
-            tables = (self._read(shard) for shard in range(self._num_shards))
-            _write(self._storage, self._schema, self.identity, tables)
+            assert not self._parts and not self._missing
+            parts = ahead(self._read, range(self._num_parts), READERS, READERS)
+            _write(self.storage, self.part_writer.schema, self.identity, _row_groups(parts))
             self.complete = True
-        self._storage.delete(SHARDS)
-        with _reading(self._storage) as file:
-            status = file.read(["status"])["status"].to_pylist()
-        return Summary(self._storage.path(FILE), self.num_rows, status.count("ok"), status.count("bad"))
-
-    def _rows_of(self, shard: int) -> range:
-        return range(shard * SHARD_ROWS, min((shard + 1) * SHARD_ROWS, self.num_rows))
+        self.storage.delete(SHARDS)
+        with _reading(self.storage) as file:
+            reasons = file.iter_batches(columns=["reason"])
+            bad = sum(len(batch) - batch["reason"].null_count for batch in reasons)
+        return Summary(self.storage.path(FILE), self.num_rows, self.num_rows - bad, bad)
 
     def _claim(self, replace: bool) -> bool:
         """Make the directory ours, or continue there; whether nothing is left to do."""
-        storage, finished = self._storage, None
+        storage, finished = self.storage, None
         names = storage.list()
         for name in names:
             if name.startswith(f".{FILE}."):  # what a killed process was joining
@@ -157,48 +267,39 @@ class PredictionWriter:
         if not foreign and finished == self.identity:
             return True
         claimed = storage.exists(CLAIM)
-        started = _identity(storage.read(CLAIM)) if claimed else None
+        begun, older = _claimed(storage.read(CLAIM)) if claimed else ((None, 0), False)
         if not replace and finished is None and not claimed and storage.exists(FILE):
             foreign.append(FILE)
         if foreign:
             raise ConfigError(f"{storage.path(foreign[0])} is not ours; choose another --output")
-        if not replace and (finished is not None or (claimed and started != self.identity)):
-            found = finished or started or self.identity | {"format": None}
+        if begun == (self.identity, self.part_rows):
+            return False
+        if older and finished is None and self.identity == (begun[0] or {}) | {"data": self.identity["data"]}:
+            log.warning("%s: what an older version had begun is predicted again", storage.uri)
+        elif not replace and (finished is not None or claimed):
+            found = finished or begun[0] or self.identity | {"format": None}
             what = next(text for key, text in DIFFERENCES.items() if found[key] != self.identity[key])
             raise ConfigError(f"{storage.uri} holds predictions {what}; choose another --output, or empty it")
-        if started != self.identity:
-            storage.delete(SHARDS)
-            storage.write(CLAIM, json.dumps(self.identity).encode())
+        storage.delete(SHARDS)
+        claim = {"made_from": self.identity, "part_rows": self.part_rows}
+        storage.write(CLAIM, json.dumps(claim).encode())
         return False
 
-    def _is_stored(self, shard: int) -> bool:
-        """Whether a whole shard is there; a damaged one is made again."""
-        with suppress(StorageError):
-            table = self._read(shard)
-            return len(table) == len(self._rows_of(shard)) and table.schema.equals(self._schema)
-        return False
+    def _stored(self) -> set[int]:
+        """Partitions that are there whole; a damaged one is made again."""
+        names = {SHARD.format(number).rpartition("/")[2]: number for number in range(self._num_parts)}
+        there = [names[name] for name in self.storage.list(SHARDS) if name in names]
+        return {number for number, whole in ahead(self._is_whole, there, READERS, READERS) if whole}
 
-    def _read(self, shard: int) -> pa.Table:
-        with _reading(self._storage, SHARD.format(shard)) as file:
+    def _is_whole(self, number: int) -> tuple[int, bool]:
+        with suppress(StorageError), _reading(self.storage, SHARD.format(number)) as file:
+            same = file.schema_arrow.equals(self.part_writer.schema)
+            return number, same and file.metadata.num_rows == len(self.rows_of(number))
+        return number, False
+
+    def _read(self, number: int) -> pa.Table:
+        with _reading(self.storage, SHARD.format(number)) as file:
             return file.read()
-
-    def _complete(self, table: pa.Table) -> pa.Table:
-        """Results of the rows of a shard -> rows of the final table."""
-        rows = table["row"].to_pylist()
-        images = self.rows.images.source if isinstance(self.rows.images, Decoded) else self.rows.images
-        found = [None if isinstance(images, np.ndarray) else images[row] for row in rows]
-        uris = [shown(full_path(image)) if isinstance(image, str) else None for image in found]
-        index = table["class_index"]
-        columns = {
-            **{name: table[name] for name in table.column_names},
-            "id": pa.array([self.rows.ids[row] for row in rows], pa.string()),
-            "uri": pa.array(uris, pa.string()),
-            "class_name": _names(self._classes).take(index),
-            "kind": pa.array([c.called[1] for c in self._classes], pa.string()).take(index),
-            "status": pa.compute.if_else(pa.compute.is_valid(table["reason"]), "bad", "ok"),
-            "model_hash": pa.array([self.identity["model_hash"]] * len(table), pa.string()),
-        }
-        return pa.table({name: columns[name] for name in self._schema.names}, schema=self._schema)
 
 
 def read_identity(storage: Storage) -> dict[str, Any] | None:
@@ -215,6 +316,12 @@ def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
         return None
     with _reading(storage) as file:
         return file.read(list(names))
+
+
+def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Columns of ``predictions.parquet``, which is ours, in input order, some rows at a time."""
+    with _reading(storage) as file:
+        yield from file.iter_batches(BATCH_ROWS, columns=list(names))
 
 
 def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
@@ -243,10 +350,30 @@ def _write(storage: Storage, schema: pa.Schema, identity: dict[str, Any], tables
             writer.write_table(table.cast(schema))
 
 
+def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables joined to what a reader takes at once: a footer lists every row group."""
+    waiting = list[pa.Table]()
+    for table in tables:
+        waiting.append(table)
+        if sum(map(len, waiting)) >= ROW_GROUP_ROWS or sum(t.nbytes for t in waiting) >= ROW_GROUP_BYTES:
+            yield pa.concat_tables(waiting).combine_chunks()
+            waiting.clear()
+    if waiting:
+        yield pa.concat_tables(waiting).combine_chunks()
+
+
 @contextmanager
 def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
     with storage.open(name) as source, pq.ParquetFile(source) as file:
         yield file
+
+
+def _claimed(data: bytes) -> tuple[tuple[dict[str, Any] | None, int], bool]:
+    """What shards were begun from, and the rows of each; whether by a version in which all had 512."""
+    with suppress(ValueError, KeyError, TypeError):
+        found = parse_json(data)
+        return (_identity(json.dumps(found["made_from"]).encode()), int(found["part_rows"])), False
+    return (_identity(data), GROUP_ROWS), True
 
 
 def _identity(data: bytes) -> dict[str, Any] | None:

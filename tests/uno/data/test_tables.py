@@ -17,8 +17,9 @@ from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data import tables
 from uno.data.decode import decode
+from uno.data.inputs import open_inputs
 from uno.data.rows import Encoded, Files
-from uno.data.sources import read_inputs, read_rows
+from uno.data.sources import read_rows
 from uno.data.tables import ParquetImages, read_parquet, read_table
 
 from .builders import encoded, failure, hf_table, pixels, write_hf, write_images
@@ -282,7 +283,7 @@ def test_columns_of_other_names(tmp_path):
         rows = read_rows(DataConfig(source=source, columns="image=file, label=kind,id=file"))
         assert rows.labels == ["x", None] and rows.ids == ["a.png", "b.png"]
         assert rows.images[1] == os.path.realpath(tmp_path / "b.png")
-        assert len(read_inputs(DataConfig(source=source, columns="image=file,label=gone"))) == 2
+        assert len(open_inputs(DataConfig(source=source, columns="image=file,label=gone"))) == 2
         found = failure(read_rows, DataConfig(source=source, columns="image=gone"))
         assert "--data.columns image=gone: no such column; it has file, kind" in found
     assert "--data.columns image=NAME" in failure(read_table, write_csv(tmp_path, "file\na.png\n"))

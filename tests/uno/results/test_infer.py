@@ -16,14 +16,15 @@ from tests.uno.models import NUM_DAMAGED, tiny_model, write_damaged, write_digit
 from uno.config import Config, override
 from uno.data import decode as decoding
 from uno.data.files import Storage
+from uno.data.inputs import GROUP_ROWS, Inputs, RowInputs, open_inputs
 from uno.data.rows import Decoded, Rows
-from uno.data.sources import read_digits, read_inputs
+from uno.data.sources import read_digits, read_images
 from uno.errors import ConfigError, StorageError
 from uno.model import Logits
 from uno.results import predictions
 from uno.results.classes import OutputClass
 from uno.results.infer import NUMBERS, align_heads, decoder, load_classifier, score, with_alignment
-from uno.results.predictions import FILE, SHARD_ROWS, PredictionWriter, predict_rows
+from uno.results.predictions import FILE, PredictionWriter, predict_rows
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +53,19 @@ def classes_of(num_known: int, num_novel: int, into: dict[int, int | None] | Non
     return [OutputClass(i, f"c{i}", kind, (into or {}).get(i, i)) for i, kind in enumerate(kinds)]
 
 
-def rows_of(source: str | Path, num: int | None = None) -> Rows:
-    rows = read_inputs(override(Config(), {"data.source": str(source)}).data)
+def rows_of(source: str | Path, num: int | None = None) -> Rows | Inputs:
+    inputs = open_inputs(override(Config(), {"data.source": str(source)}).data)
+    rows = inputs.rows if isinstance(inputs, RowInputs) else inputs
     return rows if num is None else rows.take(np.arange(num))
 
 
-def predict_all(model, rows: Rows, output: Path, embedding: bool = False, **options) -> pa.Table:
-    writer = PredictionWriter(Storage(str(output)), rows, model, embedding, **options)
-    summary = predict_rows(model, decoder(model, rows, threads=1), writer)
+def writer_of(model, rows: Rows | Inputs, output: Path, embedding: bool = False, **options):
+    inputs = RowInputs(rows) if isinstance(rows, Rows) else rows
+    return PredictionWriter(Storage(str(output)), inputs, model, embedding, **options)
+
+
+def predict_all(model, rows: Rows | Inputs, output: Path, *args, **options) -> pa.Table:
+    summary = predict_rows(model, writer_of(model, rows, output, *args, **options), threads=1)
     table = pq.read_table(output / FILE)
     assert summary.ok + summary.bad == summary.rows == len(table) == len(rows)
     return table
@@ -198,8 +204,9 @@ def test_every_digit_and_every_damaged_file_has_a_row(tmp_path, model):
         assert all((row[column] is not None) is fine for column in results), name
         assert row["reason"] is None if fine else row["reason"] and "\n" not in row["reason"]
     assert {row["status"] for name, row in by_id.items() if "damaged" not in name} == {"ok"}
-    pixels, reasons = decoding.decode_many(rows.images, model.size)  # as at the end of a run:
-    rows = replace(rows, images=Decoded(rows.images, pixels.numpy(), reasons))  # paths and reasons stay
+    rows = read_images(str(tmp_path / "in"))  # as at the end of a run: paths and reasons stay
+    pixels, reasons = decoding.decode_many(rows.images, model.size)
+    rows = replace(rows, images=Decoded(rows.images, pixels.numpy(), reasons))
     assert predict_all(model, rows, tmp_path / "again", embedding=True).equals(table)
 
 
@@ -235,12 +242,44 @@ def test_interrupted_work_continues_and_gives_the_same_table(tmp_path, monkeypat
             predict_all(model, rows, output)
     assert not (output / FILE).exists()
     stored = sorted((output / "_shards").glob("*.parquet"))
-    assert len(stored) == after * model.batch_rows // SHARD_ROWS
+    assert len(stored) == after * model.batch_rows // GROUP_ROWS
     if stored:  # a shard that a failing disk cut short is made again
         stored[0].write_bytes(stored[0].read_bytes()[:100])
     (output / f".{FILE}.abcd").write_bytes(b"half of a table")
     assert predict_all(model, rows, output).equals(expected)
     assert [p.name for p in output.iterdir()] == [FILE]
+
+
+def test_partitions_of_many_batches_give_the_same_table(tmp_path, monkeypatch, model):
+    """Kills: batches that depend on the partition, row groups joined out of order."""
+    expected = predict_all(model, rows_of("digits"), tmp_path / "small", embedding=True)
+    monkeypatch.setattr("uno.data.inputs.NUM_PARTITIONS", 1)
+    monkeypatch.setattr(predictions, "ROW_GROUP_ROWS", 1)
+    assert predict_all(model, rows_of("digits"), tmp_path / "large", embedding=True).equals(expected)
+    assert pq.ParquetFile(tmp_path / "large" / FILE).num_row_groups == 2
+    assert pq.ParquetFile(tmp_path / "small" / FILE).num_row_groups == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_an_older_version_had_begun(tmp_path, monkeypatch, caplog, model, same):
+    """Of the same data it is continued; of data that it told apart otherwise it is made again, and said.
+    Kills: half a table of other rows, a directory that stays blocked, another model's work thrown away.
+    """
+    rows, shard = rows_of("digits"), tmp_path / "_shards" / "000000.parquet"
+    expected = predict_all(model, rows, tmp_path / "whole")
+    writer = writer_of(model, rows, tmp_path)
+    pq.write_table(expected[:512], shard)
+    kept = shard.stat().st_mtime_ns
+    found = writer.identity | ({} if same else {"data": "of another time"})
+    (shard.parent / "manifest.json").write_text(json.dumps(found))
+    again = writer_of(model, rows, tmp_path)
+    assert shard.exists() == same and again.num_done == (512 if same else 0)
+    assert ("an older version had begun is predicted again" in caplog.text) != same
+    if same:
+        assert shard.stat().st_mtime_ns == kept
+    (shard.parent / "manifest.json").write_text(json.dumps(found | {"model_hash": "another"}))
+    with pytest.raises(ConfigError, match="of another model"):
+        writer_of(model, rows, tmp_path)
 
 
 def test_a_kill_between_joining_and_tidying_up_costs_nothing(tmp_path, monkeypatch, model):
@@ -259,7 +298,7 @@ def test_other_predictions_in_the_directory_are_refused(tmp_path, model, other, 
     if finished:
         table = predict_all(model, rows, tmp_path)
     else:
-        PredictionWriter(Storage(str(tmp_path)), rows, model, False)  # claims the directory
+        writer_of(model, rows, tmp_path)  # claims the directory
     for changed, chosen, embedding, what in (
         (other, rows, False, "of another model"),
         (model, rows, True, "with another --embedding"),
@@ -291,8 +330,8 @@ def test_sources_that_training_refuses(tmp_path, model):
     write_digits(flat / "train" / "n99999999", images[:1])
     for source in (flat, f"folder:{flat}", f"imagenet:{flat}"):
         rows = rows_of(source)
-        assert len(rows) == 9 and set(rows.labels) == {None}
-        assert rows.ids[-1] == "train/n99999999/digit-0000.png"
+        (part,) = rows.parts([np.arange(9)])
+        assert len(rows) == 9 and part.ids[-1].as_py() == "train/n99999999/digit-0000.png"
     csv = flat / "table.csv"
     csv.write_text("path,label,split,other\ndigit-0000.png,,nonsense,1\n,7,train,2\ndigit-0002.png,x,,\n")
     table = predict_all(model, rows_of(csv), tmp_path / "out")

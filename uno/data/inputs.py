@@ -1,0 +1,229 @@
+"""What is only to be predicted: N rows in order, of which nothing is kept but how to find them. A partition
+of them is read where it is worked on, in this process or on any node, some rows at a time.
+
+Tables and folders of any size are read so; what a run was trained on is in memory anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from uno.config import DataConfig
+from uno.data.files import Found, files_below, full_path, shown
+from uno.data.rows import Chosen, Decoded, Featured, Files, Images, Part, Rows, base
+from uno.data.sources import INPUT_READERS, is_image, locate_source, read_images, read_rows
+from uno.data.tables import ParquetImages, ParquetTable
+from uno.errors import ConfigError
+
+GROUP_ROWS = 512  # batches end where a group does, however many groups a partition has
+NUM_PARTITIONS = 256  # that there are at least, where there are enough rows
+MAX_GROUPS = 32  # of a partition: 16,384 rows
+
+
+class Inputs(Protocol):
+    """N rows to predict."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells one source from another."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    @property
+    def source(self) -> Any:
+        """What leads any node from numbers of rows to images; None where the images are in the parts."""
+        ...
+
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+        """The partitions with the row ``numbers`` (n,), which grow from one to the next."""
+        ...
+
+    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
+        """Ids and images of a part, ``sizes`` rows at a time."""
+        ...
+
+
+Read = Callable[[Part, Iterable[int]], Iterator[tuple[pa.Array, Images]]]
+"""What :meth:`Inputs.read` is."""
+
+
+def partition_rows(num_rows: int) -> int:
+    """Of all partitions of ``num_rows`` but the last: whole groups, more of them the more rows there are."""
+    return GROUP_ROWS * min(max(num_rows // (GROUP_ROWS * NUM_PARTITIONS), 1), MAX_GROUPS)
+
+
+def batch_sizes(first: int, num_rows: int, batch_rows: int) -> list[int]:
+    """How rows from ``first`` on are cut into batches: at most ``batch_rows``, and never across groups."""
+    sizes, row, end = list[int](), first, first + num_rows
+    while row < end:
+        sizes.append(min(batch_rows, GROUP_ROWS - row % GROUP_ROWS, end - row))
+        row += sizes[-1]
+    return sizes
+
+
+def chunk_sizes(first: int, num_rows: int, batch_rows: int, max_rows: int) -> list[int]:
+    """Those batches joined to what is decoded at once: at most ``max_rows`` >= ``batch_rows``."""
+    chunks = [0]
+    for size in batch_sizes(first, num_rows, batch_rows):
+        if chunks[-1] + size > max_rows:
+            chunks.append(0)
+        chunks[-1] += size
+    return chunks
+
+
+def open_inputs(config: DataConfig) -> Inputs:
+    """The rows of ``config.source``: every image of a folder, every row of a table, labeled or not.
+    ConfigError: it cannot be read.
+    """
+    reader, path = ("folders", "") if config.labeled is not None else locate_source(config)
+    if reader == "parquet":
+        return ParquetTable(path, config.named_columns)
+    if reader in ("folder", "imagenet"):
+        return ImageFolder(path)
+    return RowInputs(read_rows(config, INPUT_READERS))
+
+
+def evenly(inputs: Inputs, limit: int) -> Inputs:
+    """At most ``limit`` rows, evenly spaced."""
+    if limit >= len(inputs):
+        return inputs
+    if isinstance(inputs, RowInputs):
+        return RowInputs(inputs.rows.take(np.arange(limit) * len(inputs) // limit))
+    return Evenly(inputs, limit)
+
+
+def cut(part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
+    """A part whose images are in it, ``sizes`` rows at a time."""
+    start = 0
+    assert part.ids is not None
+    for size in sizes:
+        rows = np.arange(start, start + size)
+        yield part.ids[start : start + size], Chosen(part.images, rows)
+        start += size
+
+
+class RowInputs:
+    """Rows in memory."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the rows."""
+        return self.rows.fingerprint
+
+    @property
+    def source(self) -> ParquetImages | None:
+        """The Parquet files, where images are left in such."""
+        source, _ = base(self.rows.images, np.empty(0, np.int64))
+        return source if isinstance(source, ParquetImages) else None
+
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+        """As of :class:`Inputs`; images are not copied."""
+        for rows in numbers:
+            ids = pa.array([self.rows.ids[row] for row in rows.tolist()], pa.string())
+            yield Part(rows, ids, Chosen(self.rows.images, rows))
+
+    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
+        """As of :class:`Inputs`."""
+        return cut(part, sizes)
+
+
+class ImageFolder:
+    """Every image below ``root``; names of folders mean nothing. It is listed once to count, and again, in
+    step with the work, for the paths: of a folder of any size the next partition is in memory.
+    """
+
+    source = None
+
+    def __init__(self, root: str) -> None:
+        self._root, self._num, digest = root, 0, hashlib.sha256()
+        for _ in self._listed(digest):
+            self._num += 1
+        if not self._num:
+            read_images(root)  # which says what is there instead
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self._num
+
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+        """As of :class:`Inputs`. ConfigError, at the end: files came, went or changed."""
+        digest = hashlib.sha256()
+        listed, at = self._listed(digest), 0
+        for rows in numbers:
+            own = list[Found]()
+            for row in rows.tolist():
+                own += islice(listed, row - at, row - at + 1)
+                at = row + 1
+            if len(own) == len(rows):
+                ids = pa.array([shown(f.relative) for f in own], pa.string())
+                yield Part(rows, ids, Files.of([f.path for f in own], [f.size for f in own]))
+        deque(listed, maxlen=0)
+        if digest.hexdigest() != self.fingerprint:
+            raise ConfigError(
+                f"images below {self._root} have changed meanwhile; repeat it with a new --output"
+            )
+
+    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
+        """As of :class:`Inputs`."""
+        return cut(part, sizes)
+
+    def _listed(self, digest: Any) -> Iterator[Found]:
+        for found in files_below(self._root):
+            if is_image(found.relative):
+                digest.update(f"{found.size} {found.relative}\0".encode(errors="surrogateescape"))
+                yield found
+
+
+@dataclass(frozen=True, eq=False)
+class Evenly:
+    """``num`` rows of others, evenly spaced."""
+
+    inputs: Inputs
+    num: int
+
+    def __len__(self) -> int:
+        return self.num
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all rows; a table of predictions says how many they are."""
+        return self.inputs.fingerprint
+
+    @property
+    def source(self) -> Any:
+        """Theirs."""
+        return self.inputs.source
+
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+        """As of :class:`Inputs`."""
+        return self.inputs.parts(rows * len(self.inputs) // self.num for rows in numbers)
+
+    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
+        """As of :class:`Inputs`."""
+        return self.inputs.read(part, sizes)
+
+
+def uris(images: Images) -> list[str | None]:
+    """The path of each image as text, None where it is not a file of its own."""
+    source, rows = base(images, np.arange(len(images)))
+    if isinstance(source, Decoded | Featured):
+        source, rows = base(source.source, rows)
+    if isinstance(source, np.ndarray):
+        return [None] * len(rows)
+    found = (source[row] for row in rows.tolist())
+    return [shown(full_path(image)) if isinstance(image, str) and image else None for image in found]
