@@ -3,9 +3,9 @@
     python -m benchmarks.inference predict --rows 1000000 --workers 2
 
 prints one JSON row. The rows are random PNGs of 8 x 8 pixels, made here and written as Parquet
-(``--file-rows`` a file, groups of 1,000, a label, no id); the model is that of the digits with random weights,
-each command a process of its own. ``peak_mib`` is the largest resident memory of that process (without Ray's),
-``steady_rows_per_s`` is between the first and the last tenth of the partitions (without start and joining).
+(``--file-rows`` a file, groups of 1,000, a label, no id); the model is that of the digits with random
+weights, each command a process of its own. ``peak_mib`` is the largest resident memory of that process, not
+of Ray's; ``steady_rows_per_s`` is between the first and the last tenth of the partitions.
 ``--kill`` kills it, -9, when half of the partitions are there, and repeats the command: what was kept, and
 whether the table is that of a command that nobody killed. ``--cores`` confines it to so many cores.
 """

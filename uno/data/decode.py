@@ -233,6 +233,8 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
 
 
 def _square(picture: Pillow.Image, size: int, interpolation: Interpolation) -> Pillow.Image:
+    if picture.size == (size, size):
+        return picture
     side = min(picture.size)
     left, top = ((length - side) / 2 for length in picture.size)
     box = (left, top, left + side, top + side)
