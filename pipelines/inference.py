@@ -17,7 +17,7 @@ import torch
 
 from pipelines import ray_env
 from pipelines.console import Progress, reading, say, stopped_at_once
-from pipelines.ray_data import TASK_CPUS, bytes_of, image_columns, images_of, own_error, pixel_column
+from pipelines.ray_data import bytes_of, image_columns, images_of, own_error, pixel_column
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.inputs import Inputs, RowInputs, chunk_sizes, cut, evenly, open_inputs
@@ -153,7 +153,7 @@ def predict_on_ray(
     how, source = Take.of(model), writer.inputs.source
     decode = partial(decode_part, source=None if source is None else ray.put(source), how=how)
     spare = cluster.get("CPU", 1) - num_workers * resources["CPU"]
-    decode_cpus = TASK_CPUS * min(1.0, spare / 2)  # two tasks at least: small images wait for Python
+    decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)  # two tasks at least: small images wait for Python
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if writer.storage.is_local else None
     device = "cuda" if "GPU" in resources else "cpu"
     arguments = ray.put(dict(files)), writer.embedding, device, num_threads(config, num_workers)

@@ -178,13 +178,10 @@ class _Parquet:
 
     def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
         """Those columns of a row group, some rows at a time; many bytes of an object by pages."""
-        chunks = self.metadata.row_group(group)
-        chunks = (chunks.column(i) for i in range(chunks.num_columns))
-        own = (chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns)
-        if (
-            filesystem.is_uri(self.path)
-            and sum(chunk.total_compressed_size for chunk in own) <= REQUEST_BYTES
-        ):
+        row_group = self.metadata.row_group(group)
+        chunks = (row_group.column(i) for i in range(row_group.num_columns))
+        num_bytes = sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
+        if filesystem.is_uri(self.path) and num_bytes <= REQUEST_BYTES:
             yield from self.read(columns, group).to_batches(READ_ROWS)
             return
         with self.errors(f"row group {group} of"), self._open(self.metadata, READ_BYTES) as file:
@@ -215,6 +212,9 @@ def _parquet(path: str, size: int, anew: bool = False) -> _Parquet:
     if anew or (path, size) not in _known:
         _known[path, size] = _Parquet(path, size)
     return _known[path, size]
+
+
+_open_anew = filesystem.patient(_Parquet)  # for who reads a file once: the footer is not kept
 
 
 def _read_group(path: str, size: int, number: int, column: str) -> Any:
@@ -282,7 +282,7 @@ class ParquetTable:
             name, path, size, id_column = self._files[file]
             columns, start = [self._image, *([id_column] if id_column else [])], 0
             number = group - int(self._first_group[file])
-            for batch in _Parquet(path, size).batches(columns, number):
+            for batch in _open_anew(path, size).batches(columns, number):
                 own = wanted[(wanted >= start) & (wanted < start + len(batch))]
                 if len(own):
                     chosen = batch.take(pa.array(own - start))
@@ -318,7 +318,7 @@ def _describe(
     """Of a file to predict: (name, path, size, id column), rows of each row group, a hash of name and footer,
     the image column.
     """
-    path, name, parquet = file.path, filesystem.shown(file.relative), _Parquet(file.path, file.size)
+    path, name, parquet = file.path, filesystem.shown(file.relative), _open_anew(file.path, file.size)
     schema, metadata, footer = parquet.schema, parquet.metadata, io.BytesIO()
     _check_names(path, own, schema.names, True)
     image, kept = _image_column(path, own, schema.names), own.get("id", "id")
