@@ -48,6 +48,8 @@ STORE_BYTES = 1_500_000_000  # for each worker; more is slower: a page's first t
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
 TASK_CHUNKS = 4  # that a task crops: it costs 11 ms of CPU time, a block of its results much less
 
+NEAR_SHARE = 0.9  # of a worker's CPUs that its own node must have for its tasks to stay there
+
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]  # one execution: blocks to blocks, in order
 
 
@@ -88,7 +90,9 @@ def worker_sets(
         )
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
-    limits = execution_limits(ray.cluster_resources(), config.compute.workers, loop["worker_cpus"])
+    cpus, store = execution_limits(ray.cluster_resources(), config.compute.workers, loop["worker_cpus"])
+    neighbours = ray.train.get_context().get_local_world_size()
+    limits = cpus, store, near(ray.nodes(), own_node(ray), cpus, neighbours, loop["worker_cpus"])
     names, every = rows.pop("ids"), Chosen(rows["images"], rows["index"])
     bad = BadRows(names, every, config.data.max_bad_fraction, storage)
     how = config.data.interpolation
@@ -195,13 +199,33 @@ def execution_limits(cluster: dict[str, float], workers: int, worker_cpus: float
     return max(1.0, cpus), STORE_SHARE * cluster.get("object_store_memory", 2**30) / workers / 2
 
 
-def crop_on_ray(ray: Any, cpus: float, store: float) -> Callable[[CropJob], Generator[Chunk, None, None]]:
-    """As :func:`uno.data.stream.crop_here`, in Ray tasks within :func:`execution_limits`."""
+def own_node(ray: Any) -> str:
+    """The name of the node that this process runs on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def near(
+    nodes: list[dict[str, Any]], own: str, cpus: float, neighbours: int, worker_cpus: float
+) -> str | None:
+    """The node ``own`` if tasks of a worker there are to stay with it, from where their results need not
+    travel: its CPUs, shared by that many workers, are about as many as the ``cpus`` of its share of all
+    ``nodes``. Else None: tasks wait for their node, and where it has too few CPUs others do more.
+    """
+    total = next((n["Resources"].get("CPU", 0.0) for n in nodes if n["NodeID"] == own and n["Alive"]), 0.0)
+    return own if total / neighbours - worker_cpus >= NEAR_SHARE * cpus else None
+
+
+def crop_on_ray(
+    ray: Any, cpus: float, store: float, node: str | None = None
+) -> Callable[[CropJob], Generator[Chunk, None, None]]:
+    """As :func:`uno.data.stream.crop_here`, in Ray tasks within :func:`execution_limits`, :func:`near` or
+    anywhere.
+    """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
         parquet = parquet_images(job.images)
         crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows, images=parquet)
-        run = _runner(ray, crop, cpus, store, job.chunk_rows * job.row_bytes)
+        run = _runner(ray, crop, cpus, store, job.chunk_rows * job.row_bytes, node)
         num_rows = job.fetch_rows if parquet else TASK_CHUNKS * job.chunk_rows
         blocks = (
             pa.table({"step": steps, "position": positions, **image_columns(job.images, job.index[rows])})
@@ -215,11 +239,11 @@ def crop_on_ray(ray: Any, cpus: float, store: float) -> Callable[[CropJob], Gene
 
 def decode_on_ray(
     ray: Any, images: Images, index: np.ndarray, side: int, cpus: float, store: float,
-    how: Interpolation = "bilinear",
+    node: str | None = None, how: Interpolation = "bilinear",
 ) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:  # fmt: skip
     """As :func:`uno.data.decode.decoded` of rows ``index`` of ``images``, in Ray tasks."""
     decode = partial(decode_block, side=side, images=parquet_images(images), interpolation=how)
-    run = _runner(ray, decode, cpus, store, CHUNK_BYTES)
+    run = _runner(ray, decode, cpus, store, CHUNK_BYTES, node)
     max_rows = _num_chunks(cpus, store) * max(1, CHUNK_BYTES // (3 * side**2))
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[Decoded]:
@@ -288,9 +312,16 @@ def _groups(blocks: Iterator[pa.Table], max_rows: int) -> Iterator[list[pa.Table
         yield group
 
 
-def _runner(ray: Any, function: Callable[..., Any], cpus: float, store: float, chunk_bytes: int) -> Run:
-    """Blocks through ``function`` in Ray tasks, which results of ``chunk_bytes`` leave at once."""
+def _runner(
+    ray: Any, function: Callable[..., Any], cpus: float, store: float, chunk_bytes: int, node: str | None
+) -> Run:
+    """Blocks through ``function`` in Ray tasks on ``node``, or where Ray wants them, which results of
+    ``chunk_bytes`` leave at once.
+    """
     from ray.data import ExecutionResources
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
         dataset = ray.data.from_arrow(blocks)
@@ -301,7 +332,8 @@ def _runner(ray: Any, function: Callable[..., Any], cpus: float, store: float, c
         dataset.context.op_resource_reservation_enabled = False
         # Ray joins what is smaller and splits what is 1.5 times as large; either costs copies.
         dataset.context.target_max_block_size = chunk_bytes - 1
-        results = dataset.map_batches(function, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS)
+        whole = {"batch_format": "pyarrow", "batch_size": None}
+        results = dataset.map_batches(function, num_cpus=TASK_CPUS, **whole, **where)
         try:
             yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
         except Exception as error:

@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from pipelines import cli, jobs, ray_data
-from tests.pipelines.small import SMALL, assert_same_weights, lines_of, refused, write_images
+from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
 from uno.config import override
 from uno.data import decode, stream
 from uno.data.decode import decode_many
@@ -231,6 +233,32 @@ def test_what_workers_get_holds_no_hidden_label(tmp_path):
         for name in {"labeled", "labels", "unlabeled", "num_known", "num_novel"}:
             assert np.array_equal(np.asarray(rows[name]), np.asarray(others[name])), name
         assert len(truth["train"][0]) > len(other_truth["train"][0])
+
+
+@pytest.mark.parametrize(("cpus_here", "alive", "neighbours", "stays"), [
+    (3, True, 1, True), (4, True, 2, False), (2.7, True, 1, False), (3, False, 1, False), (6, True, 2, True),
+])  # fmt: skip
+def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, neighbours, stays):
+    """Workers of a CPU whose share of the cluster is two more. Kills: tasks that wait for ever on a node
+    whose CPUs are taken, CPUs of other nodes that idle, a node that has gone.
+    """
+    nodes = [
+        {"NodeID": "other", "Alive": True, "Resources": {"CPU": 64.0}},
+        {"NodeID": "own", "Alive": alive, "Resources": {"CPU": cpus_here}},
+        {"NodeID": "head", "Alive": True, "Resources": {}},
+    ]
+    assert ray_data.near(nodes, "own", 2.0, neighbours, 1.0) == ("own" if stays else None)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_nodes_cut_their_own_rows():
+    """Two raylets, a worker on each. Kills: an affinity that Ray does not get, or that loses rows."""
+    command = [sys.executable, "-m", "benchmarks.storage", "nodes", "--rows", "1024"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["rows"] == 2048 and found["share_elsewhere"] < 0.05
 
 
 def test_executions_keep_order_overlap_and_are_bounded():
