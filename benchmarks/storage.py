@@ -79,16 +79,20 @@ def store(latency_ms: float = LATENCY_MS) -> Iterator[tuple[dict[str, str], Path
         words = ["serve", "--port", str(port), "--latency-ms", str(latency_ms), "--log", str(log)]
         process = subprocess.Popen([sys.executable, __file__, *words])
         try:
-            while socket.socket().connect_ex(("127.0.0.1", port)):
+            while not _answers(port):
                 if process.poll() is not None:
                     raise SystemExit("no S3 server: pip install -e .[dev]")
                 time.sleep(0.05)
             url = f"http://127.0.0.1:{port}"
-            # Threads of one process: with one each, Arrow's clients and moto would fight for the cores.
             yield {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": url, "AWS_ENDPOINT_URL": url}, log
         finally:
             process.terminate()
             process.wait()
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def requests_of(log: Path) -> list[tuple[float, str, str]]:
