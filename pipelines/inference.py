@@ -157,7 +157,7 @@ def predict_on_ray(
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if writer.storage.is_local else None
     device = "cuda" if "GPU" in resources else "cpu"
     arguments = ray.put(dict(files)), writer.embedding, device, num_threads(config, num_workers)
-    write = partial(write_part, target=writer.storage.uri, writer=writer.part_writer, size=writer.part_rows)
+    written = writer.storage.uri, writer.part_writer, writer.part_rows
     whole = {"batch_format": "pyarrow", "batch_size": None}
     most = max(chunk_sizes(0, writer.part_rows, how.batch_rows, how.most_rows))
     for blocks in executions(writer):
@@ -165,15 +165,15 @@ def predict_on_ray(
         dataset.context.execution_options.preserve_order = True  # the rows of a partition stay together
         # Ray joins blocks below this size and cuts those of 1.5 times as much, and so batches: never here.
         dataset.context.target_max_block_size = 2 * most * (3 * how.size**2 + FACT_BYTES)
-        written = dataset.map_batches(decode, num_cpus=decode_cpus, **whole).map_batches(
+        numbers = dataset.map_batches(decode, num_cpus=decode_cpus, **whole).map_batches(
             Scorer, fn_constructor_args=arguments, compute=ray.data.ActorPoolStrategy(size=num_workers),
             num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), **whole,
         ).map_batches(
-            write, batch_format="pyarrow", batch_size=writer.part_rows, num_cpus=0,
-            label_selector=here,
+            Writer, fn_constructor_args=written, compute=ray.data.ActorPoolStrategy(size=1),
+            batch_format="pyarrow", batch_size=writer.part_rows, num_cpus=0, label_selector=here,
         )  # fmt: skip
         try:
-            for batch in written.iter_batches(**whole):
+            for batch in numbers.iter_batches(**whole):
                 for number in batch["number"].to_pylist():
                     writer.stored(number)
                 on_progress(writer.num_done, writer.num_rows)
@@ -239,10 +239,18 @@ class Scorer:
         return pa.concat_tables(classify(self._model, block.drop_columns("pixels"), pixels, self._embedding))
 
 
-def write_part(results: pa.Table, target: str, writer: PartWriter, size: int) -> pa.Table:
-    """A task: stores the results of a partition of ``size`` rows, or of the last one."""
-    rows = results["row"].to_numpy()
-    number = int(rows[0]) // size
-    assert np.array_equal(rows, np.arange(number * size, number * size + len(rows)))
-    writer.write(Storage(target), number, results)
-    return pa.table({"number": [number]})
+class Writer:
+    """The actor that stores partitions of ``size`` rows, the last one of fewer, in ``target``. Of tasks each
+    would start a process, as Ray keeps no more idle ones than there are CPUs: 5 times slower for digits.
+    """
+
+    def __init__(self, target: str, writer: PartWriter, size: int) -> None:
+        self._storage, self._writer, self._size = Storage(target), writer, size
+
+    def __call__(self, results: pa.Table) -> pa.Table:
+        """All results of a partition, in order -> its number."""
+        rows = results["row"].to_numpy()
+        number = int(rows[0]) // self._size
+        assert np.array_equal(rows, np.arange(number * self._size, number * self._size + len(rows)))
+        self._writer.write(self._storage, number, results)
+        return pa.table({"number": [number]})
