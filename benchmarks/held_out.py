@@ -86,7 +86,7 @@ def run(config: Config, every: TrainSet, split: int) -> tuple[float, float]:
             features = train.unlabeled_images[:, 0].numpy()
         clusters = KMeans(train.num_novel, n_init=10, random_state=0).fit(features).labels_
         state = run_phase(config, DISCOVER, train, worker, Storage(folder))
-    novel = forward(state.model.eval(), train.unlabeled_images, config).novel
+    novel = forward(state.model.eval(), train.unlabeled_images[:], config).novel
     assert novel is not None
     chosen = novel[0, state.best_head].argmax(dim=-1)
     return accuracy(truth, chosen), accuracy(truth, torch.from_numpy(clusters))

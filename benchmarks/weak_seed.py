@@ -116,11 +116,11 @@ def of_head(truth: Tensor, cosines: Tensor, epochs: Sequence[Tensor], config: Co
 
 def watch(config: Config, train: TrainSet, truth: Tensor) -> dict[str, Any]:
     """Train and look: ``truth`` (N_u,) of the unlabeled rows."""
-    observer = Observer(config, train.unlabeled_images)
+    observer = Observer(config, train.unlabeled_images[:])
     with tempfile.TemporaryDirectory() as folder:
         run_phase(config, PRETRAIN, train, observer, Storage(folder))
         state = run_phase(config, DISCOVER, train, observer, Storage(folder))
-    cosines, logits = look(state.model, train.unlabeled_images, config)
+    cosines, logits = look(state.model, train.unlabeled_images[:], config)
     outputs, losses, best = cosines.argmax(dim=-1), state.head_losses, state.best_head
     epochs = torch.stack(observer.epochs)  # (E, H, N)
     heads = [of_head(truth, cosines[h], list(epochs[:, h]), config) for h in range(len(cosines))]

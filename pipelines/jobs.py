@@ -12,6 +12,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from pipelines import nodes
 from pipelines.console import Progress, on_stop, say, stopped_at_once
 from pipelines.demand import check_demand
 from pipelines.features import feature_bytes, load_images, on_features
@@ -259,7 +260,8 @@ def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Conf
     config, lines = from_images(override(config, {"data.pile": pile}), task, given)
     for line in lines:
         say(line)
-    free = ingest.free_host_bytes(), ingest.free_device_bytes(config)
+    asked = config if config.data.ingest == "auto" else override(config, {"compute.workers": 0})
+    free = nodes.free_memory(asked)
     needs_images, row_bytes = registry.load(config).needs_images, 3 * config.data.store_size**2
     if config.model.trainable == "heads":
         row_bytes = feature_bytes(config)

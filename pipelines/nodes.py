@@ -8,16 +8,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pipelines.console import say
-from pipelines.ray_env import ADDRESS, TASK_CPUS, worker_resources
-from uno.config import Config
+from pipelines.ray_env import ADDRESS, TASK_CPUS, connect, worker_resources
+from uno.config import Config, to_dict
+from uno.data import ingest
 from uno.data.files import is_transient
 from uno.errors import ConfigError, Interrupted, UnoError, one_line
 
 TELL_S = 30.0  # between two lines on what is waited for
 GROWTH_S = 600.0  # nodes of a cloud take minutes to start
+ASK_S = 60.0  # for what is free on the nodes of workers
 LOOK_S = 5.0  # between two looks for nodes that leave
 
 Resources = dict[str, float]
@@ -118,6 +121,34 @@ def await_place(config: Config, give_up: Callable[[], bool], limit_s: float = fl
                 due = TELL_S * (spent // TELL_S + 1)
     finally:
         place.release()
+
+
+def free_memory(config: Config) -> tuple[int, int | None]:
+    """Bytes that are free for a run's workers on the host and on a GPU, None without: the least that a task
+    in the place of each finds on its node. Of a cluster that has no place for them yet nothing is known:
+    then, and without ``RAY_ADDRESS``, what is free here.
+    """
+    workers = config.compute.workers
+    if workers and ADDRESS in os.environ:
+        with connect() as ray, suppress(ConfigError):
+            each = worker_resources(config, ray.cluster_resources())
+            options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
+            ask = ray.remote(scheduling_strategy="SPREAD", **options)(_free)
+            pending = [ask.remote(to_dict(config)) for _ in range(workers)]
+            done, waiting = ray.wait(pending, num_returns=workers, timeout=ASK_S)
+            for task in waiting:
+                ray.cancel(task)
+            if done:
+                hosts, devices = zip(*ray.get(done), strict=True)
+                return min(hosts), min((free for free in devices if free is not None), default=None)
+    return _free(to_dict(config))
+
+
+def _free(tree: Mapping[str, Any]) -> tuple[int, int | None]:
+    """On the node of a worker, whose share of a GPU may be less than one."""
+    config = Config.model_validate(tree)
+    device, share = ingest.free_device_bytes(config), min(1.0, config.compute.gpus_per_worker or 1.0)
+    return ingest.free_host_bytes(), None if device is None else int(share * device)
 
 
 def growth_s() -> float:

@@ -29,6 +29,7 @@ from uno.data import stream
 from uno.data.decode import BadRows, Decoded, Interpolation, decode_many, readable
 from uno.data.files import Storage, full_path
 from uno.data.ingest import free_host_bytes
+from uno.data.kept import Kept
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
 from uno.data.rows import Chosen, Image, Images, base
@@ -39,12 +40,12 @@ from uno.errors import UnoError
 
 ROWS_PER_BLOCK = 2048  # of a resident set; a task is a process at first, which takes seconds to import torch
 ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
-ROWS_PER_BATCH = 4096
 EXECUTION_BYTES = 128 * 2**20  # of images that are in memory and travel to their tasks
 CHUNKS_PER_CPU = 32  # of an execution
 MIN_CHUNKS = 4
 START_NEXT_AT = 0.5  # of an execution
 STORE_BYTES = 1_500_000_000  # for each worker; more is slower: a page's first touch costs as much as a copy
+RESIDENT_STORE = 2  # times the decoded images: those that were in memory travel to their tasks
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
 TASK_CHUNKS = 4  # that a task crops: it costs 11 ms of CPU time, a block of its results much less
 
@@ -54,16 +55,18 @@ Run = Callable[[list[pa.Table]], Iterator[pa.Table]]  # one execution: blocks to
 
 
 def shared(
-    ray: Any, config: Config, task: Task, reasons: list[str | None] | None, features: Tensor | None = None
-) -> dict[str, Any]:
+    ray: Any, config: Config, task: Task, reasons: list[str | None] | None, features: Tensor | None = None,
+    images: Any = None,
+) -> dict[str, Any]:  # fmt: skip
     """What all workers read of a task, in the object store: what training may know, and the truth apart;
-    ``features`` (N, 1 + V, D) where they stand for the images.
+    ``features`` (N, 1 + V, D) where they stand for the images, or ``images``, the :func:`decode_task`.
     """
     ok = None if reasons is None else readable(reasons)
     rows = stream.stream_facts(task) if config.data.ingest == "streaming" else train_rows(task, ok)
-    sizes = {"num_rows": len(task.rows), "num_true": len(task.known) + len(task.novel)}
-    found = {} if features is None else {"features": ray.put(features.numpy())}
-    return {"rows": ray.put(rows), "truth": ray.put(truth_rows(task, ok)), **sizes, **found}
+    found = {"num_true": len(task.known) + len(task.novel)}
+    found |= {} if features is None else {"features": ray.put(features.numpy())}
+    found |= {} if images is None else {"images": images.to_arrow_refs()}
+    return {"rows": ray.put(rows), "truth": ray.put(truth_rows(task, ok)), **found}
 
 
 def worker_sets(
@@ -79,14 +82,12 @@ def worker_sets(
     side, rows = config.data.store_size, dict(ray.get(loop["rows"]))
     if config.data.ingest != "streaming":
         if "features" in loop:
-            with warnings.catch_warnings(action="ignore"):  # Ray's arrays are read-only, and so are ours
-                images = torch.from_numpy(ray.get(loop["features"]))
-            return resident_set(images, **rows), truth(
-                lambda own, true, free: EvalSet(images[own, 0], true, own, free)
-            )
-        images = pixels_of(ray.train.get_dataset_shard("images"), loop["num_rows"], side)
+            features = _tensor(ray.get(loop["features"]))
+            images, seen = Kept([features]), Kept([features[:, 0]])
+        else:
+            images = seen = pixels_of(ray.get(loop["images"]), side)
         return resident_set(images, **rows), truth(
-            lambda own, true, free: EvalSet(images[own], true, own, free)
+            lambda own, true, free: EvalSet(seen.part(own), true, own, free)
         )
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
@@ -119,13 +120,20 @@ def reasons_of(dataset: Any) -> list[str | None]:
     return pa.concat_tables(batches).sort_by("row")["reason"].to_pylist()
 
 
-def pixels_of(dataset: Any, num_rows: int, side: int) -> Tensor:
-    """All images (N,3,side,side) of :func:`decode_task`, in row order, whatever order blocks arrive in."""
-    images = torch.zeros(num_rows, 3, side, side, dtype=torch.uint8)
-    flat = images.view(num_rows, -1).numpy()
-    for batch in dataset.iter_batches(batch_size=ROWS_PER_BATCH, batch_format="pyarrow"):
-        flat[batch["row"].to_numpy()] = bytes_of(batch["pixels"], flat.shape[1])
-    return images
+def pixels_of(tables: Iterable[pa.Table], side: int) -> Kept:
+    """All images (N,3,side,side) of the blocks of :func:`decode_task`, in row order, where they are: in the
+    object store, which every process of a node reads without a copy.
+    """
+    parts = [part for table in tables for part in table.to_batches() if len(part)]
+    rows = torch.cat([torch.tensor(part["row"].to_numpy()) for part in parts])
+    blocks = [_tensor(bytes_of(pa.chunked_array([part["pixels"]]), 3 * side**2)) for part in parts]
+    return Kept([block.view(-1, 3, side, side) for block in blocks], rows.argsort())
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    """Ray's arrays are read-only, and so are ours."""
+    with warnings.catch_warnings(action="ignore"):
+        return torch.from_numpy(array)
 
 
 def image_block(images: Images, rows: np.ndarray) -> pa.Table:
@@ -191,6 +199,11 @@ def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
 def store_bytes(workers: int) -> int:
     """The object store that streaming asks for on this machine."""
     return min(workers * STORE_BYTES, int(0.3 * free_host_bytes()))
+
+
+def resident_store_bytes(num_rows: int, side: int) -> int:
+    """The object store that a resident set asks for: as images came and as they stay, and a task's on top."""
+    return min(RESIDENT_STORE * num_rows * 3 * side**2 + STORE_BYTES // 2, int(0.6 * free_host_bytes()))
 
 
 def execution_limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:

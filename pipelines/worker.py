@@ -193,6 +193,8 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
 
     streams, side = config.data.ingest == "streaming", config.data.store_size
     store = ray_data.store_bytes(config.compute.workers) if streams else None
+    if not streams and not on_features(config):
+        store = ray_data.resident_store_bytes(len(task.rows), side)
     with on_stop(stop, STOPPING), ray_env.connect(store, config.compute.workers) as ray:
         nodes.await_place(config, stopping.is_set, nodes.growth_s())
         for line in advice(config, ray.cluster_resources(), crop_rate(config, task) if streams else None):
@@ -213,10 +215,10 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
             for metrics in journal.new_entries():
                 show(metrics)
 
-        facts = ray_data.shared(ray, config, task, reasons, found)
-        values = run_workers(ray, job, facts, images, poll, stopping.is_set)
+        facts = ray_data.shared(ray, config, task, reasons, found, images)
+        values = run_workers(ray, job, facts, poll, stopping.is_set)
         if reasons is not None and job.evaluate:  # the report and the predictions need no other decoding
-            pixels = ray_data.pixels_of(images, len(task.rows), side) if found is None else found
+            pixels = ray_data.pixels_of(ray.get(facts["images"]), side)[:] if found is None else found
             task = keep_pixels(task, pixels, reasons)
         return values, task
 
@@ -233,9 +235,8 @@ def leave_out_unreadable(
 
 
 def run_workers(
-    ray: Any, job: Job, facts: dict[str, Any], images: Any, on_poll: Callable[[], None],
-    give_up: Callable[[], bool],
-) -> dict[str, float]:  # fmt: skip
+    ray: Any, job: Job, facts: dict[str, Any], on_poll: Callable[[], None], give_up: Callable[[], bool]
+) -> dict[str, float]:
     """Train on Ray workers, with :func:`pipelines.ray_data.shared` facts; returns the metrics of rank 0.
 
     A group that dies is started again, once the cluster has room for as many workers, and resumes from the
@@ -265,7 +266,7 @@ def run_workers(
                 storage.write(STOP_FILE, b"")
 
         try:
-            outcome = _fit_in_thread(loop, images, resources, job, poll)
+            outcome = _fit_in_thread(loop, resources, job, poll)
         except Exception as error:
             loss = nodes.loss_of(error)
             before, saved = saved, _saved_steps(storage)
@@ -289,14 +290,14 @@ def _saved_steps(storage: Storage) -> int:
 
 
 def _fit_in_thread(
-    loop: dict[str, Any], images: Any, resources: dict[str, float], job: Job, on_poll: Callable[[], None]
+    loop: dict[str, Any], resources: dict[str, float], job: Job, on_poll: Callable[[], None]
 ) -> dict[str, Any]:
     """What :func:`train_loop` returned, trained in a thread so that we can watch the run."""
     compute, name = job.config.compute, f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     body = partial(
         fit, train_loop, loop, compute.workers, resources, f"{loop['output']}/{RAY_FOLDER}", name,
-        placement=compute.placement, datasets={} if images is None else {"images": images},
-        startups=0, preemptions=0,  # run_workers starts a group again, with shares of the cluster as it is
+        # run_workers starts a group again, with shares of the cluster as it is
+        placement=compute.placement, startups=0, preemptions=0,
     )  # fmt: skip
     return ray_env.in_thread(body, on_poll).return_value
 
@@ -304,25 +305,23 @@ def _fit_in_thread(
 def fit(
     train_loop: Callable[[dict[str, Any]], Any], loop: dict[str, Any], num_workers: int,
     resources: dict[str, float], folder: str, name: str, *, timeout_s: int = 600, placement: str = "PACK",
-    datasets: dict[str, Any] | None = None, callbacks: Sequence[Any] = (), startups: int = 9,
-    preemptions: int = -1,
+    callbacks: Sequence[Any] = (), startups: int = 9, preemptions: int = -1,
 ) -> Any:  # fmt: skip
-    """Fit a ``TorchTrainer`` that logs nothing, with Ray's own files in ``folder/name``; every worker gets
-    every dataset whole. A group that finds no place is tried ``startups`` times more, one whose nodes leave
-    ``preemptions`` times (-1: always), one that dies never.
+    """Fit a ``TorchTrainer`` that logs nothing, with Ray's own files in ``folder/name``. A group that finds
+    no place is tried ``startups`` times more, one whose nodes leave ``preemptions`` times (-1: always), one
+    that dies never.
     """
     import ray.train
     import ray.train.torch
     from ray.train.v2._internal import constants
 
     trainer = ray.train.torch.TorchTrainer(
-        train_loop, train_loop_config=loop, datasets=datasets,
+        train_loop, train_loop_config=loop,
         scaling_config=ray.train.ScalingConfig(
             num_workers=num_workers, use_gpu="GPU" in resources, resources_per_worker=resources,
             placement_strategy=placement,
         ),
         torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
-        dataset_config=ray.train.DataConfig(datasets_to_split=[]),
         run_config=ray.train.RunConfig(
             name=name, storage_path=folder, callbacks=list(callbacks),
             failure_config=ray.train.FailureConfig(

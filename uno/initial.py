@@ -12,6 +12,7 @@ from torch import Tensor
 from uno.config import Config
 from uno.constrained_kmeans import FREE, Clusters, constrained_kmeans, lloyd
 from uno.data.decode import decoded, readable
+from uno.data.kept import part
 from uno.data.resident import TrainSet
 from uno.data.rows import Chosen
 from uno.data.stream import StreamSet, TrainData
@@ -192,7 +193,7 @@ def training_features(config: Config, model: UnoModel, train: TrainData) -> tupl
     unlabeled = _evenly(train.num_unlabeled)
     if isinstance(train, TrainSet):
         images = train.unlabeled_images
-        rest = features_of(model, images[unlabeled.to(images.device)], config).cpu()
+        rest = features_of(model, part(images, unlabeled.to(images.device)), config).cpu()
     else:
         rest, _ = _streamed(config, model, train, train.unlabeled[unlabeled.numpy()])
     return *labeled_features(config, model, train), rest
@@ -203,7 +204,7 @@ def labeled_features(config: Config, model: UnoModel, train: TrainData) -> tuple
     labeled = _evenly(len(train.labels))
     if isinstance(train, TrainSet):
         images, rows = train.labeled_images, labeled.to(train.labels.device)
-        return features_of(model, images[rows], config).cpu(), train.labels[rows].cpu()
+        return features_of(model, part(images, rows), config).cpu(), train.labels[rows].cpu()
     known, ok = _streamed(config, model, train, train.labeled[labeled.numpy()])
     return known, train.labels[labeled][ok].cpu()
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from uno.augment import eval_view
 from uno.config import Config, ModelConfig
+from uno.data.kept import Kept
 from uno.encoder import build_encoder, frozen_parts
 from uno.heads import Prototypes, StackedProjector, unit
 
@@ -134,7 +135,7 @@ def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
     return model([eval_view(images, side, config.data.mean, config.data.std)])
 
 
-def features_of(model: UnoModel, images: Tensor, config: Config) -> Tensor:
+def features_of(model: UnoModel, images: Tensor | Kept, config: Config) -> Tensor:
     """Pooled features z (N, D) float32, on the model's device, of images uint8 (N, 3, S, S), N >= 1,
     or of their cached features.
     """

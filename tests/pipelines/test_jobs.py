@@ -26,7 +26,7 @@ def group(tmp_path, monkeypatch):
     def run_group(*outcomes, polls=(), stops=()):
         pending, stopped = list(outcomes), []
 
-        def fit(loop, images, resources, job, on_poll):
+        def fit(loop, resources, job, on_poll):
             started.append((loop["token"], loop["worker_cpus"], resources))
             for act in polls:
                 act(on_poll, Storage(loop["output"]))
@@ -48,7 +48,7 @@ def group(tmp_path, monkeypatch):
         config = override(Config(), {"compute.workers": 2})
         with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
             job = worker.Job(config, None, (), True, mine)
-            return worker.run_workers(None, job, {}, None, lambda: None, lambda: bool(stopped))
+            return worker.run_workers(None, job, {}, lambda: None, lambda: bool(stopped))
 
     run_group.started = started
     return run_group

@@ -1,6 +1,8 @@
 """What is said and decided while nodes come and go, with Ray's head replaced by a list of nodes."""
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +10,7 @@ from pipelines import nodes
 from pipelines.nodes import Node, Notices, Waits, await_place, no_images, shortage
 from tests.pipelines.small import wait_for
 from uno.config import Config, override
+from uno.data import ingest
 from uno.errors import ConfigError, Interrupted
 
 BIG, SMALL = ({"CPU": cpus, "memory": 1e9} for cpus in (4.0, 2.0))
@@ -166,3 +169,53 @@ def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkey
     told = [float(record.getMessage().split()[1]) for record in caplog.records]
     assert all(second >= (i + 1) * 0.03 for i, second in enumerate(told))
     waits.close()
+
+
+@pytest.mark.parametrize(("answers", "cpus", "expected"), [
+    ([(9e9, 8e9), (5e9, 8e10)], 4, (5e9, 8e9)),
+    ([(9e9, None), (8e9, None)], 4, (8e9, None)),
+    ([(9e9, 8e9), "late"], 4, (9e9, 8e9)),
+    (["late", "late"], 4, (1e9, None)),
+    ([], 1, (1e9, None)),
+])  # fmt: skip
+def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, expected):
+    """Asked with what a worker takes. Kills: the head's own memory, which has no GPU, for the workers'; the
+    most of any node; waiting for a node that does not come.
+    """
+    asked, cancelled, left = [], [], list(answers)
+
+    def remote(**options):
+        def make(function):
+            return SimpleNamespace(remote=lambda tree: asked.append((options, tree)) or left.pop(0))
+
+        return make
+
+    def wait(pending, num_returns, timeout):
+        assert num_returns == 2 and timeout
+        return [a for a in pending if a != "late"], [a for a in pending if a == "late"]
+
+    ray = SimpleNamespace(
+        remote=remote, wait=wait, get=lambda done: done, cancel=cancelled.append,
+        cluster_resources=lambda: {"CPU": cpus, "GPU": 2},
+    )  # fmt: skip
+    monkeypatch.setattr(nodes, "connect", lambda: nullcontext(ray))
+    monkeypatch.setattr(ingest, "free_host_bytes", lambda: int(1e9))
+    monkeypatch.setattr(ingest, "free_device_bytes", lambda config: None)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    config = override(Config(), {"compute.workers": 2})
+    assert nodes.free_memory(config) == expected
+    assert len(asked) == len(answers) and cancelled == [a for a in answers if a == "late"]
+    for options, tree in asked:
+        assert (options["num_cpus"], options["num_gpus"]) == (1, 1) and tree["compute"]["workers"] == 2
+    asked.clear()
+    assert nodes.free_memory(override(config, {"compute.workers": 0})) == (1e9, None) and not asked
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert nodes.free_memory(config) == (1e9, None) and not asked
+
+
+def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
+    """Kills: two workers on one GPU that each count the whole."""
+    monkeypatch.setattr(ingest, "free_device_bytes", lambda config: 1000)
+    for share, expected in ((0.25, 250), (1, 1000), (2, 1000)):
+        config = override(Config(), {"compute.gpus_per_worker": share})
+        assert nodes.free_memory(config)[1] == expected

@@ -39,7 +39,7 @@ def test_view_k_is_turned_k_times_and_all_rows_take_part():
         seen += [view.numpy().tobytes() for view in batch.views[0]]
     train = small_sets()[0]
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (still.data.mean, still.data.std))
-    pixels = torch.cat([train.labeled_images, train.unlabeled_images]).float() / 255
+    pixels = torch.cat([train.labeled_images[:], train.unlabeled_images[:]]).float() / 255
     known = {image.numpy().tobytes() for image in (pixels - mean) / std}
     assert len(seen) == 192 and len(set(seen) & known) >= 0.9 * 192
 

@@ -20,11 +20,10 @@ def choose(
     method_needs_images: bool,
 ) -> tuple[Ingest, str]:  # fmt: skip
     """The way in for ``num_rows`` images, and a sentence that says why. ``row_bytes``: of one in memory,
-    decoded or as the features of a frozen encoder; ``host_bytes`` are free on this node, where every worker
-    and Ray keep a copy, ``device_bytes`` on a GPU.
+    decoded or as the features of a frozen encoder; ``host_bytes`` are free on a node, ``device_bytes`` on a
+    GPU, where either holds :func:`num_copies` or one.
     """
-    needed = num_rows * row_bytes
-    copies = config.compute.workers + 1 if config.compute.workers else 1
+    needed, copies = num_rows * row_bytes, num_copies(config)
     budget = SHARE * host_bytes / copies
     where = f"of free host memory, {copies} copies" if copies > 1 else "of free host memory"
     if device_bytes is not None and SHARE * device_bytes < budget:
@@ -42,6 +41,13 @@ def choose(
         return "resident", f"resident, which {needs} needs ({sizes})"
     fits: Ingest = "resident" if needed <= budget else "streaming"
     return fits, f"{fits}, {sizes}"
+
+
+def num_copies(config: Config) -> int:
+    """Of the decoded set on a node, at the most: one here; on Ray that which its workers share, and while
+    they are made what tasks bring, or at the end that of this process (record ``2026-11-22_memory``).
+    """
+    return 2 if config.compute.workers else 1
 
 
 def free_host_bytes() -> int:

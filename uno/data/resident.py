@@ -12,6 +12,7 @@ from torch import Tensor
 
 from uno.augment import augment
 from uno.config import Config
+from uno.data.kept import Kept, part
 from uno.data.plan import ROTATION, Order, Plan, augment_generator
 from uno.data.rows import Decoded, Featured
 from uno.data.splits import Task, train_rows, truth_rows
@@ -25,9 +26,9 @@ class TrainSet:
     label of a novel class, not even hidden somewhere.
     """
 
-    labeled_images: Tensor
+    labeled_images: Tensor | Kept
     labels: Tensor
-    unlabeled_images: Tensor
+    unlabeled_images: Tensor | Kept
     num_known: int
     num_novel: int
 
@@ -61,19 +62,21 @@ class EvalSet:
     not the row. Only evaluation reads this.
     """
 
-    images: Tensor
+    images: Tensor | Kept
     truth: Tensor
     index: Tensor
     unlabeled: Tensor
 
     def where(self, chosen: Tensor) -> EvalSet:
         """The rows of the mask ``chosen`` (N,) bool."""
-        return EvalSet(self.images[chosen], self.truth[chosen], self.index[chosen], self.unlabeled[chosen])
+        rest = self.truth[chosen], self.index[chosen], self.unlabeled[chosen]
+        return EvalSet(part(self.images, chosen), *rest)
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """(images (b,3,S,S), truth (b,)) of this worker's rows ``rank::world_size``, every row once."""
-        images, truth = (rows[rank::world_size].split(batch_size) for rows in (self.images, self.truth))
-        return ((part, of) for part, of in zip(images, truth, strict=True) if len(of))
+        own = slice(rank, None, world_size)
+        images, truth = part(self.images, own).split(batch_size), self.truth[own].split(batch_size)
+        return ((some, of) for some, of in zip(images, truth, strict=False) if len(of))
 
 
 def keep_pixels(task: Task, images: Tensor, reasons: list[str | None]) -> Task:
@@ -89,22 +92,24 @@ def keep_pixels(task: Task, images: Tensor, reasons: list[str | None]) -> Task:
 
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
     """The training rows of ``task`` with images uint8 (N,3,S,S) that decoded (``ok`` bool (N,))."""
-    return train_set(images, **train_rows(task, ok))
+    return train_set(Kept([images]), **train_rows(task, ok))
 
 
 def train_set(
-    images: Tensor, labeled: np.ndarray, labels: Tensor, unlabeled: np.ndarray, num_known: int, num_novel: int
+    images: Kept, labeled: np.ndarray, labels: Tensor, unlabeled: np.ndarray, num_known: int, num_novel: int
 ) -> TrainSet:
     """:func:`assemble` from :func:`~uno.data.splits.train_rows`, where the task itself is not at hand."""
-    known, rest = (images[torch.tensor(rows)] for rows in (labeled, unlabeled))  # Ray's arrays are read-only
+    known, rest = (
+        images.part(torch.tensor(rows)) for rows in (labeled, unlabeled)
+    )  # Ray's arrays are read-only
     return TrainSet(known, labels, rest, num_known, num_novel)
 
 
 def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
     """{"train", "test"} -> the rows with a true class, known and novel, in row order; possibly none."""
     found = truth_rows(task, ok).items()
-    pixels = images if images.ndim == 4 else images[:, 0]  # of features the evaluation view
-    return {split: EvalSet(pixels[own], truth, own, free) for split, (own, truth, free) in found}
+    pixels = Kept([images if images.ndim == 4 else images[:, 0]])  # of features the evaluation view
+    return {split: EvalSet(pixels.part(own), truth, own, free) for split, (own, truth, free) in found}
 
 
 class ResidentBatches:

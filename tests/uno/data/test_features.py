@@ -147,10 +147,10 @@ def test_training_reads_no_row_of_the_test(tmp_path):
     train = assemble(job.task, found, np.ones(len(found), bool))
     labeled = torch.from_numpy(job.task.is_train & (job.task.labels >= 0))
     unlabeled = torch.from_numpy(job.task.is_train & (job.task.labels < 0))
-    assert torch.equal(train.labeled_images, found[labeled])
-    assert torch.equal(train.unlabeled_images, found[unlabeled])
+    assert torch.equal(train.labeled_images[:], found[labeled])
+    assert torch.equal(train.unlabeled_images[:], found[unlabeled])
     for images in (train.labeled_images, train.unlabeled_images):
-        assert (images != 0).any(dim=2).all()
+        assert (images[:] != 0).any(dim=2).all()
 
 
 @pytest.mark.parametrize(("values", "same"), [

@@ -17,9 +17,9 @@ def config(**values):
 @pytest.mark.parametrize(("workers", "host", "device", "expected", "words"), [
     (0, 1e9, None, "resident", "resident, 300 MB decoded, budget 600 MB (60% of free host memory)"),
     (0, 4e8, None, "streaming", "streaming, 300 MB decoded, budget 240 MB (60% of free host memory)"),
-    (2, 1e9, None, "streaming", "budget 200 MB (60% of free host memory, 3 copies)"),
+    (2, 9e8, None, "streaming", "budget 270 MB (60% of free host memory, 2 copies)"),
     (0, 1e9, 4e8, "streaming", "budget 240 MB (60% of free device memory)"),
-    (2, 1.8e9, 1e12, "resident", "budget 360 MB (60% of free host memory, 3 copies)"),
+    (2, 1.2e9, 1e12, "resident", "budget 360 MB (60% of free host memory, 2 copies)"),
 ])  # fmt: skip
 def test_auto_takes_what_fits(workers, host, device, expected, words):
     """10,000 images of 100 px. Kills: copies of the workers forgotten, the larger of two budgets."""

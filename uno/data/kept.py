@@ -1,0 +1,83 @@
+"""Images that are kept in memory once, however many sets are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COPY_BYTES = 64 * 2**20  # that are on the way to a device at once
+
+
+class Kept:
+    """Rows, uint8 (N,3,S,S) or the features that stand for them, in the ``blocks`` (n,...) that hold them on
+    the host: to take some rows is their first copy. ``place`` int64 (N,) counts rows over all blocks;
+    default: each once, in order.
+    """
+
+    def __init__(self, blocks: Sequence[Tensor], place: Tensor | None = None) -> None:
+        self._blocks = list(blocks)
+        self._ends = torch.tensor([len(block) for block in blocks]).cumsum(0)
+        self._place = torch.arange(int(self._ends[-1])) if place is None else place
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, ...)."""
+        return len(self), *self._blocks[0].shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of :attr:`shape`."""
+        return self._blocks[0].ndim
+
+    @property
+    def device(self) -> torch.device:
+        """The host."""
+        return self._blocks[0].device
+
+    def part(self, rows: Tensor | slice) -> Kept:
+        """These rows, int64 (n,), bool (N,) or a slice; nothing is copied."""
+        return Kept(self._blocks, self._place[rows])
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        """A tensor of these rows, as :meth:`part`; or, of a tuple, of what else it says of each row."""
+        rows, *rest = rows if isinstance(rows, tuple) else (rows,)
+        place = self._place[rows]
+        if len(self._blocks) == 1:
+            return self._blocks[0][(place, *rest)]
+        assert not rest
+        in_order, order = place.sort()
+        counts = torch.bincount(
+            torch.searchsorted(self._ends, in_order, right=True), minlength=len(self._blocks)
+        )
+        found, start, before = self._blocks[0].new_empty((len(place), *self.shape[1:])), 0, 0
+        for block, count, end in zip(self._blocks, counts.tolist(), self._ends.tolist(), strict=True):
+            own = slice(start, start + count)
+            if count:
+                found[order[own]] = block[in_order[own] - before]
+            start, before = own.stop, end
+        return found
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        """All rows, ``size`` at a time."""
+        return (self[i : i + size] for i in range(0, len(self), size))
+
+    def to(self, device: torch.device | str) -> Tensor | Kept:
+        """Itself on the host; elsewhere a tensor of these rows."""
+        if torch.device(device).type == self.device.type:
+            return self
+        found = torch.empty(self.shape, dtype=self._blocks[0].dtype, device=device)
+        size = max(1, COPY_BYTES // max(1, self._blocks[0][:1].nbytes))
+        for i in range(0, len(self), size):
+            found[i : i + size].copy_(self[i : i + size])
+        return found
+
+
+def part(images: Tensor | Kept, rows: Tensor | slice) -> Tensor | Kept:
+    """Rows of either."""
+    return images.part(rows) if isinstance(images, Kept) else images[rows]
