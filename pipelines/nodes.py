@@ -48,15 +48,20 @@ class Node(NamedTuple):
 
 
 def look() -> list[Node]:
-    """All nodes that are alive."""
+    """All nodes that are alive; none where the head is too busy to answer."""
     from ray._private.worker import global_worker
     from ray.autoscaler.v2.sdk import get_cluster_resource_state
     from ray.core.generated.autoscaler_pb2 import NodeStatus
+    from ray.exceptions import RayError
 
+    try:
+        states = get_cluster_resource_state(global_worker.gcs_client).node_states
+    except RayError:
+        return []
     return [
         Node(node.node_id.hex(), dict(node.total_resources), dict(node.available_resources),
              node.status == NodeStatus.DRAINING)
-        for node in get_cluster_resource_state(global_worker.gcs_client).node_states
+        for node in states
         if node.status != NodeStatus.DEAD
     ]  # fmt: skip
 

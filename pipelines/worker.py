@@ -270,10 +270,9 @@ def run_workers(
         except Exception as error:
             loss = nodes.loss_of(error)
             before, saved = saved, _saved_steps(storage)
-            if loss.last is not None:
-                deaths = 1 if saved > before else deaths + 1
-                if deaths == MAX_DEATHS:
-                    raise loss.last from None
+            deaths = (0 if saved > before else deaths) + (loss.last is not None)
+            if loss.last is not None and deaths == MAX_DEATHS:
+                raise loss.last from None
             log.warning("%s; new ones resume from the newest checkpoint", loss.line)
             continue
         if "interrupted" not in outcome or give_up() or not notices.given:

@@ -1,5 +1,6 @@
 """What is said and decided while nodes come and go, with Ray's head replaced by a list of nodes."""
 
+import sys
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -60,6 +61,25 @@ def cluster(monkeypatch):
 
 def config_of(**overrides):
     return override(Config(), {"compute.workers": 2, **{f"compute.{k}": v for k, v in overrides.items()}})
+
+
+def test_a_head_that_does_not_answer_has_no_nodes(monkeypatch):
+    """Kills: a run that ends because its cluster's head was busy for a moment."""
+
+    class RayError(Exception):
+        """Of a request."""
+
+    def fail(client):
+        raise RayError
+
+    for name, values in (
+        ("ray._private.worker", {"global_worker": SimpleNamespace(gcs_client=None)}),
+        ("ray.autoscaler.v2.sdk", {"get_cluster_resource_state": fail}),
+        ("ray.core.generated.autoscaler_pb2", {"NodeStatus": None}),
+        ("ray.exceptions", {"RayError": RayError}),
+    ):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**values))
+    assert nodes.look() == []
 
 
 def test_shares_are_those_of_the_nodes_that_stay(cluster):

@@ -1,0 +1,147 @@
+"""What happens when a node dies in a run, and when storage refuses for a while?
+
+    python -m benchmarks.nodes CASE                    # one JSON row; two minutes on two cores
+    python -m benchmarks.nodes CASE --code DIR         # of the program in another checkout
+    python -m benchmarks.nodes all --output DIR        # every case into DIR/result.json
+
+Two raylets (network namespaces where allowed), two workers, one a node; kill -9 of the second node's raylet
+before step 100 of 240 on the digits. ``room``: the node that is left has CPUs for both workers, ``tight``: if
+their shares shrink, ``none``: not until another node comes, 100 s after the loss. Ray waits 2 s for the place
+of a group in place of 60 (25), so that the old program's twelve tries are seen. ``storage``: an S3 server on
+this machine answers 503 for ten seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.measure import environment
+from tests.pipelines.raylets import Command, two_nodes
+from tests.pipelines.small import LONG, ROOT
+from uno.data.files import Storage
+from uno.runs import faults
+
+JOIN_S, LIMIT_S, REFUSES_S = 100.0, 150.0, 10.0
+ONE_CPU = ("--compute.cpus-per-worker", "1")
+
+
+class Case(NamedTuple):
+    """CPUs of the two nodes, how images come, and whether another node comes."""
+
+    cpus: tuple[int, int]
+    ingest: str
+    options: tuple[str, ...] = ()
+    joins: bool = False
+
+
+CASES = {
+    "resident-room": Case((4, 3), "resident"), "resident-none": Case((2, 2), "resident", ONE_CPU, True),
+    "streaming-tight": Case((2, 2), "streaming"), "streaming-none": Case((2, 2), "streaming", ONE_CPU, True),
+}  # fmt: skip
+
+
+def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
+    """Seconds from the loss to the next step and to the end, the longest silence, and what was said."""
+    with tempfile.TemporaryDirectory() as name, two_nodes(_made(Path(name) / "unused"), case.cpus) as nodes:
+        folder, storage = Path(name), Storage(f"{name}/run")
+        own = {faults.VARIABLE: "kill-node:step=100", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2"}
+        argv = ["pipelines.discover", *LONG, "--workers", "2", "--compute.placement", "SPREAD",
+                "--data.ingest", case.ingest, *case.options, "--output", storage.root]  # fmt: skip
+        command = Command(argv, {**nodes.env, **own, "PYTHONPATH": str(code)}, folder / "log", code)
+        while command.code is None and not _events(storage, "fault"):
+            time.sleep(0.2)
+        lost, before, starts = time.monotonic(), len(command.lines), len(_events(storage, "start"))
+        last_line, silent, resumed, joined = lost, 0.0, None, not case.joins
+        seen = before
+        while command.code is None and (now := time.monotonic()) < lost + LIMIT_S:
+            if len(command.lines) > seen:
+                last_line, seen = now, len(command.lines)
+            if resumed is None:
+                silent = max(silent, now - last_line)
+                if len(_events(storage, "start")) > starts:
+                    resumed = round(now - lost, 1)
+            if not joined and now - lost > JOIN_S:
+                nodes.join(2)
+                joined = True
+            time.sleep(0.2)
+        ended = round(time.monotonic() - lost, 1) if command.code is not None else None
+        said = [line for line in command.lines[before:] if not line.startswith(("discover ", "pretrain "))]
+        return {
+            "exit_code": command.end(0), "resumed_s": resumed, "ended_s": ended,
+            "longest_silence_s": round(silent, 1), "waiting_lines": sum("waiting for" in s for s in said),
+            "internal": any("internal" in line for line in said),
+            "last_line": said[-1].replace(name, "DIR") if said else "",
+        }  # fmt: skip
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _events(storage: Storage, kind: str) -> list[dict[str, Any]]:
+    return [event for event in faults.read_events(storage) if event["event"] == kind]
+
+
+def refuse(code: Path) -> dict[str, Any]:
+    """What a look for a file makes of a store that answers 503 for a while, and 200 then."""
+    start = time.monotonic()
+
+    class Store(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(503 if time.monotonic() < start + REFUSES_S else 200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    where = f"s3://a:b@bucket/x?endpoint_override=http://127.0.0.1:{server.server_port}&region=us-east-1"
+    look = "import sys; from uno.data.files import Storage; print(Storage(sys.argv[1]).exists('run'))"
+    env = {**os.environ, "PYTHONPATH": str(code), "AWS_EC2_METADATA_DISABLED": "true"}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", look, where], env=env, cwd=code, capture_output=True, text=True
+    )
+    spent = round(time.monotonic() - start, 1)
+    server.shutdown()
+    last = (
+        (done.stderr if done.returncode else done.stdout)
+        .splitlines()[-1]
+        .replace(str(server.server_port), "PORT")
+    )
+    return {"exit_code": done.returncode, "ended_s": spent, "last_line": last}
+
+
+def main() -> None:
+    """Print a row a case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("case", choices=[*CASES, "storage", "all"])
+    parser.add_argument("--code", type=Path, default=ROOT)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    rows = []
+    for name in [*CASES, "storage"] if given.case == "all" else [given.case]:
+        row = refuse(given.code) if name == "storage" else lose_a_node(CASES[name], given.code)
+        rows.append({"case": name, **row})
+        print(json.dumps(rows[-1]), flush=True)
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
+        found = {"command": " ".join(["python -m benchmarks.nodes", given.case]), "rows": rows}
+        (given.output / "result.json").write_text(json.dumps(found | environment(), indent=1))
+
+
+if __name__ == "__main__":
+    main()
