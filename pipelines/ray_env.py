@@ -16,9 +16,7 @@ from uno.config import Config
 from uno.errors import ConfigError, Interrupted, one_line
 
 POLL_S = 0.5
-TASK_CPUS = (
-    0.9  # of a task of Ray Data: Ray rounds what workers reserve, and may leave a little less than one
-)
+TASK_CPUS = 0.9  # of a task of Ray Data: Ray rounds what workers take, and may leave a little less than one
 ADDRESS = "RAY_ADDRESS"
 T = TypeVar("T")
 
