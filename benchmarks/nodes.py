@@ -51,7 +51,9 @@ CASES = {
 
 
 def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
-    """Seconds from the loss to the next step and to the end, the longest silence, and what was said."""
+    """Seconds from the loss to the next line of training and to the end, the longest time without any line,
+    and what else was said at first.
+    """
     with tempfile.TemporaryDirectory() as name, two_nodes(_made(Path(name) / "unused"), case.cpus) as nodes:
         folder, storage = Path(name), Storage(f"{name}/run")
         own = {faults.VARIABLE: "kill-node:step=100", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2"}
@@ -60,27 +62,25 @@ def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
         command = Command(argv, {**nodes.env, **own, "PYTHONPATH": str(code)}, folder / "log", code)
         while command.code is None and not _events(storage, "fault"):
             time.sleep(0.2)
-        lost, before, starts = time.monotonic(), len(command.lines), len(_events(storage, "start"))
-        last_line, silent, resumed, joined = lost, 0.0, None, not case.joins
-        seen = before
+        lost, before = time.monotonic(), len(command.lines)
+        last_line, silent, resumed, seen, joined = lost, 0.0, None, before, not case.joins
         while command.code is None and (now := time.monotonic()) < lost + LIMIT_S:
-            if len(command.lines) > seen:
-                last_line, seen = now, len(command.lines)
-            if resumed is None:
-                silent = max(silent, now - last_line)
-                if len(_events(storage, "start")) > starts:
-                    resumed = round(now - lost, 1)
+            silent = max(silent, now - last_line)
+            if len(lines := command.lines) > seen:
+                last_line, seen = now, len(lines)
+            if resumed is None and any(line.startswith("discover ") for line in lines[before:]):
+                resumed = round(now - lost, 1)
             if not joined and now - lost > JOIN_S:
                 nodes.join(2)
                 joined = True
             time.sleep(0.2)
         ended = round(time.monotonic() - lost, 1) if command.code is not None else None
-        said = [line for line in command.lines[before:] if not line.startswith(("discover ", "pretrain "))]
+        said = [line for line in command.lines[before:] if not line.startswith("discover ")]
         return {
-            "exit_code": command.end(0), "resumed_s": resumed, "ended_s": ended,
+            "exit_code": command.end(0), "next_step_said_s": resumed, "ended_s": ended,
             "longest_silence_s": round(silent, 1), "waiting_lines": sum("waiting for" in s for s in said),
             "internal": any("internal" in line for line in said),
-            "last_line": said[-1].replace(name, "DIR") if said else "",
+            "said": [line.replace(name, "DIR") for line in said[:8]],
         }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_a_place_that_others_have_is_waited_for(cluster, capsys):
     assert await_place(config_of(), lambda: False) == {"CPU": 1.0}
     assert capsys.readouterr().out == ""
     cluster(busy, *[busy] * 69, free)
-    await_place(config_of(), lambda: False)
+    await_place(config_of(), lambda: False, 0.0)  # whose cluster does not grow
     assert capsys.readouterr().out.count("there are 4 CPU (1.5 free) on 1 node") == 2
 
 
@@ -173,7 +173,7 @@ def test_a_node_that_leaves_is_noticed_once_and_only_where_workers_are(monkeypat
 
 
 def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkeypatch, caplog):
-    """Kills: silence while Ray Data has no CPU, lines while a step computes."""
+    """Kills: silence while Ray Data has no CPU, lines while a step computes, before a wait and after."""
     monkeypatch.setattr(nodes, "look", lambda: [node("a", BIG, {"CPU": 0.2}), node("b", BIG, leaving=True)])
     assert (
         no_images(31)
@@ -188,6 +188,10 @@ def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkey
         wait_for(lambda: len(caplog.records) >= 3, pause=0.01)
     told = [float(record.getMessage().split()[1]) for record in caplog.records]
     assert all(second >= (i + 1) * 0.03 for i, second in enumerate(told))
+    time.sleep(0.1)
+    caplog.clear()
+    time.sleep(0.1)
+    assert not caplog.records
     waits.close()
 
 
