@@ -255,7 +255,7 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
     config = override(preset("imagenet"), {"augment.small.num_views": 0})
     cpus, store = ray_data.execution_limits(ray.cluster_resources(), workers, 1.0)
     affinity = () if not hasattr(ray_data, "near") else (ray_data.near(ray.nodes(), here, cpus, 1, 1.0),)
-    on_ray = ray_data.crop_on_ray(ray, cpus, store, *affinity)  # before it knew nodes, Ray chose
+    on_ray = ray_data.crop_on_ray(ray, cpus, store, *affinity)
     found = {}
     for rows in (num_rows // 4, num_rows):
         numbers = np.arange(rows) % len(paths)

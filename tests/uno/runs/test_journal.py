@@ -13,7 +13,7 @@ from tests.uno.small_run import HERE, small_config, small_sets
 from uno.data.files import Storage
 from uno.errors import StorageError
 from uno.runs import METRICS_FILE
-from uno.runs.checkpoint import MANIFEST, Checkpoint, save_checkpoint
+from uno.runs.checkpoint import MANIFEST, checkpoint_steps
 from uno.runs.journal import Journal, JournalTail, read_journal
 from uno.runs.run import PRETRAIN, run_phase
 
@@ -191,25 +191,23 @@ def test_what_the_writing_thread_meets_ends_training(storage, monkeypatch):
 
 def test_a_checkpoint_counts_when_its_lines_are_there(storage, monkeypatch):
     """Kills: a run that resumes from a checkpoint whose lines a kill -9 took with it."""
-    written, write, append = [], storage.write, storage.append
+    seen = []
 
     def slowly(do):
         def note(name, data):
-            written.append(name)
-            return time.sleep(0.02) if name == METRICS_FILE else None, do(name, data)
+            if name == METRICS_FILE:
+                time.sleep(0.01)
+            elif name.endswith(MANIFEST):
+                seen.append((steps(storage, PRETRAIN)[-1:], checkpoint_steps(storage, PRETRAIN)[-1:]))
+            do(name, data)
 
         return note
 
-    monkeypatch.setattr(storage, "write", slowly(write))
-    monkeypatch.setattr(storage, "append", slowly(append))
-    with Journal(storage, "discover", 0) as journal:
-        for step in (1, 2):
-            journal.write(line(step))
-            save_checkpoint(storage, "discover", Checkpoint(step, {}, {}), "", journal.flush)
-            assert steps(storage)[-1] == step
-            assert written.index(f"checkpoints/discover/step_{step:08d}/{MANIFEST}") > written.index(
-                METRICS_FILE
-            )
+    for name in ("write", "append"):
+        monkeypatch.setattr(storage, name, slowly(getattr(storage, name)))
+    config = small_config(train__log_every=1, train__keep_checkpoints=9)
+    run_phase(config, PRETRAIN, small_sets()[0], HERE, storage)
+    assert seen == [([step], [step]) for step in (3, 6, 9)]
 
 
 def test_requests_of_training_do_not_grow_with_its_lines(remote):
