@@ -1,0 +1,238 @@
+"""What does each difference of DTC, KCL and MCL from their authors' code cost?
+
+    python -m benchmarks.variants dtc dtc-baseline dtc-te dtc-tep dtc-anew dtc-rates dtc-labeled --seeds 0 1 2
+    python -m benchmarks.variants kcl kcl-first kcl-norm mcl mcl-first mcl-norm --seeds 0 1 2
+
+trains the digits preset, from one pretraining a seed, and prints one JSON row: novel accuracy, task-aware,
+training rows, last epoch, percent, and k-means of the pretrained features beside it. ``dtc``, ``kcl`` and
+``mcl`` are the methods as they stand.
+
+Of DTC, after its authors' code: ``baseline`` has no consistency; ``te`` draws q to its own average over past
+epochs, .6 of it the past's, instead of to the other view; ``tep`` makes its targets from that average and has
+no consistency; ``anew`` predicts all rows when targets move; ``rates`` are theirs, .1 in the warm-up and .05
+after it. ``labeled``: labeled rows train the known head on, which theirs do not.
+
+Of KCL and MCL: ``first`` trains the similarity network on the pretrained features of labeled rows, then
+freezes it on its own copy of the encoder, and unlabeled rows alone train, as in their code; ``norm``
+normalises features over the batch, in the place of the BatchNorm there. Truth is for this table alone.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from sklearn.cluster import KMeans
+from torch import Tensor
+
+from benchmarks.held_out import accuracy
+from benchmarks.measure import environment
+from uno.config import Config, ObjectiveConfig, override
+from uno.data.decode import decode_many, readable
+from uno.data.files import Storage
+from uno.data.resident import TrainSet, assemble, eval_sets
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.methods import dtc, kcl, mcl, pairs
+from uno.methods.method import Method, NovelHead, forward_two_views
+from uno.model import UnoModel, features_of, forward
+from uno.objective import labeled_loss
+from uno.presets import preset
+from uno.runs import DISCOVER, PRETRAIN
+from uno.runs.run import run_phase
+from uno.schedule import sigmoid_rampup
+from uno.state import TrainState
+from uno.steps import Batch, update_
+from uno.train import LocalWorker
+
+PAST = 0.6  # of an average over epochs
+WARMUP_RATE, RATE = 0.1, 0.05
+NETWORK_STEPS, NETWORK_RATE, NETWORK_ROWS = 500, 0.1, 128
+
+Kept = dict[str, Any]  # what a variant knows besides the state: configuration, set, networks of its own
+
+
+def dtc_step(
+    kind: str, kept: Kept, state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float
+) -> Tensor:
+    """:func:`uno.methods.dtc.step` but for one difference."""
+    assert batch.rows is not None
+    extra, warmup = state.extra, round(dtc.WARMUP * state.total_steps)
+    since, interval = state.step - warmup, max(1, round(dtc.INTERVAL * state.total_steps))
+    num_steps = len(extra["probabilities"]) // len(batch.rows)  # of an epoch
+    if kind in ("te", "tep") and since > 0 and since % num_steps == 0:
+        extra["past"] = PAST * extra["past"] + (1 - PAST) * extra["probabilities"]
+        extra["average"] = extra["past"] / (1 - PAST ** (since // num_steps))
+    if since >= 0 and since % interval == 0:
+        source = extra["average"] if kind == "tep" and since >= num_steps else extra["probabilities"]
+        extra["targets"] = dtc.sharpened(predicted(kept, state) if kind == "anew" else source)
+    num_labeled = len(batch.labels)
+    views, labels = batch.views, batch.labels
+    if kind != "labeled":
+        views, labels = [view[num_labeled:] for view in views], labels[:0]
+    known, novel, _ = forward_two_views(state, batch._replace(views=views, labels=labels))
+    q = novel[:, len(labels) :].log_softmax(dim=-1)
+    dtc.remember_(extra["probabilities"], batch.rows, q[0].detach().exp())
+    loss = F.kl_div(q[0], extra["targets"][batch.rows], reduction="none").mean()
+    if since >= 0 and kind != "tep":
+        other = extra["average"][batch.rows] if kind == "te" else q[1].exp()
+        ramp = sigmoid_rampup(since / state.total_steps, dtc.RAMPUP)
+        loss = loss + dtc.CONSISTENCY * ramp * F.mse_loss(q[0].exp(), other)
+    if kind == "labeled":
+        loss = loss + labeled_loss(known, labels, objective.temperature)
+    rate = (WARMUP_RATE if since < 0 else RATE) if kind == "rates" else lr
+    return update_(state, loss, rate)
+
+
+@torch.no_grad()
+def predicted(kept: Kept, state: TrainState) -> Tensor:
+    """q (N_u, K) of all unlabeled rows under the evaluation view."""
+    novel = forward(state.model.eval(), kept["train"].unlabeled_images, kept["config"]).novel
+    state.model.train()
+    assert novel is not None
+    return novel[0, 0].softmax(dim=-1).clone()
+
+
+def dtc_start(kept: Kept, config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
+    """As the method's, and averages that have seen nothing."""
+    kept |= {"config": config, "train": train}
+    extra = dtc.start(config, model, train)
+    zeros = torch.zeros_like(extra["probabilities"])
+    return extra | {"past": zeros, "average": zeros.clone()}
+
+
+def with_dtc(kind: str) -> Method:
+    """DTC but for one difference."""
+    kept: Kept = {}
+    return replace(dtc.METHOD, step=partial(dtc_step, kind, kept), start=partial(dtc_start, kept))
+
+
+class NormalizedSimilarity(pairs.PairSimilarity):
+    """Features are normalised over the rows of the batch, not to length one."""
+
+    def forward(self, features: Tensor, others: Tensor) -> Tensor:
+        """(N, D) and (M, D) -> (N, M)."""
+        one, other = (
+            (rows - rows.mean(dim=0)) / (rows.var(dim=0) + 1e-5).sqrt()
+            for rows in (features.float(), others.float())
+        )
+        hidden = torch.relu(self.left(one)[:, None] + self.right(other)[None])
+        return self.output(hidden).squeeze(-1)
+
+
+def first_start(kept: Kept, config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
+    """A similarity network that has learnt pairs of labeled rows, and its own copy of the encoder."""
+    network = pairs.PairSimilarity(model.known.weight.shape[1])
+    features = features_of(model.eval(), train.labeled_images, config).clone()
+    model.train()
+    generator = torch.Generator().manual_seed(config.seed)
+    optimizer = torch.optim.SGD(network.parameters(), NETWORK_RATE, momentum=0.9)
+    for _ in range(NETWORK_STEPS):
+        some = torch.randint(len(features), (2, NETWORK_ROWS), generator=generator)
+        rows, labels = features[some[0]], train.labels[some[0]]
+        same = (labels[:, None] == train.labels[some[1]][None]).float()
+        loss = F.binary_cross_entropy_with_logits(network(rows, features[some[1]]), same)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    encoder = copy.deepcopy(model.encoder).eval().requires_grad_(False)
+    kept |= {"network": network.requires_grad_(False), "encoder": encoder}
+    return {}
+
+
+def first_step(
+    term: pairs.PairTerm, kept: Kept, state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float
+) -> Tensor:
+    """The term of unlabeled pairs alone, as the network that stands still has them."""
+    views = [view[len(batch.labels) :] for view in batch.views]
+    known, novel, _ = forward_two_views(state, batch._replace(views=views, labels=batch.labels[:0]))
+    with torch.no_grad():
+        features = torch.stack([kept["encoder"](view) for view in views[:2]])
+    first, second = (novel / objective.temperature).softmax(dim=-1)
+    return update_(state, term(first, second, kept["network"], features) + 0 * known.sum(), lr)
+
+
+def with_pairs(method: Method, term: pairs.PairTerm, kind: str) -> Method:
+    """KCL or MCL but for one difference."""
+    if kind == "norm":
+        return replace(method, novel_head=lambda k, d: NovelHead(k, d, NormalizedSimilarity(d)))
+    kept: Kept = {}
+    start, step = partial(first_start, kept), partial(first_step, term, kept)
+    return replace(method, novel_head=NovelHead, start=start, step=step)
+
+
+VARIANTS: Mapping[str, Callable[[], Method]] = {
+    "dtc": lambda: dtc.METHOD, "kcl": lambda: kcl.METHOD, "mcl": lambda: mcl.METHOD,
+    **{f"dtc-{kind}": partial(with_dtc, kind) for kind in ("te", "tep", "anew", "rates", "labeled")},
+    **{f"kcl-{kind}": partial(with_pairs, kcl.METHOD, kcl.contrast, kind) for kind in ("first", "norm")},
+    **{f"mcl-{kind}": partial(with_pairs, mcl.METHOD, mcl.likelihood, kind) for kind in ("first", "norm")},
+}  # fmt: skip
+SETTINGS: Mapping[str, Any] = {"dtc-baseline": {"objective.consistency_weight": 0.0}}
+
+
+def of_seed(seed: int, names: list[str], epochs: int) -> dict[str, float]:
+    """Percent of novel training rows that each variant gets right, and k-means."""
+    config = override(preset("digits"), {"seed": seed, "compute.threads": 1, "discover.epochs": epochs})
+    task = make_task(read_rows(config.data), config.data)
+    images, reasons = decode_many(task.rows.images, config.data.store_size, 1)
+    ok = readable(reasons)
+    train, rows = assemble(task, images, ok), eval_sets(task, images, ok)["train"]
+    truth, worker = rows.where(rows.unlabeled).truth - task.num_known, LocalWorker(torch.device("cpu"))
+    found = {}
+    with tempfile.TemporaryDirectory() as start:
+        model = run_phase(config, PRETRAIN, train, worker, Storage(start)).model.eval()
+        features = features_of(model, train.unlabeled_images, config).numpy()
+        clusters = KMeans(task.num_novel, n_init=10, random_state=0).fit(features).labels_
+        found["k-means"] = accuracy(truth, torch.from_numpy(clusters))
+        for name in names:
+            method = name.partition("-")[0]
+            own = {"method": method, "model.weights": start, **SETTINGS.get(name, {})}
+            changed = VARIANTS.get(name, VARIANTS[method])()
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                patch.object(import_module(f"uno.methods.{method}"), "METHOD", changed),
+            ):
+                state = run_phase(override(config, own), DISCOVER, train, worker, Storage(folder))
+            state.model.normalize_prototypes_()
+            novel = forward(state.model.eval(), train.unlabeled_images, config).novel
+            assert novel is not None
+            found[name] = accuracy(truth, novel[0, 0].argmax(dim=-1))
+            print(f"seed {seed}, {name}: {found[name]}", file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("variants", nargs="+", choices=[*VARIANTS, *SETTINGS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=60)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    seeds = [of_seed(seed, options.variants, options.epochs) for seed in options.seeds]
+    results = {}
+    for name in seeds[0]:
+        values = [found[name] for found in seeds]
+        spread = round(statistics.stdev(values), 1) if len(values) > 1 else None
+        results[name] = {"mean": round(statistics.mean(values), 1), "sd": spread, "values": values}
+    row = {
+        "question": "what does each difference from the authors' code cost?",
+        "command": "python -m benchmarks.variants " + " ".join(sys.argv[1:]),
+        "n": len(seeds), "results": results, **environment(),
+    }  # fmt: skip
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()
