@@ -22,6 +22,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -195,9 +196,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    for seed in options.seeds:
-        found[seed] = of_seed(seed, options.epochs, options.held_out)
-        print(f"seed {seed}: {found[seed]['accuracy']}", file=sys.stderr, flush=True)
+    with suppress(KeyboardInterrupt):  # the seeds that are done are printed
+        for seed in options.seeds:
+            found[seed] = of_seed(seed, options.epochs, options.held_out)
+            print(f"seed {seed}: {found[seed]['accuracy']}", file=sys.stderr, flush=True)
     row = {
         "question": "why is a seed weak, when is it decided, and can it be told without a label?",
         "command": "python -m benchmarks.weak_seed " + " ".join(sys.argv[1:]),

@@ -12,6 +12,7 @@ UNUSED = 0.02  # of an equal share: such a class is as good as empty
 UNEVEN = 3.0  # largest over smallest class; pseudo-labels are forced to be equally frequent
 MIN_ROWS = 20
 LOW_AGREEMENT = 0.85
+ALONE = 0.02  # of the images: so much less the chosen head agrees with others than they with each other
 LOW_CONFIDENCE = 0.5
 ABSORBED = 0.1
 
@@ -19,7 +20,7 @@ CHECKED = (  # for the page
     f"collapse (classes that take less than {UNUSED:.0%} of an equal share), "
     f"imbalance (largest more than {UNEVEN:g} times the smallest), "
     f"classes of fewer than {MIN_ROWS} images, classes more alike than {SIMILAR:g}, "
-    f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, "
+    f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, a chosen head that stands alone, "
     f"median confidence below {LOW_CONFIDENCE:.0%}, "
     f"more than {ABSORBED:.0%} of the images of a novel pile taken for known classes, "
     "accuracy not above k-means, skipped training steps, unfinished phases, unreadable images"
@@ -86,6 +87,18 @@ def _doubts(sample: Sample, findings: Findings, mixed: bool) -> Warnings:
             "same class",
             "The grouping depends on a head's random start: train longer or try another number of classes.",
         )
+    elif sample.num_heads > 2:
+        shares = np.delete(findings.pairs, sample.best_head, axis=1)  # (H, H - 1)
+        others = np.delete(shares, sample.best_head, axis=0)
+        num = len(others)
+        own, theirs = shares[sample.best_head].mean(), (others.sum() - np.trace(others)) / num / (num - 1)
+        if theirs - own > ALONE:
+            yield (
+                f"Heads disagree: the chosen one agrees with each of the others on {own:.1%} of the images, "
+                f"they with each other on {theirs:.1%}",
+                "The lowest training loss has chosen the odd one out: look at images of a low head_agreement "
+                "in predictions.parquet, or compare with another --seed.",
+            )
     if findings.median_confidence < LOW_CONFIDENCE:
         yield (
             "Low confidence: the median probability of an unlabeled image's class is "

@@ -94,6 +94,23 @@ def disagreeing(sample: Sample) -> Sample:
     return replace(sample, votes=np.concatenate([sample.votes[:, :1], votes[:, 1:]], axis=1))
 
 
+def alone(sample: Sample, head: int) -> Sample:
+    """One head puts every tenth row elsewhere."""
+    votes = sample.votes.copy()
+    votes[::10, head] = (votes[::10, head] + 1) % 10
+    return replace(sample, votes=votes)
+
+
+def test_a_chosen_head_that_stands_alone_is_told(digits):
+    """Kills: another head's solitude told as if it were the chosen one's; a head counted as its own other."""
+    sample = sample_of(digits, digits.eval_labels, 4)
+    line = next(title for title in warned(digits, alone(sample, 0)) if "Heads" in title)
+    unlabeled = (digits.labels < 0) & digits.is_train
+    share = 1 - unlabeled[::10].sum() / unlabeled.sum()
+    assert f"each of the others on {share:.1%} of the images, they with each other on 100.0%" in line
+    assert not any("Heads" in title for title in warned(digits, alone(sample, 1)))
+
+
 @pytest.mark.parametrize(("change", "seen"), [
     (lambda s: s, ""),
     (lambda s: moved(s, 9, 8), "Collapse: 1 of 5 discovered classes"),
