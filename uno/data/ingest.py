@@ -44,8 +44,8 @@ def choose(
 
 
 def num_copies(config: Config) -> int:
-    """Of the decoded set on a node, at the most: one here; on Ray that which its workers share, and while
-    they are made what tasks bring, or at the end that of this process (record ``2026-11-22_memory``).
+    """Of the decoded set on a node, by how sets are made: one here; on Ray that which its workers share, and
+    while they are made what tasks bring, or at the end that of this process. ``benchmarks.memory`` measures.
     """
     return 2 if config.compute.workers else 1
 
