@@ -79,7 +79,8 @@ images cannot be read (as many as can be decoded in a minute); exit code 2 if a 
 
 pack: write the rows of any source to --output DIR as Parquet shards with checksums, shuffled, encoded
 images as they are; --data parquet:DIR then reads the same data. Every image is decoded once: unreadable
-ones are listed in DIR/bad_samples.jsonl and left out. DIR is a path or a URI (s3://, gs://); the same
+ones are listed in DIR/bad_samples.jsonl and left out. --workers N writes N shards at once, in tasks of Ray.
+DIR is a path or a URI (s3://, gs://); the same
 command goes on after a kill. With --known-classes the rows that a run with it would see as labeled lie
 together; all labels are kept.
 """)  # fmt: skip
@@ -209,7 +210,9 @@ def data(argv: Sequence[str]) -> int:
     """Check a data set, or pack it into shards."""
     options = parse(argv, DATA)
     if options.own.action == "pack":
-        return pack_data(options.config, options.own.shard_mb or SHARD_MB)
+        from pipelines.packing import pack_data
+
+        return pack_data(options.config, options.own.shard_mb or SHARD_MB, options.given)
     if options.own.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
     from pipelines.inference import own_task
@@ -221,35 +224,6 @@ def data(argv: Sequence[str]) -> int:
     problems = check(task, config, CHECK_S)
     print(format_report(task, problems, config.data.store_size))
     return 2 if any(problem.level == "error" for problem in problems) else 0
-
-
-def pack_data(config: Config, shard_mb: int) -> int:
-    """Write a source as Parquet shards."""
-    import numpy as np
-
-    from pipelines.console import Progress, say
-    from uno.data.files import Storage
-    from uno.data.pack import pack
-    from uno.data.sources import read_rows
-    from uno.data.splits import labeled_rows, limit_rows
-    from uno.runs.hardware import num_threads
-
-    if config.output is None:
-        raise ConfigError("uno data pack needs --output DIR, the place for the shards")
-    rows = read_rows(override(config, {"data.ingest": "streaming"}).data)
-    if config.data.limit is not None:
-        rows = rows.take(limit_rows(rows, config.data.limit))
-    labeled = np.asarray(labeled_rows(rows, config.data) & (rows.split == "train"))
-    threads = num_threads(config)
-    with Progress() as progress:
-
-        def show(done: int, total: int) -> None:
-            progress({"phase": "pack", "step": done, "total_steps": total})
-
-        found = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, threads, show)
-    counts = f"{found.rows:,} rows, {found.packed:,} packed, {found.bad:,} bad, {found.shards:,} shards"
-    say(f"{counts}: {config.output}")
-    return 0
 
 
 def estimate(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from pipelines import ray_env
 from pipelines.console import Progress, reading, say, stopped_at_once
-from pipelines.ray_data import bytes_of, image_columns, images_of, own_error, pixel_column
+from pipelines.ray_data import bytes_of, grouped, image_columns, images_of, own_error, pixel_column
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.inputs import Inputs, RowInputs, chunk_sizes, cut, evenly, open_inputs
@@ -41,7 +41,7 @@ from uno.results.predictions import (
 from uno.runs.hardware import local_device, num_threads
 
 RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
-EXECUTION_PARTS, EXECUTION_BYTES = 1024, 512 * 2**20  # whose blocks are in the object store at once
+EXECUTION_ROWS = 2**24  # whose places are in the object store at once
 FACT_BYTES = 4096  # of a row besides its pixels: id, path, reason
 INTERVAL_S = 5.0  # between two lines of progress
 
@@ -160,7 +160,9 @@ def predict_on_ray(
     written = writer.storage.uri, writer.part_writer, writer.part_rows
     whole = {"batch_format": "pyarrow", "batch_size": None}
     most = max(chunk_sizes(0, writer.part_rows, how.batch_rows, how.most_rows))
-    for blocks in executions(writer):
+    rows = [writer.rows_of(number) for number in writer.missing]
+    parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
+    for blocks in grouped((part_block(own.start, part) for own, part in parts), EXECUTION_ROWS):
         dataset = ray.data.from_arrow(blocks)
         dataset.context.execution_options.preserve_order = True  # the rows of a partition stay together
         # Ray joins blocks below this size and cuts those of 1.5 times as much, and so batches: never here.
@@ -180,20 +182,6 @@ def predict_on_ray(
         except Exception as error:
             raise own_error(error) or error from None
     return writer.finish()
-
-
-def executions(writer: PredictionWriter) -> Iterator[list[pa.Table]]:
-    """The missing partitions as they travel, as many at a time as this process holds."""
-    group, num_bytes = list[pa.Table](), 0
-    rows = [writer.rows_of(number) for number in writer.missing]
-    for own, part in zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True):
-        group.append(part_block(own.start, part))
-        num_bytes += group[-1].nbytes
-        if num_bytes >= EXECUTION_BYTES or len(group) == EXECUTION_PARTS:
-            yield group
-            group, num_bytes = [], 0
-    if group:
-        yield group
 
 
 def part_block(first: int, part: Part) -> pa.Table:

@@ -288,7 +288,7 @@ def in_executions(run: Run, blocks: Iterator[pa.Table], max_rows: int) -> Iterat
     """``run`` over all blocks, some at a time; the next execution starts half-way through the one before.
     Whoever waits too long for a block is told what Ray Data lacks.
     """
-    groups = _groups(blocks, max_rows)
+    groups = grouped(blocks, max_rows)
 
     def start() -> tuple[int, Iterator[pa.Table]]:
         group = next(groups, [])
@@ -314,7 +314,8 @@ def in_executions(run: Run, blocks: Iterator[pa.Table], max_rows: int) -> Iterat
             assert done == num_rows, (done, num_rows)  # no row is lost or doubled
 
 
-def _groups(blocks: Iterator[pa.Table], max_rows: int) -> Iterator[list[pa.Table]]:
+def grouped(blocks: Iterator[pa.Table], max_rows: int) -> Iterator[list[pa.Table]]:
+    """Blocks of so many rows, or of 128 MiB, for an execution."""
     group: list[pa.Table] = []
     for block in blocks:
         group.append(block)

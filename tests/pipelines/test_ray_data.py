@@ -19,7 +19,7 @@ from uno.config import override
 from uno.data import decode, stream
 from uno.data.decode import decode_many
 from uno.data.files import Storage
-from uno.data.pack import pack
+from uno.data.pack import pack, store_here
 from uno.data.rows import Files
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -92,7 +92,8 @@ def arrays_task(tmp_path):
 def parquet_task(tmp_path):
     """Row groups of a few images."""
     rows = task_of(f"folder:{folder_of(tmp_path)}").rows
-    pack(rows, np.array([label != "emu" for label in rows.labels]), Storage(str(tmp_path / "out")), 4000, 1)
+    labeled = np.array([label != "emu" for label in rows.labels])
+    pack(rows, labeled, Storage(str(tmp_path / "out")), 4000, store_here(1))
     return task_of(f"parquet:{tmp_path / 'out'}")
 
 

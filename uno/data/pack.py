@@ -10,7 +10,8 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image as Pillow
 
-from uno.data.decode import BAD_SAMPLES, BadImage, decode_rgb, quiet
+from uno.data.decode import BAD_SAMPLES, BadImage, ahead, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
 from uno.data.plan import by_windows
-from uno.data.rows import Files, Image, Rows, base, fetch
-from uno.data.tables import PACKED, PACKING, ParquetImages, json_at
-from uno.errors import ConfigError, one_line
+from uno.data.rows import Chosen, Files, Image, Images, Rows, base, fetch
+from uno.data.tables import FOOTERS, PACKED, PACKING, ParquetImages, json_at
+from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES
 
 GROUP_BYTES = 8 * 2**20
@@ -42,8 +43,90 @@ class Packed(NamedTuple):
     shards: int
 
 
+class ShardRows(NamedTuple):
+    """The n rows of a shard, in order; ``sizes`` are the rows of its row groups."""
+
+    name: str
+    sizes: list[int]
+    ids: list[str]
+    images: Images
+    labels: list[str | None]
+    split: list[str]
+    eval_labels: list[str | None] | None
+
+
+class Shard(NamedTuple):
+    """A stored shard: its name, its rows, and those that are not in it."""
+
+    name: str
+    rows: int
+    bad: list[BadRow]
+
+
+class ShardWriter(NamedTuple):
+    """What makes files of shards, in any process: the order of classes, and those that are known."""
+
+    class_names: tuple[str, ...]
+    known: tuple[str, ...]
+
+    def write(self, output: Storage, shard: ShardRows, threads: int) -> Shard:
+        """Store it. Images are decoded by ``threads``."""
+        with ThreadPoolExecutor(threads) as pool:
+            data, bad = self._shard(shard, pool)
+        output.write(shard.name, data)
+        return Shard(shard.name, len(shard.ids), bad)
+
+    def _shard(self, shard: ShardRows, pool: ThreadPoolExecutor) -> tuple[bytes, list[BadRow]]:
+        """The content of a file, and the rows that are not in it."""
+        with quiet():
+            images = fetch(*base(shard.images, np.arange(len(shard.ids))))
+            encoded = list(pool.map(_encode, images))
+        bad = [
+            {"id": i, "reason": one}
+            for i, one in zip(shard.ids, encoded, strict=True)
+            if isinstance(one, str)
+        ]
+        schema, sink = self._schema(bad, shard.eval_labels is not None), io.BytesIO()
+        options = {
+            "write_page_checksum": True,
+            "compression": {name: "none" if name == "image" else "zstd" for name in schema.names},
+            "use_dictionary": ["label", "split"],
+            "write_statistics": ["label", "split"],  # of images they would be whole images
+        }
+        number: dict[str | None, Any] = {name: i for i, name in enumerate(self.class_names)}
+        labels = [number.get(label) for label in shard.labels] if number else shard.labels
+        stored: list[Any] = [shard.ids, encoded, labels, shard.split, shard.eval_labels]
+        with pa.parquet.ParquetWriter(sink, schema, **options) as writer:
+            for end, size in zip(accumulate(shard.sizes), shard.sizes, strict=True):
+                kept = [row for row in range(end - size, end) if not isinstance(encoded[row], str)]
+                columns = [[column[row] for row in kept] for column in stored if column is not None]
+                if kept:
+                    writer.write_table(pa.table(columns, schema=schema))
+        return sink.getvalue(), bad
+
+    def _schema(self, bad: list[BadRow], truth: bool) -> pa.Schema:
+        label = pa.int64() if self.class_names else pa.string()
+        fields = [("id", pa.string()), ("image", pa.binary()), ("label", label), ("split", pa.string())]
+        if truth:
+            fields.append(("eval_label", pa.string()))  # its classes need not be among those of ``label``
+        metadata = {PACKED: json.dumps({"known": self.known, "bad": bad})}
+        if self.class_names:
+            names = {"names": list(self.class_names), "_type": "ClassLabel"}
+            metadata["huggingface"] = json.dumps({"info": {"features": {"label": names}}})
+        return pa.schema(fields, metadata=metadata)
+
+
+Store = Callable[[Storage, ShardWriter, Iterator[ShardRows]], Iterator[Shard]]
+"""Stores shards, in any order."""
+
+
+def store_here(threads: int) -> Store:
+    """One shard after the other, decoded by ``threads`` of this process."""
+    return lambda output, writer, shards: (writer.write(output, shard, threads) for shard in shards)
+
+
 def pack(
-    rows: Rows, labeled: np.ndarray, output: Storage, shard_bytes: int, threads: int,
+    rows: Rows, labeled: np.ndarray, output: Storage, shard_bytes: int, store: Store,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Packed:  # fmt: skip
     """Write ``rows``, ``labeled`` bool (N,) or not, to ``output``, which is empty or begun by the same call,
@@ -58,20 +141,32 @@ def pack(
     _claim(output, plan)
     for name in output.unfinished():
         output.delete(name)
-    bad, done = [], 0  # type: list[BadRow], int
-    with ThreadPoolExecutor(threads) as pool:
-        for name, groups in shards.items():
-            found = _bad_of(output, name)
-            if found is None:
-                data, found = _shard(rows, groups, pool)
-                output.write(name, data)
-            bad += found
-            done += sum(map(len, groups))
-            on_progress(done, len(rows))
-    output.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
-    counts = {"packed": len(rows) - len(bad), "bad": len(bad)}
+    there = [name for name in output.list() if name in shards]
+    bad = {
+        name: found
+        for name, found in ahead(partial(_bad_of, output), there, FOOTERS, FOOTERS)
+        if found is not None
+    }
+    done = sum(len(group) for name in bad for group in shards[name])
+    on_progress(done, len(rows))
+    missing = (_rows_of(rows, name, groups) for name, groups in shards.items() if name not in bad)
+    for shard in store(output, ShardWriter(rows.class_names, rows.known), missing):
+        bad[shard.name] = shard.bad
+        done += shard.rows
+        on_progress(done, len(rows))
+    entries = [entry for name in shards for entry in bad[name]]
+    output.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
+    counts = {"packed": len(rows) - len(entries), "bad": len(entries)}
     output.write(PACKING, json.dumps({**plan, **counts, "finished": True}, indent=1).encode())
     return Packed(len(rows), **counts, shards=len(shards))
+
+
+def _rows_of(rows: Rows, name: str, groups: list[np.ndarray]) -> ShardRows:
+    order = np.concatenate(groups)
+    given = (rows.ids, rows.labels, rows.split, rows.eval_labels)
+    ids, labels, split, truth = (None if c is None else [c[row] for row in order.tolist()] for c in given)
+    images = Chosen(rows.images, order)
+    return ShardRows(name, [len(g) for g in groups], ids, images, labels, split, truth)  # type: ignore[arg-type]
 
 
 def _claim(output: Storage, plan: dict[str, Any]) -> None:
@@ -86,13 +181,14 @@ def _claim(output: Storage, plan: dict[str, Any]) -> None:
         output.write(PACKING, json.dumps({**plan, "finished": False}, indent=1).encode())
 
 
-def _bad_of(output: Storage, name: str) -> list[BadRow] | None:
-    """The unreadable rows that a finished shard lists, None where there is no whole shard."""
+def _bad_of(output: Storage, name: str) -> tuple[str, list[BadRow] | None]:
+    """The unreadable rows that a finished shard lists, None where it is not whole."""
     try:
-        schema = pa.parquet.read_schema(io.BytesIO(output.read(name) if output.exists(name) else b""))
-    except pa.ArrowException:
-        return None
-    return cast(list[BadRow] | None, json_at((schema.metadata or {}).get(PACKED.encode(), ""), "bad"))
+        with output.open(name) as source, pa.parquet.ParquetFile(source) as file:
+            found = json_at((file.schema_arrow.metadata or {}).get(PACKED.encode(), ""), "bad")
+            return name, cast(list[BadRow] | None, found)
+    except (pa.ArrowException, StorageError):
+        return name, None
 
 
 def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list[np.ndarray]]:
@@ -145,34 +241,6 @@ def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
         yield order[start:]
 
 
-def _shard(rows: Rows, groups: list[np.ndarray], pool: ThreadPoolExecutor) -> tuple[bytes, list[BadRow]]:
-    """The content of a file, and the rows that are not in it."""
-    order = np.concatenate(groups)
-    with quiet():
-        images = fetch(*base(rows.images, order))
-        encoded = dict(zip(order.tolist(), pool.map(_encode, images), strict=True))
-    reasons = {row: one for row, one in encoded.items() if isinstance(one, str)}
-    bad = [{"id": rows.ids[row], "reason": reason} for row, reason in reasons.items()]
-    schema, sink = _schema(rows, bad), io.BytesIO()
-    options = {
-        "write_page_checksum": True,
-        "compression": {name: "none" if name == "image" else "zstd" for name in schema.names},
-        "use_dictionary": ["label", "split"],
-        "write_statistics": ["label", "split"],  # of images they would be whole images
-    }
-    number: dict[str | None, Any] = {name: i for i, name in enumerate(rows.class_names)}
-    with pa.parquet.ParquetWriter(sink, schema, **options) as writer:
-        for group in groups:
-            kept = [row for row in group.tolist() if row not in reasons]
-            stored: list[Any] = [rows.ids, encoded, rows.labels, rows.split, rows.eval_labels]
-            columns = [[column[row] for row in kept] for column in stored if column is not None]
-            if number:
-                columns[2] = [number.get(label) for label in columns[2]]
-            if kept:
-                writer.write_table(pa.table(columns, schema=schema))
-    return sink.getvalue(), bad
-
-
 def _encode(image: Image) -> bytes | str:
     """The bytes to store; as text the reason why they cannot be decoded."""
     try:
@@ -187,15 +255,3 @@ def _encode(image: Image) -> bytes | str:
         Pillow.fromarray(content).save(file, "PNG")
         return file.getvalue()
     return bytes(content)
-
-
-def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
-    label = pa.int64() if rows.class_names else pa.string()
-    fields = [("id", pa.string()), ("image", pa.binary()), ("label", label), ("split", pa.string())]
-    if rows.eval_labels is not None:
-        fields.append(("eval_label", pa.string()))  # its classes need not be among those of ``label``
-    metadata = {PACKED: json.dumps({"known": rows.known, "bad": bad})}
-    if rows.class_names:
-        names = {"names": list(rows.class_names), "_type": "ClassLabel"}
-        metadata["huggingface"] = json.dumps({"info": {"features": {"label": names}}})
-    return pa.schema(fields, metadata=metadata)

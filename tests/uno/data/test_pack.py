@@ -12,7 +12,7 @@ from uno.config import Config, override
 from uno.data import pack as module
 from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
-from uno.data.pack import pack
+from uno.data.pack import pack, store_here
 from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, make_task
 from uno.data.tables import ParquetImages
@@ -40,7 +40,7 @@ def packed(source, output, shard_bytes=1000, **more):
     config = config_of(source, **more)
     rows = read_rows(config)
     labeled = labeled_rows(rows, config) & (rows.split == "train")
-    return pack(rows, labeled, Storage(str(output)), shard_bytes, 2)
+    return pack(rows, labeled, Storage(str(output)), shard_bytes, store_here(2))
 
 
 def by_id(task):
@@ -176,7 +176,7 @@ def test_a_pack_can_be_packed_again(tmp_path):
     config = config_of(f"parquet:{tmp_path}/one", **{"data.ingest": "streaming"})
     rows = read_rows(config)
     object.__setattr__(rows, "known", ("cat", "dog"))
-    pack(rows, labeled_rows(rows, config), Storage(str(tmp_path / "two")), 2000, 1)
+    pack(rows, labeled_rows(rows, config), Storage(str(tmp_path / "two")), 2000, store_here(1))
     again = read_rows(config_of(f"parquet:{tmp_path}/two"))
     assert again.known == ("cat", "dog") and sorted(again.ids) == sorted(rows.ids)
     assert make_task(again, config_of("x")).known == ["cat", "dog"]
