@@ -9,6 +9,7 @@ import pytest
 
 from pipelines import nodes
 from pipelines.nodes import Node, Notices, Waits, await_place, no_images, shortage
+from tests.conftest import NUM_CPUS
 from tests.pipelines.small import wait_for
 from uno.config import Config, override
 from uno.data import ingest
@@ -243,3 +244,17 @@ def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
     for share, expected in ((0.25, 250), (1, 1000), (2, 1000)):
         config = override(Config(), {"compute.gpus_per_worker": share})
         assert nodes.free_memory(config)[1] == expected
+
+
+@pytest.mark.ray
+def test_ray_answers_a_worker_and_us(ray_cluster):
+    """Kills: a name of Ray's internals that is not Ray's, a place that stays taken."""
+    line = ray_cluster.get(ray_cluster.remote(no_images).remote(31))
+    assert line.startswith("no images for 31 s: a task of Ray Data takes 0.9 CPU, ")
+    (found,) = nodes.look()
+    assert found.total["CPU"] == NUM_CPUS and not found.leaving and nodes.hosts(ray_cluster) == set()
+    place = nodes.Place("PACK")
+    assert place.fits([{"CPU": 1.0}]) and not place.fits([{"CPU": NUM_CPUS + 1.0}])
+    place.release()
+    assert await_place(config_of(), lambda: False)["CPU"] == 1.0
+    wait_for(lambda: nodes.look()[0].free["CPU"] == NUM_CPUS)
