@@ -279,7 +279,7 @@ def test_executions_keep_order_overlap_and_are_bounded():
     found += [table["x"][0].as_py() for table in results]
     assert found == list(range(10)) and started == [0, 4, 8]
     tables = (pa.table({"x": range(num)}) for num in (3, 3, 3, 9, 1, 1))
-    assert [[len(t) for t in group] for group in ray_data._groups(tables, 5)] == [[3, 3], [3, 9], [1, 1]]
+    assert [[len(t) for t in group] for group in ray_data.grouped(tables, 5)] == [[3, 3], [3, 9], [1, 1]]
 
 
 def test_pixels_of_one_piece_are_not_copied():
