@@ -94,7 +94,7 @@ def test_what_is_nobodys_fault_may_happen_any_number_of_times(group, end, caplog
     """Kills: a start-up timeout or a preemption that counts as a death."""
     assert group(*[end] * 7, {"metrics": {}}) == {}
     assert len(group.started) == 8 and "resume from the newest checkpoint" in caplog.text
-    assert group(DEATH, end, end, DEATH, end, {"metrics": {}}) == {}
+    assert group(end, end, DEATH, end, DEATH, {"metrics": {}}) == {}
 
 
 @pytest.mark.parametrize(("end", "code", "says"), [
