@@ -1,12 +1,17 @@
 """``ray job submit`` against a running head: logs, exit codes, stop, kill, and the same submission again."""
 
 import json
+import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+from functools import partial
 
 import pytest
 
-from tests.pipelines.small import INTERVAL, LONG, RAY, ROOT, assert_as_undisturbed, wait_for
+from tests.pipelines.small import INTERVAL, LONG, RAY, ROOT, SMALL, assert_as_undisturbed, wait_for
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
@@ -107,6 +112,45 @@ def test_a_sweep_is_submitted_like_a_run(client, tmp_path):
     code, printed = submit(client, "uno-sweep", "tune.sweep", *words)
     assert code == 0, printed
     assert Storage(str(tmp_path)).exists("best.yaml") and "Traceback" not in printed
+
+
+@pytest.mark.slow
+def test_training_on_a_cluster_with_tokens(tmp_path, request):
+    """A head of its own, as cluster.yaml starts it. Kills: a worker or an actor without the token."""
+    port, dashboard = free_port(), free_port()
+    named = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"):
+        named.pop(name, None)
+    folder = tempfile.mkdtemp(prefix="uno-")  # short: its sockets have at most 107 characters
+    request.addfinalizer(partial(shutil.rmtree, folder, ignore_errors=True))
+    words = ["--port", port, "--dashboard-port", dashboard, "--num-cpus", "3", "--temp-dir", folder]
+    null = subprocess.DEVNULL
+    head = subprocess.Popen([RAY, "start", "--head", "--block", *map(str, words)], env=named, stdout=null,
+        stderr=null, start_new_session=True)  # fmt: skip
+
+    def submitted(environment, *entrypoint):
+        line = [RAY, "job", "submit", "--address", f"http://localhost:{dashboard}", "--", *entrypoint]
+        return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+
+    try:
+        wait_for(lambda: submitted(named, "true").returncode == 0)
+        refused = submitted({**named, "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""}, "true")
+        assert refused.returncode != 0 and "authentication" in refused.stderr + refused.stdout
+        argv = [*SMALL, "--workers", "1", "--output", str(tmp_path / "run")]
+        done = submitted(
+            named, "env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "pipelines.discover", *argv
+        )
+        assert done.returncode == 0, done.stdout
+        assert Storage(str(tmp_path / "run")).exists("predictions.parquet") and "Traceback" not in done.stdout
+    finally:
+        head.terminate()
+        head.wait(60)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def has_ended(client, job: str) -> bool:
