@@ -123,7 +123,8 @@ def test_training_on_a_cluster_with_tokens(tmp_path, request):
         named.pop(name, None)
     folder = tempfile.mkdtemp(prefix="uno-")  # short: its sockets have at most 107 characters
     request.addfinalizer(partial(shutil.rmtree, folder, ignore_errors=True))
-    words = ["--port", port, "--dashboard-port", dashboard, "--num-cpus", "3", "--temp-dir", folder]
+    ports = ["--port", port, "--dashboard-port", dashboard, "--dashboard-agent-listen-port", free_port()]
+    words = [*ports, "--num-cpus", "3", "--temp-dir", folder]
     null = subprocess.DEVNULL
     head = subprocess.Popen([RAY, "start", "--head", "--block", *map(str, words)], env=named, stdout=null,
         stderr=null, start_new_session=True)  # fmt: skip
