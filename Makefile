@@ -28,7 +28,8 @@ test: lint
 
 # The full matrices.
 test-slow: $(STAMP)
-	$(PY) -m pytest -m 'slow' --durations=10
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'slow and not ray' --durations=5
+	$(PY) -m pytest -m 'slow and ray' --durations=10
 
 bench: $(STAMP)
 	$(PY) -m benchmarks
