@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pipelines.console import say
-from pipelines.ray_env import ADDRESS, TASK_CPUS, connect, worker_resources
+from pipelines.ray_env import ADDRESS, POLL_S, TASK_CPUS, connect, worker_resources
 from uno.config import Config, to_dict
 from uno.data import ingest
 from uno.data.files import is_transient
@@ -106,12 +106,15 @@ def await_place(config: Config, give_up: Callable[[], bool], limit_s: float = fl
     try:
         while True:
             nodes = look()
+            if give_up():
+                raise Interrupted("stopped while waiting for nodes; resume with the same command")
+            if not nodes:  # no answer, which says nothing of the cluster
+                time.sleep(POLL_S)
+                continue
             try:
                 resources, problem = worker_resources(config, total(nodes)), None
             except ConfigError as error:
                 resources, problem = _usual(config), error
-            if give_up():
-                raise Interrupted("stopped while waiting for nodes; resume with the same command")
             if place.fits([resources] * workers + [{"CPU": TASK_CPUS}]) and problem is None:
                 return resources
             line = shortage(resources, workers, nodes)

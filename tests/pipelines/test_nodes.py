@@ -83,6 +83,14 @@ def test_a_head_that_does_not_answer_has_no_nodes(monkeypatch):
     assert nodes.look() == []
 
 
+def test_no_answer_is_no_lack_of_nodes(cluster, monkeypatch, capsys):
+    """Kills: "more than the cluster's 0" at the start of a run on a busy machine."""
+    monkeypatch.setattr(nodes, "POLL_S", 0)
+    cluster([], [node("a", BIG)])
+    assert await_place(config_of(), lambda: False, 0.0) == {"CPU": 1.0}
+    assert capsys.readouterr().out == ""
+
+
 def test_shares_are_those_of_the_nodes_that_stay(cluster):
     """Kills: the shares of the start, of which two fill the node that is left, and Ray Data gets nothing."""
     asked = cluster([node("a", SMALL), node("b", SMALL)])
