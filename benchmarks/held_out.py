@@ -25,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.measure import environment
 from pipelines.commands import DISCOVER as DISCOVER_COMMAND
+from pipelines.console import silence
 from pipelines.features import load_images
 from pipelines.jobs import decide
 from pipelines.options import parse
@@ -63,11 +64,12 @@ def accuracy(truth: Tensor, predicted: Tensor) -> float:
 def read(options: Sequence[str]) -> tuple[Config, TrainSet]:
     """The digits, or the data of the ``options`` of uno discover, whose configuration is that of UNO."""
     config = preset("digits")
-    if options:
-        given = parse(options, DISCOVER_COMMAND)
-        config, _ = decide(override(given.config, {"output": None}), True, given.given)
-    task = make_task(read_rows(config.data), config.data)
-    images, reasons = load_images(config, task, Storage("."), lambda metrics: None)
+    with silence():
+        if options:
+            given = parse(options, DISCOVER_COMMAND)
+            config, _ = decide(override(given.config, {"output": None}), True, given.given)
+        task = make_task(read_rows(config.data), config.data)
+        images, reasons = load_images(config, task, Storage("."), lambda metrics: None)
     return config, assemble(task, images, readable(reasons))
 
 
@@ -86,6 +88,7 @@ def run(config: Config, every: TrainSet, split: int) -> tuple[float, float]:
             features = train.unlabeled_images[:, 0].numpy()
         clusters = KMeans(train.num_novel, n_init=10, random_state=0).fit(features).labels_
         state = run_phase(config, DISCOVER, train, worker, Storage(folder))
+    state.model.normalize_prototypes_()
     novel = forward(state.model.eval(), train.unlabeled_images[:], config).novel
     assert novel is not None
     chosen = novel[0, state.best_head].argmax(dim=-1)

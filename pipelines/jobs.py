@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from pipelines import nodes
-from pipelines.console import Progress, on_stop, say, stopped_at_once
+from pipelines.console import Progress, on_stop, say, silence, stopped_at_once
 from pipelines.demand import check_demand
 from pipelines.features import feature_bytes, load_images, on_features
 from pipelines.forecast import forecast
@@ -62,7 +62,7 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
     """
     config, fresh, evaluate = options.config, options.own.fresh, DISCOVER in phases
     if options.own.print_config:
-        print(dump_yaml(config), end="")
+        print(dump_yaml(as_it_would_run(config, fresh, options.given)), end="")
         return 0
     for fault in faults.planned():
         say(f"warning: {faults.VARIABLE} is set: {fault.name}")
@@ -269,6 +269,15 @@ def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Conf
     say(f"data: {reason}")
     to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
     return override(config, {"data.ingest": chosen}), None if to_load else task
+
+
+def as_it_would_run(config: Config, fresh: bool, given: Iterable[str]) -> Config:
+    """``config`` with what own images decide, unless the number of their classes is to be found first."""
+    if not decided(config) or config.data.num_novel == "auto":
+        return config
+    with silence():
+        found, _ = decide(config, fresh, given)
+    return override(found, {"data.ingest": config.data.ingest})  # the machine's affair
 
 
 def as_stored(config: Config, stored: Mapping[str, Any], given: Container[str]) -> Config:

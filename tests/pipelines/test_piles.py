@@ -4,6 +4,7 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from pipelines import cli
 from pipelines.commands import DISCOVER
@@ -113,7 +114,7 @@ def test_a_batch_of_the_preset_photos_fits_the_data(tmp_path, capsys):
 
 def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, monkeypatch):
     """Through the command line, to the directory and back. Kills: sizes that are decided anew when a run goes
-    on or its encoder is used again, and a preset's 32 px in silence.
+    on or its encoder is used again, a preset's 32 px in silence or where the configuration is printed.
     """
     folder, run = tmp_path / "data", tmp_path / "run"
     write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(40)])
@@ -128,6 +129,9 @@ def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, mo
     assert first.data.store_size == 8 and "size: 8 px of images that are usually" in text
     assert all(f"\n{word}: " in text for word in ("batch", "epochs", "mean and std"))
     assert first.pretrain.epochs == 30 and first.data.mean != Config().data.mean
+    assert cli.main(["discover", *argv, "--output", str(run), "--print-config"]) == 0
+    printed = override(Config(), yaml.safe_load(capsys.readouterr().out))
+    assert differing_keys(to_dict(first), printed) == [] and printed.data.ingest == "auto"
     run.mkdir()
     (run / "config.yaml").write_text(dump_yaml(first))
     monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 7})

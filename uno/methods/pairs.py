@@ -19,10 +19,12 @@ authors have one view.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from uno import collectives
 from uno.config import ObjectiveConfig
@@ -33,6 +35,7 @@ from uno.state import TrainState
 from uno.steps import Batch, update_
 
 MOST_HIDDEN = 2048
+MOST_AT_ONCE = 2**21  # hidden values of pairs, which backward computes again: in a cache, not in memory
 
 
 class PairSimilarity(nn.Module):
@@ -47,9 +50,16 @@ class PairSimilarity(nn.Module):
 
     def forward(self, features: Tensor, others: Tensor) -> Tensor:
         """(N, D) and (M, D) -> (N, M); a linear layer on both side by side is a sum of two."""
-        left, right = unit(features.float()), unit(others.float())
-        hidden = torch.relu(self.left(left)[:, None] + self.right(right)[None])
-        return self.output(hidden).squeeze(-1)
+        left, right = self.left(unit(features.float())), self.right(unit(others.float()))
+        parts = left.split(max(1, MOST_AT_ONCE // max(1, right.numel())))
+        if len(parts) == 1:
+            return self._logits(left, right)
+        part_of = partial(checkpoint, self._logits, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([part_of(part, right) for part in parts])
+
+    def _logits(self, left: Tensor, right: Tensor) -> Tensor:
+        """Hidden parts of both sides, (n, hidden) and (M, hidden), -> (n, M)."""
+        return self.output((left[:, None] + right[None]).relu_()).squeeze(-1)
 
 
 PairTerm = Callable[[Tensor, Tensor, PairSimilarity, Tensor], Tensor]

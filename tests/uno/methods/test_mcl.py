@@ -6,7 +6,7 @@ import torch
 
 from tests.uno.methods import toy
 from tests.uno.small_run import batches_of, fresh_state, small_config
-from uno.methods import kcl, registry
+from uno.methods import kcl, pairs, registry
 from uno.methods.pairs import PairSimilarity, similar_pairs, similarity_loss
 
 
@@ -31,6 +31,19 @@ def test_similarity_equals_the_loop():
             assert bool(similar_pairs(network, features)[i, j]) == (logit > 0)
     found = similarity_loss(network, features, labels).detach()
     assert float(found) == pytest.approx(np.mean(terms), rel=1e-5)
+
+
+def test_pairs_in_parts_are_the_same_pairs(monkeypatch):
+    """Logits and gradients. Kills: a part left out, parts in another order, a side that is cut off."""
+    network, features, found = PairSimilarity(6), torch.randn(2, 7, 6, requires_grad=True), []
+    for most in (10**6, 3 * 7 * 24):  # all at once; three rows of the left side at a time
+        monkeypatch.setattr(pairs, "MOST_AT_ONCE", most)
+        network.zero_grad()
+        features.grad = None
+        logits = network(*features)
+        (logits * torch.arange(49.0).view(7, 7)).sum().backward()
+        found.append([logits.detach(), features.grad, *(p.grad for p in network.parameters())])
+    torch.testing.assert_close(*found)
 
 
 def test_the_step_of_mcl_equals_the_loop():
