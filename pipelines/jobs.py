@@ -318,7 +318,7 @@ def prepare(config: Config, task: Task | None = None) -> Task:
 
 def _unseen(task: Task) -> tuple[int, int]:
     """Numbers of rows that training does not see: the source's test rows, and those that are held out."""
-    own = int((task.rows.split == "test").sum())
+    own = int((~task.rows.is_train).sum())
     return own, int((~task.is_train).sum()) - own
 
 

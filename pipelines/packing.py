@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,13 @@ import pyarrow as pa
 
 from pipelines import ray_env
 from pipelines.console import Progress, say
-from pipelines.ray_data import grouped, image_columns, images_of, own_error
+from pipelines.ray_data import grouped, image_columns, images_of, own_error, own_node, parquet_images
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.pack import Shard, ShardRows, ShardWriter, Store, pack, store_here
-from uno.data.rows import Chosen, Rows, base
+from uno.data.pack import Shard, ShardRows, Store, pack, store_here, store_shard
+from uno.data.rows import Rows, base, fetch
 from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, limit_rows
-from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 from uno.runs.hardware import num_threads
 
@@ -33,7 +33,7 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     rows = read_rows(override(config, {"data.ingest": "streaming"}).data)
     if config.data.limit is not None:
         rows = rows.take(limit_rows(rows, config.data.limit))
-    labeled = np.asarray(labeled_rows(rows, config.data) & (rows.split == "train"))
+    labeled = labeled_rows(rows, config.data) & rows.is_train
     with ray_env.connect(workers=workers) if workers else nullcontext() as ray, Progress() as progress:
 
         def show(done: int, total: int) -> None:
@@ -48,17 +48,15 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
 
 def store_on_ray(ray: Any, rows: Rows, workers: int) -> Store:
     """At most ``workers`` shards at a time, each in a task: paths must lead to images and shards from every
-    node, but what is local here is written here.
+    node, but what is local here is written here. What is said of all rows lies in the object store.
     """
-    source, _ = base(rows.images, np.empty(0, np.int64))
-    parquet = ray.put(source) if isinstance(source, ParquetImages) else None
-    truth = rows.eval_labels is not None
+    shared = ray.put(shared_rows(rows))
 
-    def store(output: Storage, writer: ShardWriter, shards: Iterator[ShardRows]) -> Iterator[Shard]:
-        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if output.is_local else None
-        write = partial(write_shard, target=output.uri, writer=writer, parquet=parquet, truth=truth)
-        for blocks in grouped(map(shard_block, shards), EXECUTION_ROWS):
-            found = ray.data.from_arrow(blocks).map_batches(
+    def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
+        here = {"ray.io/node-id": own_node(ray)} if output.is_local else None
+        write = partial(write_shard, target=output.uri, shared=shared)
+        for some in grouped((shard_block(shard, rows) for shard in shards), EXECUTION_ROWS):
+            found = ray.data.from_arrow(some).map_batches(
                 write, batch_format="pyarrow", batch_size=None, label_selector=here,
                 num_cpus=ray_env.TASK_CPUS, compute=ray.data.TaskPoolStrategy(size=workers),
             )  # fmt: skip
@@ -72,31 +70,26 @@ def store_on_ray(ray: Any, rows: Rows, workers: int) -> Store:
     return store
 
 
-def shard_block(shard: ShardRows) -> pa.Table:
-    """A shard as it travels: its name, the row group of each row, and the rows."""
-    num, groups = len(shard.ids), np.repeat(np.arange(len(shard.sizes)), shard.sizes)
-    text = {
-        "id": shard.ids,
-        "label": shard.labels,
-        "split": shard.split,
-        "truth": shard.eval_labels or [None] * num,
-    }
-    columns = {name: pa.array(values, pa.string()) for name, values in text.items()}
-    images = image_columns(*base(shard.images, np.arange(num)))
-    return pa.table({"name": pa.repeat(shard.name, num), "group": groups, **columns, **images})
+def shared_rows(rows: Rows) -> Rows:
+    """What every task knows of all rows: of their images those in Parquet files, others travel."""
+    return rows if parquet_images(rows.images) else replace(rows, images=range(len(rows)))
 
 
-def write_shard(block: pa.Table, target: str, writer: ShardWriter, parquet: Any, truth: bool) -> pa.Table:
+def shard_block(shard: ShardRows, rows: Rows) -> pa.Table:
+    """A shard as it travels: its name, the row group of each row, the rows and, if need be, their images."""
+    columns = {} if parquet_images(rows.images) else image_columns(*base(rows.images, shard.rows))
+    name = pa.DictionaryArray.from_arrays(np.zeros(len(shard.rows), np.int8), [shard.name])
+    group = np.repeat(np.arange(len(shard.sizes), dtype=np.int32), shard.sizes)
+    return pa.table({"name": name, "group": group, "row": shard.rows, **columns})
+
+
+def write_shard(block: pa.Table, target: str, shared: Any) -> pa.Table:
     """A task: a :func:`shard_block` -> its file; name, rows, and what is not in it."""
-    images: Any
-    if parquet is None:
-        images = images_of(block, None)
-    else:
-        import ray
+    import ray
 
-        images = Chosen(ray.get(parquet), block["number"].to_numpy())
-    ids, labels, split, given = (block[name].to_pylist() for name in ("id", "label", "split", "truth"))
-    sizes, name = np.bincount(block["group"].to_numpy()).tolist(), block["name"][0].as_py()
-    shard = ShardRows(name, sizes, ids, images, labels, split, given if truth else None)
-    found = writer.write(Storage(target), shard, 1)
+    rows, name = ray.get(shared), block["name"][0].as_py()
+    shard = ShardRows(name, np.bincount(block["group"].to_numpy()), block["row"].to_numpy())
+    travelled = "image" in block.column_names
+    images = images_of(block, None) if travelled else fetch(*base(rows.images, shard.rows))
+    found = store_shard(Storage(target), rows, shard, images)
     return pa.table({"name": [name], "rows": [found.rows], "bad": pa.array([found.bad], BAD)})

@@ -13,6 +13,7 @@ import torch
 from pipelines import cli, commands, estimation
 from pipelines.options import parse
 from uno.config import override
+from uno.data.columns import Labels
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
@@ -51,7 +52,7 @@ def test_hidden_labels_do_not_matter(tmp_path):
         permuted[i] = rows.labels[j]
     assert permuted != rows.labels
     first = run(tmp_path / "a", rows)
-    assert run(tmp_path / "b", replace(rows, labels=permuted)) == first
+    assert run(tmp_path / "b", replace(rows, labels=Labels.of(permuted))) == first
     assert 1 <= first.low <= first.num_novel <= first.high <= 3
     assert all(np.isfinite(first.curves[name]).all() for name in first.curves)
 

@@ -1,29 +1,37 @@
 """Shards on Ray: what a task gets and what it stores."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 
-from pipelines.packing import shard_block, write_shard
+from pipelines.packing import shard_block, shared_rows, write_shard
 from tests.uno.data.builders import write_images
+from uno.data.columns import Labels, Text
 from uno.data.files import Storage
-from uno.data.pack import ShardRows, ShardWriter
-from uno.data.rows import Files
+from uno.data.pack import ShardRows, store_shard
+from uno.data.rows import Chosen, Files, Rows, fetch
 
 
-def test_a_task_stores_what_this_process_stores(tmp_path):
+def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
     """Through the block that travels. Kills: row groups joined, labels shifted, a bad row without its reason,
-    pixels that lost their shape, truth where there is none.
+    pixels that lost their shape, truth where there is none, images of the first rows.
     """
-    names = [f"{i}.png" for i in range(5)]
+    names = [f"{i}.png" for i in range(6)]
     write_images(tmp_path, names)
     (tmp_path / "3.png").write_bytes(b"no image")
-    files = Files.of([str(tmp_path / name) for name in names], [-1] * 5)
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 4, 6, 3), dtype=np.uint8)
-    labels, truth = ["b", None, "a", "b", None], [None, "c", None, None, "d"]
+    files = Files.of([str(tmp_path / name) for name in names], [-1] * 6)
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 6, 3), dtype=np.uint8)
+    labels, truth = ("b", None, "a", "b", None, "a"), ("c", None, None, "d", None, None)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))
     for images, classes, true, num_bad in ((files, ("b", "a"), None, 1), (pixels, (), truth, 0)):
-        shard = ShardRows("train-00000-of-00001.parquet", [2, 3], names, images, labels, ["train"] * 5, true)
-        writer, here, there = ShardWriter(classes, ("b",)), Storage(str(tmp_path / "a")), tmp_path / "b"
-        expected = writer.write(here, shard, 2)
-        found = write_shard(shard_block(shard), str(there), writer, None, true is not None).to_pylist()
+        given = None if true is None else Labels.of(true)
+        facts = Text.of(names), Chosen(images, np.arange(6)), Labels.of(labels), np.arange(6) != 2
+        rows = Rows(*facts, "six", classes, ("b",), eval_labels=given)
+        shard = ShardRows("train-00000-of-00001.parquet", np.array([2, 3]), np.array([5, 0, 3, 1, 2]))
+        here, there = Storage(str(tmp_path / "a")), tmp_path / "b"
+        expected = store_shard(here, rows, shard, fetch(images, shard.rows), 2)
+        found = write_shard(shard_block(shard, rows), str(there), shared_rows(rows)).to_pylist()
         assert found == [{"name": shard.name, "rows": 5, "bad": expected.bad}]
         assert [row["id"] for row in expected.bad] == ["3.png"] * num_bad
         assert (there / shard.name).read_bytes() == here.read(shard.name)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from tests.uno.reference import loss_of, scale_matrix, targets_of
 from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config
+from uno.data.columns import Labels
 from uno.data.decode import decode_many, readable
 from uno.data.resident import assemble
 from uno.data.sources import read_rows
@@ -225,7 +227,8 @@ def test_permuted_hidden_labels_change_no_training_tensor(unlabel_known):
             novel = [i for i, label in enumerate(rows.labels) if label in {"5", "6", "7", "8", "9"}]
             labels = list(rows.labels)
             for i, j in zip(novel, np.random.default_rng(0).permutation(novel), strict=True):
-                rows.labels[i] = labels[j]
+                labels[i] = rows.labels[j]
+            rows = replace(rows, labels=Labels.of(labels))
         task = make_task(rows, config)
         if permute and unlabel_known:
             hidden = np.flatnonzero(task.is_train & (task.labels < 0))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from uno.data import files as filesystem
+from uno.data.columns import Labels, Numbered
 from uno.data.rows import Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_CIFAR_BYTES
@@ -47,12 +48,11 @@ def read_cifar(layout: Layout, path: str, download: bool) -> Rows:
     if len(names) != layout.num_classes or len(set(names)) != len(names):
         raise ConfigError(f"{meta}: expected {layout.num_classes} different class names")
     batches = {file: _batch(layout, filesystem.join(root, file)) for file in (*layout.train, *layout.test)}
-    rows = [(file, i, label) for file, (_, labels) in batches.items() for i, label in enumerate(labels)]
-    ids = [f"{file}#{i}" for file, i, _ in rows]
+    ids = Numbered([*batches], np.cumsum([0, *(len(labels) for _, labels in batches.values())]))
     images = np.concatenate([pixels for pixels, _ in batches.values()])
-    split = np.array(["train" if file in layout.train else "test" for file, *_ in rows])
-    labels: list[str | None] = [names[label] for *_, label in rows]
-    return Rows(ids, images, labels, split, f"{layout.prefix}:{path}", tuple(names))
+    codes = np.concatenate([labels for _, labels in batches.values()]).astype(np.int32)
+    is_train = np.repeat([file in layout.train for file in batches], np.diff(ids.starts))
+    return Rows(ids, images, Labels(names, codes), is_train, f"{layout.prefix}:{path}", tuple(names))
 
 
 def _find(layout: Layout, path: str, download: bool) -> str:

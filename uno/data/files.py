@@ -124,12 +124,12 @@ def kind(path: str) -> str:
         return {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}.get(found, "missing")
 
 
-def walk(root: str) -> list[Found]:
+def walk(root: str) -> Iterator[Found]:
     """All of :func:`files_below`; ConfigError where a local folder holds more than MAX_ROWS."""
-    found = list(islice(files_below(root), None if is_uri(root) else MAX_ROWS + 1))
-    if not is_uri(root) and len(found) > MAX_ROWS:
-        raise ConfigError(f"more than {MAX_ROWS:,} files below {root}")
-    return found
+    for number, found in enumerate(files_below(root)):
+        if number == MAX_ROWS and not is_uri(root):
+            raise ConfigError(f"more than {MAX_ROWS:,} files below {root}")
+        yield found
 
 
 def files_below(root: str) -> Iterator[Found]:

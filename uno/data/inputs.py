@@ -134,7 +134,7 @@ class RowInputs:
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
         """As of :class:`Inputs`; images are not copied."""
         for rows in numbers:
-            ids = pa.array([self.rows.ids[row] for row in rows.tolist()], pa.string())
+            ids = pa.array(self.rows.ids.take(rows), pa.string())
             yield Part(rows, ids, Chosen(self.rows.images, rows))
 
     def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:

@@ -22,7 +22,7 @@ from PIL import Image as Pillow
 from uno.data.decode import BAD_SAMPLES, BadImage, ahead, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
 from uno.data.plan import by_windows
-from uno.data.rows import Chosen, Files, Image, Images, Rows, base, fetch
+from uno.data.rows import Files, Image, Rows, base, fetch
 from uno.data.tables import FOOTERS, PACKED, PACKING, ParquetImages, json_at
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES
@@ -44,15 +44,11 @@ class Packed(NamedTuple):
 
 
 class ShardRows(NamedTuple):
-    """The n rows of a shard, in order; ``sizes`` are the rows of its row groups."""
+    """Which rows make a shard: numbers int64 (n,) in order; ``sizes`` are the rows of its row groups."""
 
     name: str
-    sizes: list[int]
-    ids: list[str]
-    images: Images
-    labels: list[str | None]
-    split: list[str]
-    eval_labels: list[str | None] | None
+    sizes: np.ndarray
+    rows: np.ndarray
 
 
 class Shard(NamedTuple):
@@ -63,66 +59,67 @@ class Shard(NamedTuple):
     bad: list[BadRow]
 
 
-class ShardWriter(NamedTuple):
-    """What makes files of shards, in any process: the order of classes, and those that are known."""
-
-    class_names: tuple[str, ...]
-    known: tuple[str, ...]
-
-    def write(self, output: Storage, shard: ShardRows, threads: int) -> Shard:
-        """Store it. Images are decoded by ``threads``."""
-        with ThreadPoolExecutor(threads) as pool:
-            data, bad = self._shard(shard, pool)
-        output.write(shard.name, data)
-        return Shard(shard.name, len(shard.ids), bad)
-
-    def _shard(self, shard: ShardRows, pool: ThreadPoolExecutor) -> tuple[bytes, list[BadRow]]:
-        """The content of a file, and the rows that are not in it."""
-        with quiet():
-            images = fetch(*base(shard.images, np.arange(len(shard.ids))))
-            encoded = list(pool.map(_encode, images))
-        bad = [
-            {"id": i, "reason": one}
-            for i, one in zip(shard.ids, encoded, strict=True)
-            if isinstance(one, str)
-        ]
-        schema, sink = self._schema(bad, shard.eval_labels is not None), io.BytesIO()
-        options = {
-            "write_page_checksum": True,
-            "compression": {name: "none" if name == "image" else "zstd" for name in schema.names},
-            "use_dictionary": ["label", "split"],
-            "write_statistics": ["label", "split"],  # of images they would be whole images
-        }
-        number: dict[str | None, Any] = {name: i for i, name in enumerate(self.class_names)}
-        labels = [number.get(label) for label in shard.labels] if number else shard.labels
-        stored: list[Any] = [shard.ids, encoded, labels, shard.split, shard.eval_labels]
-        with pa.parquet.ParquetWriter(sink, schema, **options) as writer:
-            for end, size in zip(accumulate(shard.sizes), shard.sizes, strict=True):
-                kept = [row for row in range(end - size, end) if not isinstance(encoded[row], str)]
-                columns = [[column[row] for row in kept] for column in stored if column is not None]
-                if kept:
-                    writer.write_table(pa.table(columns, schema=schema))
-        return sink.getvalue(), bad
-
-    def _schema(self, bad: list[BadRow], truth: bool) -> pa.Schema:
-        label = pa.int64() if self.class_names else pa.string()
-        fields = [("id", pa.string()), ("image", pa.binary()), ("label", label), ("split", pa.string())]
-        if truth:
-            fields.append(("eval_label", pa.string()))  # its classes need not be among those of ``label``
-        metadata = {PACKED: json.dumps({"known": self.known, "bad": bad})}
-        if self.class_names:
-            names = {"names": list(self.class_names), "_type": "ClassLabel"}
-            metadata["huggingface"] = json.dumps({"info": {"features": {"label": names}}})
-        return pa.schema(fields, metadata=metadata)
+def store_shard(
+    output: Storage, rows: Rows, shard: ShardRows, images: list[Image], threads: int = 1
+) -> Shard:
+    """Store a shard of ``rows`` with its n ``images``, which are decoded by ``threads``, in any process."""
+    with ThreadPoolExecutor(threads) as pool, quiet():
+        encoded = list(pool.map(_encode, images))
+    ids = rows.ids.take(shard.rows)
+    bad = [{"id": i, "reason": one} for i, one in zip(ids, encoded, strict=True) if isinstance(one, str)]
+    output.write(shard.name, _content(rows, shard, ids, encoded, _schema(rows, bad)))
+    return Shard(shard.name, len(ids), bad)
 
 
-Store = Callable[[Storage, ShardWriter, Iterator[ShardRows]], Iterator[Shard]]
+def _content(
+    rows: Rows, shard: ShardRows, ids: list[str], encoded: list[bytes | str], schema: pa.Schema
+) -> bytes:
+    """The file of a shard; rows whose ``encoded`` image is a reason are not in it."""
+    sink = io.BytesIO()
+    options = {
+        "write_page_checksum": True,
+        "compression": {name: "none" if name == "image" else "zstd" for name in schema.names},
+        "use_dictionary": ["label", "split"],
+        "write_statistics": ["label", "split"],  # of images they would be whole images
+    }
+    number: dict[str | None, Any] = {name: i for i, name in enumerate(rows.class_names)}
+    labels = rows.labels.take(shard.rows)
+    stored: list[Any] = [ids, encoded, [number.get(label) for label in labels] if number else labels]
+    stored += [c.take(shard.rows) for c in (rows.split, rows.eval_labels) if c is not None]
+    with pa.parquet.ParquetWriter(sink, schema, **options) as writer:
+        for end, size in zip(accumulate(shard.sizes), shard.sizes, strict=True):
+            kept = [row for row in range(end - size, end) if not isinstance(encoded[row], str)]
+            if kept:
+                columns = [[column[row] for row in kept] for column in stored]
+                writer.write_table(pa.table(columns, schema=schema))
+    return sink.getvalue()
+
+
+def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
+    label = pa.int64() if rows.class_names else pa.string()
+    fields = [("id", pa.string()), ("image", pa.binary()), ("label", label), ("split", pa.string())]
+    if rows.eval_labels is not None:
+        fields.append(("eval_label", pa.string()))  # its classes need not be among those of ``label``
+    metadata = {PACKED: json.dumps({"known": rows.known, "bad": bad})}
+    if rows.class_names:
+        names = {"names": list(rows.class_names), "_type": "ClassLabel"}
+        metadata["huggingface"] = json.dumps({"info": {"features": {"label": names}}})
+    return pa.schema(fields, metadata=metadata)
+
+
+Store = Callable[[Storage, Rows, Iterator[ShardRows]], Iterator[Shard]]
 """Stores shards, in any order."""
 
 
 def store_here(threads: int) -> Store:
     """One shard after the other, decoded by ``threads`` of this process."""
-    return lambda output, writer, shards: (writer.write(output, shard, threads) for shard in shards)
+
+    def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
+        for shard in shards:
+            images = fetch(*base(rows.images, shard.rows))
+            yield store_shard(output, rows, shard, images, threads)
+
+    return store
 
 
 def pack(
@@ -149,8 +146,11 @@ def pack(
     }
     done = sum(len(group) for name in bad for group in shards[name])
     on_progress(done, len(rows))
-    missing = (_rows_of(rows, name, groups) for name, groups in shards.items() if name not in bad)
-    for shard in store(output, ShardWriter(rows.class_names, rows.known), missing):
+    missing = (
+        ShardRows(name, np.array([*map(len, groups)]), np.concatenate(groups))
+        for name, groups in shards.items() if name not in bad
+    )  # fmt: skip
+    for shard in store(output, rows, missing):
         bad[shard.name] = shard.bad
         done += shard.rows
         on_progress(done, len(rows))
@@ -159,14 +159,6 @@ def pack(
     counts = {"packed": len(rows) - len(entries), "bad": len(entries)}
     output.write(PACKING, json.dumps({**plan, **counts, "finished": True}, indent=1).encode())
     return Packed(len(rows), **counts, shards=len(shards))
-
-
-def _rows_of(rows: Rows, name: str, groups: list[np.ndarray]) -> ShardRows:
-    order = np.concatenate(groups)
-    given = (rows.ids, rows.labels, rows.split, rows.eval_labels)
-    ids, labels, split, truth = (None if c is None else [c[row] for row in order.tolist()] for c in given)
-    images = Chosen(rows.images, order)
-    return ShardRows(name, [len(g) for g in groups], ids, images, labels, split, truth)  # type: ignore[arg-type]
 
 
 def _claim(output: Storage, plan: dict[str, Any]) -> None:
@@ -194,10 +186,10 @@ def _bad_of(output: Storage, name: str) -> tuple[str, list[BadRow] | None]:
 def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list[np.ndarray]]:
     """File name -> its row groups, each int64 row numbers."""
     sizes, shards = _sizes(rows), {}  # type: np.ndarray, dict[str, list[np.ndarray]]
-    for split in ("train", "test"):
+    for split, member in (("train", rows.is_train), ("test", ~rows.is_train)):
         files, filled = [], shard_bytes  # type: list[list[np.ndarray]], int
         for kind in (True, False):
-            members = np.flatnonzero((rows.split == split) & (labeled == kind))
+            members = np.flatnonzero(member & (labeled == kind))
             for group in _groups(_order(rows, members, sizes, shard_bytes), sizes):
                 if filled >= shard_bytes:
                     files.append([])
@@ -213,11 +205,12 @@ def _sizes(rows: Rows) -> np.ndarray:
     images, index = base(rows.images, np.arange(len(rows)))
     if isinstance(images, ParquetImages):
         groups = images.groups(index)
-        return images.group_bytes[groups] // np.bincount(groups)[groups]
+        counts = np.bincount(groups, minlength=len(images.group_bytes))
+        return (images.group_bytes // np.maximum(counts, 1))[groups]
     if isinstance(images, Files):
         return np.maximum(images.sizes[index], 0)
-    found = (images[i] for i in index.tolist())
-    return np.array([getattr(image, "nbytes", len(image)) for image in found])
+    found = (images[i] for i in index)
+    return np.fromiter((getattr(image, "nbytes", len(image)) for image in found), np.int64)
 
 
 def _order(rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int) -> np.ndarray:
@@ -231,14 +224,12 @@ def _order(rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int)
 
 
 def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
-    start = filled = 0
-    for i, size in enumerate(sizes[order].tolist()):
-        if i > start and (filled + size > GROUP_BYTES or i - start == GROUP_ROWS):
-            yield order[start:i]
-            start, filled = i, 0
-        filled += size
-    if len(order):
-        yield order[start:]
+    start = 0
+    while start < len(order):
+        filled = sizes[order[start : start + GROUP_ROWS]].cumsum()
+        end = start + max(1, int(np.searchsorted(filled, GROUP_BYTES, side="right")))
+        yield order[start:end]
+        start = end
 
 
 def _encode(image: Image) -> bytes | str:

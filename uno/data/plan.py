@@ -111,11 +111,12 @@ def by_windows(groups: np.ndarray, window_rows: int, random: np.random.Generator
     """A permutation of the rows in ``groups`` int64 (N,) that is read by windows: each of whole row groups,
     ``window_rows`` at least, whose rows are mixed.
     """
-    _, group, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    sequence = random.permutation(len(counts))
-    first = np.empty(len(counts), np.int64)  # rows before each group, in this sequence
-    first[sequence] = np.cumsum(counts[sequence]) - counts[sequence]
-    return np.lexsort((random.random(len(groups)), first[group] // window_rows))
+    counts = np.bincount(groups)
+    present = np.flatnonzero(counts)
+    sequence = present[random.permutation(len(present))]
+    window = np.empty(len(counts), np.int32)  # of each group: by the rows before it, in this sequence
+    window[sequence] = (np.cumsum(counts[sequence]) - counts[sequence]) // window_rows
+    return np.lexsort((random.random(len(groups)), window[groups]))
 
 
 def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Generator:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from uno.data.columns import ROWS_AT_ONCE, Ids, Labels
 from uno.data.files import full_path
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
@@ -39,6 +39,11 @@ class Files:
         """Local paths become absolute; '' stays, a file that is not there."""
         full = [os.fsencode(path and full_path(path)) for path in paths]
         return cls(pa.array(full, pa.large_binary()), np.array(sizes, dtype=np.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence[Files]) -> Files:
+        """One after the other."""
+        return cls(pa.concat_arrays([p.column for p in parts]), np.concatenate([p.sizes for p in parts]))
 
     def __len__(self) -> int:
         return len(self.column)
@@ -145,34 +150,33 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """N rows with different ids. A row without a label is unlabeled. ``split`` (N,) is of 'train' and 'test'.
+    """N rows with different ids. A row without a label is unlabeled. ``is_train`` bool (N,): others test.
 
     ``class_names``: the order of classes where the source declares one (numeric ids). ``known``: the known
     classes where the source itself says so (ImageNet splits). ``notes`` are lines for the user.
     ``eval_labels``: true classes for evaluation only, where the source has them.
     """
 
-    ids: list[str]
+    ids: Ids
     images: Images
-    labels: list[str | None]
-    split: np.ndarray
+    labels: Labels
+    is_train: np.ndarray
     source: str
     class_names: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    eval_labels: list[str | None] | None = None
+    eval_labels: Labels | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.ids) == len(self.images) == len(self.labels) == len(self.split)
-        if len(set(self.ids)) < len(self.ids):
-            name = Counter(self.ids).most_common(1)[0][0]
+        assert len(self.ids) == len(self.images) == len(self.labels) == len(self.is_train)
+        if (name := self.ids.repeated()) is not None:
             raise ConfigError(
                 f"{self.source}: id {one_line(repr(name))} appears more than once; ids must be unique"
             )
         if len(self) > MAX_ROWS:
             raise ConfigError(f"{self.source}: {len(self):,} rows, more than {MAX_ROWS:,}")
-        names = {*self.labels, *(self.eval_labels or ())}
-        long = max((name for name in names if name is not None), key=len, default="")
+        names = (*self.labels.classes, *(self.eval_labels.classes if self.eval_labels else ()))
+        long = max(names, key=len, default="")
         if len(long) > MAX_LABEL_LENGTH:
             text = f"a class's name has {len(long):,} characters, more than {MAX_LABEL_LENGTH}: {long[:40]!r}"
             raise ConfigError(f"{self.source}: {text}")
@@ -182,25 +186,40 @@ class Rows:
 
     def take(self, index: np.ndarray) -> Rows:
         """The rows ``index`` int64 (M,), in that order."""
-        ids, labels = ([column[i] for i in index] for column in (self.ids, self.labels))
-        truth = None if self.eval_labels is None else [self.eval_labels[i] for i in index]
-        images, split = Chosen(self.images, index), self.split[index]
-        return replace(self, ids=ids, images=images, labels=labels, split=split, eval_labels=truth)
+        truth = None if self.eval_labels is None else self.eval_labels.pick(index)
+        return replace(
+            self, ids=self.ids.pick(index), images=Chosen(self.images, index), eval_labels=truth,
+            labels=self.labels.pick(index), is_train=self.is_train[index],
+        )  # fmt: skip
 
     @property
-    def truth(self) -> list[str | None]:
+    def split(self) -> Labels:
+        """'train' or 'test' of every row."""
+        return Labels(("test", "train"), self.is_train.view(np.int8))
+
+    @property
+    def truth(self) -> Labels:
         """What evaluation takes for each row's true class: ``eval_labels`` where given, else the label."""
-        pairs = zip(self.labels, self.eval_labels or self.labels, strict=True)
-        return [label if given is None else given for label, given in pairs]
+        return self.labels if self.eval_labels is None else self.eval_labels.or_else(self.labels)
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of ids, labels, splits and content (pixels, bytes; sizes of files and of the row groups of
         Parquet files), 64 hex digits. A moved data set keeps it. 0.1 s for 60,000 JPEGs of 32 px.
         """
-        digest = hashlib.sha256(json.dumps([self.ids, self.labels, self.split.tolist()]).encode())
-        for content in _contents(self.images, np.arange(len(self))):
-            digest.update(len(content).to_bytes(8, "little") + content)
+        digest = hashlib.sha256()
+        parts = [range(i, min(i + ROWS_AT_ONCE, len(self))) for i in range(0, len(self), ROWS_AT_ONCE)]
+        columns: tuple[Sequence[str | None], ...] = (self.ids, self.labels, self.split)
+        for number, column in enumerate(columns):  # as JSON of the three lists
+            digest.update(b", [" if number else b"[[")
+            for part in parts:
+                text = json.dumps(column[part.start : part.stop])[1:-1]
+                digest.update(f"{', ' if part.start else ''}{text}".encode())
+            digest.update(b"]")
+        digest.update(b"]")
+        for part in parts:
+            for content in _contents(self.images, np.array(part)):
+                digest.update(len(content).to_bytes(8, "little") + content)
         return digest.hexdigest()
 
 

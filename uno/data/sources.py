@@ -4,16 +4,17 @@ import difflib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib import resources
+from itertools import chain
 
 import numpy as np
-import pyarrow as pa
 
 from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data.cifar import CIFAR10, CIFAR100, read_cifar
+from uno.data.columns import Labels, Text, chunks
 from uno.data.files import Found, children, join, shown
 from uno.data.rows import SPLITS, Files, Rows
 from uno.data.tables import read_parquet, read_table
@@ -96,11 +97,11 @@ def read_digits() -> Rows:
 
     digits = load_digits()
     grey = np.round(digits.images * 255 / 16).astype(np.uint8)
-    split = np.full(len(grey), "train")
+    is_train = np.full(len(grey), True)
     for value in range(10):
-        split[np.flatnonzero(digits.target == value)[4::5]] = "test"
-    ids, images = [f"digits-{i:04d}" for i in range(len(grey))], np.repeat(grey[..., None], 3, axis=3)
-    return Rows(ids, images, [str(value) for value in digits.target], split, "digits")
+        is_train[np.flatnonzero(digits.target == value)[4::5]] = False
+    ids, labels = Text.of(f"digits-{i:04d}" for i in range(len(grey))), Labels.of(map(str, digits.target))
+    return Rows(ids, np.repeat(grey[..., None], 3, axis=3), labels, is_train, "digits")
 
 
 def read_folder(root: str) -> Rows:
@@ -114,8 +115,8 @@ def read_folder(root: str) -> Rows:
 
 def read_images(root: str) -> Rows:
     """Every image below ``root``, unlabeled; names of folders mean nothing."""
-    images, notes = _images(root)
-    return _rows([(found, None, "train") for found in images], f"folder:{root}", *notes)
+    notes = list[str]()
+    return _rows(((found, None, True) for found in _images(root, notes)), f"folder:{root}", notes)
 
 
 def read_two_folders(labeled: str, unlabeled: str) -> Rows:
@@ -124,16 +125,16 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     if first.startswith(second) or second.startswith(first):
         raise ConfigError(f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate folders")
     known, others = read_folder(labeled), read_images(unlabeled)
-    loose = [name for name, label in zip(known.ids, known.labels, strict=True) if label is None]
-    if loose:
-        found = f"{len(loose)} images are in no class subfolder, e.g. {loose[0]}"
+    loose = np.flatnonzero(~known.labels.given)
+    if len(loose):
+        found = f"{len(loose)} images are in no class subfolder, e.g. {known.ids[loose[0]]}"
         raise ConfigError(f"--labeled {labeled}: {found}")
-    files = [rows.images for rows in (known, others) if isinstance(rows.images, Files)]
-    images = Files(pa.concat_arrays([f.column for f in files]), np.concatenate([f.sizes for f in files]))
-    ids = [f"labeled/{name}" for name in known.ids] + [f"unlabeled/{name}" for name in others.ids]
-    labels, split = known.labels + others.labels, np.concatenate([known.split, others.split])
-    notes = known.notes + others.notes
-    return Rows(ids, images, labels, split, f"folders:{labeled}+{unlabeled}", notes=notes)
+    both = known, others
+    names = ((f"labeled/{name}" for name in known.ids), (f"unlabeled/{name}" for name in others.ids))
+    ids, labels = Text.of(chain(*names)), Labels.of(chain(*(rows.labels for rows in both)))
+    images, is_train = Files.join([r.images for r in both]), np.concatenate([r.is_train for r in both])
+    source, notes = f"folders:{labeled}+{unlabeled}", known.notes + others.notes
+    return Rows(ids, images, labels, is_train, source, notes=notes)
 
 
 def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
@@ -145,21 +146,21 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
         raise ConfigError(f"imagenet:{root}: no folder train there; expected train/WNID/ and val/WNID/")
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
     rows = _labeled(root, f"imagenet:{root}", splits)
-    for name, label in zip(rows.ids, rows.labels, strict=True):
-        if label is None or not is_wnid(label):
-            what = f"image {name} is not in a wnid subfolder such as n01440764"
-            raise ConfigError(f"imagenet:{root}: {what}; sort it into one, or use folder:{root}")
+    other = np.flatnonzero(rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0)
+    if len(other):
+        what = f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
+        raise ConfigError(f"imagenet:{root}: {what}; sort it into one, or use folder:{root}")
     if not use_split:
         return rows
     held_out, novel = set(imagenet_wnids("held_out_118")), set(imagenet_wnids(f"novel_30_{split}"))
-    present = set(rows.labels)
-    known = sorted(label for label in present - held_out if label is not None)
+    present = rows.labels.present
+    known = sorted(present - held_out)
     if not known or not present & novel:
         missing = f"novel wnid of split {split}" if known else "known wnid"
         fix = "another --data.imagenet-split, or name known classes with --known-classes first:N"
         raise ConfigError(f"{rows.source}: none of its {len(present)} classes is a {missing}; choose {fix}")
     left_out = present & held_out - novel
-    kept = np.flatnonzero([label not in left_out for label in rows.labels])
+    kept = np.flatnonzero(rows.labels.places([*left_out]) < 0)
     note = f"{len(left_out)} held-out classes that are not in split {split} are left out"
     notes = (*rows.notes, note) if left_out else rows.notes
     return replace(rows.take(kept), known=tuple(known), notes=notes)
@@ -177,37 +178,48 @@ def imagenet_wnids(file: str) -> list[str]:
 
 def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
     """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class."""
-    (images, notes), filled = _images(root), set()
-    kept: list[tuple[Found, str | None, str]] = []
-    for found in images:
-        for prefix, split in splits.items():
-            if found.relative.startswith(prefix):
-                folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
-                filled.add(prefix + folder)
-                kept.append((found, shown(folder) if slash else None, split))
-    for prefix in splits if kept else ():
+    filled, notes = set[str](), list[str]()
+
+    def below() -> Iterator[tuple[Found, str | None, bool]]:
+        outside = 0
+        for found in _images(root, notes):
+            prefix = next(filter(found.relative.startswith, splits), None)
+            if prefix is None:
+                outside += 1
+                continue
+            folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
+            filled.add(prefix + folder)
+            yield found, shown(folder) if slash else None, splits[prefix] == "train"
+        if outside:
+            notes.append(f"{outside} images outside {', '.join(splits)} are left out")
+
+    rows = _rows(below(), source, notes)
+    for prefix in splits:
         for folder in children(join(root, prefix) if prefix else root)[0]:
             if prefix + folder not in filled:
                 path = shown(join(root, prefix + folder))
                 raise ConfigError(f"class folder {path} holds no images; fill or remove it")
-    if len(kept) < len(images):
-        notes.append(f"{len(images) - len(kept)} images outside {', '.join(splits)} are left out")
-    loose = sum(label is None for _, label, _ in kept)
-    if 0 < loose < len(kept):
+    loose = int((~rows.labels.given).sum())
+    if 0 < loose < len(rows):
         notes.append(f"{loose} images outside class subfolders are unlabeled")
-    return _rows(kept, source, *notes)
+    return replace(rows, notes=tuple(notes))
 
 
-def _rows(kept: list[tuple[Found, str | None, str]], source: str, *notes: str) -> Rows:
-    """Rows of (file, label, split) each."""
-    if not kept:
+def _rows(listed: Iterable[tuple[Found, str | None, bool]], source: str, notes: list[str]) -> Rows:
+    """Rows of (file, label, whether it is for training) each; ``notes`` are complete when all are listed."""
+    parts = list[tuple[Text, Files, Labels, np.ndarray]]()
+    for some in chunks(listed):
+        found, labels, is_train = zip(*some, strict=True)
+        files = Files.of([f.path for f in found], [f.size for f in found])
+        ids = Text.of(shown(f.relative) for f in found)
+        parts.append((ids, files, Labels.of(labels), np.array(is_train)))
+    if not parts:
         root = source.partition(":")[2]
         also = "".join(f"; {note}" for note in notes)
         raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}{also}")
-    found, labels, split = zip(*kept, strict=True)
-    ids = [shown(f.relative) for f in found]
-    images = Files.of([f.path for f in found], [f.size for f in found])
-    return Rows(ids, images, list(labels), np.array(split), source, notes=notes)
+    names, images, classes, train = zip(*parts, strict=True)
+    columns = Text.join(names), Files.join(images), Labels.of(chain(*classes)), np.concatenate(train)
+    return Rows(*columns, source, notes=tuple(notes))
 
 
 def is_image(name: str) -> bool:
@@ -215,17 +227,19 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS)
 
 
-def _images(root: str) -> tuple[list[Found], list[str]]:
-    """Images below ``root``, and a note on what else is there."""
-    files = filesystem.walk(_directory(root))
-    images = [f for f in files if is_image(f.relative)]
-    others = Counter(_suffix(f.relative) for f in files if not is_image(f.relative))
-    if not others:
-        return images, []
-    most = others.most_common(8)
-    named = ", ".join(f"{number:,} {suffix}{OTHERS.get(suffix, '')}" for suffix, number in most)
-    more = ", ..." if len(others) > 8 else ""
-    return images, [f"{others.total():,} files below {root} are left out: {named}{more}"]
+def _images(root: str, notes: list[str]) -> Iterator[Found]:
+    """Images below ``root``; at the end ``notes`` say what else is there."""
+    others = Counter[str]()
+    for found in filesystem.walk(_directory(root)):
+        if is_image(found.relative):
+            yield found
+        else:
+            others[_suffix(found.relative)] += 1
+    if others:
+        most = others.most_common(8)
+        named = ", ".join(f"{number:,} {suffix}{OTHERS.get(suffix, '')}" for suffix, number in most)
+        more = ", ..." if len(others) > 8 else ""
+        notes.append(f"{others.total():,} files below {root} are left out: {named}{more}")
 
 
 PHOTOGRAPHS, VIDEO = " (photographs; save them as JPEG)", " (video; take still images)"

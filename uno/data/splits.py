@@ -85,26 +85,26 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     """Apply ``known_classes``, ``num_novel`` and ``limit``; ConfigError where that leaves no task."""
     if config.num_novel == "auto":
         raise ConfigError("num_novel auto must be estimated first: uno estimate-classes")
-    source, is_train = rows.source, rows.split == "train"
-    classes = order_classes(rows.labels, rows.class_names)
+    source, is_train = rows.source, rows.is_train
+    classes = order_classes(rows.labels.present, rows.class_names)
     if not classes:
         raise ConfigError(f"{source}: no row has a label; known classes need labeled rows")
     chosen, num_novel = _known_classes(rows, config, classes), config.num_novel
     if chosen is not None:
-        if len(chosen) == len(classes) and None not in rows.labels:
+        if len(chosen) == len(classes) and rows.labels.given.all():
             what = f"all {len(classes)} classes of {source} are known: none is left to discover"
             raise ConfigError(f"{what}; name fewer with --known-classes")
         novel = [name for name in classes if name not in chosen]
         num_novel = num_novel or len(novel) or None
     else:
-        in_training = {rows.labels[i] for i in np.flatnonzero(is_train)}
-        chosen = {label for label in in_training if label is not None}
+        in_training = rows.labels.pick(is_train)
+        chosen = in_training.present
         if not chosen:
             raise ConfigError(f"{source}: no training row has a label; known classes need labeled rows")
-        if None not in in_training:
+        if in_training.given.all():
             fix = "--known-classes first:N to hide the other labels (benchmark), or add rows without a label"
             raise ConfigError(f"{source}: every training row is labeled, nothing is to discover; give {fix}")
-        novel = [name for name in order_classes(rows.truth, rows.class_names) if name not in chosen]
+        novel = [name for name in order_classes(rows.truth.present, rows.class_names) if name not in chosen]
     if num_novel is None:
         raise ConfigError(f"{source}: give --num-novel, the number of classes among the unlabeled rows")
     known = [name for name in classes if name in chosen]
@@ -113,16 +113,16 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     if config.limit is not None:
         kept = limit_rows(rows, config.limit)
         rows, is_train = rows.take(kept), is_train[kept]
-    if config.hold_out and not any(rows.labels[i] in chosen for i in np.flatnonzero(~is_train)):
+    if config.hold_out and not rows.labels.pick(~is_train).present & chosen:
         is_train = is_train & ~held_out(rows, is_train, known, config.hold_out)
-    labels = np.where(is_train, _indices(rows.labels, known), -1)
+    labels = np.where(is_train, rows.labels.places(known), -1)
     if config.unlabel_known:
         if _known_classes(rows, config, classes) is None:
             raise ConfigError(
                 "data.unlabel_known needs --known-classes: it leaves their rows without a label"
             )
         labels = unlabel(labels, config.unlabel_known)
-    eval_labels = _indices(rows.truth, [*known, *novel])
+    eval_labels = rows.truth.places([*known, *novel])
     return Task(rows, known, novel, num_novel, labels, eval_labels, is_train, rows.notes)
 
 
@@ -130,8 +130,8 @@ def held_out(rows: Rows, is_train: np.ndarray, known: list[str], share: float) -
     """bool (N,): of the training rows, bool (N,), ``share`` of each class in ``known``, chosen at random,
     always alike, and of those whose labels are hidden, as many of all alike: nobody looks at their classes.
     """
-    labels, chosen = np.where(is_train, _indices(rows.labels, known), -1), np.zeros(len(rows), dtype=bool)
-    hidden = is_train & (labels < 0) & np.array([name is not None for name in rows.labels])
+    labels, chosen = np.where(is_train, rows.labels.places(known), -1), np.zeros(len(rows), dtype=bool)
+    hidden = is_train & (labels < 0) & rows.labels.given
     for number, group in enumerate([hidden, *(labels == c for c in range(len(known)))]):
         members = np.random.default_rng([HELD_OUT, number]).permutation(np.flatnonzero(group))
         chosen[members[: min(round(share * len(members)), max(len(members) - 1, 0))]] = True
@@ -174,13 +174,7 @@ def decide_pile(
     return pile, f"pile: {pile}, {why}: {PILES[pile]}{other}"
 
 
-def _indices(names: list[str | None], classes: list[str]) -> np.ndarray:
-    """int64 (N,): position of each name in ``classes``, -1 where there is none."""
-    index: dict[str | None, int] = {name: i for i, name in enumerate(classes)}
-    return np.array([index.get(name, -1) for name in names], dtype=np.int64)
-
-
-def order_classes(names: Iterable[str | None], declared: Iterable[str] = ()) -> list[str]:
+def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[str]:
     """The different names in the declared order, or else sorted with numbers by value: 2 before 10."""
     rank = {name: i for i, name in enumerate(declared)}
 
@@ -189,14 +183,13 @@ def order_classes(names: Iterable[str | None], declared: Iterable[str] = ()) -> 
         words[1::2] = [f"{len(d.lstrip('0')):06}{d.lstrip('0')}" for d in words[1::2]]
         return rank.get(name, len(rank)), [*words, "000000", name]
 
-    return sorted({name for name in names if name is not None}, key=key)
+    return sorted(set(names), key=key)
 
 
 def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
     """bool (N,): rows that count as labeled under ``known_classes``, whatever their split."""
-    classes = order_classes(rows.labels, rows.class_names)
-    chosen = _known_classes(rows, config, classes) or set(classes)
-    return np.array([label in chosen for label in rows.labels])
+    classes = order_classes(rows.labels.present, rows.class_names)
+    return rows.labels.places([*(_known_classes(rows, config, classes) or classes)]) >= 0
 
 
 def _known_classes(rows: Rows, config: DataConfig, classes: list[str]) -> set[str] | None:
@@ -233,19 +226,19 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
 
 def limit_rows(rows: Rows, limit: int) -> np.ndarray:
     """At most ``limit`` rows of each split: unlabeled ones keep their share, classes get the same number."""
-    kept = []
-    for split in ("train", "test"):
-        groups: dict[str | None, list[int]] = {}
-        for i in np.flatnonzero(rows.split == split).tolist():
-            groups.setdefault(rows.labels[i], []).append(i)
+    kept, given = [], rows.labels.given
+    for split, member in (("train", rows.is_train), ("test", ~rows.is_train)):
+        members = np.flatnonzero(member)
+        members = members[np.argsort(rows.labels.codes[members], kind="stable")]
+        groups = np.split(members, np.flatnonzero(np.diff(rows.labels.codes[members])) + 1)
         if len(groups) > limit:
             raise ConfigError(f"--limit {limit} is below the {len(groups)} classes of the {split} rows")
-        left, todo, num = limit, len(groups), sum(map(len, groups.values()))
+        left, todo = limit, len(groups)
         # Unlabeled rows first, then small classes; ties stay in order of the first row, whatever the names.
-        for label, members in sorted(groups.items(), key=lambda item: (item[0] is not None, len(item[1]))):
-            share = min(len(members), left // todo)
-            if label is None:
-                share = min(len(members), limit - todo + 1, max(1, round(limit * len(members) / num)))
-            kept += [members[j] for j in np.arange(share) * len(members) // share]
+        for own in sorted(groups, key=lambda own: (given[own[0]], len(own), own[0])) if len(members) else ():
+            share = min(len(own), left // todo)
+            if not given[own[0]]:
+                share = min(len(own), limit - todo + 1, max(1, round(limit * len(own) / len(members))))
+            kept.append(own[np.arange(share) * len(own) // share])
             left, todo = left - share, todo - 1
-    return np.sort(np.array(kept, dtype=np.int64))
+    return np.sort(np.concatenate(kept))

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -93,8 +92,7 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
 def stream_facts(task: Task) -> dict[str, Any]:
     """The fields of a :class:`StreamSet` that do not depend on the process, and the ``ids`` of all rows."""
     images, index = base(task.rows.images, np.arange(len(task.rows)))
-    ids = pa.array(task.rows.ids, pa.string())
-    return {"images": images, "index": index, "ids": ids, **train_rows(task)}
+    return {"images": images, "index": index, "ids": task.rows.ids, **train_rows(task)}
 
 
 class StreamBatches:

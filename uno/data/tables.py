@@ -24,6 +24,7 @@ import pyarrow.dataset
 import pyarrow.parquet
 
 from uno.data import files as filesystem
+from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, chunks
 from uno.data.rows import SPLITS, Encoded, Files, Image, Images, Part, Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
@@ -65,14 +66,31 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES, *, lazy: bool =
         _labels(source, table[c], class_names[0]) if c in table.column_names else None
         for c in ("label", "eval_label")
     )
+    places, starts = [filesystem.shown(f.relative) for f in files], np.cumsum([0, *map(len, tables)])
+    ids: Ids = Numbered(places, starts)
+    if "id" in table.column_names:
+        ids = Text.of(chain.from_iterable(map(_ids, tables, places, starts.tolist())))
     images: Images
     if left[0]:
         images = ParquetImages(root, [f.path for f in files], left[0], [f.size for f in files])
     else:
         images = _images(source, root, table["image"])
-    ids, splits = _ids(table["id"].to_pylist()), _splits(source, table["split"].to_pylist())
-    labels, known = labels or [None] * len(table), next(filter(None, known), ())
-    return Rows(ids, images, labels, splits, source, class_names[0], known, eval_labels=truth)
+    is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
+    labels = Labels.none(len(table)) if labels is None else labels
+    return Rows(ids, images, labels, is_train, source, class_names[0], known, eval_labels=truth)
+
+
+def _ids(table: Any, name: str, first: int) -> Iterator[str]:
+    """Of a file's rows, the first being row ``first`` of the source: they may lack some, or all."""
+    if "id" not in table.column_names:
+        return (f"{name}#{number}" for number in range(len(table)))
+    return (id or f"row-{row}" for row, id in enumerate(_values(table["id"]), first))
+
+
+def _values(column: Any) -> Iterator[Any]:
+    """Of an Arrow column, few of them in Python at a time."""
+    starts = range(0, len(column), ROWS_AT_ONCE)
+    return chain.from_iterable(column.slice(start, ROWS_AT_ONCE).to_pylist() for start in starts)
 
 
 def _parquet_files(path: str) -> tuple[str, list[filesystem.Found]]:
@@ -80,7 +98,7 @@ def _parquet_files(path: str) -> tuple[str, list[filesystem.Found]]:
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
         return root, [filesystem.Found(name, path, filesystem.size_of(path))]
-    found = filesystem.walk(path)
+    found = list(filesystem.walk(path))
     files = [f for f in found if f.relative.endswith(".parquet")]
     packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
     if any(json_at(pack, "finished") is False for pack in packs):
@@ -335,8 +353,9 @@ def _describe(
 def _read_file(
     file: filesystem.Found, own: Mapping[str, str], lazy: bool
 ) -> tuple[Any, Names, Names, str | None]:
-    """One Parquet file as columns id, image, label, split; the class names and known classes of its metadata;
-    the name of its image column if that was left in the file, because it holds bytes.
+    """One Parquet file as columns is_train and, where it has them, id, image, label, eval_label; the class
+    names and known classes of its metadata; the name of its image column if that was left in the file,
+    because it holds bytes.
     """
     name, path = file.relative, file.path
     parquet = _parquet(path, file.size, anew=True)
@@ -355,12 +374,11 @@ def _read_file(
     # train-00000-of-00004.parquet or train/0000.parquet; rows below unknown names are for training
     words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
     split = next((SPLITS[word] for word in words if word in SPLITS), "train")
-    ids = [f"{filesystem.shown(name)}#{i}" for i in range(num)]
     with parquet.errors():
-        for column, values in (("id", ids), ("split", [split] * num)):
-            given = columns.get(column, pa.array(values, pa.string()))
-            columns[column] = given.cast(pa.string())
-        found = pa.table(columns)
+        columns |= {name: columns[name].cast(pa.string()) for name in ("id", "split") if name in columns}
+    given = columns.pop("split", None)
+    is_train = np.full(num, split == "train") if given is None else _splits(path, _labels(path, given, ()))
+    found = pa.table({**columns, "is_train": is_train})
     metadata = schema.metadata or {}
     known = json_at(metadata.get(PACKED.encode(), ""), "known")
     known = tuple(map(str, known)) if isinstance(known, list) else ()
@@ -402,25 +420,27 @@ def json_at(text: str | bytes, *names: str) -> Any:
         return None
 
 
-def _labels(source: str, column: Any, names: Sequence[str]) -> list[str | None]:
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    values = column.to_pylist()
-    if pa.types.is_integer(column.type):
+def _labels(source: str, column: Any, names: Sequence[str]) -> Labels:
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    coded = column.cast(kind).combine_chunks().dictionary_encode()
+    values = coded.dictionary.to_pylist()
+    if pa.types.is_integer(kind):
         largest = max((v for v in values if v is not None), default=0)
         if names and largest >= len(names):
             raise ConfigError(f"{source}: label {largest} has no name among the {len(names)} of the metadata")
-        return [None if v is None or v < 0 else names[v] if names else str(v) for v in values]
-    if column.type in (*TEXT, pa.null()):
-        return [v or None for v in values]
-    raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
+        values = [None if v is None or v < 0 else names[v] if names else str(v) for v in values]
+    elif kind not in (*TEXT, pa.null()):
+        raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
+    found = Labels.of(value or None for value in values)
+    rows = coded.indices.fill_null(len(values)).to_numpy()
+    return Labels(found.classes, np.append(found.codes, np.int32(-1))[rows])
 
 
 def _images(source: str, root: str, column: Any) -> Images:
     """The image column: bytes where there are bytes, else files below ``root``."""
     _check_images(source, column.type)
     if column.type in TEXT:
-        return _files(source, root, column.to_pylist(), False)
+        return _files(source, root, _values(column), False)
     if column.type in BINARY:
         return Encoded(column, {})
     content = pa.compute.struct_field(column, "bytes")
@@ -461,10 +481,14 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
     if not columns[image]:
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
-    labels, truth = ([_name(source, v) for v in columns.get(c, missing)] for c in ("label", "eval_label"))
-    ids, splits = _ids(columns.get("id", missing)), _splits(source, columns.get("split", missing))
-    images = _files(source, root, columns[image], images_only)
-    return Rows(ids, images, labels, splits, source, eval_labels=truth if "eval_label" in columns else None)
+    labels, truth = (
+        Labels.of(_name(source, v) for v in columns.get(c, missing)) for c in ("label", "eval_label")
+    )
+    given = enumerate(columns.get("id", missing))
+    ids = Text.of(f"row-{i}" if value in (None, "") else str(value) for i, value in given)
+    splits = (None if value in (None, "") else str(value) for value in columns.get("split", missing))
+    is_train, images = _splits(source, Labels.of(splits)), _files(source, root, columns[image], images_only)
+    return Rows(ids, images, labels, is_train, source, eval_labels=truth if "eval_label" in columns else None)
 
 
 def _read_csv(path: str) -> dict[str, list[Any]]:
@@ -513,32 +537,30 @@ def _name(source: str, label: Any) -> str | None:
     return str(label)
 
 
-def _ids(values: Sequence[Any]) -> list[str]:
-    return [f"row-{i}" if value in (None, "") else str(value) for i, value in enumerate(values)]
-
-
-def _splits(source: str, values: Sequence[Any]) -> np.ndarray:
-    splits = [SPLITS.get(str(v).lower()) if v not in (None, "") else "train" for v in values]
+def _splits(source: str, given: Labels) -> np.ndarray:
+    """bool (N,): which rows are for training; those that say nothing are."""
+    splits = [SPLITS.get(name.lower()) for name in given.classes]
     if None in splits:
-        wrong = values[splits.index(None)]
-        raise ConfigError(f"{source}: split must be train, test or validation, not {one_line(repr(wrong))}")
-    return np.array(splits)
+        wrong = one_line(repr(given.classes[splits.index(None)]))
+        raise ConfigError(f"{source}: split must be train, test or validation, not {wrong}")
+    return np.array([*(split == "train" for split in splits), True])[given.codes]
 
 
-def _files(source: str, root: str, relatives: Sequence[Any], may_lack: bool) -> Files:
-    paths, inside = [], filesystem.below(root)
-    for i, relative in enumerate(relatives):
-        if not ((isinstance(relative, str) and relative) or (may_lack and not relative)):
-            raise ConfigError(f"{source}: row {i} has no image path")
-        path = inside(relative) if relative else ""
-        if path is None:
-            raise ConfigError(
-                f"{source}: row {i}: {one_line(repr(relative))} leaves the folder {root}; move it there"
-            )
-        paths.append(path)
-    sizes = [filesystem.size_of(path) for path in paths]
-    if sizes and not filesystem.is_uri(root) and max(sizes) < 0:
-        raise ConfigError(
-            f"{source}: none of its {len(paths)} images is below {root}, e.g. {one_line(repr(relatives[0]))}"
-        )
-    return Files.of(paths, sizes)
+def _files(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> Files:
+    inside, parts, row, first = filesystem.below(root), list[Files](), 0, None
+    for some in chunks(relatives):
+        paths = []
+        for relative in some:
+            if not ((isinstance(relative, str) and relative) or (may_lack and not relative)):
+                raise ConfigError(f"{source}: row {row} has no image path")
+            path = inside(relative) if relative else ""
+            if path is None:
+                leaves = f"{one_line(repr(relative))} leaves the folder {root}; move it there"
+                raise ConfigError(f"{source}: row {row}: {leaves}")
+            first, row = first if row else relative, row + 1
+            paths.append(path)
+        parts.append(Files.of(paths, [filesystem.size_of(path) for path in paths]))
+    found = Files.join(parts or [Files.of([], [])])
+    if row and not filesystem.is_uri(root) and found.sizes.max() < 0:
+        raise ConfigError(f"{source}: none of its {row} images is below {root}, e.g. {one_line(repr(first))}")
+    return found

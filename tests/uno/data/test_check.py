@@ -10,6 +10,7 @@ import pytest
 
 from uno.config import Config, override
 from uno.data.check import check, format_report
+from uno.data.columns import Labels, Text
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -20,7 +21,8 @@ from .builders import write_images
 def task_of(labels, config, images=None, split=None):
     num = len(labels)
     images = np.random.default_rng(0).integers(0, 256, (num, 4, 4, 3), np.uint8) if images is None else images
-    rows = Rows([f"r{i}" for i in range(num)], images, labels, np.array(split or ["train"] * num), "rows")
+    is_train = np.array(split or ["train"] * num) == "train"
+    rows = Rows(Text.of(f"r{i}" for i in range(num)), images, Labels.of(labels), is_train, "rows")
     return make_task(rows, config.data)
 
 
@@ -52,9 +54,7 @@ def test_images_that_are_made_tiny_are_named():
     images = [np.zeros((100, 200, 3), np.uint8)] * 40
     small, large = ({"augment.large.size": side, "data.store_size": 256} for side in (33, 34))
     base = config_of(known="first:2")
-    task = make_task(
-        Rows([f"r{i}" for i in range(40)], images, LABELS, np.array(["train"] * 40), "rows"), base.data
-    )
+    task = task_of(LABELS, base, images)
     for values, found in ((small, ["100 pixels are made 33 x 33"]), (large, [])):
         told = [m for m in messages(task, override(base, values), "warning") if "pixels are made" in m]
         assert len(told) == len(found) and all(text in told[0] for text in found)

@@ -22,6 +22,7 @@ from uno.augment import augment, augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
 from uno.data import features
+from uno.data.columns import Labels
 from uno.data.decode import decode
 from uno.data.features import FeatureCache, cached_features, compute_here, feature_job, pack_shard
 from uno.data.files import Storage
@@ -195,7 +196,7 @@ def test_hidden_labels_reach_neither_the_features_nor_training(tmp_path):
     config = config_of(data__limit=None)
     chosen = np.arange(0, 1797, 40)
     for labels in (rows.labels, permuted.tolist()):
-        task = make_task(replace(rows, labels=labels).take(chosen), config.data)
+        task = make_task(replace(rows, labels=Labels.of(labels)).take(chosen), config.data)
         job = feature_job(config, task, encoder_of(config))
         found, _ = kept(tmp_path, job)
         names.append((job.key, json.loads(Path(cache_of(tmp_path, job).path, "facts.json").read_text())))

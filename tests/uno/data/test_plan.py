@@ -139,6 +139,9 @@ def test_windows_read_few_row_groups_at_a_time():
     assert all(len(window) == 4 for window in windows) and len(set.union(*windows)) == 40
     assert sum(max(window) - min(window) > 3 for window in windows) >= 8
     assert not (np.diff(groups[order[:20]]) >= 0).all()
+    groups = np.array([3, 3, 0, 0, 0, 7, 7, 5, 5, 5, 5, 9])  # as runs have read them before
+    order = by_windows(groups, 4, np.random.default_rng(0))
+    assert order.tolist() == [8, 10, 7, 9, 5, 3, 4, 11, 2, 6, 0, 1]
 
 
 @pytest.mark.parametrize(("arguments", "text"), [

@@ -8,6 +8,7 @@ import torch
 
 from tests.uno.small_run import small_config, small_sets
 from uno.config import DataConfig
+from uno.data.columns import Labels
 from uno.data.kept import Kept
 from uno.data.resident import (
     FeatureBatches,
@@ -53,7 +54,7 @@ def test_hidden_labels_never_reach_training():
     novel = np.flatnonzero(permuted >= "5")
     permuted[novel] = np.random.default_rng(0).permutation(permuted[novel])
     for labels in (rows.labels, permuted.tolist()):
-        task = make_task(replace(rows, labels=labels), DIGITS)
+        task = make_task(replace(rows, labels=Labels.of(labels)), DIGITS)
         images = torch.from_numpy(rows.images.transpose(0, 3, 1, 2).copy())
         ok = np.ones(len(rows), dtype=bool)
         sets.append((assemble(task, images, ok), eval_sets(task, images, ok)["train"].truth))

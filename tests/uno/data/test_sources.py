@@ -36,8 +36,7 @@ def test_digits_are_real_and_split_80_20_per_class():
     assert rows.images[5].shape == (8, 8, 3) and rows.images[5].max() == 255
     np.testing.assert_array_equal(rows.images[5][..., 1], np.round(digits.images[5] * 255 / 16))
     for digit in map(str, range(10)):
-        split = rows.split[[label == digit for label in rows.labels]]
-        assert abs((split == "test").mean() - 0.2) < 0.01
+        assert abs(rows.is_train[rows.labels.places([digit]) == 0].mean() - 0.8) < 0.01
 
 
 def test_fingerprint_follows_content_not_place(tmp_path):
@@ -53,7 +52,7 @@ def test_fingerprint_follows_content_not_place(tmp_path):
     digits = read("digits")
     changed = digits.images.copy()
     changed[7, 0, 0, 0] ^= 1
-    other = Rows(digits.ids, changed, digits.labels, digits.split, "digits")
+    other = Rows(digits.ids, changed, digits.labels, digits.is_train, "digits")
     assert digits.take(np.arange(1797)).fingerprint == digits.fingerprint != other.fingerprint
     assert digits.take(np.arange(1796)).fingerprint != digits.fingerprint
 
@@ -65,7 +64,7 @@ def test_cifar_pickles_read_as_torchvision_does(tmp_path, layout, protocol, fort
     """Kills: channels read as the last axis of the file, rows and columns swapped, Fortran order ignored."""
     first = write_cifar(tmp_path, layout, protocol=protocol, fortran=fortran)
     rows = read(f"{layout.prefix}:{tmp_path}")
-    assert len(rows) == 20 * (len(layout.train) + 1) and (rows.split == "test").sum() == 20
+    assert len(rows) == 20 * (len(layout.train) + 1) and (~rows.is_train).sum() == 20
     np.testing.assert_array_equal(rows.images[3], first[3].reshape(3, 32, 32).transpose(1, 2, 0))
     np.testing.assert_array_equal(decode(rows.images[3], 32), first[3].reshape(3, 32, 32))
     assert rows.labels[7] == "class 7" and rows.class_names[2] == "class 2"
@@ -285,7 +284,7 @@ def test_imagenet_split(tmp_path):
     rows = read(f"imagenet:{tmp_path}", imagenet_split="A")
     assert rows.known == ("n01440764",) and set(rows.labels) == {"n01440764", a[0]}
     assert rows.notes == ("1 held-out classes that are not in split A are left out",)
-    assert (rows.split == "test").sum() == 2
+    assert (~rows.is_train).sum() == 2
     other = read(f"imagenet:{tmp_path}", imagenet_split="B")
     assert set(other.labels) == {"n01440764", only_b} | ({a[0]} & set(b))
     everything = read(f"imagenet:{tmp_path}", known_classes="first:1")
@@ -306,7 +305,7 @@ def test_imagenet_errors(tmp_path, files, text):
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data")
 def test_shared_data():
     rows = read(SHARED / "cifar10-jpeg")
-    assert len(rows) == 60_000 and (rows.split == "test").sum() == 10_000
+    assert len(rows) == 60_000 and (~rows.is_train).sum() == 10_000
     assert rows.class_names[:2] == ("airplane", "automobile")
     assert decode(rows.images[59_999], 32).shape == (3, 32, 32)
     rows = read(f"imagenet:{SHARED}/imagenet-fullsize")

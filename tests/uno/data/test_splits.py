@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from uno.config import Config, DataConfig
+from uno.data.columns import Labels, Text
 from uno.data.rows import Rows
 from uno.data.sources import read_digits
 from uno.data.splits import decide_pile, make_task, order_classes, parse_known_classes, unlabel
@@ -19,9 +20,10 @@ from .builders import failure
 
 def rows_of(labels, split=None, **options):
     num = len(labels)
-    split = np.array(split or ["train"] * num)
+    is_train = np.array(split or ["train"] * num) == "train"
     images = np.arange(num * 12, dtype=np.uint8).reshape(num, 2, 2, 3)
-    return Rows([f"r{i}" for i in range(num)], images, list(labels), split, "rows", **options)
+    ids = Text.of(f"r{i}" for i in range(num))
+    return Rows(ids, images, Labels.of(labels), is_train, "rows", **options)
 
 
 def task_of(rows, **config):
@@ -56,7 +58,8 @@ def test_eval_labels_are_never_labels():
     """Kills: labels made from the truth, so that an unlabeled row of a known class would be labeled."""
     truth = [None, "c", "a", "b", "d"]
     rows, changed = (
-        rows_of(["a"] + [None] * 4, ["train"] * 4 + ["test"], eval_labels=t) for t in (truth, truth[::-1])
+        rows_of(["a"] + [None] * 4, ["train"] * 4 + ["test"], eval_labels=Labels.of(t))
+        for t in (truth, truth[::-1])
     )
     task = task_of(rows, num_novel=2)
     assert (task.known, task.novel) == (["a"], ["b", "c", "d"])
@@ -174,7 +177,7 @@ def test_a_share_of_each_known_class_loses_its_label():
         task_of(read_digits(), known_classes="first:5", unlabel_known=0.25).labels, mixed.labels
     )
     assert unlabel(np.array([0, 0, 1]), 0.99).tolist().count(-1) == 1  # one label a class stays
-    rows = replace(read_digits(), labels=["0", "1", None] * 599)
+    rows = replace(read_digits(), labels=Labels.of(["0", "1", None] * 599))
     with pytest.raises(ConfigError, match="unlabel_known needs --known-classes"):
         task_of(rows, num_novel=2, unlabel_known=0.5)
 
@@ -202,7 +205,7 @@ def test_rows_of_each_known_class_are_held_out_and_hidden_ones_by_their_number()
     """Kills: a share of all instead of each class, a stratified choice of hidden rows, another choice for a
     permutation of hidden labels, a source with a test split that loses rows, unlabeled rows held out.
     """
-    rows = replace(read_digits(), split=np.array(["train"] * 1797))
+    rows = replace(read_digits(), is_train=np.full(1797, True))
     labels = np.array(rows.labels)
     hidden = np.flatnonzero(labels >= "5")
     labels[hidden] = np.random.default_rng(0).permutation(labels[hidden])
@@ -213,7 +216,7 @@ def test_rows_of_each_known_class_are_held_out_and_hidden_ones_by_their_number()
             assert int(chosen[truth == c].sum()) == round(share * int((truth == c).sum()))
         assert int(chosen[hidden].sum()) == round(share * len(hidden))
         assert (task.labels[chosen] == -1).all() and (task.labels[task.is_train & (truth < 5)] >= 0).all()
-        other = task_of(replace(rows, labels=labels.tolist()), known_classes="first:5", hold_out=share)
+        other = task_of(replace(rows, labels=Labels.of(labels)), known_classes="first:5", hold_out=share)
         assert not np.array_equal(other.eval_labels, truth)
         assert np.array_equal(other.is_train, task.is_train) and np.array_equal(other.labels, task.labels)
     assert not all(np.diff(np.flatnonzero(chosen)) == 2)  # at random

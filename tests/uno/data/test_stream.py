@@ -12,6 +12,7 @@ import torch
 from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, small_sets
 from uno.config import DataConfig, override
 from uno.data import stream as module
+from uno.data.columns import Labels, Text
 from uno.data.decode import BadRows, ahead
 from uno.data.files import Storage
 from uno.data.rows import Rows
@@ -44,7 +45,8 @@ def pictures(num=40, broken=()):
     """A task of encoded images of different shapes, half of them labeled."""
     images = [b"not an image" if i in broken else encoded(pixels(i, 9 + i % 4, 12)) for i in range(num)]
     labels = [["cat", "dog"][i % 2] if i < num // 2 else None for i in range(num)]
-    rows = Rows([f"row {i}" for i in range(num)], images, labels, np.full(num, "train"), "pictures")
+    ids = Text.of(f"row {i}" for i in range(num))
+    rows = Rows(ids, images, Labels.of(labels), np.full(num, True), "pictures")
     return make_task(rows, DataConfig(num_novel=2))
 
 
@@ -87,7 +89,7 @@ def test_what_workers_get_holds_no_hidden_label():
     hidden, shuffled = (task.labels < 0) & task.is_train, task.eval_labels.copy()
     shuffled[hidden] = np.random.default_rng(0).permutation(shuffled[hidden])
     names = np.where(task.labels >= 0, task.rows.labels, "?").tolist()
-    other = replace(task, eval_labels=shuffled, rows=replace(task.rows, labels=names))
+    other = replace(task, eval_labels=shuffled, rows=replace(task.rows, labels=Labels.of(names)))
     first, second = module.stream_facts(task), module.stream_facts(other)
     assert set(first) == {f.name for f in fields(module.StreamSet)} - {"bad", "crop", "device"} | {"ids"}
     for name in first:

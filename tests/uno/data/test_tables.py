@@ -38,7 +38,7 @@ def test_hugging_face_layout(tmp_path):
     write_hf(tmp_path, ["zebra", "ant", "cow"])
     rows = read_parquet(str(tmp_path))
     assert len(rows) == 16 and rows.class_names == ("zebra", "ant", "cow")
-    train = np.flatnonzero(rows.split == "train")
+    train = np.flatnonzero(rows.is_train)
     assert isinstance(rows.images, Encoded) and len(train) == 12 and rows.labels[train[1]] == "ant"
     assert rows.ids[train[0]] == "train-00000-of-00001.parquet#0"
     assert (decode(rows.images[train[4]], 8) == pixels(4).transpose(2, 0, 1)).all()
@@ -102,7 +102,7 @@ def test_canonical_layout(tmp_path):
         rows = read_parquet(str(tmp_path), lazy=lazy)
         assert isinstance(rows.images, Files) and rows.images[1] == str(tmp_path / "im/b.png")
         assert rows.ids == ["r1", "r2"] and rows.labels == ["x", None]
-        assert rows.split.tolist() == ["train", "test"]
+        assert list(rows.split) == ["train", "test"]
 
 
 def test_files_and_folders_name_the_split(tmp_path):
@@ -114,7 +114,7 @@ def test_files_and_folders_name_the_split(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         pq.write_table(pa.table({"image": [encoded(pixels(0))], "label": ["a"]}), tmp_path / name)
     rows = read_parquet(str(tmp_path))
-    assert dict(zip([i.split("#")[0] for i in rows.ids], rows.split.tolist(), strict=True)) == splits
+    assert dict(zip([i.split("#")[0] for i in rows.ids], rows.split, strict=True)) == splits
 
 
 @pytest.mark.parametrize(("table", "text"), [
@@ -262,7 +262,7 @@ def test_csv_and_jsonl_agree(tmp_path):
     )
     second = read_table(str(tmp_path / "t.jsonl"))
     for rows in (first, second):
-        assert rows.labels == ["cat", None, "dog, big"] and rows.split.tolist() == ["train", "train", "test"]
+        assert rows.labels == ["cat", None, "dog, big"] and list(rows.split) == ["train", "train", "test"]
         assert rows.ids == ["row-0", "row-1", "row-2"]
         assert rows.images[2] == os.path.realpath(tmp_path / "sub/c.png")
     assert first.fingerprint == second.fingerprint

@@ -1,0 +1,174 @@
+"""What sources say of N rows in words, in a few bytes a row: ids as text in one piece of memory, or made when
+they are wanted; classes as numbers. As a sequence each is what it says of every row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import pyarrow as pa
+
+ROWS_AT_ONCE = 2**13  # that become objects of Python
+Item = TypeVar("Item")
+
+
+class Column(Sequence[Item], ABC):
+    """N values, read by their rows."""
+
+    @abstractmethod
+    def take(self, rows: np.ndarray) -> list[Item]:
+        """The values of ``rows`` (n,)."""
+
+    @overload
+    def __getitem__(self, row: int) -> Item: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Item]: ...
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return self.take(np.arange(*row.indices(len(self))))
+        return self.take(np.array([range(len(self))[row]]))[0]
+
+    def __iter__(self) -> Iterator[Item]:
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            yield from self[start : start + ROWS_AT_ONCE]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(map(lambda a, b: a == b, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Ids(Column[str], ABC):
+    """What rows are called."""
+
+    def repeated(self) -> str | None:
+        """One that two rows have, None where all differ. Memory: 8 bytes a row."""
+        hashes = np.fromiter(map(hash, self), np.int64, len(self))
+        hashes.sort()
+        suspects, seen = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist()), set[str]()
+        for name in self if suspects else ():
+            if hash(name) in suspects:
+                if name in seen:
+                    return name
+                seen.add(name)
+        return None
+
+    def pick(self, rows: np.ndarray) -> Text:
+        """Those of ``rows`` (n,)."""
+        parts = (rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE))
+        return Text.of(chain.from_iterable(map(self.take, parts)))
+
+
+@dataclass(frozen=True, eq=False)
+class Text(Ids):
+    """Ids in an Arrow array of large strings: their text and 8 bytes a row."""
+
+    array: Any
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Text:
+        """Of any number of names."""
+        parts = [pa.array(some, pa.large_string()) for some in chunks(names)]
+        return cls(pa.concat_arrays(parts or [pa.array([], pa.large_string())]))
+
+    @classmethod
+    def join(cls, parts: Sequence[Text]) -> Text:
+        """One after the other."""
+        return cls(pa.concat_arrays([part.array for part in parts]))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def take(self, rows: np.ndarray) -> list[str]:
+        """The values of ``rows`` (n,)."""
+        return list(self.array.take(pa.array(rows)).to_pylist())
+
+
+@dataclass(frozen=True, eq=False)
+class Numbered(Ids):
+    """``FILE#NUMBER``: the rows of ``files``, those of file f from row ``starts[f]`` on; int64 (F + 1,)."""
+
+    files: Sequence[str]
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def take(self, rows: np.ndarray) -> list[str]:
+        """The values of ``rows`` (n,)."""
+        files = np.searchsorted(self.starts, rows, side="right") - 1
+        pairs = zip(files.tolist(), (rows - self.starts[files]).tolist(), strict=True)
+        return [f"{self.files[file]}#{number}" for file, number in pairs]
+
+    def repeated(self) -> str | None:
+        """As of all ids; those of one file differ."""
+        full = [file for file, num in zip(self.files, np.diff(self.starts), strict=True) if num]
+        return None if len(set(full)) == len(full) else super().repeated()
+
+
+@dataclass(frozen=True, eq=False)
+class Labels(Column[str | None]):
+    """The class of each row: its place among ``classes`` (of which some may have no row), -1 where there is
+    none, int32 (N,).
+    """
+
+    classes: Sequence[str]
+    codes: np.ndarray
+
+    @classmethod
+    def of(cls, names: Iterable[str | None]) -> Labels:
+        """Classes in order of their first rows."""
+        index: dict[str, int] = {}
+        codes = (-1 if name is None else index.setdefault(name, len(index)) for name in names)
+        found = np.fromiter(codes, np.int32)
+        return cls(tuple(index), found)
+
+    @classmethod
+    def none(cls, num_rows: int) -> Labels:
+        """Of rows that have none."""
+        return cls((), np.full(num_rows, -1, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def take(self, rows: np.ndarray) -> list[str | None]:
+        """The values of ``rows`` (n,)."""
+        return [None if code < 0 else self.classes[code] for code in self.codes[rows].tolist()]
+
+    def pick(self, rows: np.ndarray) -> Labels:
+        """Those of ``rows``: numbers (n,), or bool (N,)."""
+        return Labels(self.classes, self.codes[rows])
+
+    @property
+    def given(self) -> np.ndarray:
+        """bool (N,): which rows have one."""
+        return self.codes >= 0
+
+    @property
+    def present(self) -> set[str]:
+        """The classes that have rows."""
+        return {self.classes[code] for code in np.unique(self.codes).tolist() if code >= 0}
+
+    def places(self, classes: Sequence[str]) -> np.ndarray:
+        """int64 (N,): place of each label among other ``classes``, -1 where it is none of them."""
+        place = {name: i for i, name in enumerate(classes)}
+        return np.array([*(place.get(name, -1) for name in self.classes), -1], np.int64)[self.codes]
+
+    def or_else(self, other: Labels) -> Labels:
+        """These, where there are none ``other``'s."""
+        theirs = np.where(other.given, other.codes + len(self.classes), -1)
+        return Labels((*self.classes, *other.classes), np.where(self.given, self.codes, theirs))
+
+
+def chunks(values: Iterable[Item]) -> Iterator[list[Item]]:
+    """``values``, some at a time."""
+    rest = iter(values)
+    while some := list(islice(rest, ROWS_AT_ONCE)):
+        yield some
