@@ -25,7 +25,8 @@ import sys, time
 from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 client, deadline = GcsClient(address=sys.argv[1]), int(1000 * (time.time() + float(sys.argv[2])))
-others = [found for found, node in client.get_all_node_info().items() if not node.is_head_node]
+nodes = client.get_all_node_info().items()
+others = [found for found, node in nodes if not node.is_head_node and node.state == node.ALIVE]
 for found in others:
     reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
     accepted, why = client.drain_node(found.hex(), reason, "spot", deadline)
@@ -66,6 +67,7 @@ class Raylets:
         self._head = HEAD if real else "127.0.0.1"
         self.address = f"{self._head}:6391"
         self.env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder, "RAY_ADDRESS": ""}
+        self.env |= {"RAY_health_check_period_ms": "1000"}  # a dead node is known after 5 s instead of 15
         if real:
             self.env["GLOO_SOCKET_IFNAME"] = HERE
 
@@ -149,6 +151,10 @@ class Command:
         found = any(text in line for line in self.lines)
         assert found or self.code is None, self._log.read_text()
         return found
+
+    def count(self, text: str) -> int:
+        """How many lines say it."""
+        return sum(text in line for line in self.lines)
 
     def stop(self) -> None:
         """SIGTERM."""
