@@ -1,13 +1,14 @@
-"""How many copies of its decoded images does a resident run hold, and how many does ``data.ingest`` count?
+"""How much memory does a resident run take, and how much does :func:`uno.data.ingest.peak_bytes` count?
 
-    python -m benchmarks.memory --output DIR                       # 0, 1 and 2 workers, into DIR/result.json
+    python -m benchmarks.memory --output DIR          # 0, 1 and 2 workers, three sizes, into DIR/result.json
+    python -m benchmarks.memory --output DIR --workers 2 --rows 2000 --cpus 8     # as Ray on so many CPUs
     python -m benchmarks.memory --output DIR --repository CHECKOUT --version before
 
-A run of `uno discover` with its evaluation, predictions and report is watched from outside: every .1 s the
-proportional set sizes (PSS, of /proc) of its process and all below it are added up, in which memory that
-processes share, as Ray's object store, counts once. Two sizes of the set tell what grows with it: copies =
-(peak of the large one - peak of the small one) / (decoded bytes of the large one - those of the small one).
-Images are PNG of a few hundred bytes, so that nothing but decoded pixels is large.
+A run of `uno discover` with its evaluation, predictions and report is watched from outside: every .1 s what
+its process and all below it hold is added up: their anonymous memory, and that of files in /dev/shm, which is
+Ray's object store, once, mapped or not. Pages of other files, which the kernel takes back, are left out. Of
+two sizes of the set, copies = (peak of the large one - peak of the small one) / (the same of decoded bytes).
+Images are PNG of a few hundred bytes, so that nothing but decoded pixels is large; the network is tiny.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import glob
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,7 @@ from PIL import Image
 
 from benchmarks.measure import environment
 from uno.config import Config, override
-from uno.data.ingest import num_copies
+from uno.data.ingest import peak_bytes
 
 SIDE, NUM_CLASSES, SAMPLE_S = 128, 10, 0.1
 OPTIONS = {
@@ -44,7 +46,8 @@ OPTIONS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rows", type=int, nargs="+", default=[2_000, 9_000])
+    parser.add_argument("--rows", type=int, nargs="+", default=[2_000, 10_000, 30_000])
+    parser.add_argument("--cpus", type=int, help="that Ray takes this machine for having")
     parser.add_argument("--repository", default=str(Path(__file__).parents[1]), help="whose `uno` is run")
     parser.add_argument("--version", default="now", help="what to call it")
     parser.add_argument("--output", required=True, help="directory of result.json, to which runs are added")
@@ -54,12 +57,12 @@ def main() -> None:
     for workers in options.workers:
         for num_rows in options.rows:
             with tempfile.TemporaryDirectory() as folder:
-                one = run(Path(folder), num_rows, workers, options.repository)
-            found["runs"].append({"version": options.version, "workers": workers, **one})
+                one = run(Path(folder), num_rows, workers, options.cpus, options.repository)
+            found["runs"].append({"version": options.version, **one})
+            print(json.dumps(found["runs"][-1]), flush=True)
             found = {
-                "question": "copies of the decoded images in a resident run",
+                "question": "memory of a resident run at its peak",
                 "command": "python -m benchmarks.memory --output DIR", **environment(),
-                "counted": {str(w): counted(w) for w in (0, 1, 2)},
                 "copies": copies(found["runs"]), "runs": found["runs"],
             }  # fmt: skip
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -67,16 +70,12 @@ def main() -> None:
     print(json.dumps(found["copies"], indent=1))
 
 
-def counted(workers: int) -> int:
-    """Copies that ``data.ingest`` auto takes for granted."""
-    return num_copies(override(Config(), {"compute.workers": workers}))
-
-
 def copies(runs: list[dict[str, Any]]) -> dict[str, float]:
     """By version and number of workers, from the runs of the fewest and of the most rows."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for one in sorted(runs, key=lambda one: one["rows"]):
-        groups.setdefault(f"{one['version']}, {one['workers']} workers", []).append(one)
+        cpus = f", {one['cpus']} CPUs" if one.get("cpus") else ""
+        groups.setdefault(f"{one['version']}, {one['workers']} workers{cpus}", []).append(one)
     return {
         name: round((some[-1]["peak_mb"] - some[0]["peak_mb"]) / grown, 2)
         for name, some in groups.items()
@@ -84,27 +83,35 @@ def copies(runs: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def run(folder: Path, num_rows: int, workers: int, repository: str) -> dict[str, float]:
-    """One run of `uno discover`, watched."""
+def run(folder: Path, num_rows: int, workers: int, cpus: int | None, repository: str) -> dict[str, Any]:
+    """One run of `uno discover`, watched: MB measured, MB estimated, and the ratio of the two."""
     write_set(folder / "set", num_rows)
     words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
     words += ["--data", f"parquet:{folder}/set", "--workers", str(workers), "--output", str(folder / "run")]
     command = [sys.executable, "-m", "pipelines.discover", *words]
     environ = {**os.environ, "PYTHONPATH": repository, "OMP_NUM_THREADS": "1"}
+    if cpus:
+        environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": cpus})
     process = subprocess.Popen(command, cwd=repository, env=environ, stdout=sys.stderr)
     peak = watched(process)
     if process.returncode:
         raise SystemExit(f"the run failed with code {process.returncode}")
-    return {"rows": num_rows, "decoded_mb": round(num_rows * 3 * SIDE**2 / 1e6), "peak_mb": round(peak / 1e6)}
+    config = override(Config(), {"compute.workers": workers})
+    estimate = peak_bytes(config, num_rows, 3 * SIDE**2, cpus)
+    return {
+        "workers": workers, "cpus": cpus, "rows": num_rows, "decoded_mb": round(num_rows * 3 * SIDE**2 / 1e6),
+        "peak_mb": round(peak / 1e6), "estimate_mb": round(estimate / 1e6),
+        "measured_to_estimate": round(peak / estimate, 3),
+    }  # fmt: skip
 
 
 def watched(process: subprocess.Popen) -> int:
-    """The largest sum of PSS over the process and all below it, in bytes, until it ends."""
+    """The most that the process and all below it hold at once, in bytes, until it ends."""
     peak, ended = 0, threading.Event()
     waiter = threading.Thread(target=lambda: (process.wait(), ended.set()))
     waiter.start()
     while not ended.wait(SAMPLE_S):
-        peak = max(peak, sum(map(pss, family(process.pid))))
+        peak = max(peak, held(family(process.pid)))
     waiter.join()
     return peak
 
@@ -122,13 +129,18 @@ def family(top: int) -> list[int]:
     return found
 
 
-def pss(number: int) -> int:
-    """Of one process, in bytes; 0 once it has ended."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{number}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return 1024 * int(line.split()[1])
-    return 0
+def held(numbers: list[int]) -> int:
+    """Anonymous memory of these processes and files in memory that they have open, in bytes."""
+    anonymous, files = 0, dict[int, int]()
+    for process in (Path(f"/proc/{number}") for number in numbers):
+        with suppress(OSError):  # it has ended
+            found = re.search(r"^Pss_Anon: *(\d+) kB", (process / "smaps_rollup").read_text(), re.M)
+            anonymous += 1024 * int(found[1]) if found else 0
+            for file in (process / "fd").iterdir():
+                if os.readlink(file).startswith("/dev/shm/"):
+                    status = file.stat()
+                    files[status.st_ino] = 512 * status.st_blocks
+    return anonymous + sum(files.values())
 
 
 def write_set(folder: Path, num_rows: int) -> None:

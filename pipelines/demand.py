@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor, nn
 
-from pipelines.features import on_features
+from pipelines.features import on_features, row_bytes
 from uno.config import OWN_ENCODERS, Config
 from uno.data.ingest import free_device_bytes, free_host_bytes
 from uno.data.splits import Task
@@ -19,23 +19,28 @@ SIDE = 64  # pixels of the image that is measured; convolutions keep as much for
 
 
 def check_demand(config: Config, task: Task) -> None:
-    """ConfigError: more threads than the cores can bear, or more memory than is free here. On other machines
+    """ConfigError: more threads than the cores can bear, or more memory than is free here, with the images of
+    a resident run, without what :func:`~uno.data.ingest.peak_bytes` counts for programs. On other machines
     (``RAY_ADDRESS``) and on GPUs that this one lacks nothing is known beforehand.
     """
     compute = config.compute
     if compute.workers and ("RAY_ADDRESS" in os.environ or compute.device == "cuda"):
         return
     num_threads(config)
-    free, where = free_host_bytes(), "memory"
+    free, where, num_rows = free_host_bytes(), "memory", len(task.rows)
     if not compute.workers and local_device(config).type == "cuda":
-        free, where = free_device_bytes(config) or free, "device memory"
+        free, where, num_rows = free_device_bytes(config) or free, "device memory", sum(task.sizes)
     parts = needed_bytes(config, task, free)
-    needed = sum(parts.values()) * max(1, compute.workers)
+    images = num_rows * row_bytes(config) if config.data.ingest == "resident" else 0
+    needed = sum(parts.values()) * max(1, compute.workers) + images
     if needed > free:
         listed = ", ".join(f"{name} {spent / GB:.1f} GB" for name, spent in parts.items() if spent > 1e8)
-        each = f" in each of {compute.workers} workers" if compute.workers > 1 else ""
+        listed += f" in each of {compute.workers} workers" if compute.workers > 1 else ""
         advice = "lower --batch-size, --augment.large.size, the encoder or --objective.queue-size"
-        text = f"this run needs at least {needed / GB:.1f} GB of {where} ({listed}{each}), "
+        if images > needed / 2:
+            listed = f"{num_rows:,} images {images / GB:.1f} GB"
+            advice = "use --data.ingest streaming, or --limit"
+        text = f"this run needs at least {needed / GB:.1f} GB of {where} ({listed}), "
         raise ConfigError(f"{text}{free / GB:.1f} GB are free; {advice}")
 
 

@@ -154,6 +154,11 @@ def fill_cache(config: Config) -> int:
     return 0
 
 
+def row_bytes(config: Config) -> int:
+    """Of one image that a resident run keeps: decoded, or as the features of a frozen encoder."""
+    return feature_bytes(config) if config.model.trainable == "heads" else 3 * config.data.store_size**2
+
+
 def feature_bytes(config: Config) -> int:
     """Of one row's features in memory."""
     width = build_encoder(config.model).num_features

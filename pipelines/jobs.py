@@ -3,8 +3,8 @@
 import json
 import re
 import tempfile
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from pipelines import nodes
 from pipelines.console import Progress, on_stop, say, silence, stopped_at_once
 from pipelines.demand import check_demand
-from pipelines.features import feature_bytes, load_images, on_features
+from pipelines.features import load_images, on_features, row_bytes
 from pipelines.forecast import forecast
 from pipelines.inference import own_task, predict_run, unlabeled_rows
 from pipelines.options import Options
@@ -100,12 +100,12 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
             claim.storage.write(ESTIMATE_FILE, estimate)
         for line in forecast(config, task, claim.storage, phases):
             say(line)
-        values, task = _execute(Job(config, task, phases, evaluate, claim))
-        if not evaluate:
-            say(f"finished: {storage.uri}")
-            return 0
-        with stopped_at_once("stopped before the run was finished; resume with the same command"):
-            _finish(config, claim.storage, task, values, report)
+        with _executed(Job(config, task, phases, evaluate, claim)) as (values, task):
+            if not evaluate:
+                say(f"finished: {storage.uri}")
+                return 0
+            with stopped_at_once("stopped before the run was finished; resume with the same command"):
+                _finish(config, claim.storage, task, values, report)
     _show(storage, values)
     return 0
 
@@ -128,10 +128,10 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
             model = load_classifier(storage)
             with_alignment(model, claim.storage, decoder(model, task.rows), unlabeled_rows(task))
         before = directory.read_results(storage)
-        values, task = _execute(Job(config, task, (), True, claim))
-        if values != before and storage.exists(REPORT):
-            with stopped_at_once("stopped; nothing was changed"):
-                write_report(config, claim.storage, task, device=local_device(config), metrics=values)
+        with _executed(Job(config, task, (), True, claim)) as (values, task):
+            if values != before and storage.exists(REPORT):
+                with stopped_at_once("stopped; nothing was changed"):
+                    write_report(config, claim.storage, task, device=local_device(config), metrics=values)
         _write_results(claim.storage, values)
         if storage.exists(f"model/{CARD_FILE}"):
             _write_card(claim.storage, load_classifier(storage), values)
@@ -160,8 +160,8 @@ def apply_classes(claim: lock.Claim, model: Classifier, edited: list[OutputClass
     model = replace(model, classes=edited)
     if task is not None:
         model = with_alignment(model, storage, decoder(model, task.rows), unlabeled_rows(task))
-        measured, task = _execute(Job(config, task, (), measure, claim))
-        values = measured or values
+        with _executed(Job(config, task, (), measure, claim)) as (measured, task):  # without Ray
+            values = measured or values
     if predict:
         assert task is not None
         model, summary = predict_run(config, storage, task, model)
@@ -262,10 +262,8 @@ def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Conf
         say(line)
     asked = config if config.data.ingest == "auto" else override(config, {"compute.workers": 0})
     free = nodes.free_memory(asked)
-    needs_images, row_bytes = registry.load(config).needs_images, 3 * config.data.store_size**2
-    if config.model.trainable == "heads":
-        row_bytes = feature_bytes(config)
-    chosen, reason = ingest.choose(config, len(task.rows), row_bytes, *free, needs_images)
+    needs_images = registry.load(config).needs_images
+    chosen, reason = ingest.choose(config, len(task.rows), row_bytes(config), *free, needs_images)
     say(f"data: {reason}")
     to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
     return override(config, {"data.ingest": chosen}), None if to_load else task
@@ -322,21 +320,25 @@ def _unseen(task: Task) -> tuple[int, int]:
     return own, int((~task.is_train).sum()) - own
 
 
-def _execute(job: Job) -> tuple[dict[str, float], Task]:
-    """Heal the directory, train and evaluate, here or on Ray: the metrics, and the task with its images."""
+@contextmanager
+def _executed(job: Job) -> Iterator[tuple[dict[str, float], Task]]:
+    """Heal the directory, train and evaluate, here or on Ray: metrics, and the task with its images, which
+    may be gone afterwards.
+    """
     config, storage = job.config, job.claim.storage
     for line in directory.heal(storage):
         say(f"warning: {line}")
     reached = [(phase, steps[-1]) for phase in job.phases if (steps := checkpoint_steps(storage, phase))]
     if reached:
         say("resuming at {} step {}".format(*reached[-1]))
-    with Progress(interval=config.train.log_every) as progress:
-        execute = _run_here if config.compute.workers == 0 else run_on_ray
-        done = execute(job, faults.in_driver(progress, storage))
-    if config.data.ingest == "streaming" and storage.exists(BAD_SAMPLES):
-        count = len(storage.read(BAD_SAMPLES).splitlines())
-        say(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")
-    return done
+    with ExitStack() as until:
+        with Progress(interval=config.train.log_every) as progress:
+            execute = partial(run_on_ray, until=until) if config.compute.workers else _run_here
+            done = execute(job, faults.in_driver(progress, storage))
+        if config.data.ingest == "streaming" and storage.exists(BAD_SAMPLES):
+            count = len(storage.read(BAD_SAMPLES).splitlines())
+            say(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")
+        yield done
 
 
 def _run_here(

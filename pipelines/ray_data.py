@@ -28,7 +28,7 @@ from uno.crops import Cropper
 from uno.data import stream
 from uno.data.decode import BadRows, Decoded, Interpolation, decode_many, readable
 from uno.data.files import Storage, full_path
-from uno.data.ingest import free_host_bytes
+from uno.data.ingest import ROWS_PER_BLOCK, free_host_bytes
 from uno.data.kept import Kept
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
@@ -38,7 +38,6 @@ from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, TrainData
 from uno.data.tables import ParquetImages
 from uno.errors import UnoError
 
-ROWS_PER_BLOCK = 2048  # of a resident set; a task is a process at first, which takes seconds to import torch
 ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
 EXECUTION_BYTES = 128 * 2**20  # of images that are in memory and travel to their tasks
 CHUNKS_PER_CPU = 32  # of an execution

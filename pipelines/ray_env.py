@@ -39,9 +39,10 @@ AUTH_MODE = "RAY_AUTH_MODE"  # disabled for a private cluster here; of another o
 
 
 @contextmanager
-def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
+def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = True) -> Iterator[Any]:
     """The ``ray`` module, connected: to the cluster of ``RAY_ADDRESS`` (set in Ray jobs), else to one started
-    here with that object store. What is connected already is left running. ``workers``: the user is told.
+    here with that object store, which ``keep_idle`` processes of tasks, one for each CPU, or ends them a
+    second after their last. What is connected already is left running. ``workers``: the user is told.
     """
     address = os.environ.get(ADDRESS)
     for name, value in (ENVIRONMENT if address else ENVIRONMENT | {AUTH_MODE: "disabled"}).items():
@@ -63,6 +64,8 @@ def connect(store_bytes: int | None = None, workers: int = 0) -> Iterator[Any]:
         options: dict[str, Any] = {"runtime_env": {"env_vars": variables}}
     else:
         options = {"address": "local", "include_dashboard": True, "object_store_memory": store_bytes}
+        if not keep_idle:
+            options["_system_config"] = {"num_workers_soft_limit": 0}
     on_term = signal.getsignal(signal.SIGTERM)
     # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; ignoring is inherited.
     ours = (signal.SIGINT, signal.SIGHUP) if in_main_thread() else ()

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -180,9 +180,12 @@ class Job(NamedTuple):
     claim: Claim
 
 
-def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[str, float], Task]:
+def run_on_ray(
+    job: Job, show: Callable[[dict[str, Any]], None], until: ExitStack
+) -> tuple[dict[str, float], Task]:
     """Ray Data decodes, Ray Train trains, this process follows ``metrics.jsonl`` for ``show``. Returns rank
-    0's metrics, and the task with whatever images were decoded for an evaluation.
+    0's metrics, and the task with whatever images were decoded for an evaluation, which are in Ray's store
+    ``until`` is closed.
     """
     config, task, storage = job.config, job.task, job.claim.storage
     stopping = threading.Event()
@@ -195,7 +198,9 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
     store = ray_data.store_bytes(config.compute.workers) if streams else None
     if not streams and not on_features(config):
         store = ray_data.resident_store_bytes(len(task.rows), side)
-    with on_stop(stop, STOPPING), ray_env.connect(store, config.compute.workers) as ray:
+    with on_stop(stop, STOPPING), ExitStack() as own:
+        connected = ray_env.connect(store, config.compute.workers, keep_idle=streams)
+        ray = (own if streams or on_features(config) else until).enter_context(connected)
         nodes.await_place(config, stopping.is_set, nodes.growth_s())
         for line in advice(config, ray.cluster_resources(), crop_rate(config, task) if streams else None):
             say(line)
@@ -218,8 +223,8 @@ def run_on_ray(job: Job, show: Callable[[dict[str, Any]], None]) -> tuple[dict[s
         facts = ray_data.shared(ray, config, task, reasons, found, images)
         values = run_workers(ray, job, facts, poll, stopping.is_set)
         if reasons is not None and job.evaluate:  # the report and the predictions need no other decoding
-            pixels = ray_data.pixels_of(ray.get(facts["images"]), side)[:] if found is None else found
-            task = keep_pixels(task, pixels, reasons)
+            kept = ray_data.pixels_of(ray.get(facts["images"]), side) if found is None else found
+            task = keep_pixels(task, kept, reasons)
         return values, task
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from pipelines import ray_env
 from pipelines.console import Progress, on_stop, say
-from pipelines.features import feature_bytes, load_images
+from pipelines.features import feature_bytes, load_images, row_bytes
 from pipelines.inference import own_task
 from pipelines.jobs import as_stored, prepare, starting_weights
 from pipelines.options import Options
@@ -152,8 +152,7 @@ def check_memory(options: SweepOptions, num_rows: int) -> None:
     config, told = options.config, options.config.data.ingest
     frozen, at_once = config.model.trainable == "heads", min(options.concurrent or 1, options.trials)
     copies = 2 + at_once * max(1, config.compute.workers)
-    row_bytes = feature_bytes(config) if frozen else 3 * config.data.store_size**2
-    needed, budget = num_rows * row_bytes / 1e9, SHARE * free_host_bytes() / copies / 1e9
+    needed, budget = num_rows * row_bytes(config) / 1e9, SHARE * free_host_bytes() / copies / 1e9
     if told == "resident" or (told == "auto" and needed <= budget):
         return
     what = "of features" if frozen else "decoded"

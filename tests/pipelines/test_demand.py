@@ -48,6 +48,16 @@ def test_more_than_there_is_is_refused_and_elsewhere_nothing_is_known(task, monk
         check_demand(config, task)
     with pytest.raises(ConfigError, match="in each of 2 workers"):
         check_demand(small_config(compute__workers=2), task)
+    images = len(task.rows) * 3 * 1000**2  # which two workers share
+    kept = {"data__ingest": "resident", "data__store_size": 1000, "compute__workers": 2}
+    monkeypatch.setattr(demand, "free_host_bytes", lambda: images + 2 * needed)
+    check_demand(small_config(**kept), task)
+    monkeypatch.setattr(demand, "free_host_bytes", lambda: images)
+    with pytest.raises(
+        ConfigError, match=r"\(400 images 1\.2 GB\), 1\.2 GB are free; use --data\.ingest str"
+    ):
+        check_demand(small_config(**kept), task)
+    check_demand(small_config(data__ingest="streaming", data__store_size=1000), task)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     check_demand(small_config(compute__workers=2), task)
 

@@ -302,14 +302,16 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     output = tmp_path / "run"
     argv = ["pretrain", *SMALL, "--workers", "0", "--output", str(output), "--max-steps", "2"]
     monkeypatch.setattr("uno.data.ingest.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("uno.data.ingest.own_bytes", lambda: 0)
     assert cli.main(argv) == 0
-    assert "data: streaming, 76.8 kB decoded, budget 600 bytes (60% of free" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "data: streaming, 76.8 kB decoded, in memory 900 MB with all programs, budget 0 bytes (60%" in said
     assert "ingest: streaming" in (output / "config.yaml").read_text()
     monkeypatch.setattr("uno.data.ingest.free_host_bytes", lambda: 10**12)
     assert cli.main(argv) == 0
     assert "other settings: data.ingest" in refused(capsys, 2, *argv, "--data.ingest", "resident")
     assert cli.main([*argv, "--fresh"]) == 0
-    assert "data: resident, 76.8 kB decoded, budget 600 GB" in capsys.readouterr().out
+    assert "with all programs, budget 599 GB" in capsys.readouterr().out
 
 
 def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):

@@ -54,7 +54,9 @@ def test_the_first_and_the_last_step_of_a_method(name, world_size):
 
 @WORLDS
 def test_streamed_batches(tmp_path, world_size, monkeypatch):
-    """Crops made on the host become views on the device. Kills: labels whose copy waits, pages not locked."""
+    """Crops made on the host become views on the device. Kills: labels whose copy waits, pages not locked,
+    a process alone that asks its device for what it knows.
+    """
     packed = stream.pack
     pinned = []
     monkeypatch.setattr(stream, "pack", lambda *facts: pinned.append(facts[-1]) or packed(*facts[:-1], False))
@@ -64,6 +66,7 @@ def test_streamed_batches(tmp_path, world_size, monkeypatch):
         train = stream.streaming_set(config, task, Storage(str(tmp_path))).to("cuda")
         plan = run.plans(config, *task.sizes, world_size)[run.DISCOVER]
         with closing(train.batches(config, plan, 0, world_size, 3)) as batches:
+            mode.strict = world_size == 1  # several ask each other which images cannot be read
             batches(0)
             mode.strict = True
             batch = batches(1)

@@ -186,7 +186,11 @@ class BadRows:
         return len(self._reasons)
 
     def sync(self, device: torch.device) -> None:
-        """Tell each other, all workers at the same time, and list the rows as :func:`check_bad`."""
+        """Tell each other, all workers at the same time, and list the rows as :func:`check_bad`. Of several
+        workers the host waits for ``device``.
+        """
+        alone = not collectives.in_group()
+        device = torch.device("cpu") if alone else device
         if not collectives.sum_(torch.tensor([float(len(self._reasons) > self._synced)], device=device)):
             return
         flags = torch.zeros(len(self._ids), device=device)

@@ -79,12 +79,13 @@ class EvalSet:
         return ((some, of) for some, of in zip(images, truth, strict=False) if len(of))
 
 
-def keep_pixels(task: Task, images: Tensor, reasons: list[str | None]) -> Task:
+def keep_pixels(task: Task, images: Tensor | Kept, reasons: list[str | None]) -> Task:
     """``task`` with the result of :func:`~uno.data.decode.decode_many`: what comes later decodes nothing; or
     with cached features: what comes later needs no encoder.
     """
     if images.ndim == 4:
-        kept: Any = Decoded(task.rows.images, images.numpy(), reasons)
+        pixels = images if isinstance(images, Kept) else Kept([images])
+        kept: Any = Decoded(task.rows.images, pixels, reasons)
     else:
         kept = Featured(task.rows.images, images[:, 0].clone(), reasons)
     return replace(task, rows=replace(task.rows, images=kept))

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from uno.data.columns import ROWS_AT_ONCE, Ids, Labels
 from uno.data.files import full_path
+from uno.data.kept import Kept
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
 
@@ -103,14 +104,16 @@ class Decoded:
     """Decoded images, uint8 ``pixels`` (N,3,S,S); one with a reason against it is as it was in ``source``."""
 
     source: Images
-    pixels: np.ndarray
+    pixels: Kept
     reasons: Sequence[str | None]
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def __getitem__(self, row: int) -> Image:
-        return self.pixels[row].transpose(1, 2, 0) if self.reasons[row] is None else self.source[row]
+        if self.reasons[row] is not None:
+            return self.source[row]
+        return self.pixels.row(row).numpy().transpose(1, 2, 0)
 
     def facts(self, rows: np.ndarray) -> Iterator[bytes]:
         """Those of the source: decoding does not make another data set of it."""
