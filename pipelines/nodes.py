@@ -21,7 +21,7 @@ from uno.errors import ConfigError, Interrupted, UnoError, one_line
 TELL_S = 30.0  # between two lines on what is waited for
 GROWTH_S = 600.0  # nodes of a cloud take minutes to start
 ASK_S = 60.0  # for what is free on the nodes of workers
-LOOK_S = 5.0  # between two looks for nodes that leave
+LOOK_S = 2.0  # between two looks for nodes that leave
 
 Resources = dict[str, float]
 
