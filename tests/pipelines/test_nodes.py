@@ -165,6 +165,7 @@ def test_a_node_that_leaves_is_noticed_once_and_only_where_workers_are(monkeypat
         return found
 
     monkeypatch.setattr(nodes, "look", look)
+    monkeypatch.setattr(nodes, "LOOK_S", 5)
     notices = Notices(lambda: hosts, lambda: now[0])
     for now[0] in range(1, 11):
         assert not notices.new()
