@@ -226,7 +226,7 @@ def own_request(frozen_request, tmp_path):
 def test_a_table_on_ones_own_images(own_request, tmp_path):
     """In the words of uno discover; cells know their data wherever they run. Kills: a table's own data
     besides, features for each method, a start or a prior that is UNO's for others, two rows of one
-    configuration, data told as if it were a change.
+    configuration, data told as if it were a change, a rate for frozen features elsewhere, or above one given.
     """
     asked = own_request("sota", "--discover.epochs", "2")
     found = {cell.row.key: cell.config for cell in asked.cells}
@@ -248,9 +248,10 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
     assert "same cached features" in asked.table.notes[1]
     jobs = tables.plan(asked)
     assert [job.name.partition("/")[0] for job in jobs] == ["features", *["cells"] * 11]
-    assert (
-        own_request("sota", "--model.start", "random", "--rows", "rs").cells[0].config.model.start == "random"
-    )
+    assert found["uno"].discover.base_lr == found["iic"].discover.base_lr < found["rs"].discover.base_lr
+    assert {cell.config.discover.base_lr for cell in request(["sota"]).cells} == {0.1}
+    rs = own_request("sota", "--model.start", "random", "--discover.base-lr", "0.5", "--rows", "rs").cells[0]
+    assert (rs.config.model.start, rs.config.discover.base_lr) == ("random", 0.5)
 
 
 def test_rows_that_own_images_refuse_are_told(own_request):

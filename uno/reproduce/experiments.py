@@ -60,11 +60,13 @@ class Evaluation(Entry):
 class Row(Entry):
     """What is trained, or another reading of what another row (``of``) trained; ``metric`` is then read of
     novel rows. ``claim``: what its paper says against ``versus``. ``series`` and ``x`` place it in a chart.
+    ``frozen``: settings of its method where the encoder is frozen, unless the command line has others.
     """
 
     key: str
     name: str
     overrides: dict[str, Any] = {}
+    frozen: dict[str, Any] = {}
     of: str | None = None
     head: str = "best"
     metric: str | None = None
@@ -209,8 +211,8 @@ def cells(
 ) -> tuple[list[Cell], dict[str, str]]:
     """All runs of a table, seed by seed, so that an unfinished table compares complete seeds; and why others
     are refused, by name: what a row changes does not go with the rest. A configuration is preset < data set
-    < what the authors of the row's method set there < ``changes`` < row < seed. ConfigError: that of the row
-    which others are compared to is none.
+    < what the authors of the row's method set there < what it needs on a frozen encoder < ``changes`` < row <
+    seed. ConfigError: that of the row which others are compared to is none.
     """
     found, refused = list[Cell](), dict[str, str]()
     for benchmark in table.benchmarks:
@@ -218,9 +220,11 @@ def cells(
         base = preset(benchmark.preset, str(changes.get("recipe", "paper")))
         base = override(base, {"data.source": source, **benchmark.overrides})
         own_changes = sized(base, changes)
+        frozen = own_changes.get("model.trainable", base.model.trainable) == "heads"
         for row in (row for row in table.rows if row.of is None):
             method = str(row.overrides.get("method", changes.get("method", base.method)))
-            own = {**settings(method, benchmark.preset), **own_changes, **row.overrides}
+            own = {**settings(method, benchmark.preset), **(row.frozen if frozen else {})}
+            own |= {**own_changes, **row.overrides}
             try:
                 some = [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]
             except ConfigError as error:
