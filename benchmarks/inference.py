@@ -1,13 +1,16 @@
-"""What do a million rows cost ``uno predict`` and ``uno data pack``: seconds, and memory of the driver?
+"""What do a million rows cost ``uno predict``, ``uno data pack`` and features of a frozen encoder: seconds,
+and memory of the driver?
 
     python -m benchmarks.inference predict --rows 1000000 --workers 2
 
 prints one JSON row. The rows are random PNGs of 8 x 8 pixels, made here and written as Parquet
 (``--file-rows`` a file, groups of 1,000, a label, no id); the model is that of the digits with random
 weights, each command a process of its own. ``peak_mib`` is the largest resident memory of that process, not
-of Ray's; ``steady_rows_per_s`` is between the first and the last tenth of the partitions.
-``--kill`` kills it, -9, when half of the partitions are there, and repeats the command: what was kept, and
-whether the table is that of a command that nobody killed. ``--cores`` confines it to so many cores.
+of Ray's; ``steady_rows_per_s`` is between the first and the last tenth of the partitions. ``table`` is a hash
+of all that is in the result: of a pack ids, labels and images, and ``same_rows`` says that they are those of
+the source; of features their files. ``--kill`` kills it, -9, when half of the partitions are there, and
+repeats the command: what was kept, and whether the whole table is that of a command that nobody killed.
+``--cores`` confines it to so many cores.
 """
 
 import argparse
@@ -116,12 +119,54 @@ def digest(path: Path) -> tuple[int, str]:
     return num, found.hexdigest()[:16]
 
 
+def contents(folder: Path, ids: bool) -> tuple[int, str]:
+    """Rows of the Parquet files of a folder, and a hash of their ids (or, without, FILE#NUMBER), labels and
+    images, in whatever order.
+    """
+    total = num = 0
+    for path in sorted(folder.glob("t*.parquet")):
+        with pq.ParquetFile(path) as file:
+            start, columns = num, ["image", "label", *(["id"] if ids else [])]
+            for batch in file.iter_batches(columns=columns):
+                names = (
+                    batch["id"].to_pylist()
+                    if ids
+                    else [f"{path.name}#{num - start + i}" for i in range(len(batch))]
+                )
+                for name, label, image in zip(
+                    names, batch["label"].to_pylist(), batch["image"].to_pylist(), strict=True
+                ):
+                    total += int.from_bytes(
+                        hashlib.blake2b(f"{name} {label} ".encode() + image).digest()[:8], "big"
+                    )
+                num += len(batch)
+    return num, f"{total % 2**64:016x}"
+
+
+def fill(options: argparse.Namespace) -> int:
+    """The process that is measured: what the cache lacks of the features of all rows."""
+    from pipelines.features import fill_cache
+
+    changes = {
+        "data.source": f"parquet:{data_of(options)}", "data.known_classes": "1,3", "data.num_novel": 5,
+        "model.trainable": "heads", "model.weights": str(options.folder / "encoder.safetensors"),
+        "augment.small.num_views": 0, "augment.cached_views": 3, "compute.workers": options.workers,
+        "compute.cache": str(options.folder / "out"), "output": str(options.folder / "out" / "run"),
+    }  # fmt: skip
+    return fill_cache(override(preset("digits"), changes))
+
+
+def data_of(options: argparse.Namespace) -> Path:
+    """Where the rows are."""
+    return Path(options.folder) / f"rows-{options.rows}-{options.file_rows}"
+
+
 def main() -> int:
     """Measure and print one row."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["predict", "pack"])
+    parser.add_argument("what", choices=["predict", "pack", "features", "fill"])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--file-rows", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=0)
@@ -129,63 +174,73 @@ def main() -> int:
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--folder", type=Path, help="keeps data and run, for the next measurement")
     options = parser.parse_args()
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="uno-bench-"))
+    if options.what == "fill":
+        return fill(options)
+    kept, options.folder = options.folder, options.folder or Path(tempfile.mkdtemp(prefix="uno-bench-"))
     try:
-        print(json.dumps(measure(options, folder)))
+        print(json.dumps(measure(options, options.folder)))
     finally:
-        if options.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if kept is None:
+            shutil.rmtree(options.folder, ignore_errors=True)
     return 0
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One command, or with ``--kill`` two and one that nobody kills."""
-    data, out = folder / f"rows-{options.rows}-{options.file_rows}", folder / "out"
+    data, out = data_of(options), folder / "out"
     if not data.exists():
         write_rows(data, options.rows, options.file_rows)
     if not (folder / "run").exists():
         write_run(folder / "run")
+        shutil.copy(folder / "run" / "model" / "encoder.safetensors", folder / "encoder.safetensors")
     shutil.rmtree(out, ignore_errors=True)
-    source = ["--data", f"parquet:{data}", "--output", str(out), "--workers", str(options.workers)]
+    workers = ["--workers", str(options.workers)]
+    source = ["--data", f"parquet:{data}", "--output", str(out), *workers]
     if options.what == "predict":
-        command, parts, pattern = (
-            ["pipelines.predict", str(folder / "run"), *source],
-            out / "_shards",
-            "*.parquet",
-        )
-    else:
+        command, pattern = ["pipelines.predict", str(folder / "run"), *source], "_shards/*.parquet"
+    elif options.what == "pack":
         known = ["--known-classes", "1,3", "--shard-mb", "1"]
-        command, parts, pattern = ["pipelines.data", "pack", *source, *known], out, "t*.parquet"
+        command, pattern = ["pipelines.data", "pack", *source, *known], "t*.parquet"
+    else:
+        sizes = ["--rows", str(options.rows), "--file-rows", str(options.file_rows), "--folder", str(folder)]
+        command, pattern = ["benchmarks.inference", "fill", *sizes, *workers], "features/*/0*.safetensors"
     row: dict[str, Any] = {
         "question": f"seconds and memory of the driver of uno {options.what}",
         "command": f"python -m benchmarks.inference {' '.join(sys.argv[1:])}".strip(),
         **environment(), "load_average": round(os.getloadavg()[0], 1),
     }  # fmt: skip
-    found = run(command, options.cores, parts, pattern)
+
+    def table() -> tuple[int, str]:
+        if options.what == "predict":
+            return digest(out / "predictions.parquet")
+        if options.what == "pack":
+            return contents(out, True)
+        names = sorted(path.name for path in out.glob(pattern))  # which hold hashes of what is in them
+        return options.rows, hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+
+    found = run(command, options.cores, out, pattern)
     rate = found.pop("parts_per_s") * options.rows / max(found["parts"], 1)
     row |= {"rows": options.rows, "workers": options.workers, "cores": options.cores, **found}
-    row |= {"rows_per_s": round(options.rows / found["seconds"]), "steady_rows_per_s": round(rate)}
-    if options.what == "predict":
-        row["rows_out"], row["table"] = digest(out / "predictions.parquet")
-    else:
-        row["rows_out"] = json.loads((out / "pack.json").read_text())["packed"]
+    row |= {
+        "rows_per_s": round(options.rows / found["seconds"]),
+        "steady_rows_per_s": round(rate) if rate == rate else None,
+    }
+    row["rows_out"], row["table"] = table()
+    if options.what == "pack":
+        row["same_rows"] = contents(data, False) == (row["rows_out"], row["table"])
     if options.kill:
         shutil.rmtree(out)
-        killed = run(command, options.cores, parts, pattern, kill_at=found["parts"] // 2)
-        kept = {path.name: path.stat().st_mtime_ns for path in parts.glob(pattern)}
-        again = run(command, options.cores, parts, pattern)
+        killed = run(command, options.cores, out, pattern, kill_at=found["parts"] // 2)
+        kept = {path: path.stat().st_mtime_ns for path in out.glob(pattern)}
+        again = run(command, options.cores, out, pattern)
+        there = [path.exists() and path.stat().st_mtime_ns == at for path, at in kept.items()]
         row["killed"] = {
             "seconds": killed["seconds"], "parts_kept": len(kept), "seconds_after": again["seconds"],
-            "rows_a_part": round(options.rows / found["parts"]),
+            "rows_a_part": round(options.rows / found["parts"]), "parts_untouched": sum(there),
+            "same_table": table() == (row["rows_out"], row["table"]),
         }  # fmt: skip
         if options.what == "predict":
-            row["killed"]["same_table"] = digest(out / "predictions.parquet") == (
-                row["rows_out"],
-                row["table"],
-            )
-        else:
-            same = [(out / name).stat().st_mtime_ns == at for name, at in kept.items()]
-            row["killed"]["parts_untouched"] = sum(same)
+            row["killed"].pop("parts_untouched")  # joined, they go
     return row
 
 

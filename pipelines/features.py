@@ -2,8 +2,11 @@
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,8 @@ from torch import Tensor
 
 from pipelines import ray_env
 from pipelines.console import Progress, on_stop, say
-from pipelines.ray_data import image_columns, images_of, parquet_images
+from pipelines.partitions import through_model
+from pipelines.ray_data import bytes_of, image_columns, images_of, parquet_images, pixel_column
 from uno.config import Config, to_dict
 from uno.data import features
 from uno.data.decode import ahead, decode_many
@@ -29,6 +33,7 @@ from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
 
 INTERVAL_S = 10.0  # between two lines of progress
+TASK_SHARDS = 8  # that a task decodes, at most: a row group of Parquet has more rows than a shard
 
 Show = Callable[[dict[str, Any]], None]
 
@@ -45,18 +50,19 @@ def load_features(
         raise ConfigError("model.trainable heads needs --weights: what trained the encoder that is frozen")
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
-    cache = FeatureCache(Storage(features.cache_directory(config)), job)
+    place = Storage(features.cache_directory(config))
+    cache = FeatureCache(place, job)
 
     def compute(numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         rows = sum(len(job.rows(number)) for number in numbers)
         have = f", {len(task.rows) - rows:,} are there" if rows < len(task.rows) else ""
         say(f"features: {rows:,} images through {config.model.encoder}{have}; kept in {cache.path}")
         if ray is not None:
-            found = compute_on_ray(ray, job, encoder, numbers)
+            found = compute_on_ray(ray, job, encoder, numbers, place)
         else:
             threads = num_threads(config)
             shards = features.compute_here(job, encoder.to(local_device(config)), numbers, threads)
-            found = ((number, pack_shard(shard)) for number, shard in shards)
+            found = cache.keep((number, pack_shard(shard)) for number, shard in shards)
         for number, data in found:
             yield number, data
             if should_stop():
@@ -75,73 +81,92 @@ def load_features(
 
 
 def compute_on_ray(
-    ray: Any, job: FeatureJob, encoder: torch.nn.Module, numbers: Sequence[int]
+    ray: Any, job: FeatureJob, encoder: torch.nn.Module, numbers: Sequence[int], storage: Storage
 ) -> Iterator[tuple[int, bytes]]:
-    """Shards in any order, as :func:`~uno.data.features.pack_shard` makes them, computed by actors that hold
-    the encoder. Paths must lead to their images from every node.
-    """
-    config, images = job.config, job.task.rows.images
-    resources, workers = ray_env.worker_resources(config, ray.cluster_resources()), config.compute.workers
-    threads = num_threads(config, workers)
+    """Shards ``numbers``, which grow, once they are stored in the cache directory: bit for bit as here."""
+    config, source = job.config, parquet_images(job.task.rows.images)
     state = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
-    shared = ray.put((to_dict(config), safetensors.torch.save(state)))
-    blocks = [shard_block(job, numbers[i : i + threads]) for i in range(0, len(numbers), threads)]
-    whole = {"batch_format": "pyarrow", "batch_size": None}
-    arguments = shared, "cuda" if "GPU" in resources else "cpu", threads, parquet_images(images)
-    results = ray.data.from_arrow(blocks).map_batches(
-        Featurizer, fn_constructor_args=arguments, num_cpus=resources["CPU"],
-        num_gpus=resources.get("GPU", 0), compute=ray.data.ActorPoolStrategy(size=workers), **whole,
-    )  # fmt: skip
-    for table in results.iter_batches(**whole):
-        for number, data, error in zip(*(column.to_pylist() for column in table.columns), strict=True):
-            if error is not None:
-                raise ConfigError(error)
-            yield number, data
+    decode = partial(decode_block, config=config, source=None if source is None else ray.put(source))
+    at_once = max(1, min(TASK_SHARDS, len(numbers) // (4 * config.compute.workers)))
+    blocks = (shard_block(job, numbers[i : i + at_once]) for i in range(0, len(numbers), at_once))
+    loaded = (ray.put((to_dict(config), safetensors.torch.save(state))),)
+    write = partial(write_part, key=job.key, num_views=1 + config.augment.cached_views)
+    sizes = features.SHARD_ROWS, features.SHARD_ROWS, features.row_bytes(config)
+    stored = through_model(ray, config, storage, blocks, decode, Featurizer, loaded, write, *sizes)
+    for number, data in stored:
+        if data is None:
+            raise features.not_finite(config)
+        yield number, data
 
 
 def shard_block(job: FeatureJob, numbers: Sequence[int]) -> pa.Table:
-    """The rows of some shards as they travel: ``number`` of the shard, ``in_training``, and the image."""
+    """The rows of some shards as they travel: ``row``, ``in_training``, and the image."""
     rows = np.concatenate([job.rows(number) for number in numbers])
     columns = image_columns(*base(job.task.rows.images, rows))
-    which = {"number": rows // features.SHARD_ROWS, "in_training": job.task.is_train[rows]}
-    return pa.table({**{name: pa.array(values) for name, values in which.items()}, **columns})
+    return pa.table({"row": rows, "in_training": job.task.is_train[rows], **columns})
+
+
+def decode_block(block: pa.Table, config: Config, source: Any) -> Iterator[pa.Table]:
+    """A task: a :func:`shard_block` -> its rows with ``pixels``, a shard at a time."""
+    import ray
+
+    torch.set_num_threads(1)
+    source = None if source is None else ray.get(source)
+    images, rows = images_of(block, source), block["row"].to_numpy()
+    in_training, size = block["in_training"].to_numpy(), features.ROWS_AT_ONCE
+    for shard in range(0, len(rows), features.SHARD_ROWS):  # whole: the writer gets them so
+        own = slice(shard, shard + features.SHARD_ROWS)
+        pieces = [slice(i, min(i + size, own.stop)) for i in range(*own.indices(len(rows))[:2], size)]
+        found = [features.decode_rows(config, int(rows[p.start]), images[p], in_training[p]) for p in pieces]
+        pixels, viewed, why = zip(*found, strict=True)
+        facts = {"row": rows[own], "viewed": np.concatenate(viewed)}
+        reasons = pa.array(chain.from_iterable(why), pa.string())
+        yield pa.table({**facts, "reason": reasons, "pixels": pixel_column(np.concatenate(pixels))})
 
 
 class Featurizer:
-    """An actor of the pool: loads the encoder once, then computes shard after shard."""
+    """An actor of the pool: loads the encoder once, then computes features of block after block."""
 
-    def __init__(self, shared: Any, device: str, threads: int, parquet: Any) -> None:
+    def __init__(self, device: str, threads: int, shared: Any) -> None:
         import ray
 
         tree, weights = ray.get(shared)
-        self._config, self._threads, self._parquet = Config.model_validate(tree), threads, parquet
+        self._config, self._threads = Config.model_validate(tree), threads
         encoder = build_encoder(self._config.model)
         encoder.load_state_dict(safetensors.torch.load(weights))
         self._encoder = encoder.eval().requires_grad_(False).to(device).to(memory_format=torch.channels_last)
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """A :func:`shard_block` -> ``number`` and ``data`` of each of its shards, or the ``error`` that ends
-        the job: Ray would make a traceback of it.
-        """
-        images, numbers = images_of(block, self._parquet), block["number"].to_numpy()
-        in_training = block["in_training"].to_numpy(zero_copy_only=False)
+        """Shards of :func:`decode_block` -> ``row``, ``features`` and ``reason``."""
+        config, rows, viewed = self._config, block["row"].to_numpy(), block["viewed"].to_numpy()
+        ok = block["reason"].is_null().to_numpy()
+        with warnings.catch_warnings(action="ignore"):  # Ray's arrays are read-only, and so are ours
+            pixels = torch.from_numpy(bytes_of(block["pixels"], features.row_bytes(config)))
 
-        def compute(number: int) -> bytes:
+        def encode(start: int) -> torch.Tensor:
             torch.set_num_threads(1)  # of this thread
-            own = np.flatnonzero(numbers == number)
-            some = [images[i] for i in own]
-            return pack_shard(
-                features.compute_shard(self._config, self._encoder, number, some, in_training[own])
-            )
+            own = slice(start, start + features.ROWS_AT_ONCE)
+            assert rows[start] % features.SHARD_ROWS % features.ROWS_AT_ONCE == 0  # Ray has cut nothing
+            some = pixels[own], viewed[own], ok[own]
+            return features.encode_rows(config, self._encoder, int(rows[start]), *some)
 
-        found = list(dict.fromkeys(numbers.tolist()))
-        data, error = [None] * len(found), None  # type: list[bytes | None], str | None
-        try:
-            data = list(ahead(compute, found, self._threads, self._threads))
-        except ConfigError as problem:
-            error = str(problem)
-        columns = pa.array(data, pa.large_binary()), pa.array([error] * len(found), pa.string())
-        return pa.table({"number": found, "data": columns[0], "error": columns[1]})
+        starts = range(0, len(rows), features.ROWS_AT_ONCE)
+        found = torch.cat(list(ahead(encode, starts, self._threads, self._threads)))
+        flat = found.flatten(1).numpy().view(np.uint8)
+        return pa.table({"row": block["row"], "reason": block["reason"], "features": pixel_column(flat)})
+
+
+def write_part(storage: Storage, number: int, results: pa.Table, key: str, num_views: int) -> bytes | None:
+    """Keep all results of a shard, in order, in the cache directory; returns the content of its file, or None
+    for numbers that are not finite: of an error Ray would make a traceback.
+    """
+    column = results["features"]
+    flat = torch.from_numpy(bytes_of(column, column.type.byte_width).view(np.float32).copy())
+    if not flat.isfinite().all():
+        return None
+    data = pack_shard((flat.unflatten(1, (num_views, -1)), results["reason"].to_pylist()))
+    features.write_shard(storage, key, number, data)
+    return data
 
 
 def fill_cache(config: Config) -> int:

@@ -1,8 +1,7 @@
 """Running a trained model over a source, here or on Ray: what ``uno predict`` and the end of a run share.
 
-On Ray: where the rows of a partition are (or their bytes) -> tasks that read and decode them, on any node ->
-an actor pool that holds the model -> a task that writes the partition's file. The same batches and files as
-with the threads of this process, so the same results.
+On Ray by :mod:`pipelines.partitions`: the same batches and files as with the threads of this process, so the
+same results.
 """
 
 import time
@@ -17,7 +16,8 @@ import torch
 
 from pipelines import ray_env
 from pipelines.console import Progress, reading, say, stopped_at_once
-from pipelines.ray_data import bytes_of, grouped, image_columns, images_of, own_error, pixel_column
+from pipelines.partitions import through_model
+from pipelines.ray_data import bytes_of, image_columns, images_of, pixel_column
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.inputs import Inputs, RowInputs, chunk_sizes, cut, evenly, open_inputs
@@ -29,7 +29,6 @@ from uno.results import infer
 from uno.results.folders import sort_images, write_csv
 from uno.results.infer import Classifier, build_classifier, decoder, with_alignment
 from uno.results.predictions import (
-    PartWriter,
     PredictionWriter,
     Summary,
     Take,
@@ -41,8 +40,6 @@ from uno.results.predictions import (
 from uno.runs.hardware import local_device, num_threads
 
 RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
-EXECUTION_ROWS = 2**24  # whose places are in the object store at once
-FACT_BYTES = 4096  # of a row besides its pixels: id, path, reason
 INTERVAL_S = 5.0  # between two lines of progress
 
 
@@ -144,43 +141,19 @@ def predict_on_ray(
     ray: Any, config: Config, files: Mapping[str, bytes], writer: PredictionWriter,
     on_progress: Callable[[int, int], None],
 ) -> Summary:  # fmt: skip
-    """Classify what ``writer`` lacks on actors that load the model's ``files``, and join it. Tasks read and
-    decode, a partition each, and write its results: paths must lead to the images from every node.
-    """
-    cluster = ray.cluster_resources()
-    resources = ray_env.worker_resources(config, cluster)
-    model, num_workers = build_classifier(files), config.compute.workers
-    how, source = Take.of(model), writer.inputs.source
+    """Classify what ``writer`` lacks on actors that load the model's ``files``, and join it."""
+    how, source = Take.of(build_classifier(files)), writer.inputs.source
     decode = partial(decode_part, source=None if source is None else ray.put(source), how=how)
-    spare = cluster.get("CPU", 1) - num_workers * resources["CPU"]
-    decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)  # two tasks at least: small images wait for Python
-    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if writer.storage.is_local else None
-    device = "cuda" if "GPU" in resources else "cpu"
-    arguments = ray.put(dict(files)), writer.embedding, device, num_threads(config, num_workers)
-    written = writer.storage.uri, writer.part_writer, writer.part_rows
-    whole = {"batch_format": "pyarrow", "batch_size": None}
     most = max(chunk_sizes(0, writer.part_rows, how.batch_rows, how.most_rows))
     rows = [writer.rows_of(number) for number in writer.missing]
     parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
-    for blocks in grouped((part_block(own.start, part) for own, part in parts), EXECUTION_ROWS):
-        dataset = ray.data.from_arrow(blocks)
-        dataset.context.execution_options.preserve_order = True  # the rows of a partition stay together
-        # Ray joins blocks below this size and cuts those of 1.5 times as much, and so batches: never here.
-        dataset.context.target_max_block_size = 2 * most * (3 * how.size**2 + FACT_BYTES)
-        numbers = dataset.map_batches(decode, num_cpus=decode_cpus, **whole).map_batches(
-            Scorer, fn_constructor_args=arguments, compute=ray.data.ActorPoolStrategy(size=num_workers),
-            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), **whole,
-        ).map_batches(
-            Writer, fn_constructor_args=written, compute=ray.data.ActorPoolStrategy(size=1),
-            batch_format="pyarrow", batch_size=writer.part_rows, num_cpus=0, label_selector=here,
-        )  # fmt: skip
-        try:
-            for batch in numbers.iter_batches(**whole):
-                for number in batch["number"].to_pylist():
-                    writer.stored(number)
-                on_progress(writer.num_done, writer.num_rows)
-        except Exception as error:
-            raise own_error(error) or error from None
+    blocks = (part_block(own.start, part) for own, part in parts)
+    loaded = ray.put(dict(files)), writer.embedding
+    write, sizes = writer.part_writer.write, (writer.part_rows, most, 3 * how.size**2)
+    stored = through_model(ray, config, writer.storage, blocks, decode, Scorer, loaded, write, *sizes)
+    for number, _ in stored:
+        writer.stored(number)
+        on_progress(writer.num_done, writer.num_rows)
     return writer.finish()
 
 
@@ -213,7 +186,7 @@ def decode_part(block: pa.Table, source: Any, how: Take) -> Iterator[pa.Table]:
 class Scorer:
     """An actor of the pool: loads the model once, then classifies block after block."""
 
-    def __init__(self, files: Any, embedding: bool, device: str, threads: int) -> None:
+    def __init__(self, device: str, threads: int, files: Any, embedding: bool) -> None:
         import ray
 
         torch.set_num_threads(threads)
@@ -225,20 +198,3 @@ class Scorer:
         with warnings.catch_warnings(action="ignore"):  # Ray's arrays are read-only, and so are ours
             pixels = torch.from_numpy(bytes_of(block["pixels"], 3 * size**2)).view(-1, 3, size, size)
         return pa.concat_tables(classify(self._model, block.drop_columns("pixels"), pixels, self._embedding))
-
-
-class Writer:
-    """The actor that stores partitions of ``size`` rows, the last one of fewer, in ``target``. Of tasks each
-    would start a process, as Ray keeps no more idle ones than there are CPUs: 5 times slower for digits.
-    """
-
-    def __init__(self, target: str, writer: PartWriter, size: int) -> None:
-        self._storage, self._writer, self._size = Storage(target), writer, size
-
-    def __call__(self, results: pa.Table) -> pa.Table:
-        """All results of a partition, in order -> its number."""
-        rows = results["row"].to_numpy()
-        number = int(rows[0]) // self._size
-        assert np.array_equal(rows, np.arange(number * self._size, number * self._size + len(rows)))
-        self._writer.write(self._storage, number, results)
-        return pa.table({"number": [number]})

@@ -2,9 +2,14 @@
 
 import json
 import shutil
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
@@ -12,12 +17,17 @@ import torch
 
 import uno
 from pipelines import cli, jobs
+from pipelines.features import Featurizer, decode_block, shard_block, write_part
+from pipelines.partitions import Writer
 from tests.pipelines.small import SMALL, lines_of, refused, write_images
 from tests.uno.models import write_digits
 from tests.uno.small_run import assert_same, small_config
+from uno.config import to_dict
 from uno.data import features as cached
+from uno.data.features import FeatureCache, compute_here, feature_job, pack_shard
 from uno.data.files import Storage
 from uno.data.sources import read_digits
+from uno.data.splits import make_task
 from uno.encoder import build_encoder
 from uno.runs import DISCOVER, faults
 from uno.runs.checkpoint import load_newest
@@ -204,6 +214,36 @@ def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
     words = map(str.split, out.splitlines())
     counts = {each[0]: list(map(int, each[2:])) for each in words if each[1:2] in (["known"], ["novel"])}
     assert counts["cat"] == [16, 0, 4] and counts["dog"] == [8, 0, 2] and counts["emu"] == [0, 24, 6]
+
+
+def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
+    """From block to file, as tasks and actors do, with an image that cannot be read, and numbers that are not
+    finite. Kills: shards cut elsewhere, reasons of other rows, views of test rows, a file that is kept of an
+    encoder that computes nothing.
+    """
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))
+    monkeypatch.setattr(cached, "SHARD_ROWS", 32)
+    config = small_config(model__trainable="heads", augment__small__num_views=0, augment__cached_views=2)
+    task = make_task(read_digits(), config.data.model_copy(update={"limit": 40}))
+    images = [task.rows.images[row] for row in range(80)]
+    images[33] = b"no image"
+    task, encoder = replace(task, rows=replace(task.rows, images=images)), build_encoder(config.model).eval()
+    job, here, there = feature_job(config, task, encoder), Storage(str(tmp_path / "a")), tmp_path / "b"
+    shards = [(number, pack_shard(shard)) for number, shard in compute_here(job, encoder, range(3), 2)]
+    assert list(FeatureCache(here, job).keep(shards)) == shards
+    parts, numbers = [], []
+    for weight in (1.0, float("nan")):
+        state = {k: v * weight if v.is_floating_point() else v for k, v in encoder.state_dict().items()}
+        actor = Featurizer("cpu", 2, (to_dict(config), safetensors.torch.save(state)))
+        writer = Writer(str(there), partial(write_part, key=job.key, num_views=3), 32)
+        chunks = decode_block(shard_block(job, [0, 1, 2]), config, None)
+        results = actor(pa.concat_tables(chunks))  # Ray joins them
+        found = [writer(results[i : i + 32]) for i in range(0, 80, 32)]
+        numbers.append([table["number"][0].as_py() for table in found])
+        parts.append([table["data"][0].as_py() for table in found])
+    assert numbers == [[0, 1, 2]] * 2 and parts == [[data for _, data in shards], [None] * 3]
+    names = [{path.name for path in folder.rglob("*.safetensors")} for folder in (tmp_path / "a", there)]
+    assert names[0] == names[1] and len(names[0]) == 3
 
 
 @pytest.mark.ray

@@ -102,42 +102,79 @@ def _views(config: Config) -> AugmentConfig:
     return config.augment.model_copy(update={"large": large, "small": small})
 
 
-@torch.inference_mode()
 def compute_shard(
     config: Config, encoder: nn.Module, number: int, images: Sequence[Image], in_training: np.ndarray
 ) -> Shard:
     """Shard ``number`` of a job: features of its n ``images``, random views only of those ``in_training``
     (n,). ``encoder`` in eval mode, on any device. ConfigError: it gives numbers that are not finite.
     """
-    data, augment = config.data, _views(config)
-    cropper = Cropper(SEED, FEATURES, SHARD_ROWS, augment, data.store_size, data.interpolation)
-    side, device = min(augment.large.size, data.store_size), next(encoder.parameters()).device
     found, reasons = list[Tensor](), list[str | None]()
-    for first in range(0, len(images), ROWS_AT_ONCE):
-        some = images[first : first + ROWS_AT_ONCE]
-        squares, why = decode_many(some, data.store_size, 1, data.interpolation)
-        plain = _encode(config, encoder, eval_view(squares.to(device), side, data.mean, data.std))
-        features = plain.new_zeros(len(some), 1 + augment.large.num_views, plain.shape[1])
-        features[:, 0] = plain
-        chosen = np.flatnonzero(in_training[first : first + ROWS_AT_ONCE] & readable(why))
-        if len(chosen):
-            positions = first + chosen
-            steps = np.full(len(chosen), number)
-            pixels, failed = cropper.crop(steps, positions, [some[i] for i in chosen.tolist()])
-            for i, reason in zip(chosen.tolist(), failed, strict=True):  # read a second time
-                why[i] = reason
-            crops, generator = torch.from_numpy(pixels).to(device), augment_generator(SEED, FEATURES, number)
-            where = data.mean, data.std, torch.from_numpy(positions), SHARD_ROWS, data.store_size
-            views = augment_crops(cropper.split(crops), augment, generator, *where)
-            encoded = _encode(config, encoder, torch.cat(views)).unflatten(0, (len(views), -1))
-            features[torch.from_numpy(chosen), 1:] = encoded.transpose(0, 1)
-        features[~torch.from_numpy(readable(why))] = 0
-        found.append(features)
+    for start in range(0, len(images), ROWS_AT_ONCE):
+        own, first = slice(start, start + ROWS_AT_ONCE), number * SHARD_ROWS + start
+        pixels, viewed, why = decode_rows(config, first, images[own], in_training[own])
+        found.append(encode_rows(config, encoder, first, torch.from_numpy(pixels), viewed, readable(why)))
         reasons += why
     joined = torch.cat(found)
     if not joined.isfinite().all():
-        raise ConfigError(f"model.encoder {config.model.encoder} gives numbers that are not finite")
+        raise not_finite(config)
     return joined, reasons
+
+
+def not_finite(config: Config) -> ConfigError:
+    """What is said of such features."""
+    return ConfigError(f"model.encoder {config.model.encoder} gives numbers that are not finite")
+
+
+def decode_rows(
+    config: Config, first: int, images: Sequence[Image], in_training: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+    """What the encoder sees of rows from ``first`` on, all of one shard, n <= ROWS_AT_ONCE: uint8 (n,
+    :func:`row_bytes`), the square and the crops of random views; which rows have these, bool (n,); and why a
+    row has no features.
+    """
+    data, cropper, (number, start) = config.data, _cropper(config), divmod(first, SHARD_ROWS)
+    squares, why = decode_many(images, data.store_size, 1, data.interpolation)
+    pixels, viewed = np.zeros((len(images), row_bytes(config)), np.uint8), in_training & readable(why)
+    pixels[:, : -cropper.row_bytes] = squares.flatten(1)
+    if viewed.any():
+        chosen = np.flatnonzero(viewed)
+        some, steps = [images[i] for i in chosen.tolist()], np.full(len(chosen), number)
+        pixels[chosen, -cropper.row_bytes :], failed = cropper.crop(steps, start + chosen, some)
+        for i, reason in zip(chosen.tolist(), failed, strict=True):  # read a second time
+            why[i] = reason
+    return pixels, viewed, why
+
+
+@torch.inference_mode()
+def encode_rows(
+    config: Config, encoder: nn.Module, first: int, pixels: Tensor, viewed: np.ndarray, ok: np.ndarray
+) -> Tensor:
+    """Features (n, 1 + V, D) of the rows of :func:`decode_rows`, zeros of those that are not ``ok`` (n,)."""
+    data, augment, cropper = config.data, _views(config), _cropper(config)
+    side, device = min(augment.large.size, data.store_size), next(encoder.parameters()).device
+    squares = pixels[:, : -cropper.row_bytes].unflatten(1, (3, data.store_size, data.store_size))
+    plain = _encode(config, encoder, eval_view(squares.to(device), side, data.mean, data.std))
+    features = plain.new_zeros(len(pixels), 1 + augment.large.num_views, plain.shape[1])
+    features[:, 0] = plain
+    if viewed.any():
+        chosen, (number, start) = torch.from_numpy(np.flatnonzero(viewed)), divmod(first, SHARD_ROWS)
+        crops, generator = pixels[chosen, -cropper.row_bytes :], augment_generator(SEED, FEATURES, number)
+        where = data.mean, data.std, start + chosen, SHARD_ROWS, data.store_size
+        views = augment_crops(cropper.split(crops.to(device)), augment, generator, *where)
+        encoded = _encode(config, encoder, torch.cat(views)).unflatten(0, (len(views), -1))
+        features[chosen, 1:] = encoded.transpose(0, 1)
+    features[~torch.from_numpy(ok)] = 0
+    return features
+
+
+def row_bytes(config: Config) -> int:
+    """Of the pixels of a row, its square and its crops."""
+    return int(3 * config.data.store_size**2 + _cropper(config).row_bytes)
+
+
+def _cropper(config: Config) -> Cropper:
+    data = config.data
+    return Cropper(SEED, FEATURES, SHARD_ROWS, _views(config), data.store_size, data.interpolation)
 
 
 def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
@@ -195,7 +232,7 @@ class FeatureCache:
             rows = job.rows(number)
             try:
                 data = self._storage.read(f"{self._folder}/{name}")
-                if name != self._name(number, data):
+                if name != _name(job.key, number, data):
                     raise ValueError("its content has changed")
                 shard = safetensors.torch.load(data)["features"]
                 if shard.shape != (len(rows), *width):
@@ -218,10 +255,11 @@ class FeatureCache:
         there = {number for _, number in self._files()}
         return sum(len(self._job.rows(number)) for number in {*range(self._job.num_shards)} - there)
 
-    def write(self, number: int, data: bytes) -> None:
-        """Keep shard ``number``. StorageError: the directory cannot be written to."""
-        with _naming_the_option():
-            self._storage.write(f"{self._folder}/{self._name(number, data)}", data)
+    def keep(self, shards: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+        """``shards``, each once it is stored. StorageError: the directory cannot be written to."""
+        for number, data in shards:
+            write_shard(self._storage, self._job.key, number, data)
+            yield number, data
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Remove the files of these shards."""
@@ -236,11 +274,6 @@ class FeatureCache:
         found = (re.fullmatch(r"([0-9]{6,})-[0-9a-f]{32}\.safetensors", name) for name in names)
         return [(match[0], int(match[1])) for match in found if match is not None]
 
-    def _name(self, number: int, data: bytes) -> str:
-        digest = hashlib.sha256(f"{self._job.key} {number} ".encode())
-        digest.update(data)
-        return f"{number:06}-{digest.hexdigest()[:32]}.safetensors"
-
     def write_facts(self, weights: str) -> None:
         """``facts.json``, for people who look at the directory."""
         config, task = self._job.config, self._job.task
@@ -252,6 +285,18 @@ class FeatureCache:
         }  # fmt: skip
         with _naming_the_option():
             self._storage.write(f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
+
+
+def write_shard(storage: Storage, key: str, number: int, data: bytes) -> None:
+    """Keep shard ``number`` of a job in a cache directory, from any process."""
+    with _naming_the_option():
+        storage.write(f"features/{key}/{_name(key, number, data)}", data)
+
+
+def _name(key: str, number: int, data: bytes) -> str:
+    digest = hashlib.sha256(f"{key} {number} ".encode())
+    digest.update(data)
+    return f"{number:06}-{digest.hexdigest()[:32]}.safetensors"
 
 
 @contextmanager
@@ -272,8 +317,8 @@ def cached_features(
     compute: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Tensor, list[str | None]]:  # fmt: skip
-    """Features (N, 1 + V, D) of a job and why a row has none: what the cache lacks is computed by ``compute``
-    and kept, file by file, so that a killed job goes on. StorageError: the cache cannot be written.
+    """Features (N, 1 + V, D) of a job and why a row has none: what the cache lacks is computed and kept by
+    ``compute``, file by file, so that a killed job goes on. StorageError: the cache cannot be written.
     """
     features, reasons, missing = cache.read()
     if again := _readable_again(job, reasons):
@@ -285,7 +330,6 @@ def cached_features(
     total, done = len(job.task.rows), len(job.task.rows) - sum(len(job.rows(i)) for i in missing)
     on_progress(done, total)
     for number, data in compute(missing):
-        cache.write(number, data)
         rows = job.rows(number)
         features[rows[0] : rows[-1] + 1] = safetensors.torch.load(data)["features"]
         reasons[rows[0] : rows[-1] + 1] = _reasons_in(data)

@@ -74,20 +74,23 @@ def cache_of(folder, job):
     return FeatureCache(Storage(str(folder)), job)
 
 
-def computed(job, encoder=None, threads=1, numbers=None, seen=None):
+def computed(job, encoder=None, threads=1, seen=None, folder=None):
     """``compute`` of :func:`cached_features`, which notes in ``seen`` what it is asked for."""
 
     def compute(numbers):
         if seen is not None:
             seen.append(list(numbers))
         found = compute_here(job, encoder or encoder_of(job.config), numbers, threads)
-        return ((number, pack_shard(shard)) for number, shard in found)
+        packed = ((number, pack_shard(shard)) for number, shard in found)
+        return packed if folder is None else cache_of(folder, job).keep(packed)
 
     return compute
 
 
 def kept(folder, job, seen=None, **options):
-    return cached_features(cache_of(folder, job), job, "w", computed(job, seen=seen, **options))
+    return cached_features(
+        cache_of(folder, job), job, "w", computed(job, seen=seen, folder=folder, **options)
+    )
 
 
 def shards(folder):
@@ -263,7 +266,7 @@ def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
     """Under a name that fits."""
     job = job_of()
     cache = cache_of(tmp_path, job)
-    cache.write(0, safetensors.torch.save(content, {"reasons": json.dumps([None] * 16)}))
+    list(cache.keep([(0, safetensors.torch.save(content, {"reasons": json.dumps([None] * 16)}))]))
     assert cache.read()[2] == [0, 1, 2] and "1 damaged files" in caplog.text and not shards(tmp_path)
 
 
@@ -283,8 +286,8 @@ def test_a_stopped_job_goes_on(tmp_path):
     job, seen, progress = job_of(), [], []
 
     def stop_after_two(numbers):
-        for count, found in enumerate(computed(job)(numbers)):
-            if count == 2:
+        for count, found in enumerate(computed(job, folder=tmp_path)(numbers)):
+            if count == 1:
                 raise KeyboardInterrupt
             yield found
 
@@ -292,7 +295,9 @@ def test_a_stopped_job_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         cached_features(cache, job, "w", stop_after_two)
     assert len(shards(tmp_path)) == 2
-    found, _ = cached_features(cache, job, "w", computed(job, seen=seen), lambda *done: progress.append(done))
+    found, _ = cached_features(
+        cache, job, "w", computed(job, seen=seen, folder=tmp_path), lambda *done: progress.append(done)
+    )
     assert seen == [[2]] and progress == [(32, 40), (40, 40)]
     assert torch.equal(found, kept(tmp_path / "another", job)[0])
 
@@ -387,7 +392,7 @@ def compute_in_child(folder, slow):
     job = job_of()
 
     def compute(numbers):
-        for number, data in computed(job)(numbers):
+        for number, data in computed(job, folder=folder)(numbers):
             yield number, data
             if slow:
                 signal.pause()
