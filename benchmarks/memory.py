@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def run(folder: Path, num_rows: int, workers: int, cpus: int | None, repository:
     if cpus:
         environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": cpus})
     process = subprocess.Popen(command, cwd=repository, env=environ, stdout=sys.stderr)
-    peak = watched(process)
+    parts = watched(process)
+    peak = sum(parts.values())
     if process.returncode:
         raise SystemExit(f"the run failed with code {process.returncode}")
     config = override(Config(), {"compute.workers": workers})
@@ -102,16 +104,17 @@ def run(folder: Path, num_rows: int, workers: int, cpus: int | None, repository:
         "workers": workers, "cpus": cpus, "rows": num_rows, "decoded_mb": round(num_rows * 3 * SIDE**2 / 1e6),
         "peak_mb": round(peak / 1e6), "estimate_mb": round(estimate / 1e6),
         "measured_to_estimate": round(peak / estimate, 3),
+        "parts_mb": {name: round(size / 1e6) for name, size in parts.most_common() if size > 1e7},
     }  # fmt: skip
 
 
-def watched(process: subprocess.Popen) -> int:
-    """The most that the process and all below it hold at once, in bytes, until it ends."""
-    peak, ended = 0, threading.Event()
+def watched(process: subprocess.Popen) -> Counter[str]:
+    """The most that the process and all below it hold at once, as :func:`held`, until it ends."""
+    peak, ended = Counter[str](), threading.Event()
     waiter = threading.Thread(target=lambda: (process.wait(), ended.set()))
     waiter.start()
     while not ended.wait(SAMPLE_S):
-        peak = max(peak, held(family(process.pid)))
+        peak = max(peak, held(family(process.pid)), key=Counter.total)
     waiter.join()
     return peak
 
@@ -129,18 +132,22 @@ def family(top: int) -> list[int]:
     return found
 
 
-def held(numbers: list[int]) -> int:
-    """Anonymous memory of these processes and files in memory that they have open, in bytes."""
-    anonymous, files = 0, dict[int, int]()
+def held(numbers: list[int]) -> Counter[str]:
+    """Anonymous memory of these processes by name, and of files in memory that they have open, in bytes."""
+    sizes, files = Counter[str](), dict[int, int]()
     for process in (Path(f"/proc/{number}") for number in numbers):
         with suppress(OSError):  # it has ended
             found = re.search(r"^Pss_Anon: *(\d+) kB", (process / "smaps_rollup").read_text(), re.M)
-            anonymous += 1024 * int(found[1]) if found else 0
+            title = (process / "cmdline").read_text().partition("\0")[0]
+            name = title.rpartition("/")[2].partition(" ")[0]
+            name = "the command" if process.name == str(numbers[0]) else name
+            sizes[name] += 1024 * int(found[1]) if found else 0
             for file in (process / "fd").iterdir():
                 if os.readlink(file).startswith("/dev/shm/"):
                     status = file.stat()
                     files[status.st_ino] = 512 * status.st_blocks
-    return anonymous + sum(files.values())
+    sizes["files in memory"] = sum(files.values())
+    return sizes
 
 
 def write_set(folder: Path, num_rows: int) -> None:

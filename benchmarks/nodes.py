@@ -33,7 +33,7 @@ from uno.runs import faults
 from uno.runs.journal import read_journal
 
 JOIN_S, LIMIT_S, REFUSES_S = 70.0, 150.0, 10.0
-SHOWN = ("discover ", "\x1b")  # the progress
+SHOWN = ("discover ", "predict ", "\x1b", "\t", "    [")  # progress, and what Ray says of its nodes
 ONE_CPU = ("--compute.cpus-per-worker", "1")
 
 

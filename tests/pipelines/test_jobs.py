@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,12 @@ import pytest
 import torch
 
 from pipelines import nodes, ray_env, worker
+from tests.uno.small_run import small_config
 from uno.config import Config, override
 from uno.data.files import Storage
+from uno.data.kept import Kept
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
 from uno.runs import STOP_FILE, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
@@ -292,9 +297,40 @@ def test_a_machine_too_busy_for_ray_is_one_line(monkeypatch):
 def test_a_private_cluster_uses_no_token(monkeypatch):
     started = []
     ray = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: None, exceptions=None)
-    ray.init = lambda **options: started.append((options["address"], os.environ["RAY_AUTH_MODE"]))
+    ray.init = lambda **options: started.append((options["address"], os.environ["RAY_AUTH_MODE"], options))
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(os, "environ", {})
-    with ray_env.connect():
-        pass
-    assert started == [("local", "disabled")]
+    for keep_idle in (True, False):
+        with ray_env.connect(keep_idle=keep_idle):
+            pass
+    assert [facts[:2] for facts in started] == [("local", "disabled")] * 2
+    assert [options.get("_system_config") for *_, options in started] == [None, {"num_workers_soft_limit": 0}]
+
+
+@pytest.mark.parametrize("ingest", ["resident", "streaming"])
+def test_images_stay_in_rays_store_as_long_as_they_are_used(tmp_path, monkeypatch, ingest):
+    """Kills: a store that is gone, or another's, while rows are predicted; a copy of it; a cluster that idles
+    where nothing is in it; processes that decoded and stay, or that crop and go.
+    """
+    events, kept = [], Kept([torch.zeros(400, 3, 8, 8, dtype=torch.uint8)])
+
+    @contextmanager
+    def connect(store, workers, keep_idle):
+        yield SimpleNamespace(cluster_resources=dict, get=lambda images: images)
+        events.append(("closed", keep_idle))
+
+    monkeypatch.setattr(worker.ray_env, "connect", connect)
+    monkeypatch.setattr(worker.nodes, "await_place", lambda *_: None)
+    for name, found in (("advice", []), ("crop_rate", 1.0), ("run_workers", {})):
+        monkeypatch.setattr(worker, name, lambda *_, found=found: found)
+    facts = {"decode_task": None, "reasons_of": [None] * 400, "shared": {"images": []}, "pixels_of": kept}
+    for name, found in facts.items():
+        monkeypatch.setattr(worker.ray_data, name, lambda *_, found=found: found)
+    config = small_config(compute__workers=2, data__ingest=ingest)
+    task = make_task(read_rows(config.data), config.data)
+    with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine, ExitStack() as until:
+        _, found = worker.run_on_ray(worker.Job(config, task, (), True, mine), lambda metrics: None, until)
+        streams = ingest == "streaming"
+        assert events == ([("closed", True)] if streams else [])
+        assert found is task if streams else found.rows.images.pixels is kept
+    assert events == [("closed", streams)]

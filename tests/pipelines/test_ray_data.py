@@ -305,7 +305,7 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("uno.data.ingest.own_bytes", lambda: 0)
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
-    assert "data: streaming, 76.8 kB decoded, in memory 900 MB with all programs, budget 0 bytes (60%" in said
+    assert "data: streaming, 76.8 kB decoded, in memory 870 MB with all programs, budget 0 bytes (60%" in said
     assert "ingest: streaming" in (output / "config.yaml").read_text()
     monkeypatch.setattr("uno.data.ingest.free_host_bytes", lambda: 10**12)
     assert cli.main(argv) == 0

@@ -10,7 +10,7 @@ from uno.errors import ConfigError
 
 SHARE = 0.6  # of free memory; the rest is for the model, its activations and the system
 ROWS_PER_BLOCK = 2048  # of a resident set on Ray; a task is a process at first, which takes seconds to start
-ALONE_BYTES = 900_000_000  # of a run without Ray, to its end
+ALONE_BYTES = 870_000_000  # of a run without Ray, to its end
 RAY_BYTES = 1_370_000_000  # of this process, and of those that Ray starts in any case
 TASK_BYTES = 420_000_000  # of a process that decodes: one for each CPU, gone when training starts
 TRAINER_BYTES, WORKER_BYTES = 720_000_000, 750_000_000  # of Ray Train's own processes, and of each worker
