@@ -65,12 +65,12 @@ def save_checkpoint(
 
 
 def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
-    """Delete all checkpoints up to step ``last`` but the newest ``keep``, and all of later steps: those did
-    not verify when this run resumed.
+    """Delete all checkpoints up to step ``last`` but the newest ``keep``. One of a later step may be in the
+    middle of being written, while this waits for its turn.
     """
     found = storage.walk(f"checkpoints/{phase}")
-    steps = checkpoint_steps(storage, phase)
-    finished = [s for s in steps if s <= last and f"{_base(s)}/{MANIFEST}" in found]
+    steps = [step for step in checkpoint_steps(storage, phase) if step <= last]
+    finished = [s for s in steps if f"{_base(s)}/{MANIFEST}" in found]
     for step in sorted({*steps} - {*finished[-keep:]}):
         storage.delete(folder(phase, step))
 

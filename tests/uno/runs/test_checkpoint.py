@@ -133,12 +133,17 @@ def test_the_last_k_are_kept(storage):
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize(("name", "how"), [("state.json", "flipped"), ("manifest.json", "missing")])
 def test_a_broken_newer_one_never_costs_the_valid_ones(storage, keep, name, how):
-    """Kills: the rubbish counted as the newest, so that the valid one just written is deleted."""
+    """It stays until its step is reached. Kills: the rubbish counted as the newest, so that the valid one
+    just written is deleted; a later step deleted, which may be one in the middle of being written.
+    """
     save(storage, 10, 20, 30)
     damage(storage, f"{folder(30)}/{name}", how)
     save(storage, 25, keep=keep)
     assert load_newest(storage, "discover").step == 25
-    assert checkpoint_steps(storage, "discover") == ([25] if keep == 1 else [20, 25])
+    assert checkpoint_steps(storage, "discover") == ([25, 30] if keep == 1 else [20, 25, 30])
+    save(storage, 30, keep=keep)
+    assert load_newest(storage, "discover").step == 30
+    assert checkpoint_steps(storage, "discover") == ([30] if keep == 1 else [25, 30])
 
 
 @pytest.mark.parametrize("failing_write", range(4))
