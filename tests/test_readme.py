@@ -241,14 +241,19 @@ def test_the_ablation_is_that_of_its_record():
             assert paper == spread(difference, None, signed=True)
 
 
-def test_the_methods_are_those_of_their_record():
-    """Kills: a number in the table of methods that its record does not hold, a row of it left out."""
-    record = json.loads((ROOT / "benchmarks/records/2026-11-22_reproduce-sota/result.json").read_text())
-    assert not record["missing"] and not record["failures"]
-    lines = {entry["name"]: entry for entry in record["lines"] if "values" in entry}
-    table = README.partition("| method | novel accuracy, task-aware")[2].partition("\n\n")[0].splitlines()[2:]
-    shown = [tuple(cell.strip() for cell in row.split("|")[1:-1]) for row in table]
-    assert {name for name, _ in shown} == lines.keys() - {"UNO, mean of heads"}
-    for name, text in shown:
-        assert text == spread(lines[name]["mean"], lines[name]["sd"])
-        assert len(lines[name]["values"]) == record["n"]
+def test_the_methods_are_those_of_their_records():
+    """Kills: a number in the table of methods that its record does not hold, a row of one left out."""
+    head, _, *table = README[README.index("| method | digits") :].partition("\n\n")[0].splitlines()
+    shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table]
+    titles = head.split("|")[2:-1]
+    assert titles and table
+    for column, title in enumerate(titles, 1):
+        link = re.search(r"\((benchmarks/records/[^)]+)\)", title)[1]
+        record = json.loads((ROOT / link / "result.json").read_text())
+        assert not record["missing"] and not record["failures"] and f"n = {record['n']}" in title
+        lines = {entry["name"]: entry for entry in record["lines"] if "values" in entry}
+        texts = {row[0]: row[column] for row in shown if row[column] != "–"}  # noqa: RUF001
+        assert texts.keys() == lines.keys() - {"UNO, mean of heads"}
+        for name, text in texts.items():
+            assert text == spread(lines[name]["mean"], lines[name]["sd"])
+            assert len(lines[name]["values"]) == record["n"]
