@@ -355,6 +355,7 @@ def test_tables_are_written_under_a_claim_and_that_of_a_killed_driver_goes(tmp_p
     assert not storage.exists(half) and storage.exists(in_a_run)
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_driver(tmp_path):
     """Kills: cells that go on training for a driver that was killed."""
     child = "import threading, time; from pipelines.cells import end_with_parent as e\n"

@@ -242,6 +242,7 @@ for (const frame of document.querySelectorAll("iframe")) {{
 }}}}</script>"""
 
 
+@pytest.mark.slow
 def test_chromium_opens_it_without_a_word_and_clips_nothing(hostile, tmp_path):
     """At the width of a screen and of a phone. Kills: a column of the classes that one must scroll to."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
