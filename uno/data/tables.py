@@ -370,6 +370,8 @@ def _read_file(
     theirs |= {"label": label or "", "image": image}
     wanted = {*theirs.values()} - {image}
     table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
+    with parquet.errors():
+        table.validate(full=True)  # text that is UTF-8
     if table.num_columns and len(table) != num:
         raise ConfigError(f"{path}: its columns have {len(table):,} rows, {num:,} by its footer")
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}

@@ -21,6 +21,7 @@ from uno.data.inputs import open_inputs
 from uno.data.rows import Encoded, Files
 from uno.data.sources import read_rows
 from uno.data.tables import ParquetImages, read_parquet, read_table
+from uno.errors import ConfigError
 
 from .builders import encoded, failure, hf_table, pixels, write_hf, write_images
 
@@ -371,3 +372,14 @@ def test_uris_with_options_and_odd_names(bucket):
     assert all(decode(rows.images[i], 8).shape == (3, 8, 8) for i in range(3))
     write_csv(bucket / "odd", "path\ncat/a b#1.png\n")
     assert read(f"s3://bucket/odd/t.csv{options}").images[0] == rows.images[1]
+
+
+@pytest.mark.parametrize("column", ["id", "label", "split", "eval_label", "image"])
+def test_text_that_is_not_utf8_is_one_line(tmp_path, column):
+    """Kills: a traceback of whoever reads the names first."""
+    raw = pa.array([b"train\xf5", b"train", b"train"])
+    columns = {"image": pa.array([b"a", b"b", b"c"]), "label": pa.array(["a", "b", "a"])}
+    columns[column] = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"^cannot read Parquet file .*a\.parquet: [^\n]*UTF8[^\n]*$"):
+        read_rows(DataConfig(source=f"parquet:{tmp_path}"))
