@@ -127,7 +127,11 @@ class ParquetImages:
         self._starts = np.cumsum([0, *(group.num_rows for group in groups)])
         chunks = ([group.column(i) for i in range(group.num_columns)] for group in groups)
         own = ([c for c in group if c.path_in_schema.split(".")[0] == column] for group in chunks)
-        self.group_bytes = np.array([sum(c.total_compressed_size for c in group) for group in own], np.int64)
+        try:
+            sums = [sum(c.total_compressed_size for c in group) for group in own]
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"cannot read column names of Parquet files in {root}: {error}") from None
+        self.group_bytes = np.array(sums, np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
