@@ -39,20 +39,20 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
         def show(done: int, total: int) -> None:
             progress({"phase": "pack", "step": done, "total_steps": total})
 
-        store = store_on_ray(ray, rows, workers) if workers else store_here(num_threads(config))
+        store = store_on_ray(ray, workers) if workers else store_here(num_threads(config))
         found = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, store, show)
     counts = f"{found.rows:,} rows, {found.packed:,} packed, {found.bad:,} bad, {found.shards:,} shards"
     say(f"{counts}: {config.output}")
     return 0
 
 
-def store_on_ray(ray: Any, rows: Rows, workers: int) -> Store:
+def store_on_ray(ray: Any, workers: int) -> Store:
     """At most ``workers`` shards at a time, each in a task: paths must lead to images and shards from every
     node, but what is local here is written here. What is said of all rows lies in the object store.
     """
-    shared = ray.put(shared_rows(rows))
 
     def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
+        shared = ray.put(shared_rows(rows))
         here = {"ray.io/node-id": own_node(ray)} if output.is_local else None
         write = partial(write_shard, target=output.uri, shared=shared)
         for some in grouped((shard_block(shard, rows) for shard in shards), EXECUTION_ROWS):

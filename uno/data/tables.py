@@ -120,18 +120,12 @@ class ParquetImages:
         self.root, self.column = root, column
         sized = list(zip(files, sizes or [-1] * len(files), strict=True))
         with ThreadPoolExecutor(FOOTERS) as pool:
-            footers = list(pool.map(lambda file: _parquet(*file).metadata, sized))
-        pairs = list(zip(sized, footers, strict=True))
-        self._groups = [(*file, g) for file, footer in pairs for g in range(footer.num_row_groups)]
-        groups = [footer.row_group(g) for footer in footers for g in range(footer.num_row_groups)]
-        self._starts = np.cumsum([0, *(group.num_rows for group in groups)])
-        chunks = ([group.column(i) for i in range(group.num_columns)] for group in groups)
-        own = ([c for c in group if c.path_in_schema.split(".")[0] == column] for group in chunks)
-        try:
-            sums = [sum(c.total_compressed_size for c in group) for group in own]
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"cannot read column names of Parquet files in {root}: {error}") from None
-        self.group_bytes = np.array(sums, np.int64)
+            opened = list(pool.map(lambda file: _parquet(*file), sized))
+        pairs = zip(sized, opened, strict=True)
+        groups = [(at, file, g) for at, file in pairs for g in range(file.metadata.num_row_groups)]
+        self._groups = [(*at, g) for at, _, g in groups]
+        self._starts = np.cumsum([0, *(file.metadata.row_group(g).num_rows for _, file, g in groups)])
+        self.group_bytes = np.array([file.column_bytes(g, [column]) for _, file, g in groups], np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -190,24 +184,34 @@ class _Parquet:
 
     @filesystem.patient
     def read(self, columns: Sequence[str], group: int | None = None) -> Any:
-        """Those columns, of one row group or all."""
+        """Those columns, of one row group or all; their text is UTF-8."""
         with self.errors("Parquet file" if group is None else f"row group {group} of"):
             if filesystem.is_uri(self.path):
                 wanted = self._fragment if group is None else self._fragment.subset(row_group_ids=[group])
-                return wanted.to_table(columns=columns, use_threads=False)
-            with self._open(self.metadata) as file:
-                return file.read(columns) if group is None else file.read_row_group(group, columns)
+                table = wanted.to_table(columns=columns, use_threads=False)
+            else:
+                with self._open(self.metadata) as file:
+                    table = file.read(columns) if group is None else file.read_row_group(group, columns)
+            table.validate(full=True)
+            return table
+
+    def column_bytes(self, group: int, columns: Sequence[str]) -> int:
+        """Of those columns in a row group, as they are stored."""
+        row_group = self.metadata.row_group(group)
+        chunks = (row_group.column(i) for i in range(row_group.num_columns))
+        with self.errors(f"row group {group} of"):
+            own = (c for c in chunks if c.path_in_schema.split(".")[0] in columns)
+            return sum(c.total_compressed_size for c in own)
 
     def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
         """Those columns of a row group, some rows at a time; many bytes of an object by pages."""
-        row_group = self.metadata.row_group(group)
-        chunks = (row_group.column(i) for i in range(row_group.num_columns))
-        num_bytes = sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
-        if filesystem.is_uri(self.path) and num_bytes <= REQUEST_BYTES:
+        if filesystem.is_uri(self.path) and self.column_bytes(group, columns) <= REQUEST_BYTES:
             yield from self.read(columns, group).to_batches(READ_ROWS)
             return
         with self.errors(f"row group {group} of"), self._open(self.metadata, READ_BYTES) as file:
-            yield from file.iter_batches(READ_ROWS, [group], columns)
+            for batch in file.iter_batches(READ_ROWS, [group], columns):
+                batch.validate(full=True)
+                yield batch
 
     @contextmanager
     def _open(self, metadata: Any = None, buffer: int = 0) -> Iterator[Any]:
@@ -221,7 +225,7 @@ class _Parquet:
         """What goes wrong inside the ``with`` is a ConfigError."""
         try:
             yield
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {what} {self.path}: {one_line(error)}") from None
 
 
@@ -374,8 +378,6 @@ def _read_file(
     theirs |= {"label": label or "", "image": image}
     wanted = {*theirs.values()} - {image}
     table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
-    with parquet.errors():
-        table.validate(full=True)  # text that is UTF-8
     if table.num_columns and len(table) != num:
         raise ConfigError(f"{path}: its columns have {len(table):,} rows, {num:,} by its footer")
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
