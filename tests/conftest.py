@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ``&`` and nohup have signals ignored, here and in child processes.
     """
     os.environ["TORCH_HOME"] = "/nonexistent"
+    gc.disable()  # while a million objects of libraries are imported
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN and in_main_thread():
             signal.signal(number, usual)
@@ -40,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """A tenth of the time went into looking at a million objects of imported libraries again and again."""
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 

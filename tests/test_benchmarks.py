@@ -11,6 +11,7 @@ from benchmarks.workers import efficiency
 from tests.uno.small_run import small_sets
 
 
+@pytest.mark.slow
 def test_the_looped_objective_is_the_same_objective():
     """``make_methods`` compares the losses before it returns. Kills: a rival that does less or other work."""
     methods = make_methods("cifar10", 16, "cpu")

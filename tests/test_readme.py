@@ -165,6 +165,7 @@ def test_promises_name_their_tests():
         assert f"\ndef {name}(" in (ROOT / path).read_text(), row
 
 
+@pytest.mark.slow
 def test_the_example_in_python_with_a_small_model(tmp_path, monkeypatch, capsys):
     """Kills: a keyword, a key of the metrics or an attribute that does not exist."""
     if not entry_points(group="uno.jobs"):

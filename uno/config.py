@@ -13,6 +13,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -385,6 +386,7 @@ def not_mixed(config: Config) -> str | None:
 # fmt: on
 
 
+@cache
 def about(key: str) -> About:
     """What the schema says of a dotted key, a field's or a section's."""
     found, model = About(), Config  # type: tuple[About, Any]
@@ -480,6 +482,7 @@ def config_hash(config: Config) -> str:
 
 
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C ten times as fast
+SAFE_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 LONG_NUMBER = re.compile(r"[-+0-9_:.]{100,}")
 
 
@@ -527,4 +530,4 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """The resolved configuration as YAML, loadable by :func:`load_yaml`."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None, width=110)
+    return yaml.dump(to_dict(config), Dumper=SAFE_DUMPER, sort_keys=False, default_flow_style=None, width=110)

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -24,6 +25,7 @@ from uno.config import OWN_ENCODERS, ModelConfig
 from uno.errors import ConfigError, one_line
 
 log = logging.getLogger(__name__)
+ONEDNN_BLOCK = 8  # channels that one AVX2 register holds
 PROBE_SIDE = 224  # of an encoder that does not say which images it takes
 
 
@@ -54,7 +56,12 @@ def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential
 
     shortcut = None
     if stride != 1 or inputs != outputs:
-        shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        # On CPUs with AVX2 and no AVX512 the gradient of a strided 1x1 convolution of few channels is
+        # written past its buffer (oneDNN issue 6035): a crash, or wrong weights. So the stride comes first.
+        few = inputs < ONEDNN_BLOCK
+        pick: list[tuple[str, nn.Module]] = [("every", nn.AvgPool2d(1, stride))] if few else []
+        pointwise = nn.Conv2d(inputs, outputs, 1, 1 if few else stride, bias=False)
+        shortcut = nn.Sequential(OrderedDict([*pick, ("0", pointwise), ("1", nn.BatchNorm2d(outputs))]))
     first = BasicBlock(inputs, outputs, stride, shortcut)
     return nn.Sequential(first, *(BasicBlock(outputs, outputs) for _ in range(blocks - 1)))
 

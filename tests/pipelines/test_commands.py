@@ -119,7 +119,7 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
     assert "objective.epsilon, seed" in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_the_report_is_part_of_a_finished_run(finished, tmp_path, capsys, monkeypatch, number):
     """Kills: "done" without a report, a run that the same command takes for finished."""
     run = Path(shutil.copytree(finished, tmp_path / "run"))
@@ -201,6 +201,7 @@ def test_a_dry_run_names_no_file_that_it_deletes(finished, tmp_path, capsys):
     assert "\npretrain: " not in said and "\ndiscover: " in said
 
 
+@pytest.mark.slow
 def test_pretrain_then_discover_equals_discover(finished, tmp_path):
     assert cli.main(["pretrain", *SMALL, "--output", str(tmp_path / "run")]) == 0
     assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"pretrain"}
@@ -218,6 +219,7 @@ def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
     assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"discover"}
 
 
+@pytest.mark.slow
 def test_the_librarys_own_weights_are_fetched_once_and_kept(finished, tmp_path, monkeypatch):
     """Kills: a resumed run, or a dry one of it, that fetches; weights that are fetched and not used."""
     theirs, fetched, run = finished / "model" / "encoder.safetensors", [], tmp_path / "run"
@@ -232,6 +234,7 @@ def test_the_librarys_own_weights_are_fetched_once_and_kept(finished, tmp_path, 
     assert kept.keys() == expected.keys() and all(torch.equal(kept[k], v) for k, v in expected.items())
 
 
+@pytest.mark.slow
 def test_fresh_starts_over(finished, tmp_path):
     output = tmp_path / "run"
     assert cli.main([*DISCOVER, "--output", str(output), "--max-steps", "2"]) == 0
@@ -336,6 +339,7 @@ def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("uno: error: cannot write ")
 
 
+@pytest.mark.slow
 def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch):
     """Kills: the point estimate instead of the suggested number, 'auto' left in the stored configuration."""
 

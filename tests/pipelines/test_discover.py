@@ -151,6 +151,7 @@ def test_a_run_from_images_to_a_model_and_again(installed, tmp_path, capsys):
         uno.discover(quiet=True, **settings, objective={"epsilon": 0.3})
 
 
+@pytest.mark.slow
 def test_it_trains_in_a_thread(installed, tmp_path, capsys):
     """Kills: signal handlers set off the main thread, which raises ValueError."""
     found: list[Any] = []

@@ -116,6 +116,7 @@ def assert_agree(run: Path) -> None:
     assert {key: num for key, num in cards.items() if key[0] not in known} == expected
 
 
+@pytest.mark.slow
 def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
     """Kills: metrics, report, card that know of no merge; dropped rows handed to neighbours, or right."""
     run = tmp_path / "run"

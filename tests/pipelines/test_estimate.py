@@ -67,6 +67,7 @@ def test_pretraining_is_kept_and_shared(tmp_path, monkeypatch):
     assert other.curves["f1"] == first.curves["f1"][:3] and other.key != first.key
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys, monkeypatch):
     """Table, warning, JSON; the default output stands beside the run directory."""
     monkeypatch.chdir(tmp_path)

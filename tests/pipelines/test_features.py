@@ -105,6 +105,7 @@ def test_the_model_classifies_files(finished, tmp_path):
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
 
 
+@pytest.mark.slow
 def test_evaluate_and_another_seed_compute_no_feature(
     finished, weights, tmp_path, monkeypatch, nothing_computed, capsys
 ):
@@ -122,6 +123,7 @@ def test_evaluate_and_another_seed_compute_no_feature(
     assert lines_of(tmp_path / "other") != lines_of(finished)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_as_the_undisturbed_one(
     finished, weights, tmp_path, monkeypatch, nothing_computed
 ):
@@ -152,6 +154,7 @@ def test_a_dry_run_computes_one_step_and_keeps_nothing(weights, tmp_path, empty_
     assert not empty_cache.exists() and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_into_memory_goes_through_the_encoder_in_every_epoch(
     weights, tmp_path, empty_cache
 ):

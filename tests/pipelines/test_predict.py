@@ -41,6 +41,7 @@ def table_of(folder: Path) -> pa.Table:
     return pq.read_table(folder / FILE)
 
 
+@pytest.mark.slow
 def test_report_and_predictions_agree(tmp_path):
     """Kills: two alignments of the heads."""
     run = tmp_path / "run"

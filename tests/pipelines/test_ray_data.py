@@ -314,6 +314,7 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     assert "with all programs, budget 599 GB" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
     """Packed digits, end to end without Ray: results, predictions, report; images are never loaded whole."""
     monkeypatch.chdir(tmp_path)

@@ -79,6 +79,7 @@ def test_permuting_the_true_novel_labels_changes_the_oracle_alone(tmp_path, scor
         tiny_data(options.config, ORACLE, lambda labels: np.where(labels >= 5, -1, labels))
 
 
+@pytest.mark.slow
 def test_scores_of_an_epoch(tmp_path):
     """Kills: a spread over folds, a mean of seeds only, rows counted once for each seed."""
     options = tiny_options(tmp_path, "--seeds", "2")

@@ -94,6 +94,25 @@ def test_small_resnet_shapes(width, blocks, size):
     assert kernels.count((3, 3)) == 6 * blocks + 1
 
 
+@pytest.mark.parametrize("size", [8, 5])
+def test_shortcuts_of_few_channels_are_strided_convolutions(size):
+    """Against torch's strided convolution in float64, which oneDNN does not compute.
+
+    Kills: the strided gradient of fewer than 8 channels, which AVX2 writes past its buffer; another offset.
+    """
+    encoder = encoder_of("resnet_small", width=4, blocks=1).to(memory_format=torch.channels_last)
+    shortcut = encoder.layer2[0].downsample[:-1]
+    strided = nn.Conv2d(4, 8, 1, 2, bias=False).double()
+    strided.load_state_dict({"weight": shortcut.state_dict()["0.weight"]})
+    images = torch.randn(32, 4, size, size).to(memory_format=torch.channels_last)
+    found, expected = shortcut(images), strided(images.double())
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    weights = torch.randn_like(found)
+    found.backward(weights)
+    expected.backward(weights.double())
+    torch.testing.assert_close(shortcut[-1].weight.grad.double(), strided.weight.grad, atol=1e-4, rtol=1e-4)
+
+
 TOYS = "tests.uno.toy_encoders"
 
 

@@ -142,6 +142,7 @@ def test_the_encoder_learns_at_its_own_rate():
         torch.testing.assert_close(moved[0.5][name], share * whole, atol=1e-6, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_with_frozen_stages_resumes_to_the_bit(tmp_path):
     config = small_config(model__trainable="last", model__encoder_lr=0.3)
     tensors = check_resumes(config, tmp_path, stops=(2, 9))

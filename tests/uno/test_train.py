@@ -30,6 +30,7 @@ from uno.steps import discovery_step
 from uno.train import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
 
 CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3
+MORE_STOPS = [*random.Random(0).sample(range(2, 17), 3), 6, 17]
 
 
 def discover(storage: Storage, config=CONFIG, step=discovery_step, batches=None, worker=HERE, max_steps=None):
@@ -57,7 +58,7 @@ def clean(tmp_path_factory):
     return discover(storage), lines(storage)
 
 
-@pytest.mark.parametrize("stop", [1, *random.Random(0).sample(range(2, 17), 3), 6, 12, 17])
+@pytest.mark.parametrize("stop", [1, 12, *(pytest.param(s, marks=pytest.mark.slow) for s in MORE_STOPS)])
 def test_a_stopped_run_resumes_to_the_bit(storage, clean, stop):
     """Weights, momentum, head losses, counters and metrics. Kills: momentum not stored, the mean of a line or
     an epoch started anew, randomness that depends on the process, lines written twice, a step repeated.
@@ -283,7 +284,7 @@ def test_skipped_steps_do_not_dilute_head_losses(storage):
 
 
 @pytest.mark.parametrize("kind", ["gradient", "statistics", "weights"])
-@pytest.mark.parametrize("log_every", [1, 50])
+@pytest.mark.parametrize("log_every", [1, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_passing_fault_is_rolled_back(storage, clean, caplog, kind, log_every):
     """After the roll-back the run is the clean one, bit for bit. Kills: NaN statistics saved, weights kept,
     counters or lines of the abandoned steps kept, MAX_SKIPPED_STEPS never reached when every step is logged.

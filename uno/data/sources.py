@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from importlib import resources
 from itertools import chain
 
@@ -91,6 +92,7 @@ def recognise(path: str) -> str:
     return "folder"
 
 
+@cache
 def read_digits() -> Rows:
     """scikit-learn's 1,797 handwritten digits as uint8 (8,8,3); every fifth of a class is a test row."""
     from sklearn.datasets import load_digits  # imported here: it takes a second

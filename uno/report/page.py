@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -20,18 +21,23 @@ def render(template: str, context: Mapping[str, Any], package: str = "uno.report
     """
     assets = resources.files("uno.report") / "templates"
     code = (assets / script).read_text("utf-8") if script else ""
+    page = _environment(package).get_template(template).render(
+        context, style=Markup((assets / "report.css").read_text("utf-8")), script=Markup(code),
+        script_hash=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
+        generated=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+    )  # fmt: skip
+    return page.encode("utf-8", "replace").decode()
+
+
+@cache
+def _environment(package: str) -> Environment:
     environment = Environment(
         loader=ChoiceLoader([PackageLoader("uno.report"), PackageLoader(package)]), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     filters = {"count": count, "duration": duration, "percent": percent, "visible": visible}
     environment.filters |= filters | {"quoted": shlex.quote}
-    page = environment.get_template(template).render(
-        context, style=Markup((assets / "report.css").read_text("utf-8")), script=Markup(code),
-        script_hash=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
-        generated=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-    )  # fmt: skip
-    return page.encode("utf-8", "replace").decode()
+    return environment
 
 
 def count(number: float) -> str:

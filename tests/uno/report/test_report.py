@@ -89,6 +89,7 @@ def test_page_is_complete_without_scripts(hostile):
         assert word in page.text
 
 
+@pytest.mark.slow
 def test_page_without_truth_metrics_or_test_split(tmp_path):
     task = hostile_task(CONFIG, truth=False)
     page = written(write_run(tmp_path / "truth", CONFIG, task), task)
@@ -154,6 +155,7 @@ def test_rows_that_cannot_be_read_make_no_sample():
     assert sample.is_whole and not some.is_whole and replace(some, num_unreadable=9).is_whole
 
 
+@pytest.mark.slow
 def test_a_page_of_many_pictures_stays_bounded(tmp_path, monkeypatch):
     """Noise compresses worst, and here every class has a full gallery."""
     monkeypatch.setattr(Sample, "output", property(lambda self: self.index % 100))

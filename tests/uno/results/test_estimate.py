@@ -84,7 +84,8 @@ def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     assert again.ks[-1] == 1 and again.key != found.key
 
 
-@pytest.mark.parametrize("num_novel", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_novel", [3, 1])
 def test_unlabeled_rows_of_known_classes_are_not_counted_as_novel(estimate, num_novel):
     """Half of each of 6 known classes is in the pile. Kills: the classes of pretraining left out of the
     clusters that are fixed, or fixed without a cluster of their own.

@@ -72,7 +72,8 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
         np.testing.assert_allclose(np.load(tmp_path / f"{name}.out.npy"), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["dtc", pytest.param("mcl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dtc", "mcl"])
 def test_baselines_are_exported_too(tmp_path, method):
     """Cosines and distances; the export compares itself with the model. Kills: prototypes in place of
     centres, a similarity network that is handed out.
@@ -167,13 +168,9 @@ def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options,
     assert line in model_card(model, {}, {}) and "/home/me" not in model_card(model, {}, {})
 
 
-SLOW_VITS = [
-    pytest.param(*both, marks=pytest.mark.slow)
-    for both in (("vit", "all"), ("timm_vit", "last"), ("timm_vit", "all"))
-]
-
-
-@pytest.mark.parametrize(("what", "trainable"), [("vit", "last"), *SLOW_VITS])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable", ["last", "all"])
+@pytest.mark.parametrize("what", ["vit", "timm_vit"])
 def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, trainable):
     """Kills: an encoder that is built but not trained, a program for one batch size, a hook that is lost."""
     if what == "timm_vit":

@@ -190,6 +190,7 @@ def test_all_digits_in_order(tmp_path, model):
     np.testing.assert_allclose(columns["embedding"][700], single.features[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_digit_and_every_damaged_file_has_a_row(tmp_path, model):
     write_digits(tmp_path / "in", read_digits().images)
     readable = write_damaged(tmp_path / "in" / "damaged")

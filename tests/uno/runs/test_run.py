@@ -54,6 +54,7 @@ def test_discovery_starts_from_pretrained_weights(finished, storage, of_another_
         run.load_weights_(build_model(CONFIG.model, 3, 5, seed=1), CONFIG, finished)
 
 
+@pytest.mark.slow
 def test_torchvision_weights(storage):
     """A state dict of torchvision's ResNet18 with its classifier. Kills: ``fc`` refused, keys ignored."""
     theirs = torchvision.models.resnet18()
