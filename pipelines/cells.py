@@ -172,9 +172,14 @@ def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> list[tupl
 
 
 def _noted(output: Path, job: Job, attempt: Attempts) -> tuple[Job, Attempts]:
-    entry = {"job": job.name, **attempt._asdict(), "seconds": round(attempt.seconds, 2)}
-    Storage(str(output)).append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
+    note(Storage(str(output)), job.name, attempt)
     return job, attempt
+
+
+def note(output: Storage, name: str, attempt: Attempts) -> None:
+    """A line of ``attempts.jsonl``."""
+    entry = {"job": name, **attempt._asdict(), "seconds": round(attempt.seconds, 2)}
+    output.append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
 
 
 def last_line(log: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipelines import ray_env
-from pipelines.cells import Attempts, Job, RayProcess, Start, read_attempts, run_jobs, start_here
+from pipelines.cells import Attempts, Job, RayProcess, Start, note, read_attempts, run_jobs, start_here
 from pipelines.console import say
 from pipelines.jobs import decide
 from pipelines.options import Options, checked_output
@@ -27,7 +27,7 @@ from uno.data.sources import READERS, read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.presets import own_images
-from uno.reproduce import documents, effects
+from uno.reproduce import documents, effects, kept
 from uno.reproduce.experiments import DATA_OPTIONS, REFERENCE, Cell, Table, build, cells, with_own_data
 from uno.reproduce.figures import draw
 from uno.runs import lock
@@ -60,6 +60,8 @@ class Request(NamedTuple):
 def main(options: Options, argv: Sequence[str]) -> int:
     """Run what is missing of a table and write it."""
     request = read_request(options, argv)
+    if request.own.record is not None and not request.own.dry_run:
+        _take_from_record(request)
     jobs = plan(request)
     if request.own.dry_run:
         _describe(request, jobs)
@@ -163,6 +165,19 @@ def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) 
     kept = {REFERENCE, *(key for row in named for key in (row.key, row.of, row.versus))}
     chosen = tuple(row for row in table.rows if row.key in kept)
     return table.model_copy(update={"benchmarks": tuple(sets), "rows": chosen})
+
+
+def _take_from_record(request: Request) -> None:
+    """The cells that the record has and the output lacks."""
+    before, taken = read_attempts(request.output), 0
+    with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
+        record = Storage(request.own.record)
+        for name, seconds in dict(kept.restore(record, request.cells, request.output)).items():
+            if name not in before:
+                note(claim.storage, name, Attempts(seconds))
+            taken += name.startswith("cells/")
+    if taken:
+        say(f"{taken} cells are taken from the record, {request.own.record}")
 
 
 def plan(request: Request) -> list[Job]:
@@ -295,7 +310,12 @@ def write_tables(request: Request) -> None:
     maps = draw(request.cells, request.output, say) if request.table.maps else []
     documents.write(Storage(str(request.output)), found, request.command, maps)
     if request.own.record is not None:
-        documents.write_record(Storage(request.own.record), found, request.command, maps)
+        record = Storage(request.own.record)
+        documents.write_record(record, found, request.command, maps)
+        if not request.table.maps:  # which need the runs themselves
+            kept.write(
+                record, request.cells, request.output, {n: past.seconds for n, past in attempts.items()}
+            )
     files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "parquet", "html"))
     say(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
     if found.failures:

@@ -395,6 +395,11 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     capsys.readouterr()
     assert reproduce.main(words) == 0
     assert "nothing is run again" in capsys.readouterr().out
+    words[words.index(str(out))] = str(tmp_path / "elsewhere")
+    assert reproduce.main([*words, "--record", str(tmp_path / "record")]) == 0
+    said = capsys.readouterr().out
+    assert "4 cells are taken from the record" in said and "nothing is run again" in said
+    assert (tmp_path / "elsewhere" / "ablation.md").read_text() == text
 
 
 SAVES = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('saved', flush=True) or 75))\n"

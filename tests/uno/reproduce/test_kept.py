@@ -1,0 +1,78 @@
+"""Cells of a record: what goes on elsewhere is what was measured, and nothing else."""
+
+import json
+
+import pytest
+
+from tests.uno.reproduce.finished import finished, small
+from uno.data.files import Storage
+from uno.errors import ConfigError
+from uno.reproduce import kept
+from uno.reproduce.effects import read
+from uno.reproduce.experiments import cells
+from uno.runs import NUMERICS
+
+TABLE = small("ablation")
+
+
+def accuracy(row, evaluation, group, seed):
+    return len(row) / 40 + seed / 7
+
+
+def record_of(tmp_path, table=TABLE, seeds=2):
+    """A record of cells of the present numerics, and what they say."""
+    found = finished(tmp_path / "runs", table, seeds, accuracy)
+    todo = cells(table, seeds, {}, {})[0]
+    for cell in todo:
+        environment = {"numerics": NUMERICS, "command": "uno /home/me/secret", "processor": "Testium"}
+        (tmp_path / "runs" / cell.name / "environment.json").write_text(json.dumps(environment))
+    record = Storage(str(tmp_path / "record"))
+    kept.write(record, todo, tmp_path / "runs", {cell.name: 60.0 for cell in todo})
+    return record, found
+
+
+def test_a_record_goes_on_where_its_runs_are_gone(tmp_path):
+    """With more seeds too. Kills: rounded numbers, seconds lost, paths of a machine published."""
+    record, found = record_of(tmp_path)
+    assert b"secret" not in record.read(kept.CELLS)
+    todo, there = cells(TABLE, 3, {}, {})[0], tmp_path / "there"
+    (there / todo[0].name).mkdir(parents=True)
+    seconds = dict(kept.restore(record, todo, there))
+    assert sum(name.startswith("cells/") for name in seconds) == len(todo) * 2 // 3 - 1
+    assert not list((there / todo[0].name).iterdir()), "a run that is there is left alone"
+    (there / todo[0].name).rmdir()
+    seconds |= kept.restore(record, todo, there)
+    again = read(TABLE, todo, there, {}, seconds, {}, {})
+    assert again.values == found.values and again.minutes == found.minutes
+    assert len(again.missing) == len(todo) // 3
+
+
+@pytest.mark.parametrize("changes", [{}, {"objective.epsilon": 0.1}, {"data.source": "cifar10:/there/c"}])
+def test_only_cells_of_the_same_settings_are_taken(tmp_path, changes):
+    """Kills: cells of another objective or data set taken for these."""
+    record, _ = record_of(tmp_path)
+    taken = list(kept.restore(record, cells(TABLE, 2, {}, changes)[0], tmp_path / "there"))
+    assert bool(taken) == (not changes)
+
+
+def test_where_the_data_lie_does_not_matter(tmp_path):
+    names = ("cifar10:/a/b/cats", "cifar10:/c/cats", "folder:/c/cats", "cifar10:/c/dogs")
+    one, other, *rest = (
+        kept._settings(cells(TABLE, 1, {}, {"data.source": name})[0][0].config) for name in names
+    )
+    assert one == other and len({one, *rest}) == 3
+
+
+def test_cells_of_other_numerics_are_run_again(tmp_path, monkeypatch):
+    record, _ = record_of(tmp_path)
+    monkeypatch.setattr(kept, "NUMERICS", NUMERICS + 1)
+    assert not list(kept.restore(record, cells(TABLE, 2, {}, {})[0], tmp_path / "there"))
+
+
+@pytest.mark.parametrize("damage", [b"{", b"\xff", b"[]", b"{}", b'{"cell": 1, "settings": 2}'])
+def test_a_damaged_record_is_one_line(tmp_path, damage):
+    record, _ = record_of(tmp_path)
+    record.append(kept.CELLS, damage + b"\n")
+    number = len(record.read(kept.CELLS).splitlines())
+    with pytest.raises(ConfigError, match=f"line {number} of cells.jsonl is damaged"):
+        list(kept.restore(record, cells(TABLE, 2, {}, {})[0], tmp_path / "there"))

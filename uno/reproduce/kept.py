@@ -1,0 +1,73 @@
+"""Finished cells in a record: their numbers, with which a table goes on where the runs are gone."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from uno.config import Config, dump_yaml, flatten, resumable, to_dict
+from uno.data.files import Storage, parse_json
+from uno.errors import ConfigError
+from uno.reproduce.experiments import Cell
+from uno.runs import NUMERICS
+
+CELLS = "cells.jsonl"
+FILES = ("metrics.json", "environment.json", "estimate.json")
+PLACES = ("data.source", "data.labeled", "data.unlabeled", "data.known_classes", "model.weights")
+PRIVATE = ("command", "platform")  # of environment.json: paths of a machine
+
+
+def write(record: Storage, cells: Sequence[Cell], output: Path, seconds: Mapping[str, float]) -> None:
+    """The finished ones of ``cells`` below ``output``, one a line; ``seconds`` of cells and what they start
+    from are by name.
+    """
+    lines = []
+    for cell in cells:
+        files = {name: _read(output / cell.name / name) for name in FILES}
+        if files["metrics.json"] is not None:
+            environment = {k: v for k, v in (files["environment.json"] or {}).items() if k not in PRIVATE}
+            line = {
+                "cell": cell.name,
+                "settings": _settings(cell.config),
+                "seconds": seconds.get(cell.name, 0.0),
+            }
+            line |= {"start": cell.pretraining, "start_seconds": seconds.get(cell.pretraining, 0.0)}
+            lines.append(json.dumps({**line, **files, "environment.json": environment}) + "\n")
+    record.write(CELLS, "".join(lines).encode())
+
+
+def restore(record: Storage, cells: Sequence[Cell], output: Path) -> Iterator[tuple[str, float]]:
+    """Put those of ``cells`` below ``output`` that it lacks and the record has, of the same settings and the
+    present NUMERICS; yields their names, and what they started from, with seconds. ConfigError: no record.
+    """
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for number, text in enumerate((record.read(CELLS) if record.exists(CELLS) else b"").splitlines(), 1):
+        try:
+            line = dict(parse_json(text.decode()))
+            found[line["cell"], line["settings"], line["environment.json"]["numerics"]] = line
+        except (ValueError, TypeError, LookupError):
+            raise ConfigError(f"{record.uri}: line {number} of {CELLS} is damaged; delete the file") from None
+    for cell in cells:
+        run, key = output / cell.name, (cell.name, _settings(cell.config), NUMERICS)
+        if key not in found or run.exists():
+            continue
+        line, storage = found[key], Storage(str(run))
+        storage.write("config.yaml", dump_yaml(cell.config).encode())
+        for name in reversed(FILES):  # metrics.json last: with it a cell is finished
+            if line.get(name) is not None:
+                storage.write(name, json.dumps(line[name]).encode())
+        yield line["start"], float(line["start_seconds"])
+        yield cell.name, float(line["seconds"])
+
+
+def _settings(config: Config) -> str:
+    """A hash of what decides the numbers of a cell, wherever its data lie."""
+    kept = {key: value for key, value in flatten(to_dict(config)).items() if not resumable(key)}
+    kept |= {key: re.sub("/.*/", "", str(kept[key])) for key in PLACES}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return dict(parse_json(path.read_text())) if path.exists() else None
