@@ -4,7 +4,9 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
+from pipelines import cli, data
 from pipelines.packing import shard_block, shared_rows, write_shard
 from tests.uno.data.builders import write_images
 from uno.data.columns import Labels, Text
@@ -35,3 +37,20 @@ def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
         assert found == [{"name": shard.name, "rows": 5, "bad": expected.bad}]
         assert [row["id"] for row in expected.bad] == ["3.png"] * num_bad
         assert (there / shard.name).read_bytes() == here.read(shard.name)
+
+
+@pytest.mark.ray
+def test_ray_packs_the_same_shards(tmp_path, ray_cluster, capsys):
+    """``uno data pack`` of folders with a damaged image and of the digits. Kills: shards of other rows, lost
+    reasons, a file more or less.
+    """
+    write_images(tmp_path / "in", [f"{kind}/{i}.png" for kind in "ab" for i in range(20)])
+    (tmp_path / "in" / "a" / "3.png").write_bytes(b"no image")
+    for source, name in ((str(tmp_path / "in"), "files"), ("digits", "pixels")):
+        for place, more in (("here", []), ("ray", ["--workers", "2"])):
+            words = ["pack", "--data", source, "--output", str(tmp_path / name / place), *more]
+            assert cli.guard(data.main, words) == 0
+        here, there = (Storage(str(tmp_path / name / place)) for place in ("here", "ray"))
+        assert here.list() == there.list() and len(here.list()) > 1
+        assert all(here.read(file) == there.read(file) for file in here.list())
+    assert "40 rows, 39 packed, 1 bad" in capsys.readouterr().out
