@@ -213,6 +213,7 @@ def test_a_wrong_edit_changes_nothing(run, capsys):
     assert (run / "model" / "classes.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_export_writes_and_says_what(run, tmp_path, capsys):
     uno("export", run, "--format", "pt2")
     assert "checked against the model; images uint8 (B, 3, 8, 8)" in capsys.readouterr().out

@@ -59,7 +59,8 @@ def estimate(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("num_novel", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_novel", [1, 2, 4])
 def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     """6 known and 1, 2 or 4 novel blobs. Only the upper end may be larger: one cluster too many that splits
     an unlabeled class costs nothing, and ties go to the larger k.

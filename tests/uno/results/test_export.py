@@ -86,6 +86,7 @@ def test_baselines_are_exported_too(tmp_path, method):
     assert not [name for name, _ in program.named_parameters() if "auxiliary" in name]
 
 
+@pytest.mark.slow
 def test_what_computes_something_else_is_not_handed_out(tmp_path, monkeypatch):
     one_head = exporting._one_head
     monkeypatch.setattr(exporting, "_one_head", lambda model, head: one_head(model, head - 1))
