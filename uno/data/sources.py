@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -93,11 +94,15 @@ def recognise(path: str) -> str:
 
 
 @cache
-def read_digits() -> Rows:
-    """scikit-learn's 1,797 handwritten digits as uint8 (8,8,3); every fifth of a class is a test row."""
+def _digits() -> Any:
     from sklearn.datasets import load_digits  # imported here: it takes a second
 
-    digits = load_digits()
+    return load_digits()
+
+
+def read_digits() -> Rows:
+    """scikit-learn's 1,797 handwritten digits as uint8 (8,8,3); every fifth of a class is a test row."""
+    digits = _digits()
     grey = np.round(digits.images * 255 / 16).astype(np.uint8)
     is_train = np.full(len(grey), True)
     for value in range(10):

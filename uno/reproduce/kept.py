@@ -20,10 +20,10 @@ PRIVATE = ("command", "platform")  # of environment.json: paths of a machine
 
 
 def write(record: Storage, cells: Sequence[Cell], output: Path, seconds: Mapping[str, float]) -> None:
-    """The finished ones of ``cells`` below ``output``, one a line; ``seconds`` of cells and what they start
-    from are by name.
+    """The finished ones of ``cells`` below ``output``, one a line, beside other cells of the record;
+    ``seconds`` of cells and what they start from are by name.
     """
-    lines = []
+    lines = {line["cell"]: line for line in _lines(record)}
     for cell in cells:
         files = {name: _read(output / cell.name / name) for name in FILES}
         if files["metrics.json"] is not None:
@@ -34,32 +34,39 @@ def write(record: Storage, cells: Sequence[Cell], output: Path, seconds: Mapping
                 "seconds": seconds.get(cell.name, 0.0),
             }
             line |= {"start": cell.pretraining, "start_seconds": seconds.get(cell.pretraining, 0.0)}
-            lines.append(json.dumps({**line, **files, "environment.json": environment}) + "\n")
-    record.write(CELLS, "".join(lines).encode())
+            lines[cell.name] = {**line, **files, "environment.json": environment}
+    record.write(CELLS, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
 
 
 def restore(record: Storage, cells: Sequence[Cell], output: Path) -> Iterator[tuple[str, float]]:
     """Put those of ``cells`` below ``output`` that it lacks and the record has, of the same settings and the
     present NUMERICS; yields their names, and what they started from, with seconds. ConfigError: no record.
     """
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for number, text in enumerate((record.read(CELLS) if record.exists(CELLS) else b"").splitlines(), 1):
-        try:
-            line = dict(parse_json(text.decode()))
-            found[line["cell"], line["settings"], line["environment.json"]["numerics"]] = line
-        except (ValueError, TypeError, LookupError):
-            raise ConfigError(f"{record.uri}: line {number} of {CELLS} is damaged; delete the file") from None
+    found = {line["cell"]: line for line in _lines(record)}
     for cell in cells:
-        run, key = output / cell.name, (cell.name, _settings(cell.config), NUMERICS)
-        if key not in found or run.exists():
+        run, line = output / cell.name, found.get(cell.name)
+        if line is None or run.exists() or line["settings"] != _settings(cell.config):
             continue
-        line, storage = found[key], Storage(str(run))
+        if line["environment.json"]["numerics"] != NUMERICS:
+            continue
+        storage = Storage(str(run))
         storage.write("config.yaml", dump_yaml(cell.config).encode())
         for name in reversed(FILES):  # metrics.json last: with it a cell is finished
             if line.get(name) is not None:
                 storage.write(name, json.dumps(line[name]).encode())
         yield line["start"], float(line["start_seconds"])
         yield cell.name, float(line["seconds"])
+
+
+def _lines(record: Storage) -> Iterator[dict[str, Any]]:
+    for number, text in enumerate((record.read(CELLS) if record.exists(CELLS) else b"").splitlines(), 1):
+        try:
+            line = dict(parse_json(text.decode()))
+            _ = line["settings"], line["start"], line["environment.json"]["numerics"]
+            _ = line["cell"], line["seconds"] + line["start_seconds"]
+        except (ValueError, TypeError, LookupError):
+            raise ConfigError(f"{record.uri}: line {number} of {CELLS} is damaged; delete the file") from None
+        yield line
 
 
 def _settings(config: Config) -> str:

@@ -55,6 +55,15 @@ def test_only_cells_of_the_same_settings_are_taken(tmp_path, changes):
     assert bool(taken) == (not changes)
 
 
+def test_a_smaller_table_loses_no_cell(tmp_path):
+    """Kills: --seeds 1 into a record of two seeds that costs the second."""
+    record, _ = record_of(tmp_path)
+    before = sorted(record.read(kept.CELLS).splitlines())
+    todo = cells(TABLE, 1, {}, {})[0]
+    kept.write(record, todo, tmp_path / "runs", {cell.name: 60.0 for cell in todo})
+    assert sorted(record.read(kept.CELLS).splitlines()) == before
+
+
 def test_where_the_data_lie_does_not_matter(tmp_path):
     names = ("cifar10:/a/b/cats", "cifar10:/c/cats", "folder:/c/cats", "cifar10:/c/dogs")
     one, other, *rest = (
