@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """A tenth of the time went into looking at a million objects of imported libraries again and again."""
+    gc.freeze()  # they live as long as the process: never looked at again
     gc.enable()
     gc.set_threshold(20_000, 20, 20)
 

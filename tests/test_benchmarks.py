@@ -42,7 +42,7 @@ def test_exponents():
     assert exponents([1, 2, 4], [1, 1, 4]) == {"all": 1.0, "top": 2.0}
 
 
-@pytest.mark.parametrize("step_ms", [10.0, 40.0])
+@pytest.mark.parametrize("step_ms", [10.0, pytest.param(40.0, marks=pytest.mark.slow)])
 def test_the_model_of_scaling_loses_with_more_gpus(step_ms):
     """Kills: an efficiency above one, collectives that cost nothing."""
     found = [efficiency(gpus, step_ms)["efficiency"] for gpus in (8, 64, 512)]

@@ -417,9 +417,10 @@ def to_dict(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def field_names() -> list[str]:
+@cache
+def field_names() -> tuple[str, ...]:
     """Dotted names of all fields, in order."""
-    return list(flatten(to_dict(Config())))
+    return tuple(flatten(to_dict(Config())))
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> Config:

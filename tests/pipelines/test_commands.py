@@ -210,7 +210,7 @@ def test_pretrain_then_discover_equals_discover(finished, tmp_path):
     assert_same_weights(tmp_path / "run", finished)
 
 
-@pytest.mark.parametrize("weights", ["", "model/encoder.safetensors"])
+@pytest.mark.parametrize("weights", ["", pytest.param("model/encoder.safetensors", marks=pytest.mark.slow)])
 def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
     """Kills: weights looked up from another directory than the user's."""
     monkeypatch.chdir(finished.parent)

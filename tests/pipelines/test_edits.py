@@ -142,6 +142,7 @@ def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
     assert (run / "metrics.json").read_bytes() == first
 
 
+@pytest.mark.slow
 def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
     """Kills: an exported program left with the classes of before. What programs compute is tested there."""
 
@@ -160,6 +161,7 @@ def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
     assert "model/model.onnx has the classes of before: no onnx" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(finished, tmp_path, monkeypatch):
     """Kills: stale metrics taken for those of the new classes."""
     run = tmp_path / "run"

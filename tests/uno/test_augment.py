@@ -188,9 +188,10 @@ def test_parameters_and_probabilities_follow_the_recipe(name, recipe, kind):
             assert stats.binomtest(hits, NUM_DRAWS, probability).pvalue > P_VALUE
 
 
-@pytest.mark.parametrize(
-    ("scale", "side"), [((0.8, 1.0), 32), ((0.3, 0.8), 32), ((0.08, 0.5), 256), ((1.0, 1.0), 32)]
-)
+SCALES = [((0.3, 0.8), 32), ((0.08, 0.5), 256), ((1.0, 1.0), 32)]
+
+
+@pytest.mark.parametrize(("scale", "side"), [*SCALES, pytest.param((0.8, 1.0), 32, marks=pytest.mark.slow)])
 def test_boxes_follow_torchvision(scale, side):
     """Kills: side for area, ratio not log-uniform or inverted, always a corner, first attempt always kept."""
     config = ViewConfig(size=16, crop="resized", crop_scale=scale)

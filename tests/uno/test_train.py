@@ -31,6 +31,12 @@ from uno.train import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
 
 CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3
 MORE_STOPS = [*random.Random(0).sample(range(2, 17), 3), 6, 17]
+MORE_FAULTS = [
+    ("statistics", 1),
+    ("weights", 1),
+    *((kind, 50) for kind in ("gradient", "statistics", "weights")),
+]
+MORE_CRASHES = random.Random(1).sample(range(7, 18), 2)
 
 
 def discover(storage: Storage, config=CONFIG, step=discovery_step, batches=None, worker=HERE, max_steps=None):
@@ -70,7 +76,7 @@ def test_a_stopped_run_resumes_to_the_bit(storage, clean, stop):
     assert_ends_as(clean, storage)
 
 
-@pytest.mark.parametrize("crash", [3, *random.Random(1).sample(range(7, 18), 2)])
+@pytest.mark.parametrize("crash", [3, *(pytest.param(s, marks=pytest.mark.slow) for s in MORE_CRASHES)])
 def test_a_crashed_run_resumes_to_the_bit(storage, clean, crash):
     """Kills: lines after the last checkpoint kept and written again, a checkpoint of a later state."""
     batches = batches_of(CONFIG)
@@ -113,6 +119,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(storage, clean, caplog):
     assert "skipping checkpoint checkpoints/discover/step_00000014" in caplog.text
 
 
+@pytest.mark.slow
 def test_both_phases_resume_to_the_bit(tmp_path):
     """Kills: discovery from weights other than the pretrained ones after a resume."""
     check_resumes(CONFIG, tmp_path, (4, 5, 11))
@@ -132,7 +139,11 @@ def test_a_finished_phase_is_not_trained_again(storage, clean):
 
 @pytest.mark.parametrize(
     "overrides",
-    [{"train__checkpoint_every_epochs": 2}, {"train__log_every": 1}, {"train__keep_checkpoints": 1}],
+    [
+        {"train__checkpoint_every_epochs": 2},
+        pytest.param({"train__log_every": 1}, marks=pytest.mark.slow),
+        pytest.param({"train__keep_checkpoints": 1}, marks=pytest.mark.slow),
+    ],
 )
 def test_saving_and_logging_do_not_change_the_run(storage, clean, overrides):
     """Kills: prototypes normalised for saving, counters cleared by a look, random numbers for a line."""
@@ -283,8 +294,10 @@ def test_skipped_steps_do_not_dilute_head_losses(storage):
     assert found["head_losses"].tolist() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gradient", "statistics", "weights"])
-@pytest.mark.parametrize("log_every", [1, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "log_every"),
+    [("gradient", 1), *(pytest.param(kind, every, marks=pytest.mark.slow) for kind, every in MORE_FAULTS)],
+)
 def test_a_passing_fault_is_rolled_back(storage, clean, caplog, kind, log_every):
     """After the roll-back the run is the clean one, bit for bit. Kills: NaN statistics saved, weights kept,
     counters or lines of the abandoned steps kept, MAX_SKIPPED_STEPS never reached when every step is logged.

@@ -53,7 +53,7 @@ def by_id(task):
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("source", ["digits", "folder"])
+@pytest.mark.parametrize("source", [pytest.param("digits", marks=pytest.mark.slow), "folder"])
 def test_round_trip(tmp_path, source, lazy):
     """The same task: ids, labels, truth, split, pixels. Kills: labels of another row, lost class order."""
     more = {"data.known_classes": "first:5"} if source == "digits" else FEW

@@ -27,7 +27,8 @@ from uno.runs import run
 RESNET18 = {"model__encoder": "resnet18", "data__store_size": 16, "augment__large__size": 16}
 
 
-@pytest.mark.parametrize("stem", ["small", pytest.param("imagenet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["small", "imagenet"])
 def test_encoder_loads_into_plain_torchvision(tmp_path, stem):
     model, encoder = tiny_model(tmp_path, **RESNET18, model__stem=stem), torchvision.models.resnet18()
     if stem == "small":  # the two layers that the model card names
@@ -123,7 +124,8 @@ CARDS = (
 )
 
 
-@pytest.mark.parametrize("options", [CARDS[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CARDS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", CARDS)
 def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, options):
     """Its Python is executed, next to the files it speaks of."""
     if options.get("model__encoder", "").startswith("timm"):

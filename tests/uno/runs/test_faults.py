@@ -81,7 +81,10 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", *(pytest.param(how, marks=pytest.mark.slow) for how in ("bit flipped", "missing"))],
+)
 def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path, undisturbed, monkeypatch, damage):
     """The older one is taken; the end is the same. Kills: a start at step 0, damaged weights trained on."""
     storage = Storage(str(tmp_path))

@@ -68,7 +68,9 @@ def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
     assert storage.read("by-orphan.txt") == b"while nobody else has it"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", *(pytest.param(c, marks=pytest.mark.slow) for c in (b"[]", b"{", b"\xff"))]
+)
 def test_a_damaged_lock_is_that_of_a_dead_holder_and_a_released_one_is_free(storage, content):
     storage.write(lock.LOCK_FILE, content)
     with claim(storage, on_wait=lambda line: None) as mine:
