@@ -41,9 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """A tenth of the time went into looking at a million objects of imported libraries again and again."""
-    gc.freeze()  # they live as long as the process: never looked at again
+    gc.freeze()  # they live as long as the process
     gc.enable()
     gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that find frozen objects at the end print pages about leaks."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
