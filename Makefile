@@ -9,7 +9,8 @@ STAMP := .venv/.installed
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (about 6 GB, a few minutes the first time)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[ray,dev]'
+	@$(PY) -m compileall -qq -j 0 .venv/lib || true  # on all cores, pip takes one; some files are of other Pythons
 	@touch $@
 
 demo: $(STAMP)

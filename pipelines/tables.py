@@ -66,7 +66,10 @@ def main(options: Options, argv: Sequence[str]) -> int:
     if request.own.dry_run:
         _describe(request, jobs)
     else:
-        run_missing(request, jobs)
+        try:
+            run_missing(request, jobs)
+        finally:  # of a command that is stopped, too
+            _keep_cells(request)
         with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
             for name in claim.storage.unfinished():
                 if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
@@ -178,6 +181,13 @@ def _take_from_record(request: Request) -> None:
             taken += name.startswith("cells/")
     if taken:
         say(f"{taken} cells are taken from the record, {request.own.record}")
+
+
+def _keep_cells(request: Request) -> None:
+    """The finished cells to the record, if there is to be one; maps need the runs themselves."""
+    if request.own.record is not None and not request.table.maps:
+        seconds = {name: past.seconds for name, past in read_attempts(request.output).items()}
+        kept.write(Storage(request.own.record), request.cells, request.output, seconds)
 
 
 def plan(request: Request) -> list[Job]:
@@ -312,10 +322,6 @@ def write_tables(request: Request) -> None:
     if request.own.record is not None:
         record = Storage(request.own.record)
         documents.write_record(record, found, request.command, maps)
-        if not request.table.maps:  # which need the runs themselves
-            kept.write(
-                record, request.cells, request.output, {n: past.seconds for n, past in attempts.items()}
-            )
     files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "parquet", "html"))
     say(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
     if found.failures:

@@ -378,7 +378,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     """Stopped by SIGTERM after a cell, continued, repeated: the table is whole and nothing runs twice."""
     out = tmp_path / "out"
     words = ["ablation", "--rows", "no-overclustering", "--seeds", "2", "--output", str(out)]
-    words += ["--parallel", "2", *TINY]
+    words += ["--parallel", "2", *TINY, "--record", str(tmp_path / "record")]
     driver = subprocess.Popen([sys.executable, "-m", "pipelines.reproduce", *words], stderr=subprocess.PIPE)
     wait_for(lambda: any(out.glob("cells/*/metrics.json")), 600)
     driver.terminate()
@@ -386,7 +386,9 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     assert driver.returncode == 75 and b"resume with the same command" in said
     before = {path: path.stat().st_mtime for path in out.glob("cells/*/metrics.json")}
     assert 1 <= len(before) < 4
-    assert cli.guard(reproduce.main, [*words, "--record", str(tmp_path / "record")]) == 0
+    recorded = (tmp_path / "record" / "cells.jsonl").read_text().splitlines()
+    assert {json.loads(line)["cell"].split("/")[-1] for line in recorded} == {p.parent.name for p in before}
+    assert cli.guard(reproduce.main, words) == 0
     assert all(path.stat().st_mtime == time_of for path, time_of in before.items())
     assert len(list(out.glob("cells/*/metrics.json"))) == 4
     text = (out / "ablation.md").read_text()
@@ -396,7 +398,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     assert reproduce.main(words) == 0
     assert "nothing is run again" in capsys.readouterr().out
     words[words.index(str(out))] = str(tmp_path / "elsewhere")
-    assert reproduce.main([*words, "--record", str(tmp_path / "record")]) == 0
+    assert reproduce.main(words) == 0
     said = capsys.readouterr().out
     assert "4 cells are taken from the record" in said and "nothing is run again" in said
     assert (tmp_path / "elsewhere" / "ablation.md").read_text() == text
