@@ -1,6 +1,6 @@
 """What do the pairs that methods learn from say of novel classes?
 
-    python -m benchmarks.pairs runs/reproduce-sota/cells/digits-mcl-seed*
+    python -m benchmarks.pairs runs/reproduce-sota/cells/digits-mcl-seed?
 
 reads finished runs and prints a JSON row: of all pairs of novel training rows, and of known test rows, what
 share is of one class, what share each rule calls so, with what precision and recall: the similarity network
