@@ -12,22 +12,20 @@ accuracy of the head with the lowest loss] after every ``--every`` epochs of dis
 import argparse
 import json
 import shlex
-import sys
 import tempfile
 import time
 from typing import Any
 
 import torch
 from sklearn.cluster import KMeans
-from torch import Tensor
 
-from benchmarks.held_out import accuracy, hold_out, read
+from benchmarks.held_out import accuracy, hold_out, read, score, words
 from benchmarks.measure import environment
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.plan import largest_batch
 from uno.data.resident import TrainSet
-from uno.model import features_of, forward
+from uno.model import features_of
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint
 from uno.runs.run import run_phase
@@ -67,17 +65,10 @@ def measure(config: Config, every: TrainSet, split: int) -> dict[str, Any]:
         curve, last = [], state.step
         for step in checkpoint_steps(storage, DISCOVER):
             load_state_(state, load_checkpoint(storage, DISCOVER, step).tensors, step)
-            epoch, found = config.discover.epochs * step / last, _score(state, images, truth, config)
+            epoch, found = config.discover.epochs * step / last, score(state, images, truth, config)
             curve.append([round(epoch, 1), round(before + minutes[step], 2), found])
     kmeans = accuracy(truth, torch.from_numpy(clusters))
     return {"split": split, "pretrain_minutes": round(before, 2), "kmeans": kmeans, "curve": curve}
-
-
-def _score(state: TrainState, images: Tensor, truth: Tensor, config: Config) -> float:
-    state.model.normalize_prototypes_()
-    novel = forward(state.model.eval(), images, config).novel
-    assert novel is not None
-    return accuracy(truth, novel[0, state.best_head].argmax(dim=-1))
 
 
 def main() -> None:
@@ -87,9 +78,8 @@ def main() -> None:
     parser.add_argument("--splits", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--every", type=int, default=2)
-    words = sys.argv[1:]
-    place = words.index("--") if "--" in words else len(words)
-    options, own = parser.parse_args(words[:place]), words[place + 1 :]
+    before, own = words()
+    options = parser.parse_args(before)
     torch.set_num_threads(options.threads)
     config, every = read(own)
     config = override(

@@ -42,6 +42,7 @@ from uno.presets import preset
 from uno.results.metrics import cluster_accuracy, confusion
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.run import run_phase
+from uno.state import TrainState
 from uno.train import LocalWorker
 
 
@@ -88,11 +89,23 @@ def run(config: Config, every: TrainSet, split: int) -> tuple[float, float]:
             features = train.unlabeled_images[:, 0].numpy()
         clusters = KMeans(train.num_novel, n_init=10, random_state=0).fit(features).labels_
         state = run_phase(config, DISCOVER, train, worker, Storage(folder))
+    found = score(state, train.unlabeled_images[:], truth, config)
+    return found, accuracy(truth, torch.from_numpy(clusters))
+
+
+def score(state: TrainState, images: Tensor, truth: Tensor, config: Config) -> float:
+    """Percent of the rows that the head with the lowest loss gets right."""
     state.model.normalize_prototypes_()
-    novel = forward(state.model.eval(), train.unlabeled_images[:], config).novel
+    novel = forward(state.model.eval(), images, config).novel
     assert novel is not None
-    chosen = novel[0, state.best_head].argmax(dim=-1)
-    return accuracy(truth, chosen), accuracy(truth, torch.from_numpy(clusters))
+    return accuracy(truth, novel[0, state.best_head].argmax(dim=-1))
+
+
+def words() -> tuple[list[str], list[str]]:
+    """Those of the command line before and after its ``--``."""
+    given = [*sys.argv[1:], "--"]
+    place = given.index("--")
+    return given[:place], given[place + 1 : -1]
 
 
 def main() -> None:
@@ -104,9 +117,8 @@ def main() -> None:
     parser.add_argument("--splits", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--lr", type=float)
-    words = [*sys.argv[1:], "--"]
-    own = words[words.index("--") + 1 : -1]
-    options = parser.parse_args(words[: words.index("--")])
+    before, own = words()
+    options = parser.parse_args(before)
     torch.set_num_threads(1)
     base, every = read(own)
     values: dict[str, Any] = {"discover.epochs": options.epochs}

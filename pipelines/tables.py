@@ -320,8 +320,7 @@ def write_tables(request: Request) -> None:
     maps = draw(request.cells, request.output, say) if request.table.maps else []
     documents.write(Storage(str(request.output)), found, request.command, maps)
     if request.own.record is not None:
-        record = Storage(request.own.record)
-        documents.write_record(record, found, request.command, maps)
+        documents.write_record(Storage(request.own.record), found, request.command, maps)
     files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "parquet", "html"))
     say(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
     if found.failures:
