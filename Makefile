@@ -2,15 +2,20 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
+SET := -c constraints.txt -e '.[ray,dev]'
 
-.PHONY: demo test test-slow lint bench fuzz chaos clean
+.PHONY: demo test test-slow lint types fakecuda slow bench fuzz chaos clean
 .DEFAULT_GOAL := demo
 
+# By uv, which takes a third of pip's time, from the index that pip would take; by pip where uv cannot.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv .venv
-	@echo "installing into .venv (about 6 GB, a few minutes the first time)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[ray,dev]'
-	@$(PY) -m compileall -qq -j 0 .venv/lib || true  # on all cores, pip takes one; some files are of other Pythons
+	@echo "installing into .venv (about 6 GB, a minute or two the first time)"
+	@index=$${PIP_INDEX_URL:-$$($(PY) -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}; \
+	$(PY) -m pip install --quiet --disable-pip-version-check 'uv<1' && \
+	$(PY) -m uv pip install --quiet --no-cache --compile-bytecode --python $(PY) --default-index "$$index" $(SET) || \
+	{ echo "uv cannot install it here, pip can and takes a few minutes"; \
+	$(PY) -m pip install --quiet --disable-pip-version-check $(SET); }
 	@touch $@
 
 demo: $(STAMP)
@@ -19,18 +24,30 @@ demo: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+types: $(STAMP)
 	$(PY) -m mypy
 
-# Lint, types, the default lane, the steps on a GPU that computes nothing, and the Ray lane with one case per fault family.
+# The steps on a GPU that computes nothing.
+fakecuda: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m fakecuda --durations=5 tests/uno/test_fake_cuda*.py
+
+slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'slow and not ray' --durations=5
+
+# Ray's lanes leave a third of two cores idle: targets (1) run at a low priority beside tests (2), and are shown after them.
+beside = @nice $(MAKE) --no-print-directory $(1) > .beside.log 2>&1 & beside=$$!; code=0; \
+	echo "$(PY) -m pytest $(2), beside $(1)"; $(PY) -m pytest $(2) || code=$$?; \
+	wait $$beside || code=$$?; cat .beside.log; rm .beside.log; exit $$code
+
+# Lint, the default lane, the Ray lane with one case per fault family, types and the steps on the GPU.
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --durations=5
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m fakecuda --durations=5 tests/uno/test_fake_cuda*.py
-	$(PY) -m pytest -m 'ray and not slow' --durations=10
+	$(call beside,types fakecuda,-m 'ray and not slow' --durations=10)
 
 # The full matrices.
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'slow and not ray' --durations=5
-	$(PY) -m pytest -m 'slow and ray' --durations=10
+	$(call beside,slow,-m 'slow and ray' --durations=10)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks

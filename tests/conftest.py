@@ -1,4 +1,4 @@
-"""The one Ray cluster of the test lane ``ray``; everything else runs without Ray."""
+"""The one Ray cluster of the test lane ``ray``, and its undisturbed run; everything else runs without Ray."""
 
 import gc
 import os
@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,19 @@ def ray_cluster() -> Iterator[Any]:
     _set(before)
     time.sleep(0.5)  # the last processes still write their logs
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def two(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished ``uno demo``, that disturbed ones are compared with: two workers, 240 steps of discovery."""
+    from pipelines import cli
+    from tests.pipelines.small import LONG
+
+    output = tmp_path_factory.mktemp("two") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+        assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
+    return output
 
 
 def wait_until_free(port: int, seconds: float = 180) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -198,16 +199,24 @@ def test_the_picture_is_small_and_says_nothing_else():
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_the_day_after_training(tmp_path, monkeypatch, ray_cluster):
-    """The demo as a newcomer gets it, then the README's commands on it, in order, as they stand there."""
+def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch):
+    """Without Ray, which changes no number (test_ray)."""
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["demo"]) == 0
-    results = json.loads((tmp_path / "runs" / "demo" / "metrics.json").read_text())
+    here = ["--workers", "0", "--compute.threads", "1"]
+    assert cli.main(["demo", *here, "--output", str(tmp_path / "run")]) == 0
+    results = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert results["train/novel/task_aware/acc/best"] > 0.96
     assert results["train/known/task_aware/acc/best"] > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_day_after_training(two, tmp_path, monkeypatch):
+    """The README's commands on a demo, in order, as they stand there."""
+    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(two, "runs/demo")
     for _, *words in commands("uno predict runs/demo"):
         words = ["digits" if word == "folder:DIR" else word for word in words]
         assert cli.main(words) == 0, words

@@ -1,14 +1,9 @@
-"""The cluster, and the undisturbed two-worker run that disturbed ones are compared with."""
+"""What every command in this process needs."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-
-from pipelines import cli
-from tests.pipelines.small import LONG
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -25,11 +20,3 @@ def restored_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def two(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished ``uno demo``: two workers, 240 steps of discovery."""
-    output = tmp_path_factory.mktemp("two") / "run"
-    assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
-    return output
