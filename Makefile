@@ -36,7 +36,7 @@ slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'slow and not ray' --durations=5
 
 # Ray's lanes leave a third of two cores idle: targets (1) run at a low priority beside tests (2), and are shown after them.
-beside = @nice $(MAKE) --no-print-directory $(1) > .beside.log 2>&1 & beside=$$!; code=0; \
+beside = @nice -n 19 $(MAKE) --no-print-directory $(1) > .beside.log 2>&1 & beside=$$!; code=0; \
 	echo "$(PY) -m pytest $(2), beside $(1)"; $(PY) -m pytest $(2) || code=$$?; \
 	wait $$beside || code=$$?; cat .beside.log; rm .beside.log; exit $$code
 

@@ -114,18 +114,25 @@ class Raylets:
 
 
 @contextmanager
-def two_nodes(hidden: Path, cpus: tuple[int, int] = (4, 3)) -> Iterator[Raylets]:
-    """A head, and a node that does not see the directory ``hidden`` if it is on a second machine."""
+def head(cpus: int) -> Iterator[Raylets]:
+    """A head; what joins it ends with it."""
     folder = tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")
     with cable() as real:
         raylets = Raylets(folder, real)
         try:
-            raylets.start(cpus[0])
-            raylets.join(cpus[1], hidden)
+            raylets.start(cpus)
             yield raylets
         finally:
             raylets.end()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def two_nodes(hidden: Path, cpus: tuple[int, int] = (4, 3)) -> Iterator[Raylets]:
+    """A head, and a node that does not see the directory ``hidden`` if it is on a second machine."""
+    with head(cpus[0]) as raylets:
+        raylets.join(cpus[1], hidden)
+        yield raylets
 
 
 class Command:

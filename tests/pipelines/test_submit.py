@@ -69,9 +69,8 @@ def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, client, tmp_path, monkeypatch):
+def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, client, tmp_path):
     """kill -9 of the driver while its workers go on, then `ray job stop`, then to the end: equal weights."""
-    monkeypatch.setattr(lock, "WATCH_S", 4)
     storage = Storage(str(tmp_path / "run"))
     argv = ["pipelines.discover", *LONG, "--workers", "2", "--output", storage.root]
     faults = "kill-driver:step=8"  # strikes once, as every fault
@@ -145,7 +144,7 @@ def test_training_on_a_cluster_with_tokens(tmp_path, request):
         wait_for(connected)
         with pytest.raises(AuthenticationError):
             JobSubmissionClient(url)
-        argv = [*SMALL, "--workers", "2", "--max-steps", "3", "--output", str(run)]
+        argv = [*SMALL, "--workers", "1", "--max-steps", "3", "--output", str(run)]
         words = [RAY, "job", "submit", "--address", url, "--", "env", f"PYTHONPATH={ROOT}", sys.executable]
         words += ["-m", "pipelines.pretrain", *argv]
         done = subprocess.run(words, env=named, capture_output=True, text=True, timeout=240)
