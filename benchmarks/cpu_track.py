@@ -1,23 +1,32 @@
 """How far does a recipe get, and in which time? On classes that are known: rows of the CPU track's design.
 
-    python -m benchmarks.cpu_track --splits 0 --threads 2 --every 2 -- --preset cifar10 --data parquet:DIR \
-        --known-classes first:5 --model.encoder resnet_small --model.width 32
+    python -m benchmarks.cpu_track --splits 0 1 --known 3 --threads 1 --start DIR -- --preset cifar10 \
+        --recipe cpu --data parquet:DIR --known-classes first:5 --discover.epochs 8
 
-After ``--``: options of uno discover. Two of its five known classes stay known, the others play novel
-(``benchmarks.held_out``), and their labels score alone; no row is read that has no label there. Prints one
-JSON row a split: minutes of pretraining, k-means on what it learnt, and [epoch, minutes since the start,
-accuracy of the head with the lowest loss] after every ``--every`` epochs of discovery, in percent.
+After ``--``: options of uno discover. ``--known`` of its classes stay known, the others play novel
+(``benchmarks.held_out``), and their labels score alone; no row is read that has no label there. A tenth of
+the rows of known classes is not trained on. ``--start``: a directory that keeps each split's pretraining; one
+that it has is started from, whatever the options.
+
+Prints one JSON row a split: minutes of both phases; after pretraining k-means, and the accuracy of a logistic
+regression that is told half of the labels, on the features of the classes that play novel; after each epoch
+of discovery the accuracy of the head with the lowest loss; after both phases that on the held-out rows of
+known classes. In percent.
 """
 
 import argparse
 import json
 import shlex
+import shutil
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from sklearn.cluster import KMeans
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
 
 from benchmarks.held_out import accuracy, hold_out, read, score, words
 from benchmarks.measure import environment
@@ -25,50 +34,72 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.plan import largest_batch
 from uno.data.resident import TrainSet
-from uno.model import features_of
+from uno.model import features_of, forward
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint
 from uno.runs.run import run_phase
 from uno.state import TrainState, load_state_
 from uno.train import LocalWorker
 
-SCORED_ROWS = 5_000
+SCORED_ROWS = 4_000
 
 
-def timed(
-    config: Config, phase: str, train: TrainSet, storage: Storage
-) -> tuple[TrainState, dict[int, float]]:
-    """The trained state, and minutes after which each step was done that has a line of metrics."""
-    start, minutes = time.perf_counter(), {0: 0.0}
-
-    def note(metrics: dict[str, Any]) -> None:
-        minutes[metrics["step"]] = (time.perf_counter() - start) / 60
-
-    return run_phase(config, phase, train, LocalWorker(torch.device("cpu"), note), storage), minutes
+def timed(config: Config, phase: str, train: TrainSet, storage: Storage) -> tuple[TrainState, float]:
+    """The trained state, and the minutes that it took."""
+    start = time.perf_counter()
+    state = run_phase(config, phase, train, LocalWorker(torch.device("cpu")), storage)
+    return state, (time.perf_counter() - start) / 60
 
 
-def measure(config: Config, every: TrainSet, split: int) -> dict[str, Any]:
-    """The row of one split, which is the seed, too."""
-    train, truth = hold_out(every, split)
+def pretrained(config: Config, train: TrainSet, folder: Path) -> float:
+    """The minutes of the pretraining in ``folder``, which is trained where it is not there."""
+    minutes = folder / "minutes"
+    if not minutes.exists():
+        _, taken = timed(config, PRETRAIN, train, Storage(str(folder)))
+        minutes.write_text(str(taken))
+    return float(minutes.read_text())
+
+
+def of_known(state: TrainState, images: Tensor, labels: Tensor, config: Config) -> float:
+    """Percent of the rows that the known head gets right."""
+    state.model.normalize_prototypes_()
+    known = forward(state.model.eval(), images, config).known[0]
+    return round(100 * float((known.argmax(dim=-1) == labels).float().mean()), 1)
+
+
+def measure(config: Config, every: TrainSet, split: int, known: int, start: Path) -> dict[str, Any]:
+    """The row of one split, which is the seed, too; ``known`` classes stay known."""
+    train, truth = hold_out(every, split, known)
+    order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(0))
+    out, rest = order.tensor_split([len(order) // 10])
+    held_out = train.labeled_images[out], train.labels[out]
+    train = TrainSet(
+        train.labeled_images[rest], train.labels[rest], train.unlabeled_images, known, train.num_novel
+    )
     kind, size = config.data.composition, config.train.batch_size
     batch = largest_batch(kind, size, len(train.labels), train.num_unlabeled, 0)
-    config = override(config, {"seed": split, "train.batch_size": batch, "train.keep_checkpoints": 10_000})
+    every_epoch = {"train.checkpoint_every_epochs": 1, "train.keep_checkpoints": 10_000}
+    config = override(config, {"seed": split, "train.batch_size": batch, **every_epoch})
     chosen = torch.randperm(train.num_unlabeled, generator=torch.Generator().manual_seed(0))[:SCORED_ROWS]
     truth, images = truth[chosen], train.unlabeled_images[chosen]
+    row: dict[str, Any] = {"split": split, "known": known}
+    row["pretrain_minutes"] = round(pretrained(config, train, start / f"{split}"), 2)
     with tempfile.TemporaryDirectory() as folder:
-        storage = Storage(folder)
-        start, minutes = timed(config, PRETRAIN, train, storage)
-        before = max(minutes.values())
-        features = features_of(start.model.eval(), images, config).numpy()
+        storage = Storage(str(shutil.copytree(start / f"{split}", Path(folder) / "run")))
+        state, _ = timed(config, PRETRAIN, train, storage)
+        features, half = features_of(state.model.eval(), images, config).numpy(), len(truth) // 2
         clusters = KMeans(train.num_novel, n_init=10, random_state=0).fit(features).labels_
+        told = LogisticRegression(C=0.1, max_iter=300).fit(features[:half], truth[:half])
+        row["kmeans"] = accuracy(truth, torch.from_numpy(clusters))
+        row["told"] = round(100 * told.score(features[half:], truth[half:]), 1)
+        row["held_out"] = [of_known(state, *held_out, config)]
         state, minutes = timed(config, DISCOVER, train, storage)
-        curve, last = [], state.step
+        row |= {"discover_minutes": round(minutes, 2), "curve": []}
         for step in checkpoint_steps(storage, DISCOVER):
             load_state_(state, load_checkpoint(storage, DISCOVER, step).tensors, step)
-            epoch, found = config.discover.epochs * step / last, score(state, images, truth, config)
-            curve.append([round(epoch, 1), round(before + minutes[step], 2), found])
-    kmeans = accuracy(truth, torch.from_numpy(clusters))
-    return {"split": split, "pretrain_minutes": round(before, 2), "kmeans": kmeans, "curve": curve}
+            row["curve"].append(score(state, images, truth, config))
+        row["held_out"].append(of_known(state, *held_out, config))
+    return row
 
 
 def main() -> None:
@@ -76,18 +107,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--splits", type=int, nargs="+", default=[0])
+    parser.add_argument("--known", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--start", type=Path)
     before, own = words()
     options = parser.parse_args(before)
     torch.set_num_threads(options.threads)
     config, every = read(own)
-    config = override(
-        config, {"compute.threads": options.threads, "train.checkpoint_every_epochs": options.every}
-    )
+    config = override(config, {"compute.threads": options.threads})
     for split in options.splits:
-        row = {"options": shlex.join(own), "threads": options.threads, **measure(config, every, split)}
-        print(json.dumps(row | environment()), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(config, every, split, options.known, options.start or Path(folder))
+        facts = {"options": shlex.join(own), "threads": options.threads, **row}
+        print(json.dumps(facts | environment()), flush=True)
 
 
 if __name__ == "__main__":

@@ -46,14 +46,16 @@ from uno.state import TrainState
 from uno.train import LocalWorker
 
 
-def hold_out(train: TrainSet, split: int) -> tuple[TrainSet, Tensor]:
-    """The labeled rows of ``train`` as a set of its own, and the true class of its unlabeled rows, from 0."""
-    num, num_known = train.num_known, train.num_known // 2
+def hold_out(train: TrainSet, split: int, known: int | None = None) -> tuple[TrainSet, Tensor]:
+    """The labeled rows of ``train`` as a set of its own, of which ``known`` classes (default: half) stay
+    known, and the true class of its unlabeled rows, from 0.
+    """
+    num, num_known = train.num_known, known or train.num_known // 2
     classes = [(split * max(1, num // 5) + i) % num for i in range(num)]
     place = torch.tensor([classes.index(int(label)) for label in train.labels])
-    known, images = place < num_known, train.labeled_images
-    held_out = TrainSet(images[known], place[known], images[~known], num_known, num - num_known)
-    return held_out, place[~known] - num_known
+    stays, images = place < num_known, train.labeled_images
+    held_out = TrainSet(images[stays], place[stays], images[~stays], num_known, num - num_known)
+    return held_out, place[~stays] - num_known
 
 
 def accuracy(truth: Tensor, predicted: Tensor) -> float:

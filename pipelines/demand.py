@@ -67,8 +67,9 @@ def needed_bytes(config: Config, task: Task, free: float = float("inf")) -> dict
     }
     if registry.load(config).novel_head is not None:  # a baseline's, without projections
         parts = dict.fromkeys(parts, 0)
-    if model.encoder == "resnet_small":  # two 3x3 convolutions a block, of w, 2w and 4w channels
-        parts["network"] += 12 * 9 * (2 * model.blocks - 1) * 21 * model.width**2
+    if model.encoder == "resnet_small":  # two 3x3 convolutions a block, of w, 2w, 4w channels
+        channels = sum(4**i for i in range(model.stages)) * model.width**2
+        parts["network"] += 12 * 9 * (2 * model.blocks - 1) * channels
     if sum(parts.values()) > free:
         return parts
     network = registry.build_network(config, task.num_known, task.num_novel, 0).eval()

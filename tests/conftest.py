@@ -1,6 +1,7 @@
 """The one Ray cluster of the test lane ``ray``, and its undisturbed run; everything else runs without Ray."""
 
 import gc
+import hashlib
 import os
 import shutil
 import signal
@@ -95,15 +96,28 @@ def ray_cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def two(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished ``uno demo``, that disturbed ones are compared with: two workers, 240 steps of discovery."""
+def two(request: pytest.FixtureRequest, ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished ``uno demo``, that disturbed ones are compared with: two workers, 240 steps of discovery.
+    Trained once for the same code, and kept in pytest's cache for the next lane.
+    """
     from pipelines import cli
-    from tests.pipelines.small import LONG
+    from tests.pipelines.small import LONG, ROOT
 
+    code = hashlib.sha256()
+    for folder in ("uno", "pipelines", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            code.update(path.read_bytes())
+    assert request.config.cache is not None
+    kept = request.config.cache.mkdir("two") / code.hexdigest()[:16]
     output = tmp_path_factory.mktemp("two") / "run"
+    if kept.exists():
+        return Path(shutil.copytree(kept, output))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
         assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
+    shutil.rmtree(kept.parent)  # of earlier code
+    shutil.copytree(output, half := kept.with_suffix(".half"))
+    half.rename(kept)
     return output
 
 

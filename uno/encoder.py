@@ -30,25 +30,33 @@ PROBE_SIDE = 224  # of an encoder that does not say which images it takes
 
 
 class SmallResNet(nn.Module):
-    """ResNet for tiny images (He et al. 2016, Sec. 4.2): 3x3 stem, three stages of widths w, 2w, 4w = D.
+    """ResNet for tiny images (He et al. 2016, Sec. 4.2): stem, stages of widths w, 2w, 4w (theirs: three).
 
-    Where the width changes the shortcut is torchvision's 1x1 convolution, not zero padding.
+    Where the width changes the shortcut is torchvision's 1x1 convolution, not zero padding. ``halved``: the
+    stem is a 4x4 convolution of stride 2, theirs a 3x3 one of stride 1.
     """
 
-    def __init__(self, width: int, blocks: int) -> None:
+    def __init__(self, width: int, blocks: int, stages: int = 3, halved: bool = False) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.conv1 = _small_stem(width, halved)
         self.bn1 = nn.BatchNorm2d(width)
         self.layer1 = _stage(width, width, blocks, stride=1)
-        self.layer2 = _stage(width, 2 * width, blocks, stride=2)
-        self.layer3 = _stage(2 * width, 4 * width, blocks, stride=2)
-        self.num_features = 4 * width
+        for i in range(1, stages):
+            self.add_module(f"layer{i + 1}", _stage(width << i - 1, width << i, blocks, stride=2))
+        self.num_stages, self.num_features = stages, width << stages - 1  # D
         _init_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, S, S) -> (B, D)."""
         x = torch.relu(self.bn1(self.conv1(images)))
-        return self.layer3(self.layer2(self.layer1(x))).mean(dim=(2, 3))
+        for i in range(self.num_stages):
+            x = getattr(self, f"layer{i + 1}")(x)
+        return x.mean(dim=(2, 3))
+
+
+def _small_stem(width: int, halved: bool) -> nn.Conv2d:
+    kernel, stride = (4, 2) if halved else (3, 1)
+    return nn.Conv2d(3, width, kernel, stride, 1, bias=False)
 
 
 def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
@@ -79,7 +87,7 @@ def build_encoder(config: ModelConfig) -> nn.Module:
     ConfigError: no such encoder, its package is missing, or it gives something else than a vector an image.
     """
     if config.encoder == "resnet_small":
-        return SmallResNet(config.width, config.blocks)
+        return SmallResNet(config.width, config.blocks, config.stages, config.stem == "halved")
     if config.encoder not in OWN_ENCODERS:
         return _library_encoder(config.encoder)
     from torchvision.models import resnet
@@ -87,8 +95,8 @@ def build_encoder(config: ModelConfig) -> nn.Module:
     encoder = getattr(resnet, config.encoder)()
     encoder.num_features = encoder.fc.in_features  # D
     encoder.fc = nn.Identity()
-    if config.stem == "small":
-        encoder.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    if config.stem != "imagenet":
+        encoder.conv1 = _small_stem(64, config.stem == "halved")
         encoder.maxpool = nn.Identity()
         _init_convolutions(encoder)
     return encoder

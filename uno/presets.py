@@ -90,6 +90,16 @@ DIGITS: Values = {
 }  # fmt: skip
 
 
+# CIFAR10 where there is no GPU. Ours: benchmarks/records/2026-11-23_cpu-track has the rows it was chosen by.
+CIFAR_CPU: Values = {
+    "recipe": "cpu", "model.encoder": "resnet_small", "model.width": 24, "model.stages": 4,
+    "model.stem": "halved", "model.hidden_dim": 512, "model.projection_dim": 128, "train.batch_size": 256,
+    "train.checkpoint_every_epochs": 1, "pretrain.epochs": 8, "pretrain.warmup_epochs": 1,
+    "pretrain.base_lr": 0.4, "pretrain.weight_decay": 5e-4,
+    "discover.epochs": 16, "discover.warmup_epochs": 0.5,
+}  # fmt: skip
+
+
 PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values (Tab. 1), and what v2 changes in them
     # scikit-learn's 1,797 real 8x8 digits: 0-4 known, 5-9 novel. Not in the paper: sizes, rates, epochs and
     # the affine views are ours; tau, iterations and m are the paper's. Digits must not be flipped.
@@ -105,7 +115,8 @@ PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values (Tab. 1), an
     # Of one's own images uno.data.defaults decides size, stem, batch, epochs, mean and std.
     "custom": ({}, CIFAR_V2),
 }  # fmt: skip
-
+CPU: dict[str, Values] = {"cifar10": CIFAR_CPU}
+"""What the recipe ``cpu`` changes in the paper's values."""
 
 BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")  # kinds of sources with presets of their own
 
@@ -145,12 +156,15 @@ def sized(config: Config, given: Mapping[str, Any], described: Mapping[str, Any]
 
 
 def preset(name: str, recipe: str = "paper") -> Config:
-    """The configuration of a preset, ``paper`` or ``v2``. ConfigError: no preset or recipe of that name."""
+    """The configuration of a preset: ``paper``, ``v2``, or ``cpu`` where :data:`CPU` has it. ConfigError: no
+    preset or recipe of that name.
+    """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "choose from " + ", ".join(PRESETS)
         raise ConfigError(f"unknown preset {name!r}; {hint}")
-    if recipe not in ("paper", "v2"):
-        raise ConfigError(f"unknown recipe {recipe!r}; choose paper or v2")
     paper, v2 = PRESETS[name]
-    return override(Config(), {"preset": name} | paper | (v2 if recipe == "v2" else {}))
+    recipes = {"paper": {}, "v2": v2, **({"cpu": CPU[name]} if name in CPU else {})}
+    if recipe not in recipes:
+        raise ConfigError(f"{name} has no recipe {recipe!r}; choose from {', '.join(recipes)}")
+    return override(Config(), {"preset": name} | paper | recipes[recipe])

@@ -29,7 +29,7 @@ def layer_shapes(encoder: nn.Module, size: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("stem", ["small", "imagenet"])
+@pytest.mark.parametrize("stem", ["small", "halved", "imagenet"])
 @pytest.mark.parametrize(("name", "num_features"), [("resnet18", 512), ("resnet34", 512), ("resnet50", 2048)])
 def test_keys_are_torchvisions(name, num_features, stem):
     """Kills: renamed layers, a classifier left in the encoder, the wrong feature size."""
@@ -38,8 +38,8 @@ def test_keys_are_torchvisions(name, num_features, stem):
         ours = build_encoder(ModelConfig(encoder=name, stem=stem))
     expected = {key: value.shape for key, value in theirs.state_dict().items() if not key.startswith("fc.")}
     found = {key: value.shape for key, value in ours.state_dict().items()}
-    if stem == "small":
-        assert found["conv1.weight"] == (64, 3, 3, 3)
+    if stem != "imagenet":
+        assert found["conv1.weight"] == {"small": (64, 3, 3, 3), "halved": (64, 3, 4, 4)}[stem]
         found["conv1.weight"] = expected["conv1.weight"]
     assert found == expected
     assert ours.num_features == num_features
@@ -56,7 +56,7 @@ def test_weights_load_into_torchvision_and_give_its_features():
     images = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
         torch.testing.assert_close(ours(images), theirs.eval()(images))
-    for stem, first, last in (("small", 32, 4), ("imagenet", 8, 1)):
+    for stem, first, last in (("small", 32, 4), ("halved", 16, 2), ("imagenet", 8, 1)):
         shapes = layer_shapes(encoder_of("resnet18", stem).eval(), 32)
         assert [shapes[name][-1] for name in ("layer1", "layer4")] == [first, last]
 
@@ -76,22 +76,29 @@ def test_convolutions_start_kaiming_fan_out(name, stem):
     assert checked >= 5
 
 
-@pytest.mark.parametrize(("width", "blocks", "size"), [(4, 1, 8), (16, 1, 8), (16, 3, 32), (8, 2, 5)])
-def test_small_resnet_shapes(width, blocks, size):
+@pytest.mark.parametrize(
+    ("width", "blocks", "size", "options"),
+    [
+        (4, 1, 8, {}),
+        (16, 1, 8, {}),
+        (16, 3, 32, {}),
+        (8, 2, 5, {}),
+        (8, 1, 32, {"stages": 4, "stem": "halved"}),
+    ],
+)
+def test_small_resnet_shapes(width, blocks, size, options):
     """He et al., Sec. 4.2, has 6n + 2 layers with the classifier and without the shortcuts.
 
-    Kills: strides in the wrong stage, a fixed input size, num_features other than 4 widths.
+    Kills: strides in the wrong stage, a fixed input size, num_features other than the last stage's.
     """
-    encoder = encoder_of("resnet_small", width=width, blocks=blocks).eval()
-    half, quarter = -(-size // 2), -(-size // 4)
-    assert layer_shapes(encoder, size) == {
-        "layer1": (2, width, size, size),
-        "layer2": (2, 2 * width, half, half),
-        "layer3": (2, 4 * width, quarter, quarter),
-    }
-    assert encoder.num_features == 4 * width
+    encoder = encoder_of("resnet_small", width=width, blocks=blocks, **options).eval()
+    stages, halved = options.get("stages", 3), "stem" in options
+    sides = [-(-size // 2 ** (i + halved)) for i in range(stages)]
+    expected = {f"layer{i + 1}": (2, width * 2**i, side, side) for i, side in enumerate(sides)}
+    assert layer_shapes(encoder, size) == expected
+    assert encoder.num_features == width * 2 ** (stages - 1)
     kernels = [layer.kernel_size for layer in encoder.modules() if isinstance(layer, nn.Conv2d)]
-    assert kernels.count((3, 3)) == 6 * blocks + 1
+    assert kernels.count((3, 3)) == 2 * stages * blocks + (not halved)
 
 
 @pytest.mark.parametrize("size", [8, 5])

@@ -8,7 +8,7 @@ import pytest
 
 from uno.config import Config, flatten, to_dict
 from uno.errors import ConfigError
-from uno.presets import PRESETS, preset
+from uno.presets import CPU, PRESETS, preset
 
 GOLDEN = Path(__file__).parent / "golden" / "presets.json"
 DEFAULTS = flatten(to_dict(Config()))
@@ -25,8 +25,8 @@ def test_numbers_are_the_published_ones():
     Fini et al. 2021, Sec. 4.1 and Tab. 1; METHOD.md Sec. 5 has the other sources. After a meant change write
     ``now`` to the file, and say in CHANGELOG.md which numbers moved.
     """
-    both = itertools.product(PRESETS, ("paper", "v2"))
-    now = {f"{name} {recipe}": differences(preset(name, recipe)) for name, recipe in both}
+    each = [*itertools.product(PRESETS, ("paper", "v2")), *((name, "cpu") for name in CPU)]
+    now = {f"{name} {recipe}": differences(preset(name, recipe)) for name, recipe in each}
     assert {"defaults": DEFAULTS, **now} == json.loads(GOLDEN.read_text())
 
 
@@ -34,7 +34,7 @@ def test_unknown_names_are_one_line_with_a_suggestion():
     for words, message in (
         (("cifr10",), r"^unknown preset 'cifr10'; did you mean 'cifar10'\?$"),
         (("zzz",), r"^unknown preset 'zzz'; choose from digits, "),
-        (("digits", "v3"), r"^unknown recipe 'v3'; choose paper or v2$"),
+        (("digits", "v3"), r"^digits has no recipe 'v3'; choose from paper, v2$"),
     ):
         with pytest.raises(ConfigError, match=message):
             preset(*words)

@@ -15,8 +15,8 @@ from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.presets import IMAGE_SIZE, SIZES, own_images, preset, sized
 
-MOST_PIXELS = {"small": 64, "imagenet": 128}
-"""A side by stem. ResNet-18: 2.2 and .59 billion multiplications an image; the paper's 32 pixels .56."""
+MOST_PIXELS = {"small": 64, "halved": 128, "imagenet": 128}
+"""A side by stem. ResNet-18: 2.2, 2.2 and .59 billion multiplications an image; the paper's 32 pixels .56."""
 IMAGENET_STEM_FROM = 96  # pixels, below which its last maps would be 2 x 2
 EPOCHS = {"pretrain": 30, "discover": 60}  # of the preset digits, whose 1,437 rows are few, too
 MOST_STEPS = 20_000  # of a phase; the paper's on CIFAR10 has 19,400
@@ -71,7 +71,7 @@ def _size(config: Config, task: Task, given: Container[str], lines: list[str]) -
     usual = int(np.median([min(side) for _, *side in headers_of(task)[0]] or [config.data.store_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":
-        stem = "small"
+        stem = "small" if stem == "imagenet" else stem
     elif "model.stem" not in given and usual >= IMAGENET_STEM_FROM:
         stem = "imagenet"
     size = max(8, min(usual, MOST_PIXELS[stem]) // 4 * 4)

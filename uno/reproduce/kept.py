@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from uno.config import Config, dump_yaml, flatten, resumable, to_dict
+from uno.config import Config, dump_yaml, learnt_by
 from uno.data.files import Storage, parse_json
 from uno.errors import ConfigError
 from uno.reproduce.experiments import Cell
@@ -71,7 +71,7 @@ def _lines(record: Storage) -> Iterator[dict[str, Any]]:
 
 def _settings(config: Config) -> str:
     """A hash of what decides the numbers of a cell, wherever its data lie."""
-    kept = {key: value for key, value in flatten(to_dict(config)).items() if not resumable(key)}
+    kept = learnt_by(config)
     kept |= {key: re.sub("/.*/", "", str(kept[key])) for key in PLACES}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 

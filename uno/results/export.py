@@ -205,7 +205,7 @@ probabilities = program(images)                        # uint8 (B, 3, {size}, {s
 ```
 """
 SMALL_STEM = """\
-encoder.conv1 = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False)  # the stem for small images
+encoder.conv1 = torch.nn.Conv2d(3, 64, {kernel}, {stride}, 1, bias=False)  # the stem for small images
 encoder.maxpool = torch.nn.Identity()
 """
 
@@ -236,11 +236,15 @@ def _rebuilt(net: ModelConfig) -> tuple[str, str]:
     library, _, what = net.encoder.partition(":")
     if net.encoder == "resnet_small":
         build = "from uno.encoder import SmallResNet\n"
-        build += f"encoder = SmallResNet(width={net.width}, blocks={net.blocks})"
-        return f"resnet_small, width {net.width}, {net.blocks} block(s) a stage", build
+        halved = net.stem == "halved"
+        build += f"encoder = SmallResNet({net.width}, {net.blocks}, stages={net.stages}, halved={halved})"
+        size = f"width {net.width}, {net.stages} stages of {net.blocks} block(s)"
+        return f"resnet_small, {size}{', stem halved' * halved}", build
     if net.encoder in OWN_ENCODERS:
         build = f"import torchvision\nencoder = torchvision.models.{net.encoder}()\n"
-        build += (SMALL_STEM if net.stem == "small" else "") + "encoder.fc = torch.nn.Identity()"
+        stem = {"small": (3, 1), "halved": (4, 2)}.get(net.stem)
+        build += SMALL_STEM.format(kernel=stem[0], stride=stem[1]) if stem else ""
+        build += "encoder.fc = torch.nn.Identity()"
         return f"{net.encoder}, stem {net.stem}, torchvision's keys, no `fc`", build
     if library == "torchvision":
         from torchvision.models import get_model
