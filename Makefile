@@ -4,8 +4,6 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SET := -c constraints.txt -e '.[ray,dev]'
 
-export PYTHONDONTWRITEBYTECODE :=  # else every process compiles the libraries anew
-
 .PHONY: demo test test-slow lint types fakecuda slow bench fuzz chaos clean
 .DEFAULT_GOAL := demo
 
@@ -15,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv (about 6 GB, a minute or two the first time)"
 	@index=$${PIP_INDEX_URL:-$$($(PY) -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}; \
 	$(PY) -m pip install --quiet --disable-pip-version-check 'uv<1' && \
-	$(PY) -m uv pip install --quiet --no-cache --python $(PY) --default-index "$$index" $(SET) || \
+	$(PY) -m uv pip install --quiet --no-cache --compile-bytecode --python $(PY) --default-index "$$index" $(SET) || \
 	{ echo "uv cannot install it here, pip can and takes a few minutes"; \
 	$(PY) -m pip install --quiet --disable-pip-version-check $(SET); }
 	@touch $@
