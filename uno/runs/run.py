@@ -17,7 +17,7 @@ from uno.initial import start_
 from uno.methods import registry
 from uno.model import UnoModel, build_model
 from uno.runs import DISCOVER, PRETRAIN, ROTATION
-from uno.runs.checkpoint import checkpoint_steps, load_newest
+from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.runs.hardware import prepare_compiler
 from uno.state import TrainState, new_state, with_prefix
 from uno.steps import pretrain_step, rotation_step
@@ -148,9 +148,11 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
     return False
 
 
-def load_trained(config: Config, storage: Storage, num_known: int, num_novel: int) -> tuple[UnoModel, int]:
-    """The discovered model of a run, ready to predict, and the index of its best head."""
-    checkpoint = load_newest(storage, DISCOVER)
+def load_trained(
+    config: Config, storage: Storage, num_known: int, num_novel: int, step: int | None = None
+) -> tuple[UnoModel, int]:
+    """The discovered model of a run (as it was at ``step``), ready to predict, and its best head's index."""
+    checkpoint = load_newest(storage, DISCOVER) if step is None else load_checkpoint(storage, DISCOVER, step)
     if checkpoint is None:
         raise StorageError(f"no discovery checkpoint in {storage.uri}: run uno discover first")
     model = registry.build_network(config, num_known, num_novel, 0)
