@@ -18,18 +18,12 @@ import torch
 
 from benchmarks.held_out import accuracy
 from benchmarks.measure import environment
-from pipelines.features import load_images
-from uno.config import Config, override
-from uno.data.decode import readable
+from benchmarks.pairs import read_run
 from uno.data.files import Storage
-from uno.data.resident import eval_sets
-from uno.data.sources import read_rows
-from uno.data.splits import make_task
 from uno.model import forward
 from uno.report.charts import Chart, Series, line_chart
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.directory import read_config_tree
 from uno.runs.journal import read_journal
 from uno.runs.run import load_trained
 
@@ -51,11 +45,8 @@ def minutes_of(storage: Storage, phase: str, rows: int) -> dict[int, float]:
 @torch.no_grad()
 def curve_of(run: Path) -> dict[str, Any]:
     """k-means on the pretrained features, and [epoch, minutes since the start, accuracy] of a run."""
-    storage = Storage(str(run))
-    config = override(Config(), read_config_tree(storage))
-    task = make_task(read_rows(config.data), config.data)
-    images, reasons = load_images(config, task, storage, lambda metrics: None)
-    rows = eval_sets(task, images, readable(reasons))["train"]
+    storage, config, task, sets = read_run(run)
+    rows = sets["train"]
     rows = rows.where(rows.truth >= task.num_known)
     few = torch.zeros(len(rows.truth), dtype=torch.bool)
     few[torch.randperm(len(few), generator=torch.Generator().manual_seed(0))[:ROWS]] = True

@@ -25,9 +25,9 @@ from pipelines.features import load_images
 from uno.config import Config, override
 from uno.data.decode import readable
 from uno.data.files import Storage
-from uno.data.resident import eval_sets
+from uno.data.resident import EvalSet, eval_sets
 from uno.data.sources import read_rows
-from uno.data.splits import make_task
+from uno.data.splits import Task, make_task
 from uno.heads import unit
 from uno.methods import jia
 from uno.methods.ncl import THRESHOLD
@@ -55,11 +55,7 @@ def main() -> None:
 @torch.no_grad()
 def of_run(run: Path) -> dict[str, Any]:
     """{"novel", "known"} -> what network, cosine and ranks say of these rows' pairs."""
-    storage = Storage(str(run))
-    config = override(Config(), read_config_tree(storage))
-    task = make_task(read_rows(config.data), config.data)
-    images, reasons = load_images(config, task, storage, lambda metrics: None)
-    sets = eval_sets(task, images, readable(reasons))
+    storage, config, task, sets = read_run(run)
     model, _ = load_trained(config, storage, task.num_known, task.num_novel)
     found = {}
     for name, rows in (("novel", sets["train"]), ("known", sets["test"])):
@@ -85,6 +81,15 @@ def of_run(run: Path) -> dict[str, Any]:
             **{of: _counted(similar, same) for of, similar in said.items()},
         }
     return found
+
+
+def read_run(run: Path) -> tuple[Storage, Config, Task, dict[str, EvalSet]]:
+    """A finished run, and {"train", "test"} -> the rows with a true class."""
+    storage = Storage(str(run))
+    config = override(Config(), read_config_tree(storage))
+    task = make_task(read_rows(config.data), config.data)
+    images, reasons = load_images(config, task, storage, lambda metrics: None)
+    return storage, config, task, eval_sets(task, images, readable(reasons))
 
 
 def _counted(similar: Tensor, same: Tensor) -> dict[str, float | None]:
