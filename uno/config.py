@@ -339,7 +339,7 @@ class Config(_Frozen):
         "Settings to start from; default digits, and custom where other data is given.", search=False,
         decided="reproduce")
     recipe: Literal["paper", "v2", "cpu"] = field("paper",
-        "The paper's settings, the authors' improved ones, or (cifar10) ours for an hour of two CPU cores.",
+        "The paper's settings, the authors' improved ones, or (cifar10) ours for an hour of a CPU core.",
         search=False)
     method: str = field("uno", f"Discovery method: {', '.join(METHODS)}.", scope="discover")
     seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False,
