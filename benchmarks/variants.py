@@ -101,7 +101,7 @@ def dtc_step(
 @torch.no_grad()
 def predicted(kept: Kept, state: TrainState) -> Tensor:
     """q (N_u, K) of all unlabeled rows under the evaluation view."""
-    novel = forward(state.model.eval(), kept["train"].unlabeled_images, kept["config"]).novel
+    novel = forward(state.model.eval(), kept["train"].unlabeled_images[:], kept["config"]).novel
     state.model.train()
     assert novel is not None
     return novel[0, 0].softmax(dim=-1).clone()
@@ -224,7 +224,7 @@ def of_seed(seed: int, names: list[str], epochs: int) -> dict[str, float]:
             ):
                 state = run_phase(override(config, own), DISCOVER, train, worker, Storage(folder))
             state.model.normalize_prototypes_()
-            novel = forward(state.model.eval(), train.unlabeled_images, config).novel
+            novel = forward(state.model.eval(), train.unlabeled_images[:], config).novel
             assert novel is not None
             found[name] = accuracy(truth, novel[0, state.best_head].argmax(dim=-1))
             print(f"seed {seed}, {name}: {found[name]}", file=sys.stderr, flush=True)
