@@ -53,7 +53,7 @@ def curve_of(run: Path) -> dict[str, Any]:
     rows, size = rows.where(few), config.train.batch_size
     before = max(minutes_of(Storage(str(config.model.weights)), PRETRAIN, size).values())
     minutes, points = minutes_of(storage, DISCOVER, size), []
-    steps = checkpoint_steps(storage, DISCOVER)
+    steps = [step for step in checkpoint_steps(storage, DISCOVER) if step in minutes]  # ends of epochs
     for step in steps:
         model, best = load_trained(config, storage, task.num_known, task.num_novel, step)
         novel = forward(model, rows.images[:], config).novel

@@ -38,7 +38,7 @@ class SmallResNet(nn.Module):
 
     def __init__(self, width: int, blocks: int, stages: int = 3, halved: bool = False) -> None:
         super().__init__()
-        self.conv1 = _small_stem(width, halved)
+        self.conv1 = _small_stem(width, "halved" if halved else "small")
         self.bn1 = nn.BatchNorm2d(width)
         self.layer1 = _stage(width, width, blocks, stride=1)
         for i in range(1, stages):
@@ -54,9 +54,12 @@ class SmallResNet(nn.Module):
         return x.mean(dim=(2, 3))
 
 
-def _small_stem(width: int, halved: bool) -> nn.Conv2d:
-    kernel, stride = (4, 2) if halved else (3, 1)
-    return nn.Conv2d(3, width, kernel, stride, 1, bias=False)
+SMALL_STEMS = {"small": (3, 1), "halved": (4, 2)}
+"""Kernel and stride of the stems for small images, which pad by 1."""
+
+
+def _small_stem(width: int, stem: str) -> nn.Conv2d:
+    return nn.Conv2d(3, width, *SMALL_STEMS[stem], 1, bias=False)
 
 
 def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
@@ -95,8 +98,8 @@ def build_encoder(config: ModelConfig) -> nn.Module:
     encoder = getattr(resnet, config.encoder)()
     encoder.num_features = encoder.fc.in_features  # D
     encoder.fc = nn.Identity()
-    if config.stem != "imagenet":
-        encoder.conv1 = _small_stem(64, config.stem == "halved")
+    if config.stem in SMALL_STEMS:
+        encoder.conv1 = _small_stem(64, config.stem)
         encoder.maxpool = nn.Identity()
         _init_convolutions(encoder)
     return encoder

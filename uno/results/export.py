@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
-from uno.encoder import build_encoder, classifier_of
+from uno.encoder import SMALL_STEMS, build_encoder, classifier_of
 from uno.errors import ConfigError, NumericsError
 from uno.methods import METHODS
 from uno.methods.registry import build_network
@@ -242,8 +242,9 @@ def _rebuilt(net: ModelConfig) -> tuple[str, str]:
         return f"resnet_small, {size}{', stem halved' * halved}", build
     if net.encoder in OWN_ENCODERS:
         build = f"import torchvision\nencoder = torchvision.models.{net.encoder}()\n"
-        stem = {"small": (3, 1), "halved": (4, 2)}.get(net.stem)
-        build += SMALL_STEM.format(kernel=stem[0], stride=stem[1]) if stem else ""
+        if net.stem in SMALL_STEMS:
+            kernel, stride = SMALL_STEMS[net.stem]
+            build += SMALL_STEM.format(kernel=kernel, stride=stride)
         build += "encoder.fc = torch.nn.Identity()"
         return f"{net.encoder}, stem {net.stem}, torchvision's keys, no `fc`", build
     if library == "torchvision":

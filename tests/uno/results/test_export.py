@@ -117,7 +117,9 @@ METRICS = {"train/novel/task_aware/acc/best": 0.9312, "test/known/task_aware/acc
 CARDS = (
     {},
     {**RESNET18, "model__stem": "small"},
+    {**RESNET18, "model__stem": "halved"},
     {**RESNET18, "model__stem": "imagenet"},
+    {"model__stages": 4, "model__stem": "halved"},
     {"model__encoder": "torchvision:mobilenet_v3_small", "model__weights": "pretrained"},
     {"model__encoder": "timm:test_efficientnet", "model__weights": "pretrained", "data__store_size": 32},
     {"model__encoder": f"{TOYS}:vit", "model__weights": "/some/where/vit.pth"},
