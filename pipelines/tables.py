@@ -19,7 +19,7 @@ from pipelines.cells import Attempts, Job, RayProcess, Start, note, read_attempt
 from pipelines.console import say
 from pipelines.jobs import decide
 from pipelines.options import Options, checked_output
-from uno.config import ComputeConfig, Config, about, differing_keys, override, to_dict
+from uno.config import ComputeConfig, Config, about, differing_keys, flatten, override, to_dict
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normal, split
@@ -211,7 +211,7 @@ def plan(request: Request) -> list[Job]:
             jobs.setdefault(first.name, first)
         elif not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
-            jobs.setdefault(cell.pretraining, Job(cell.pretraining, cell.config, label))
+            jobs.setdefault(cell.pretraining, Job(cell.pretraining, _as_begun(shared, cell.config), label))
         label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
         jobs[cell.name] = Job(cell.name, config, label, cell.pretraining)
     return list(jobs.values())
@@ -238,6 +238,18 @@ def _check_stored(run: Path, config: Config) -> None:
             raise ConfigError(
                 f"{run} was run with other settings: {', '.join(keys[:6])}; use another --output"
             )
+
+
+def _as_begun(run: Path, config: Config) -> Config:
+    """``config`` with the settings of discovery that an unfinished shared pretraining has: those of the cell
+    that was first when it was begun.
+    """
+    if not (run / "config.yaml").exists():
+        return config
+    tree = read_config_tree(Storage(str(run)))
+    stored = flatten(tree)
+    other = [key for key in differing_keys(tree, config) if key in stored and about(key).scope == "discover"]
+    return override(config, {key: stored[key] for key in other})
 
 
 def _describe(request: Request, jobs: Sequence[Job]) -> None:

@@ -325,6 +325,21 @@ def test_a_directory_of_other_settings_is_refused(request_of):
         tables.plan(request)
 
 
+def test_a_pretraining_goes_on_for_other_rows(request_of):
+    """Kills: a stopped pretraining that is refused since the cell it was begun for was another method's;
+    the settings of that method in the cells of this one, another pretraining that is taken for it.
+    """
+    request = request_of("--rows", "uno", "--seeds", "1")
+    first, cell = tables.plan(request)
+    run_dir = request.output / first.name
+    run_dir.mkdir(parents=True)
+    begun = override(first.config, {"method": "ncl", "objective.rampup": 0.5})
+    (run_dir / "config.yaml").write_text(dump_yaml(begun))
+    assert tables.plan(request) == [first._replace(config=begun), cell]
+    (run_dir / "config.yaml").write_text(dump_yaml(override(begun, {"pretrain.base_lr": 3.0})))
+    assert tables.plan(request) == [first._replace(config=begun), cell]  # the run refuses that itself
+
+
 def test_a_signal_stops_the_queue(tmp_path):
     """Kills: a driver that starts the next cell after SIGTERM."""
     jobs = [Job(f"cells/{i}", Config(), str(i)) for i in range(3)]
