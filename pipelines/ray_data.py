@@ -38,6 +38,7 @@ from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, TrainData
 from uno.data.tables import ParquetImages
 from uno.errors import UnoError
 
+FEW_ROWS = 2_000  # of a resident set; below it, to start processes takes longer than to decode
 ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
 EXECUTION_BYTES = 128 * 2**20  # of images that are in memory and travel to their tasks
 CHUNKS_PER_CPU = 32  # of an execution
@@ -55,16 +56,17 @@ Run = Callable[[list[pa.Table]], Iterator[pa.Table]]  # one execution: blocks to
 
 def shared(
     ray: Any, config: Config, task: Task, reasons: list[str | None] | None, features: Tensor | None = None,
-    images: Any = None,
+    images: list[Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What all workers read of a task, in the object store: what training may know, and the truth apart;
-    ``features`` (N, 1 + V, D) where they stand for the images, or ``images``, the :func:`decode_task`.
+    ``features`` (N, 1 + V, D) where they stand for the images, or ``images``, the blocks of
+    :func:`decode_task`.
     """
     ok = None if reasons is None else readable(reasons)
     rows = stream.stream_facts(task) if config.data.ingest == "streaming" else train_rows(task, ok)
-    found = {"num_true": len(task.known) + len(task.novel)}
+    found: dict[str, Any] = {"num_true": len(task.known) + len(task.novel)}
     found |= {} if features is None else {"features": ray.put(features.numpy())}
-    found |= {} if images is None else {"images": images.to_arrow_refs()}
+    found |= {} if images is None else {"images": images}
     return {"rows": ray.put(rows), "truth": ray.put(truth_rows(task, ok)), **found}
 
 
@@ -101,22 +103,25 @@ def worker_sets(
     return train, truth(lambda own, true, free: stream.StreamedEvalSet(true, own, free, side, decode, bad))
 
 
-def decode_task(ray: Any, task: Task, side: int, how: Interpolation = "bilinear") -> Any:
-    """A materialized dataset with a row per image of ``task``: ``row``, ``pixels`` (3 * side * side bytes,
-    zeros where ``reason`` says why there are none). No label is in here.
+def decode_task(
+    ray: Any, task: Task, side: int, how: Interpolation = "bilinear"
+) -> tuple[list[Any], list[str | None]]:
+    """References to blocks with a row per image of ``task``: ``row``, ``pixels`` (3 * side * side bytes,
+    zeros where ``reason`` says why there are none); and the reasons in row order. No label is in here. Few
+    images are decoded by this process.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
+    if len(rows) < FEW_ROWS:
+        pixels, reasons = decode_many(images, side, interpolation=how)
+        table = _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", pa.array(rows))
+        return [ray.put(table)], reasons
     blocks = [image_block(images, rows[i : i + ROWS_PER_BLOCK]) for i in rows[::ROWS_PER_BLOCK]]
     decode = partial(decode_block, side=side, images=parquet_images(images), interpolation=how)
     batches = {"batch_format": "pyarrow", "batch_size": ROWS_PER_DECODE, "zero_copy_batch": True}
-    return ray.data.from_arrow(blocks).map_batches(decode, **batches).materialize()
-
-
-def reasons_of(dataset: Any) -> list[str | None]:
-    """Why an image of :func:`decode_task` has no pixels, None where it has, in row order."""
+    dataset = ray.data.from_arrow(blocks).map_batches(decode, **batches).materialize()
     columns = dataset.select_columns(["row", "reason"])
-    batches = columns.iter_batches(batch_size=None, batch_format="pyarrow")
-    return pa.concat_tables(batches).sort_by("row")["reason"].to_pylist()
+    facts = pa.concat_tables(columns.iter_batches(batch_size=None, batch_format="pyarrow"))
+    return dataset.to_arrow_refs(), facts.sort_by("row")["reason"].to_pylist()
 
 
 def pixels_of(tables: Iterable[pa.Table], side: int) -> Kept:

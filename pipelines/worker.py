@@ -209,8 +209,7 @@ def run_on_ray(
             found, reasons = load_features(config, task, storage, show, stopping.is_set, ray)
             leave_out_unreadable(reasons, config, task, storage)
         elif not streams:
-            images = ray_data.decode_task(ray, task, side, config.data.interpolation)
-            reasons = ray_data.reasons_of(images)
+            images, reasons = ray_data.decode_task(ray, task, side, config.data.interpolation)
             leave_out_unreadable(reasons, config, task, storage)
         if stopping.is_set():
             raise Interrupted("stopped before training began")

@@ -323,7 +323,7 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(tmp_path, monkeypatc
     monkeypatch.setattr(worker.nodes, "await_place", lambda *_: None)
     for name, found in (("advice", []), ("crop_rate", 1.0), ("run_workers", {})):
         monkeypatch.setattr(worker, name, lambda *_, found=found: found)
-    facts = {"decode_task": None, "reasons_of": [None] * 400, "shared": {"images": []}, "pixels_of": kept}
+    facts = {"decode_task": (None, [None] * 400), "shared": {"images": []}, "pixels_of": kept}
     for name, found in facts.items():
         monkeypatch.setattr(worker.ray_data, name, lambda *_, found=found: found)
     config = small_config(compute__workers=2, data__ingest=ingest)

@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from pipelines import cli, ray_env
+from pipelines import cli, ray_data, ray_env
 from tests.pipelines.small import LONG, SMALL, assert_same_weights, lines_of, refused, write_images
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
-def test_one_worker_equals_no_ray(tmp_path, capsys):
-    """Losses, weights and results, bit for bit, at one thread."""
+def test_one_worker_equals_no_ray(tmp_path, capsys, monkeypatch):
+    """Losses, weights and results, bit for bit, at one thread, where Ray's tasks decode."""
+    monkeypatch.setattr(ray_data, "FEW_ROWS", 0)
     for workers in ("0", "1"):
         output = str(tmp_path / workers)
         assert cli.main(["discover", *SMALL, "--output", output, "--workers", workers]) == 0
