@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,9 @@ DRAIN = """
 import sys, time
 from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
-client, deadline = GcsClient(address=sys.argv[1]), int(1000 * (time.time() + float(sys.argv[2])))
+client = GcsClient(address=sys.argv[1])
+sys.stdin.readline()
+deadline = int(1000 * (time.time() + float(sys.argv[2])))
 nodes = client.get_all_node_info().items()
 others = [found for found, node in nodes if not node.is_head_node and node.state == node.ALIVE]
 for found in others:
@@ -85,10 +87,18 @@ class Raylets:
         log = Path(f"{self._folder}/{len(self._processes) - 1}.log")
         wait_for(lambda: "Ray runtime started" in log.read_text())
 
-    def tell_to_leave(self, seconds: float) -> None:
-        """Every node but the head, as `ray drain-node` does at the notice of a spot market."""
+    def notice(self, seconds: float) -> Callable[[], None]:
+        """Tells every node but the head to leave when called, as `ray drain-node` does at a spot market's
+        notice; its process, which takes seconds to start, is there already.
+        """
         command = [sys.executable, "-c", DRAIN, self.address, str(seconds)]
-        subprocess.run(command, env=self.env, check=True, capture_output=True, text=True)
+        process = subprocess.Popen(command, env=self.env, stdin=subprocess.PIPE, text=True)
+
+        def tell() -> None:
+            process.communicate("\n")
+            assert process.returncode == 0
+
+        return tell
 
     def end(self) -> None:
         """All of them."""
