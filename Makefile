@@ -35,10 +35,11 @@ fakecuda: $(STAMP)
 slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --timeout 900 -m 'slow and not ray' --durations=5
 
-# Ray's lanes leave a quarter of two cores idle. Targets (1) run there, beside tests (2), and are shown after them; Ray
-# gives its workers a nice of 15, so that one of 19 would take a third of their time.
-IDLE := $(if $(shell command -v chrt),chrt --idle 0,nice -n 19)
-beside = @$(IDLE) $(MAKE) --no-print-directory $(1) > .beside.log 2>&1 & beside=$$!; code=0; \
+# Ray's lanes leave a quarter of two cores idle. Targets (1) run there, beside tests (2), and are shown after them: in a
+# session of their own, as Linux shares cores among sessions first, with a tenth of the weight of Ray's.
+QUIETLY := $(if $(shell command -v setsid),setsid sh -c '{ echo 10 > /proc/$$$$/autogroup; } 2> /dev/null; exec "$$@"' -)
+beside = @$(QUIETLY) nice -n 19 $(MAKE) --no-print-directory $(1) > .beside.log 2>&1 & beside=$$!; code=0; \
+	trap 'kill -- -$$beside 2> /dev/null || kill $$beside' INT TERM; \
 	echo "$(PY) -m pytest $(2), beside $(1)"; $(PY) -m pytest $(2) || code=$$?; \
 	wait $$beside || code=$$?; cat .beside.log; rm .beside.log; exit $$code
 

@@ -32,13 +32,12 @@ def unused(tmp_path):
 def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     """A directory that the second node does not see is refused before a step is trained. Then its raylet is
     killed, and the first has no room for both workers: another one comes, is told to leave, and the run,
-    which waits again, is stopped. The same command, streamed and with room on the first node, outlives the
-    kill of a third. Kills: an epoch trained before anyone notices, an end while nodes may come, workers
-    without a share, steps trained twice after a notice; workers that keep the share of before, which
-    leaves Ray Data no CPU there.
+    which waits again, is stopped. The same command with room on the first node outlives the kill of a third.
+    Kills: an epoch trained before anyone notices, an end while nodes may come, workers without a share, steps
+    trained twice after a notice, workers that keep the share of before, which leaves Ray Data no CPU.
     """
     storage = Storage(str(tmp_path / "run"))
-    argv = [*SPREAD, "--output", storage.root]
+    argv = [*SPREAD, "--data.ingest", "streaming", "--output", storage.root]
     narrow = [*argv, "--compute.cpus-per-worker", "1"]
     env = nodes.env | {faults.VARIABLE: "kill-node:step=2"}
 
@@ -69,9 +68,8 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     assert command.end() == 75 and command.says("resume with the same command"), command.lines
 
     nodes.join(2)
-    kill = max(reached, 60) + 2
-    env = nodes.env | {faults.VARIABLE: f"kill-node:step={kill}"}
-    again = Command([*argv, "--data.ingest", "streaming"], env, tmp_path / "again")
+    env = nodes.env | {faults.VARIABLE: f"kill-node:step={reached + 2}"}
+    again = Command(argv, env, tmp_path / "again")
     assert again.end() == 0, again.lines
     assert again.says("was lost); new ones resume from the newest checkpoint")
     assert len(starts()) == 4 and starts()[0] == 0 and starts()[2] == reached
