@@ -6,12 +6,13 @@
 After ``--``: options of uno discover. ``--known`` of its classes stay known, the others play novel
 (``benchmarks.held_out``), and their labels score alone; no row is read that has no label there. A tenth of
 the rows of known classes is not trained on. ``--start``: a directory that keeps each split's pretraining; one
-that it has is started from, whatever the options.
+that it has is started from, whatever the options. ``--set`` changes constants of the method's module.
 
-Prints one JSON row a split: minutes of both phases; after pretraining k-means on the features of the classes
-that play novel; after each epoch of discovery the accuracy of the head with the lowest loss; after both
-phases the accuracy of a logistic regression on those features that is told half of the labels, and that on
-the held-out rows of known classes. In percent.
+Prints one JSON row a split: minutes of both phases; after each epoch of discovery the accuracy of the head
+with the lowest loss; after both phases, of the features of the classes that play novel, the accuracy of
+k-means, that of a logistic regression that is told half of the labels, and what the rules of
+``benchmarks.pairs`` say of a thousand; and the accuracy on the held-out rows of known classes. In percent,
+but the pairs.
 """
 
 import argparse
@@ -28,12 +29,14 @@ from sklearn.cluster import KMeans
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from benchmarks.held_out import accuracy, hold_out, read, score, words
+from benchmarks.held_out import accuracy, change, hold_out, read, score, words
 from benchmarks.measure import environment
+from benchmarks.pairs import of_features
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.plan import largest_batch
 from uno.data.resident import TrainSet
+from uno.methods import jia
 from uno.model import features_of, forward
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint
@@ -42,6 +45,7 @@ from uno.state import TrainState, load_state_
 from uno.train import LocalWorker
 
 SCORED_ROWS = 4_000
+PAIRED_ROWS = 1_000
 
 
 def timed(config: Config, phase: str, train: TrainSet, storage: Storage) -> tuple[TrainState, float]:
@@ -60,11 +64,21 @@ def pretrained(config: Config, train: TrainSet, folder: Path) -> float:
     return float(minutes.read_text())
 
 
-def of_known(state: TrainState, images: Tensor, labels: Tensor, config: Config) -> float:
-    """Percent of the rows that the known head gets right."""
+def of_model(
+    state: TrainState, images: Tensor, truth: Tensor, held_out: Tensor, labels: Tensor, config: Config
+) -> dict[str, Any]:
+    """What stands after a phase, of classes that play novel and, "held_out", of known ones."""
+    features, num = features_of(state.model.eval(), images, config), int(truth.max()) + 1
+    clusters = KMeans(num, n_init=10, random_state=0).fit(features.numpy()).labels_
+    windows = jia.start(config, state.model, None)["windows"]
     state.model.normalize_prototypes_()
-    known = forward(state.model.eval(), images, config).known[0]
-    return round(100 * float((known.argmax(dim=-1) == labels).float().mean()), 1)
+    known = forward(state.model, held_out, config).known[0].argmax(dim=-1)
+    return {
+        "kmeans": accuracy(truth, torch.from_numpy(clusters)),
+        "told": told(features, truth),
+        "held_out": round(100 * float((known == labels).float().mean()), 1),
+        "pairs": of_features(features[:PAIRED_ROWS], truth[:PAIRED_ROWS], windows),
+    }
 
 
 def told(features: Tensor, truth: Tensor) -> float:
@@ -93,19 +107,15 @@ def measure(config: Config, every: TrainSet, split: int, known: int, start: Path
     row["pretrain_minutes"] = round(pretrained(config, train, start / f"{split}"), 2)
     with tempfile.TemporaryDirectory() as folder:
         storage = Storage(str(shutil.copytree(start / f"{split}", Path(folder) / "run")))
-        state, _ = timed(config, PRETRAIN, train, storage)
-        features = features_of(state.model.eval(), images, config)
-        clusters = KMeans(train.num_novel, n_init=10, random_state=0).fit(features.numpy()).labels_
-        row["kmeans"] = accuracy(truth, torch.from_numpy(clusters))
-        row["told"], row["held_out"] = [told(features, truth)], [of_known(state, *held_out, config)]
+        state, _ = timed(override(config, {"model.trainable": "all"}), PRETRAIN, train, storage)
+        after = [of_model(state, images, truth, *held_out, config)]
         state, minutes = timed(config, DISCOVER, train, storage)
         row |= {"discover_minutes": round(minutes, 2), "curve": []}
         for step in checkpoint_steps(storage, DISCOVER):
             load_state_(state, load_checkpoint(storage, DISCOVER, step).tensors, step)
             row["curve"].append(score(state, images, truth, config))
-        row["told"].append(told(features_of(state.model.eval(), images, config), truth))
-        row["held_out"].append(of_known(state, *held_out, config))
-    return row
+        after.append(of_model(state, images, truth, *held_out, config))
+    return row | {of: [found[of] for found in after] for of in after[0]}
 
 
 def main() -> None:
@@ -116,15 +126,17 @@ def main() -> None:
     parser.add_argument("--known", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--start", type=Path)
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER")
     before, own = words()
     options = parser.parse_args(before)
     torch.set_num_threads(options.threads)
     config, every = read(own)
     config = override(config, {"compute.threads": options.threads})
+    changed = change(config.method, options.set)
     for split in options.splits:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(config, every, split, options.known, options.start or Path(folder))
-        facts = {"options": shlex.join(own), "threads": options.threads, **row}
+        facts = {"options": shlex.join(own), "set": changed, "threads": options.threads, **row}
         print(json.dumps(facts | environment()), flush=True)
 
 

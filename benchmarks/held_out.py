@@ -103,6 +103,16 @@ def score(state: TrainState, images: Tensor, truth: Tensor, config: Config) -> f
     return accuracy(truth, novel[0, state.best_head].argmax(dim=-1))
 
 
+def change(method: str, constants: Sequence[str]) -> dict[str, float]:
+    """Sets constants, each ``NAME=NUMBER``, of the method's module."""
+    module, changed = import_module(f"uno.methods.{method}"), {}
+    for name, _, value in (word.partition("=") for word in constants):
+        changed[name] = float(value)
+        getattr(module, name)  # a name that it has
+        setattr(module, name, float(value))
+    return changed
+
+
 def words() -> tuple[list[str], list[str]]:
     """Those of the command line before and after its ``--``."""
     given = [*sys.argv[1:], "--"]
@@ -126,11 +136,7 @@ def main() -> None:
     values: dict[str, Any] = {"discover.epochs": options.epochs}
     values |= {} if options.lr is None else {"discover.base_lr": options.lr}
     for method in options.methods:
-        module, changed = import_module(f"uno.methods.{method}"), {}
-        for name, _, value in (word.partition("=") for word in options.set):
-            changed[name] = float(value)
-            getattr(module, name)  # a name that it has
-            setattr(module, name, float(value))
+        changed = change(method, options.set)
         config = override(base, {"method": method, **settings(method, base.preset), **values})
         found = [run(config, every, split) for split in options.splits]
         row = {"method": method, "set": changed, "splits": options.splits, **values}

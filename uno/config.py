@@ -273,6 +273,8 @@ class ObjectiveConfig(_Frozen):
     rampup: float | None = field(None, "Baselines: share of the phase in which it rises.", ge=0, le=1)
     top_features: int | None = field(None,
         "RS, RS+: largest features that two images of one class share; default: 5 of every 512.", ge=1)
+    min_cosine: float | None = field(None,
+        "NCL, OpenMix: cosine above which two images count as of one class; default: .95.", ge=-1, le=1)
     warmup: float | None = field(None, "DTC: share of the phase before its targets move.", ge=0, le=1)
     interval: float | None = field(None, "DTC: share of the phase for which they stand still then.",
         gt=0, le=1)
@@ -489,7 +491,7 @@ def learnt_by(config: Config) -> dict[str, Any]:
     return {key: v for key, v in values.items() if not resumable(key) and (key, v) not in LATER.items()}
 
 
-LATER: dict[str, Any] = {"model.stages": 3}
+LATER: dict[str, Any] = {"model.stages": 3, "objective.min_cosine": None}
 """Fields that are younger than hashes in records; at these values, which it was before, they do not count."""
 
 

@@ -43,7 +43,7 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
     """The objective of pairs + contrast of all rows. Returns the loss as (1,)."""
     num_labeled, windows = len(batch.labels), state.extra["windows"]
     known, novel, features = forward_two_views(state, batch)
-    features = learnt_features(state, features)
+    features = learnt_features(state.model, features)
     codes = hash_codes(features[:, num_labeled:].detach().mean(dim=0), windows)
     similar = agreement(codes, collectives.gather_rows(codes, 0), windows.shape[1]) > AGREEMENT
     pairs = rs.loss_of_pairs(state, batch.labels, objective, known, novel, similar)

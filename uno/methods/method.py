@@ -14,6 +14,7 @@ from uno.model import BuildHead, UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, Step, forward
 
+MIN_COSINE = 0.95  # NCL's code and, at second hand, OpenMix's paper
 Start = Callable[[Config, UnoModel, Any], dict[str, Tensor]]
 """From configuration, model and training set to the tensors that the method keeps from step to step."""
 
@@ -75,9 +76,9 @@ class AdaptedHead(NovelHead):
         return self.prototypes(self.layer(features))
 
 
-def learnt_features(state: TrainState, features: Tensor) -> Tensor:
+def learnt_features(model: UnoModel, features: Tensor) -> Tensor:
     """Features (..., D) as the method shapes them: the encoder's own, or an :class:`AdaptedHead`'s."""
-    head = state.model.novel
+    head = model.novel
     return head.layer(features) if isinstance(head, AdaptedHead) else features
 
 
@@ -98,10 +99,10 @@ def pair_likelihood_loss(probabilities: Tensor, others: Tensor, similar: Tensor)
     return -torch.where(similar, together + 1e-7, 1 - together + 1e-7).log().mean()
 
 
-def alike(features: Tensor, threshold: float) -> Tensor:
-    """Which unlabeled rows' features (N, D) have a cosine above ``threshold``: (N, M of all workers) bool."""
+def alike(features: Tensor, least: float | None) -> Tensor:
+    """Which unlabeled rows (N, D) have a cosine above ``least`` (None: the papers'): (N, M) bool."""
     directions = unit(features.detach())
-    return directions @ collectives.gather_rows(directions, 0).T > threshold
+    return directions @ collectives.gather_rows(directions, 0).T > weight_or(least, MIN_COSINE)
 
 
 def weight_or(given: float | None, published: float) -> float:

@@ -8,14 +8,15 @@ novel head says of the other image, [0, p]. Each unlabeled image takes a smaller
 its own class is clear: such reliable anchors teach the others. The squared error of the joint softmax with
 these targets has a weight that rises.
 
-No code was published. From the paper, at second hand: the cosine .95, the share of the labeled image max(l,
-1 - l) with l from a Beta distribution, anchors above a probability of .9, the rise, a start by clustering.
-Not known to us, so ours: Beta(1, 1); weight 1; the squares are summed over classes, their mean is over rows;
-the rise over a quarter of the phase, as RS's consistency, which is left in; the mixed image and the targets
-are of view 0; an anchor's partner is any unlabeled row. What another weight and a random start give on
-held-out known classes: record ``2026-11-22_methods-three``. Partners come from the batch of all workers,
-whose images are gathered for it; a generator of the step draws them. On cached features of a frozen encoder
-the features are mixed, as in manifold mixup (Verma et al., ICML 2019), where the paper mixes pixels.
+No code was published. From the paper, at second hand: the cosine .95 (``objective.min_cosine``), the share of
+the labeled image max(l, 1 - l) with l from a Beta distribution, anchors above a probability of .9, the rise,
+a start by clustering. Not known to us, so ours: Beta(1, 1); weight 1; the squares are summed over classes,
+their mean is over rows; the rise over a quarter of the phase, as RS's consistency, which is left in; the
+mixed image and the targets are of view 0; an anchor's partner is any unlabeled row. What another weight and a
+random start give on held-out known classes: record ``2026-11-22_methods-three``. Partners come from the batch
+of all workers, whose images are gathered for it; a generator of the step draws them. On cached features of a
+frozen encoder the features are mixed, as in manifold mixup (Verma et al., ICML 2019), where the paper mixes
+pixels.
 """
 
 import numpy as np
@@ -33,7 +34,6 @@ from uno.model import UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, forward, update_
 
-THRESHOLD = 0.95
 ANCHOR = 0.9  # probability from which an unlabeled row is an anchor
 BETA = 1.0
 WEIGHT = 1.0
@@ -51,7 +51,7 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
     logits = forward(state, batch._replace(views=[*batch.views[:2], mixed], num_large=3))
     assert logits.novel is not None and logits.features is not None
     known, novel = logits.known, logits.novel[:, 0]
-    similar = alike(logits.features[0, num_labeled:], THRESHOLD)
+    similar = alike(logits.features[0, num_labeled:], objective.min_cosine)
     pairs = rs.loss_of_pairs(state, batch.labels, objective, known[:2], novel[:2], similar)
     joint = (torch.cat([known[2], novel[2]], dim=-1) / tau).softmax(dim=-1)
     own = (novel[0, num_labeled:].detach() / tau).softmax(dim=-1)
