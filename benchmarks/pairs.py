@@ -79,11 +79,11 @@ def of_clusters(
     """The share of novel ``rows`` that the head and k-means of the ``features`` get right, and how many of
     each class (a line) are in each cluster of the head, on the diagonal where they are right.
     """
-    novel = forward(model, rows.images, config).novel
-    assert novel is not None
+    outputs = [forward(model, part, config).novel for part in rows.images.split(config.train.eval_batch_size)]
+    novel = torch.cat([part[0, head] for part in outputs if part is not None])
     truth, num = rows.truth - rows.truth.min(), novel.shape[-1]
     clusters = KMeans(num, n_init=10, random_state=0).fit(features.numpy()).labels_
-    found = {"head": novel[0, head].argmax(dim=-1), "k-means": clusters}
+    found = {"head": novel.argmax(dim=-1), "k-means": clusters}
     counts = {of: confusion(truth, predicted, num, num) for of, predicted in found.items()}
     return {
         "right": {of: _rounded(cluster_accuracy(of_it)) for of, of_it in counts.items()},
