@@ -5,10 +5,11 @@
 reads finished runs and prints a JSON row: of all pairs of novel training rows, and of known test rows, what
 share is of one class, what share each rule calls so, with what precision and recall: the similarity network
 of KCL and MCL, where the run is theirs, the ranks of the largest k features (RS: 5 of every 512), a cosine
-above .95 (NCL, OpenMix), equal winner-take-all codes (Jia et al.); and how well network and plain cosine rank
-pairs (area under the curve). Of novel rows, too, what share the run's head and k-means get right, and which
-classes share clusters. Features are those of the trained encoder, or the cached ones of a frozen one behind
-the layer that NCL and Jia et al. train there, under the evaluation view. Truth is for this table alone.
+above .7, .8, .95 (NCL, OpenMix), equal winner-take-all codes (Jia et al.); and how well network and plain
+cosine rank pairs (area under the curve). Of novel rows, too, what share the run's head and k-means get right,
+and which classes share clusters. Features are those of the trained encoder, or the cached ones of a frozen
+one behind the layer that NCL and Jia et al. train there, under the evaluation view. Truth is for this table
+alone.
 """
 
 import argparse

@@ -87,7 +87,7 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
     found = toy.step_on(config, logits, torch.tensor(LABELS), state)
 
     (first, second), m, known = F.normalize(logits.features, dim=-1).numpy(), memory.numpy(), labeled.numpy()
-    similar = [[bool(a @ b > (least or 0.95)) for b in first[4:]] for a in first[4:]]
+    similar = [[bool(a @ b > (0.95 if least is None else least)) for b in first[4:]] for a in first[4:]]
     assert np.sum(similar) == 7 if least is None else 7 < np.sum(similar) < 25
     heads = [[toy.probabilities(view) for view in head] for head in (logits.known, logits.novel[:, 0])]
     weight = 5 * np.exp(-5 * (1 - min(1, step / total / 0.25)) ** 2)
