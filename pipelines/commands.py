@@ -175,7 +175,8 @@ def report(argv: Sequence[str]) -> int:
 
     storage = Storage(options.own.run)
     config = override(Config(), read_config_tree(storage))
-    config = override(config, {**options.given, "output": storage.uri})
+    here = {"compute.workers": 0, "compute.device": "auto"}  # the run's workers may have been elsewhere
+    config = override(config, {**here, **options.given, "output": storage.uri})
     device = local_device(config)
     task, note = open_task(config, storage)
     if note:

@@ -20,7 +20,7 @@ from pipelines.partitions import through_model
 from pipelines.ray_data import bytes_of, image_columns, images_of, pixel_column
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.inputs import Inputs, RowInputs, chunk_sizes, cut, evenly, open_inputs
+from uno.data.inputs import Inputs, RowInputs, cut, evenly, open_inputs
 from uno.data.rows import Chosen, Decoded, Featured, Part, base
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -96,7 +96,7 @@ def predict_run(
     those of an earlier model are replaced. Returns the model, its heads aligned.
     """
     if isinstance(task.rows.images, Decoded | Featured) or len(task.rows) < RAY_PAYS_ROWS:
-        config = override(config, {"compute.workers": 0})
+        config = override(config, {"compute.workers": 0, "compute.device": local_device(config).type})
     model = infer.load_classifier(storage) if model is None else model
     decode = decoder(model, task.rows, config.compute.threads)
     model = with_alignment(model, storage, decode, unlabeled_rows(task))
@@ -142,14 +142,13 @@ def predict_on_ray(
     on_progress: Callable[[int, int], None],
 ) -> Summary:  # fmt: skip
     """Classify what ``writer`` lacks on actors that load the model's ``files``, and join it."""
-    how, source = Take.of(build_classifier(files)), writer.inputs.source
+    how, source = Take.of(build_classifier(files), writer.part_rows), writer.inputs.source
     decode = partial(decode_part, source=None if source is None else ray.put(source), how=how)
-    most = max(chunk_sizes(0, writer.part_rows, how.batch_rows, how.most_rows))
     rows = [writer.rows_of(number) for number in writer.missing]
     parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
     blocks = (part_block(own.start, part) for own, part in parts)
     loaded = ray.put(dict(files)), writer.embedding
-    write, sizes = writer.part_writer.write, (writer.part_rows, most, 3 * how.size**2)
+    write, sizes = writer.part_writer.write, (writer.part_rows, how.chunk_rows, 3 * how.size**2)
     stored = through_model(ray, config, writer.storage, blocks, decode, Scorer, loaded, write, *sizes)
     for number, _ in stored:
         writer.stored(number)

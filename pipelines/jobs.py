@@ -116,7 +116,8 @@ def evaluate_job(target: str, given: Mapping[str, Any]) -> int:
     """
     storage = Storage(target)
     stored = override(Config(), directory.read_config_tree(storage))
-    config = _with_full_paths(override(stored, {"compute.workers": 0, **given, "output": storage.uri}))
+    here = {"compute.workers": 0, "compute.device": "auto"}  # the run's workers may have been elsewhere
+    config = _with_full_paths(override(stored, {**here, **given, "output": storage.uri}))
     if config.compute.workers == 0:
         local_device(config)
     require_encoder(config.model.encoder, storage.uri)
@@ -384,9 +385,7 @@ def _finish(config: Config, storage: Storage, task: Task, values: dict[str, floa
         say("predicting every row and writing the report")
         model, _ = predict_run(config, storage, task, model)
         _mark_measured(storage)
-        # CUDA may be on the workers' nodes only
-        device = local_device(config) if torch.cuda.is_available() else torch.device("cpu")
-        write_report(config, storage, task, device=device, model=model, metrics=values)
+        write_report(config, storage, task, device=local_device(config), model=model, metrics=values)
     _write_results(storage, values)
 
 

@@ -29,9 +29,10 @@ def through_model(
 ) -> Iterator[tuple[int, bytes | None]]:  # fmt: skip
     """Numbers of stored partitions, and what ``write`` returned; each has ``part_rows`` rows, the last fewer.
 
-    ``blocks`` are whole partitions with a column ``row``; ``decode`` makes chunks of at most ``chunk_rows``
-    of them, pixels of ``row_bytes`` a row. Each worker's actor is a ``model(device, threads, *loaded)`` and
-    gets one or a few chunks at a time. Paths must lead to the images from every node.
+    ``blocks`` are whole partitions with a column ``row``; ``decode`` makes chunks of them, pixels of
+    ``row_bytes`` a row. A chunk has ``chunk_rows``, which divide ``part_rows``; the last one may have fewer.
+    Each worker's actor is a ``model(device, threads, *loaded)`` and gets a chunk at a time. Paths must lead
+    to the images from every node.
     """
     cluster, workers = ray.cluster_resources(), config.compute.workers
     resources = ray_env.worker_resources(config, cluster)
@@ -43,11 +44,12 @@ def through_model(
     for some in grouped(blocks, EXECUTION_ROWS):
         dataset = ray.data.from_arrow(some)
         dataset.context.execution_options.preserve_order = True  # the rows of a partition stay together
-        # Ray joins blocks below this size and cuts those of 1.5 times as much, and so chunks: never here.
+        # Ray joins blocks below this size, and cuts those of 1.5 times as much, which no chunk has.
         dataset.context.target_max_block_size = 2 * chunk_rows * (row_bytes + FACT_BYTES)
         stored = dataset.map_batches(decode, num_cpus=decode_cpus, **whole).map_batches(
             model, fn_constructor_args=arguments, compute=ray.data.ActorPoolStrategy(size=workers),
-            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), **whole,
+            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), batch_format="pyarrow",
+            batch_size=chunk_rows,  # Ray wants a number where there are GPUs
         ).map_batches(
             Writer, fn_constructor_args=(storage.uri, write, part_rows), batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=1), batch_size=part_rows, num_cpus=0, label_selector=here,

@@ -73,9 +73,10 @@ class Raylets:
         if real:
             self.env["GLOO_SOCKET_IFNAME"] = HERE
 
-    def start(self, cpus: int) -> None:
-        """The head."""
-        self._spawn(["--head", f"--node-ip-address={self._head}", "--port=6391", "--dashboard-port=0"], cpus)
+    def start(self, cpus: int, gpus: int = 0) -> None:
+        """The head; ``gpus`` are declared, whatever the machine has."""
+        place = ["--head", f"--node-ip-address={self._head}", "--port=6391", "--dashboard-port=0"]
+        self._spawn([*place, f"--num-gpus={gpus}"], cpus)
         wait_for(lambda: socket.socket().connect_ex((self._head, 6391)) == 0)
         self.env["RAY_ADDRESS"] = self.address
 
@@ -124,13 +125,13 @@ class Raylets:
 
 
 @contextmanager
-def head(cpus: int) -> Iterator[Raylets]:
+def head(cpus: int, gpus: int = 0) -> Iterator[Raylets]:
     """A head; what joins it ends with it."""
     folder = tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")
     with cable() as real:
         raylets = Raylets(folder, real)
         try:
-            raylets.start(cpus)
+            raylets.start(cpus, gpus)
             yield raylets
         finally:
             raylets.end()

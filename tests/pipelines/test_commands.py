@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from pipelines import cli, demand, jobs, ray_env
@@ -172,6 +173,17 @@ def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monke
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == "uno: stopped; nothing was changed; resume with the same command"
     assert "checkpoint" not in said.out + said.err and (run / "metrics.json").read_bytes() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(finished, tmp_path):
+    """Kills: a device of the run's workers that the machine of a later command must have, too."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["compute"] |= {"workers": 2, "device": "cuda"}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert cli.main(["evaluate", str(run)]) == 0
+    assert cli.main(["report", str(run)]) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

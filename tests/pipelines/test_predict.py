@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
+import torch
 import yaml
 
 from pipelines import cli, inference, options
@@ -233,6 +234,15 @@ def test_predict_run_replaces_what_an_earlier_model_said(run):
     inference.predict_run(model.config, Storage(str(run)), task)
     found = set(table_of(run)["model_hash"].to_pylist())
     assert found == {load_classifier(Storage(str(run))).model_hash} != {model.model_hash}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_run_of_gpu_workers_is_predicted_by_a_head_without_a_gpu(run):
+    """Kills: a run that ends with an error after training, because its driver has no CUDA."""
+    model = load_classifier(Storage(str(run)))
+    task = inference.own_task(model.config)
+    config = override(model.config, {"compute.workers": 2, "compute.device": "cuda"})
+    assert inference.predict_run(config, Storage(str(run)), task)[1].ok == 1797
 
 
 @pytest.mark.slow

@@ -70,14 +70,14 @@ def batch_sizes(first: int, num_rows: int, batch_rows: int) -> list[int]:
     return sizes
 
 
-def chunk_sizes(first: int, num_rows: int, batch_rows: int, max_rows: int) -> list[int]:
-    """Those batches joined to what is decoded at once: at most ``max_rows`` >= ``batch_rows``."""
-    chunks = [0]
-    for size in batch_sizes(first, num_rows, batch_rows):
-        if chunks[-1] + size > max_rows:
-            chunks.append(0)
-        chunks[-1] += size
-    return chunks
+def chunk_rows(part_rows: int, max_rows: int) -> int:
+    """Rows that are decoded at once, at most ``max_rows``: groups that divide a partition, else a power of
+    two. They divide ``part_rows`` and hold whole batches of a power of two.
+    """
+    if max_rows < GROUP_ROWS:
+        return int(2 ** (max_rows.bit_length() - 1))
+    groups = range(1, max_rows // GROUP_ROWS + 1)
+    return GROUP_ROWS * max(num for num in groups if part_rows % (num * GROUP_ROWS) == 0)
 
 
 def open_inputs(config: DataConfig) -> Inputs:

@@ -80,8 +80,9 @@ class Classifier:
 
     @property
     def batch_rows(self) -> int:
-        """Images scored at once: at most 256, and 64 MiB of pixels."""
-        return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // (3 * self.size**2)))
+        """Images scored at once: a power of two, at most 256 and 64 MiB of pixels."""
+        fit = max(1, BATCH_BYTES // (3 * self.size**2))
+        return min(MAX_BATCH_ROWS, int(2 ** (fit.bit_length() - 1)))
 
     def to(self, device: torch.device | str) -> Classifier:
         """This model on ``device``; it moves, it is not copied."""

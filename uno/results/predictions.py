@@ -23,7 +23,7 @@ from torch import Tensor
 
 from uno.data.decode import BATCHES_AHEAD, Interpolation, ahead, decode_many, readable
 from uno.data.files import Storage, parse_json
-from uno.data.inputs import GROUP_ROWS, Inputs, Read, batch_sizes, chunk_sizes, partition_rows, uris
+from uno.data.inputs import GROUP_ROWS, Inputs, Read, batch_sizes, chunk_rows, partition_rows, uris
 from uno.data.rows import Decoded, Featured, Images, Part, base, fetch
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, hashes
@@ -71,21 +71,17 @@ class Summary(NamedTuple):
 
 
 class Take(NamedTuple):
-    """How a model takes images: square, ``size`` pixels a side, at most ``batch_rows`` at once."""
+    """How a model takes images: square, ``size`` pixels a side; ``chunk_rows`` are decoded at once."""
 
     size: int
-    batch_rows: int
+    chunk_rows: int
     interpolation: Interpolation
 
     @classmethod
-    def of(cls, model: Classifier) -> Take:
-        """Of a model."""
-        return cls(model.size, model.batch_rows, model.config.data.interpolation)
-
-    @property
-    def most_rows(self) -> int:
-        """That are decoded at once: 64 MiB of pixels."""
-        return max(self.batch_rows, BATCH_BYTES // (3 * self.size**2))
+    def of(cls, model: Classifier, part_rows: int) -> Take:
+        """How ``model`` takes partitions of ``part_rows``: decoded 64 MiB of pixels at a time, at most."""
+        rows = chunk_rows(part_rows, max(1, BATCH_BYTES // (3 * model.size**2)))
+        return cls(model.size, rows, model.config.data.interpolation)
 
 
 class Chunk(NamedTuple):
@@ -103,7 +99,7 @@ def predict_rows(
     """Classify what ``writer`` lacks, here, decoded ahead by ``threads`` (default: one a core), and finish;
     ``on_progress`` gets (rows done, N) after a batch.
     """
-    how, missing = Take.of(model), writer.missing
+    how, missing = Take.of(model, writer.part_rows), writer.missing
     rows = [writer.rows_of(number) for number in missing]
     parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
     chunks = (chunk for own, part in parts for chunk in read_part(writer.inputs.read, part, own.start, how))
@@ -116,9 +112,9 @@ def predict_rows(
 
 
 def read_part(read: Read, part: Part, first: int, how: Take) -> Iterator[Chunk]:
-    """A partition whose first row is ``first``, cut where its batches are."""
-    sizes = chunk_sizes(first, len(part.rows), how.batch_rows, how.most_rows)
-    for ids, images in read(part, sizes):
+    """A partition whose first row is ``first``, cut into chunks."""
+    whole, rest = divmod(len(part.rows), how.chunk_rows)
+    for ids, images in read(part, [how.chunk_rows] * whole + [rest] * (rest > 0)):
         yield Chunk(first, ids, images)
         first += len(ids)
 

@@ -27,9 +27,11 @@ def hardware(cuda: bool | None = None) -> str:
 
 
 def local_device(config: Config) -> torch.device:
-    """The device of a command without Ray. ConfigError: CUDA was asked for and is not there."""
+    """The device of this process. Where workers train, their nodes have the GPUs and this one may have none:
+    then it is the CPU. ConfigError: the process trains itself, CUDA was asked for and is not there.
+    """
     wanted, cuda = config.compute.device, torch.cuda.is_available()
-    if wanted == "cuda" and not cuda:
+    if wanted == "cuda" and not cuda and config.compute.workers == 0:
         raise ConfigError("compute.device is cuda but PyTorch sees no CUDA device; use --device cpu")
     return torch.device("cuda" if wanted != "cpu" and cuda else "cpu")
 

@@ -10,7 +10,7 @@ import pytest
 
 from uno.config import DataConfig
 from uno.data.files import files_below
-from uno.data.inputs import ImageFolder, batch_sizes, chunk_sizes, evenly, open_inputs, partition_rows, uris
+from uno.data.inputs import ImageFolder, batch_sizes, chunk_rows, evenly, open_inputs, partition_rows, uris
 from uno.data.rows import base, fetch
 from uno.data.sources import read_images, read_rows
 
@@ -35,8 +35,8 @@ def write_table(path, num: int, groups: int, **columns) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "batch_rows"), [(1, 256), (512, 256), (3000, 111), (3000, 512)])
-def test_batches_do_not_depend_on_partitions_or_chunks(num_rows, batch_rows):
-    """Kills: a batch across groups, chunks that end inside a batch, rows lost at the end."""
+def test_batches_do_not_depend_on_partitions(num_rows, batch_rows):
+    """Kills: a batch across groups, rows lost at the end."""
     whole = np.cumsum(batch_sizes(0, num_rows, batch_rows))
     assert whole[-1] == num_rows
     assert max(np.diff(whole, prepend=0)) <= batch_rows and {*range(512, num_rows, 512)} <= {*whole.tolist()}
@@ -47,9 +47,18 @@ def test_batches_do_not_depend_on_partitions_or_chunks(num_rows, batch_rows):
             for end in np.cumsum(batch_sizes(start, min(part, num_rows - start), batch_rows)).tolist()
         ]
         assert ends == whole.tolist()
-    for most in (batch_rows, 3 * batch_rows):
-        chunks = chunk_sizes(0, num_rows, batch_rows, most)
-        assert max(chunks) <= most and {*np.cumsum(chunks).tolist()} <= {*whole.tolist()}
+
+
+@pytest.mark.parametrize("num_groups", [1, 5, 6, 32])
+@pytest.mark.parametrize("max_rows", [1, 111, 445, 512, 1600, 10**6])
+def test_chunks_divide_a_partition_and_hold_whole_batches(num_groups, max_rows):
+    """Ray gives a model on a GPU batches of one size only. Kills: a chunk that ends inside a batch."""
+    rows = chunk_rows(512 * num_groups, max_rows)
+    assert rows <= max_rows and 512 * num_groups % rows == 0
+    assert 2 * rows > min(max_rows, 512)
+    batch_rows = min(256, 2 ** (max_rows.bit_length() - 1))
+    ends = {*np.cumsum(batch_sizes(0, 512 * num_groups, batch_rows)).tolist()}
+    assert {*range(rows, 512 * num_groups + 1, rows)} <= ends
 
 
 def test_partitions_grow_with_the_rows_up_to_a_limit():
