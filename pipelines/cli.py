@@ -21,7 +21,7 @@ from typing import NoReturn
 from uno.errors import ConfigError, Interrupted, StorageError, UnoError
 
 Command = Callable[[Sequence[str]], int]
-RAY = "'ray[default,train,tune,data]>=2.60,<2.61'"  # as pyproject.toml has it
+RAY = "'ray[default,train,tune,data]>=2.60'"  # as pyproject.toml has it
 
 SENTENCES = {  # a command from elsewhere is listed by its name alone
     "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",

@@ -3,7 +3,6 @@ end of a group means. Ray's head knows all of it and is asked in one request.
 """
 
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -12,18 +11,16 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pipelines.console import say
-from pipelines.ray_env import ADDRESS, POLL_S, TASK_CPUS, connect, worker_resources
+from pipelines.ray_env import POLL_S, TASK_CPUS, cluster_address, connect, worker_resources
+from pipelines.ray_private import Node, Resources, launches, read_nodes
 from uno.config import Config, to_dict
 from uno.data import ingest
 from uno.data.files import is_transient
 from uno.errors import ConfigError, Interrupted, UnoError, one_line
 
 TELL_S = 30.0  # between two lines on what is waited for
-GROWTH_S = 600.0  # nodes of a cloud take minutes to start
 ASK_S = 60.0  # for what is free on the nodes of workers
 LOOK_S = 2.0  # between two looks for nodes that leave
-
-Resources = dict[str, float]
 
 LOST = {
     "RayActorError", "NodeDiedError", "WorkerCrashedError", "OutOfMemoryError", "ObjectLostError",
@@ -38,74 +35,52 @@ NEVER = "InsufficientClusterResourcesError"
 log = logging.getLogger(__name__)
 
 
-class Node(NamedTuple):
-    """A node as Ray's head knows it."""
-
-    id: str
-    total: Resources
-    free: Resources
-    leaving: bool  # it takes no more work
-
-
-def look() -> list[Node]:
-    """All nodes that are alive; none where the head is too busy to answer."""
-    from ray._private.worker import global_worker
-    from ray.autoscaler.v2.sdk import get_cluster_resource_state
-    from ray.core.generated.autoscaler_pb2 import NodeStatus
-    from ray.exceptions import RayError
-
-    try:
-        states = get_cluster_resource_state(global_worker.gcs_client).node_states
-    except RayError:
-        return []
-    return [
-        Node(node.node_id.hex(), dict(node.total_resources), dict(node.available_resources),
-             node.status == NodeStatus.DRAINING)
-        for node in states
-        if node.status != NodeStatus.DEAD
-    ]  # fmt: skip
-
-
 def total(nodes: Sequence[Node]) -> Resources:
     """What the nodes that stay have together."""
     return dict(sum((Counter(node.total) for node in nodes if not node.leaving), Counter[str]()))
 
 
 class Place:
-    """A placement group that takes, for a moment, what a group of workers and a task of Ray Data will take.
-    While it waits, Ray's autoscaler starts nodes for it.
+    """Placement groups that take, for a moment, what a group of workers and a task of Ray Data will take.
+    While they wait, Ray's autoscaler starts nodes for them.
     """
 
     def __init__(self, strategy: str) -> None:
-        self._strategy, self._bundles, self._group = strategy, list[Resources](), None
+        self._strategy, self._bundles, self._groups = strategy, list[Resources](), list[Any]()
 
-    def fits(self, bundles: list[Resources]) -> bool:
-        """Whether there is room for all of them; asked for a second at most."""
+    def fits(self, workers: list[Resources], task: Resources) -> bool:
+        """Whether there is room for all ``workers`` and the ``task``; asked for a second or two. A strict
+        strategy is one of the workers: the task may be anywhere.
+        """
         from ray.util import placement_group
 
-        if bundles != self._bundles:
+        if [*workers, task] != self._bundles:
             self.release()
-            self._bundles, self._group = bundles, placement_group(bundles, strategy=self._strategy)
-        return bool(self._group.wait(1))  # type: ignore[attr-defined]
+            self._bundles = [*workers, task]
+            strict = self._strategy.startswith("STRICT")
+            parts = [workers, [task]] if strict else [self._bundles]
+            self._groups = [placement_group(bundles, strategy=self._strategy) for bundles in parts]
+        return all(group.wait(1) for group in self._groups)
 
     def release(self) -> None:
         """Give it back."""
         from ray.util import remove_placement_group
 
-        if self._group is not None:
-            remove_placement_group(self._group)
-        self._bundles, self._group = [], None
+        for group in self._groups:
+            remove_placement_group(group)
+        self._bundles, self._groups = [], []
 
 
 def await_place(config: Config, give_up: Callable[[], bool], limit_s: float = float("inf")) -> Resources:
     """Resources of each worker, once all workers and a task of Ray Data fit into the cluster as it is now. A
-    line every 30 s says what is wanted and what is there. ConfigError: nothing came within ``limit_s``.
+    line every 30 s says what is wanted and what is there. ConfigError: there was no room within ``limit_s``;
+    where only others' work is in the way, within the minutes that the configuration allows.
     """
     start, place, workers = time.monotonic(), Place(config.compute.placement), config.compute.workers
     due: float | None = None
     try:
         while True:
-            nodes = look()
+            nodes = read_nodes()
             if give_up():
                 raise Interrupted("stopped while waiting for nodes; resume with the same command")
             if not nodes:  # no answer, which says nothing of the cluster
@@ -115,17 +90,18 @@ def await_place(config: Config, give_up: Callable[[], bool], limit_s: float = fl
                 resources, problem = worker_resources(config, total(nodes)), None
             except ConfigError as error:
                 resources, problem = _usual(config), error
-            if place.fits([resources] * workers + [{"CPU": TASK_CPUS}]) and problem is None:
+            if place.fits([resources] * workers, {"CPU": TASK_CPUS}) and problem is None:
                 return resources
             line = shortage(resources, workers, nodes)
-            limit = limit_s if problem else max(limit_s, GROWTH_S)  # what others have, they give back
+            # What others have, they give back.
+            limit = limit_s if problem else max(limit_s, _patience_s(config))
             if (spent := time.monotonic() - start) >= limit:
-                raise problem or ConfigError(line)
+                raise ConfigError("; ".join([str(problem or line), *launches()]))
             if due is None:
                 due = 0.0 if problem else TELL_S
             if spent >= due:
                 most = f" up to {limit / 60:g} minutes" if limit < float("inf") else ""
-                say(f"waiting{most} for nodes: {line}")
+                say("; ".join([f"waiting{most} for nodes: {line}", *launches()]))
                 due = TELL_S * (spent // TELL_S + 1)
     finally:
         place.release()
@@ -134,10 +110,10 @@ def await_place(config: Config, give_up: Callable[[], bool], limit_s: float = fl
 def free_memory(config: Config) -> tuple[int, int | None]:
     """Bytes that are free for a run's workers on the host and on a GPU, None without: the least that a task
     in the place of each finds on its node. Of a cluster that has no place for them yet nothing is known:
-    then, and without ``RAY_ADDRESS``, what is free here.
+    then, and where there is no cluster, what is free here.
     """
     workers = config.compute.workers
-    if workers and ADDRESS in os.environ:
+    if workers and cluster_address():
         with connect() as ray, suppress(ConfigError):
             each = worker_resources(config, ray.cluster_resources())
             options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
@@ -159,9 +135,13 @@ def _free(tree: Mapping[str, Any]) -> tuple[int, int | None]:
     return ingest.free_host_bytes(), None if device is None else int(share * device)
 
 
-def growth_s() -> float:
+def growth_s(config: Config) -> float:
     """How long nodes are waited for at the start: a cluster that this command started does not grow."""
-    return GROWTH_S if ADDRESS in os.environ else 0.0
+    return _patience_s(config) if cluster_address() else 0.0
+
+
+def _patience_s(config: Config) -> float:
+    return 60 * config.compute.wait_minutes
 
 
 def _usual(config: Config) -> Resources:
@@ -182,6 +162,18 @@ def shortage(each: Resources, workers: int, nodes: Sequence[Node]) -> str:
     return f"wanted are {wanted}; there are {there} on {len(staying)} node{'s' * (len(staying) != 1)}{gone}"
 
 
+def check_shares(config: Config, each: Resources | None = None) -> None:
+    """ConfigError: workers that train together would share a GPU, which NCCL refuses ("Duplicate GPU").
+    ``each``: what a worker gets, by default what is known before the cluster is.
+    """
+    workers, share = config.compute.workers, (each or _usual(config)).get("GPU", 1)
+    if workers > 1 and share < 1:
+        raise ConfigError(
+            f"{workers} workers of {share:g} GPUs would share GPUs, and NCCL takes one worker a GPU: "
+            "use --gpus-per-worker 1, or --workers 1"
+        )
+
+
 class Notices:
     """Whether a node that a worker of ours is on was told to leave (``ray drain-node``)."""
 
@@ -193,18 +185,9 @@ class Notices:
         if self.given or self._clock() - self._looked < LOOK_S:
             return False
         self._looked = self._clock()
-        leaving = {node.id for node in look() if node.leaving}
+        leaving = {node.id for node in read_nodes() if node.leaving}
         self.given = bool(leaving) and bool(leaving & self._hosts())
         return self.given
-
-
-def hosts(ray: Any) -> set[str]:
-    """Ids of the nodes that this job's workers run on."""
-    from ray._private.state import actors
-
-    job = ray.get_runtime_context().get_job_id()
-    alive = actors(job_id=ray.JobID(bytes.fromhex(job)), actor_state_name="ALIVE").values()
-    return {actor["Address"]["NodeID"] for actor in alive if actor["ActorClassName"] == "RayTrainWorker"}
 
 
 class Loss(NamedTuple):
@@ -284,6 +267,6 @@ class Waits:
 
 def no_images(waited: float) -> str:
     """What Ray Data lacks, for the user."""
-    most = max((node.free.get("CPU", 0.0) for node in look() if not node.leaving), default=0.0)
+    most = max((node.free.get("CPU", 0.0) for node in read_nodes() if not node.leaving), default=0.0)
     has = f"no node has more than {most:g} free" if most < TASK_CPUS else f"a node has {most:g} free"
     return f"no images for {waited:.0f} s: a task of Ray Data takes {TASK_CPUS:g} CPU, {has}"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines import ray_env
+from pipelines import nodes, ray_env
 from pipelines.ray_data import grouped, own_error, own_node
 from uno.config import Config
 from uno.data.files import Storage
@@ -34,8 +34,9 @@ def through_model(
     Each worker's actor is a ``model(device, threads, *loaded)`` and gets a chunk at a time. Paths must lead
     to the images from every node.
     """
-    cluster, workers = ray.cluster_resources(), config.compute.workers
-    resources = ray_env.worker_resources(config, cluster)
+    workers = config.compute.workers
+    resources = nodes.await_place(config, lambda: False, nodes.growth_s(config))
+    cluster = ray.cluster_resources()
     spare = cluster.get("CPU", 1) - workers * resources["CPU"]
     decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)  # two tasks at least: small images wait for Python
     here = {"ray.io/node-id": own_node(ray)} if storage.is_local else None

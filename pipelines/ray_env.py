@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pipelines.cli import RAY
 from pipelines.console import in_main_thread, say
+from pipelines.ray_private import current_cluster, job_variables
 from uno.config import Config
 from uno.errors import ConfigError, Interrupted, one_line
 
@@ -40,11 +41,11 @@ AUTH_MODE = "RAY_AUTH_MODE"  # disabled for a private cluster here; of another o
 
 @contextmanager
 def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = True) -> Iterator[Any]:
-    """The ``ray`` module, connected: to the cluster of ``RAY_ADDRESS`` (set in Ray jobs), else to one started
-    here with that object store, which ``keep_idle`` processes of tasks, one for each CPU, or ends them a
-    second after their last. What is connected already is left running. ``workers``: the user is told.
+    """The ``ray`` module, connected: to the cluster of :func:`cluster_address`, else to one started here with
+    that object store, which ``keep_idle`` processes of tasks, one for each CPU, or ends them a second after
+    their last. What is connected already is left running. ``workers``: the user is told.
     """
-    address = os.environ.get(ADDRESS)
+    address = cluster_address()
     for name, value in (ENVIRONMENT if address else ENVIRONMENT | {AUTH_MODE: "disabled"}).items():
         os.environ.setdefault(name, value)
     if workers:
@@ -60,8 +61,8 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         return
     if address:
         check_address(address)
-        variables = {name: os.environ[name] for name in ENVIRONMENT}
-        options: dict[str, Any] = {"runtime_env": {"env_vars": variables}}
+        variables = {name: os.environ[name] for name in ENVIRONMENT.keys() - job_variables()}
+        options: dict[str, Any] = {"address": address, "runtime_env": {"env_vars": variables}}
     else:
         options = {"address": "local", "include_dashboard": True, "object_store_memory": store_bytes}
         if not keep_idle:
@@ -105,6 +106,18 @@ def _with_tokens(error: Exception) -> str:
     return f"{one_line(error)}; is the token here (~/.ray/auth_token) the cluster's?"
 
 
+def cluster_address() -> str | None:
+    """The cluster that a command works on: that of ``RAY_ADDRESS`` (set in Ray jobs), else, as for Ray's own
+    commands, one that ``ray start`` has started on this machine; None: a private one is started.
+    ``RAY_ADDRESS=local`` asks for a private one.
+    """
+    given = os.environ.get(ADDRESS)
+    if given:
+        return None if given == "local" else given
+    found = current_cluster()
+    return found if found and _silence(found, 1) is None else None
+
+
 def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: None) -> T:
     """``function()`` off the main thread, where Ray leaves signal handlers alone; ``on_poll`` runs here."""
     result: Future[T] = Future()
@@ -124,14 +137,20 @@ def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: N
 
 def check_address(address: str) -> None:
     """Refuse a ``host:port`` where nobody listens: Ray would try for minutes, without a word."""
+    if (error := _silence(address, 10)) is not None:
+        advice = f"{ADDRESS}=local starts one here"
+        raise ConfigError(f"no Ray cluster answers at {ADDRESS}={address} ({error}); {advice}")
+
+
+def _silence(address: str, seconds: float) -> Exception | None:
+    """Why nobody answers at a ``host:port``; None: somebody does, or the address is of another form."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, OverflowError) as error:
-        line = f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); unset it to start one here"
-        raise ConfigError(line) from None
+    if host and "/" not in host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=seconds).close()
+        except (OSError, OverflowError) as error:
+            return error
+    return None
 
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
@@ -144,10 +163,12 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
         raise ConfigError(f"{need} need more than the cluster's {total:g}; {advice}")
     if not use_gpu(config, cluster):
         return {"CPU": cpus}
-    gpus, has = workers * config.compute.gpus_per_worker, cluster.get("GPU", 0)
-    if gpus > has:
-        raise ConfigError(f"{workers} workers need {gpus:g} GPUs, the cluster has {has:g}")
-    return {"CPU": cpus, "GPU": config.compute.gpus_per_worker}
+    each, has = config.compute.gpus_per_worker, cluster.get("GPU", 0)
+    if each > 1 and each % 1:
+        raise ConfigError(f"compute.gpus_per_worker is {each:g}: Ray gives shares of one GPU, or whole GPUs")
+    if workers * each > has:
+        raise ConfigError(f"{workers} workers need {workers * each:g} GPUs, the cluster has {has:g}")
+    return {"CPU": cpus, "GPU": each}
 
 
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:

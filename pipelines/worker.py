@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipelines import nodes, ray_data, ray_env
+from pipelines import nodes, ray_data, ray_env, ray_private
 from pipelines.console import on_stop, say
 from pipelines.features import load_features, on_features
 from pipelines.forecast import advice, crop_rate
@@ -148,12 +148,9 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
 
 
 def quiet_ray_train() -> None:
-    """Ray 2.60 logs every report through a logger named after a file, which LoggingConfig does not reach."""
-    import ray.train.v2._internal.execution.context as context
-
+    """No line for every report of a worker, and none at its end."""
     quiet_exit()
-    for logger in (logging.getLogger("ray.train"), context.logger):
-        logger.setLevel(logging.WARNING)
+    ray_private.quiet_reports()
 
 
 def quiet_exit() -> None:
@@ -201,7 +198,7 @@ def run_on_ray(
     with on_stop(stop, STOPPING), ExitStack() as own:
         connected = ray_env.connect(store, config.compute.workers, keep_idle=streams)
         ray = (own if streams or on_features(config) else until).enter_context(connected)
-        nodes.await_place(config, stopping.is_set, nodes.growth_s())
+        nodes.check_shares(config, nodes.await_place(config, stopping.is_set, nodes.growth_s(config)))
         for line in advice(config, ray.cluster_resources(), crop_rate(config, task) if streams else None):
             say(line)
         images, reasons, found = None, None, None
@@ -261,7 +258,7 @@ def run_workers(
         config = override(config, {"compute.device": "cuda" if "GPU" in resources else "cpu"})
         loop["worker_cpus"] = resources["CPU"]
         loop["token"] = job.claim.replace_token()  # a worker of the last group that still runs writes no more
-        notices = nodes.Notices(partial(nodes.hosts, ray))
+        notices = nodes.Notices(ray_private.worker_hosts)
 
         def poll(notices: nodes.Notices = notices) -> None:
             on_poll()
@@ -316,7 +313,6 @@ def fit(
     """
     import ray.train
     import ray.train.torch
-    from ray.train.v2._internal import constants
 
     trainer = ray.train.torch.TorchTrainer(
         train_loop, train_loop_config=loop,
@@ -335,7 +331,7 @@ def fit(
     )  # fmt: skip
     # A helper of Ray Train gives the CPUs of workers back whose controller died. It looks for the cluster by
     # the processes of this machine and fails where a second cluster runs, so it is told the address.
-    constants.ENV_VARS_TO_PROPAGATE.add(ray_env.ADDRESS)
+    ray_private.propagate(ray_env.ADDRESS)
     before = os.environ.get(ray_env.ADDRESS)
     os.environ[ray_env.ADDRESS] = ray.get_runtime_context().gcs_address
     try:

@@ -325,6 +325,9 @@ class ComputeConfig(_Frozen):
         commands="evaluate predict report")
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field("PACK",
         "Ray's strategy: workers on few nodes, or spread over many.")
+    wait_minutes: float = field(30,
+        "How long a command waits at its start for nodes of a cluster that has no room for its workers yet.",
+        ge=0, le=10_000, commands="evaluate predict report")
     precision: Literal["auto", "fp32", "bf16"] = field("auto",
         "Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU.")
     compile: bool = field(False, "torch.compile the encoder; needs a C++ compiler, and a minute.")

@@ -88,7 +88,7 @@ def test_a_wrong_command_is_one_line(commands, capsys, name, line):
         (KeyboardInterrupt(), 130,
          "interrupted; the same command resumes from the last checkpoint, if there is one"),
         (ModuleNotFoundError("x", name="ray.data"), 2,
-         "error: this needs the package 'ray': pip install 'ray[default,train,tune,data]>=2.60,<2.61'"),
+         "error: this needs the package 'ray': pip install 'ray[default,train,tune,data]>=2.60'"),
     ],
 )  # fmt: skip
 def test_every_end_is_one_line_and_its_exit_code(capsys, error, code, line):

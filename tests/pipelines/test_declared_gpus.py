@@ -13,7 +13,7 @@ from tests.uno.models import write_digits, write_model
 from uno.data.sources import read_digits
 
 HOOK = "tests.pipelines.test_declared_gpus.compute_on_the_cpu"
-SETUP = {"worker_process_setup_hook": HOOK, "env_vars": {"PYTHONPATH": str(ROOT)}}
+SETUP = {"worker_process_setup_hook": HOOK, "env_vars": {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}}
 
 
 def compute_on_the_cpu() -> None:
@@ -43,8 +43,9 @@ def _is_cuda(value) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_run_and_predictions_on_gpus_that_only_workers_have(tmp_path):
-    """From frozen features to the report, then predictions. Kills: a call that Ray refuses where there are
-    GPUs, a device that the driver must have after its workers have used theirs, chunks of other rows.
+    """From frozen features to the report, then predictions by a command that finds the cluster itself. Kills:
+    a call that Ray refuses where there are GPUs, a device that the driver must have after its workers have
+    used theirs, chunks of other rows, a variable that both the job and the command set.
     """
     write_model(tmp_path / "model")
     write_digits(tmp_path / "in", read_digits().images[:900])
@@ -55,9 +56,13 @@ def test_a_run_and_predictions_on_gpus_that_only_workers_have(tmp_path):
     on_gpus = ["--workers", "1", "--device", "cuda"]
     with head(3, gpus=1) as raylets:
         env = raylets.env | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": SETUP})}
-        for number, words in enumerate((discover, ["pipelines.predict", *predict, str(tmp_path / "there")])):
-            command = Command([*words, *on_gpus], env, tmp_path / f"{number}.log")
-            assert command.end() == 0, command.lines
+        trained = Command([*discover, *on_gpus], env, tmp_path / "discover.log")
+        assert trained.end() == 0, trained.lines
+        del env["RAY_ADDRESS"]
+        words = ["pipelines.predict", *predict, str(tmp_path / "there"), *on_gpus]
+        predicted = Command(words, env, tmp_path / "predict.log")
+        assert predicted.end() == 0, predicted.lines
+        assert predicted.says(f"asking the Ray cluster at {raylets.address} for 1 worker")
     assert (run / "report.html").exists() and (run / "metrics.json").exists()
     assert cli.main(["predict", *predict, str(tmp_path / "here")]) == 0
     here, there = (pq.read_table(tmp_path / name / "predictions.parquet") for name in ("here", "there"))

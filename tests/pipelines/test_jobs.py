@@ -1,6 +1,8 @@
 """The driver's decisions about a group of workers, with the group replaced by a function."""
 
+import json
 import os
+import socket
 import sys
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -243,6 +245,7 @@ def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
     ({"compute.workers": 1}, {}, "need more than the cluster's 0"),
     ({"compute.workers": 4}, {"CPU": 8, "GPU": 2}, "4 workers need 4 GPUs, the cluster has 2"),
     ({"compute.workers": 1, "compute.device": "cuda"}, {"CPU": 8}, "need 1 GPUs, the cluster has 0"),
+    ({"compute.workers": 1, "compute.gpus_per_worker": 1.5}, {"CPU": 8, "GPU": 2}, "is 1.5: Ray gives"),
 ])  # fmt: skip
 def test_too_many_workers_are_one_line(overrides, cluster, says):
     with pytest.raises(ConfigError, match=says):
@@ -292,6 +295,45 @@ def test_a_machine_too_busy_for_ray_is_one_line(monkeypatch):
     assert ended == [1]
     with pytest.raises(Exception, match="a defect"), ray_env.connect():
         pytest.fail("connected")
+
+
+@pytest.mark.parametrize(
+    "job", [{}, {"PYTHONPATH": "/x"}, {"RAY_DATA_LOG_LEVEL": "INFO", "PYTHONWARNINGS": "x"}]
+)
+def test_variables_that_a_job_has_set_are_not_set_again(monkeypatch, job):
+    """Ray refuses that, whatever the values. Kills: "internal" for a job that wants to see Ray Data's log."""
+    from ray.runtime_env.runtime_env import _merge_runtime_env
+
+    environ = {"RAY_ADDRESS": "10.0.0.1:6379"}
+    if job:
+        environ |= job | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"env_vars": job}})}
+    asked = []
+    ray = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: None, exceptions=None)
+    ray.init = lambda **options: asked.append(options["runtime_env"])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(ray_env, "check_address", lambda address: None)
+    with ray_env.connect():
+        pass
+    merged = _merge_runtime_env({"env_vars": job}, asked[0])
+    assert merged is not None and merged["env_vars"].keys() == {*job, *ray_env.ENVIRONMENT}
+
+
+def test_a_head_that_ray_start_has_started_is_found(monkeypatch, tmp_path):
+    """As Ray's own commands find it. Kills: a second cluster beside it, one that is gone, a private one that
+    nobody can ask for any more.
+    """
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        for given, expected in (("", address), ("local", None), ("10.0.0.1:6379", "10.0.0.1:6379")):
+            monkeypatch.setattr(os, "environ", {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": given})
+            assert ray_env.cluster_address() == expected
+    monkeypatch.setattr(os, "environ", {"RAY_TMPDIR": str(tmp_path)})
+    assert ray_env.cluster_address() is None
+    monkeypatch.setattr(os, "environ", {"RAY_TMPDIR": str(tmp_path / "none")})
+    assert ray_env.cluster_address() is None
 
 
 def test_a_private_cluster_uses_no_token(monkeypatch):

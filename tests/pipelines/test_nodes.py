@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines import nodes
+from pipelines import nodes, ray_private
 from pipelines.nodes import Node, Notices, Waits, await_place, no_images, shortage
+from pipelines.partitions import through_model
 from tests.conftest import NUM_CPUS
 from tests.pipelines.small import wait_for
 from uno.config import Config, override
 from uno.data import ingest
+from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted
 
 BIG, SMALL = ({"CPU": cpus, "memory": 1e9} for cpus in (4.0, 2.0))
@@ -33,7 +35,8 @@ def cluster(monkeypatch):
             def __init__(self, strategy):
                 asked.append(strategy)
 
-            def fits(self, bundles):
+            def fits(self, workers, task):
+                bundles = [*workers, task]
                 asked.append(bundles)
                 now[0] += 1
                 assert now[0] < 2000
@@ -53,7 +56,8 @@ def cluster(monkeypatch):
             return list(current)
 
         monkeypatch.setattr(nodes, "Place", Place)
-        monkeypatch.setattr(nodes, "look", look)
+        monkeypatch.setattr(nodes, "read_nodes", look)
+        monkeypatch.setattr(nodes, "launches", lambda: [])
         monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
         return asked
 
@@ -80,7 +84,22 @@ def test_a_head_that_does_not_answer_has_no_nodes(monkeypatch):
         ("ray.exceptions", {"RayError": RayError}),
     ):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**values))
-    assert nodes.look() == []
+    assert nodes.read_nodes() == []
+
+
+def test_without_private_names_nodes_are_those_that_ray_lists(monkeypatch):
+    """Kills: a private name that another version of Ray lacks, and a run that ends for it."""
+    import ray
+    import ray.train
+
+    for name in ("ray._private.worker", "ray._private.state", "ray.train.v2._internal"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(ray, "nodes", lambda: [
+        {"NodeID": "a", "Alive": True, "Resources": BIG}, {"NodeID": "b", "Alive": False, "Resources": {}},
+    ])  # fmt: skip
+    assert ray_private.read_nodes() == [node("a", BIG)]
+    assert ray_private.worker_hosts() == set()
+    ray_private.propagate("RAY_ADDRESS")
 
 
 def test_no_answer_is_no_lack_of_nodes(cluster, monkeypatch, capsys):
@@ -129,7 +148,7 @@ def test_a_place_that_others_have_is_waited_for(cluster, capsys):
 def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, monkeypatch):
     """Kills: a stop that is not heard, a command that waits for nodes of a cluster that cannot grow."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    gpus = config_of(device="cuda")
+    gpus = config_of(device="cuda", wait_minutes=10)
     asked = cluster([node("a", BIG)])
     stops = iter([False] * 40 + [True])
     with pytest.raises(Interrupted, match="resume with the same command"):
@@ -137,15 +156,87 @@ def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, m
     assert asked[1] == [{"CPU": 1.0, "GPU": 1.0}] * 2 + [{"CPU": 0.9}] and asked[-1] == "released"
     assert "0 GPU (0 free) on 1 node" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
-        await_place(gpus, lambda: False, nodes.growth_s())
-    assert nodes.growth_s() == 0 and capsys.readouterr().out == ""
+        await_place(gpus, lambda: False, nodes.growth_s(gpus))
+    assert nodes.growth_s(gpus) == 0 and capsys.readouterr().out == ""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
-        await_place(gpus, lambda: False, nodes.growth_s())
+        await_place(gpus, lambda: False, nodes.growth_s(gpus))
     assert capsys.readouterr().out.count("waiting up to 10 minutes for nodes: wanted are 2 workers") == 20
     cluster([node("a", BIG, {"CPU": 1.5})])
     with pytest.raises(ConfigError, match=r"there are 4 CPU \(1.5 free\)"):
-        await_place(config_of(), lambda: False, nodes.growth_s())
+        await_place(config_of(), lambda: False, nodes.growth_s(gpus))
+
+
+def test_why_nodes_do_not_come_is_said(cluster, capsys, monkeypatch):
+    """Kills: a wait whose reason stays in the autoscaler's log."""
+    cluster([node("a", SMALL)])
+    why = ["1 node starting", "cannot start gpu: InsufficientInstanceCapacity"]
+    monkeypatch.setattr(nodes, "launches", lambda: why)
+    with pytest.raises(ConfigError, match="has 0; 1 node starting; cannot start gpu: Insufficient"):
+        await_place(config_of(device="cuda"), lambda: False, 40.0)
+    assert capsys.readouterr().out.count("; ".join(why)) == 2  # after 0 and 30 s
+
+
+def test_launches_are_those_of_the_autoscaler(monkeypatch):
+    def launch(**fields):
+        return SimpleNamespace(ray_node_type_name="gpu", **fields)
+
+    failed = [launch(details="no capacity"), launch(details="no capacity")]
+    status = SimpleNamespace(pending_launches=[launch(count=2)], pending_nodes=[1], failed_launches=failed)
+    monkeypatch.setattr("ray.autoscaler.v2.sdk.get_cluster_status", lambda address: status)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
+    assert ray_private.launches() == ["3 nodes starting", "cannot start gpu: no capacity"]
+    monkeypatch.delattr("ray.autoscaler.v2.sdk.get_cluster_status")
+    assert ray_private.launches() == []
+
+
+@pytest.mark.parametrize(("strategy", "groups"), [
+    ("PACK", [[{"GPU": 1}, {"GPU": 1}, {"CPU": 0.9}]]),
+    ("SPREAD", [[{"GPU": 1}, {"GPU": 1}, {"CPU": 0.9}]]),
+    ("STRICT_PACK", [[{"GPU": 1}, {"GPU": 1}], [{"CPU": 0.9}]]),
+    ("STRICT_SPREAD", [[{"GPU": 1}, {"GPU": 1}], [{"CPU": 0.9}]]),
+])  # fmt: skip
+def test_a_strict_strategy_is_one_of_the_workers(monkeypatch, strategy, groups):
+    """Kills: as many nodes as workers, and a wait for one more."""
+    asked, removed = [], []
+
+    def placement_group(bundles, strategy):
+        asked.append((bundles, strategy))
+        return SimpleNamespace(wait=lambda seconds: True)
+
+    monkeypatch.setattr("ray.util.placement_group", placement_group)
+    monkeypatch.setattr("ray.util.remove_placement_group", removed.append)
+    place = nodes.Place(strategy)
+    for _ in range(2):
+        assert place.fits([{"GPU": 1}] * 2, {"CPU": 0.9})
+    assert asked == [(bundles, strategy) for bundles in groups]
+    place.release()
+    assert len(removed) == len(groups)
+
+
+def test_predictions_and_features_wait_for_nodes_too(monkeypatch):
+    """Kills: a run that ends after training because idle nodes left while its model was aligned."""
+
+    def await_place(config, give_up, limit_s):
+        raise ConfigError(f"no room within {limit_s:g} s")
+
+    monkeypatch.setattr(nodes, "await_place", await_place)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    storage, config = Storage("unused"), config_of(wait_minutes=2)
+    stored = through_model(None, config, storage, iter([]), None, object, (), None, 512, 512, 192)
+    with pytest.raises(ConfigError, match="no room within 120 s"):
+        next(stored)
+
+
+def test_workers_of_one_run_do_not_share_a_gpu():
+    """NCCL ends with "Duplicate GPU detected", after three groups. Predictions may share one."""
+    halves = config_of(gpus_per_worker=0.5)
+    nodes.check_shares(halves, {"CPU": 1.0})
+    nodes.check_shares(override(halves, {"compute.workers": 1}), {"CPU": 1.0, "GPU": 0.5})
+    with pytest.raises(ConfigError, match="NCCL takes one worker a GPU: use --gpus-per-worker 1"):
+        nodes.check_shares(halves, {"CPU": 1.0, "GPU": 0.5})
+    with pytest.raises(ConfigError, match="NCCL"):
+        nodes.check_shares(override(halves, {"compute.device": "cuda"}))
 
 
 def test_what_is_there_is_said_without_the_nodes_that_leave():
@@ -164,7 +255,7 @@ def test_a_node_that_leaves_is_noticed_once_and_only_where_workers_are(monkeypat
         looks.append(now[0])
         return found
 
-    monkeypatch.setattr(nodes, "look", look)
+    monkeypatch.setattr(nodes, "read_nodes", look)
     monkeypatch.setattr(nodes, "LOOK_S", 5)
     notices = Notices(lambda: hosts, lambda: now[0])
     for now[0] in range(1, 11):
@@ -184,12 +275,14 @@ def test_a_node_that_leaves_is_noticed_once_and_only_where_workers_are(monkeypat
 
 def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkeypatch, caplog):
     """Kills: silence while Ray Data has no CPU, lines while a step computes, before a wait and after."""
-    monkeypatch.setattr(nodes, "look", lambda: [node("a", BIG, {"CPU": 0.2}), node("b", BIG, leaving=True)])
+    monkeypatch.setattr(
+        nodes, "read_nodes", lambda: [node("a", BIG, {"CPU": 0.2}), node("b", BIG, leaving=True)]
+    )
     assert (
         no_images(31)
         == "no images for 31 s: a task of Ray Data takes 0.9 CPU, no node has more than 0.2 free"
     )
-    monkeypatch.setattr(nodes, "look", lambda: [node("a", BIG)])
+    monkeypatch.setattr(nodes, "read_nodes", lambda: [node("a", BIG)])
     assert no_images(60).endswith("takes 0.9 CPU, a node has 4 free")
     waits, told = Waits(lambda waited: f"waited {waited:.2f}", every_s=0.03), []
     time.sleep(0.1)
@@ -256,14 +349,19 @@ def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.ray
-def test_ray_answers_a_worker_and_us(ray_cluster):
+def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     """Kills: a name of Ray's internals that is not Ray's, a place that stays taken."""
+    monkeypatch.setattr(ray_private, "GONE", ())  # no fall-back
+    ray_private.quiet_reports()
+    ray_private.propagate("RAY_ADDRESS")
+    assert ray_private.launches() == []
     line = ray_cluster.get(ray_cluster.remote(no_images).remote(31))
     assert line.startswith("no images for 31 s: a task of Ray Data takes 0.9 CPU, ")
-    (found,) = nodes.look()
-    assert found.total["CPU"] == NUM_CPUS and not found.leaving and nodes.hosts(ray_cluster) == set()
+    (found,) = nodes.read_nodes()
+    assert found.total["CPU"] == NUM_CPUS and not found.leaving and ray_private.worker_hosts() == set()
     place = nodes.Place("PACK")
-    assert place.fits([{"CPU": 1.0}]) and not place.fits([{"CPU": NUM_CPUS + 1.0}])
+    data = {"CPU": 0.9}
+    assert place.fits([{"CPU": 1.0}], data) and not place.fits([{"CPU": NUM_CPUS + 1.0}], data)
     place.release()
     assert await_place(config_of(), lambda: False)["CPU"] == 1.0
-    wait_for(lambda: nodes.look()[0].free["CPU"] == NUM_CPUS)
+    wait_for(lambda: nodes.read_nodes()[0].free["CPU"] == NUM_CPUS)

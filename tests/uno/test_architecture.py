@@ -106,6 +106,18 @@ def test_uno_imports_without_ray():
     assert code == 0 and said.count("\n") >= 30, said
 
 
+def test_private_names_of_ray_are_in_one_module():
+    """So that another version of Ray is one file to read. Kills: a private name without a fall-back."""
+    private = re.compile(r"ray(\.\w+)*\.(_\w+|core\.generated|autoscaler)\b")
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("pipelines", "tune")
+        for path in (ROOT / folder).rglob("*.py")
+        if any(private.search(line) for line in path.read_text().splitlines() if "import " in line)
+    }
+    assert found == {"pipelines/ray_private.py"}
+
+
 def test_from_a_batch_to_its_loss_one_reads_15_functions_in_7_files(monkeypatch):
     """Kills: layers between the paper's equations and whoever reads them."""
     config = small_config()
