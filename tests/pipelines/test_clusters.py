@@ -124,8 +124,15 @@ def test_the_names_of_the_account_are_those_of_the_files():
         assert cluster["docker"]["image"].partition("/")[0] in cluster["initialization_commands"][0]
 
 
-def test_the_image_has_the_ray_of_the_tested_set():
-    assert f"\nFROM rayproject/ray:{RAY_VERSION}-py311-gpu\n" in (ROOT / "Dockerfile").read_text()
+def test_the_image_has_the_tested_ray_the_extras_and_what_efa_loads():
+    """Kills: `uno tune --search optuna` and timm: encoders that end with "pip install" on a cluster; a plugin
+    for EFA that NCCL cannot load, and says so nowhere.
+    """
+    text = (ROOT / "Dockerfile").read_text()
+    assert f"\nFROM rayproject/ray:{RAY_VERSION}-py311-gpu\n" in text
+    extras = re.search(r"/home/ray/uno\[([\w,]+)\]", text)[1].split(",")
+    assert {"ray", "optuna", "timm"} <= {*extras}
+    assert {"libhwloc15", "libibverbs1", "librdmacm1"} <= {*text.split()}
 
 
 def test_the_kubernetes_manifest_has_the_keys_of_its_api():
