@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SET := -c constraints.txt -e '.[ray,dev]'
 
-.PHONY: demo test test-slow lint types fakecuda slow bench fuzz chaos clean
+.PHONY: demo test test-slow lint types fakecuda gpu slow bench fuzz chaos clean
 .DEFAULT_GOAL := demo
 
 # By uv, which takes a third of pip's time, from the index that pip would take; by pip where uv cannot.
@@ -28,9 +28,13 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(PY) -m mypy
 
-# The steps on a GPU that computes nothing.
+# The steps on a device that computes nothing.
 fakecuda: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --timeout 900 -m fakecuda --durations=5 tests/uno/test_fake_cuda*.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --timeout 900 -m fakecuda --durations=5 tests/uno/test_fake_cuda.py
+
+# The same on a GPU, where there is one.
+gpu: $(STAMP)
+	$(PY) -m pytest -m gpu --durations=5 tests/uno/test_gpu.py
 
 slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --timeout 900 -m 'slow and not ray' --durations=5

@@ -1,6 +1,5 @@
 """The one Ray cluster of the test lane ``ray``, and its undisturbed run; everything else runs without Ray."""
 
-import gc
 import hashlib
 import os
 import shutil
@@ -29,7 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
     ``&`` and nohup have signals ignored, here and in child processes.
     """
     os.environ["TORCH_HOME"] = "/nonexistent"
-    gc.disable()  # while a million objects of libraries are imported
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN and in_main_thread():
             signal.signal(number, usual)
@@ -40,18 +38,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ray"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
-
-
-def pytest_collection_finish() -> None:
-    """A tenth of the time went into looking at a million objects of imported libraries again and again."""
-    gc.freeze()  # they live as long as the process
-    gc.enable()
-    gc.set_threshold(20_000, 20, 20)
-
-
-def pytest_unconfigure() -> None:
-    """Libraries that find frozen objects at the end print pages about leaks."""
-    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

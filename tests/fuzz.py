@@ -10,12 +10,13 @@ into ``tests/corpus`` once it is repaired: those files come first in every run.
 
 import argparse
 import faulthandler
+import io
 import json
+import multiprocessing
 import os
 import pickle
 import random
 import resource
-import shutil
 import signal
 import struct
 import sys
@@ -23,8 +24,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +57,7 @@ from uno.weights import read_weights
 
 CORPUS = Path(__file__).parent / "corpus"
 SLOW_S, MEMORY_BYTES, BATCH = 10, 2 * 2**30, 100
+FORK = multiprocessing.get_context("fork")
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 50_000, 9_999)
 WORDS = (
     b"*a", b"&a ", b"<<: ", b"!!python/object/apply:os.system [id]", b"[" * 500, b'{"a":' * 500, b"1e400",
@@ -85,28 +89,22 @@ def mutated(data: bytes, other: bytes, chance: random.Random) -> bytes:
     """One to six changes of ``data``: bytes, numbers, words, cuts, copies, and pieces of ``other``."""
     out = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 3, 6))):
-        at, what = chance.randrange(len(out) + 1), chance.randrange(8)
-        near = min(at, chance.randrange(64)) if chance.random() < 0.4 else at  # headers stand in front
-        length = chance.randrange(1, 33)
-        if what == 0 and out:
-            out[near % len(out)] ^= 1 << chance.randrange(8)
-        elif what == 1 and out:
-            out[near % len(out)] = chance.randrange(256)
-        elif what == 2:
-            form = chance.choice(("<B", "<H", "<I", ">H", ">I"))
-            number = chance.choice(NUMBERS) & (256 ** struct.calcsize(form) - 1)
-            out[near : near + struct.calcsize(form)] = struct.pack(form, number)
-        elif what == 3:
-            out[at:at] = chance.choice(WORDS)
-        elif what == 4:
-            del out[at : at + length]
-        elif what == 5:
-            out[at:at] = out[near : near + length] * chance.choice((1, 2, 50))
-        elif what == 6:
-            start = chance.randrange(len(other) + 1)
-            out[at : at + length] = other[start : start + length]
-        elif chance.random() < 0.3:
-            del out[at:]
+        at, length = chance.randrange(len(out) + 1), chance.randrange(1, 33)
+        if chance.random() < 0.2:  # headers stand in front
+            at = min(at, chance.randrange(64))
+        form, start = chance.choice(("<B", "<H", "<I", ">H", ">I")), chance.randrange(len(other) + 1)
+        mask = 256 ** struct.calcsize(form) - 1
+        size, new = chance.choice((  # so many bytes give way to these
+            (1, bytes(byte ^ 1 << chance.randrange(8) for byte in out[at : at + 1])),
+            (1, chance.randbytes(1)),
+            (struct.calcsize(form), struct.pack(form, chance.choice(NUMBERS) & mask)),
+            (0, chance.choice(WORDS)),
+            (length, b""),
+            (0, out[at : at + length] * chance.choice((1, 2, 50))),
+            (length, other[start : start + length]),
+            (len(out) if chance.random() < 0.3 else 0, b""),
+        ))  # fmt: skip
+        out[at : at + size] = new
     return bytes(out)
 
 
@@ -118,31 +116,21 @@ def _read_image(folder: Path, data: bytes) -> None:
         decode_rgb(data, 16)
 
 
-def _pictures(format: str, **options: object) -> Callable[[], list[bytes]]:
-    def seeds() -> list[bytes]:
-        noise, flat = Image.fromarray(pixels(0, 24, 20)), Image.new("RGB", (60, 40), "red")
-        modes = {
-            "JPEG": ("RGB", "L", "CMYK"),
-            "MPO": ("RGB",),
-            "WEBP": ("RGB", "RGBA"),
-            "BMP": ("RGB", "P", "1"),
-        }
-        several = {"MPO", "GIF"} & {format} and {"save_all": True, "append_images": [flat]}
-        found = [noise.convert(mode) for mode in modes.get(format, ("RGB", "P", "L", "1"))]
-        return [encoded(image, format, **{**options, **(several or {})}) for image in [*found, flat]]
+FLAT, COLOURS = Image.new("RGB", (60, 40), "red"), ("RGB", "L", "CMYK")
 
-    return seeds
+
+def _pictures(
+    format: str, modes: tuple[str, ...] = ("RGB", "P", "L", "1"), **options: object
+) -> list[bytes]:  # fmt: skip
+    noise = Image.fromarray(pixels(0, 24, 20))
+    return [encoded(image, format, **options) for image in (*map(noise.convert, modes), FLAT)]
 
 
 def _rle_pictures() -> list[bytes]:
     """BMP's own compression, 8 and 4 bits, which Pillow reads and does not write."""
     found = []
-    for bits, method, rows in ((8, 1, b"\x10\x07\x00\x00" * 15), (4, 2, b"\x10\x34\x00\x00" * 15)):
-        colours, body = (
-            bytes(range(256)) * (4 if bits == 8 else 1),
-            rows + b"\x00\x02\x03\x01\x05\x07\x00\x01",
-        )
-        colours = colours[: 4 << bits]
+    for bits, method, row in ((8, 1, b"\x10\x07\x00\x00"), (4, 2, b"\x10\x34\x00\x00")):
+        colours, body = (bytes(range(256)) * 4)[: 4 << bits], row * 15 + b"\x00\x02\x03\x01\x05\x07\x00\x01"
         info = struct.pack("<IiiHHIIiiII", 40, 16, 16, 1, bits, method, len(body), 0, 0, 1 << bits, 0)
         start = 14 + len(info) + len(colours)
         found.append(b"BM" + struct.pack("<IHHI", start + len(body), 0, 0, start) + info + colours + body)
@@ -162,16 +150,13 @@ def _read_parquet(folder: Path, data: bytes) -> None:
 
 
 def _parquet() -> list[bytes]:
-    with tempfile.TemporaryDirectory() as folder:
-        path, found = Path(folder) / "t.parquet", []
-        for codec in ("none", "snappy", "zstd"):
-            images = [{"bytes": encoded(pixels(i)), "path": None} for i in range(6)]
-            table = hf_table(images, [0, 1, None, 0, 1, None], ["cat", "dog"])
-            pq.write_table(
-                table, path, compression=codec, row_group_size=3, write_page_checksum=codec == "none"
-            )
-            found.append(path.read_bytes())
-        return found
+    images = [{"bytes": encoded(pixels(i)), "path": None} for i in range(6)]
+    table, found = hf_table(images, [0, 1, None, 0, 1, None], ["cat", "dog"]), []
+    for codec in ("none", "snappy", "zstd"):
+        file = io.BytesIO()
+        pq.write_table(table, file, compression=codec, row_group_size=3, write_page_checksum=codec == "none")
+        found.append(file.getvalue())
+    return found
 
 
 def _read_text_table(name: str) -> Callable[[Path, bytes], None]:
@@ -186,21 +171,16 @@ def _read_text_table(name: str) -> Callable[[Path, bytes], None]:
     return read
 
 
-def _csv() -> list[bytes]:
-    rows = "".join(f"{i},a.png,{'cat' if i % 2 else ''},train,dog\n" for i in range(6))
-    return [
-        ("id,path,label,split,eval_label\n" + rows).encode(),
-        b"path\na.png\n",
-        b'\xef\xbb\xbfpath,label\r\na.png,"x\ny"\r\n',
-    ]
-
-
-def _jsonl() -> list[bytes]:
-    rows = [{"id": i, "path": "a.png", "label": [None, "cat", 3][i % 3], "split": "train"} for i in range(6)]
-    return [
-        "\n".join(map(json.dumps, rows)).encode(),
-        b'{"image": "a.png"}\n\n{"image": "a.png", "label": "\\u00e9"}',
-    ]
+CSV = [
+    b"id,path,label,split,eval_label\n0,a.png,,train,dog\n1,a.png,cat,train,dog\n2,a.png,,train,dog\n",
+    b"path\na.png\n",
+    b'\xef\xbb\xbfpath,label\r\na.png,"x\ny"\r\n',
+]
+JSONL = [
+    b'{"id": 0, "path": "a.png", "label": null, "split": "train"}\n'
+    b'{"id": 1, "path": "a.png", "label": "cat"}\n{"id": 2, "path": "a.png", "label": 3}',
+    b'{"image": "a.png"}\n\n{"image": "a.png", "label": "\\u00e9"}',
+]
 
 
 @cache
@@ -225,18 +205,17 @@ def _cifar() -> list[bytes]:
     return [*made, _cifar_files()["data_batch_1"], _cifar_files()[CIFAR10.meta]]
 
 
-def _read_safetensors(folder: Path, data: bytes) -> None:
+def _read_weights(folder: Path, data: bytes) -> None:
     for suffix in (".safetensors", ".pt"):
         path = folder / f"w{suffix}"
         path.write_bytes(data)
         _or_refused(read_weights, str(path))
 
 
-def _safetensors() -> list[bytes]:
+def _weights() -> list[bytes]:
     tensors = {"conv1.weight": torch.ones(4, 3, 3, 3), "bn1.num_batches_tracked": torch.tensor(3)}
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(tensors, f"{folder}/w.pt")
-        return [safetensors.torch.save(tensors, {"a": "b"}), Path(f"{folder}/w.pt").read_bytes()]
+    torch.save(tensors, file := io.BytesIO())
+    return [safetensors.torch.save(tensors, {"a": "b"}), file.getvalue()]
 
 
 def _read_yaml(folder: Path, data: bytes) -> None:
@@ -305,24 +284,22 @@ def _read_model(folder: Path, data: bytes) -> None:
 
 
 IMAGES = {
-    "jpeg": Kind(_pictures("JPEG"), _read_image),
-    "jpeg, progressive": Kind(_pictures("JPEG", progressive=True, quality=30), _read_image),
-    "mpo": Kind(_pictures("MPO"), _read_image),
-    "png": Kind(_pictures("PNG"), _read_image),
-    "webp": Kind(_pictures("WEBP"), _read_image),
-    "gif": Kind(_pictures("GIF"), _read_image),
-    "bmp": Kind(lambda: [*_pictures("BMP")(), *_rle_pictures()], _read_image),
-    "tiff": Kind(lambda: [*_pictures("TIFF")(), *_pictures("TIFF", compression="tiff_lzw")()], _read_image),
+    "jpeg": Kind(lambda: _pictures("JPEG", COLOURS), _read_image),
+    "jpeg, progressive": Kind(lambda: _pictures("JPEG", COLOURS, progressive=True, quality=30), _read_image),
+    "mpo": Kind(lambda: _pictures("MPO", ("RGB",), save_all=True, append_images=[FLAT]), _read_image),
+    "png": Kind(lambda: _pictures("PNG"), _read_image),
+    "webp": Kind(lambda: _pictures("WEBP", ("RGB", "RGBA")), _read_image),
+    "gif": Kind(lambda: _pictures("GIF", save_all=True, append_images=[FLAT]), _read_image),
+    "bmp": Kind(lambda: _pictures("BMP", ("RGB", "P", "1")) + _rle_pictures(), _read_image),
+    "tiff": Kind(lambda: _pictures("TIFF") + _pictures("TIFF", compression="tiff_lzw"), _read_image),
 }
 OTHERS = {
     "parquet": Kind(_parquet, _read_parquet),
-    "csv": Kind(_csv, _read_text_table("t.csv")),
-    "jsonl": Kind(_jsonl, _read_text_table("t.jsonl")),
+    "csv": Kind(lambda: CSV, _read_text_table("t.csv")),
+    "jsonl": Kind(lambda: JSONL, _read_text_table("t.jsonl")),
     "cifar": Kind(_cifar, _read_cifar),
-    "safetensors": Kind(_safetensors, _read_safetensors),
-    "yaml": Kind(
-        lambda: [dump_yaml(small_config()).encode(), b"objective: {epsilon: 0.1}\nseed: 3\n"], _read_yaml
-    ),
+    "safetensors": Kind(_weights, _read_weights),
+    "yaml": Kind(lambda: [dump_yaml(small_config()).encode(), b"objective: {epsilon: 0.1}\n"], _read_yaml),
     "classes.yaml": Kind(
         lambda: [template(CLASSES, "0123456789abcdef", {}).encode()],
         lambda folder, data: read_edits(data, "classes.yaml", CLASSES, "0123456789abcdef"),
@@ -377,8 +354,8 @@ def outcome_of(kind: Kind, folder: Path, data: bytes) -> str:
         return f"{type(error).__name__}: {str(error)[:200]!r}"
 
 
-def _child(kind: Kind, batch: list[bytes], pipe: int) -> None:
-    """Reads the inputs of a batch one after the other, telling of each when it begins and how it ended."""
+def _child(kind: Kind, batch: list[bytes], tell: Connection) -> None:
+    """Reads the inputs of a batch one after the other, telling of each how it ended."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -386,40 +363,30 @@ def _child(kind: Kind, batch: list[bytes], pipe: int) -> None:
     faulthandler.disable()  # the signal is told by the parent
     torch.set_num_threads(1)  # a fork has none of its parent's threads
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff and warnings of what was skipped
-    with os.fdopen(pipe, "w") as tell, tempfile.TemporaryDirectory(prefix="uno-fuzz-") as folder:
-        for data in batch:
-            own = Path(folder) / "one"
-            own.mkdir()
+    for data in batch:
+        with tempfile.TemporaryDirectory(prefix="uno-fuzz-") as folder:
             signal.alarm(SLOW_S)
             start = time.monotonic()
-            result = outcome_of(kind, own, data)
+            result = outcome_of(kind, Path(folder), data)
             signal.alarm(0)
-            tell.write(json.dumps([result, time.monotonic() - start]) + "\n")
-            tell.flush()
-            shutil.rmtree(own)
+            tell.send((result, time.monotonic() - start))
 
 
 def run_batch(kind: Kind, batch: list[bytes]) -> list[tuple[str, float]]:
     """What became of each input; that which ended the process has the signal's name."""
     results: list[tuple[str, float]] = []
     while len(results) < len(batch):
-        read, write = os.pipe()
+        told, tell = FORK.Pipe(duplex=False)
+        child = FORK.Process(target=_child, args=(kind, batch[len(results) :], tell))
         with warnings.catch_warnings(action="ignore"):  # Python 3.12 fears the parent's threads
-            pid = os.fork()
-        if pid == 0:
-            os.close(read)
-            code = 1
-            try:
-                _child(kind, batch[len(results) :], write)
-                code = 0
-            finally:
-                os._exit(code)
-        os.close(write)
-        with os.fdopen(read) as told:
-            results += [(str(what), float(spent)) for what, spent in map(json.loads, told)]
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if status:
-            name = signal.Signals(-status).name if status < 0 else f"exit code {status}"
+            child.start()
+        tell.close()
+        with told, suppress(EOFError):
+            while True:
+                results.append(told.recv())
+        child.join()
+        if code := child.exitcode:
+            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             results.append((f"over {SLOW_S} s" if name == "SIGALRM" else name, float(SLOW_S)))
     return results
 
@@ -431,18 +398,17 @@ def fuzz(
     inputs, end = islice(inputs_of(name, seed), first, None), time.monotonic() + seconds
     seen, findings = list[tuple[str, float]](), list[str]()
     while len(seen) < count and time.monotonic() < end:
-        batch = [next(inputs) for _ in range(min(BATCH, count - len(seen)))]
-        found = run_batch(KINDS[name], batch)
-        for number, (what, _) in enumerate(found):
-            if what.startswith("over"):  # a hang repeats, a machine that is busy elsewhere does not
-                found[number] = run_batch(KINDS[name], [batch[number]])[0]
-        for number, (data, (what, _)) in enumerate(zip(batch, found, strict=True), start=first + len(seen)):
-            if what not in ("read", "refused"):
-                findings.append(f"input {number}: {what}")
+        batch = list(islice(inputs, min(BATCH, count - len(seen))))
+        for data, result in zip(batch, run_batch(KINDS[name], batch), strict=True):
+            if result[0].startswith("over"):  # a hang repeats, a machine that is busy elsewhere does not
+                (result,) = run_batch(KINDS[name], [data])
+            number = first + len(seen)
+            seen.append(result)
+            if result[0] not in ("read", "refused"):
+                findings.append(f"input {number}: {result[0]}")
                 if keep is not None:
                     Path(keep).mkdir(parents=True, exist_ok=True)
                     (Path(keep) / f"{name.replace(', ', '-')}_{seed}_{number}").write_bytes(data)
-        seen += found
     counts = [sum(what == wanted for what, _ in seen) for wanted in ("read", "refused")]
     return Outcome(name, len(seen), *counts, findings, round(max(spent for _, spent in seen), 3))
 
@@ -463,10 +429,9 @@ def main(argv: list[str] | None = None) -> int:
         count = args.images if name in IMAGES else args.others
         found = fuzz(name, count, args.seed, args.seconds, args.keep, args.first)
         outcomes.append(found)
-        print(f"| {name} | {found.inputs:,} | {found.read:,} | {found.refused:,} ", end="")
-        print(f"| {len(found.findings)} | {found.slowest_s} |", flush=True)
-        for line in found.findings[:20]:
-            print(f"{name}: {line}", file=sys.stderr)
+        numbers = f"{found.inputs:,} | {found.read:,} | {found.refused:,} | {len(found.findings)}"
+        print(f"| {name} | {numbers} | {found.slowest_s} |", flush=True)
+        print(*(f"{name}: {line}\n" for line in found.findings[:20]), sep="", end="", file=sys.stderr)
     command = " ".join(["python -m tests.fuzz", *(sys.argv[1:] if argv is None else argv)])
     print(json.dumps({"command": command, "seed": args.seed, "kinds": [o._asdict() for o in outcomes]}))
     return int(any(found.findings for found in outcomes))

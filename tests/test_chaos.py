@@ -1,12 +1,16 @@
 """The chaos lane itself: what it would catch. The lane is `make chaos`."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
 
 from tests import chaos
-from tests.chaos import Command, Forked, differences, disturb, files_of, finish, left_running, settle
+from tests.chaos import Command, differences, disturb, files_of
+from tests.forked import forked
+from tests.pipelines.small import ROOT
 
 CARD = "<p>Accuracy 83.0 %</p><footer>2026-11-22 14:00 UTC, 12 s</footer>"
 FILES = {
@@ -52,6 +56,26 @@ def test_what_counts_as_a_difference(tmp_path, name, text, found):
     assert differences(planted, expected) == ([f"{found} {name}"] if found else [])
 
 
+def process_of(code, *args):
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, start_new_session=True)
+
+
+WORK = """
+import pathlib, sys, time
+path, go, harm = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+path.parent.mkdir(exist_ok=True)
+done = path.read_text().count("\\n") if path.exists() else 0
+torn = 0 < done < 5
+if harm == "refuses" and torn:
+    sys.exit(4)
+for i in range(done - (harm == "doubles" and torn), 5):
+    while i == 3 and not done and not go.exists():
+        time.sleep(0.001)
+    with path.open("a") as file:
+        file.write(f"{i}\\n")
+"""
+
+
 @pytest.mark.parametrize("harm", [None, "doubles", "refuses"])
 def test_a_command_that_a_signal_harms_is_reported(tmp_path, monkeypatch, capsys, harm):
     """Five lines, struck after three, and the next start goes on; with harm from the line before, which is
@@ -60,31 +84,20 @@ def test_a_command_that_a_signal_harms_is_reported(tmp_path, monkeypatch, capsys
     """
     path, go = tmp_path / "run" / "out" / "lines.txt", tmp_path / "go"
 
-    def num_lines():
-        return path.read_text().count("\n") if path.exists() else 0
-
-    def work(words):
-        path.parent.mkdir(exist_ok=True)
-        done = num_lines()
-        if harm == "refuses" and 0 < done < 5:
-            return 4
-        for i in range(done - 1 if harm == "doubles" and 0 < done < 5 else done, 5):
-            while i == 3 and not done and not go.exists():
-                time.sleep(0.001)
-            with path.open("a") as file:
-                file.write(f"{i}\n")
-        return 0
-
-    def spent(process, children, until=None):
+    def spent(process, until=None):
         if until is None:
             go.touch()
-            assert finish(process) == 0
+            process.wait(60)
             go.unlink()
-        while until is not None and num_lines() < 3:
+        while process.poll() is None and not (path.exists() and path.read_text().count("\n") == 3):
             time.sleep(0.001)
         return 1.0
 
-    for name, value in (("run", work), ("spent", spent), ("POLL_S", 0.001), ("left_running", lambda _: [])):
+    def start(words, log):
+        log.touch()
+        return process_of(WORK, path, go, harm)
+
+    for name, value in (("start", start), ("spent", spent), ("left_running", lambda _: [])):
         monkeypatch.setattr(chaos, name, value)
     monkeypatch.setitem(chaos.COMMANDS, "run", Command(lambda out, made: []))
     found = disturb("run", 2, 0, tmp_path)
@@ -95,19 +108,14 @@ def test_a_command_that_a_signal_harms_is_reported(tmp_path, monkeypatch, capsys
     assert all(line in capsys.readouterr().err for line in found.faults[-1:])
 
 
-def test_a_process_that_outlives_its_command_is_named_and_ended(tmp_path, monkeypatch):
+def test_a_process_that_outlives_its_command_is_named_and_ended(monkeypatch):
     """Kills: an orphan that is not found, as its parent is gone; one that goes on into the next try."""
-    log = tmp_path / "log.txt"
     monkeypatch.setattr(chaos, "LEFT_S", 0.02)
-
-    def command():
-        Forked(lambda: time.sleep(600) or 0, log)
-        return 0
+    orphan = "import subprocess; subprocess.Popen(['sleep', '600'])"
 
     def lane():
-        settle()
-        assert finish(Forked(command, log)) == 0
-        assert len(left_running()) == 1 and left_running() == []
-        return 0
+        chaos.settle()
+        assert chaos.finish(process_of(orphan)) == 0
+        assert chaos.left_running() == ["sleep"] and chaos.left_running() == []
 
-    assert finish(Forked(lane, log)) == 0, log.read_text()
+    assert forked(lane) == (0, "")

@@ -3,7 +3,9 @@
 import sys
 import time
 from contextlib import nullcontext
+from itertools import chain, repeat
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -26,40 +28,23 @@ def node(name, total, free=None, leaving=False):
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """``cluster(states)``: each second the nodes are the next of these; who waits, and what was asked for."""
+    """``cluster((nodes, fits), ...)``: what the head says each second, the last of them again and again, and
+    whether all that is wanted fits; the place that is asked.
+    """
 
-    def start(*states):
-        asked, now, left, current = [], [0.0], list(states), []
-
-        class Place:
-            def __init__(self, strategy):
-                asked.append(strategy)
-
-            def fits(self, workers, task):
-                bundles = [*workers, task]
-                asked.append(bundles)
-                now[0] += 1
-                assert now[0] < 2000
-                room = [node.free.get("CPU", 0) for node in current]
-                for bundle in sorted(bundles, key=lambda bundle: -bundle["CPU"]):
-                    at = next((i for i, cpus in enumerate(room) if cpus >= bundle["CPU"]), None)
-                    if at is None:
-                        return False
-                    room[at] -= bundle["CPU"]
-                return True
-
-            def release(self):
-                asked.append("released")
+    def start(*answers):
+        place, now, left = Mock(), [0.0], chain(answers, repeat(answers[-1], 2000))
 
         def look():
-            current[:] = left.pop(0) if len(left) > 1 else left[0]
-            return list(current)
+            now[0] += 1
+            found, place.fits.return_value = next(left)
+            return found
 
-        monkeypatch.setattr(nodes, "Place", Place)
         monkeypatch.setattr(nodes, "read_nodes", look)
         monkeypatch.setattr(nodes, "launches", lambda: [])
+        monkeypatch.setattr(nodes, "Place", Mock(return_value=place))
         monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
-        return asked
+        return place
 
     return start
 
@@ -105,42 +90,42 @@ def test_without_private_names_nodes_are_those_that_ray_lists(monkeypatch):
 def test_no_answer_is_no_lack_of_nodes(cluster, monkeypatch, capsys):
     """Kills: "more than the cluster's 0" at the start of a run on a busy machine."""
     monkeypatch.setattr(nodes, "POLL_S", 0)
-    cluster([], [node("a", BIG)])
+    cluster(([], None), ([node("a", BIG)], True))
     assert await_place(config_of(), lambda: False, 0.0) == {"CPU": 1.0}
     assert capsys.readouterr().out == ""
 
 
 def test_shares_are_those_of_the_nodes_that_stay(cluster):
     """Kills: the shares of the start, of which two fill the node that is left, and Ray Data gets nothing."""
-    asked = cluster([node("a", SMALL), node("b", SMALL)])
+    place = cluster(([node("a", SMALL), node("b", SMALL)], True))
     assert await_place(config_of(), lambda: False) == {"CPU": 1.0}
-    assert asked == ["PACK", [{"CPU": 1.0}, {"CPU": 1.0}, {"CPU": 0.9}], "released"]
-    cluster([node("a", SMALL)])
-    assert await_place(config_of(), lambda: False) == {"CPU": 0.5}
-    cluster([node("a", SMALL), node("b", BIG, leaving=True)])
-    assert await_place(config_of(), lambda: False) == {"CPU": 0.5}
+    assert nodes.Place.call_args == call("PACK")
+    assert place.mock_calls == [call.fits([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 0.9}), call.release()]
+    for other in ([], [node("b", BIG, leaving=True)]):
+        cluster(([node("a", SMALL), *other], True))
+        assert await_place(config_of(), lambda: False) == {"CPU": 0.5}
 
 
 def test_nodes_are_waited_for_with_a_line_every_30_s(cluster, capsys):
     """Kills: one line and then silence, a line a second, an end while nodes may come."""
-    few, more = [node("a", SMALL)], [node("a", SMALL), node("b", SMALL)]
-    asked = cluster(few, *[few] * 95, more)
+    few, more = ([node("a", SMALL)], False), ([node("a", SMALL), node("b", SMALL)], True)
+    place = cluster(*[few] * 96, more)
     assert await_place(config_of(cpus_per_worker=1.0), lambda: False) == {"CPU": 1.0}
     lines = capsys.readouterr().out.splitlines()
     wanted = "wanted are 2 workers of 1 CPU and one CPU for Ray Data; there are 2 CPU (2 free) on 1 node"
     assert lines == [f"waiting for nodes: {wanted}"] * 4  # after 0, 30, 60 and 90 of 96 seconds
-    assert asked[-1] == "released"
+    assert place.release.called
 
 
 def test_a_place_that_others_have_is_waited_for(cluster, capsys):
     """At first without a word: what was taken a moment ago comes back. Kills: workers that start into a
     cluster that is in use, and silence.
     """
-    busy, free = ([node("a", BIG, {"CPU": cpus})] for cpus in (1.5, 4.0))
-    cluster(busy, *[busy] * 9, free)
+    busy, free = (([node("a", BIG, {"CPU": cpus})], cpus > 3) for cpus in (1.5, 4.0))
+    cluster(*[busy] * 10, free)
     assert await_place(config_of(), lambda: False) == {"CPU": 1.0}
     assert capsys.readouterr().out == ""
-    cluster(busy, *[busy] * 69, free)
+    cluster(*[busy] * 70, free)
     await_place(config_of(), lambda: False, 0.0)  # whose cluster does not grow
     assert capsys.readouterr().out.count("there are 4 CPU (1.5 free) on 1 node") == 2
 
@@ -149,11 +134,12 @@ def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, m
     """Kills: a stop that is not heard, a command that waits for nodes of a cluster that cannot grow."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     gpus = config_of(device="cuda", wait_minutes=10)
-    asked = cluster([node("a", BIG)])
+    place = cluster(([node("a", BIG)], False))
     stops = iter([False] * 40 + [True])
     with pytest.raises(Interrupted, match="resume with the same command"):
         await_place(gpus, lambda: next(stops))
-    assert asked[1] == [{"CPU": 1.0, "GPU": 1.0}] * 2 + [{"CPU": 0.9}] and asked[-1] == "released"
+    assert place.fits.call_args == call([{"CPU": 1.0, "GPU": 1.0}] * 2, {"CPU": 0.9})
+    assert place.release.called
     assert "0 GPU (0 free) on 1 node" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
         await_place(gpus, lambda: False, nodes.growth_s(gpus))
@@ -162,14 +148,14 @@ def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, m
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
         await_place(gpus, lambda: False, nodes.growth_s(gpus))
     assert capsys.readouterr().out.count("waiting up to 10 minutes for nodes: wanted are 2 workers") == 20
-    cluster([node("a", BIG, {"CPU": 1.5})])
+    cluster(([node("a", BIG, {"CPU": 1.5})], False))
     with pytest.raises(ConfigError, match=r"there are 4 CPU \(1.5 free\)"):
         await_place(config_of(), lambda: False, nodes.growth_s(gpus))
 
 
 def test_why_nodes_do_not_come_is_said(cluster, capsys, monkeypatch):
     """Kills: a wait whose reason stays in the autoscaler's log."""
-    cluster([node("a", SMALL)])
+    cluster(([node("a", SMALL)], False))
     why = ["1 node starting", "cannot start gpu: InsufficientInstanceCapacity"]
     monkeypatch.setattr(nodes, "launches", lambda: why)
     with pytest.raises(ConfigError, match="has 0; 1 node starting; cannot start gpu: Insufficient"):

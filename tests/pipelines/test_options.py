@@ -345,40 +345,37 @@ def test_an_encoders_description_stands_between_preset_and_file(tmp_path):
     assert config.data.interpolation == "bilinear"
 
 
-def test_one_size_of_images_sets_all_that_is_in_pixels(file):
+IMAGES, VIT = "--data folder:d --num-novel 3", "--preset cifar10 --model.encoder tests.uno.toy_encoders:vit"
+
+
+@pytest.mark.parametrize(("argv", "text", "sizes"), [
+    (f"{IMAGES} --image-size 64", None, (64, 64, 36, 8)),
+    ("--preset imagenet --image-size=112", None, (112, 128, 48, 2)),
+    (f"--image-size 1024 --preset photos {IMAGES}", None, (1024, 1024)),
+    (f"{VIT} --image-size 12", None, (12, 12)),
+    (IMAGES, "image_size: 48\ndata: {num_novel: 3}\n", (48, 48)),
+    (f"{IMAGES} --image-size 40", "image_size: 48\ndata: {num_novel: 3}\n", (40, 40)),
+    (f"{IMAGES} --image-size 40", "augment: {large: {size: 20}}\n", (40, 40)),
+    (f"{IMAGES} --image-size 64 --augment.large.crop-padding 1 --data.store-size 64", None, (64, 64, 36, 1)),
+])  # fmt: skip
+def test_one_size_of_images_sets_all_that_is_in_pixels(argv, text, sizes, file):
     """Kills: a square that is stored too small for the view, small crops larger than the image, a size that
     is lost between file and line, or silently beside another.
     """
+    found = config(*argv.split(), *([] if text is None else ["--config", file(text)]))
+    large, small = found.augment.large, found.augment.small
+    assert (large.size, found.data.store_size, small.size, large.crop_padding)[: len(sizes)] == sizes
 
-    def sizes(*argv):
-        found = config(*argv)
-        large, small = found.augment.large, found.augment.small
-        return large.size, found.data.store_size, small.size, large.crop_padding
 
-    own = ("--data", "folder:d", "--num-novel", "3")
-    assert sizes(*own, "--image-size", "64") == (64, 64, 36, 8)
-    assert sizes("--preset", "imagenet", "--image-size=112") == (112, 128, 48, 2)
-    assert sizes("--image-size", "1024", "--preset", "photos", *own)[:2] == (1024, 1024)
-    vit = ("--preset", "cifar10", "--model.encoder", "tests.uno.toy_encoders:vit")
-    assert sizes(*vit, "--image-size", "12")[:2] == (12, 12)
-    path = file("image_size: 48\ndata: {num_novel: 3}\n")
-    assert sizes(*own, "--config", path)[:2] == (48, 48)
-    assert sizes(*own, "--config", path, "--image-size", "40")[:2] == (40, 40)
-    other = file("augment: {large: {size: 20}}\n", "2.yaml")
-    assert sizes(*own, "--config", other, "--image-size", "40")[:2] == (40, 40)
-    assert (
-        sizes(*own, "--image-size", "64", "--augment.large.crop-padding", "1", "--data.store-size", "64")[3]
-        == 1
-    )
-    for words, says in (
-        ("--data.store-size 80", "image_size 64 sets data.store_size to 64, not 80: give one of them"),
-        ("--augment.small.size 18", "image_size 64 sets augment.small.size to 36, not 18: give one of them"),
-    ):
-        test_a_mistake_is_one_line(f"{' '.join(own)} --image-size 64 {words}", says)
-    test_a_mistake_is_one_line(
-        "--image-size 2", "augment.large.size: Input should be greater than or equal to 4"
-    )
-    test_a_mistake_is_one_line("--image-size x", "augment.large.size: Input should be a valid integer")
-    test_a_mistake_is_one_line(
-        "r --data d --image-size 64", "image_size is fixed by the trained model", PREDICT
-    )
+@pytest.mark.parametrize(("argv", "message", "command"), [
+    (f"{IMAGES} --image-size 64 --data.store-size 80",
+     "image_size 64 sets data.store_size to 64, not 80: give one of them", DISCOVER),
+    (f"{IMAGES} --image-size 64 --augment.small.size 18",
+     "image_size 64 sets augment.small.size to 36, not 18: give one of them", DISCOVER),
+    ("--image-size 2", "augment.large.size: Input should be greater than or equal to 4", DISCOVER),
+    ("--image-size x", "augment.large.size: Input should be a valid integer", DISCOVER),
+    ("r --data d --image-size 64", "image_size is fixed by the trained model", PREDICT),
+])  # fmt: skip
+def test_a_mistake_in_the_size_of_images_is_one_line(argv, message, command):
+    """Kills: a size silently beside another, one that a trained model cannot take."""
+    test_a_mistake_is_one_line(argv, message, command)

@@ -1,86 +1,62 @@
-"""A GPU that computes nothing: host tensors are real, those on ``cuda`` know their shape and place alone.
+"""A device that computes nothing, in the place of a GPU: ``meta``, whose tensors know shape and place alone.
 
-Steps run on it end to end, at any world size. What mixes devices is an error; where :attr:`FakeCuda.strict`,
-so is what makes the host wait for the device: to read a value, a shape that depends on values, a copy back, a
-copy that blocks. What only a GPU shows: kernels, numbers, memory, speed.
+Steps run on it end to end, as rank 0 of any number of workers. What mixes devices is an error; where
+:attr:`FakeCuda.strict`, so is what makes the host wait for the device: to read a value, a shape that depends
+on values, a copy back, a copy that blocks. What only a GPU shows is in ``test_gpu``: kernels, numbers.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.parallel import distributed
-from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, in spite of its name
 from torch.utils._pytree import tree_leaves
 
 from tests.uno import kernels
+from tests.uno.small_run import SMALL
+from uno import collectives
+from uno.config import Config
+from uno.data.files import Storage
+from uno.data.resident import TrainSet
+from uno.norm import with_global_norms
+from uno.runs import run
+from uno.train import LocalWorker, Phase
 
-CUDA, META = torch.device("cuda", 0), torch.device("meta")
-aten = torch.ops.aten
-READ = aten._local_scalar_dense.default
-COPY, COPY_ = aten._to_copy.default, aten.copy_.default
-INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-HALVED = (
-    torch.conv2d, F.linear, torch.baddbmm, torch.matmul, Tensor.matmul, F.scaled_dot_product_attention,
-)  # fmt: skip
+DEVICE, CPU, NOWHERE = torch.device("meta"), torch.device("cpu"), Storage("/nonexistent")
 NUM_CLASSES = 5
+aten = torch.ops.aten
+READ, COPY, COPY_ = aten._local_scalar_dense.default, aten._to_copy.default, aten.copy_.default
+BY_VALUES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+TINY = {key: value for key, value in SMALL.items() if key.startswith("model.")} | {
+    "model.encoder": "tests.uno.fake_cuda:narrow", "model.weights": None, "train.batch_size": 32,
+    "data.composition": "paired",
+}  # fmt: skip
 
 
 class Waits(AssertionError):
     """The host would wait for the device, or devices are mixed."""
 
 
-class OnCuda(FakeTensorMode):
-    """Tensors without values, all on ``cuda``. C++ takes them for tensors on ``meta``, for which autograd has
-    a queue without a GPU, and asks for more of that kind.
-    """
-
-    def dispatch(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.in_kernel_invocation:
-            kwargs = on_cuda(kwargs)
-        return super().dispatch(function, types, args, kwargs)
-
-
-def on_cuda(options: dict[str, Any] | None) -> dict[str, Any]:
-    options = options or {}
-    return options | {"device": CUDA} if options.get("device") == META else options
-
-
-class Autocast(TorchFunctionMode):
-    """What autocast does to a network; its own looks at the device that C++ sees."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in HALVED and torch.is_autocast_enabled("cuda"):
-            floats = [isinstance(a, FakeTensor) and a.is_floating_point() for a in args]
-            args = [a.bfloat16() if is_float else a for a, is_float in zip(args, floats, strict=True)]
-        return function(*args, **(kwargs or {}))
-
-
 class FakeCuda(TorchDispatchMode):
-    """Sends what touches ``cuda`` to tensors without values, and all else to the CPU as ever. Until it is
-    ``strict``, values can be read back, made up: from 0 to 1, or classes from 0 to 4; ``reads`` counts how
-    often.
+    """Looks at all that touches ``DEVICE``. Until it is ``strict``, values can be read back, made up: from 0
+    to 1, or classes from 0 to 4; ``reads`` counts how often.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.fake = OnCuda(allow_non_fake_inputs=True)
         self.strict, self.reads = False, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = on_cuda(kwargs)
+        kwargs = kwargs or {}
         tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        host = [a for a in tensors if not isinstance(a, FakeTensor)]
-        to = torch.device(kwargs.get("device") or "cpu")
-        if len(host) == len(tensors) and to.type == "cpu":
+        host = [a for a in tensors if not a.is_meta]
+        if len(host) == len(tensors) and function is not COPY:
             return function(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # where operations arrive that others consist of
             with self:
@@ -88,23 +64,22 @@ class FakeCuda(TorchDispatchMode):
             if found is not NotImplemented:
                 return found
         if function in (READ, COPY, COPY_):
-            stays = args[0].device if function is COPY_ or "device" not in kwargs else to
-            if function is READ or stays.type == "cpu":
+            to = args[0].device if function is COPY_ else torch.device(kwargs.get("device") or args[0].device)
+            if function is READ or (to == CPU and len(host) < len(tensors)):
                 return self._read(function, args, kwargs)
             non_blocking = kwargs.get("non_blocking") or (function is COPY_ and len(args) > 2 and args[2])
-            if self.strict and host and not non_blocking:
+            if self.strict and host and to == DEVICE and not non_blocking:
                 raise Waits(f"{function} to the device blocks")
+        elif function is aten.lift_fresh.default and self.strict:
+            raise Waits("numbers to the device block")
         elif any(a.ndim for a in host):
             raise Waits(f"{function} of tensors on the host and on the device")
-        elif function in INDEXING and any(a is not None and a.dtype == torch.bool for a in args[1]):
+        elif function in BY_VALUES and any(a is not None and a.dtype == torch.bool for a in args[1]):
             raise Waits(f"{function} by a mask")
         try:
-            with self.fake:
-                found = function(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
+            return function(*args, **kwargs)
+        except NotImplementedError as error:
             raise Waits(f"{function}: {error}") from error
-        assert all(a.device == CUDA for a in tree_leaves(found) if isinstance(a, Tensor)), function
-        return found
 
     def _read(self, function: Any, args: Any, kwargs: Any) -> Any:
         if self.strict:
@@ -121,44 +96,101 @@ class FakeCuda(TorchDispatchMode):
         return values.to(kwargs.get("dtype") or source.dtype)
 
 
-@contextmanager
-def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
-    """Inside, ``torch.device("cuda")`` works, as rank 0 of that many workers."""
-    mode, make = FakeCuda(), Tensor._make_subclass
+class CheckedSGD(SGD):
+    """What the fused kernel takes for granted; it has no form without values."""
 
-    def as_meta(cls: Any, tensor: Tensor, grad: bool = False, **options: Any) -> Tensor:
-        return make(cls, tensor, grad, **options | {"dispatch_device": False})
+    def __init__(self, *settings: Any, fused: bool, **more: Any) -> None:
+        super().__init__(*settings, **more)
 
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "_make_subclass", staticmethod(as_meta))
-        patch.setattr(torch, "_fused_sgd_", check_sgd)
-        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-        patch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
-        patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-        # A module that is converted swaps its tensors, which those with weak references refuse.
-        patch.setattr(torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new.data))
-        patch.setattr(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)  # values
-        for kernel in kernels.ALL:
-            patch.setattr(torch, kernel.__name__, kernel)
-        if world_size > 1:
-            dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-            stack.callback(dist.destroy_process_group)
-        torch._C._ensureCUDADeviceGuardSet()
-        torch._C._set_only_lift_cpu_tensors(True)  # a tensor of numbers is made here, then copied
-        stack.callback(torch._C._set_only_lift_cpu_tensors, False)
-        stack.enter_context(mode)
-        stack.enter_context(Autocast())
-        yield mode
-
-
-def check_sgd(parameters: Any, grads: Any, momenta: Any, *_: Any, found_inf: Tensor, **__: Any) -> None:
-    """The fused kernel has no form without values: what it takes for granted is looked at."""
-    assert (found_inf.device, found_inf.dtype, found_inf.numel()) == (CUDA, torch.float32, 1)
-    for parameter, *others in zip(parameters, grads, momenta, strict=True):
-        for other in others:
-            assert (other.device, other.dtype) == (CUDA, parameter.dtype)
-            assert (other.shape, _strides(other)) == (parameter.shape, _strides(parameter))
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing moves."""
+        found_inf: Tensor = self.found_inf  # type: ignore[attr-defined]
+        assert (found_inf.device, found_inf.dtype, found_inf.numel()) == (DEVICE, torch.float32, 1)
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                for other in (parameter.grad, self.state[parameter]["momentum_buffer"]):
+                    assert (other.device, other.dtype) == (DEVICE, parameter.dtype)
+                    assert (other.shape, _strides(other)) == (parameter.shape, _strides(parameter))
 
 
 def _strides(tensor: Tensor) -> list[int]:
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+@contextmanager
+def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
+    """Inside, ``DEVICE`` is looked after, and collectives are those of rank 0 of that many workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which knows no such device
+        patch.setattr(torch.optim, "SGD", CheckedSGD)
+        for kernel in kernels.ALL:
+            patch.setattr(torch, kernel.__name__, kernel)
+        if world_size > 1:
+            patch.setattr(collectives, "in_group", lambda: True)
+            for name, value in (("rank", 0), ("world_size", world_size)):
+                patch.setattr(dist, f"get_{name}", lambda value=value: value)
+            for name in ("all_gather", "all_reduce"):
+                patch.setattr(dist, name, lambda *_, **__: None)
+        with FakeCuda() as mode:
+            yield mode
+
+
+class FirstWorker(LocalWorker):
+    """Rank 0 of several, without the DDP around a model, as which ``test_collectives`` has it."""
+
+    def __init__(self, world_size: int, device: torch.device = DEVICE) -> None:
+        super().__init__(device)
+        self.world_size = world_size
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """On a GPU, norms are over all workers."""
+        return model if self.world_size == 1 else with_global_norms(model)
+
+
+def narrow() -> nn.Module:
+    """One block where a network has many: (B, 3, S, S) -> (B, 8, S / 2, S / 2)."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+
+
+@cache
+def rows_of(*shape: int) -> TrainSet:
+    """100 labeled and 100 unlabeled rows, five classes each; (V, D) are features."""
+    images = torch.rand(100, *shape, generator=torch.Generator().manual_seed(0))
+    images = (images * 256).byte() if len(shape) == 3 else images
+    return TrainSet(images, torch.arange(100) % 5, images, 5, 5)
+
+
+class RealCuda:
+    """The same question to a GPU that is there."""
+
+    @property
+    def strict(self) -> bool:
+        """Whether torch raises where the host would wait."""
+        return torch.cuda.get_sync_debug_mode() > 0
+
+    @strict.setter
+    def strict(self, wanted: bool) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("error" if wanted else "default")
+
+
+def train_steps(
+    config: Config, phase: str, world_size: int, steps: Sequence[int] = (0,), device: torch.device = DEVICE
+) -> None:
+    """These steps of a phase, as :func:`uno.runs.run.run_phase` prepares it; none may wait for the device."""
+
+    def fit(config: Config, phase: Phase, state: Any, batches: Any, *_: Any) -> None:
+        state.total_steps = phase.total_steps
+        for step in steps:
+            mode.strict, state.step = True, step
+            loss = phase.step(state, batches(step), config.objective, phase.lr(step))
+            assert (loss.device.type, loss.dtype, loss.shape) == (device.type, torch.float32, (1,))
+            mode.strict = False
+
+    side = max(config.augment.large.size, config.augment.small.size, config.data.store_size)
+    train = rows_of(1 + 4, 8) if config.model.trainable == "heads" else rows_of(3, side, side)
+    there = fake_cuda(world_size) if device == DEVICE else nullcontext(RealCuda())
+    with there as mode, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "fit", fit)
+        patch.setattr(run, "load_weights_", lambda *_: True)
+        run.run_phase(config, phase, train.to(device), FirstWorker(world_size, device), NOWHERE)

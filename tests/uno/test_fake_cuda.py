@@ -1,37 +1,39 @@
-"""No step of a method waits for the GPU, and none mixes devices; nor do batches, evaluation and scores."""
+"""No step waits for the GPU, and none mixes devices; nor do batches, evaluation and scores."""
 
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules._functions import SyncBatchNorm as TorchNorm
 
-from tests.uno.fake_cuda import CUDA, Waits, fake_cuda
-from tests.uno.fake_run import NOWHERE, TINY, FirstWorker, train_steps
+from pipelines.worker import RayWorker
+from tests.uno.fake_cuda import CPU, DEVICE, NOWHERE, TINY, FirstWorker, Waits, fake_cuda, train_steps
 from tests.uno.models import tiny_model
 from tests.uno.small_run import small_config, small_sets
 from uno import steps
-from uno.config import override
+from uno.config import dump_yaml, override
 from uno.data import stream
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.methods import METHODS, registry
 from uno.model import forward
+from uno.norm import GlobalNorm
+from uno.presets import PRESETS, preset
 from uno.results import evaluate
 from uno.results.classes import OutputClass
 from uno.results.evaluate import Edits, count
 from uno.results.infer import load_classifier, score
 from uno.runs import run
 
-pytestmark = [pytest.mark.fakecuda, pytest.mark.filterwarnings("ignore:Grad strides")]  # of 1 x 1 weights
+pytestmark = pytest.mark.fakecuda
 WORLDS = pytest.mark.parametrize("world_size", [1, 4])
 EXTENDED = {
     "rotation": {"rotation.epochs": 1},
     "resnet18": {"model.encoder": "resnet18", "model.trainable": "last"},
-    "fp32": {"compute.precision": "fp32"},
     "queue": {"objective.queue_size": 40},
     "rkd": {"objective.rkd_weight": 1.0},
     "iic": {"objective.iic_weight": 1.0, "objective.iic_view_weight": 1.0},
@@ -43,35 +45,80 @@ EXTENDED = {
 } | {name: {"method": name} for name in METHODS if name != "uno"}
 
 
+def train_both_ends(name, world_size, device=DEVICE, **more):
+    """The first step of a method and one of the last."""
+    config = small_config(**TINY | EXTENDED[name] | more)
+    phase = run.ROTATION if name == "rotation" else run.DISCOVER
+    train_steps(config, phase, world_size, (0, 17), device)
+
+
 @WORLDS
 @pytest.mark.parametrize("name", EXTENDED)
 def test_the_first_and_the_last_step_of_a_method(name, world_size):
     """Its start, its memories once they are full, targets once they stand, what rises at its height."""
-    config = small_config(**TINY | EXTENDED[name])
-    phase = run.ROTATION if name == "rotation" else run.DISCOVER
-    train_steps(config, phase, world_size, steps=(0, 17))
+    train_both_ends(name, world_size)
+
+
+@pytest.mark.parametrize("name", EXTENDED)
+def test_the_same_under_autocast(name):
+    """On the CPU, as the device without values has none. Kills: bfloat16 added to what float32 has begun."""
+    train_both_ends(name, 1, CPU, compute__precision="bf16")
+
+
+def steps_of(name, recipe):
+    """What two presets of equal steps have in common."""
+    config, usual = (override(preset(*each), TINY) for each in ((name, recipe), ("cifar10",)))
+    same = {name: getattr(usual, name) for name in ("preset", "recipe", "pretrain", "discover")}
+    data = usual.data.model_copy(update={"store_size": config.data.store_size})
+    return dump_yaml(config.model_copy(update=same | {"data": data}))
+
+
+RECIPES = {steps_of(name, recipe): (name, recipe) for recipe in ("paper", "v2") for name in reversed(PRESETS)}
 
 
 @WORLDS
-def test_streamed_batches(tmp_path, world_size, monkeypatch):
-    """Crops made on the host become views on the device. Kills: labels whose copy waits, pages not locked,
-    a process alone that asks its device for what it knows.
-    """
-    packed = stream.pack
-    pinned = []
-    monkeypatch.setattr(stream, "pack", lambda *facts: pinned.append(facts[-1]) or packed(*facts[:-1], False))
+@pytest.mark.parametrize(("name", "recipe"), RECIPES.values())
+def test_the_steps_of_a_preset(name, recipe, world_size):
+    """Index, augment, forward, norms over all workers, Sinkhorn, loss, backward, update."""
+    for phase in (run.PRETRAIN, run.DISCOVER):
+        train_steps(override(preset(name, recipe), TINY), phase, world_size)
+
+
+@pytest.fixture
+def streamed(tmp_path):
+    """``streamed(device, world_size)``: its batches of crops that are made on the host."""
     config = small_config(**TINY | {"data.ingest": "streaming", "compute.threads": 1})
     task = make_task(read_rows(config.data), config.data)
-    with fake_cuda(world_size) as mode:
-        train = stream.streaming_set(config, task, Storage(str(tmp_path))).to("cuda")
+
+    def batches(device, world_size):
+        train = stream.streaming_set(config, task, Storage(str(tmp_path))).to(device)
         plan = run.plans(config, *task.sizes, world_size)[run.DISCOVER]
-        with closing(train.batches(config, plan, 0, world_size, 3)) as batches:
-            mode.strict = world_size == 1  # several ask each other which images cannot be read
-            batches(0)
-            mode.strict = True
-            batch = batches(1)
-        views = [view.device for view in batch.views]
-        assert batch.labels.device == CUDA and views == [CUDA] * 2 and pinned == [True]
+        return closing(train.batches(config, plan, 0, world_size, 3))
+
+    return batches
+
+
+@WORLDS
+def test_streamed_batches(streamed, world_size):
+    """Crops made on the host become views on the device. Kills: labels whose copy waits, a process alone that
+    asks its device for what it knows.
+    """
+    with fake_cuda(world_size) as mode, streamed(DEVICE, world_size) as batches:
+        mode.strict = world_size == 1  # several ask each other which images cannot be read
+        batches(0)
+        mode.strict = True
+        batch = batches(1)
+    assert [part.device for part in (*batch.views, batch.labels)] == [DEVICE] * 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_for_a_gpu_lie_in_locked_pages(streamed, monkeypatch, device):
+    """Kills: a copy that waits all the same, memory locked for no GPU."""
+    packed, pinned = stream.pack, []
+    monkeypatch.setattr(stream, "pack", lambda *facts: pinned.append(facts[-1]) or packed(*facts[:-1], False))
+    with streamed(device, 1) as batches, suppress(AssertionError, RuntimeError):  # there is no GPU
+        batches(0)
+    assert pinned == [device == "cuda"]
 
 
 def edited(model: Any) -> Edits:
@@ -86,12 +133,12 @@ def test_evaluation_counts_without_waiting():
     """Of a merged, dropped and aligned model, too. Kills: counts read batch by batch, routes copied in."""
     config = small_config(**TINY)
     with fake_cuda(4) as mode:
-        model = registry.build_network(config, 5, 5, 0).to(CUDA).eval()
+        model = registry.build_network(config, 5, 5, 0).to(DEVICE).eval()
         mode.strict = True
         for edits in (None, edited(model)):
             rows = small_sets()[1]["train"].batches(64, 0, 4)
             counts = count(model, config, rows, 10, edits)
-            assert {part.device for part in counts} == {CUDA}
+            assert {part.device for part in counts} == {DEVICE}
 
 
 def test_a_whole_evaluation_reads_back_where_it_may(monkeypatch):
@@ -104,7 +151,7 @@ def test_a_whole_evaluation_reads_back_where_it_may(monkeypatch):
             monkeypatch.setattr(evaluate, "load_trained", lambda *_, model=model: (model, 0))
             monkeypatch.setattr(evaluate, "load_weights_", lambda *_: True)
             train, sets = small_sets()
-            values = evaluate.evaluate_run(config, NOWHERE, train.to(CUDA), sets, 10, FirstWorker(1))
+            values = evaluate.evaluate_run(config, NOWHERE, train.to(DEVICE), sets, 10, FirstWorker(1))
             assert mode.reads and "trust/kmeans/agreement" in values
 
 
@@ -114,13 +161,13 @@ def test_scores_of_predictions(tmp_path):
     images, merged = torch.zeros(6, 3, model.size, model.size, dtype=torch.uint8), edited(model.module)
     for classes, alignment in ((model.classes, model.alignment), merged):
         with fake_cuda() as mode:
-            on_device = replace(model, classes=classes, alignment=alignment).to("cuda")
+            on_device = replace(model, classes=classes, alignment=alignment).to(DEVICE)
             scores = on_device.score(images)
             assert mode.reads == len(scores) and all(part.device.type == "cpu" for part in scores)
             mode.strict = True
             logits = forward(on_device.module, images, model.config)
             found = score(logits, 0.1, 0, classes, alignment)
-            assert {part.device for part in found} == {CUDA}
+            assert {part.device for part in found} == {DEVICE}
         model = load_classifier(Storage(str(tmp_path)))
 
 
@@ -134,8 +181,8 @@ WAITS = {
     "tolist": lambda there: there.tolist(),
     "numpy": lambda there: there.numpy(),
     "nonzero": lambda there: there.nonzero(),
-    "blocking copy": lambda there: torch.ones(4).to(CUDA),
-    "numbers": lambda there: torch.tensor([1.0, 2.0], device=CUDA),
+    "blocking copy": lambda there: torch.ones(4).to(DEVICE),
+    "numbers": lambda there: torch.tensor([1.0, 2.0], device=DEVICE),
     "copied to": lambda there: torch.zeros(4).copy_(there),
     "copied from": lambda there: there.copy_(torch.ones(4)),
 }
@@ -144,8 +191,8 @@ WAITS = {
 @pytest.mark.parametrize("name", WAITS)
 def test_what_waits_is_found(name):
     """The tests above can fail."""
-    with fake_cuda() as mode, pytest.raises((Waits, RuntimeError)):
-        there, mode.strict = torch.zeros(4, device=CUDA), True
+    with fake_cuda() as mode, pytest.raises((Waits, TypeError)):
+        there, mode.strict = torch.zeros(4, device=DEVICE), True
         WAITS[name](there)
 
 
@@ -157,9 +204,20 @@ def test_a_wait_in_a_step_is_found(monkeypatch):
         train_steps(small_config(**TINY), run.PRETRAIN, 1)
 
 
+def test_on_several_gpus_norms_are_over_all_workers(monkeypatch):
+    """Kills: DDP around norms of a worker's own rows, replicas on the first GPU."""
+    worker, asked = object.__new__(RayWorker), {}
+    worker.world_size, worker.device = 4, torch.device("cuda", 1)
+    ddp = lambda model, **options: asked.update(options) or model  # noqa: E731
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", ddp)
+    (norm,) = worker.wrap(nn.Sequential(nn.BatchNorm2d(3)))
+    assert isinstance(norm, GlobalNorm) and asked["device_ids"] == [worker.device]
+
+
 def test_torchs_norm_over_workers_waits():
     """Why there is one of ours: in every layer the host waits for the number of rows of the others."""
-    with fake_cuda(4) as mode, pytest.raises(Waits, match="mask"):
-        norm = nn.SyncBatchNorm(3).to(CUDA)
-        x, mode.strict = torch.zeros(6, 3, 2, 2, device=CUDA), True
-        norm(x)
+    x, norm = torch.zeros(6, 3, 2, 2, device=DEVICE), nn.BatchNorm2d(3, device=DEVICE)
+    kept, group = (norm.weight, norm.bias, norm.running_mean, norm.running_var), nn.Module()
+    group._get_backend_name = lambda: "gloo"
+    with fake_cuda(4), pytest.raises(Waits, match="mask"):
+        TorchNorm.apply(x, *kept, norm.eps, norm.momentum, group, 4)
