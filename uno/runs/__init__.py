@@ -8,7 +8,6 @@ NUMERICS = 17
 
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run
 ENVIRONMENT_FILE = "environment.json"
-LOCK_FILE = "lock.json"
 METRICS_FILE = "metrics.jsonl"  # a line of training a time
 RESULTS_FILE = "metrics.json"  # written last: the mark of a finished run
 REPORT_FILE = "report.html"

@@ -141,7 +141,7 @@ def _prepare_disk(storage: Storage, faults: list[Fault]) -> None:
     write, seen = storage.write, set()
 
     def failing(name: str, data: bytes) -> None:
-        folder, _, step = os.path.dirname(name).partition("/step_")
+        folder, _, step = name.removesuffix(".safetensors").rpartition("/step_")
         for fault in faults:
             if folder == f"checkpoints/{fault.phase}":
                 seen.add(step)

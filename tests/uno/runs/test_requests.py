@@ -9,10 +9,9 @@ import torch
 from benchmarks.storage import BUCKET, make_bucket, requests_of, store
 from uno.data.files import Storage
 from uno.data.tables import read_parquet
-from uno.runs import LOCK_FILE
 from uno.runs.checkpoint import Checkpoint, load_newest, save_checkpoint
 from uno.runs.journal import Journal, read_journal
-from uno.runs.lock import ClaimedStorage
+from uno.runs.lock import LOCK_FILE, ClaimedStorage
 
 
 @pytest.mark.slow
@@ -35,7 +34,6 @@ def test_requests_to_s3(monkeypatch, tmp_path):
         assert asked(lambda: plain.write(LOCK_FILE, b'{"token": "token"}')) == ["PUT"]
         assert asked(lambda: plain.find("nothing")) == ["HEAD"]
         assert asked(lambda: storage.write("a", b"1")) == ["HEAD", "GET", "PUT"]
-        assert storage.walk("") == sorted([LOCK_FILE, "a"])
         with Journal(storage, "discover", 0) as journal:
             for step in (1, 2, 3):
                 metrics = {"phase": "discover", "step": step}
@@ -43,7 +41,7 @@ def test_requests_to_s3(monkeypatch, tmp_path):
         assert [entry["step"] for entry in read_journal(storage)] == [1, 2, 3]
         checkpoint = Checkpoint(3, {"w": torch.zeros(2)}, {})
         saved = asked(lambda: save_checkpoint(storage, "discover", checkpoint, ""))
-        assert sorted(saved) == sorted([*4 * ["HEAD", "GET", "PUT"], "GET"])
+        assert saved == ["HEAD", "HEAD", "GET", "PUT"]  # is it there? may I write? write
         assert load_newest(storage, "discover").step == 3
         for name in ("one", "two"):
             image = pa.array([{"bytes": b"x" * 9, "path": None}] * 4)

@@ -1,0 +1,137 @@
+"""A directory that commands write: whose it is, what it was made from, what a killed writer left there; and
+files that prove their content.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from uno.data.files import TEMPORARY, Storage, parse_json
+from uno.errors import ConfigError
+from uno.limits import MAX_STATE_BYTES
+
+LOCK_FILE = "lock.json"  # of whoever works in a directory (uno.runs.lock); never part of what is made there
+MOST_KEYS = 6  # that a message names
+
+SEAL = "sha256"
+BLANK = "0" * 64
+
+
+def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) -> bool:
+    """Whether a directory has the file ``mark``, as every output called ``what`` has. False: the directory is
+    empty, or a command was killed there that had written no more than ``also``. ConfigError: it is another's.
+    """
+    if storage.exists(mark):
+        return True
+    folder, _, name = mark.rpartition("/")
+    begun = {name, *also}
+    for found in storage.list(folder):
+        if found not in begun and whole_name(found) not in begun and not is_lock(found):
+            place = f"{storage.uri}/{folder}".rstrip("/")
+            problem = f"{place} is not empty and holds no {what} (no {name})"
+            raise ConfigError(f"{problem}; nothing there is touched, choose another --output")
+    return False
+
+
+def begin(storage: Storage, mark: str, identity: Mapping[str, Any], what: str) -> None:
+    """Begin an output called ``what`` in a free directory, or go on there: the file ``mark`` says what it is
+    made from, an ``identity`` of JSON values. ConfigError: it is made from something else, or another's.
+    """
+    if not is_ours(storage, mark, what):
+        storage.write(mark, json.dumps(identity, indent=1).encode())
+        return
+    found = find_mapping(storage, mark) or {}
+    if different := [key for key, value in identity.items() if found.get(key) != value]:
+        problem = f"{storage.path(mark)} is of {what} made from something else ({', '.join(different)})"
+        raise ConfigError(f"{problem}; choose another --output")
+
+
+def other_settings(place: str, what: str, keys: Sequence[str], advice: str) -> ConfigError:
+    """What is said where ``place`` holds an output whose settings differ by ``keys``."""
+    names = ", ".join(keys[:MOST_KEYS]) + " ..." * (len(keys) > MOST_KEYS)
+    return ConfigError(f"{place} holds {what} with other settings: {names}; {advice}")
+
+
+def leftovers(storage: Storage, below: str = "") -> list[str]:
+    """What killed writers left below a directory, by name, but for the lock's: its holder may be writing."""
+    return [name for name in storage.unfinished(below) if not is_lock(name.rpartition("/")[2])]
+
+
+def sweep(storage: Storage, below: str = "", of: str = "", depth: int | None = None) -> None:
+    """Delete the :func:`leftovers` below a directory; only those of files called ``of``, or not deeper than
+    ``depth`` directories, where others may be writing.
+    """
+    for name in leftovers(storage, below):
+        file = whole_name(name.rpartition("/")[2])
+        if of in ("", file) and (depth is None or name.count("/") <= depth):
+            storage.delete(name)
+
+
+def whole_name(name: str) -> str:
+    """Of a temporary file the name that it gets once it is whole; of any other file ''."""
+    return name[1:].rpartition(".")[0] if TEMPORARY.fullmatch(name) else ""
+
+
+def is_lock(name: str) -> bool:
+    """Whether a file of an output directory is its lock, or what a killed writer left of it."""
+    return name.lstrip(".").startswith(LOCK_FILE)
+
+
+def find_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
+    """The JSON mapping in a file; None where there is none, or the file is damaged."""
+    data = storage.find(name, MAX_STATE_BYTES)
+    return None if data is None else mapping(data)
+
+
+def mapping(data: bytes | str) -> dict[str, Any] | None:
+    """A JSON mapping of nobody knows whom; None where it is anything else."""
+    try:
+        found = parse_json(data)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def seal(tensors: dict[str, Tensor], facts: Mapping[str, str]) -> bytes:
+    """A safetensors file that proves its content: ``__metadata__`` holds ``facts`` and the SHA-256 of the
+    file, computed with zeros in the place of this sum. The same content gives the same bytes.
+    """
+    data = safetensors.torch.save(tensors, {**facts, SEAL: BLANK})
+    end = 8 + int.from_bytes(data[:8], "little")
+    text = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()  # the library's order is random
+    text += b" " * (-len(text) % 8)
+    size, body = len(text).to_bytes(8, "little"), memoryview(data)[end:]
+    return b"".join([size, text.replace(_entry(BLANK), _entry(_sum(size, text, body))), body])
+
+
+def unseal(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and facts of :func:`seal`. ValueError: the file is truncated, altered, or not one of ours."""
+    size, length = data[:8], int.from_bytes(data[:8], "little")
+    if length > min(MAX_STATE_BYTES, len(data) - 8):
+        raise ValueError("it is truncated, or no safetensors file")
+    text, body = data[8 : 8 + length], memoryview(data)[8 + length :]
+    facts = (mapping(text) or {}).get("__metadata__")
+    if not isinstance(facts, dict) or (found := facts.pop(SEAL, None)) is None:
+        raise ValueError(f"it is damaged: it has no {SEAL} of its content")
+    if found != _sum(size, text.replace(_entry(found), _entry(BLANK)), body):
+        raise ValueError(f"it is damaged: its content is not that of its {SEAL}")
+    try:
+        return safetensors.torch.load(data), facts
+    except (SafetensorError, TypeError, KeyError) as error:
+        raise ValueError(f"it is damaged: {error}") from None
+
+
+def _entry(digest: str) -> bytes:
+    """As it stands in a header: quotes that are part of a fact are escaped there."""
+    return f'"{SEAL}": "{digest}"'.encode()
+
+
+def _sum(size: bytes, text: bytes, body: memoryview) -> str:
+    digest = hashlib.sha256(size + text)
+    digest.update(body)
+    return digest.hexdigest()
