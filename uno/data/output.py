@@ -32,23 +32,28 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
     begun = {name, *also}
     for found in storage.list(folder):
         if found not in begun and whole_name(found) not in begun and not is_lock(found):
-            place = f"{storage.uri}/{folder}".rstrip("/")
-            problem = f"{place} is not empty and holds no {what} (no {name})"
+            problem = f"{_place(storage, mark)} is not empty and holds no {what} (no {name})"
             raise ConfigError(f"{problem}; nothing there is touched, choose another --output")
     return False
 
 
-def begin(storage: Storage, mark: str, identity: Mapping[str, Any], what: str) -> None:
+def begin(storage: Storage, mark: str, identity: Mapping[str, Any], what: str, **more: Any) -> None:
     """Begin an output called ``what`` in a free directory, or go on there: the file ``mark`` says what it is
-    made from, an ``identity`` of JSON values. ConfigError: it is made from something else, or another's.
+    made from, an ``identity`` of JSON values, and ``more`` that may change. ConfigError: the directory is
+    another's, or of another identity.
     """
     if not is_ours(storage, mark, what):
-        storage.write(mark, json.dumps(identity, indent=1).encode())
+        storage.write(mark, json.dumps({**identity, **more}, indent=1).encode())
         return
     found = find_mapping(storage, mark) or {}
     if different := [key for key, value in identity.items() if found.get(key) != value]:
-        problem = f"{storage.path(mark)} is of {what} made from something else ({', '.join(different)})"
-        raise ConfigError(f"{problem}; choose another --output")
+        problem = f"holds another {what} (other data or options: {', '.join(different)})"
+        raise ConfigError(f"{_place(storage, mark)} {problem}; choose another --output")
+
+
+def _place(storage: Storage, mark: str) -> str:
+    """The directory of a mark."""
+    return f"{storage.uri}/{mark.rpartition('/')[0]}".rstrip("/")
 
 
 def other_settings(place: str, what: str, keys: Sequence[str], advice: str) -> ConfigError:
@@ -62,14 +67,17 @@ def leftovers(storage: Storage, below: str = "") -> list[str]:
     return [name for name in storage.unfinished(below) if not is_lock(name.rpartition("/")[2])]
 
 
-def sweep(storage: Storage, below: str = "", of: str = "", depth: int | None = None) -> None:
-    """Delete the :func:`leftovers` below a directory; only those of files called ``of``, or not deeper than
-    ``depth`` directories, where others may be writing.
-    """
+def sweep(storage: Storage, below: str = "") -> None:
+    """Delete the :func:`leftovers` below a directory, in which nobody else is writing."""
     for name in leftovers(storage, below):
-        file = whole_name(name.rpartition("/")[2])
-        if of in ("", file) and (depth is None or name.count("/") <= depth):
-            storage.delete(name)
+        storage.delete(name)
+
+
+def sweep_file(storage: Storage, name: str) -> None:
+    """Delete what killed writers left of one file at the top of a directory."""
+    for found in storage.list():
+        if whole_name(found) == name:
+            storage.delete(found)
 
 
 def whole_name(name: str) -> str:
