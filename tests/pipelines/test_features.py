@@ -29,8 +29,9 @@ from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.encoder import build_encoder
-from uno.runs import DISCOVER, faults
+from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
+from uno.runs.hooks import VARIABLE
 
 HEADS = [
     "discover", *SMALL, "--preset", "digits", "--model.trainable", "heads", "--model.start", "kmeans",
@@ -130,9 +131,9 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(
     """At step 7 of 12, after the checkpoint of step 6."""
     argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run")]
     argv += ["--compute.cache", str(finished.parent / "cache")]
-    monkeypatch.setenv(faults.VARIABLE, "sigterm:step=7")
+    monkeypatch.setenv(VARIABLE, "sigterm:step=7")
     assert cli.main(argv) == 75
-    monkeypatch.delenv(faults.VARIABLE)
+    monkeypatch.delenv(VARIABLE)
     assert cli.main(argv) == 0
     assert lines_of(tmp_path / "run") == lines_of(finished)
     states = (load_newest(Storage(str(run)), DISCOVER) for run in (tmp_path / "run", finished))
