@@ -255,10 +255,7 @@ def _run_files() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         config, storage = small_config(), Storage(folder)
         open_run(config, storage, "f" * 64)
-        state = {"epoch": 1, "skipped": 0}
-        save_checkpoint(
-            storage, "discover", Checkpoint(6, {"model/a": torch.ones(3)}, state), dump_yaml(config)
-        )
+        save_checkpoint(storage, "discover", Checkpoint(6, {"model/a": torch.ones(3)}, dump_yaml(config)))
         write_model(Path(folder))
         storage.write(
             "metrics.jsonl", b'{"phase": "discover", "step": 6, "loss": 1.5, "head_losses": [1, 2]}\n' * 3

@@ -224,8 +224,8 @@ def _save(
     for name in ("epoch_losses", "line_loss"):
         tensors[name] = collectives.sum_(tensors[name].clone()) / worker.world_size
     if worker.rank == 0:
-        checkpoint = Checkpoint(state.step, tensors, {"phase": phase.name})
+        checkpoint = Checkpoint(state.step, tensors, dump_yaml(config))
         # Its lines first: a run that resumes from here drops later ones, and writes none of these again.
-        save_checkpoint(storage, phase.name, checkpoint, dump_yaml(config), journal.flush)
+        save_checkpoint(storage, phase.name, checkpoint, journal.flush)
         journal.later(partial(prune, storage, phase.name, state.step, config.train.keep_checkpoints))
     collectives.barrier(state.device)  # nobody looks for a checkpoint that rank 0 is still writing

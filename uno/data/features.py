@@ -203,14 +203,12 @@ def compute_here(
 def pack_shard(key: str, number: int, shard: Shard) -> bytes:
     """Shard ``number`` of the job ``key`` as the content of a file."""
     features, reasons = shard
-    return seal({"features": features}, {"place": f"{key} {number}", "reasons": json.dumps(reasons)})
+    return seal(shard_name(key, number), {"features": features}, {"reasons": json.dumps(reasons)})
 
 
 def unpack_shard(key: str, number: int, data: bytes) -> Shard:
     """The shard of a file. ValueError or KeyError: it is damaged, or another one's."""
-    tensors, facts = unseal(data)
-    if facts["place"] != f"{key} {number}":
-        raise ValueError("it is the file of another shard")
+    tensors, facts = unseal(shard_name(key, number), data)
     return tensors["features"], json.loads(facts["reasons"])
 
 

@@ -105,11 +105,12 @@ def mapping(data: bytes | str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def seal(tensors: dict[str, Tensor], facts: Mapping[str, str]) -> bytes:
-    """A safetensors file that proves its content: ``__metadata__`` holds ``facts`` and the SHA-256 of the
-    file, computed with zeros in the place of this sum. The same content gives the same bytes.
+def seal(name: str, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> bytes:
+    """A safetensors file that proves its content and place: ``__metadata__`` holds ``facts``, the ``name`` it
+    is to have and the SHA-256 of the file, computed with zeros in the place of this sum. The same content
+    gives the same bytes.
     """
-    data = safetensors.torch.save(tensors, {**facts, SEAL: BLANK})
+    data = safetensors.torch.save(tensors, {**facts, "name": name, SEAL: BLANK})
     end = 8 + int.from_bytes(data[:8], "little")
     text = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()  # the library's order is random
     text += b" " * (-len(text) % 8)
@@ -117,17 +118,19 @@ def seal(tensors: dict[str, Tensor], facts: Mapping[str, str]) -> bytes:
     return b"".join([size, text.replace(_entry(BLANK), _entry(_sum(size, text, body))), body])
 
 
-def unseal(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and facts of :func:`seal`. ValueError: the file is truncated, altered, or not one of ours."""
+def unseal(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and facts of the sealed file ``name``. ValueError: it is truncated, altered, renamed or foreign."""
     size, length = data[:8], int.from_bytes(data[:8], "little")
     if length > min(MAX_STATE_BYTES, len(data) - 8):
         raise ValueError("it is truncated, or no safetensors file")
     text, body = data[8 : 8 + length], memoryview(data)[8 + length :]
     facts = (mapping(text) or {}).get("__metadata__")
-    if not isinstance(facts, dict) or (found := facts.pop(SEAL, None)) is None:
-        raise ValueError(f"it is damaged: it has no {SEAL} of its content")
+    facts = facts if isinstance(facts, dict) else {}
+    found = str(facts.get(SEAL))
     if found != _sum(size, text.replace(_entry(found), _entry(BLANK)), body):
         raise ValueError(f"it is damaged: its content is not that of its {SEAL}")
+    if facts.get("name") != name:
+        raise ValueError(f"it is the file {facts.get('name')}")
     try:
         return safetensors.torch.load(data), facts
     except (SafetensorError, TypeError, KeyError) as error:

@@ -1,18 +1,17 @@
-"""Checkpoints: ``checkpoints/<phase>/step_00000110.safetensors``, with state and configuration as metadata. A
+"""Checkpoints: ``checkpoints/<phase>/step_00000110.safetensors``, with the configuration in the metadata. A
 file appears whole or not at all, and holds the SHA-256 of its content: one that does not verify is none.
 """
 
-import json
 import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from uno.data.files import Storage
-from uno.data.output import mapping, seal, unseal
+from uno.data.output import seal, unseal
 from uno.errors import StorageError
 
 FORMAT_VERSION = 2
@@ -21,18 +20,16 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """What was stored: tensors by name, a JSON-able state and the text of the run's configuration."""
+    """What is stored: tensors by name and the run's configuration."""
 
     step: int
     tensors: dict[str, Tensor]
-    state: dict[str, Any]
-    config_yaml: str = ""
+    config_yaml: str
 
 
 def save_checkpoint(
-    storage: Storage, phase: str, checkpoint: Checkpoint, config_yaml: str,
-    before: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+    storage: Storage, phase: str, checkpoint: Checkpoint, before: Callable[[], None] = lambda: None
+) -> None:
     """Write a checkpoint unless this step has a valid one. What ``before`` does is done by the time that it
     counts. A StorageError leaves older checkpoints as they were.
     """
@@ -41,9 +38,9 @@ def save_checkpoint(
         with suppress(StorageError):
             load_checkpoint(storage, phase, checkpoint.step)
             return
-    state = {"format_version": FORMAT_VERSION, "step": checkpoint.step, **checkpoint.state}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
-    data = seal(tensors, {"state": json.dumps(state), "config": config_yaml})
+    facts = {"format_version": str(FORMAT_VERSION), "config": checkpoint.config_yaml}
+    data = seal(name, tensors, facts)
     before()
     storage.write(name, data)
 
@@ -96,17 +93,14 @@ def read_checkpoints(
 
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
     """One checkpoint. StorageError: it is missing, truncated or altered, or its format is unknown."""
-    data = storage.read(file_name(phase, step))
+    name = file_name(phase, step)
     try:
-        tensors, facts = unseal(data)
+        tensors, facts = unseal(name, storage.read(name))
     except ValueError as error:
         raise StorageError(str(error)) from None
-    state = mapping(facts.get("state", ""))
-    if state is None:
-        raise StorageError("it is damaged: it has no state")
-    if state.get("format_version") != FORMAT_VERSION:
-        raise StorageError(f"format version {state.get('format_version')} instead of {FORMAT_VERSION}")
-    return Checkpoint(step, tensors, state, facts.get("config", ""))
+    if (version := facts.get("format_version")) != str(FORMAT_VERSION):
+        raise StorageError(f"format version {version} instead of {FORMAT_VERSION}")
+    return Checkpoint(step, tensors, facts.get("config", ""))
 
 
 def file_name(phase: str, step: int) -> str:

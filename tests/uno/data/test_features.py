@@ -224,7 +224,6 @@ DAMAGE = {
     "empty": lambda first, second: second.write_bytes(b""),
     "another shard's content": lambda first, second: second.write_bytes(first.read_bytes()),
     "not sealed": lambda first, second: second.write_bytes(safetensors.torch.save(CONTENT, REASONS)),
-    "without a place": lambda first, second: second.write_bytes(seal(CONTENT, REASONS)),
 }
 
 
@@ -255,7 +254,7 @@ def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
     """Sealed, in its place."""
     job = job_of()
     cache = cache_of(tmp_path, job)
-    list(cache.keep([(0, seal(content, {"place": f"{job.key} 0", **REASONS}))]))
+    list(cache.keep([(0, seal(features.shard_name(job.key, 0), content, REASONS))]))
     assert cache.read()[2] == [0, 1, 2] and "1 damaged files" in caplog.text and not shards(tmp_path)
 
 

@@ -20,10 +20,10 @@ def storage(tmp_path) -> Storage:
 
 def test_a_sealed_file_gives_back_what_it_holds_and_any_reader_opens_it(tmp_path):
     """Kills: bytes that follow the library's random order, a sum of zeros that a fact holds."""
-    data = seal(TENSORS, FACTS)
-    assert data == seal(dict(reversed(TENSORS.items())), dict(reversed(FACTS.items())))
-    tensors, facts = unseal(data)
-    assert facts == FACTS and tensors.keys() == TENSORS.keys()
+    data = seal("a/b", TENSORS, FACTS)
+    assert data == seal("a/b", dict(reversed(TENSORS.items())), dict(reversed(FACTS.items())))
+    tensors, facts = unseal("a/b", data)
+    assert facts.items() > FACTS.items() and tensors.keys() == TENSORS.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
     (tmp_path / "x.safetensors").write_bytes(data)
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
@@ -32,15 +32,17 @@ def test_a_sealed_file_gives_back_what_it_holds_and_any_reader_opens_it(tmp_path
 
 def test_every_bit_counts():
     """Kills: a part of the file that the sum leaves out, an error that is none of ours."""
-    data = seal({"w": torch.ones(2)}, {"a": "b"})
+    data = seal("a/b", {"w": torch.ones(2)}, {"a": "b"})
     for i in range(len(data)):
         with pytest.raises(ValueError, match=r"^it is "):
-            unseal(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])
+            unseal("a/b", data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])
         with pytest.raises(ValueError, match=r"^it is "):
-            unseal(data[:i])
+            unseal("a/b", data[:i])
+    with pytest.raises(ValueError, match=r"^it is the file a/b$"):
+        unseal("a/c", data)
     for other in (safetensors.torch.save({"w": torch.ones(2)}), b"\xff" * 99, b"\x02" + b"\0" * 7 + b"[]"):
         with pytest.raises(ValueError, match=r"^it is "):
-            unseal(other)
+            unseal("a/b", other)
 
 
 def test_a_directory_is_begun_continued_or_refused(storage):
