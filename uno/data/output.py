@@ -119,7 +119,7 @@ def seal(name: str, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> byt
 
 
 def unseal(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and facts of the sealed file ``name``. ValueError: it is truncated, altered, renamed or foreign."""
+    """Tensors and facts of the sealed file ``name``. ValueError: it is truncated, altered or another file."""
     size, length = data[:8], int.from_bytes(data[:8], "little")
     if length > min(MAX_STATE_BYTES, len(data) - 8):
         raise ValueError("it is truncated, or no safetensors file")

@@ -34,7 +34,7 @@ def save_checkpoint(
     counts. A StorageError leaves older checkpoints as they were.
     """
     name = file_name(phase, checkpoint.step)
-    if storage.exists(name):
+    if checkpoint.step in checkpoint_steps(storage, phase):
         with suppress(StorageError):
             load_checkpoint(storage, phase, checkpoint.step)
             return

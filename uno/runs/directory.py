@@ -12,7 +12,7 @@ from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
 from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RAY_FOLDER, RESULTS_FILE, lock
-from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, file_name, load_newest, read_checkpoints
+from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, file_name, read_checkpoints
 from uno.runs.hardware import environment
 from uno.runs.journal import read_journal
 
@@ -76,17 +76,16 @@ def heal(storage: Storage, thorough: bool = False) -> list[str]:
     ones, and a damaged configuration is replaced by that of the newest checkpoint. Returns a line for each of
     these. StorageError: a phase has checkpoints and none verifies.
     """
-    lines = []
+    lines, newest = list[str](), None
     for phase in runs.PHASES:
-        _, damaged = read_checkpoints(storage, phase, every=thorough)
+        found, damaged = read_checkpoints(storage, phase, every=thorough)
+        newest = found or newest
         for step, problem in damaged.items():
             storage.delete(file_name(phase, step))
             lines.append(f"removed the damaged checkpoint of {phase} step {step} ({problem})")
-    if thorough and _config_problem(storage):
-        newest = next(filter(None, (load_newest(storage, phase) for phase in reversed(runs.PHASES))), None)
-        if newest is not None:
-            storage.write(CONFIG_FILE, newest.config_yaml.encode())
-            lines.append(f"wrote {CONFIG_FILE} as the checkpoint of step {newest.step} has it")
+    if thorough and newest is not None and _config_problem(storage):
+        storage.write(CONFIG_FILE, newest.config_yaml.encode())
+        lines.append(f"wrote {CONFIG_FILE} as the checkpoint of step {newest.step} has it")
     for name in _leftovers(storage):
         with suppress(StorageError):  # a process that outlives its command may still be writing there
             storage.delete(name)

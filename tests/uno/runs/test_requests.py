@@ -41,7 +41,7 @@ def test_requests_to_s3(monkeypatch, tmp_path):
         assert [entry["step"] for entry in read_journal(storage)] == [1, 2, 3]
         checkpoint = Checkpoint(3, {"w": torch.zeros(2)}, "")
         saved = asked(lambda: save_checkpoint(storage, "discover", checkpoint))
-        assert saved == ["HEAD", "HEAD", "GET", "PUT"]  # is it there? may I write? write
+        assert saved == ["GET", "HEAD", "GET", "PUT"]  # is it there, may I write, write
         assert load_newest(storage, "discover").step == 3
         for name in ("one", "two"):
             image = pa.array([{"bytes": b"x" * 9, "path": None}] * 4)
