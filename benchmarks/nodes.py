@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.measure import environment
+from tests import faults
 from tests.pipelines.raylets import Command, two_nodes
 from tests.pipelines.small import LONG, ROOT
 from uno.data.files import Storage
-from uno.runs import faults
 from uno.runs.journal import read_journal
 
 JOIN_S, LIMIT_S, REFUSES_S = 70.0, 150.0, 10.0

@@ -132,8 +132,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     if not on_s3:
         return row
     journal = [moment for moment, method, path in asked if method == "PUT" and path.endswith(KINDS[0])]
-    manifests = [m for m, method, path in asked if method == "PUT" and path.endswith("manifest.json")]
-    during = [path for moment, _, path in asked if journal[0] <= moment <= manifests[-1]]
+    saves = [moment for moment, method, path in asked if method == "PUT" and "/step_" in path]
+    during = [path for moment, _, path in asked if journal[0] <= moment <= saves[-1]]
     kinds = Counter(next((kind for kind in KINDS if kind in path), "other") for path in during)
     return row | {
         "requests": len(during), "requests_per_step": round(len(during) / steps, 3),

@@ -254,7 +254,7 @@ def doctor(argv: Sequence[str]) -> int:
         if own.run is None:
             raise ConfigError("--repair needs a run directory")
         storage = Storage(own.run)
-        directory.read_config_tree(storage)
+        directory.require_run(storage)
         with lock.claim(storage, on_wait=say) as claim:
             try:
                 for line in directory.heal(claim.storage, thorough=True):

@@ -62,7 +62,7 @@ def load_features(
         else:
             threads = num_threads(config)
             shards = features.compute_here(job, encoder.to(local_device(config)), numbers, threads)
-            found = cache.keep((number, pack_shard(shard)) for number, shard in shards)
+            found = cache.keep((number, pack_shard(job.key, number, shard)) for number, shard in shards)
         for number, data in found:
             yield number, data
             if should_stop():
@@ -164,7 +164,8 @@ def write_part(storage: Storage, number: int, results: pa.Table, key: str, num_v
     flat = torch.from_numpy(bytes_of(column, column.type.byte_width).view(np.float32).copy())
     if not flat.isfinite().all():
         return None
-    data = pack_shard((flat.unflatten(1, (num_views, -1)), results["reason"].to_pylist()))
+    shard = flat.unflatten(1, (num_views, -1)), results["reason"].to_pylist()
+    data = pack_shard(key, number, shard)
     features.write_shard(storage, key, number, data)
     return data
 

@@ -49,9 +49,10 @@ from uno.results.infer import (
     with_alignment,
 )
 from uno.results.trust import verdict
-from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, faults, lock, run
+from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, lock, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
+from uno.runs.hooks import hooked
 from uno.train import LocalWorker
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
@@ -64,8 +65,8 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
     if options.own.print_config:
         print(dump_yaml(as_it_would_run(config, fresh, options.given)), end="")
         return 0
-    for fault in faults.planned():
-        say(f"warning: {faults.VARIABLE} is set: {fault.name}")
+    for line in hooked("announced", list[str]()):
+        say(line)
     num_threads(config)  # before the data is read
     config, estimate = _with_full_paths(config), None
     if config.compute.workers == 0:
@@ -335,7 +336,7 @@ def _executed(job: Job) -> Iterator[tuple[dict[str, float], Task]]:
     with ExitStack() as until:
         with Progress(interval=config.train.log_every) as progress:
             execute = partial(run_on_ray, until=until) if config.compute.workers else _run_here
-            done = execute(job, faults.in_driver(progress, storage))
+            done = execute(job, hooked("in_driver", progress, storage))
         if config.data.ingest == "streaming" and storage.exists(BAD_SAMPLES):
             count = len(storage.read(BAD_SAMPLES).splitlines())
             say(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")

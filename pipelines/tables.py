@@ -23,6 +23,7 @@ from uno.config import ComputeConfig, Config, about, differing_keys, flatten, ov
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normal, split
+from uno.data.output import leftovers, other_settings
 from uno.data.sources import READERS, read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -71,7 +72,7 @@ def main(options: Options, argv: Sequence[str]) -> int:
         finally:  # of a command that is stopped, too
             _keep_cells(request)
         with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
-            for name in claim.storage.unfinished():
+            for name in leftovers(claim.storage):
                 if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
                     claim.storage.delete(name)
             write_tables(request)
@@ -235,9 +236,7 @@ def _check_stored(run: Path, config: Config) -> None:
             *(["data.num_novel"] if config.data.num_novel == "auto" else []),
         }
         if keys := [key for key in differing_keys(to_dict(stored), config) if key not in free]:
-            raise ConfigError(
-                f"{run} was run with other settings: {', '.join(keys[:6])}; use another --output"
-            )
+            raise other_settings(str(run), "a cell", keys, "use another --output")
 
 
 def _as_begun(run: Path, config: Config) -> Config:

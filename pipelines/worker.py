@@ -28,7 +28,7 @@ from uno.data.splits import Task
 from uno.errors import Interrupted, StorageError
 from uno.norm import with_global_norms
 from uno.results.evaluate import evaluate_run
-from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, faults, run
+from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, hooks, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
@@ -127,7 +127,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
     quiet_ray_train()
-    os.environ[faults.VARIABLE] = loop["faults"]  # a cluster that runs already has its own environment
+    os.environ[hooks.VARIABLE] = loop["faults"]  # a cluster that runs already has its own environment
     config = Config.model_validate(loop["config"])
     torch.set_num_threads(num_threads(config, ray.train.get_context().get_local_world_size()))
     storage = ClaimedStorage(loop["output"], loop["token"])
@@ -248,7 +248,7 @@ def run_workers(
     config, storage = job.config, job.claim.storage
     loop = facts | {
         "config": to_dict(config), "output": storage.uri, "phases": list(job.phases),
-        "evaluate": job.evaluate, "faults": os.environ.get(faults.VARIABLE, ""),
+        "evaluate": job.evaluate, "faults": os.environ.get(hooks.VARIABLE, ""),
     }  # fmt: skip
     saved, deaths = _saved_steps(storage), 0
     while True:

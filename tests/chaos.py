@@ -53,7 +53,7 @@ TIMES = re.compile(
     rb"|[\d,.]+ (s|ms|min|h|images/s|minutes|in all)\b( \d+ min)?"
 )
 MINUTES = re.compile(rb"[\d.]+(?=</bdi></td></tr>| \|\n)")  # the last column of a table that has them
-CHECKPOINT = re.compile(r"^(.*checkpoints/\w+)/step_(\d+)/")
+CHECKPOINT = re.compile(r"^(.*checkpoints/\w+)/step_(\d+)\.safetensors$")
 
 
 class Command(NamedTuple):
@@ -189,8 +189,6 @@ def files_of(root: Path) -> dict[str, Any]:
 def _comparable(name: str, data: bytes) -> Any:
     if name.endswith(".jsonl"):
         return [_timeless(json.loads(line)) for line in data.splitlines()]
-    if name.endswith("manifest.json") and b"sha256" in data and b"state.json" in data:
-        return sorted(json.loads(data))  # the state's sizes and sums follow its seconds
     if name.endswith(".json"):
         return _timeless(json.loads(data))
     if name.endswith(".parquet"):

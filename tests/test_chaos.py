@@ -15,8 +15,8 @@ from tests.pipelines.small import ROOT
 CARD = "<p>Accuracy 83.0 %</p><footer>2026-11-22 14:00 UTC, 12 s</footer>"
 FILES = {
     "model/heads.safetensors": "weights",
-    "checkpoints/discover/step_00000006/tensors.safetensors": "older",
-    "checkpoints/discover/step_00000012/tensors.safetensors": "newest",
+    "checkpoints/discover/step_00000006.safetensors": "older",
+    "checkpoints/discover/step_00000012.safetensors": "newest",
     "metrics.json": json.dumps({"task_aware/avg": 0.5, "seconds": 3.0}),
     "metrics.jsonl": '{"step": 1, "loss": 2.5, "images_per_s": 9.0}\n',
     "report.html": CARD,
@@ -38,14 +38,14 @@ def write(folder, changes):
     ("model/heads.safetensors", None, "missing"),
     ("model/.heads.safetensors.0a1b2c3d", "half", "left over"),
     ("lock.json", "{}", "left over"),
-    ("checkpoints/discover/step_00000012/tensors.safetensors", "another", "differs"),
+    ("checkpoints/discover/step_00000012.safetensors", "another", "differs"),
     ("metrics.json", json.dumps({"task_aware/avg": 0.6, "seconds": 3.0}), "differs"),
     ("metrics.jsonl", 2 * FILES["metrics.jsonl"], "differs"),
     ("report.html", CARD.replace("83.0", "82.0"), "differs"),
     ("metrics.json", json.dumps({"task_aware/avg": 0.5, "seconds": 4.0}), None),
     ("metrics.jsonl", FILES["metrics.jsonl"].replace("9.0", "8.0"), None),
     ("report.html", CARD.replace("14:00", "15:01").replace("12 s", "3 min"), None),
-    ("checkpoints/discover/step_00000006/tensors.safetensors", None, None),
+    ("checkpoints/discover/step_00000006.safetensors", None, None),
     ("tensorboard/events", "of another clock", None),
 ])  # fmt: skip
 def test_what_counts_as_a_difference(tmp_path, name, text, found):

@@ -27,6 +27,7 @@ from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import Fold, SweepData, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
 from uno.config import Config, about, differing_keys, dump_yaml, flatten, override, to_dict
+from uno.data import output
 from uno.data.decode import readable
 from uno.data.defaults import decided, from_images
 from uno.data.files import Storage, full_path, normal
@@ -95,9 +96,7 @@ def run_sweep(options: SweepOptions) -> int:
         kept = {"model.weights": full_path(storage.path(PRETRAINED_FILE))}
         options = options._replace(config=override(config, kept))
     with lock.claim(storage, on_wait=say) as claim:
-        for name in claim.storage.unfinished():
-            if not lock.ours(name):
-                claim.storage.delete(name)
+        output.sweep(claim.storage)
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             claim.storage.write(PRETRAINED_FILE, own_weights)
@@ -190,17 +189,13 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
         "space": spaces.to_tree(options.space), "given": options.given, "config": to_dict(options.config),
     }  # fmt: skip
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
-    if not storage.exists(SETTINGS):
-        if any(not lock.ours(name) and not name.startswith(f".{SETTINGS}.") for name in storage.list()):
-            raise ConfigError(f"{storage.uri} is not empty and holds no sweep; choose another --output")
+    if not output.is_ours(storage, SETTINGS, "sweep"):
         return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)
     different = [key for key in new if key not in ("config", "given") and old.get(key) != new[key]]
     stored = old.get("config")
     if different := different + differing_keys(stored if isinstance(stored, dict) else {}, options.config):
-        names = ", ".join(different[:6]) + " ..." * (len(different) > 6)
-        problem = f"{storage.uri} holds a sweep with other settings: {names}"
-        raise ConfigError(f"{problem}; use those, or another --output")
+        raise output.other_settings(storage.uri, "a sweep", different, "use those, or another --output")
 
 
 def _as_it_began(options: SweepOptions) -> SweepOptions:

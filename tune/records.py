@@ -18,7 +18,8 @@ from itertools import takewhile
 from typing import Any
 
 from uno.config import parse_yaml
-from uno.data.files import Storage, parse_json
+from uno.data.files import Storage
+from uno.data.output import find_mapping
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
 from uno.runs.journal import read_journal
@@ -91,11 +92,7 @@ def read_settings(storage: Storage) -> Mapping[str, Any]:
 
 def read_json(storage: Storage, name: str) -> dict[str, Any]:
     """A JSON mapping, {} where there is none or a kill left a damaged one."""
-    try:
-        tree = parse_json(storage.read(name)) if storage.exists(name) else {}
-    except ValueError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
+    return find_mapping(storage, name) or {}
 
 
 def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:

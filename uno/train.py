@@ -15,8 +15,8 @@ from uno import collectives
 from uno.config import Config, PhaseConfig, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError, one_line
-from uno.runs import faults
 from uno.runs.checkpoint import Checkpoint, load_newest, prune, save_checkpoint
+from uno.runs.hooks import hooked
 from uno.runs.journal import Journal
 from uno.schedule import warmup_cosine
 from uno.state import TrainState, load_state_, state_tensors
@@ -109,7 +109,7 @@ def fit(
     """
     state.total_steps, state.warmup_steps = max(1, phase.total_steps), phase.warmup_steps
     resumed = resume_(state, storage, phase.name)
-    batches = faults.in_training(batches, phase.name, worker.rank, storage)
+    batches = hooked("in_training", batches, phase.name, worker.rank, storage)
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
     line_start, rolled_back = (state.step, time.perf_counter()), False
     skipped = tolerated_from = int(state.skipped)  # at the last look; when a series of bad steps began
@@ -224,8 +224,8 @@ def _save(
     for name in ("epoch_losses", "line_loss"):
         tensors[name] = collectives.sum_(tensors[name].clone()) / worker.world_size
     if worker.rank == 0:
-        checkpoint = Checkpoint(state.step, tensors, {"phase": phase.name})
+        checkpoint = Checkpoint(state.step, tensors, dump_yaml(config))
         # Its lines first: a run that resumes from here drops later ones, and writes none of these again.
-        save_checkpoint(storage, phase.name, checkpoint, dump_yaml(config), journal.flush)
+        save_checkpoint(storage, phase.name, checkpoint, journal.flush)
         journal.later(partial(prune, storage, phase.name, state.step, config.train.keep_checkpoints))
     collectives.barrier(state.device)  # nobody looks for a checkpoint that rank 0 is still writing

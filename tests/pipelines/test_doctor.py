@@ -32,17 +32,18 @@ def test_a_run_damaged_and_repaired(tmp_path, capsys, monkeypatch):
     pretrain = ["pretrain", *SMALL, "--output", str(stopped)]
     assert cli.main(pretrain) == 0
     assert checkpoint_steps(storage, "pretrain") == [6, 9]
-    storage.write("checkpoints/pretrain/step_00000009/state.json", b"{}")
+    storage.write("checkpoints/pretrain/step_00000009.safetensors", b"{}")
     assert run(str(stopped)) == 0
-    assert "warning  pretrain step 9: state.json is damaged; an older one is used" in capsys.readouterr().out
+    what = "it is truncated, or no safetensors file"
+    assert f"warning  pretrain step 9: {what}; an older one is used" in capsys.readouterr().out
     assert cli.main(pretrain) == 0
-    line = "warning: removed the damaged checkpoint of pretrain step 9 (state.json is damaged)"
+    line = f"warning: removed the damaged checkpoint of pretrain step 9 ({what})"
     assert line in capsys.readouterr().out
     assert checkpoint_steps(storage, "pretrain") == [6, 9]
     assert run(str(stopped)) == 0 and "warning" not in capsys.readouterr().out
 
     for step in (6, 9):
-        storage.write(f"checkpoints/pretrain/step_{step:08d}/state.json", b"{}")
+        storage.write(f"checkpoints/pretrain/step_{step:08d}.safetensors", b"{}")
     assert run(str(stopped), "--repair") == 4
     out = capsys.readouterr().out
     assert "nothing is repaired" in out and "error    none of the 2 checkpoints" in out
@@ -56,4 +57,4 @@ def test_no_run_is_code_2(tmp_path, capsys):
     assert run("--repair") == 2
     (tmp_path / "config.yaml").write_text("- 1")
     assert run(str(tmp_path)) == 4
-    assert "config.yaml is damaged; copy the one of a checkpoint" in capsys.readouterr().out
+    assert "config.yaml is damaged; --repair takes the one" in capsys.readouterr().out

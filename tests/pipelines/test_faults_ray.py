@@ -9,7 +9,7 @@ import pytest
 
 from pipelines import cli
 from tests.pipelines.small import LONG, assert_as_undisturbed
-from uno.runs.faults import VARIABLE
+from uno.runs.hooks import VARIABLE
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

@@ -29,8 +29,9 @@ from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.encoder import build_encoder
-from uno.runs import DISCOVER, faults
+from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
+from uno.runs.hooks import VARIABLE
 
 HEADS = [
     "discover", *SMALL, "--preset", "digits", "--model.trainable", "heads", "--model.start", "kmeans",
@@ -130,9 +131,9 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(
     """At step 7 of 12, after the checkpoint of step 6."""
     argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run")]
     argv += ["--compute.cache", str(finished.parent / "cache")]
-    monkeypatch.setenv(faults.VARIABLE, "sigterm:step=7")
+    monkeypatch.setenv(VARIABLE, "sigterm:step=7")
     assert cli.main(argv) == 75
-    monkeypatch.delenv(faults.VARIABLE)
+    monkeypatch.delenv(VARIABLE)
     assert cli.main(argv) == 0
     assert lines_of(tmp_path / "run") == lines_of(finished)
     states = (load_newest(Storage(str(run)), DISCOVER) for run in (tmp_path / "run", finished))
@@ -232,7 +233,8 @@ def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
     images[33] = b"no image"
     task, encoder = replace(task, rows=replace(task.rows, images=images)), build_encoder(config.model).eval()
     job, here, there = feature_job(config, task, encoder), Storage(str(tmp_path / "a")), tmp_path / "b"
-    shards = [(number, pack_shard(shard)) for number, shard in compute_here(job, encoder, range(3), 2)]
+    computed = compute_here(job, encoder, range(3), 2)
+    shards = [(number, pack_shard(job.key, number, shard)) for number, shard in computed]
     assert list(FeatureCache(here, job).keep(shards)) == shards
     parts, numbers = [], []
     for weight in (1.0, float("nan")):
@@ -245,15 +247,20 @@ def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
         numbers.append([table["number"][0].as_py() for table in found])
         parts.append([table["data"][0].as_py() for table in found])
     assert numbers == [[0, 1, 2]] * 2 and parts == [[data for _, data in shards], [None] * 3]
-    names = [{path.name for path in folder.rglob("*.safetensors")} for folder in (tmp_path / "a", there)]
-    assert names[0] == names[1] and len(names[0]) == 3
+    ours, theirs = stored(tmp_path / "a"), stored(there)
+    assert ours == theirs and len(ours) == 3
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    """Files of shards by name."""
+    return {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
 @pytest.mark.ray
 def test_two_ray_workers_compute_the_same_features(
     ray_cluster, finished, weights, tmp_path, empty_cache, capfd, monkeypatch
 ):
-    """Bit for bit: names of files hold their hash. An encoder's fault is one line. Kills: features in the
+    """Bit for bit. An encoder's fault is one line. Kills: features in the
     order they come back, a batch that depends on the block, Ray's traceback for an error of ours.
     """
     monkeypatch.setattr(jobs, "forecast", lambda *_: ())  # which computes some features, too
@@ -269,7 +276,7 @@ def test_two_ray_workers_compute_the_same_features(
     assert cli.main([*argv, str(weights), "--fresh"]) == 0
     (ours,) = empty_cache.glob("features/*")
     here = finished.parent / "cache" / "features" / ours.name
-    assert {path.name for path in ours.iterdir()} == {path.name for path in here.iterdir()}
+    assert stored(ours) == stored(here)
     one, two = lines_of(finished), lines_of(tmp_path / "run")
     assert [(e["step"], e["lr"]) for e in one] == [(e["step"], e["lr"]) for e in two]
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=0.1)

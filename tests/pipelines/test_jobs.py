@@ -187,7 +187,7 @@ def test_a_new_checkpoint_starts_the_count_anew(group):
 
     def death_after(step):
         def end(storage):
-            save_checkpoint(storage, run.DISCOVER, Checkpoint(step, {"w": torch.zeros(1)}, {}), "")
+            save_checkpoint(storage, run.DISCOVER, Checkpoint(step, {"w": torch.zeros(1)}, ""))
             return DEATH
 
         return end

@@ -187,7 +187,7 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     uno(*words)  # killed where it began
     assert sorted(out.rglob("*")) == before
     (out / "by_class" / "made_from.json").write_text("{}")
-    assert "is not of these predictions" in refused(capsys, 2, *words)
+    assert "holds another folder of sorted images" in refused(capsys, 2, *words)
     uno("predict", run, "--limit", 3, "--folders", "--output", tmp_path / "pixels")  # images inside tables
     assert len(list((tmp_path / "pixels").rglob("*.png"))) == 3
 

@@ -24,7 +24,8 @@ from uno.data import features
 from uno.data.files import Storage
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, Interrupted
-from uno.runs import LOCK_FILE, lock
+from uno.runs import lock
+from uno.runs.lock import LOCK_FILE
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
 TINY = [word for word in SMALL if word not in ("--preset", "digits")]

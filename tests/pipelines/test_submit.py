@@ -15,7 +15,7 @@ from tests.pipelines.small import INTERVAL, LONG, RAY, ROOT, SMALL, assert_as_un
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.faults import VARIABLE
+from uno.runs.hooks import VARIABLE
 
 pytestmark = pytest.mark.ray
 

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import faults
 from tests.pipelines.raylets import Command, Raylets, head
 from tests.pipelines.small import LONG, assert_as_undisturbed, wait_for
 from uno.data.files import Storage
-from uno.runs import DISCOVER, faults
+from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import faults
 from uno import collectives
 from uno.config import Config, override
 from uno.data.decode import decode_many, readable
@@ -19,7 +20,7 @@ from uno.errors import Interrupted
 from uno.initial import start_
 from uno.methods import registry
 from uno.presets import preset
-from uno.runs import faults, run
+from uno.runs import run
 from uno.runs.journal import read_journal
 from uno.runs.run import plans
 from uno.state import TrainState, new_state, state_tensors

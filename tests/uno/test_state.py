@@ -75,7 +75,7 @@ def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
     """Kills: a traceback of load_state_dict, a model filled by half."""
     storage = Storage(str(tmp_path))
     wide = fresh_state(small_config(model__width=8))
-    save_checkpoint(storage, "discover", Checkpoint(4, copied_tensors(wide), {}), "")
+    save_checkpoint(storage, "discover", Checkpoint(4, copied_tensors(wide), ""))
     with pytest.raises(StorageError, match="discover checkpoint does not fit this model") as caught:
         resume_(fresh_state(CONFIG), storage, "discover")
     assert "\n" not in str(caught.value)

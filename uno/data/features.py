@@ -2,8 +2,8 @@
 views besides. They take the place of images: float32 (N, 1 + V, D), the evaluation view first.
 
 A cache serves every run with the same encoder, weights, views and data, whatever its seed. It is a folder
-with a file for ``SHARD_ROWS`` rows, whose name holds the hash of its content and place: one that does not
-verify is computed again. A row's features depend on nothing but its shard, and on a CPU every shard is
+with a file for ``SHARD_ROWS`` rows, which proves its content and place: one that does not verify is computed
+again. A row's features depend on nothing but its shard, and on a CPU every shard is
 computed by one thread in equal batches, so any number of threads, processes and workers gives the same bits.
 """
 
@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -27,12 +25,13 @@ from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
 from uno.data.decode import ahead, decode_many, readable
 from uno.data.files import Storage, normal
+from uno.data.output import seal, unseal
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.rows import Chosen, Image, fetch
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
 
-VERSION = 2  # of what is computed and how it is stored
+VERSION = 3  # of what is computed and how it is stored
 SEED = 0  # of the views: not the run's, so that runs of all seeds share them
 SHARD_ROWS = 128
 ROWS_AT_ONCE = 16  # whose pixels are in memory
@@ -201,10 +200,16 @@ def compute_here(
     return ahead(compute, numbers, threads, threads)
 
 
-def pack_shard(shard: Shard) -> bytes:
-    """A shard as the content of a file."""
+def pack_shard(key: str, number: int, shard: Shard) -> bytes:
+    """Shard ``number`` of the job ``key`` as the content of a file."""
     features, reasons = shard
-    return safetensors.torch.save({"features": features}, {"reasons": json.dumps(reasons)})
+    return seal(shard_name(key, number), {"features": features}, {"reasons": json.dumps(reasons)})
+
+
+def unpack_shard(key: str, number: int, data: bytes) -> Shard:
+    """The shard of a file. ValueError or KeyError: it is damaged, or another one's."""
+    tensors, facts = unseal(shard_name(key, number), data)
+    return tensors["features"], json.loads(facts["reasons"])
 
 
 class FeatureCache:
@@ -226,24 +231,18 @@ class FeatureCache:
         width = 1 + job.config.augment.cached_views, job.num_features
         features, reasons = torch.zeros(num_rows, *width), [None] * num_rows  # type: Tensor, list[str | None]
         missing, damaged = set(range(job.num_shards)), list[str]()
-        for name, number in self._files():
-            if number not in missing:
-                continue
-            rows = job.rows(number)
+        for number in sorted(self._stored() & missing):
+            rows, name = job.rows(number), shard_name(job.key, number)
             try:
-                data = self._storage.read(f"{self._folder}/{name}")
-                if name != _name(job.key, number, data):
-                    raise ValueError("its content has changed")
-                shard = safetensors.torch.load(data)["features"]
+                shard, why = unpack_shard(job.key, number, self._storage.read(name))
                 if shard.shape != (len(rows), *width):
                     raise ValueError(f"its shape is {tuple(shard.shape)}")
-                reasons[rows[0] : rows[-1] + 1] = _reasons_in(data)
-            except (StorageError, ValueError, KeyError, safetensors.SafetensorError) as error:
+            except (StorageError, ValueError, KeyError) as error:
                 damaged.append(f"{name}: {error}")
                 with suppress(StorageError):
-                    self._storage.delete(f"{self._folder}/{name}")
+                    self._storage.delete(name)
                 continue
-            features[rows[0] : rows[-1] + 1] = shard
+            features[rows[0] : rows[-1] + 1], reasons[rows[0] : rows[-1] + 1] = shard, why
             missing.discard(number)
         if damaged:
             text = "%d damaged files in %s are computed again; the first is %s"
@@ -251,9 +250,8 @@ class FeatureCache:
         return features, reasons, sorted(missing)
 
     def num_missing(self) -> int:
-        """Rows of shards that no file is named after."""
-        there = {number for _, number in self._files()}
-        return sum(len(self._job.rows(number)) for number in {*range(self._job.num_shards)} - there)
+        """Rows of shards that have no file."""
+        return sum(len(self._job.rows(number)) for number in {*range(self._job.num_shards)} - self._stored())
 
     def keep(self, shards: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
         """``shards``, each once it is stored. StorageError: the directory cannot be written to."""
@@ -263,16 +261,15 @@ class FeatureCache:
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Remove the files of these shards."""
-        for name, number in self._files():
-            if number in numbers:
-                self._storage.delete(f"{self._folder}/{name}")
+        for number in numbers:
+            self._storage.delete(shard_name(self._job.key, number))
 
-    def _files(self) -> list[tuple[str, int]]:
-        """Names of shards, and their numbers."""
+    def _stored(self) -> set[int]:
+        """Numbers of the shards that have a file."""
         with _naming_the_option():
             names = self._storage.list(self._folder)
-        found = (re.fullmatch(r"([0-9]{6,})-[0-9a-f]{32}\.safetensors", name) for name in names)
-        return [(match[0], int(match[1])) for match in found if match is not None]
+        found = (re.fullmatch(r"([0-9]{6,})\.safetensors", name) for name in names)
+        return {int(match[1]) for match in found if match is not None}
 
     def write_facts(self, weights: str) -> None:
         """``facts.json``, for people who look at the directory."""
@@ -290,13 +287,12 @@ class FeatureCache:
 def write_shard(storage: Storage, key: str, number: int, data: bytes) -> None:
     """Keep shard ``number`` of a job in a cache directory, from any process."""
     with _naming_the_option():
-        storage.write(f"features/{key}/{_name(key, number, data)}", data)
+        storage.write(shard_name(key, number), data)
 
 
-def _name(key: str, number: int, data: bytes) -> str:
-    digest = hashlib.sha256(f"{key} {number} ".encode())
-    digest.update(data)
-    return f"{number:06}-{digest.hexdigest()[:32]}.safetensors"
+def shard_name(key: str, number: int) -> str:
+    """Name of a shard's file in a cache directory."""
+    return f"features/{key}/{number:06}.safetensors"
 
 
 @contextmanager
@@ -305,11 +301,6 @@ def _naming_the_option() -> Iterator[None]:
         yield
     except StorageError as error:
         raise StorageError(f"{error}; --compute.cache DIRECTORY keeps features elsewhere") from None
-
-
-def _reasons_in(data: bytes) -> list[str | None]:
-    length = int.from_bytes(data[:8], "little")
-    return list(json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["reasons"]))
 
 
 def cached_features(
@@ -331,8 +322,8 @@ def cached_features(
     on_progress(done, total)
     for number, data in compute(missing):
         rows = job.rows(number)
-        features[rows[0] : rows[-1] + 1] = safetensors.torch.load(data)["features"]
-        reasons[rows[0] : rows[-1] + 1] = _reasons_in(data)
+        own = slice(rows[0], rows[-1] + 1)
+        features[own], reasons[own] = unpack_shard(job.key, number, data)
         done += len(rows)
         on_progress(done, total)
     return features, reasons

@@ -21,10 +21,11 @@ from PIL import Image as Pillow
 
 from uno.data.decode import BAD_SAMPLES, BadImage, ahead, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
+from uno.data.output import begin, sweep
 from uno.data.plan import by_windows
 from uno.data.rows import Files, Image, Rows, base, fetch
 from uno.data.tables import FOOTERS, PACKED, PACKING, ParquetImages, json_at
-from uno.errors import ConfigError, StorageError, one_line
+from uno.errors import StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES
 
 GROUP_BYTES = 8 * 2**20
@@ -135,9 +136,8 @@ def pack(
         digest.update(len(group).to_bytes(8, "little") + group.astype("<i8").tobytes())
     plan = {"format": FORMAT, "fingerprint": rows.fingerprint, "rows": len(rows), "shards": list(shards)}
     plan["groups_sha256"] = digest.hexdigest()
-    _claim(output, plan)
-    for name in output.unfinished():
-        output.delete(name)
+    begin(output, PACKING, plan, "pack", finished=False)
+    sweep(output)
     there = [name for name in output.list() if name in shards]
     bad = {
         name: found
@@ -159,18 +159,6 @@ def pack(
     counts = {"packed": len(rows) - len(entries), "bad": len(entries)}
     output.write(PACKING, json.dumps({**plan, **counts, "finished": True}, indent=1).encode())
     return Packed(len(rows), **counts, shards=len(shards))
-
-
-def _claim(output: Storage, plan: dict[str, Any]) -> None:
-    if output.exists(PACKING):
-        found = json_at(output.read(PACKING)) or {}
-        if {name: found.get(name) for name in plan} != plan:
-            fix = "choose another --output"
-            raise ConfigError(f"{output.uri} holds another pack (other data or options); {fix}")
-    elif any(not name.startswith(f".{PACKING}.") for name in output.list()):
-        raise ConfigError(f"{output.uri} is not empty; choose another --output")
-    else:
-        output.write(PACKING, json.dumps({**plan, "finished": False}, indent=1).encode())
 
 
 def _bad_of(output: Storage, name: str) -> tuple[str, list[BadRow] | None]:

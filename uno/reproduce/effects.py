@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from scipy.special import stdtr
 
-from uno.data.files import parse_json
+from uno.data.output import mapping
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
@@ -206,7 +206,7 @@ def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON mapping, {} where there is no file. ConfigError: it is damaged."""
-    try:
-        return dict(parse_json(path.read_text())) if path.exists() else {}
-    except (ValueError, TypeError):
-        raise ConfigError(f"{path} is damaged; delete its directory to run it again") from None
+    found = mapping(path.read_bytes()) if path.exists() else {}
+    if found is None:
+        raise ConfigError(f"{path} is damaged; delete its directory to run it again")
+    return found

@@ -1,6 +1,5 @@
 """Predictions without Parquet: ``predictions.csv``, and a copy of every image in its class's folder."""
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -11,11 +10,12 @@ import pyarrow as pa
 import pyarrow.csv
 from PIL import Image as Pillow
 
+from uno.data import output
 from uno.data.decode import read_header
 from uno.data.files import Storage, read_bytes
 from uno.data.inputs import Inputs
 from uno.data.rows import Image, base, fetch
-from uno.errors import ConfigError, StorageError
+from uno.errors import StorageError
 from uno.limits import MAX_IMAGE_BYTES
 from uno.results.classes import REJECTED
 from uno.results.predictions import COLUMNS, read_batches, read_identity
@@ -28,9 +28,7 @@ GROUP = 64  # images read at a time
 
 def write_csv(storage: Storage) -> str:
     """``predictions.parquet`` as CSV, without embeddings; returns its path."""
-    for name in storage.list():
-        if name.startswith(f".{CSV_FILE}."):  # what a killed process was writing
-            storage.delete(name)
+    output.sweep_file(storage, CSV_FILE)
     schema = pa.schema(COLUMNS)
     with storage.create(CSV_FILE) as stream, pyarrow.csv.CSVWriter(stream, schema) as writer:
         for batch in read_batches(storage, [*COLUMNS]):
@@ -44,15 +42,8 @@ def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, in
     Returns the folder's path. The same again goes on. ConfigError: the folder is another's, or of other
     predictions.
     """
-    identity = json.dumps(read_identity(storage), sort_keys=True).encode()
-    begun = storage.exists(MARK) and storage.read(MARK) == identity
-    killed = f".{MARK.rpartition('/')[2]}."  # while it was begun
-    if not begun and any(not name.startswith(killed) for name in storage.list(FOLDER)):
-        advice = "move it away, or choose another --output"
-        raise ConfigError(f"{storage.path(FOLDER)} is not of these predictions; {advice}")
-    storage.write(MARK, identity)
-    for name in storage.unfinished(FOLDER):
-        storage.delete(name)
+    output.begin(storage, MARK, read_identity(storage) or {}, "folder of sorted images")
+    output.sweep(storage, FOLDER)
     used, done = set[str](), 0
     of_parts, of_images = tee(_readable(storage))
     parts = inputs.parts(rows for rows, _ in of_images)

@@ -7,7 +7,6 @@ goes on with the missing ones. The schema's metadata says what the table was mad
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -21,9 +20,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from uno.data import output
 from uno.data.decode import BATCHES_AHEAD, Interpolation, ahead, decode_many, readable
-from uno.data.files import Storage, parse_json
-from uno.data.inputs import GROUP_ROWS, Inputs, Read, batch_sizes, chunk_rows, partition_rows, uris
+from uno.data.files import Storage
+from uno.data.inputs import Inputs, Read, batch_sizes, chunk_rows, partition_rows, uris
 from uno.data.rows import Decoded, Featured, Images, Part, base, fetch
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, hashes
@@ -50,7 +50,6 @@ COLUMNS = {
     "reason": pa.string(),  # why it is bad
     "model_hash": pa.string(),
 }
-log = logging.getLogger(__name__)
 EMBEDDING = pa.list_(pa.float32())
 DIFFERENCES = {
     "model_hash": "of another model", "data": "of other data", "rows": "of other data",
@@ -253,31 +252,26 @@ class PredictionWriter:
     def _claim(self, replace: bool) -> bool:
         """Make the directory ours, or continue there; whether nothing is left to do."""
         storage, finished = self.storage, None
-        names = storage.list()
-        for name in names:
-            if name.startswith(f".{FILE}."):  # what a killed process was joining
-                storage.delete(name)
-        foreign = [name for name in names if name.endswith(".parquet") and name != FILE]
+        output.sweep_file(storage, FILE)
+        foreign = [name for name in storage.list() if name.endswith(".parquet") and name != FILE]
         with suppress(StorageError) if replace else nullcontext():
             finished = read_identity(storage)
         if not foreign and finished == self.identity:
             return True
-        claimed = storage.exists(CLAIM)
-        begun, older = _claimed(storage.read(CLAIM)) if claimed else ((None, 0), False)
+        claim = {"made_from": self.identity, "part_rows": self.part_rows}
+        claimed, begun = storage.exists(CLAIM), output.find_mapping(storage, CLAIM) or {}
         if not replace and finished is None and not claimed and storage.exists(FILE):
             foreign.append(FILE)
         if foreign:
             raise ConfigError(f"{storage.path(foreign[0])} is not ours; choose another --output")
-        if begun == (self.identity, self.part_rows):
+        if begun == claim:
             return False
-        if older and finished is None and self.identity == (begun[0] or {}) | {"data": self.identity["data"]}:
-            log.warning("%s: what an older version had begun is predicted again", storage.uri)
-        elif not replace and (finished is not None or claimed):
-            found = finished or begun[0] or self.identity | {"format": None}
-            what = next(text for key, text in DIFFERENCES.items() if found[key] != self.identity[key])
+        if not replace and (finished is not None or claimed):
+            found = finished or _identity(begun.get("made_from")) or self.identity
+            differences = (text for key, text in DIFFERENCES.items() if found[key] != self.identity[key])
+            what = next(differences, DIFFERENCES["format"])
             raise ConfigError(f"{storage.uri} holds predictions {what}; choose another --output, or empty it")
         storage.delete(SHARDS)
-        claim = {"made_from": self.identity, "part_rows": self.part_rows}
         storage.write(CLAIM, json.dumps(claim).encode())
         return False
 
@@ -303,7 +297,7 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
     if not storage.exists(FILE):
         return None
     with _reading(storage) as file:
-        return _identity((file.schema_arrow.metadata or {}).get(METADATA, b""))
+        return _identity(output.mapping((file.schema_arrow.metadata or {}).get(METADATA, b"")))
 
 
 def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
@@ -364,17 +358,6 @@ def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
         yield file
 
 
-def _claimed(data: bytes) -> tuple[tuple[dict[str, Any] | None, int], bool]:
-    """What shards were begun from, and the rows of each; whether by a version in which all had 512."""
-    with suppress(ValueError, KeyError, TypeError):
-        found = parse_json(data)
-        return (_identity(json.dumps(found["made_from"]).encode()), int(found["part_rows"])), False
-    return (_identity(data), GROUP_ROWS), True
-
-
-def _identity(data: bytes) -> dict[str, Any] | None:
-    """None where ``data`` is not an identity of this format."""
-    with suppress(ValueError):
-        found = parse_json(data)
-        return found if isinstance(found, dict) and found.keys() == DIFFERENCES.keys() else None
-    return None
+def _identity(found: Any) -> dict[str, Any] | None:
+    """What something was made from; None where this version does not understand it."""
+    return found if isinstance(found, dict) and found.keys() == DIFFERENCES.keys() else None

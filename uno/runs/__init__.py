@@ -8,11 +8,9 @@ NUMERICS = 17
 
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run
 ENVIRONMENT_FILE = "environment.json"
-LOCK_FILE = "lock.json"
 METRICS_FILE = "metrics.jsonl"  # a line of training a time
 RESULTS_FILE = "metrics.json"  # written last: the mark of a finished run
 REPORT_FILE = "report.html"
 ESTIMATE_FILE = "estimate.json"
-FAULTS_FILE = "faults.jsonl"
 STOP_FILE = "STOP"  # asks the workers to save and leave
 RAY_FOLDER = "ray"  # Ray Train's own bookkeeping; a resumed run never reads it

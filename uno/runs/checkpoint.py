@@ -1,91 +1,74 @@
-"""Checkpoints: ``checkpoints/<phase>/step_00000110/`` with tensors, state, configuration and, written last, a
-manifest of their sizes and SHA-256. A directory whose manifest does not verify is not a checkpoint.
+"""Checkpoints: ``checkpoints/<phase>/step_00000110.safetensors``, with the configuration in the metadata. A
+file appears whole or not at all, and holds the SHA-256 of its content: one that does not verify is none.
 """
 
-import hashlib
-import json
 import logging
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from uno.data.files import Storage, parse_json
+from uno.data.files import Storage
+from uno.data.output import seal, unseal
 from uno.errors import StorageError
-from uno.limits import MAX_STATE_BYTES
 
-FORMAT_VERSION = 1
-TENSORS, STATE, CONFIG, MANIFEST = "tensors.safetensors", "state.json", "config.yaml", "manifest.json"
+FORMAT_VERSION = 2
 
 log = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """What was stored: tensors by name and a JSON-able state."""
+    """What is stored: tensors by name and the run's configuration."""
 
     step: int
     tensors: dict[str, Tensor]
-    state: dict[str, Any]
+    config_yaml: str
 
 
 def save_checkpoint(
-    storage: Storage, phase: str, checkpoint: Checkpoint, config_yaml: str,
-    before: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+    storage: Storage, phase: str, checkpoint: Checkpoint, before: Callable[[], None] = lambda: None
+) -> None:
     """Write a checkpoint unless this step has a valid one. What ``before`` does is done by the time that it
     counts. A StorageError leaves older checkpoints as they were.
     """
-    directory = folder(phase, checkpoint.step)
-    if found := storage.walk(directory):
+    name = file_name(phase, checkpoint.step)
+    if checkpoint.step in checkpoint_steps(storage, phase):
         with suppress(StorageError):
-            _verified_files(storage, directory)
+            load_checkpoint(storage, phase, checkpoint.step)
             return
-    state = {"format_version": FORMAT_VERSION, "step": checkpoint.step, **checkpoint.state}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
-    texts = {STATE: json.dumps(state, indent=1).encode(), CONFIG: config_yaml.encode()}
-    files = {TENSORS: safetensors.torch.save(tensors), **texts}
-    manifest = json.dumps({name: _entry(data) for name, data in files.items()}, indent=1).encode()
-    if found:
-        storage.delete(directory)
-    try:
-        with ThreadPoolExecutor(len(files)) as pool:  # for object stores: their requests take long
-            each = map if storage.is_local else pool.map
-            list(each(lambda name: storage.write(f"{directory}/{name}", files[name]), files))
-        before()
-        storage.write(f"{directory}/{MANIFEST}", manifest)
-    except StorageError:
-        with suppress(StorageError):
-            storage.delete(directory)
-        raise
+    facts = {"format_version": str(FORMAT_VERSION), "config": checkpoint.config_yaml}
+    data = seal(name, tensors, facts)
+    before()
+    storage.write(name, data)
 
 
 def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
-    """Delete all checkpoints up to step ``last`` but the newest ``keep``. One of a later step may be in the
-    middle of being written, while this waits for its turn.
+    """Delete all checkpoints up to step ``last`` but the newest ``keep``. One of a later step may have been
+    written while this waited for its turn.
     """
-    found = storage.walk(f"checkpoints/{phase}")
     steps = [step for step in checkpoint_steps(storage, phase) if step <= last]
-    finished = [s for s in steps if f"{_base(s)}/{MANIFEST}" in found]
-    for step in sorted({*steps} - {*finished[-keep:]}):
-        storage.delete(folder(phase, step))
+    for step in steps[:-keep]:
+        storage.delete(file_name(phase, step))
 
 
 def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
-    """Steps that have a checkpoint directory, valid or not, ascending."""
+    """Steps that have a checkpoint, valid or not, ascending. StorageError: they have another format."""
     names = storage.list(f"checkpoints/{phase}")
-    return sorted(int(name.removeprefix("step_")) for name in names if re.fullmatch("step_[0-9]{8,18}", name))
+    if any(re.fullmatch("step_[0-9]{8,18}", name) for name in names):
+        problem = f"{storage.path(f'checkpoints/{phase}')} has format version 1, not {FORMAT_VERSION}"
+        raise StorageError(f"{problem}; use --fresh to start over")
+    found = (re.fullmatch(r"step_([0-9]{8,18})\.safetensors", name) for name in names)
+    return sorted(int(match[1]) for match in found if match is not None)
 
 
 def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
     """The newest valid checkpoint, None where the phase has none; StorageError: none of those verifies."""
     newest, problems = read_checkpoints(storage, phase)
     for step, problem in problems.items():
-        log.warning("skipping checkpoint %s: %s", folder(phase, step), problem)
+        log.warning("skipping checkpoint %s: %s", file_name(phase, step), problem)
     return newest
 
 
@@ -109,44 +92,17 @@ def read_checkpoints(
 
 
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
-    """One checkpoint. StorageError: a file is missing, truncated or altered, or the format is unknown."""
-    files = _verified_files(storage, folder(phase, step))
+    """One checkpoint. StorageError: it is missing, truncated or altered, or its format is unknown."""
+    name = file_name(phase, step)
     try:
-        state = dict(parse_json(files[STATE]))
-        if state.get("format_version") != FORMAT_VERSION:
-            raise StorageError(f"format version {state.get('format_version')} instead of {FORMAT_VERSION}")
-        return Checkpoint(step, safetensors.torch.load(files[TENSORS]), state)
-    except (ValueError, TypeError, SafetensorError) as error:
-        raise StorageError(f"content is damaged: {error}") from None
+        tensors, facts = unseal(name, storage.read(name))
+    except ValueError as error:
+        raise StorageError(str(error)) from None
+    if (version := facts.get("format_version")) != str(FORMAT_VERSION):
+        raise StorageError(f"format version {version} instead of {FORMAT_VERSION}")
+    return Checkpoint(step, tensors, facts.get("config", ""))
 
 
-def folder(phase: str, step: int) -> str:
-    """Directory of a checkpoint in its run."""
-    return f"checkpoints/{phase}/{_base(step)}"
-
-
-def _base(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def _verified_files(storage: Storage, directory: str) -> dict[str, bytes]:
-    found = storage.find(f"{directory}/{MANIFEST}", MAX_STATE_BYTES)
-    if found is None:
-        raise StorageError("no manifest: it was never finished")
-    try:
-        manifest = dict(parse_json(found))
-    except (ValueError, TypeError):
-        raise StorageError("manifest is damaged") from None
-    files = {}
-    for name in (TENSORS, STATE, CONFIG):
-        data = storage.find(f"{directory}/{name}") if name in manifest else None
-        if data is None:
-            raise StorageError(f"{name} is missing")
-        if manifest[name] != _entry(data):
-            raise StorageError(f"{name} is damaged")
-        files[name] = data
-    return files
-
-
-def _entry(data: bytes) -> dict[str, Any]:
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+def file_name(phase: str, step: int) -> str:
+    """Name of a checkpoint in its run."""
+    return f"checkpoints/{phase}/step_{step:08d}.safetensors"

@@ -1,17 +1,18 @@
 """A run's directory: who may use it, what is wrong with it, and the repairs that cannot lose anything."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from uno import runs
 from uno.config import Config, differing_keys, dump_yaml, override, parse_yaml
-from uno.data.files import Storage, parse_json
-from uno.errors import ConfigError, StorageError, UnoError
+from uno.data import output
+from uno.data.files import Storage
+from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
 from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RAY_FOLDER, RESULTS_FILE, lock
-from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, folder, read_checkpoints
+from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, file_name, read_checkpoints
 from uno.runs.hardware import environment
 from uno.runs.journal import read_journal
 
@@ -23,15 +24,7 @@ LEFTOVERS = {
 
 def is_run(storage: Storage) -> bool:
     """Whether the directory holds a run (False also where it was only begun); ConfigError: anything else."""
-    if storage.exists(CONFIG_FILE):
-        return True
-    begun = (CONFIG_FILE, ENVIRONMENT_FILE)  # by a command that has just started, or was killed there
-    unfinished = tuple(f".{name}." for name in begun)
-    names = [name for name in storage.list() if name not in begun and not name.startswith(unfinished)]
-    if not all(map(lock.ours, names)):
-        problem = f"{storage.uri} is not empty and holds no run (no {CONFIG_FILE})"
-        raise ConfigError(f"{problem}; nothing there is touched, choose another --output")
-    return False
+    return output.is_ours(storage, CONFIG_FILE, "run", {ENVIRONMENT_FILE})
 
 
 def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
@@ -40,14 +33,13 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
         storage.write(ENVIRONMENT_FILE, json.dumps(environment(fingerprint), indent=1).encode())
         storage.write(CONFIG_FILE, dump_yaml(config).encode())
         return
-    if keys := differing_keys(read_config_tree(storage), config):
-        some = f"{storage.uri} holds a run with other settings: {', '.join(keys[:6])}" + " ..." * (
-            len(keys) > 6
-        )
-        raise ConfigError(f"{some}; use those, --fresh, or another --output")
-    known = _read(storage, ENVIRONMENT_FILE)
+    known = output.find_mapping(storage, ENVIRONMENT_FILE)
+    if known is None:
+        raise ConfigError(f"{storage.path(ENVIRONMENT_FILE)} is missing or damaged; use --fresh")
     if (found := known.get("format_version")) != FORMAT_VERSION:
-        raise ConfigError(f"{storage.uri} has format version {found}, not {FORMAT_VERSION}")
+        raise ConfigError(f"{storage.uri} has format version {found}, not {FORMAT_VERSION}; use --fresh")
+    if keys := differing_keys(read_config_tree(storage), config):
+        raise output.other_settings(storage.uri, "a run", keys, "use those, --fresh, or another --output")
     if known.get("data_fingerprint") != fingerprint:
         raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --fresh")
 
@@ -55,44 +47,45 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
 def clear(storage: Storage) -> None:
     """Empty a run directory except for its lock; ``config.yaml`` goes last, so that a rest is still a run."""
     for name in sorted(storage.list(), key=lambda name: name == CONFIG_FILE):
-        if not lock.ours(name):
+        if not output.is_lock(name):
             storage.delete(name)
+
+
+def require_run(storage: Storage) -> None:
+    """Raise ConfigError unless the directory is that of a run."""
+    if not storage.exists(CONFIG_FILE):
+        raise ConfigError(f"{storage.uri} is not a run directory: it has no {CONFIG_FILE}")
 
 
 def read_config_tree(storage: Storage) -> dict[str, Any]:
     """The ``config.yaml`` of a run as a nested dict. ConfigError: there is none, or it is damaged."""
-    if not storage.exists(CONFIG_FILE):
-        raise ConfigError(f"{storage.uri} is not a run directory: it has no {CONFIG_FILE}")
-    return _read(storage, CONFIG_FILE, lambda data: parse_yaml(data, CONFIG_FILE) or None)
+    require_run(storage)
+    with suppress(ValueError):
+        if tree := parse_yaml(storage.read(CONFIG_FILE, MAX_STATE_BYTES), CONFIG_FILE):
+            return dict(tree)
+    raise ConfigError(f"{storage.path(CONFIG_FILE)} is damaged")
 
 
 def read_results(storage: Storage) -> dict[str, float] | None:
     """``metrics.json``; None where there is none or it is damaged."""
-    with suppress(ConfigError):
-        return _read(storage, RESULTS_FILE) if storage.exists(RESULTS_FILE) else None
-    return None
-
-
-def _read(storage: Storage, name: str, parse: Callable[[bytes], Any] = parse_json) -> dict[str, Any]:
-    try:
-        tree = parse(storage.read(name, MAX_STATE_BYTES))
-    except ValueError:
-        tree = None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{storage.path(name)} is damaged")
-    return tree
+    return output.find_mapping(storage, RESULTS_FILE)
 
 
 def heal(storage: Storage, thorough: bool = False) -> list[str]:
-    """Remove leftovers and damaged checkpoints newer than the newest valid one (``thorough``: all damaged);
-    returns a line for each of these. StorageError: a phase has checkpoints and none verifies.
+    """Remove leftovers and damaged checkpoints newer than the newest valid one; ``thorough``: all damaged
+    ones, and a damaged configuration is replaced by that of the newest checkpoint. Returns a line for each of
+    these. StorageError: a phase has checkpoints and none verifies.
     """
-    lines = []
+    lines, newest = list[str](), None
     for phase in runs.PHASES:
-        _, damaged = read_checkpoints(storage, phase, every=thorough)
+        found, damaged = read_checkpoints(storage, phase, every=thorough)
+        newest = found or newest
         for step, problem in damaged.items():
-            storage.delete(folder(phase, step))
+            storage.delete(file_name(phase, step))
             lines.append(f"removed the damaged checkpoint of {phase} step {step} ({problem})")
+    if thorough and newest is not None and _config_problem(storage):
+        storage.write(CONFIG_FILE, newest.config_yaml.encode())
+        lines.append(f"wrote {CONFIG_FILE} as the checkpoint of step {newest.step} has it")
     for name in _leftovers(storage):
         with suppress(StorageError):  # a process that outlives its command may still be writing there
             storage.delete(name)
@@ -102,8 +95,7 @@ def heal(storage: Storage, thorough: bool = False) -> list[str]:
 def _leftovers(storage: Storage) -> list[str]:
     """Names of what killed commands left: temporary files (on local disks), Ray's folder, a STOP file."""
     names = [name for name in LEFTOVERS if storage.exists(name)]
-    names += [name for name in storage.unfinished() if not lock.ours(name.rpartition("/")[2])]
-    return [name for name in names if not name.startswith(f"{RAY_FOLDER}/")]
+    return names + [name for name in output.leftovers(storage) if not name.startswith(f"{RAY_FOLDER}/")]
 
 
 class Finding(NamedTuple):
@@ -119,13 +111,11 @@ class Finding(NamedTuple):
 
 def examine(storage: Storage) -> Iterator[Finding]:
     """All that can be told of a run directory without its data; it takes WATCH_S where a lock is watched."""
-    try:
-        override(Config(), read_config_tree(storage))
+    require_run(storage)
+    if problem := _config_problem(storage):
+        yield Finding("error", problem, "--repair takes the one of the newest checkpoint")
+    else:
         yield Finding("ok", f"{CONFIG_FILE} is complete")
-    except ConfigError as error:
-        if not storage.exists(CONFIG_FILE):
-            raise
-        yield Finding("error", str(error), "copy the one of a checkpoint (checkpoints/*/*/config.yaml) there")
     yield _of_environment(storage)
     for phase in runs.PHASES:
         yield from _of_checkpoints(storage, phase)
@@ -147,11 +137,21 @@ def examine(storage: Storage) -> Iterator[Finding]:
         yield Finding("warning", f"{name}: {what}", "the next start removes it")
 
 
-def _of_environment(storage: Storage) -> Finding:
+def _config_problem(storage: Storage) -> str:
+    """What is wrong with the configuration of a run, '' where nothing is."""
     try:
-        known = _read(storage, ENVIRONMENT_FILE)
-        versions = dict(known.get("versions", {}))
-    except (UnoError, ValueError, TypeError):
+        override(Config(), read_config_tree(storage))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _of_environment(storage: Storage) -> Finding:
+    known: dict[str, Any] = {}
+    with suppress(StorageError):
+        known = output.find_mapping(storage, ENVIRONMENT_FILE) or {}
+    versions = known.get("versions")
+    if not isinstance(versions, dict):
         text, remedy = f"{ENVIRONMENT_FILE} is missing or damaged", "the run cannot prove its data: --fresh"
         return Finding("error", text, remedy)
     if (found := known.get("format_version")) != FORMAT_VERSION:

@@ -4,8 +4,8 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from queue import Queue
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,7 @@ from uno.errors import StorageError
 from uno.runs import METRICS_FILE
 
 CHARTED = ("loss", "lr", "images_per_s", "skipped_steps")
-MAX_JOBS = 1000  # that wait for a storage which is slower than training
+MAX_LINES = 1000  # that wait for a storage which is slower than training
 PAUSE_S = 2.0  # between two uploads of the journal to an object store, which takes it whole
 
 
@@ -25,14 +25,17 @@ class Journal:
     ``storage``, on all ranks but the first, nothing is written. Lines of ``phase`` after ``step``, of a run
     that died or was rolled back, are dropped.
 
-    A thread writes, so that training never waits for storage. :meth:`flush` does; a StorageError of the
-    thread is raised by whatever is called next.
+    One thread writes, in order, so that training never waits for storage; :meth:`flush` does. After a job has
+    failed none is done, and whatever is called next raises what it raised.
     """
 
     def __init__(self, storage: Storage | None, phase: str, step: int) -> None:
         self._storage, self._phase, self._events = storage, phase, None
         self._lines: deque[tuple[str, dict[str, Any]]] = deque()
-        self._writer = Writer()
+        self._writer = ThreadPoolExecutor(1, "uno-journal")
+        self._last: Future[None] | None = None  # of the jobs so far: once it is done, all are
+        self._hurry = threading.Event()  # somebody waits for the jobs
+        self._error: Exception | None = None
         self.rewind(step)
 
     def __enter__(self) -> "Journal":
@@ -47,6 +50,7 @@ class Journal:
     def rewind(self, step: int) -> None:
         """Drop what was written after ``step``."""
         self.close()
+        self._writer, self._last = ThreadPoolExecutor(1, "uno-journal"), None
         self._text = b""  # all of it, where storage cannot append
         if self._storage is None:
             return
@@ -64,26 +68,51 @@ class Journal:
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line, soon."""
         line = json.dumps(metrics, allow_nan=False) + "\n"
-        if self._storage is not None:
-            self._lines.append((line, metrics))
-            self._writer.do(self._write_lines)
+        if self._storage is None:
+            return
+        if len(self._lines) >= MAX_LINES:
+            self.flush()
+        self._lines.append((line, metrics))
+        self.later(self._write_lines)
 
     def later(self, job: Callable[[], None]) -> None:
         """``job`` after the lines so far, in the same thread; at once where nothing is written."""
-        job() if self._storage is None else self._writer.do(job)
+        self._raise()
+        if self._storage is None:
+            job()
+        else:
+            self._last = self._writer.submit(self._do, job)
 
     def flush(self) -> None:
         """Return when all lines are in storage, and all jobs done."""
-        self._writer.flush()
+        self._hurry.set()
+        if self._last is not None:
+            self._last.result()
+        self._hurry.clear()
+        self._raise()
 
     def close(self) -> None:
-        """Flush, TensorBoard too."""
+        """Flush, TensorBoard too, and end the thread."""
+        self._hurry.set()
+        self._writer.shutdown()
+        self._hurry.clear()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _do(self, job: Callable[[], None]) -> None:
         try:
-            self._writer.close()
-        finally:
-            if self._events is not None:
-                self._events.close()
-                self._events = None
+            if self._error is None:
+                job()
+        except Exception as error:  # whatever it is: the thread that trains raises it
+            self._error = error
 
     def _is_after(self, entry: dict[str, Any], step: int) -> bool:
         return bool(entry.get("phase") == self._phase and entry.get("step", 0) > step)
@@ -99,7 +128,7 @@ class Journal:
         else:
             self._text += new
             self._storage.write(METRICS_FILE, self._text)
-            self._writer.pause(PAUSE_S)
+            self._hurry.wait(PAUSE_S)
         for _, metrics in found:
             self._draw(metrics)
 
@@ -109,64 +138,6 @@ class Journal:
             scalars |= {f"head_loss/{head}": loss for head, loss in enumerate(metrics.get("head_losses", ()))}
             for name, value in scalars.items():
                 self._events.add_scalar(name, value, metrics["step"])
-
-
-class Writer:
-    """A thread that does jobs in order, from the first to :meth:`close`. After one has failed none is done,
-    and every call raises what it raised.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: Queue[Callable[[], None] | None] = Queue(MAX_JOBS)
-        self._hurry = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    def do(self, job: Callable[[], None]) -> None:
-        """Have ``job`` done; waits only where :data:`MAX_JOBS` are waiting."""
-        self._raise()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="uno-journal", daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
-    def flush(self) -> None:
-        """Return when all is done."""
-        self._hurry.set()
-        self._jobs.join()
-        self._hurry.clear()
-        self._raise()
-
-    def close(self) -> None:
-        """Flush, and end the thread; another job starts one."""
-        if (thread := self._thread) is not None:
-            self._hurry.set()
-            self._jobs.put(None)
-            thread.join()
-            self._thread = None
-            self._hurry.clear()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def pause(self, seconds: float) -> None:
-        """For a job: wait, unless somebody waits for the jobs."""
-        self._hurry.wait(seconds)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                if self._error is None:
-                    job()
-            except Exception as error:  # whatever it is: the thread that trains raises it
-                self._error = error
-            finally:
-                self._jobs.task_done()
-        self._jobs.task_done()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 class JournalTail:

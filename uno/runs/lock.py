@@ -2,7 +2,7 @@
 
 It works on any storage and compares no clocks. A newcomer watches a claim that it finds: if it stays as it is
 for :data:`WATCH_S`, its holder was killed, and the newcomer's token replaces it. Whoever writes with the old
-one is stopped. A write under way at that time can only spoil a checkpoint, which the manifest tells.
+one is stopped. A write under way at that time is of one whole file.
 """
 
 import json
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from uno.data.files import TEMPORARY, Storage, parse_json
+from uno.data.files import TEMPORARY, Storage
+from uno.data.output import LOCK_FILE, is_lock, mapping
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
-from uno.runs import LOCK_FILE
 
 RENEW_S = 2.0
 WATCH_S = 10.0
@@ -70,7 +70,7 @@ class Claim:
         self._released.set()
         with self._mutex:
             if self._holds():
-                for name in filter(ours, self._plain.list()):
+                for name in filter(is_lock, self._plain.list()):
                     if TEMPORARY.fullmatch(name):
                         self._plain.delete(name)
                 self._plain.delete(LOCK_FILE)
@@ -126,17 +126,10 @@ def _in_use(storage: Storage, who: str) -> ConfigError:
     return ConfigError(f"{storage.uri} is in use by {who}; {advice}")
 
 
-def ours(name: str) -> bool:
-    """Whether a file of a run directory is the lock (or what a killed writer left of it)."""
-    return name.lstrip(".").startswith(LOCK_FILE)
-
-
 def _read(storage: Storage) -> dict[str, Any] | None:
+    """The lock file; {} where it is damaged, None where there is none."""
     data = storage.find(LOCK_FILE, MAX_STATE_BYTES)
-    try:
-        return None if data is None else dict(parse_json(data))
-    except (ValueError, TypeError):
-        return {}
+    return None if data is None else mapping(data) or {}
 
 
 def _who(found: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Features of a frozen encoder against a plain loop, and a cache that nothing makes lie."""
 
-import hashlib
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from uno.data.columns import Labels
 from uno.data.decode import decode
 from uno.data.features import FeatureCache, cached_features, compute_here, feature_job, pack_shard
 from uno.data.files import Storage
+from uno.data.output import seal
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.resident import assemble
 from uno.data.sources import read_digits
@@ -81,7 +81,7 @@ def computed(job, encoder=None, threads=1, seen=None, folder=None):
         if seen is not None:
             seen.append(list(numbers))
         found = compute_here(job, encoder or encoder_of(job.config), numbers, threads)
-        packed = ((number, pack_shard(shard)) for number, shard in found)
+        packed = ((number, pack_shard(job.key, number, shard)) for number, shard in found)
         return packed if folder is None else cache_of(folder, job).keep(packed)
 
     return compute
@@ -215,33 +215,21 @@ def flip(first, second):
     second.write_bytes(data)
 
 
-def rename(first, second):
-    """The first one is there twice."""
-    second.unlink()
-    second.with_name("000001" + first.name[6:]).write_bytes(first.read_bytes())
-
-
-def be_foreign(first, second):
-    """With the plain hash of its content."""
-    second.unlink()
-    data = safetensors.torch.save({"features": torch.ones(16, 4, 16)}, {"reasons": json.dumps([None] * 16)})
-    name = f"000001-{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
-    second.with_name(name).write_bytes(data)
-
+CONTENT = {"features": torch.ones(16, 4, 16)}
+REASONS = {"reasons": json.dumps([None] * 16)}
 
 DAMAGE = {
     "a flipped bit": flip,
     "cut off": lambda first, second: second.write_bytes(second.read_bytes()[:1000]),
     "empty": lambda first, second: second.write_bytes(b""),
     "another shard's content": lambda first, second: second.write_bytes(first.read_bytes()),
-    "another shard's name": rename,
-    "foreign": be_foreign,
+    "not sealed": lambda first, second: second.write_bytes(safetensors.torch.save(CONTENT, REASONS)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
-    """One line. Kills: a name that vouches for the content but not for its place, damage that is fatal."""
+    """One line. Kills: a sum that vouches for the content but not for its place, damage that is fatal."""
     job = job_of()
     whole, _ = kept(tmp_path, job)
     first, second, _ = shards(tmp_path)
@@ -263,10 +251,10 @@ def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
     {"features": torch.ones(16, 4, 8)}, {"features": torch.ones(8, 4, 16)}, {"rows": torch.ones(16, 4, 16)},
 ])  # fmt: skip
 def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
-    """Under a name that fits."""
+    """Sealed, in its place."""
     job = job_of()
     cache = cache_of(tmp_path, job)
-    list(cache.keep([(0, safetensors.torch.save(content, {"reasons": json.dumps([None] * 16)}))]))
+    list(cache.keep([(0, seal(features.shard_name(job.key, 0), content, REASONS))]))
     assert cache.read()[2] == [0, 1, 2] and "1 damaged files" in caplog.text and not shards(tmp_path)
 
 
@@ -275,7 +263,7 @@ def test_what_is_no_shard_is_left_alone(tmp_path, caplog):
     job = job_of()
     kept(tmp_path, job)
     folder = Path(cache_of(tmp_path, job).path)
-    for name in ("notes.txt", ".000000-abc.safetensors.1234", "000009-" + "0" * 32 + ".safetensors"):
+    for name in ("notes.txt", ".000000-abc.safetensors.1234", "000009.safetensors"):
         (folder / name).write_text("x")
     assert cache_of(tmp_path, job).read()[2] == [] and not caplog.messages
     assert len(list(folder.iterdir())) == 3 + 1 + 3

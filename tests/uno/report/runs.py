@@ -50,7 +50,7 @@ def write_run(folder: Path, config: Config, task: Task, metrics: dict[str, float
     model = build_model(config.model, task.num_known, task.num_novel, 0)
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     tensors["head_losses"] = torch.tensor([0.4, 0.3, 0.2, 0.5])
-    save_checkpoint(storage, "discover", Checkpoint(10, tensors, {}), dump_yaml(config))
+    save_checkpoint(storage, "discover", Checkpoint(10, tensors, dump_yaml(config)))
     storage.write("config.yaml", dump_yaml(config).encode())
     storage.write("environment.json", json.dumps(environment(task.rows.fingerprint)).encode())
     for phase in ("pretrain", "discover"):

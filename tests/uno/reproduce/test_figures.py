@@ -32,7 +32,7 @@ def drawn(tmp_path, monkeypatch):
         run, model = Storage(str(tmp_path / cell.name)), registry.build_network(config, 5, 5, 0)
         tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
         tensors["head_losses"] = torch.arange(float(registry.num_heads(config)))
-        save_checkpoint(run, "discover", Checkpoint(1, tensors, {}), dump_yaml(config))
+        save_checkpoint(run, "discover", Checkpoint(1, tensors, dump_yaml(config)))
         run.write("config.yaml", dump_yaml(config).encode())
     return results, todo, shapes
 

@@ -11,7 +11,7 @@ from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.presets import PRESETS, preset
 from uno.runs import directory, lock
-from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.checkpoint import checkpoint_steps, file_name
 from uno.runs.directory import open_run
 
 CONFIG = small_config(pretrain__epochs=2, discover__epochs=2)
@@ -75,7 +75,7 @@ def test_what_does_not_fit_the_run_is_refused(empty):
     facts = json.loads(empty.read("environment.json"))
     assert facts["data_fingerprint"] == "print" and "torch" in facts["versions"]
     empty.write("environment.json", json.dumps(facts | {"format_version": 99}).encode())
-    with pytest.raises(ConfigError, match="format version 99, not 1"):
+    with pytest.raises(ConfigError, match="format version 99, not 2; use --fresh"):
         open_run(CONFIG, empty, "print")
 
 
@@ -86,10 +86,11 @@ BOMB = b"a: &a {x: 1}\nb: &b {x: *a, y: *a}\nc: {x: *b, y: *b}\n"
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"3", b"", DEEP, BOMB, b"#" * 2_000_000])
 def test_damaged_files_of_a_run_are_one_line(empty, content):
     """Kills: tracebacks of json and yaml, a YAML file that takes minutes."""
-    open_run(CONFIG, empty, "print")
-    for name in ("environment.json", "config.yaml"):
+    for name, says in (("environment.json", "missing or damaged"), ("config.yaml", "damaged")):
+        empty.delete("config.yaml")
+        open_run(CONFIG, empty, "print")
         empty.write(name, content)
-        with pytest.raises(ConfigError, match=rf"{name} is damaged"):
+        with pytest.raises(ConfigError, match=rf"{name} is {says}"):
             open_run(CONFIG, empty, "print")
 
 
@@ -114,7 +115,7 @@ def levels(storage: Storage, level: str) -> list[str]:
     return [str(finding) for finding in directory.examine(storage) if finding.level == level]
 
 
-NEWEST = "checkpoints/discover/step_00000012"
+NEWEST = "checkpoints/discover/step_00000012.safetensors"
 
 
 def test_a_sound_run(storage):
@@ -132,10 +133,9 @@ def cut(storage, name):
 
 
 WARNINGS = {
-    "a truncated checkpoint": (lambda s: cut(s, f"{NEWEST}/tensors.safetensors"), "step 12: tensors"),
-    "a checkpoint without its state": (lambda s: s.delete(f"{NEWEST}/state.json"), "state.json is missing"),
+    "a truncated checkpoint": (lambda s: cut(s, NEWEST), "discover step 12: it is damaged"),
     "a cut line": (lambda s: cut(s, "metrics.jsonl"), "metrics.jsonl: 1 unreadable lines"),
-    "a temporary file": (lambda s: s.write(f"{NEWEST}/.state.json.0a1b2c3d", b""), "unfinished"),
+    "a temporary file": (lambda s: s.write("checkpoints/.x.safetensors.0a1b2c3d", b""), "unfinished"),
     "Ray's folder": (lambda s: s.write("ray/attempt-1/x.json", b""), "ray: Ray Train"),
     "a STOP file": (lambda s: s.write("STOP", b""), "STOP: the request"),
     "damaged results": (lambda s: s.write("metrics.json", b"{"), "metrics.json is damaged"),
@@ -146,7 +146,7 @@ WARNINGS = {
         lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7}'), "process 7 on gone held the directory"
     ),
     "another torch": (
-        lambda s: s.write("environment.json", b'{"format_version": 1, "versions": {"torch": "1.0"}}'),
+        lambda s: s.write("environment.json", b'{"format_version": 2, "versions": {"torch": "1.0"}}'),
         "torch 1.0 is",
     ),
 }  # fmt: skip
@@ -156,7 +156,7 @@ ERRORS = {
     "environment.json": (lambda s: s.delete("environment.json"), "environment.json is missing"),
     "a deep environment.json": (lambda s: s.write("environment.json", DEEP), "is missing or damaged"),
     "all checkpoints": (
-        lambda s: [cut(s, f"checkpoints/discover/step_{step:08d}/state.json") for step in (6, 12)],
+        lambda s: [cut(s, file_name("discover", step)) for step in (6, 12)],
         "none of the 2 checkpoints",
     ),
 }
@@ -171,17 +171,34 @@ def test_what_a_run_survives_is_a_warning_and_the_rest_an_error(storage, case):
     assert says in line and "\n" not in line and levels(storage, other) == []
 
 
+def test_a_damaged_configuration_comes_back_from_the_newest_checkpoint(storage):
+    """Only when asked for. Kills: settings of another run, a repair that needs the file it repairs."""
+    storage.write("config.yaml", b"- 1")
+    assert directory.heal(storage) == [] and storage.read("config.yaml") == b"- 1"
+    (line,) = directory.heal(storage, thorough=True)
+    assert line == "wrote config.yaml as the checkpoint of step 12 has it" and levels(storage, "error") == []
+    open_run(CONFIG, storage, "f" * 64)
+
+
+def test_a_run_of_the_form_before_is_refused(empty):
+    """Kills: settings that a newer schema has named as the reason."""
+    empty.write("config.yaml", b"of: then")
+    empty.write("environment.json", b'{"format_version": 1, "versions": {}}')
+    with pytest.raises(ConfigError, match=r"^.*empty has format version 1, not 2; use --fresh$"):
+        open_run(CONFIG, empty, "print")
+
+
 def test_repairs_lose_nothing(storage):
     """Kills: the last valid checkpoint removed, an incomplete repair, older damage removed unasked."""
     for case in ("a truncated checkpoint", "a temporary file", "Ray's folder", "a STOP file"):
         WARNINGS[case][0](storage)
     assert len(levels(storage, "warning")) == 4
     (line,) = directory.heal(storage, thorough=True)
-    assert "removed the damaged checkpoint of discover step 12 (tensors.safetensors is damaged)" in line
+    assert "removed the damaged checkpoint of discover step 12 (it is damaged" in line
     assert levels(storage, "warning") == levels(storage, "error") == []
     assert checkpoint_steps(storage, "discover") == [6] and checkpoint_steps(storage, "pretrain") == [3, 6]
     for phase, step in (("discover", 6), ("pretrain", 3)):
-        cut(storage, f"checkpoints/{phase}/step_{step:08d}/state.json")
+        cut(storage, file_name(phase, step))
     for thorough in (False, True):
         with pytest.raises(StorageError, match="none of the 1 checkpoints"):
             directory.heal(storage, thorough)

@@ -4,12 +4,14 @@ import logging
 
 import pytest
 
+from tests import faults
+from tests.faults import Fault, planned
 from tests.uno.small_run import assert_same, copied_tensors, lines, small_config, train_both, wasted_steps
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
-from uno.runs import faults
+from uno.runs import hooks
 from uno.runs.checkpoint import checkpoint_steps, load_newest
-from uno.runs.faults import Fault, planned
+from uno.runs.hooks import hooked
 
 
 @pytest.fixture(scope="module")
@@ -18,13 +20,27 @@ def undisturbed(tmp_path_factory):
     return copied_tensors(train_both(small_config(), storage)), lines(storage)
 
 
-def test_without_the_variable_nothing_is_wrapped(tmp_path, monkeypatch):
-    """Kills: a hook that costs every run something, a file in every run directory."""
+def test_without_the_variable_nothing_is_wrapped_and_with_it_nothing_ignored(tmp_path, monkeypatch):
+    """Kills: a hook that costs every run something, a file in every run directory, faults nobody makes."""
     monkeypatch.delenv(faults.VARIABLE, raising=False)
     storage = Storage(str(tmp_path))
-    assert faults.in_training(pytest.fail, "discover", 0, storage) is pytest.fail
-    assert faults.in_driver(pytest.fail, storage) is pytest.fail
+    monkeypatch.setattr(hooks, "INJECTOR", "tests.no_such_module")
+    assert hooked("in_training", pytest.fail, "discover", 0, storage) is pytest.fail
+    assert hooked("in_driver", pytest.fail, storage) is pytest.fail and hooked("announced", []) == []
     assert storage.list() == []
+    monkeypatch.setenv(faults.VARIABLE, "nan:step=9")
+    with pytest.raises(
+        ConfigError, match=r"^UNO_FAULTS is set, but tests\.no_such_module.* not installed; .*$"
+    ):
+        hooked("announced", [])
+
+
+def test_every_fault_is_announced(monkeypatch):
+    monkeypatch.setenv(faults.VARIABLE, "nan:step=9;sigterm:step=3")
+    assert hooked("announced", []) == [
+        "warning: UNO_FAULTS is set: nan of rank 0 at discover 9",
+        "warning: UNO_FAULTS is set: sigterm of rank 0 at discover 3",
+    ]
 
 
 def test_what_the_variable_says():
@@ -66,7 +82,7 @@ def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, kin
     """One line that names the file; the older checkpoint stays; with room again the run goes on."""
     monkeypatch.setenv(faults.VARIABLE, f"{kind}:checkpoint=2")
     storage = Storage(str(tmp_path))
-    with pytest.raises(StorageError, match=rf"^cannot write .*step_00000012/.*{REASONS[kind]}$"):
+    with pytest.raises(StorageError, match=rf"^cannot write .*step_00000012.*{REASONS[kind]}$"):
         train_both(small_config(), storage)
     assert checkpoint_steps(storage, "discover") == [6]
     assert_same(copied_tensors(train_both(small_config(), storage)), undisturbed[0])
@@ -89,7 +105,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path, undisturbed, m
     """The older one is taken; the end is the same. Kills: a start at step 0, damaged weights trained on."""
     storage = Storage(str(tmp_path))
     train_both(small_config(), storage)
-    DAMAGE[damage](tmp_path / "checkpoints/discover/step_00000018/tensors.safetensors")
+    DAMAGE[damage](tmp_path / "checkpoints/discover/step_00000018.safetensors")
     monkeypatch.setenv(faults.VARIABLE, "nan:step=999")  # only to have the start noted
     assert_same(copied_tensors(train_both(small_config(), storage)), undisturbed[0])
     assert [event["step"] for event in faults.read_events(storage)] == [18 - 6]

@@ -13,7 +13,6 @@ from tests.uno.small_run import HERE, small_config, small_sets
 from uno.data.files import Storage
 from uno.errors import StorageError
 from uno.runs import METRICS_FILE
-from uno.runs.checkpoint import MANIFEST, checkpoint_steps
 from uno.runs.journal import Journal, JournalTail, read_journal
 from uno.runs.run import PRETRAIN, run_phase
 
@@ -197,8 +196,8 @@ def test_a_checkpoint_counts_when_its_lines_are_there(storage, monkeypatch):
         def note(name, data):
             if name == METRICS_FILE:
                 time.sleep(0.01)
-            elif name.endswith(MANIFEST):
-                seen.append((steps(storage, PRETRAIN)[-1:], checkpoint_steps(storage, PRETRAIN)[-1:]))
+            elif name.startswith("checkpoints/"):
+                seen.append((name[-20:-12], steps(storage, PRETRAIN)[-1]))
             do(name, data)
 
         return note
@@ -207,7 +206,7 @@ def test_a_checkpoint_counts_when_its_lines_are_there(storage, monkeypatch):
         monkeypatch.setattr(storage, name, slowly(getattr(storage, name)))
     config = small_config(train__log_every=1, train__keep_checkpoints=9)
     run_phase(config, PRETRAIN, small_sets()[0], HERE, storage)
-    assert seen == [([step], [step]) for step in (3, 6, 9)]
+    assert seen == [(f"{step:08d}", step) for step in (3, 6, 9)]
 
 
 def test_requests_of_training_do_not_grow_with_its_lines(remote):
@@ -222,5 +221,5 @@ def test_requests_of_training_do_not_grow_with_its_lines(remote):
         run_phase(config, PRETRAIN, small_sets()[0], HERE, remote)
         looks = ("open_input_file", "get_file_info")
         asked.append([remote._fs.of(name, main) for name in looks for main in (True, False)])
-        assert remote._fs.of("open_output_stream", True) <= 2  # the manifest, a rewound journal
+        assert remote._fs.of("open_output_stream", True) <= 2  # the checkpoint, a rewound journal
     assert asked[0] == asked[1]

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from uno.data.files import Storage
+from uno.data.output import is_lock
 from uno.errors import ConfigError, StorageError
 from uno.runs import lock
 from uno.runs.lock import Claim, ClaimedStorage, claim
@@ -103,8 +104,8 @@ def test_a_new_token_shuts_out_the_workers_of_the_old_one(storage):
     # another node without the shared disk: the directory is there, empty
     with pytest.raises(StorageError, match="is not on storage that all nodes share"):
         ClaimedStorage(storage.uri, "token").check()
-    assert lock.ours("lock.json") and lock.ours(".lock.json.1a2b3c4d")
-    assert not lock.ours("config.yaml") and not lock.ours("my-lock.json")
+    assert is_lock("lock.json") and is_lock(".lock.json.1a2b3c4d")
+    assert not is_lock("config.yaml") and not is_lock("my-lock.json")
 
 
 def test_of_two_commands_in_the_same_moment_one_is_told_of_the_other(storage, monkeypatch):

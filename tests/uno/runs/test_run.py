@@ -95,7 +95,7 @@ def test_prototypes_are_normalised_before_evaluation(tmp_path):
         for head in (state.model.known, state.model.novel, state.model.over):
             head.weight.mul_(torch.rand(*head.weight.shape[:-1], 1) + 0.5)
     state.head_losses.copy_(torch.tensor([2.0, 1.0]))
-    save_checkpoint(storage, run.DISCOVER, Checkpoint(1, copied_tensors(state), {}), "")
+    save_checkpoint(storage, run.DISCOVER, Checkpoint(1, copied_tensors(state), ""))
     model, best_head = run.load_trained(CONFIG, storage, 5, 5)
     assert best_head == 1 and not model.training
     for head in (model.known, model.novel, model.over):

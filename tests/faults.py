@@ -13,7 +13,8 @@ Faults are separated by ``;`` and have the form ``KIND:key=value,...``::
     sigterm:step=7                             SIGTERM to it
 
 ``phase=pretrain`` aims at the other phase. Every fault strikes once in the life of a run directory, whose
-``faults.jsonl`` notes it before it strikes, and every step from which training starts or starts again.
+``faults.jsonl`` notes it before it strikes, and every step from which training starts or starts again. A
+command gets here through :mod:`uno.runs.hooks`.
 """
 
 import errno
@@ -29,11 +30,12 @@ from typing import Any, NamedTuple
 
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
-from uno.runs import DISCOVER, FAULTS_FILE, PHASES
+from uno.runs import DISCOVER, PHASES
+from uno.runs.hooks import VARIABLE
 from uno.runs.journal import read_journal
 from uno.steps import Batch
 
-VARIABLE = "UNO_FAULTS"
+FAULTS_FILE = "faults.jsonl"
 RANKED = ("kill-worker", "nan")
 DISKS = {"full-disk": errno.ENOSPC, "read-only": errno.EROFS, "timeout": errno.ETIMEDOUT}
 DRIVER = {"kill-driver": signal.SIGKILL, "sigterm": signal.SIGTERM}
@@ -83,14 +85,16 @@ def _parse(part: str) -> list[Fault]:
     return [Fault(kind, values["phase"], at, rank) for at in sorted(random.Random(seed).sample(steps, times))]
 
 
+def announced(lines: list[str]) -> list[str]:
+    """``lines`` and a warning for each fault that is planned."""
+    return lines + [f"warning: {VARIABLE} is set: {fault.name}" for fault in planned()]
+
+
 def in_training(
     batches: Callable[[int], Batch], phase: str, rank: int, storage: Storage
 ) -> Callable[[int], Batch]:
-    """``batches`` of a training process that meets the faults planned for it; itself where there are none."""
-    every = planned()
-    if not every:
-        return batches
-    faults = [fault for fault in every if fault.phase == phase]
+    """``batches`` of a training process that meets the faults planned for it."""
+    faults = [fault for fault in planned() if fault.phase == phase]
     if rank == 0:
         _prepare_disk(storage, [fault for fault in faults if fault.kind in DISKS])
     expected = -1
@@ -113,10 +117,8 @@ def in_training(
 
 
 def in_driver(show: Callable[[dict[str, Any]], None], storage: Storage) -> Callable[[dict[str, Any]], None]:
-    """``show`` of a command that meets the faults planned for it; itself where there are none."""
+    """``show`` of a command that meets the faults planned for it."""
     faults = [fault for fault in planned() if fault.kind in DRIVER]
-    if not faults:
-        return show
 
     def meet(metrics: dict[str, Any]) -> None:
         show(metrics)
@@ -141,7 +143,7 @@ def _prepare_disk(storage: Storage, faults: list[Fault]) -> None:
     write, seen = storage.write, set()
 
     def failing(name: str, data: bytes) -> None:
-        folder, _, step = os.path.dirname(name).partition("/step_")
+        folder, _, step = name.removesuffix(".safetensors").rpartition("/step_")
         for fault in faults:
             if folder == f"checkpoints/{fault.phase}":
                 seen.add(step)
