@@ -133,6 +133,14 @@ def test_nothing_heavy_is_imported_before_there_is_work(code, heavy):
     assert done.returncode == 0, done.stderr
 
 
+def test_python_m_pipelines_is_uno():
+    """As a job that Ray starts is written. Kills: another exit code, a command that only `uno` has."""
+    words = [sys.executable, "-m", "pipelines", "estimate-classs"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    line = "uno: error: unknown command 'estimate-classs'; did you mean 'estimate-classes'?\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
 @pytest.mark.parametrize(("stream", "ends"), [
     ("stdout", "os.pipe()"), ("stderr", "os.pipe()"), ("stdout", "os.openpty()"),
 ])  # fmt: skip

@@ -394,7 +394,8 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     out = tmp_path / "out"
     words = ["ablation", "--rows", "no-overclustering", "--seeds", "2", "--output", str(out)]
     words += ["--parallel", "2", *TINY, "--record", str(tmp_path / "record")]
-    driver = subprocess.Popen([sys.executable, "-m", "pipelines.reproduce", *words], stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "pipelines", "reproduce", *words]
+    driver = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_for(lambda: any(out.glob("cells/*/metrics.json")), 600)
     driver.terminate()
     _, said = driver.communicate(timeout=120)
