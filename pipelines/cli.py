@@ -5,7 +5,6 @@ and return an exit code. Nothing heavy is imported before one is chosen. Exit co
 interrupted before anything was saved, 141 the reader of the output is gone, 1 a defect of this program.
 """
 
-import difflib
 import errno
 import os
 import select
@@ -18,7 +17,7 @@ from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import NoReturn
 
-from uno.errors import ConfigError, Interrupted, StorageError, UnoError
+from uno.errors import ConfigError, Interrupted, StorageError, UnoError, did_you_mean
 
 Command = Callable[[Sequence[str]], int]
 RAY = "'ray[default,train,tune,data]>=2.60,<2.61'"  # as pyproject.toml has it
@@ -107,9 +106,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     if name in commands:
         return commands[name].load()(rest)
-    near = difflib.get_close_matches(name, commands, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "see uno --help"
-    return _end(f"error: unknown command {name!r}; {hint}", 2)
+    return _end(f"error: unknown command {name!r}{did_you_mean(name, commands, 'see uno --help')}", 2)
 
 
 def _help(commands: dict[str, EntryPoint]) -> str:

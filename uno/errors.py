@@ -1,5 +1,8 @@
 """What a command may end with, besides success: each error is one line for the user and one exit code."""
 
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+
 
 class UnoError(Exception):
     """An end that is foreseen; ``exit_code`` is what the process returns."""
@@ -34,3 +37,15 @@ class Interrupted(UnoError):
 def one_line(error: object) -> str:
     """The text of somebody else's error, at most 300 characters."""
     return " ".join(str(error).split())[:300]
+
+
+def did_you_mean(
+    word: str, known: Iterable[str], otherwise: str = "", show: Callable[[str], str] = repr,
+    likely: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """The end of an error line: ``; did you mean 'folder'?``, the nearest of ``known`` as ``show`` has it, or
+    all that are ``likely``; where nothing is near, ``; otherwise`` or nothing.
+    """
+    near = likely or difflib.get_close_matches(word[:100], list(known), n=1)
+    hint = f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
+    return f"; {hint}" if hint else ""

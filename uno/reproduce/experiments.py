@@ -2,7 +2,6 @@
 the paper's ``full`` scale, or ``small`` for two CPU cores.
 """
 
-import difflib
 import hashlib
 import json
 import re
@@ -16,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from uno.config import Config, flatten, override, to_dict
-from uno.errors import ConfigError
+from uno.errors import ConfigError, did_you_mean
 from uno.methods.registry import settings
 from uno.presets import preset, sized
 
@@ -140,9 +139,8 @@ def names() -> list[str]:
 def build(name: str, scale: str) -> Table:
     """The table of that name at ``full`` or ``small`` scale. ConfigError: there is none."""
     if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "choose from " + ", ".join(names())
-        raise ConfigError(f"unknown table {name!r}; {hint}")
+        hint = did_you_mean(name, names(), "choose from " + ", ".join(names()))
+        raise ConfigError(f"unknown table {name!r}{hint}")
     tree = dict(_load("experiments.yaml")["tables"][name])
     own = {"small": tree.pop("small"), "full": tree.pop("full")}[scale]
     fills = own.get("fill", [{}])
