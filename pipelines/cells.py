@@ -71,45 +71,37 @@ def start_here(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 class RayProcess:
-    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``. It runs in
-    an actor: a task can only be cancelled, and Ray's interrupt may get lost on its way.
-    """
+    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``."""
 
     def __init__(self, ray: Any, resources: dict[str, float], command: list[str], log: Path) -> None:
-        self._ray = ray
-        self._actor = ray.remote(max_concurrency=2, **resources)(_Actor).remote()
-        self._code = self._actor.run.remote(command, str(log))
+        self._ray, self._stop = ray, log.with_suffix(".stop")
+        self._stop.unlink(missing_ok=True)
+        self._code = ray.remote(max_retries=0, **resources)(_run).remote(command, log, self._stop)
 
     def poll(self) -> int | None:
         """Exit code, None while it runs; one whose node is lost counts as interrupted."""
         if not self._ray.wait([self._code], timeout=0)[0]:
             return None
+        self._stop.unlink(missing_ok=True)
         try:
             return int(self._ray.get(self._code))
         except self._ray.exceptions.RayError:
             return Interrupted.exit_code
 
     def terminate(self) -> None:
-        """Ask it to save and end."""
-        self._actor.stop.remote()
+        """Ask it to save and end, by a file in the shared output: an interrupt of Ray's may get lost."""
+        self._stop.touch()
 
 
-class _Actor:
-    """Its two methods run side by side."""
-
-    def __init__(self) -> None:
-        self._stopping = threading.Event()
-
-    def run(self, command: list[str], log: str) -> int:
-        process = start_here(command, Path(log))
-        while process.poll() is None:
-            if self._stopping.wait(POLL_S):
-                process.terminate()
-                process.wait()
-        return process.returncode
-
-    def stop(self) -> None:
-        self._stopping.set()
+def _run(command: list[str], log: Path, stop: Path) -> int:
+    """The task: runs a command to its end, or until the file ``stop`` is there."""
+    process = start_here(command, log)
+    while process.poll() is None:
+        if stop.exists():
+            process.terminate()
+            process.wait()
+        time.sleep(POLL_S)
+    return process.returncode
 
 
 Process = subprocess.Popen[bytes] | RayProcess

@@ -332,8 +332,8 @@ def write_tables(request: Request) -> None:
     maps = draw(request.cells, request.output, say) if request.table.maps else []
     documents.write(Storage(str(request.output)), found, request.command, maps)
     if request.own.record is not None:
-        documents.write_record(Storage(request.own.record), found, request.command, maps)
-    files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "parquet", "html"))
+        documents.write(Storage(request.own.record), found, request.command, maps, record=True)
+    files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "json", "html"))
     say(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
     if found.failures:
         name, reason = next(iter(found.failures.items()))
