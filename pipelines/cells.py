@@ -122,7 +122,7 @@ def run_jobs(
             for job in ready[: capacity - len(running)]:
                 waiting.remove(job)
                 running.append((job, start(*_command(output, job)), time.monotonic()))
-            ended = _ended(output, running)
+            ended = list(_ended(output, running))
             for job, attempt in ended:
                 yield job, attempt
                 if attempt.code == 0:
@@ -131,7 +131,9 @@ def run_jobs(
                 first = "features" if job.name.startswith("features") else "pretraining"
                 for lost in [other for other in waiting if other.needs == job.name]:
                     waiting.remove(lost)
-                    yield _noted(output, lost, Attempts(0.0, attempt.code, f"{first}: {attempt.reason}"))
+                    same = Attempts(0.0, attempt.code, f"{first}: {attempt.reason}")
+                    note(Storage(str(output)), lost.name, same)
+                    yield lost, same
             if not ended:
                 stopping.wait(POLL_S)
         if not stopping.is_set():
@@ -152,20 +154,15 @@ def _command(output: Path, job: Job) -> tuple[list[str], Path]:
     return [*command, "--output", str(run)], Path(f"{run}.log")
 
 
-def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> list[tuple[Job, Attempts]]:
+def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> Iterator[tuple[Job, Attempts]]:
     """Those that have ended, noted and no longer ``running``."""
-    ended = []
     for job, process, since in list(running):
         if (code := process.poll()) is not None:
             running.remove((job, process, since))
             reason = last_line(Path(f"{output / job.name}.log")) if code else ""
-            ended.append(_noted(output, job, Attempts(time.monotonic() - since, code, reason)))
-    return ended
-
-
-def _noted(output: Path, job: Job, attempt: Attempts) -> tuple[Job, Attempts]:
-    note(Storage(str(output)), job.name, attempt)
-    return job, attempt
+            attempt = Attempts(time.monotonic() - since, code, reason)
+            note(Storage(str(output)), job.name, attempt)
+            yield job, attempt
 
 
 def note(output: Storage, name: str, attempt: Attempts) -> None:

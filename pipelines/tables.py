@@ -52,9 +52,8 @@ class Request(NamedTuple):
     @property
     def compute(self) -> ComputeConfig:
         """Where cells run."""
-        return override(
-            Config(), {key: value for key, value in self.changes.items() if key.startswith("compute.")}
-        ).compute
+        own = {key: value for key, value in self.changes.items() if key.startswith("compute.")}
+        return override(Config(), own).compute
 
 
 def main(options: Options, argv: Sequence[str]) -> int:
@@ -65,16 +64,18 @@ def main(options: Options, argv: Sequence[str]) -> int:
     jobs = plan(request)
     if request.own.dry_run:
         _describe(request, jobs)
-    else:
-        try:
-            run_missing(request, jobs)
-        finally:  # of a command that is stopped, too
-            _keep_cells(request)
-        with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
-            for name in claim.storage.unfinished():
-                if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
-                    claim.storage.delete(name)
-            write_tables(request)
+        return 0
+    try:
+        run_missing(request, jobs)
+    finally:  # of a command that is stopped, too
+        if request.own.record is not None and not request.table.maps:  # maps need the runs themselves
+            seconds = {name: past.seconds for name, past in read_attempts(request.output).items()}
+            kept.write(Storage(request.own.record), request.cells, request.output, seconds)
+    with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
+        for name in claim.storage.unfinished():
+            if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
+                claim.storage.delete(name)
+        write_tables(request)
     return 0
 
 
@@ -183,13 +184,6 @@ def _take_from_record(request: Request) -> None:
         say(f"{taken} cells are taken from the record, {request.own.record}")
 
 
-def _keep_cells(request: Request) -> None:
-    """The finished cells to the record, if there is to be one; maps need the runs themselves."""
-    if request.own.record is not None and not request.table.maps:
-        seconds = {name: past.seconds for name, past in read_attempts(request.output).items()}
-        kept.write(Storage(request.own.record), request.cells, request.output, seconds)
-
-
 def plan(request: Request) -> list[Job]:
     """All jobs without a result, after what they start from: a pretraining, or the features of a frozen
     encoder, which the cache may have. ConfigError: bad data, a cell of other settings.
@@ -206,9 +200,11 @@ def plan(request: Request) -> list[Job]:
         if diverged or (run / "metrics.json").exists():
             continue
         if frozen:
-            label, threads = f"{cell.benchmark.key} features", _all_threads(request)
-            first = Job(cell.pretraining, override(cell.config, {"compute.threads": threads}), label)
-            jobs.setdefault(first.name, first)
+            threads = request.compute.threads  # it is waited for: with the threads of all cells at a time
+            every = threads and threads * (request.own.parallel or _default_parallel(request.compute))
+            config_of_all = override(cell.config, {"compute.threads": every})
+            label = f"{cell.benchmark.key} features"
+            jobs.setdefault(cell.pretraining, Job(cell.pretraining, config_of_all, label))
         elif not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
             jobs.setdefault(cell.pretraining, Job(cell.pretraining, _as_begun(shared, cell.config), label))
@@ -312,12 +308,6 @@ def _default_parallel(compute: ComputeConfig) -> int:
         return max(1, torch.cuda.device_count())
     cores = os.cpu_count() or 1
     return max(1, cores // (compute.threads or cores))
-
-
-def _all_threads(request: Request) -> int | None:
-    """Those of all cells that run at a time, for the job that they wait for."""
-    compute = request.compute
-    return compute.threads and compute.threads * (request.own.parallel or _default_parallel(compute))
 
 
 def write_tables(request: Request) -> None:

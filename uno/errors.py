@@ -39,6 +39,11 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())[:300]
 
 
+def printable(text: str, kept: str = "") -> str:
+    """``text`` with all that would steer a terminal escaped (``\\n``), but the characters ``kept``."""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
 def did_you_mean(
     word: str, known: Iterable[str], otherwise: str = "", show: Callable[[str], str] = repr,
     likely: Sequence[str] = (),

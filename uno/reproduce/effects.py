@@ -91,10 +91,10 @@ def read(
         if not (run / "metrics.json").exists():
             missing.append(cell.name)
             continue
-        metrics, environment = (_read_json(run / f"{name}.json") for name in ("metrics", "environment"))
+        metrics, environment = (read_json(run / f"{name}.json") for name in ("metrics", "environment"))
         runs.append(Run(cell, metrics, environment, seconds.get(cell.name, 0.0) / 60))
         if cell.config.data.num_novel == "auto":
-            estimate = _read_json(run / "estimate.json")
+            estimate = read_json(run / "estimate.json")
             found, plain = estimate.get("suggested", "?"), estimate.get("dtc", {}).get("num_novel", "?")
             remarks.append(f"{cell.row.name}, seed {cell.seed}: {found} classes; DTC's procedure: {plain}")
     pretrainings = {cell.pretraining for cell in cells}
@@ -224,7 +224,7 @@ def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
     return str(gpus[0] if gpus and on_gpu else environment.get("processor", "unknown hardware"))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON mapping, {} where there is no file. ConfigError: it is damaged."""
     try:
         return dict(parse_json(path.read_text())) if path.exists() else {}
