@@ -197,4 +197,4 @@ def end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    sys.exit(cli.run(main))

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import NoReturn
 
 from uno.errors import ConfigError, Interrupted, StorageError, UnoError, did_you_mean
 
@@ -41,17 +40,11 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``uno ARGV...`` and return its exit code; without ``argv`` the process is expected to end then."""
-    if argv is None:
-        return _to_the_end(_dispatch)
-    return guard(_dispatch, argv)
+    return guard(_dispatch, argv) if argv is not None else run(_dispatch)
 
 
-def run(command: Command) -> NoReturn:
-    """Run one command as a script: ``if __name__ == "__main__": cli.run(main)``."""
-    sys.exit(_to_the_end(command))
-
-
-def _to_the_end(command: Command) -> int:
+def run(command: Command) -> int:
+    """The exit code of one command with the arguments of this process, which is expected to end then."""
     code = guard(command, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at its exit Python answers Ctrl-C with a traceback
     return code
