@@ -1,4 +1,4 @@
-"""Runs as processes of their own, on this machine or in Ray actors, each after the one it starts from; the
+"""Runs as processes of their own, on this machine or in tasks of Ray, each after the one it starts from; the
 output's ``attempts.jsonl`` notes how each attempt ended, and after how many seconds.
 """
 
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Attempts(NamedTuple):
-    """What ``attempts.jsonl`` says of a job: seconds of all attempts, exit code and reason of the last."""
+    """A job in ``attempts.jsonl``: seconds of all attempts, exit code and reason of the last."""
 
     seconds: float = 0.0
     code: int = 0
@@ -48,7 +48,7 @@ class Attempts(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the last attempt ended with an error, rather than being interrupted."""
+        """Return whether the last attempt ended with an error, rather than being interrupted."""
         return self.code != 0 and self.code not in UNFINISHED
 
 
@@ -147,7 +147,7 @@ def run_jobs(
 
 
 def _command(output: Path, job: Job) -> tuple[list[str], Path]:
-    """What runs a job, and its log; the configuration is written."""
+    """Write the configuration of a job; return the command that runs it, and its log."""
     run = output / job.name
     Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
     command = [sys.executable, "-m", "pipelines.cells", run.parent.name, "--config", f"{run}.yaml"]
@@ -155,7 +155,7 @@ def _command(output: Path, job: Job) -> tuple[list[str], Path]:
 
 
 def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> Iterator[tuple[Job, Attempts]]:
-    """Those that have ended, noted and no longer ``running``."""
+    """Take those that have ended out of ``running``, note and yield them."""
     for job, process, since in list(running):
         if (code := process.poll()) is not None:
             running.remove((job, process, since))

@@ -77,7 +77,7 @@ def guard(command: Command, argv: Sequence[str]) -> int:
 
 
 def foreseen(error: Exception) -> UnoError | None:
-    """What an error from elsewhere means to the user: a package or space is missing; None: a defect."""
+    """Say what an error from elsewhere means to the user (no package, no space); None: it is a defect."""
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
         if missing not in ("", "uno", "pipelines", "tune"):
@@ -134,7 +134,7 @@ def _internal(error: Exception) -> int:
 
 
 def reader_is_gone() -> bool:
-    """Whether nobody reads our output: a closed pipe, a terminal hung up. What is left then goes nowhere."""
+    """Return whether nobody reads our output (a closed pipe, a terminal hung up); the rest goes nowhere."""
     gone = False
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # not a file

@@ -47,7 +47,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 
 def in_main_thread() -> bool:
-    """Whether this thread may handle signals."""
+    """Return whether this thread may handle signals."""
     return threading.current_thread() is threading.main_thread()
 
 

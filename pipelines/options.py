@@ -44,7 +44,7 @@ class Argument(NamedTuple):
 
     @property
     def required(self) -> bool:
-        """Whether the command cannot do without it."""
+        """Return whether the command cannot do without it."""
         return self.default is None and NoneType not in get_args(self.type)
 
     @property
@@ -55,7 +55,7 @@ class Argument(NamedTuple):
         return {tuple: len(get_args(self.type)), list: MANY}.get(get_origin(self.type), 1)
 
     def value(self, name: str, words: Sequence[str]) -> Any:
-        """What the words after ``name`` say, as pydantic gets it. ConfigError: too few or too many."""
+        """Read the words after ``name`` for pydantic. ConfigError: there are too few or too many."""
         types, most = get_args(self.type) or (self.type,), self.most_words
         if bool in types and not words:
             return not self.negated
@@ -92,9 +92,12 @@ SIZE_FLAG = {"--image-size": Argument(
 
 @dataclass(frozen=True)
 class Command:
-    """What a command's line may hold: its own ``arguments``, a name without dashes is positional, and what it
-    ``takes``: ``all`` fields of the schema, to make one configuration; ``changes`` to configurations there
-    are; the ``few`` that name the command; none. ``output``: where none is given. ``text``: for ``--help``.
+    """A command and what may stand on its line.
+
+    ``arguments`` are its own; a name without dashes is positional. ``takes`` says which fields of the schema
+    are options: ``all``, from which one configuration is made; ``all`` as ``changes`` to configurations that
+    exist; the ``few`` whose declaration names the command; ``none``. ``output`` is used where none is given;
+    ``text`` is shown by ``--help``.
     """
 
     name: str
@@ -120,7 +123,7 @@ class Command:
         return own | SIZE_FLAG | {name: flag for name, flag in schema_flags() if name not in own}
 
     def may_change(self, key: str) -> bool:
-        """Whether a field of the schema is an option of this command."""
+        """Return whether a field of the schema is an option of this command."""
         return self.takes != "few" or self.name in about(key).commands.split()
 
 
@@ -267,11 +270,11 @@ HABITS = {
     "gpus": ("device", "gpus-per-worker"),
     "out": ("output",),
 }
-"""What people write out of habit, and what it is called here."""
+"""Words that people write out of habit, and the flags that they mean."""
 
 
 def _similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
-    """What somebody may have meant who wrote ``name``, a flag without its dashes or a ``keyword``."""
+    """Suggest what ``name``, a flag without its dashes or a ``keyword``, was meant to be."""
     word, known = _dashed(name), list(names)
     likely = [flag for flag in HABITS.get(word, ()) if flag in known]
     likely = likely or [flag for flag in known if flag.endswith(f".{word}")][:3]
@@ -317,7 +320,7 @@ def _attribute(name: str) -> str:
 
 
 def _read(argv: Sequence[str], command: Command) -> Options:
-    """What a line says. Words that no flag takes are the arguments without dashes, in their order."""
+    """Read a line. Words that no flag takes are the arguments without dashes, in their order."""
     flags = command.flags()
     positional = [name for name in command.arguments if not name.startswith("-")]
     own = {_attribute(name): argument.default for name, argument in command.arguments.items()}
@@ -411,7 +414,7 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
 
 
 def _placeholder(kind: Any) -> str:
-    """What stands for the value: ``INT``, ``FLOAT FLOAT``, ``{paper,v2}``, ``INT|auto|None``."""
+    """Name a value in the help: ``INT``, ``FLOAT FLOAT``, ``{paper,v2}``, ``INT|auto|None``."""
     parts, origin = get_args(kind), get_origin(kind)
     if not parts:
         return {bool: "", int: "INT", float: "FLOAT", NoneType: "None"}.get(kind, "STR")

@@ -51,7 +51,7 @@ class Request(NamedTuple):
 
     @property
     def compute(self) -> ComputeConfig:
-        """Where cells run."""
+        """The section of the configuration that says where cells run."""
         own = {key: value for key, value in self.changes.items() if key.startswith("compute.")}
         return override(Config(), own).compute
 
@@ -114,7 +114,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
 
 
 OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
-"""What a table leaves to whoever brings the data."""
+"""Keys that a table leaves to whoever brings the data."""
 
 
 def _on_own_data(table: Table, options: Options) -> Table:
@@ -137,7 +137,7 @@ def _on_own_data(table: Table, options: Options) -> Table:
 
 
 def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Where cells with a frozen encoder find its weights and the cache, in whatever process."""
+    """Full paths of a frozen encoder's weights and of the cache, which hold in every process."""
     source = given.get("model.weights")
     if not is_file(source):
         raise ConfigError("model.trainable heads needs --weights FILE here: what trained the encoder")
@@ -283,7 +283,7 @@ def run_missing(request: Request, jobs: Sequence[Job]) -> None:
 
 @contextmanager
 def _runner(request: Request) -> Iterator[tuple[Start, int]]:
-    """What starts a cell, as a process here or in a Ray actor with its resources; and how many fit."""
+    """Yield what starts a cell, as a process here or in a task of Ray, and how many fit at a time."""
     compute, parallel = request.compute, request.own.parallel
     several = "RAY_ADDRESS" in os.environ or (compute.device != "cpu" and torch.cuda.device_count() > 1)
     wants_ray = request.own.runner == "ray" or (request.own.runner == "auto" and several)

@@ -1,4 +1,4 @@
-"""What a command may end with, besides success: each error is one line for the user and one exit code."""
+"""The ends of a command besides success (one line for the user and one exit code each), and their words."""
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence

@@ -424,6 +424,16 @@ SAVES = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('
 SAVES += "print('ready', flush=True)\ntime.sleep(60)"
 
 
+def test_a_task_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):
+    """In this process. Kills: a code that is lost, a process that is killed before it has saved."""
+    log, stop = tmp_path / "log", tmp_path / "log.stop"
+    assert cells._run([sys.executable, "-c", "raise SystemExit(3)"], log, stop) == 3
+    touch = f"open({str(stop)!r}, 'w').close(); "
+    script = SAVES.replace("time.sleep", f"{touch}time.sleep")
+    assert cells._run([sys.executable, "-c", script], log, stop) == Interrupted.exit_code
+    assert log.read_text() == "ready\nsaved\n"
+
+
 @pytest.mark.ray
 def test_cells_on_ray(ray_cluster, tmp_path):
     """Exit codes come back; terminate() lets a process save. Kills: processes that wait in turn."""

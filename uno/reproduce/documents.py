@@ -80,7 +80,7 @@ def effects_grid(found: Results) -> Grid:
 
 
 def explanations(found: Results) -> list[str]:
-    """What a reader has to know: units, seeds, spreads, verdicts, times, failures."""
+    """List what a reader has to know: units, seeds, spreads, verdicts, times, failures."""
     table = found.table
     said = [
         "Percent; mean ± standard deviation over seeds; last epoch; no number was chosen by accuracy. "

@@ -1,4 +1,4 @@
-"""What finished runs say about a table: means and spreads over seeds, effects paired by seed, verdicts."""
+"""Finished runs as the lines of a table: means and spreads over seeds, effects paired by seed, verdicts."""
 
 import itertools
 import math
@@ -70,7 +70,7 @@ class Results(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the directory of a finished cell holds."""
+    """A finished cell and what its directory holds."""
 
     cell: Cell
     metrics: Mapping[str, float]
@@ -82,7 +82,7 @@ def read(
     table: Table, cells: Sequence[Cell], output: Path, changes: Mapping[str, Any],
     seconds: Mapping[str, float], failed: Mapping[str, str], refused: Mapping[str, str],
 ) -> Results:  # fmt: skip
-    """What the finished ones of ``cells``, all those of a table but the ``refused``, measured below
+    """Read what the finished ones of ``cells``, all those of a table but the ``refused``, measured below
     ``output``; ``seconds`` of cells and pretrainings and reasons of ``failed`` ones are by name.
     """
     runs, missing, remarks = list[Run](), list[str](), list[str]()
@@ -176,7 +176,7 @@ def published_effects(table: Table, row: Row, evaluation: Evaluation, group: str
 
 
 def verdict(differences: Sequence[float], claim: str, num_rows: int) -> str:
-    """What paired differences (in percent, one a seed) of accuracies on ``num_rows`` rows say of a claim.
+    """Judge a claim by paired differences (in percent, one a seed) of accuracies on ``num_rows`` rows.
 
     ``shown`` asks for a mean at least ERRORS standard errors from zero. All seeds share the measured images:
     D images that only one of two models has right have a standard error of at least sqrt(D), so a difference

@@ -57,9 +57,9 @@ class Evaluation(Entry):
 
 
 class Row(Entry):
-    """What is trained, or another reading of what another row (``of``) trained; ``metric`` is then read of
-    novel rows. ``claim``: what its paper says against ``versus``. ``series`` and ``x`` place it in a chart.
-    ``frozen``: settings of its method where the encoder is frozen, unless the command line has others.
+    """A network that is trained, or another reading of what another row (``of``) trained; ``metric`` is then
+    read of novel rows. ``claim`` is what its paper says against ``versus``; ``series`` and ``x`` place it in
+    a chart; ``frozen`` are settings of its method for a frozen encoder, unless the command line has others.
     """
 
     key: str
@@ -132,7 +132,7 @@ def _load(file: str) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Of all tables."""
+    """Names of all tables."""
     return list(_load("experiments.yaml")["tables"])
 
 
