@@ -39,7 +39,7 @@ def main() -> None:
     runs, minutes = [], []
     for seed in range(options.seeds):
         folder = Path(options.output) / f"seed{seed}"
-        command = [sys.executable, "-m", "pipelines.discover", "--preset", "digits", "--workers", "0"]
+        command = [sys.executable, "-m", "pipelines", "discover", "--preset", "digits", "--workers", "0"]
         command += ["--seed", str(seed), "--output", str(folder), *options.overrides]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=sys.stderr)

@@ -197,10 +197,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     workers = ["--workers", str(options.workers)]
     source = ["--data", f"parquet:{data}", "--output", str(out), *workers]
     if options.what == "predict":
-        command, pattern = ["pipelines.predict", str(folder / "run"), *source], "_shards/*.parquet"
+        command, pattern = ["pipelines", "predict", str(folder / "run"), *source], "_shards/*.parquet"
     elif options.what == "pack":
         known = ["--known-classes", "1,3", "--shard-mb", "1"]
-        command, pattern = ["pipelines.data", "pack", *source, *known], "t*.parquet"
+        command, pattern = ["pipelines", "data", "pack", *source, *known], "t*.parquet"
     else:
         sizes = ["--rows", str(options.rows), "--file-rows", str(options.file_rows), "--folder", str(folder)]
         command, pattern = ["benchmarks.inference", "fill", *sizes, *workers], "features/*/0*.safetensors"

@@ -297,7 +297,7 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
             for name in epochs:
                 output = Path(folder) / f"{name[2:].replace(' ', '')}-{turn}"
                 words = [
-                    "-m", "pipelines.pretrain", *name.split(), "--data", f"parquet:{SHARED}/cifar10-jpeg",
+                    "-m", "pipelines", "pretrain", *name.split(), "--data", f"parquet:{SHARED}/cifar10-jpeg",
                     "--preset", "cifar10", "--known-classes", "first:5", "--limit", str(options.rows),
                     "--batch-size", "256", "--model.encoder", "resnet_small", "--pretrain.epochs", "11",
                     "--pretrain.warmup-epochs", "0", "--compute.threads", "1",

@@ -89,7 +89,7 @@ def run(folder: Path, num_rows: int, workers: int, cpus: int | None, repository:
     write_set(folder / "set", num_rows)
     words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
     words += ["--data", f"parquet:{folder}/set", "--workers", str(workers), "--output", str(folder / "run")]
-    command = [sys.executable, "-m", "pipelines.discover", *words]
+    command = [sys.executable, "-m", "pipelines", "discover", *words]
     environ = {**os.environ, "PYTHONPATH": repository, "OMP_NUM_THREADS": "1"}
     if cpus:
         environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": cpus})

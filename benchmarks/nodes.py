@@ -62,7 +62,7 @@ def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, two_nodes(_made(Path(name) / "unused"), case.cpus) as nodes:
         folder, storage = Path(name), Storage(f"{name}/run")
         own = {faults.VARIABLE: "kill-node:step=100", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2"}
-        argv = ["pipelines.discover", *LONG, "--workers", "2", "--compute.placement", "SPREAD",
+        argv = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement", "SPREAD",
                 "--data.ingest", case.ingest, *case.options, "--output", storage.root]  # fmt: skip
         command = Command(argv, {**nodes.env, **own, "PYTHONPATH": str(code)}, folder / "log", code)
         while command.code is None and not _events(storage, "fault"):

@@ -56,7 +56,7 @@ def main() -> None:
     cache = {**os.environ, "UNO_CACHE": str(Path(given.output).absolute() / "cache")}
     for seed in range(given.seeds):
         folder = Path(given.output) / f"seed{seed}"
-        command = [sys.executable, "-m", "pipelines.discover", "--preset", "photos", "--seed", str(seed)]
+        command = [sys.executable, "-m", "pipelines", "discover", "--preset", "photos", "--seed", str(seed)]
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         subprocess.run(
             [*command, "--output", str(folder), *given.options], check=True, stdout=sys.stderr, env=cache

@@ -120,7 +120,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         output = f"s3://{BUCKET}/run" if on_s3 else f"{folder}/run"
         os.environ.update(env)
         make_bucket()
-        command = [sys.executable, "-m", "pipelines.discover", "--preset", "digits", "--workers", "2",
+        command = [sys.executable, "-m", "pipelines", "discover", "--preset", "digits", "--workers", "2",
                    "--batch-size", str(BATCH), "--seed", "0", "--output", output]  # fmt: skip
         subprocess.run(command, check=True, env={**os.environ, **env}, stdout=sys.stderr)
         from uno.data.files import Storage

@@ -66,7 +66,8 @@ def main() -> None:
 
 def sweep(folder: Path, trials: int, words: list[str]) -> tuple[report.Summary, float]:
     """Run (or continue) a sweep in a process of its own; wall minutes of all attempts."""
-    command = [sys.executable, "-m", "tune.sweep", "--trials", str(trials), "--output", str(folder), *words]
+    command = [sys.executable, "-m", "pipelines", "tune", "--trials", str(trials)]
+    command += ["--output", str(folder), *words]
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=sys.stderr)
     clock = folder.parent / f"{folder.name}.minutes"
@@ -95,7 +96,7 @@ def true_run(folder: Path, trial: Trial, seed: int) -> dict[str, float]:
     values.parent.mkdir(parents=True, exist_ok=True)
     given = report.read(Storage(str(folder / "whole"))).settings["given"]
     values.write_text(yaml.safe_dump({**given, **trial.overrides}))
-    command = [sys.executable, "-m", "pipelines.discover", "--config", str(values), "--seed", str(seed)]
+    command = [sys.executable, "-m", "pipelines", "discover", "--config", str(values), "--seed", str(seed)]
     command += ["--workers", "0", "--compute.threads", "1", "--output", str(output)]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL)
     if ended.returncode not in (0, 3):

@@ -1,4 +1,4 @@
-"""Runs as processes of their own, on this machine or in Ray actors, each after the one it starts from; the
+"""Runs as processes of their own, on this machine or in tasks of Ray, each after the one it starts from; the
 output's ``attempts.jsonl`` notes how each attempt ended, and after how many seconds.
 """
 
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Attempts(NamedTuple):
-    """What ``attempts.jsonl`` says of a job: seconds of all attempts, exit code and reason of the last."""
+    """A job in ``attempts.jsonl``: seconds of all attempts, exit code and reason of the last."""
 
     seconds: float = 0.0
     code: int = 0
@@ -48,7 +48,7 @@ class Attempts(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the last attempt ended with an error, rather than being interrupted."""
+        """Return whether the last attempt ended with an error, rather than being interrupted."""
         return self.code != 0 and self.code not in UNFINISHED
 
 
@@ -71,45 +71,37 @@ def start_here(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 class RayProcess:
-    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``. It runs in
-    an actor: a task can only be cancelled, and Ray's interrupt may get lost on its way.
-    """
+    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``."""
 
     def __init__(self, ray: Any, resources: dict[str, float], command: list[str], log: Path) -> None:
-        self._ray = ray
-        self._actor = ray.remote(max_concurrency=2, **resources)(_Actor).remote()
-        self._code = self._actor.run.remote(command, str(log))
+        self._ray, self._stop = ray, log.with_suffix(".stop")
+        self._stop.unlink(missing_ok=True)
+        self._code = ray.remote(max_retries=0, **resources)(_run).remote(command, log, self._stop)
 
     def poll(self) -> int | None:
         """Exit code, None while it runs; one whose node is lost counts as interrupted."""
         if not self._ray.wait([self._code], timeout=0)[0]:
             return None
+        self._stop.unlink(missing_ok=True)
         try:
             return int(self._ray.get(self._code))
         except self._ray.exceptions.RayError:
             return Interrupted.exit_code
 
     def terminate(self) -> None:
-        """Ask it to save and end."""
-        self._actor.stop.remote()
+        """Ask it to save and end, by a file in the shared output: an interrupt of Ray's may get lost."""
+        self._stop.touch()
 
 
-class _Actor:
-    """Its two methods run side by side."""
-
-    def __init__(self) -> None:
-        self._stopping = threading.Event()
-
-    def run(self, command: list[str], log: str) -> int:
-        process = start_here(command, Path(log))
-        while process.poll() is None:
-            if self._stopping.wait(POLL_S):
-                process.terminate()
-                process.wait()
-        return process.returncode
-
-    def stop(self) -> None:
-        self._stopping.set()
+def _run(command: list[str], log: Path, stop: Path) -> int:
+    """The task: runs a command to its end, or until the file ``stop`` is there."""
+    process = start_here(command, log)
+    while process.poll() is None:
+        if stop.exists():
+            process.terminate()
+            process.wait()
+        time.sleep(POLL_S)
+    return process.returncode
 
 
 Process = subprocess.Popen[bytes] | RayProcess
@@ -130,7 +122,7 @@ def run_jobs(
             for job in ready[: capacity - len(running)]:
                 waiting.remove(job)
                 running.append((job, start(*_command(output, job)), time.monotonic()))
-            ended = _ended(output, running)
+            ended = list(_ended(output, running))
             for job, attempt in ended:
                 yield job, attempt
                 if attempt.code == 0:
@@ -139,7 +131,9 @@ def run_jobs(
                 first = "features" if job.name.startswith("features") else "pretraining"
                 for lost in [other for other in waiting if other.needs == job.name]:
                     waiting.remove(lost)
-                    yield _noted(output, lost, Attempts(0.0, attempt.code, f"{first}: {attempt.reason}"))
+                    same = Attempts(0.0, attempt.code, f"{first}: {attempt.reason}")
+                    note(Storage(str(output)), lost.name, same)
+                    yield lost, same
             if not ended:
                 stopping.wait(POLL_S)
         if not stopping.is_set():
@@ -153,27 +147,22 @@ def run_jobs(
 
 
 def _command(output: Path, job: Job) -> tuple[list[str], Path]:
-    """What runs a job, and its log; the configuration is written."""
+    """Write the configuration of a job; return the command that runs it, and its log."""
     run = output / job.name
     Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
     command = [sys.executable, "-m", "pipelines.cells", run.parent.name, "--config", f"{run}.yaml"]
     return [*command, "--output", str(run)], Path(f"{run}.log")
 
 
-def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> list[tuple[Job, Attempts]]:
-    """Those that have ended, noted and no longer ``running``."""
-    ended = []
+def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> Iterator[tuple[Job, Attempts]]:
+    """Take those that have ended out of ``running``, note and yield them."""
     for job, process, since in list(running):
         if (code := process.poll()) is not None:
             running.remove((job, process, since))
             reason = last_line(Path(f"{output / job.name}.log")) if code else ""
-            ended.append(_noted(output, job, Attempts(time.monotonic() - since, code, reason)))
-    return ended
-
-
-def _noted(output: Path, job: Job, attempt: Attempts) -> tuple[Job, Attempts]:
-    note(Storage(str(output)), job.name, attempt)
-    return job, attempt
+            attempt = Attempts(time.monotonic() - since, code, reason)
+            note(Storage(str(output)), job.name, attempt)
+            yield job, attempt
 
 
 def note(output: Storage, name: str, attempt: Attempts) -> None:
@@ -208,4 +197,4 @@ def end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    sys.exit(cli.run(main))

@@ -5,7 +5,6 @@ and return an exit code. Nothing heavy is imported before one is chosen. Exit co
 interrupted before anything was saved, 141 the reader of the output is gone, 1 a defect of this program.
 """
 
-import difflib
 import errno
 import os
 import select
@@ -16,9 +15,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import NoReturn
 
-from uno.errors import ConfigError, Interrupted, StorageError, UnoError
+from uno.errors import ConfigError, Interrupted, StorageError, UnoError, did_you_mean
 
 Command = Callable[[Sequence[str]], int]
 RAY = "'ray[default,train,tune,data]>=2.60'"  # as pyproject.toml has it
@@ -42,17 +40,11 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``uno ARGV...`` and return its exit code; without ``argv`` the process is expected to end then."""
-    if argv is None:
-        return _to_the_end(_dispatch)
-    return guard(_dispatch, argv)
+    return guard(_dispatch, argv) if argv is not None else run(_dispatch)
 
 
-def run(command: Command) -> NoReturn:
-    """Run one command as a script: ``if __name__ == "__main__": cli.run(main)``."""
-    sys.exit(_to_the_end(command))
-
-
-def _to_the_end(command: Command) -> int:
+def run(command: Command) -> int:
+    """The exit code of one command with the arguments of this process, which is expected to end then."""
     code = guard(command, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at its exit Python answers Ctrl-C with a traceback
     return code
@@ -85,7 +77,7 @@ def guard(command: Command, argv: Sequence[str]) -> int:
 
 
 def foreseen(error: Exception) -> UnoError | None:
-    """What an error from elsewhere means to the user: a package or space is missing; None: a defect."""
+    """Say what an error from elsewhere means to the user (no package, no space); None: it is a defect."""
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
         if missing not in ("", "uno", "pipelines", "tune"):
@@ -107,9 +99,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     if name in commands:
         return commands[name].load()(rest)
-    near = difflib.get_close_matches(name, commands, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "see uno --help"
-    return _end(f"error: unknown command {name!r}; {hint}", 2)
+    return _end(f"error: unknown command {name!r}{did_you_mean(name, commands, 'see uno --help')}", 2)
 
 
 def _help(commands: dict[str, EntryPoint]) -> str:
@@ -144,7 +134,7 @@ def _internal(error: Exception) -> int:
 
 
 def reader_is_gone() -> bool:
-    """Whether nobody reads our output: a closed pipe, a terminal hung up. What is left then goes nowhere."""
+    """Return whether nobody reads our output (a closed pipe, a terminal hung up); the rest goes nowhere."""
     gone = False
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # not a file

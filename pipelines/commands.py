@@ -1,4 +1,4 @@
-"""What each command's line may hold and what it does with it; heavy modules are imported when it runs.
+"""The commands: what may stand on their lines, and what they do. Heavy modules are imported when one runs.
 
 ``uno reproduce`` and ``uno tune`` are in :mod:`pipelines.reproduce` and :mod:`tune.sweep`.
 """
@@ -321,7 +321,7 @@ def _place(path: str) -> tuple[Storage, str]:
 
 
 def _suggestions(model: Classifier) -> dict[int, Suggestion]:
-    """What the discovered classes look like; nothing where the run's data cannot be read any more."""
+    """Suggest names for the discovered classes; nothing where the run's data cannot be read any more."""
     import torch
 
     from pipelines.console import say

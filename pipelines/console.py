@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from pipelines.cli import reader_is_gone
-from uno.errors import Interrupted
+from uno.errors import Interrupted, printable
 
 PARTS = {
     "epoch": "epoch {epoch}/{epochs}", "step": "step {step}/{total_steps}", "loss": "loss {loss:.3f}",
@@ -40,14 +40,14 @@ def say(line: str, stream: TextIO | None = None) -> None:
     if SILENT.get() and not line.startswith("warning: "):
         return
     stream = stream or sys.stdout
-    shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in line)
+    shown = printable(line, kept="\n\t")
     encoding = stream.encoding or "ascii"
     tqdm.write(shown.encode(encoding, "backslashreplace").decode(encoding), file=stream)
     stream.flush()
 
 
 def in_main_thread() -> bool:
-    """Whether this thread may handle signals."""
+    """Return whether this thread may handle signals."""
     return threading.current_thread() is threading.main_thread()
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with this machine, and what to do: ``uno doctor`` without a run."""
+"""``uno doctor`` without a run: finds what is wrong with this machine, and says what to do."""
 
 import importlib.metadata
 import importlib.util

@@ -9,7 +9,6 @@ the labels of somebody else's classes would be a silent mistake. pydantic checks
 is one line with the field's name.
 """
 
-import difflib
 import glob
 import os
 import shutil
@@ -25,7 +24,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pipelines.cli import SENTENCES
 from uno.config import OWN_ENCODERS, Config, about, describe, flatten, load_yaml, override
-from uno.errors import ConfigError
+from uno.errors import ConfigError, did_you_mean
 from uno.methods.registry import settings
 from uno.presets import IMAGE_SIZE, PRESETS, SIZES, own_images, preset, sized
 
@@ -45,16 +44,37 @@ class Argument(NamedTuple):
 
     @property
     def required(self) -> bool:
-        """Whether the command cannot do without it."""
+        """Return whether the command cannot do without it."""
         return self.default is None and NoneType not in get_args(self.type)
 
     @property
     def most_words(self) -> int:
         """The words that may follow it."""
-        kind = get_origin(self.type)
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
-        return len(get_args(self.type)) if kind is tuple else MANY if kind is list else 1
+        return {tuple: len(get_args(self.type)), list: MANY}.get(get_origin(self.type), 1)
+
+    def value(self, name: str, words: Sequence[str]) -> Any:
+        """Read the words after ``name`` for pydantic. ConfigError: there are too few or too many."""
+        types, most = get_args(self.type) or (self.type,), self.most_words
+        if bool in types and not words:
+            return not self.negated
+        wanted = {0: "no value", 1: "one value", MANY: "values"}.get(most, f"{most} values")
+        if not words or "" in words:
+            raise ConfigError(f"{name} needs {wanted}")
+        if len(words) > most or (most != MANY and len(words) < most):
+            raise ConfigError(f"{name} takes {wanted}, got {' '.join(map(repr, words))}")
+        if NoneType in types and words[0].lower() == "none":
+            return None
+        values = [_number(word) if int in types or float in types else word for word in words]
+        return values if most > 1 else values[0]
+
+
+def _number(word: str) -> int | float | str:
+    for convert in (int, float):
+        with suppress(ValueError):
+            return convert(word)
+    return word
 
 
 def switch(sentence: str) -> Argument:
@@ -72,9 +92,12 @@ SIZE_FLAG = {"--image-size": Argument(
 
 @dataclass(frozen=True)
 class Command:
-    """What a command's line may hold: its own ``arguments``, a name without dashes is positional, and what it
-    ``takes``: ``all`` fields of the schema, to make one configuration; ``changes`` to configurations there
-    are; the ``few`` that name the command; none. ``output``: where none is given. ``text``: for ``--help``.
+    """A command and what may stand on its line.
+
+    ``arguments`` are its own; a name without dashes is positional. ``takes`` says which fields of the schema
+    are options: ``all``, from which one configuration is made; ``all`` as ``changes`` to configurations that
+    exist; the ``few`` whose declaration names the command; ``none``. ``output`` is used where none is given;
+    ``text`` is shown by ``--help``.
     """
 
     name: str
@@ -100,7 +123,7 @@ class Command:
         return own | SIZE_FLAG | {name: flag for name, flag in schema_flags() if name not in own}
 
     def may_change(self, key: str) -> bool:
-        """Whether a field of the schema is an option of this command."""
+        """Return whether a field of the schema is an option of this command."""
         return self.takes != "few" or self.name in about(key).commands.split()
 
 
@@ -157,20 +180,6 @@ def _described(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
     return describe_encoder(name).settings(size and override(config, {SIZES[0]: size}).augment.large.size)
 
 
-def parse(argv: Sequence[str], command: Command) -> Options:
-    """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is needed, ends it."""
-    asked = not {"--help", "-h", HELP_ALL}.isdisjoint(argv)
-    if asked or (not argv and any(argument.required for argument in command.arguments.values())):
-        rest = [token for token in argv if token not in ("--help", "-h", HELP_ALL)]
-        _print_help(rest, command, HELP_ALL in argv)
-        raise SystemExit(0 if asked else 2)
-    options = _read(argv, command)
-    for name, argument in command.arguments.items():
-        if argument.required and getattr(options.own, _attribute(name)) is None:
-            raise ConfigError(f"{name} {'is missing' if name[0] == '-' else 'comes first'}: {command.usage}")
-    return _checked(options)
-
-
 HOLD_OUT = 0.1  # of the labeled rows of one's own images, where no test row is of a known class
 
 
@@ -193,6 +202,20 @@ def weights_at_hand() -> bool:
     return bool(glob.glob(os.path.join(glob.escape(home), "hub", "checkpoints", f"{name}_*.pth")))
 
 
+def parse(argv: Sequence[str], command: Command) -> Options:
+    """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is needed, ends it."""
+    asked = not {"--help", "-h", HELP_ALL}.isdisjoint(argv)
+    if asked or (not argv and any(argument.required for argument in command.arguments.values())):
+        rest = [token for token in argv if token not in ("--help", "-h", HELP_ALL)]
+        _print_help(rest, command, HELP_ALL in argv)
+        raise SystemExit(0 if asked else 2)
+    options = _read(argv, command)
+    for name, argument in command.arguments.items():
+        if argument.required and getattr(options.own, _attribute(name)) is None:
+            raise ConfigError(f"{name} {'is missing' if name[0] == '-' else 'comes first'}: {command.usage}")
+    return _checked(options)
+
+
 def from_keywords(settings: Mapping[str, Any], command: Command, **own: bool) -> Options:
     """Options of a command as keyword arguments: ``batch_size=64``, ``objective={"epsilon": 0.1}``,
     ``**{"objective.epsilon": 0.1}``, and ``config``: a YAML file, a mapping, or a list of them. ``own``:
@@ -207,7 +230,7 @@ def from_keywords(settings: Mapping[str, Any], command: Command, **own: bool) ->
             continue
         for key, each in flatten({name: value}).items():
             if _dashed(key) not in flags:
-                raise ConfigError(f"unknown setting {key!r}; {_similar(key, [*flags, 'config'], '')}")
+                raise ConfigError(f"unknown setting {key!r}{_similar(key, [*flags, 'config'], True)}")
             line[flags[_dashed(key)]] = _plain(each)
     switches = {_attribute(name): own.get(_attribute(name), False) for name in command.arguments}
     return _checked(Options(command, SimpleNamespace(**switches), file, line))
@@ -247,19 +270,19 @@ HABITS = {
     "gpus": ("device", "gpus-per-worker"),
     "out": ("output",),
 }
-"""What people write out of habit, and what it is called here."""
+"""Words that people write out of habit, and the flags that they mean."""
 
 
-def _similar(name: str, names: Iterable[str], dashes: str = "--") -> str:
-    """What somebody may have meant who wrote ``name``, as ``dashes`` (none: a keyword) has it."""
+def _similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
+    """Suggest what ``name``, a flag without its dashes or a ``keyword``, was meant to be."""
     word, known = _dashed(name), list(names)
-    near = [flag for flag in HABITS.get(word, ()) if flag in known]
-    near = near or [flag for flag in known if flag.endswith(f".{word}")][:3]
-    near = near or [flag for flag in known if flag.startswith(f"{word}.")][:3]
-    near = near or difflib.get_close_matches(word, known, n=1)
-    shown = [f"{dashes}{flag}" if dashes else repr(flag.replace("-", "_")) for flag in near]
-    where = HELP_ALL if dashes else f"uno discover {HELP_ALL}"
-    return f"did you mean {' or '.join(shown)}?" if near else f"see {where}"
+    likely = [flag for flag in HABITS.get(word, ()) if flag in known]
+    likely = likely or [flag for flag in known if flag.endswith(f".{word}")][:3]
+    likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]
+    if keyword:
+        see = f"see uno discover {HELP_ALL}"
+        return did_you_mean(word, known, see, lambda flag: repr(flag.replace("-", "_")), likely)
+    return did_you_mean(word, known, f"see {HELP_ALL}", "--{}".format, likely)
 
 
 def checked_output(output: str) -> str:
@@ -297,33 +320,34 @@ def _attribute(name: str) -> str:
 
 
 def _read(argv: Sequence[str], command: Command) -> Options:
+    """Read a line. Words that no flag takes are the arguments without dashes, in their order."""
     flags = command.flags()
     positional = [name for name in command.arguments if not name.startswith("-")]
-    given, file, line = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    own = {_attribute(name): argument.default for name, argument in command.arguments.items()}
+    file, line = dict[str, Any](), dict[str, Any]()
+
+    def keep(name: str, value: Any) -> None:
+        if name in command.arguments:
+            try:
+                own[_attribute(name)] = TypeAdapter(flags[name].type).validate_python(value)
+            except ValidationError as error:
+                raise ConfigError(describe(error, name)) from None
+        elif name == "--config":
+            file.update(load_yaml(value))
+        else:
+            line[flags[name].key] = value
+
     for name, joined, words in _groups(argv):
         if name and name not in flags:
-            raise ConfigError(f"unknown option {name}; {_similar(name[2:], [flag[2:] for flag in flags])}")
+            raise ConfigError(f"unknown option {name}{_similar(name[2:], [flag[2:] for flag in flags])}")
         most = max(flags[name].most_words, joined) if name else 0
         words, surplus = words[:most], words[most:]
         while positional and surplus:
-            given[positional.pop(0)] = surplus.pop(0)
-        if not name:
-            if surplus:
-                raise ConfigError(f"unexpected argument {surplus[0]!r}; options start with --")
-            continue
-        value = _value(name, flags[name], words + surplus)
-        if name in command.arguments:
-            given[name] = value
-        elif name == "--config":
-            file |= load_yaml(value)
-        else:
-            line[flags[name].key] = value
-    own = {_attribute(name): argument.default for name, argument in command.arguments.items()}
-    for name, value in given.items():
-        try:
-            own[_attribute(name)] = TypeAdapter(command.arguments[name].type).validate_python(value)
-        except ValidationError as error:
-            raise ConfigError(describe(error, name)) from None
+            keep(positional.pop(0), surplus.pop(0))
+        if name:
+            keep(name, flags[name].value(name, words + surplus))
+        elif surplus:
+            raise ConfigError(f"unexpected argument {surplus[0]!r}; options start with --")
     return Options(command, SimpleNamespace(**own), file, line)
 
 
@@ -338,29 +362,6 @@ def _groups(argv: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
         else:
             words.append(token)
     yield name, bool(equals), words
-
-
-def _value(name: str, argument: Argument, words: Sequence[str]) -> Any:
-    """The words after a flag, as many as it takes, as what pydantic gets; it does the rest."""
-    types, most = get_args(argument.type) or (argument.type,), argument.most_words
-    if bool in types and not words:
-        return not argument.negated
-    wanted = {0: "no value", 1: "one value", MANY: "values"}.get(most, f"{most} values")
-    if not words or "" in words:
-        raise ConfigError(f"{name} needs {wanted}")
-    if len(words) > most or (most != MANY and len(words) < most):
-        raise ConfigError(f"{name} takes {wanted}, got {' '.join(map(repr, words))}")
-    if NoneType in types and words[0].lower() == "none":
-        return None
-    converted = [_number(word) if int in types or float in types else word for word in words]
-    return converted if most > 1 else converted[0]
-
-
-def _number(word: str) -> int | float | str:
-    for convert in (int, float):
-        with suppress(ValueError):
-            return convert(word)
-    return word
 
 
 RULES = f"""
@@ -413,7 +414,7 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
 
 
 def _placeholder(kind: Any) -> str:
-    """What stands for the value: ``INT``, ``FLOAT FLOAT``, ``{paper,v2}``, ``INT|auto|None``."""
+    """Name a value in the help: ``INT``, ``FLOAT FLOAT``, ``{paper,v2}``, ``INT|auto|None``."""
     parts, origin = get_args(kind), get_origin(kind)
     if not parts:
         return {bool: "", int: "INT", float: "FLOAT", NoneType: "None"}.get(kind, "STR")

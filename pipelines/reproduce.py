@@ -5,7 +5,6 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from pipelines import cli
 from pipelines.options import Argument, Command, parse, switch
 from uno.reproduce.experiments import DATA_OPTIONS, names
 
@@ -38,7 +37,3 @@ def main(argv: Sequence[str]) -> int:
     from pipelines import tables
 
     return tables.main(options, argv)
-
-
-if __name__ == "__main__":
-    cli.run(main)

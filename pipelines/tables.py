@@ -52,10 +52,9 @@ class Request(NamedTuple):
 
     @property
     def compute(self) -> ComputeConfig:
-        """Where cells run."""
-        return override(
-            Config(), {key: value for key, value in self.changes.items() if key.startswith("compute.")}
-        ).compute
+        """The section of the configuration that says where cells run."""
+        own = {key: value for key, value in self.changes.items() if key.startswith("compute.")}
+        return override(Config(), own).compute
 
 
 def main(options: Options, argv: Sequence[str]) -> int:
@@ -66,16 +65,18 @@ def main(options: Options, argv: Sequence[str]) -> int:
     jobs = plan(request)
     if request.own.dry_run:
         _describe(request, jobs)
-    else:
-        try:
-            run_missing(request, jobs)
-        finally:  # of a command that is stopped, too
-            _keep_cells(request)
-        with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
-            for name in leftovers(claim.storage):
-                if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
-                    claim.storage.delete(name)
-            write_tables(request)
+        return 0
+    try:
+        run_missing(request, jobs)
+    finally:  # of a command that is stopped, too
+        if request.own.record is not None and not request.table.maps:  # maps need the runs themselves
+            seconds = {name: past.seconds for name, past in read_attempts(request.output).items()}
+            kept.write(Storage(request.own.record), request.cells, request.output, seconds)
+    with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
+        for name in leftovers(claim.storage):
+            if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
+                claim.storage.delete(name)
+        write_tables(request)
     return 0
 
 
@@ -114,7 +115,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
 
 
 OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
-"""What a table leaves to whoever brings the data."""
+"""Keys that a table leaves to whoever brings the data."""
 
 
 def _on_own_data(table: Table, options: Options) -> Table:
@@ -137,7 +138,7 @@ def _on_own_data(table: Table, options: Options) -> Table:
 
 
 def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Where cells with a frozen encoder find its weights and the cache, in whatever process."""
+    """Full paths of a frozen encoder's weights and of the cache, which hold in every process."""
     source = given.get("model.weights")
     if not is_file(source):
         raise ConfigError("model.trainable heads needs --weights FILE here: what trained the encoder")
@@ -184,13 +185,6 @@ def _take_from_record(request: Request) -> None:
         say(f"{taken} cells are taken from the record, {request.own.record}")
 
 
-def _keep_cells(request: Request) -> None:
-    """The finished cells to the record, if there is to be one; maps need the runs themselves."""
-    if request.own.record is not None and not request.table.maps:
-        seconds = {name: past.seconds for name, past in read_attempts(request.output).items()}
-        kept.write(Storage(request.own.record), request.cells, request.output, seconds)
-
-
 def plan(request: Request) -> list[Job]:
     """All jobs without a result, after what they start from: a pretraining, or the features of a frozen
     encoder, which the cache may have. ConfigError: bad data, a cell of other settings.
@@ -207,9 +201,11 @@ def plan(request: Request) -> list[Job]:
         if diverged or (run / "metrics.json").exists():
             continue
         if frozen:
-            label, threads = f"{cell.benchmark.key} features", _all_threads(request)
-            first = Job(cell.pretraining, override(cell.config, {"compute.threads": threads}), label)
-            jobs.setdefault(first.name, first)
+            threads = request.compute.threads  # it is waited for: with the threads of all cells at a time
+            every = threads and threads * (request.own.parallel or _default_parallel(request.compute))
+            config_of_all = override(cell.config, {"compute.threads": every})
+            label = f"{cell.benchmark.key} features"
+            jobs.setdefault(cell.pretraining, Job(cell.pretraining, config_of_all, label))
         elif not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
             jobs.setdefault(cell.pretraining, Job(cell.pretraining, _as_begun(shared, cell.config), label))
@@ -286,7 +282,7 @@ def run_missing(request: Request, jobs: Sequence[Job]) -> None:
 
 @contextmanager
 def _runner(request: Request) -> Iterator[tuple[Start, int]]:
-    """What starts a cell, as a process here or in a Ray actor with its resources; and how many fit."""
+    """Yield what starts a cell, as a process here or in a task of Ray, and how many fit at a time."""
     compute, parallel = request.compute, request.own.parallel
     several = "RAY_ADDRESS" in os.environ or (compute.device != "cpu" and torch.cuda.device_count() > 1)
     wants_ray = request.own.runner == "ray" or (request.own.runner == "auto" and several)
@@ -313,12 +309,6 @@ def _default_parallel(compute: ComputeConfig) -> int:
     return max(1, cores // (compute.threads or cores))
 
 
-def _all_threads(request: Request) -> int | None:
-    """Those of all cells that run at a time, for the job that they wait for."""
-    compute = request.compute
-    return compute.threads and compute.threads * (request.own.parallel or _default_parallel(compute))
-
-
 def write_tables(request: Request) -> None:
     """Write and show the tables and, if asked for, the record; then raise if cells failed or are missing."""
     attempts = read_attempts(request.output)
@@ -331,8 +321,8 @@ def write_tables(request: Request) -> None:
     maps = draw(request.cells, request.output, say) if request.table.maps else []
     documents.write(Storage(str(request.output)), found, request.command, maps)
     if request.own.record is not None:
-        documents.write_record(Storage(request.own.record), found, request.command, maps)
-    files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "parquet", "html"))
+        documents.write(Storage(request.own.record), found, request.command, maps, record=True)
+    files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "json", "html"))
     say(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
     if found.failures:
         name, reason = next(iter(found.failures.items()))

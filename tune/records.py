@@ -37,7 +37,7 @@ class PartStorage(Storage):
         self._whole = whole
 
     def check(self) -> None:
-        """As the sweep's."""
+        """Raise an error unless the sweep's claim holds."""
         self._whole.check()
 
 
@@ -72,7 +72,9 @@ class Trial:
 
     @property
     def standard_error(self) -> float:
-        """Of the score, one row right and one wrong added (Agresti & Coull 1998); 0: no share of rows."""
+        """Standard error of the score, with one row right and one wrong added (Agresti & Coull 1998); 0 where
+        the score is no share of rows.
+        """
         rows = self._last.get("rows", 0)
         share = (self.score * rows + 1) / (rows + 2)
         return math.sqrt(share * (1 - share) / rows) if rows else 0.0

@@ -1,4 +1,4 @@
-"""What a sweep leaves behind: ``sweep.parquet``, ``best.yaml`` and a self-contained ``sweep.html``.
+"""The files that a sweep leaves: ``sweep.parquet``, ``best.yaml`` and a self-contained ``sweep.html``.
 
 Made from the sweep's directory alone. With the oracle score each is called ``oracle-...`` and says so.
 """
@@ -42,12 +42,12 @@ class Summary(NamedTuple):
 
     @property
     def oracle(self) -> bool:
-        """Whether true labels of novel classes were used."""
+        """Return whether true labels of novel classes were used."""
         return bool(self.settings["score"] == ORACLE)
 
     @property
     def keeps_given(self) -> bool:
-        """Whether the configuration as given wins although another has a higher score."""
+        """Return whether the configuration as given wins although another has a higher score."""
         return self.best is not None and self.best is not self.ranked[0]
 
 
@@ -111,7 +111,7 @@ def table_bytes(summary: Summary) -> bytes:
 
 
 def best_yaml(summary: Summary, best: Trial) -> str:
-    """What ``uno discover --config`` takes as it is: the options given, the winner's value of each key."""
+    """YAML that ``uno discover --config`` takes: the options given, the winner's value of each key."""
     lines = ["# ORACLE: chosen by the true labels of the novel classes. Not a result; research only."]
     which = f"trial {best.index} of {len(summary.trials)}, score {best.score:.4f}"
     how = f"# {which} ({summary.settings['score']}); uno discover --config best.yaml"

@@ -154,7 +154,7 @@ class Interruption(Stopper):
         self._stopping = stopping
 
     def __call__(self, *trial: Any) -> bool:
-        """Whether to end a trial, or the sweep."""
+        """Return whether to end a trial, or the sweep."""
         return self._stopping()
 
     stop_all = __call__

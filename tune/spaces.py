@@ -66,7 +66,7 @@ class Domain:
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """What must be valid for every value to be: the bounds, or all choices."""
+        """The bounds, or all choices: every value is valid if these are."""
         bounds = (value for value in (self.low, self.high) if value is not None)
         return self.choices or tuple(int(value) if self.scale == "int" else value for value in bounds)
 
@@ -84,7 +84,7 @@ class Domain:
         return float(f"{min(max(value, low), high):.4g}")
 
     def position(self, value: Any) -> float:
-        """Where a value lies in its domain, 0 to 1, the inverse of :meth:`at`; clipped outside."""
+        """Place of a value in its domain, 0 to 1: the inverse of :meth:`at`, clipped outside."""
         value, ends = frozen(value), self.ends
         if value in ends:
             return ends.index(value) / max(1, len(ends) - 1)
@@ -140,7 +140,7 @@ def load_space(name: str, config: Config) -> Space:
 
 
 def _has_effect(key: str, config: Config) -> bool:
-    """Whether a key of a named space changes anything: some presets switch whole operations off."""
+    """Return whether a key of a named space changes anything: some presets switch operations off."""
     if key in ("model.num_heads", "model.overcluster_factor"):
         return config.method == "uno"
     if key == "augment.large.crop_scale" and "resized" not in config.augment.large.crop:
@@ -149,7 +149,7 @@ def _has_effect(key: str, config: Config) -> bool:
 
 
 def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
-    """Whether a frozen encoder gives other features under a key's values, or is no longer frozen."""
+    """Return whether a key's values give a frozen encoder other features, or unfreeze it."""
     from uno.data.features import settings  # imported here: a plain command line needs no torch
 
     if key.startswith("model."):

@@ -1,13 +1,10 @@
-"""``uno tune`` as a command, and ``python -m tune.sweep`` for ``ray job submit``; :mod:`tune.driver` does it,
-and no line of options imports that.
-"""
+"""``uno tune`` as a command; :mod:`tune.driver` does it, and no line of options imports that."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from pipelines import cli
 from pipelines.options import PRINT_CONFIG, Argument, Command, parse, switch
 from tune import FOLDS, SCORES, spaces
 
@@ -41,7 +38,3 @@ def main(argv: Sequence[str]) -> int:
     from tune import driver
 
     return driver.main(options)
-
-
-if __name__ == "__main__":
-    cli.run(main)

@@ -7,7 +7,6 @@ of the program must know of a field stands with it (:class:`About`).
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -28,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from uno.errors import ConfigError, one_line
+from uno.errors import ConfigError, did_you_mean, one_line
 from uno.limits import MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_VALUES, MAX_QUEUE_ROWS, MAX_THREADS
 from uno.methods import METHODS
 
@@ -443,9 +442,7 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
                 raise ConfigError(
                     f"{key!r} is a section of keys such as {fields[0]!r} (got {repr(value)[:100]})"
                 )
-            near = difflib.get_close_matches(key[:100], known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"unknown key {key[:100]!r}{hint}")
+            raise ConfigError(f"unknown key {key[:100]!r}{did_you_mean(key, known)}")
         *parents, leaf = key.split(".")
         node = tree
         for parent in parents:

@@ -6,7 +6,6 @@ the pooling of maps, is a hook. The libraries are imported where a network is bu
 which processes that only decode need not pay.
 """
 
-import difflib
 import logging
 import os
 import re
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from uno.config import OWN_ENCODERS, ModelConfig
-from uno.errors import ConfigError, one_line
+from uno.errors import ConfigError, did_you_mean, one_line
 
 log = logging.getLogger(__name__)
 ONEDNN_BLOCK = 8  # channels that one AVX2 register holds
@@ -163,8 +162,7 @@ def check_name(library: str, what: str) -> None:
 
         known = models.list_models(module=models)
     if what not in known:
-        near = difflib.get_close_matches(what, known, n=1)
-        hint = f"; did you mean {library}:{near[0]}?" if near else ""
+        hint = did_you_mean(what, known, show=f"{library}:{{}}".format)
         raise ConfigError(f"model.encoder: {library} has no {what!r}{hint}")
 
 

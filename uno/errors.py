@@ -1,4 +1,7 @@
-"""What a command may end with, besides success: each error is one line for the user and one exit code."""
+"""The ends of a command besides success (one line for the user and one exit code each), and their words."""
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 
 
 class UnoError(Exception):
@@ -34,3 +37,20 @@ class Interrupted(UnoError):
 def one_line(error: object) -> str:
     """The text of somebody else's error, at most 300 characters."""
     return " ".join(str(error).split())[:300]
+
+
+def printable(text: str, kept: str = "") -> str:
+    """``text`` with all that would steer a terminal escaped (``\\n``), but the characters ``kept``."""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
+def did_you_mean(
+    word: str, known: Iterable[str], otherwise: str = "", show: Callable[[str], str] = repr,
+    likely: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """The end of an error line: ``; did you mean 'folder'?``, the nearest of ``known`` as ``show`` has it, or
+    all that are ``likely``; where nothing is near, ``; otherwise`` or nothing.
+    """
+    near = likely or difflib.get_close_matches(word[:100], list(known), n=1)
+    hint = f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
+    return f"; {hint}" if hint else ""

@@ -22,12 +22,11 @@ Where our numbers are not the authors' for reasons that are no preset's (execute
 Precedence: defaults < preset < YAML < command line < Tune sample.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from uno.config import Config, override
-from uno.errors import ConfigError
+from uno.errors import ConfigError, did_you_mean
 
 Values = dict[str, Any]
 
@@ -162,9 +161,8 @@ def preset(name: str, recipe: str = "paper") -> Config:
     preset or recipe of that name.
     """
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "choose from " + ", ".join(PRESETS)
-        raise ConfigError(f"unknown preset {name!r}; {hint}")
+        hint = did_you_mean(name, PRESETS, "choose from " + ", ".join(PRESETS))
+        raise ConfigError(f"unknown preset {name!r}{hint}")
     paper, v2 = PRESETS[name]
     recipes = {"paper": {}, "v2": v2, **({"cpu": CPU[name]} if name in CPU else {})}
     if recipe not in recipes:

@@ -97,7 +97,7 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
     try:
         wait_for(lambda: not socket.socket().connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))), 60)
         done = subprocess.run(
-            [sys.executable, "-m", "pipelines.pretrain", *SMALL, "--workers", "2", "--max-steps", "3",
+            [sys.executable, "-m", "pipelines", "pretrain", *SMALL, "--workers", "2", "--max-steps", "3",
              "--output", str(tmp_path / "run")],
             env={**env, "RAY_ADDRESS": address}, cwd=ROOT, capture_output=True, text=True, timeout=200,
         )  # fmt: skip

@@ -304,7 +304,7 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatc
     output = tmp_path / "run"
     words = [*SMALL, "--output", str(output)]
     killed = subprocess.run(
-        [sys.executable, "-m", "pipelines.discover", *words], cwd=ROOT, timeout=120, capture_output=True,
+        [sys.executable, "-m", "pipelines", "discover", *words], cwd=ROOT, timeout=120, capture_output=True,
         env={**os.environ, "UNO_FAULTS": "kill-driver:step=8"},
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL

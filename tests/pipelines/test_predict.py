@@ -252,7 +252,7 @@ def test_a_killed_process_is_continued(run, tmp_path, number):
     for part in range(4):
         write_digits(tmp_path / "in" / str(part), read_digits().images)
     words = [str(run), "--data", str(tmp_path / "in"), "--output"]
-    command = [sys.executable, "-m", "pipelines.predict", *words, str(tmp_path / "out")]
+    command = [sys.executable, "-m", "pipelines", "predict", *words, str(tmp_path / "out")]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     shards = tmp_path / "out" / "_shards"
     wait_for(lambda: len(list(shards.glob("*.parquet"))) >= 3, pause=0.002)

@@ -395,7 +395,8 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     out = tmp_path / "out"
     words = ["ablation", "--rows", "no-overclustering", "--seeds", "2", "--output", str(out)]
     words += ["--parallel", "2", *TINY, "--record", str(tmp_path / "record")]
-    driver = subprocess.Popen([sys.executable, "-m", "pipelines.reproduce", *words], stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "pipelines", "reproduce", *words]
+    driver = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_for(lambda: any(out.glob("cells/*/metrics.json")), 600)
     driver.terminate()
     _, said = driver.communicate(timeout=120)
@@ -422,6 +423,16 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
 
 SAVES = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('saved', flush=True) or 75))\n"
 SAVES += "print('ready', flush=True)\ntime.sleep(60)"
+
+
+def test_a_task_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):
+    """In this process. Kills: a code that is lost, a process that is killed before it has saved."""
+    log, stop = tmp_path / "log", tmp_path / "log.stop"
+    assert cells._run([sys.executable, "-c", "raise SystemExit(3)"], log, stop) == 3
+    touch = f"open({str(stop)!r}, 'w').close(); "
+    script = SAVES.replace("time.sleep", f"{touch}time.sleep")
+    assert cells._run([sys.executable, "-c", script], log, stop) == Interrupted.exit_code
+    assert log.read_text() == "ready\nsaved\n"
 
 
 @pytest.mark.ray

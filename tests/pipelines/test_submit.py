@@ -41,13 +41,12 @@ def takes_jobs(client) -> bool:
         return False
 
 
-def submit(client, name: str, module: str, *argv: str, faults: str = "") -> tuple[int, str]:
+def submit(client, name: str, *argv: str, faults: str = "") -> tuple[int, str]:
     """``ray job submit``, waited for: its exit code and what it printed."""
-    done = subprocess.run(
-        [RAY, "job", "submit", "--address", client.url, "--working-dir", str(ROOT), "--submission-id", name,
-         "--runtime-env-json", json.dumps(runtime_env(faults)), "--", sys.executable, "-m", module, *argv],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
-    )  # fmt: skip
+    words = [RAY, "job", "submit", "--address", client.url, "--working-dir", str(ROOT)]
+    words += ["--submission-id", name, "--runtime-env-json", json.dumps(runtime_env(faults))]
+    words += ["--", sys.executable, "-m", "pipelines", *argv]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
     return done.returncode, done.stdout
 
 
@@ -58,7 +57,7 @@ def runtime_env(faults: str) -> dict:
 def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
     """One line in the logs, the code in the status; ray's own exit code is 1 for every failure."""
     words = [*LONG, "--batch-size", "33", "--workers", "2", "--output", str(tmp_path / "run")]
-    code, printed = submit(client, "uno-bad", "pipelines.discover", *words)
+    code, printed = submit(client, "uno-bad", "discover", *words)
     assert code == 1
     logs = client.get_job_logs("uno-bad")
     assert logs.splitlines()[-1].startswith("uno: error: ") and "Traceback" not in logs
@@ -72,7 +71,7 @@ def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
 def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, client, tmp_path):
     """kill -9 of the driver while its workers go on, then `ray job stop`, then to the end: equal weights."""
     storage = Storage(str(tmp_path / "run"))
-    argv = ["pipelines.discover", *LONG, "--workers", "2", "--output", storage.root]
+    argv = ["discover", *LONG, "--workers", "2", "--output", storage.root]
     faults = "kill-driver:step=8"  # strikes once, as every fault
     code, _ = submit(client, "uno-killed", *argv, faults=faults)
     assert code == 1 and client.get_job_status("uno-killed") == "FAILED"
@@ -108,7 +107,7 @@ def test_a_sweep_is_submitted_like_a_run(client, tmp_path):
     from tests.tune.tiny import TINY
 
     words = [*TINY, "--trials", "2", "--folds", "1", "--output", str(tmp_path)]
-    code, printed = submit(client, "uno-sweep", "tune.sweep", *words)
+    code, printed = submit(client, "uno-sweep", "tune", *words)
     assert code == 0, printed
     assert Storage(str(tmp_path)).exists("best.yaml") and "Traceback" not in printed
 
@@ -146,7 +145,7 @@ def test_training_on_a_cluster_with_tokens(tmp_path, request):
             JobSubmissionClient(url)
         argv = [*SMALL, "--workers", "1", "--max-steps", "3", "--output", str(run)]
         words = [RAY, "job", "submit", "--address", url, "--", "env", f"PYTHONPATH={ROOT}", sys.executable]
-        words += ["-m", "pipelines.pretrain", *argv]
+        words += ["-m", "pipelines", "pretrain", *argv]
         done = subprocess.run(words, env=named, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout
         assert f"finished: {run}" in done.stdout and "Traceback" not in done.stdout

@@ -13,7 +13,7 @@ from uno.runs.checkpoint import checkpoint_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SPREAD = ["pipelines.discover", *LONG, "--workers", "2", "--compute.placement", "SPREAD"]
+SPREAD = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement", "SPREAD"]
 WAITS = "waiting for nodes: wanted are 2 workers of 1 CPU"
 
 

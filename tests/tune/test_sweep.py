@@ -49,7 +49,7 @@ def planned(folder: Path, trials: list[dict[str, float]], *words: str):
 
 def command_of(folder: Path, words: str) -> list[str]:
     own = ["--folds", "1", *words.split(), "--output", str(folder)]
-    return [sys.executable, "-m", "tune.sweep", *TINY, *own]
+    return [sys.executable, "-m", "pipelines", "tune", *TINY, *own]
 
 
 def results(storage: Storage) -> list[dict]:

@@ -1,6 +1,5 @@
 """What the user names -> Rows: ``digits``, ``cifar10:DIR``, ``folder:DIR``, or a path and its content."""
 
-import difflib
 import os
 import re
 from collections import Counter
@@ -20,7 +19,7 @@ from uno.data.columns import Labels, Text, chunks
 from uno.data.files import Found, children, join, shown
 from uno.data.rows import SPLITS, Files, Rows
 from uno.data.tables import read_parquet, read_table
-from uno.errors import ConfigError
+from uno.errors import ConfigError, did_you_mean
 
 Reader = Callable[[str, DataConfig], Rows]
 
@@ -59,13 +58,13 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
     if match and not os.path.exists(source):
         prefix, path = match.groups()
         if prefix not in READERS:
-            near = difflib.get_close_matches(prefix.lower(), READERS, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}:{path}?" if near else f"known are digits, {':, '.join(READERS)}:"
-            raise ConfigError(f"unknown data source {prefix + ':'!r}; {hint}")
+            known = f"known are digits, {':, '.join(READERS)}:"
+            hint = did_you_mean(prefix.lower(), READERS, known, lambda near: f"{near}:{path}")
+            raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
     path = filesystem.normal(path)
     if filesystem.kind(path) == "missing" and not (config.download and prefix in ("cifar10", "cifar100")):
-        near = difflib.get_close_matches(source.lower(), ["digits", *READERS], n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0] + ('' if near[0] == 'digits' else ':DIR')!r}?" if near else ""
+        names = {name: repr(f"{name}:DIR") for name in READERS} | {"digits": repr("digits")}
+        hint = did_you_mean(source.lower(), names, show=names.__getitem__)
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
     return prefix or recognise(path), path
 

@@ -4,7 +4,6 @@ The known classes are the distinct labels of the training rows; where ``known_cl
 them (benchmark mode), other labels are hidden: they move to ``eval_labels``, which only evaluation reads.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 from uno.config import Config, DataConfig, not_mixed
 from uno.data.files import read_text
 from uno.data.rows import Rows
-from uno.errors import ConfigError
+from uno.errors import ConfigError, did_you_mean
 from uno.limits import MAX_CLASSES
 
 MAX_NAMES_BYTES = 1_000_000
@@ -216,9 +215,8 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
         raise ConfigError(f"{where}: no class name given")
     for name in names:
         if name not in classes:
-            near = difflib.get_close_matches(name, classes, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"classes are {', '.join(classes[:8])}, ..."
-            raise ConfigError(f"{where}: no class {name!r} in the data; {hint}")
+            hint = did_you_mean(name, classes, f"classes are {', '.join(classes[:8])}, ...")
+            raise ConfigError(f"{where}: no class {name!r} in the data{hint}")
         if names.count(name) > 1:
             raise ConfigError(f"{where}: class {name!r} is given twice")
     return set(names)

@@ -1,19 +1,14 @@
-"""Results as Markdown, Parquet and HTML: grids of texts for people, one long table for programs, a record."""
+"""Results as Markdown for people and JSON for programs, and both as a page with its drawings; a record."""
 
-import itertools
 import json
-import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from uno.data.files import Storage
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import render, visible
-from uno.reproduce.effects import ERRORS, Results, chance_of_no_effect, deviation, mean
+from uno.reproduce.effects import ERRORS, Results, chance_of_no_effect
 from uno.reproduce.experiments import REFERENCE, Benchmark, Evaluation, Row
 from uno.reproduce.figures import Figure
 
@@ -34,16 +29,18 @@ def spread(value: float, sd: float | None = None, signed: bool = False) -> str:
 def results_grid(found: Results) -> Grid:
     """Rows x evaluations, the paper's numbers beside the measured ones; groups share a cell."""
     table = found.table
-    pairs = [(row.key, evaluation.name) for row in table.rows for evaluation in table.evaluations]
-    published = [column for column in table.published if any(column.read(*pair) for pair in pairs)]
-    head = ["", f"evaluation ({' / '.join(table.groups)})", *(f"paper: {c.title}" for c in published)]
+    titles = [column.title for column in table.published if found.find(source=column.title)]
+    head = ["", f"evaluation ({' / '.join(table.groups)})", *(f"paper: {title}" for title in titles)]
     for benchmark in table.benchmarks:
         head += [f"measured: {benchmark.name}", "n", "minutes"]
     grid = [head]
     for row in table.rows:
         for evaluation in table.evaluations:
-            paper = [column.read(row.key, evaluation.name) for column in published]
-            texts = [" / ".join(spread(*number) for number in numbers) or DASH for numbers in paper]
+            texts = []
+            for title in titles:
+                paper = found.find(row=row.key, evaluation=evaluation.name, source=title)
+                numbers = (spread(line["published"], line["published_sd"]) for line in paper)
+                texts.append(" / ".join(numbers) or DASH)
             for benchmark in table.benchmarks:
                 texts += _measured(found, benchmark, row, evaluation)
             if any(text not in (DASH, "", "0") for text in texts):
@@ -53,36 +50,37 @@ def results_grid(found: Results) -> Grid:
 
 def _measured(found: Results, benchmark: Benchmark, row: Row, evaluation: Evaluation) -> list[str]:
     """Accuracy, number of seeds and mean minutes of a run."""
-    keys = [(benchmark.key, row.key, evaluation.name, group) for group in found.table.groups]
-    values = [found.values.get(key, {}) for key in keys]
-    num_seeds = max(map(len, values))
     if f"{benchmark.key}-{row.trained}" in found.refused:
         return ["refused", "0", ""]
-    text = " / ".join(spread(mean(v), deviation(v)) if v else DASH for v in values) if num_seeds else DASH
+    lines = found.find(benchmark=benchmark.key, row=row.key, evaluation=evaluation.name)
+    texts = {line["group"]: spread(line["mean"], line["sd"]) for line in lines}
+    text = " / ".join(texts.get(group, DASH) for group in found.table.groups) if texts else DASH
     cell = f"cells/{benchmark.key}-{row.trained}-seed"
     if num_failed := sum(name.startswith(cell) for name in found.failures):
         text += f"; {num_failed} of {found.seeds} failed"
-    minutes = found.minutes.get((benchmark.key, row.key), [])
-    return [text, str(num_seeds), f"{statistics.fmean(minutes):.1f}" if minutes else ""]
+    minutes = f"{lines[0]['minutes']:.1f}" if lines and row.of is None else ""
+    return [text, str(max((line["n"] for line in lines), default=0)), minutes]
 
 
 def effects_grid(found: Results) -> Grid:
     """Differences to the reference row, the paper's beside the measured ones."""
-    effects = found.effects.values()
-    columns = [c.title for c in found.table.published if any(c.title in e.published for e in effects)]
-    grid = [["", "evaluation", *(f"paper: {title}" for title in columns), "measured", "n", "verdict"]]
+    effects = found.effects
+    titles = [
+        c.title for c in found.table.published if any(c.title in e["published_effects"] for e in effects)
+    ]
+    grid = [["", "evaluation", *(f"paper: {title}" for title in titles), "measured", "n", "verdict"]]
     for effect in effects:
-        several = f", {effect.benchmark.name}" if len(found.table.benchmarks) > 1 else ""
-        counted = f"{effect.group}, {effect.evaluation.name}, {effect.evaluation.split}"
-        paper = (effect.published.get(title) for title in columns)
+        several = f", {effect['data']}" if len(found.table.benchmarks) > 1 else ""
+        counted = f"{effect['group']}, {effect['evaluation']}, {effect['split']}"
+        paper = (effect["published_effects"].get(title) for title in titles)
         texts = [DASH if value is None else spread(value, signed=True) for value in paper]
-        texts.append(spread(mean(effect.measured), deviation(effect.measured), signed=True))
-        grid.append([effect.row.name + several, counted, *texts, str(len(effect.measured)), effect.verdict])
+        texts.append(spread(effect["effect"], effect["effect_sd"], signed=True))
+        grid.append([effect["name"] + several, counted, *texts, str(effect["effect_n"]), effect["verdict"]])
     return grid
 
 
 def explanations(found: Results) -> list[str]:
-    """What a reader has to know: units, seeds, spreads, verdicts, times, failures."""
+    """List what a reader has to know: units, seeds, spreads, verdicts, times, failures."""
     table = found.table
     said = [
         "Percent; mean ± standard deviation over seeds; last epoch; no number was chosen by accuracy. "
@@ -115,9 +113,9 @@ def explanations(found: Results) -> list[str]:
 def decision(found: Results) -> str:
     """Which effects of the paper show, row by row."""
     rows: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
-    for effect in found.effects.values():
-        name = f"{effect.row.name[0].upper()}{effect.row.name[1:]}, {effect.benchmark.name}"
-        rows[name].append((effect.verdict, f"{effect.group}, {effect.evaluation.name}"))
+    for effect in found.effects:
+        name = f"{effect['name'][0].upper()}{effect['name'][1:]}, {effect['data']}"
+        rows[name].append((effect["verdict"], f"{effect['group']}, {effect['evaluation']}"))
     said = []
     for name, verdicts in rows.items():
         groups = {verdict: [where for one, where in verdicts if one == verdict] for verdict, _ in verdicts}
@@ -136,8 +134,8 @@ def facts(found: Results, command: str) -> dict[str, str]:
 
 
 def markdown(found: Results) -> str:
-    """Title, question, results, effects and explanations."""
-    parts = [f"## {found.table.title}", found.table.question, _markdown_table(results_grid(found))]
+    """Title, results, effects and explanations."""
+    parts = [f"{found.table.title}:", _markdown_table(results_grid(found))]
     if found.effects:
         parts += ["Effects:", _markdown_table(effects_grid(found))]
     parts.append("\n".join(f"- {_inert(text)}" for text in explanations(found)))
@@ -155,53 +153,6 @@ def _inert(text: str) -> str:
     return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
 
 
-TEXTS = ("table", "scale", "row", "name", "head", "protocol", "split", "data", "group")
-SCHEMA = pa.schema(
-    dict.fromkeys(TEXTS, pa.string())
-    | {"published": pa.float64(), "published_sd": pa.float64(), "source": pa.string()}
-    | {"mean": pa.float64(), "sd": pa.float64(), "n": pa.int64()}
-    | {"values": pa.list_(pa.float64()), "seeds": pa.list_(pa.int64())}
-    | {"minutes": pa.float64(), "hardware": pa.string(), "numerics": pa.int64()}
-    | {"effect": pa.float64(), "effect_sd": pa.float64(), "verdict": pa.string()}
-)
-
-
-def long_table(found: Results) -> pa.Table:
-    """One line for each row, evaluation, group and data set, the paper's among them."""
-    table, lines = found.table, list[dict[str, Any]]()
-    for row, evaluation in itertools.product(table.rows, table.evaluations):
-        fields = [*_published_fields(found, row, evaluation), *_measured_fields(found, row, evaluation)]
-        of_row = {"table": table.name, "scale": table.scale, "row": row.key, "name": row.name}
-        counted = {"head": row.head, "protocol": evaluation.protocol, "split": evaluation.split}
-        lines += [{**of_row, **counted, **more} for more in fields]
-    return pa.Table.from_pylist(lines, schema=SCHEMA)
-
-
-def _published_fields(found: Results, row: Row, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    for column in found.table.published:
-        numbers = column.read(row.key, evaluation.name)
-        for group, (value, sd) in zip(found.table.groups, numbers, strict=False):
-            paper = {"published": value, "published_sd": sd, "source": column.title}
-            yield {"data": column.data, "group": group, **paper}
-
-
-def _measured_fields(found: Results, row: Row, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    for benchmark, group in itertools.product(found.table.benchmarks, found.table.groups):
-        key = (benchmark.key, row.key, evaluation.name, group)
-        if values := found.values.get(key):
-            compared: dict[str, Any] = {}
-            if effect := found.effects.get(key):
-                compared = {"effect": mean(effect.measured), "effect_sd": deviation(effect.measured)}
-                compared["verdict"] = effect.verdict
-            yield compared | {
-                "data": benchmark.name, "group": group, "mean": mean(values), "sd": deviation(values),
-                "n": len(values), "values": list(values.values()), "seeds": list(values),
-                "minutes": statistics.fmean(found.minutes[benchmark.key, row.trained]),
-                "hardware": "; ".join(found.hardware),
-                "numerics": found.numerics[benchmark.key, row.trained],
-            }  # fmt: skip
-
-
 def charts(found: Results) -> list[Chart]:
     """Accuracy over the rows' ``x`` for each series, and the margin of UNO relative to its accuracy."""
     drawn: list[Chart | None] = []
@@ -209,9 +160,10 @@ def charts(found: Results) -> list[Chart]:
     for benchmark in found.table.benchmarks:
         series: defaultdict[str, dict[int, float]] = defaultdict(dict)
         for row in found.table.rows:
-            values = found.values.get((benchmark.key, row.key, evaluation.name, "novel"))
-            if values and row.x is not None and row.series is not None:
-                series[row.series][row.x] = mean(values)
+            where = {"benchmark": benchmark.key, "row": row.key, "evaluation": evaluation.name}
+            for line in found.find(group="novel", **where):
+                if row.x is not None and row.series is not None:
+                    series[row.series][row.x] = line["mean"]
         title = f"{benchmark.name}: novel accuracy, percent, {evaluation.name}, {evaluation.split}"
         drawn.append(line_chart(title, label, [_points(*one) for one in series.items()]))
         ours = series.pop("UNO", {})
@@ -237,32 +189,39 @@ def html(found: Results, command: str, figures: Sequence[Figure]) -> str:
     return render("reproduce.html", context, package="uno.reproduce")
 
 
-def write(storage: Storage, found: Results, command: str, figures: Sequence[Figure]) -> None:
-    """``TABLE.md``, ``TABLE.parquet`` and ``TABLE.html``: tables may share a directory and its cells."""
+def write(
+    storage: Storage, found: Results, command: str, figures: Sequence[Figure], record: bool = False
+) -> None:
+    """``TABLE.md``, ``TABLE.json`` and ``TABLE.html``, as tables may share a directory and its cells; of a
+    ``record`` ``README.md``, ``result.json`` and, where something is drawn, ``figures.html``.
+    """
     name = found.table.name
-    storage.write(f"{name}.md", (markdown(found) + "\n").encode())
-    with storage.create(f"{name}.parquet") as file:
-        pq.write_table(long_table(found), file)
-    storage.write(f"{name}.html", html(found, command, figures).encode())
+    text, data, page = f"{name}.md", f"{name}.json", f"{name}.html"
+    if record:
+        text, data, page = "README.md", "result.json", "figures.html"
+    drawn = bool(figures or charts(found))
+    storage.write(text, _document(found, command, page if drawn else None).encode())
+    storage.write(data, (json.dumps(result(found, command), indent=1, ensure_ascii=False) + "\n").encode())
+    if drawn or not record:
+        storage.write(page, html(found, command, figures).encode())
 
 
-def write_record(storage: Storage, found: Results, command: str, figures: Sequence[Figure]) -> None:
-    """``README.md``, ``result.json`` (hardware, versions, raw values, decision) and figures as HTML."""
+def _document(found: Results, command: str, drawings: str | None) -> str:
     where = facts(found, command)
-    text = [f"# {found.table.question}", f"    {command}", markdown(found).split("\n\n", 2)[2]]
+    text = [f"# {found.table.question}", f"    {command}", markdown(found)]
     text.append(f"Hardware: {where['hardware']}. {where['versions']}. Minutes: {where['minutes']}.")
     text.append(f"Decision: {_inert(decision(found))}")
-    if figures or charts(found):
-        text.append("Drawings: [figures.html](figures.html).")
-        storage.write("figures.html", html(found, command, figures).encode())
-    storage.write("README.md", ("\n\n".join(text) + "\n").encode())
-    lines = long_table(found).to_pylist()
-    row = {
-        "question": found.table.question, **where, "minutes": round(found.total_minutes, 2),
-        "scale": found.table.scale, "n": found.seeds, "changes": dict(found.changes),
-        "failures": dict(found.failures), "refused": dict(found.refused), "missing": found.missing,
-        "decision": decision(found),
-        "notes": explanations(found),
-        "lines": [{k: v for k, v in line.items() if v is not None} for line in lines],
+    if drawings is not None:
+        text.append(f"Drawings: [{drawings}]({drawings}).")
+    return "\n\n".join(text) + "\n"
+
+
+def result(found: Results, command: str) -> dict[str, Any]:
+    """All of it for programs: hardware, versions, decision, and every number with its raw values."""
+    return {
+        "title": found.table.title, "question": found.table.question, **facts(found, command),
+        "minutes": round(found.total_minutes, 2), "scale": found.table.scale, "n": found.seeds,
+        "changes": dict(found.changes), "failures": dict(found.failures), "refused": dict(found.refused),
+        "missing": list(found.missing), "decision": decision(found), "notes": explanations(found),
+        "lines": [{k: v for k, v in line.items() if v is not None} for line in found.lines],
     }  # fmt: skip
-    storage.write("result.json", (json.dumps(row, indent=1, ensure_ascii=False) + "\n").encode())

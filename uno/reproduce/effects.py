@@ -1,10 +1,10 @@
-"""What finished runs say about a table: means and spreads over seeds, effects paired by seed, verdicts."""
+"""Finished runs as the lines of a table: means and spreads over seeds, effects paired by seed, verdicts."""
 
 import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from uno.data.output import mapping
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
-from uno.reproduce.experiments import REFERENCE, Benchmark, Cell, Evaluation, Row, Table
+from uno.reproduce.experiments import REFERENCE, Cell, Evaluation, Row, Table
 
 ERRORS = 2.0  # standard errors from zero, over seeds and of counting images, from which an effect is shown
 SHOWN, SAME = "shown", "no difference shown, as in the paper"
@@ -23,45 +23,31 @@ DIFFERENT, FEW = "a difference the paper does not have", "no verdict from one se
 
 VERSIONS = ("python", "torch", "torchvision", "numpy", "numerics")
 
-Key = tuple[str, str, str, str]  # benchmark, row, evaluation, group
-Measured = Mapping[int, float]  # accuracies, or differences of accuracies, in percent by seed
+Line = dict[str, Any]
 
 
-def mean(measured: Measured) -> float:
-    """Over seeds."""
-    return statistics.fmean(measured.values())
-
-
-def deviation(measured: Measured) -> float | None:
+def deviation(values: Sequence[float]) -> float | None:
     """Standard deviation over seeds (n - 1); None of one."""
-    return statistics.stdev(measured.values()) if len(measured) > 1 else None
-
-
-class Effect(NamedTuple):
-    """The difference of a row to the one it is compared to, paired by seed, and the paper's, by column."""
-
-    benchmark: Benchmark
-    row: Row
-    evaluation: Evaluation
-    group: str
-    measured: Measured
-    verdict: str
-    published: Mapping[str, float]
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 class Results(NamedTuple):
-    """A table and what is known of its cells: ``minutes`` of each by (benchmark, row), without pretraining,
-    and the oldest ``numerics`` of a row's (:data:`uno.runs.NUMERICS`); ``failures`` (with reasons) and
-    ``missing`` name cells, ``refused`` what :func:`~uno.reproduce.experiments.cells` refuses, and why;
-    ``changes`` are the command line's.
+    """A table and what its cells say.
+
+    ``lines``: a published number of a row, evaluation, group and data set (``published``, ``published_sd``,
+    ``source``), or a measured one: in percent ``mean``, ``sd``, ``values`` by ``seeds``; ``minutes`` of a run
+    without pretraining; the oldest ``numerics`` of its runs (:data:`uno.runs.NUMERICS`); where the row is
+    compared to another one the differences of the same seed, ``effect``, ``effect_sd``, ``effect_n``, the
+    ``verdict``, and the paper's differences by title of the column, ``published_effects``.
+
+    ``failures`` (with reasons) and ``missing`` name cells, ``refused`` what
+    :func:`~uno.reproduce.experiments.cells` refuses, and why; ``changes`` are the command line's.
     """
 
     table: Table
     seeds: int
-    values: Mapping[Key, Measured]
-    effects: Mapping[Key, Effect]
-    minutes: Mapping[tuple[str, str], list[float]]
-    numerics: Mapping[tuple[str, str], int]
+    lines: Sequence[Line]
+    total_minutes: float  # of all processes, one after the other
     pretrain_minutes: float
     num_pretrainings: int
     failures: Mapping[str, str]
@@ -72,77 +58,111 @@ class Results(NamedTuple):
     changes: Mapping[str, Any]
     remarks: Sequence[str]
 
+    def find(self, **wanted: Any) -> list[Line]:
+        """The lines with these entries."""
+        return [line for line in self.lines if all(line.get(k) == v for k, v in wanted.items())]
+
     @property
-    def total_minutes(self) -> float:
-        """Of all processes, one after the other."""
-        return sum(map(sum, self.minutes.values())) + self.pretrain_minutes
+    def effects(self) -> list[Line]:
+        """The lines with a verdict, a data set after the other."""
+        keys = [benchmark.key for benchmark in self.table.benchmarks]
+        return [line for key in keys for line in self.find(benchmark=key) if "verdict" in line]
+
+
+class Run(NamedTuple):
+    """A finished cell and what its directory holds."""
+
+    cell: Cell
+    metrics: Mapping[str, float]
+    environment: Mapping[str, Any]
+    minutes: float
 
 
 def read(
     table: Table, cells: Sequence[Cell], output: Path, changes: Mapping[str, Any],
     seconds: Mapping[str, float], failed: Mapping[str, str], refused: Mapping[str, str],
 ) -> Results:  # fmt: skip
-    """What the finished ones of ``cells``, all those of a table but the ``refused``, measured below
+    """Read what the finished ones of ``cells``, all those of a table but the ``refused``, measured below
     ``output``; ``seconds`` of cells and pretrainings and reasons of ``failed`` ones are by name.
     """
-    values: defaultdict[Key, dict[int, float]] = defaultdict(dict)
-    minutes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    missing, environments, remarks, numerics = list[str](), [], [], dict[tuple[str, str], int]()
+    runs, missing, remarks = list[Run](), list[str](), list[str]()
     for cell in cells:
         run = output / cell.name
         if not (run / "metrics.json").exists():
             missing.append(cell.name)
             continue
-        of_row = cell.benchmark.key, cell.row.key
-        minutes[of_row].append(seconds.get(cell.name, 0.0) / 60)
-        environments.append(_read_json(run / "environment.json"))
-        made_with = int(environments[-1].get("numerics", 0))
-        numerics[of_row] = min(made_with, numerics.get(of_row, made_with))
-        for key, value in _readings(table, cell, _read_json(run / "metrics.json")):
-            values[key][cell.seed] = 100 * value
+        metrics, environment = (read_json(run / f"{name}.json") for name in ("metrics", "environment"))
+        runs.append(Run(cell, metrics, environment, seconds.get(cell.name, 0.0) / 60))
         if cell.config.data.num_novel == "auto":
-            estimate = _read_json(run / "estimate.json")
+            estimate = read_json(run / "estimate.json")
             found, plain = estimate.get("suggested", "?"), estimate.get("dtc", {}).get("num_novel", "?")
             remarks.append(f"{cell.row.name}, seed {cell.seed}: {found} classes; DTC's procedure: {plain}")
-    failures = {name: failed[name] for name in missing if name in failed}
-    on_gpu, pretrainings = changes.get("compute.device") != "cpu", {cell.pretraining for cell in cells}
+    pretrainings = {cell.pretraining for cell in cells}
+    pretrain_minutes = sum(seconds.get(name, 0.0) for name in pretrainings) / 60
+    environments, on_gpu = [run.environment for run in runs], changes.get("compute.device") != "cpu"
+    hardware = sorted({_hardware(environment, on_gpu) for environment in environments})
     return Results(
-        table, max(cell.seed for cell in cells) + 1, values, _effects(table, cells, values), minutes,
-        numerics, sum(seconds.get(name, 0.0) for name in pretrainings) / 60, len(pretrainings), failures,
-        [name for name in missing if name not in failed], refused,
-        sorted({_hardware(environment, on_gpu) for environment in environments}),
-        {name: _versions(environments, name) for name in VERSIONS},
-        {key: value for key, value in changes.items() if not key.startswith("compute.")}, remarks,
+        table=table, seeds=max(cell.seed for cell in cells) + 1,
+        lines=list(_lines(table, runs, _row_counts(cells) if table.effects else {}, "; ".join(hardware))),
+        total_minutes=sum(run.minutes for run in runs) + pretrain_minutes,
+        pretrain_minutes=pretrain_minutes, num_pretrainings=len(pretrainings),
+        failures={name: failed[name] for name in missing if name in failed},
+        missing=[name for name in missing if name not in failed], refused=refused, hardware=hardware,
+        versions={name: _versions(environments, name) for name in VERSIONS},
+        changes={key: value for key, value in changes.items() if not key.startswith("compute.")},
+        remarks=remarks,
     )  # fmt: skip
 
 
-def _readings(table: Table, cell: Cell, metrics: Mapping[str, Any]) -> Iterator[tuple[Key, float]]:
-    """Every number of a table that one cell's metrics hold, as fractions."""
-    for row in table.rows:
-        for evaluation in table.evaluations if row.trained == cell.row.key else ():
-            for group in table.groups:
-                path = f"{evaluation.split}/{group}/{evaluation.protocol}/acc/{row.head}"
-                if row.metric is not None:  # a number of novel rows, task-aware
-                    fits = group == "novel" and evaluation.protocol == "task_aware"
-                    path = row.metric.format(split=evaluation.split) if fits else ""
-                if path in metrics:
-                    yield (cell.benchmark.key, row.key, evaluation.name, group), float(metrics[path])
+def _lines(
+    table: Table, runs: Sequence[Run], num_rows: Mapping[tuple[str, str, str], int], hardware: str
+) -> Iterator[Line]:
+    """One line for each row, evaluation, group and data set, the paper's first."""
+    by_row: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        by_row[run.cell.benchmark.key, run.cell.row.key].append(run)
+    for row, evaluation in itertools.product(table.rows, table.evaluations):
+        counted = {
+            "table": table.name, "scale": table.scale, "row": row.key, "name": row.name, "head": row.head,
+            "evaluation": evaluation.name, "protocol": evaluation.protocol, "split": evaluation.split,
+        }  # fmt: skip
+        for column in table.published:
+            for group, (value, sd) in zip(table.groups, column.read(row.key, evaluation.name), strict=False):
+                paper = {"published": value, "published_sd": sd, "source": column.title}
+                yield {**counted, "data": column.data, "group": group, **paper}
+        for benchmark, group in itertools.product(table.benchmarks, table.groups):
+            own = by_row[benchmark.key, row.trained]
+            values = _percent(own, row, evaluation, group)
+            if not values:
+                continue
+            line: Line = {
+                **counted, "benchmark": benchmark.key, "data": benchmark.name, "group": group,
+                "mean": statistics.fmean(values.values()), "sd": deviation(list(values.values())),
+                "n": len(values), "values": list(values.values()), "seeds": list(values),
+                "minutes": statistics.fmean(run.minutes for run in own), "hardware": hardware,
+                "numerics": min(int(run.environment.get("numerics", 0)) for run in own),
+            }  # fmt: skip
+            if row.claim and group in table.effects.get(evaluation.name, ()):
+                versus = table.row(row.versus)
+                other = _percent(by_row[benchmark.key, versus.trained], versus, evaluation, group)
+                differences = [value - other[seed] for seed, value in values.items() if seed in other]
+                if differences:
+                    count = num_rows[benchmark.key, evaluation.split, group]
+                    line |= {
+                        "effect": statistics.fmean(differences), "effect_sd": deviation(differences),
+                        "effect_n": len(differences), "verdict": verdict(differences, row.claim, count),
+                        "published_effects": published_effects(table, row, evaluation, group),
+                    }  # fmt: skip
+            yield line
 
 
-def _effects(table: Table, cells: Sequence[Cell], values: Mapping[Key, Measured]) -> dict[Key, Effect]:
-    """Rows against the row each is compared to, where both have values of the same seeds."""
-    num_rows, effects = _row_counts(cells) if table.effects else {}, {}
-    for benchmark, row, evaluation in itertools.product(table.benchmarks, table.rows, table.evaluations):
-        for group in table.effects.get(evaluation.name, ()) if row.claim else ():
-            key, other = ((benchmark.key, k, evaluation.name, group) for k in (row.key, row.versus))
-            one, two = values.get(key, {}), values.get(other, {})
-            difference = {seed: one[seed] - two[seed] for seed in one if seed in two}
-            if difference:
-                count = num_rows[benchmark.key, evaluation.split, group]
-                found = verdict(list(difference.values()), str(row.claim), count)
-                published = published_effects(table, row, evaluation, group)
-                effects[key] = Effect(benchmark, row, evaluation, group, difference, found, published)
-    return effects
+def _percent(runs: Iterable[Run], row: Row, evaluation: Evaluation, group: str) -> dict[int, float]:
+    """A row's number by seed, in percent; empty where its runs have none."""
+    key = f"{evaluation.split}/{group}/{evaluation.protocol}/acc/{row.head}"
+    if row.metric is not None:  # a number of novel rows, task-aware
+        fits = group == "novel" and evaluation.protocol == "task_aware"
+        key = row.metric.format(split=evaluation.split) if fits else ""
+    return {run.cell.seed: 100 * float(run.metrics[key]) for run in runs if key in run.metrics}
 
 
 def published_effects(table: Table, row: Row, evaluation: Evaluation, group: str) -> dict[str, float]:
@@ -156,7 +176,7 @@ def published_effects(table: Table, row: Row, evaluation: Evaluation, group: str
 
 
 def verdict(differences: Sequence[float], claim: str, num_rows: int) -> str:
-    """What paired differences (in percent, one a seed) of accuracies on ``num_rows`` rows say of a claim.
+    """Judge a claim by paired differences (in percent, one a seed) of accuracies on ``num_rows`` rows.
 
     ``shown`` asks for a mean at least ERRORS standard errors from zero. All seeds share the measured images:
     D images that only one of two models has right have a standard error of at least sqrt(D), so a difference
@@ -204,7 +224,7 @@ def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
     return str(gpus[0] if gpus and on_gpu else environment.get("processor", "unknown hardware"))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON mapping, {} where there is no file. ConfigError: it is damaged."""
     found = mapping(path.read_bytes()) if path.exists() else {}
     if found is None:

@@ -2,7 +2,6 @@
 the paper's ``full`` scale, or ``small`` for two CPU cores.
 """
 
-import difflib
 import hashlib
 import json
 import re
@@ -16,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from uno.config import Config, flatten, override, to_dict
-from uno.errors import ConfigError
+from uno.errors import ConfigError, did_you_mean
 from uno.methods.registry import settings
 from uno.presets import preset, sized
 
@@ -58,9 +57,9 @@ class Evaluation(Entry):
 
 
 class Row(Entry):
-    """What is trained, or another reading of what another row (``of``) trained; ``metric`` is then read of
-    novel rows. ``claim``: what its paper says against ``versus``. ``series`` and ``x`` place it in a chart.
-    ``frozen``: settings of its method where the encoder is frozen, unless the command line has others.
+    """A network that is trained, or another reading of what another row (``of``) trained; ``metric`` is then
+    read of novel rows. ``claim`` is what its paper says against ``versus``; ``series`` and ``x`` place it in
+    a chart; ``frozen`` are settings of its method for a frozen encoder, unless the command line has others.
     """
 
     key: str
@@ -133,16 +132,15 @@ def _load(file: str) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Of all tables."""
+    """Names of all tables."""
     return list(_load("experiments.yaml")["tables"])
 
 
 def build(name: str, scale: str) -> Table:
     """The table of that name at ``full`` or ``small`` scale. ConfigError: there is none."""
     if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "choose from " + ", ".join(names())
-        raise ConfigError(f"unknown table {name!r}; {hint}")
+        hint = did_you_mean(name, names(), "choose from " + ", ".join(names()))
+        raise ConfigError(f"unknown table {name!r}{hint}")
     tree = dict(_load("experiments.yaml")["tables"][name])
     own = {"small": tree.pop("small"), "full": tree.pop("full")}[scale]
     fills = own.get("fill", [{}])

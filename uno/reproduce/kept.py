@@ -10,6 +10,7 @@ from typing import Any
 from uno.config import Config, dump_yaml, learnt_by
 from uno.data.files import Storage, parse_json
 from uno.errors import ConfigError
+from uno.reproduce.effects import read_json
 from uno.reproduce.experiments import Cell
 from uno.runs import NUMERICS
 
@@ -25,16 +26,14 @@ def write(record: Storage, cells: Sequence[Cell], output: Path, seconds: Mapping
     """
     lines = {line["cell"]: line for line in _lines(record)}
     for cell in cells:
-        files = {name: _read(output / cell.name / name) for name in FILES}
-        if files["metrics.json"] is not None:
-            environment = {k: v for k, v in (files["environment.json"] or {}).items() if k not in PRIVATE}
-            line = {
-                "cell": cell.name,
-                "settings": _settings(cell.config),
-                "seconds": seconds.get(cell.name, 0.0),
-            }
-            line |= {"start": cell.pretraining, "start_seconds": seconds.get(cell.pretraining, 0.0)}
-            lines[cell.name] = {**line, **files, "environment.json": environment}
+        files = {name: read_json(output / cell.name / name) for name in FILES}
+        if files["metrics.json"]:
+            environment = {k: v for k, v in files["environment.json"].items() if k not in PRIVATE}
+            lines[cell.name] = {
+                "cell": cell.name, "settings": _settings(cell.config), "seconds": seconds.get(cell.name, 0.0),
+                "start": cell.pretraining, "start_seconds": seconds.get(cell.pretraining, 0.0),
+                **files, "environment.json": environment,
+            }  # fmt: skip
     record.write(CELLS, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
 
 
@@ -52,7 +51,7 @@ def restore(record: Storage, cells: Sequence[Cell], output: Path) -> Iterator[tu
         storage = Storage(str(run))
         storage.write("config.yaml", dump_yaml(cell.config).encode())
         for name in reversed(FILES):  # metrics.json last: with it a cell is finished
-            if line.get(name) is not None:
+            if line.get(name):
                 storage.write(name, json.dumps(line[name]).encode())
         yield line["start"], float(line["start_seconds"])
         yield cell.name, float(line["seconds"])
@@ -74,7 +73,3 @@ def _settings(config: Config) -> str:
     kept = learnt_by(config)
     kept |= {key: re.sub("/.*/", "", str(kept[key])) for key in PLACES}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return dict(parse_json(path.read_text())) if path.exists() else None

@@ -22,7 +22,7 @@ from uno.data.files import Storage, is_uri
 from uno.data.rows import Image, fetch
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.errors import UnoError
+from uno.errors import UnoError, printable
 from uno.results import predictions
 from uno.results.classes import OutputClass, fates
 
@@ -44,8 +44,7 @@ class Members(NamedTuple):
 
 def visible(name: object, limit: int = 300) -> str:
     """At most ``limit`` characters of ``name``, unprintable ones spelled out (``\\n``), not escaped."""
-    text = str(name)[: limit + 1]
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shown = printable(str(name)[: limit + 1])
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 

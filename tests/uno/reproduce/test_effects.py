@@ -42,16 +42,20 @@ def test_means_effects_and_rows(tmp_path):
     """Kills: unpaired effects, sd with n, a fraction for a percentage, the wrong head or split."""
     results = finished(tmp_path, small("ablation"), 3, accuracy)
     strict = "task-agnostic, strict"
-    uno = results.values["digits", "uno", strict, "novel"]
-    assert uno == pytest.approx({0: 60, 1: 75, 2: 90})
-    assert (effects.mean(uno), effects.deviation(uno)) == (pytest.approx(75), pytest.approx(15))
+
+    def line(row, evaluation, group):
+        return results.find(benchmark="digits", row=row, evaluation=evaluation, group=group)
+
+    (uno,) = line("uno", strict, "novel")
+    assert uno["seeds"] == [0, 1, 2] and uno["values"] == pytest.approx([60, 75, 90])
+    assert (uno["mean"], uno["sd"]) == (pytest.approx(75), pytest.approx(15))
     assert len(results.effects) == 3 * 6
-    concat = results.effects["digits", "no-concat", "task-aware", "all"]
-    assert concat.measured == pytest.approx({0: -20, 1: -19.9, 2: -19.8})
-    assert concat.verdict == SHOWN and concat.published["CIFAR10, Tab. 2"] == -5.6
-    assert results.effects["digits", "weak-augmentation", "task-aware", "novel"].verdict == OPPOSITE
-    assert results.values["digits", "chance", "task-aware", "novel"] == dict.fromkeys(range(3), 25.0)
-    assert ("digits", "chance", strict, "novel") not in results.values
+    (concat,) = line("no-concat", "task-aware", "all")
+    assert (concat["effect"], concat["effect_sd"]) == (pytest.approx(-19.9), pytest.approx(0.1))
+    assert concat["verdict"] == SHOWN and concat["published_effects"]["CIFAR10, Tab. 2"] == -5.6
+    assert line("weak-augmentation", "task-aware", "novel")[0]["verdict"] == OPPOSITE
+    assert line("chance", "task-aware", "novel")[0]["values"] == [25.0] * 3
+    assert not line("chance", strict, "novel")
     assert results.hardware == ["Testium, 2 cores"] and results.versions["torch"] == "2.11"
     assert results.total_minutes == pytest.approx(12)
 
@@ -60,11 +64,10 @@ def test_a_row_may_be_compared_to_another_than_the_reference(tmp_path):
     """Rotation pretraining of RS+ against RS+. Kills: all effects against UNO."""
     accuracies = {"uno": 0.9, "uno-rotation": 0.8, "rs-plus": 0.5, "rs-plus-rotation": 0.6}
     results = finished(tmp_path, small("rotation"), 3, lambda row, *_: accuracies[row])
-    found = {effect.row.key: effect for effect in results.effects.values()}
-    assert {key: effect.verdict for key, effect in found.items()} == {
-        "uno-rotation": OPPOSITE, "rs-plus-rotation": SHOWN
+    found = {effect["row"]: (effect["verdict"], effect["effect"]) for effect in results.effects}
+    assert found == {
+        "uno-rotation": (OPPOSITE, pytest.approx(-10)), "rs-plus-rotation": (SHOWN, pytest.approx(10))
     }  # fmt: skip
-    assert found["rs-plus-rotation"].measured == pytest.approx(dict.fromkeys(range(3), 10))
 
 
 def test_failed_and_missing_cells_are_told_apart(tmp_path):
@@ -73,8 +76,8 @@ def test_failed_and_missing_cells_are_told_apart(tmp_path):
     failed = {lost[0]: "loss is nan", "cells/other": "?"}
     results = finished(tmp_path, small("ablation"), 3, accuracy, lost, failed)
     assert results.failures == {lost[0]: "loss is nan"} and results.missing == [lost[1]]
-    concat = [effect for effect in results.effects.values() if effect.row.key == "no-concat"]
-    assert {(*e.measured, e.verdict) for e in concat} == {(0, FEW)}
+    concat = [effect for effect in results.effects if effect["row"] == "no-concat"]
+    assert {(*e["seeds"], e["effect_n"], e["verdict"]) for e in concat} == {(0, 1, FEW)}
     path = tmp_path / "cells" / "digits-uno-seed0" / "metrics.json"
     path.write_text("{")  # a damaged result is named
     with pytest.raises(ConfigError, match=str(path)):
