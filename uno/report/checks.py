@@ -7,6 +7,7 @@ import numpy as np
 from uno.config import Config
 from uno.report.facts import Facts, Findings, Sample
 from uno.results.classes import SIMILAR
+from uno.runs import PHASES
 
 UNUSED = 0.02  # of an equal share: such a class is as good as empty
 UNEVEN = 3.0  # largest over smallest class; pseudo-labels are forced to be equally frequent
@@ -114,7 +115,7 @@ def _doubts(sample: Sample, findings: Findings, mixed: bool) -> Warnings:
 
 
 def _run(facts: Facts) -> Warnings:
-    for phase in ("pretrain", "discover"):
+    for phase in PHASES:
         last = (facts.entries(phase) or [{}])[-1]
         step, total, skipped = (last.get(key, 0) for key in ("step", "total_steps", "skipped_steps"))
         if step < total:
