@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
+from uno.data.plan import REPORT_MAP
 from uno.report.page import visible
 from uno.results.metrics import Counts
 
@@ -157,7 +158,7 @@ class Map(NamedTuple):
 
 def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
     """At most MAX_POINTS of ``num_rows`` positions, ascending, uniformly drawn."""
-    return np.sort(np.random.default_rng([seed, 6]).permutation(num_rows)[:MAX_POINTS])
+    return np.sort(np.random.default_rng([seed, REPORT_MAP]).permutation(num_rows)[:MAX_POINTS])
 
 
 def draw_map(title: str, caption: str, data: NDArray[np.float32], seed: int) -> Map | None:

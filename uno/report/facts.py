@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from uno.config import Config, flatten, to_dict
 from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage, parse_json
+from uno.data.plan import REPORT_SAMPLE
 from uno.data.rows import Featured
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
@@ -230,7 +231,7 @@ def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
     num = len(task.rows)
     if num <= limit:
         return np.arange(num)
-    generator, labeled = np.random.default_rng([seed, 5]), task.labels >= 0
+    generator, labeled = np.random.default_rng([seed, REPORT_SAMPLE]), task.labels >= 0
     groups = map(np.flatnonzero, (labeled, task.is_train & ~labeled, ~task.is_train))
     return np.sort(np.concatenate([generator.permutation(g)[: int(limit * len(g) / num)] for g in groups]))
 

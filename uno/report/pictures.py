@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from uno.data.decode import BadImage, ahead, decode, decode_many, read_header
+from uno.data.plan import evenly
 from uno.data.rows import Chosen, Decoded, Featured, Image, Images, Rows, base
 from uno.report.facts import Sample
 from uno.results.show import SMALL, encode
@@ -52,7 +53,7 @@ class Album:
         self._images, self._sample = originals(rows.images, sample.index), sample
         sizes, total = [len(group) for group in groups], sum(map(len, groups))
         probe = np.concatenate([*groups, np.arange(0)])
-        probe = probe[np.arange(min(total, NUM_PROBED)) * total // max(1, min(total, NUM_PROBED))]
+        probe = probe[evenly(total, NUM_PROBED)]
         native = int(np.median([_side(self._images[i]) for i in probe.tolist()] or [1]))
         fitting = [size for size in SIZES if size[0] <= native] or [(native, 85)]
         for self.side, self._quality in fitting:

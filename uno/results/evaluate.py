@@ -1,6 +1,6 @@
 """Evaluation (Sec. 4.1): every worker counts its rows, the counts are added up, clusters are matched once.
 
-Beside it the k-means baseline: what the representation gives away without discovery (METHOD.md, Sec. 6).
+Beside it the k-means baseline: what the representation gives away without discovery.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from scipy.linalg import block_diag
 from torch import Tensor
 
 from uno import collectives
+from uno.clustering import VARIANCE, kmeans, whiten
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
-from uno.initial import clusters_of, labeled_features
 from uno.model import UnoModel, build_model, features_of, forward
+from uno.prototype_init import clusters_of, labeled_features
 from uno.results import metrics
 from uno.results.classes import OutputClass, parse_classes
-from uno.results.estimate import Settings, whiten
 from uno.results.infer import outcomes
 from uno.results.trust import trust_metrics
 from uno.runs.run import load_trained, load_weights_
@@ -275,7 +275,7 @@ def kmeans_baselines(
     with fewer rows than clusters.
 
     Whitened is what ``uno estimate-classes`` clusters: unit features of labeled and novel rows along the
-    principal directions that explain 95 % of their variance (:func:`uno.results.estimate.whiten`). What known
+    principal directions that explain 95 % of their variance (:func:`uno.clustering.whiten`). What known
     classes were taught to be alike in is then no longer most of every distance.
     """
     if len(novel.truth) < train.num_novel:
@@ -292,7 +292,7 @@ def kmeans_baselines(
         return {}
     own = torch.cat(parts["kmeans"])
     both = F.normalize(torch.cat([labeled_features(config, model, train)[0], own]), dim=1)
-    parts["kmeans_whitened"] = [whiten(both, Settings.variance)[-len(own) :]]
+    parts["kmeans_whitened"] = [whiten(both, variance=VARIANCE)[-len(own) :]]
     values: dict[str, float] = {}
     for name, tensors in parts.items():
         found = kmeans_baseline(torch.cat(tensors), classes, train.num_novel, config.seed) if tensors else {}
@@ -307,11 +307,8 @@ def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, se
     Every row is scaled to length one, as UNO's heads compare directions (on the pixels of digits 5-9 accuracy
     is .887-.890, without it .890-.894); no centring, no PCA.
     """
-    from sklearn.cluster import KMeans  # 2 s of CPU time, which every worker would pay
-    from sklearn.preprocessing import normalize
-
-    directions = normalize(np.asarray(features, dtype=np.float64))
-    clusters = KMeans(num_clusters, n_init=10, random_state=seed).fit_predict(directions)
+    directions = F.normalize(torch.from_numpy(np.asarray(features, dtype=np.float64)), dim=1)
+    clusters = kmeans(directions, num_clusters, 10, seed).assignment.numpy()
     classes, class_index = np.unique(np.asarray(truth), return_inverse=True)
     return metrics.cluster_metrics(metrics.confusion(class_index, clusters, len(classes), num_clusters))
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from uno.config import Config, dump_yaml, override, parse_yaml
 from uno.data.decode import decoded, readable
 from uno.data.files import Storage, parse_json
+from uno.data.plan import evenly
 from uno.data.rows import Featured, Rows
 from uno.encoder import require_encoder
 from uno.errors import StorageError, one_line
@@ -278,10 +279,9 @@ def sample_logits(
     """Of at most ``limit`` of ``rows`` int64 (N,), evenly spaced: the numbers of those that can be read, and
     their :class:`Logits` on the CPU; None where there are none.
     """
-    num, size = min(limit, len(rows)), model.batch_rows
-    chosen = rows[np.arange(num) * len(rows) // max(num, 1)]
+    chosen, size = rows[evenly(len(rows), limit)], model.batch_rows
     indices, parts = [], []
-    for index, pixels, reasons in decode(chosen[i : i + size] for i in range(0, num, size)):
+    for index, pixels, reasons in decode(chosen[i : i + size] for i in range(0, len(chosen), size)):
         ok = readable(reasons)
         if ok.any():
             logits = forward(model.module, pixels[torch.from_numpy(ok)], model.config)

@@ -42,7 +42,7 @@ def counted(known, novel, truth, num_true_novel=C_U):
 
 
 def reference(known, novel, truth):
-    """The three matrices by a loop over rows, from the words of METHOD.md 6."""
+    """The three matrices by a loop over rows, from their definition."""
     known_counts, novel_counts = np.zeros((H, C_L, C_L), int), np.zeros((H, C_U, K), int)
     joint_counts = np.zeros((H, C_L + C_U, C_L + K), int)
     for row, label in enumerate(truth.tolist()):

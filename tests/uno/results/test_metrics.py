@@ -75,7 +75,7 @@ def test_hungarian_by_hand(counts, matching, accuracy):
 
 
 def test_matching_per_shard_inflates_and_merged_counts_do_not():
-    """Random predictions, 10 classes, 400 rows: .17 whole, .32 as the mean over 8 shards (METHOD.md 6).
+    """Random predictions, 10 classes, 400 rows: .17 whole, .32 as the mean over 8 shards.
 
     Kills: Hungarian per shard or per batch, averaged.
     """
