@@ -37,8 +37,9 @@ from uno.methods import registry
 from uno.presets import IMAGE_SIZE, SIZES
 from uno.report import REPORT, open_task, write_report
 from uno.results import predictions
+from uno.results.accuracy_table import format_table
 from uno.results.classes import OutputClass, dump_classes, hashes, is_measured, with_measured
-from uno.results.evaluate import evaluate_run, format_table, read_edits
+from uno.results.evaluate import evaluate_run, read_edits
 from uno.results.export import CARD_FILE, FORMATS, export, model_card
 from uno.results.infer import (
     Classifier,

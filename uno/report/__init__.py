@@ -19,6 +19,7 @@ from uno.report.checks import CHECKED, warnings
 from uno.report.facts import Cluster, Findings, Sample
 from uno.report.page import render, visible
 from uno.report.pictures import SHEET_COLUMNS, Album
+from uno.results.accuracy_table import filled_tables
 from uno.results.classes import REJECTED, fates
 from uno.results.infer import Classifier, decoder
 from uno.results.metrics import confusion, hungarian
@@ -54,9 +55,8 @@ def write_report(
         "config": config, "uri": storage.uri, "task": task, "notes": notes, "facts": found,
         "metrics": metrics, "checked": CHECKED, "trust": verdict(metrics),
         "title": config.data.source if task is None else task.rows.source,
-        "columns": _columns(metrics),
+        "tables": filled_tables(metrics),
         "novel_truth": any("/novel/" in key for key in metrics),
-        "mixed_truth": "train/unlabeled/gcd/all/avg" in metrics,
         "warnings": list(warnings(config, found, looked["sample"], looked["findings"])),
         "curves": facts.curves(found), "estimate_chart": facts.estimate_chart(found),
         "num_heads": num_heads(config), "method": METHODS[config.method],
@@ -64,15 +64,6 @@ def write_report(
     }  # fmt: skip
     storage.write(REPORT, render("report.html", context, script="report.js").encode())
     return storage.path(REPORT)
-
-
-def _columns(metrics: dict[str, float]) -> dict[str, list[str]]:
-    """The groups of rows of each split that the results count."""
-    groups = {
-        split: [g for g in ("known", "novel", "all") if any(k.startswith(f"{split}/{g}/") for k in metrics)]
-        for split in ("train", "test")
-    }
-    return {split: found for split, found in groups.items() if found}
 
 
 def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:

@@ -20,8 +20,8 @@ from uno.report import charts, facts, open_task, pictures, write_report
 from uno.report.facts import Sample
 from uno.report.page import percent, visible
 from uno.results.classes import read_edits, with_names
-from uno.results.evaluate import PROTOCOLS
 from uno.results.infer import save_model
+from uno.results.metrics import PROTOCOLS
 
 CONFIG, TASK = small_config(), hostile_task(small_config())
 GROUPS = [f"{split}/{group}" for split in ("train", "test") for group in ("known", "novel", "all")]
