@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from uno.config import Config
-from uno.report.facts import Facts, Findings, Sample
+from uno.report.facts import Facts
+from uno.report.findings import Findings
+from uno.report.sample import Sample
 from uno.results.classes import SIMILAR
 from uno.runs import PHASES
 

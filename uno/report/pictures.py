@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 from uno.data.decode import BadImage, ahead, decode, decode_many, read_header
 from uno.data.plan import evenly
 from uno.data.rows import Chosen, Decoded, Featured, Image, Images, Rows, base
-from uno.report.facts import Sample
+from uno.report.sample import Sample
 from uno.results.show import SMALL, encode
 
 BUDGET_BYTES = 12_000_000  # of all tiles, as text in the page

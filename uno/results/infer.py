@@ -27,7 +27,7 @@ from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.methods.registry import build_network
 from uno.model import Logits, UnoModel, forward
-from uno.results.classes import OutputClass, dump_classes, parse_classes, route
+from uno.results.classes import OutputClass, dump_classes, first_classes, parse_classes, route
 from uno.results.metrics import confusion, hungarian
 from uno.state import with_prefix
 
@@ -155,9 +155,7 @@ def save_model(
     """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns what it holds."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    named = [(name, "known") for name in known]
-    named += [(f"novel-{i + 1}", "novel") for i in range(module.num_novel)]
-    classes = [OutputClass(i, name, kind, i) for i, (name, kind) in enumerate(named)]
+    classes = first_classes(known, module.num_novel)
     files = {
         "encoder.safetensors": safetensors.torch.save(with_prefix(weights, "encoder.")),
         "heads.safetensors": safetensors.torch.save(heads, {"best_head": str(best_head)}),

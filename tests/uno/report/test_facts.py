@@ -20,7 +20,9 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.presets import preset
 from uno.report import charts, checks, facts, page, pictures
-from uno.report.facts import Facts, Sample, choose_rows, find, look, open_model
+from uno.report.facts import Facts
+from uno.report.findings import find
+from uno.report.sample import Sample, choose_rows, look, open_model
 from uno.results.classes import OutputClass
 from uno.results.infer import decoder, load_classifier, save_model, score_rows, with_alignment
 from uno.runs import PHASES
