@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from pipelines.cli import reader_is_gone
 from uno.errors import Interrupted
+from uno.text import escaped
 
 PARTS = {
     "epoch": "epoch {epoch}/{epochs}", "step": "step {step}/{total_steps}", "loss": "loss {loss:.3f}",
@@ -40,7 +41,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
     if SILENT.get() and not line.startswith("warning: "):
         return
     stream = stream or sys.stdout
-    shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in line)
+    shown = escaped(line, keep="\n\t")
     encoding = stream.encoding or "ascii"
     tqdm.write(shown.encode(encoding, "backslashreplace").decode(encoding), file=stream)
     stream.flush()

@@ -19,6 +19,7 @@ from uno.data.stream import window_rows
 from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 from uno.limits import MAX_IMAGE_BYTES
+from uno.text import escaped
 
 MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer
 MAX_HASHED_BYTES = 2 * 2**30
@@ -69,7 +70,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         lines.append(f"images       {sizes} ({formats}; sample of {len(headers)})")
     if size is not None:
         lines.append(f"used         as {size} x {size} pixels (--data.store-size)")
-    names = [_printable(name) for name in task.known + task.novel] + ["(no truth)"]
+    names = [escaped(name) for name in task.known + task.novel] + ["(no truth)"]
     kinds_of = ["known"] * len(task.known) + ["novel"] * len(task.novel) + [""]
     width = min(max(map(len, names)), 40)
     lines += ["", f"{'class':<{width}}  kind   {'labeled':>8} {'unlabeled':>10} {'test':>8}"]
@@ -105,7 +106,7 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
         hidden = f"the {len(task.novel)} hidden classes"
         yield Problem("warning", f"num_novel {task.num_novel} is below {hidden}: some share a cluster")
     in_training = _counts(task)[:-1, :2].sum(axis=1).tolist()
-    classes = list(zip(map(_printable, task.known + task.novel), in_training, strict=True))
+    classes = list(zip(map(escaped, task.known + task.novel), in_training, strict=True))
     for kind, members in (("known", classes[: task.num_known]), ("novel", classes[task.num_known :])):
         for num, what in enumerate(("no training image", "a single training image")):
             found = [name for name, count in members if count == num]
@@ -267,8 +268,3 @@ def _copies(task: Task) -> tuple[list[list[int]], bool]:
         if content:
             groups[hashlib.blake2b(content, digest_size=16).digest()].append(row)
     return [group for group in groups.values() if len(group) > 1], left >= 0
-
-
-def _printable(name: str) -> str:
-    """A class name fit for a terminal: no line breaks, no escape sequences."""
-    return "".join(c if c.isprintable() else "?" for c in name)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from uno.data.plan import REPORT_MAP
-from uno.report.page import visible
 from uno.results.metrics import Counts
+from uno.text import visible
 
 WIDTH, HEIGHT, WIDE = 360, 150, 720
 MAX_CURVE_POINTS, COLOURS = 300, 10

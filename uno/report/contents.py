@@ -17,7 +17,7 @@ from uno.methods.registry import num_heads
 from uno.report import charts, facts
 from uno.report.checks import CHECKED, warnings
 from uno.report.findings import Cluster, Findings, find
-from uno.report.page import render, visible
+from uno.report.page import render
 from uno.report.pictures import SHEET_COLUMNS, Album
 from uno.report.sample import Sample, look, open_model
 from uno.results.accuracy_table import filled_tables
@@ -26,6 +26,7 @@ from uno.results.infer import Classifier, decoder
 from uno.results.metrics import confusion, hungarian
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE
+from uno.text import visible
 
 log = logging.getLogger(__name__)
 

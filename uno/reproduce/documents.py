@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 
 from uno.data.files import Storage
 from uno.report.charts import Chart, Series, line_chart
-from uno.report.page import render, visible
+from uno.report.page import render
 from uno.reproduce.effects import ERRORS, Results, chance_of_no_effect, deviation, mean
 from uno.reproduce.experiments import REFERENCE, Benchmark, Evaluation, Row
 from uno.reproduce.figures import Figure
+from uno.text import visible
 
 DASH = "–"  # noqa: RUF001
 MINUS = "−"  # noqa: RUF001

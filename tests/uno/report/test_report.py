@@ -18,11 +18,12 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.report import charts, pictures
 from uno.report.contents import open_task, write_report
-from uno.report.page import percent, visible
+from uno.report.page import percent
 from uno.report.sample import Sample, open_model
 from uno.results.classes import read_edits, with_names
 from uno.results.infer import save_model
 from uno.results.metrics import PROTOCOLS
+from uno.text import visible
 
 CONFIG, TASK = small_config(), hostile_task(small_config())
 GROUPS = [f"{split}/{group}" for split in ("train", "test") for group in ("known", "novel", "all")]

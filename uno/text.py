@@ -1,0 +1,12 @@
+"""Somebody else's words, such as names of classes and files, made fit to be shown."""
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """``text`` with unprintable characters spelled out (``\\n``), but those in ``keep``."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def visible(name: object, limit: int = 300) -> str:
+    """At most ``limit`` characters of ``name``, unprintable ones spelled out; not escaped for HTML."""
+    shown = escaped(str(name)[: limit + 1])
+    return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
