@@ -168,16 +168,16 @@ def _random_images(model: Classifier, num: int) -> Tensor:
     return F.interpolate(coarse, size=(model.size, model.size), mode="bilinear").to(torch.uint8)
 
 
-SMALL_STEM = """\
-encoder.conv1 = torch.nn.Conv2d(3, 64, {kernel}, {stride}, 1, bias=False)  # the stem for small images
-encoder.maxpool = torch.nn.Identity()
-"""
-
-
 def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """The card; ``facts`` are more lines of it, ``metrics`` flat, whichever there are."""
-    config = model.config
-    encoder, build = _rebuilt(config.model)
+    config, net = model.config, model.config.model
+    library, _, name = net.encoder.partition(":")
+    classifier = ""
+    if library == "torchvision":
+        from torchvision.models import get_model
+
+        with torch.device("meta"):
+            classifier = classifier_of(get_model(name))
     edits = [f"`{c.name}` {fate}" for c, fate in fates(model.classes) if fate]
     if any(c.into is None for c in model.classes):
         edits.append("what falls into a dropped one is `rejected`")
@@ -186,42 +186,12 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
         keep_trailing_newline=True,
     )  # fmt: skip
     return environment.get_template("model_card.jinja").render(
-        model=model, config=config, facts=facts, metrics=metrics, encoder=encoder, build=build, edits=edits,
-        weights=origin(config.model), method=METHODS[config.method], trust=verdict(metrics), splits=SPLITS,
+        model=model, config=config, net=net, facts=facts, metrics=metrics, library=library, name=name,
+        classifier=classifier, small_stem=SMALL_STEMS.get(net.stem), own_encoders=OWN_ENCODERS, edits=edits,
+        weights=origin(net), method=METHODS[config.method], trust=verdict(metrics), splits=SPLITS,
         tables=filled_tables(metrics),
         percent=lambda key: f"{100 * metrics[key]:.1f}" if key in metrics else "",
     )  # fmt: skip
-
-
-def _rebuilt(net: ModelConfig) -> tuple[str, str]:
-    """An encoder in words, and the lines of Python that build it."""
-    library, _, what = net.encoder.partition(":")
-    if net.encoder == "resnet_small":
-        build = "from uno.encoder import SmallResNet\n"
-        halved = net.stem == "halved"
-        build += f"encoder = SmallResNet({net.width}, {net.blocks}, stages={net.stages}, halved={halved})"
-        size = f"width {net.width}, {net.stages} stages of {net.blocks} block(s)"
-        return f"resnet_small, {size}{', stem halved' * halved}", build
-    if net.encoder in OWN_ENCODERS:
-        build = f"import torchvision\nencoder = torchvision.models.{net.encoder}()\n"
-        if net.stem in SMALL_STEMS:
-            kernel, stride = SMALL_STEMS[net.stem]
-            build += SMALL_STEM.format(kernel=kernel, stride=stride)
-        build += "encoder.fc = torch.nn.Identity()"
-        return f"{net.encoder}, stem {net.stem}, torchvision's keys, no `fc`", build
-    if library == "torchvision":
-        from torchvision.models import get_model
-
-        with torch.device("meta"):
-            name = classifier_of(get_model(what))
-        build = f'import torchvision\nencoder = torchvision.models.get_model("{what}")\n'
-        build += f'encoder.set_submodule("{name}", torch.nn.Identity())'
-        return f"{net.encoder}, torchvision's keys, no `{name}`", build
-    if library == "timm":
-        build = f'import timm\nencoder = timm.create_model("{what}", num_classes=0)'
-        return f"{net.encoder}, timm's keys, no classifier", build
-    pooled = "# if it gives maps or tokens: their mean over positions, or the class token"
-    return f"{net.encoder}, its own keys", f"from {library} import {what}\nencoder = {what}()  {pooled}"
 
 
 def origin(net: ModelConfig) -> str:
