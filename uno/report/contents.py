@@ -23,7 +23,7 @@ from uno.report.sample import Sample, look, open_model
 from uno.results.accuracy_table import filled_tables
 from uno.results.classes import REJECTED, fates
 from uno.results.infer import Classifier, decoder
-from uno.results.metrics import confusion, hungarian
+from uno.results.metrics import confusion, hungarian, joint_matching
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE
 from uno.text import visible
@@ -127,9 +127,7 @@ def _matrices(task: Task, sample: Sample, all_truth: np.ndarray) -> dict[str, di
     for split, label, member in (("test", "Test images", test), ("train", "Training images", ~test)):
         truth = np.where(member, all_truth, -1)
         counts = confusion(truth, places[sample.output], len(true_names), len(names))
-        weights = counts * (counts.sum() + 1)  # as metrics.task_agnostic_joint
-        weights[:num_known] += counts[:num_known]
-        matching = hungarian(weights[:, :num_kept])  # nobody is right to be rejected
+        matching = joint_matching(counts[:, :num_kept], num_known)  # nobody is right to be rejected
         title = f"{label}, all classes (task-agnostic, joint matching)"
         drawn[f"{split}-joint"] = charts.matrix(title, counts, (true_names, names), matching, num_known)
         if (truth >= num_known).any():

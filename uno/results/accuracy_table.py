@@ -28,6 +28,11 @@ class Row(NamedTuple):
         """Whether every head has a number of its own."""
         return "{which}" in self.path
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is of clusters that no discovery made."""
+        return self.path.startswith("baseline/")
+
     def key(self, split: str, group: str, which: str = "avg") -> str:
         """The key of a cell in the metrics; "" where it stays empty."""
         if (split != "train" and "{split}" not in self.path) or (which != "avg" and not self.has_heads):
@@ -62,59 +67,33 @@ def accuracy_rows() -> list[Row]:
         Row(protocol.label, protocol.meaning, f"{{split}}/{{group}}/{name}/acc/{{which}}")
         for name, protocol in PROTOCOLS.items()
     ]
-    others = [
-        Row(
-            f"Task-aware {metric.label}",
-            f"Of the discovered classes: {metric.meaning}.",
-            f"{{split}}/{{group}}/task_aware/{name}/{{which}}",
-        )
-        for name, metric in METRICS.items()
-        if name != "acc"
+    others = {name: metric for name, metric in METRICS.items() if name != "acc"}
+    meaning, path = "Of the discovered classes: {}.", "{{split}}/{{group}}/task_aware/{}/{{which}}"
+    return [*protocols, *NOVEL_BASELINES] + [
+        Row(f"Task-aware {metric.label}", meaning.format(metric.meaning), path.format(name))
+        for name, metric in others.items()
     ]
-    return [*protocols, *NOVEL_BASELINES, *others]
 
 
 NOVEL_BASELINES = [
-    Row(
-        "Chance",
-        "Random choice among the discovered classes, matched in the best way.",
-        "{split}/{group}/task_aware/chance/acc",
-    ),
-    Row(
-        "k-means on features",
-        "Clusters of the pretrained encoder's frozen features, no discovery.",
-        "baseline/kmeans/{group}/acc",
-    ),
-    Row(
-        "k-means, features whitened",
-        "The same in the directions that explain 95 % of the features' variance, each at unit variance.",
-        "baseline/kmeans_whitened/{group}/acc",
-    ),
-    Row(
-        "k-means on pixels",
-        "Clusters of the raw images, no learning at all.",
-        "baseline/kmeans_pixels/{group}/acc",
-    ),
-]
+    Row("Chance", "Random choice among the discovered classes, matched in the best way.",
+        "{split}/{group}/task_aware/chance/acc"),
+    Row("k-means on features", "Clusters of the pretrained encoder's frozen features, no discovery.",
+        "baseline/kmeans/{group}/acc"),
+    Row("k-means, features whitened", "The same along the directions that explain 95 % of the variance.",
+        "baseline/kmeans_whitened/{group}/acc"),
+    Row("k-means on pixels", "Clusters of the raw images, no learning at all.",
+        "baseline/kmeans_pixels/{group}/acc"),
+]  # fmt: skip
 ACCURACY = Table("accuracy, %", {"known": "known", "novel": "novel", "all": "all"}, accuracy_rows())
-GENERALIZED = Table(
-    "unlabeled rows, %",
-    {"all": "All", "old": "Old", "new": "New"},
-    [
-        Row(
-            "One matching",
-            "Unlabeled images may be of known classes (old) or new ones: they choose among all outputs, and "
-            "one matching of all classes to all outputs counts.",
-            "{split}/unlabeled/gcd/{group}/{which}",
-        ),
-        Row("k-means on features", "As many clusters as classes, no labels.", "baseline/kmeans/gcd/{group}"),
-        Row(
-            "k-means, labels fixed",
-            "Labeled images are held in their classes.",
-            "baseline/constrained_kmeans/gcd/{group}",
-        ),
-    ],
-)
+GENERALIZED = Table("unlabeled rows, %", {"all": "All", "old": "Old", "new": "New"}, [
+    Row("One matching", "Unlabeled images may be of known classes (old) or new ones: they choose among all "
+        "outputs, and one matching of all classes to all outputs counts.",
+        "{split}/unlabeled/gcd/{group}/{which}"),
+    Row("k-means on features", "As many clusters as classes, no labels.", "baseline/kmeans/gcd/{group}"),
+    Row("k-means, labels fixed", "Labeled images are held in their classes.",
+        "baseline/constrained_kmeans/gcd/{group}"),
+])  # fmt: skip
 
 
 def filled_tables(values: Mapping[str, float]) -> list[Table]:

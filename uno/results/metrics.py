@@ -151,14 +151,10 @@ def task_agnostic_official(joint: Counts, num_known: int) -> Matched:
 
 
 def task_agnostic_joint(joint: Counts, num_known: int) -> Matched:
-    """One matching of all classes to all outputs; known, novel and all rows are counted under it.
-
-    Known classes are matched too, so accuracy on known rows may differ from the plain one. Of equally good
-    matchings the one with most known rows correct counts, so that both shares are functions of the counts.
+    """One matching of all classes to all outputs; known, novel and all rows are counted under it. Known
+    classes are matched too, so accuracy on known rows may differ from the plain one.
     """
-    weights = joint * (joint.sum() + 1)
-    weights[:num_known] += joint[:num_known]
-    matched = matched_counts(joint, hungarian(weights))
+    matched = matched_counts(joint, joint_matching(joint, num_known))
     return Matched(matched[:num_known].sum(), matched[num_known:].sum(), joint[num_known:])
 
 
@@ -169,9 +165,17 @@ def task_agnostic_strict(joint: Counts, num_known: int) -> Matched:
     known class they are mistaken for earns nothing.
     """
     found, absorbed = joint[num_known:, num_known:], joint[num_known:, :num_known].sum(axis=1)
-    return Matched(
-        np.trace(joint[:num_known]), matched_counts(found, hungarian(found)).sum(), found, absorbed
-    )
+    right = matched_counts(found, hungarian(found)).sum()
+    return Matched(np.trace(joint[:num_known]), right, found, absorbed)
+
+
+def joint_matching(joint: Counts, num_known: int) -> Counts:
+    """:func:`hungarian` of all classes and outputs; of equally good matchings the one with most known rows
+    right, so that the shares of known and of novel rows are functions of the counts.
+    """
+    weights = joint * (joint.sum() + 1)
+    weights[:num_known] += joint[:num_known]
+    return hungarian(weights)
 
 
 class Protocol(NamedTuple):
@@ -184,28 +188,20 @@ class Protocol(NamedTuple):
 
 PROTOCOLS = {
     "task_aware": Protocol(
-        task_aware,
-        "Task-aware",
+        task_aware, "Task-aware",
         "It is given whether an image is known or novel: known images choose among the known outputs, novel "
-        "ones among the discovered classes, which are then matched to the true ones.",
-    ),
+        "ones among the discovered classes, which are then matched to the true ones."),
     "task_agnostic_official": Protocol(
-        task_agnostic_official,
-        "Task-agnostic, official",
+        task_agnostic_official, "Task-agnostic, official",
         "Every image chooses among all outputs; a novel class may be matched to any, even a known one. "
-        "Lenient, and what the paper's code computes.",
-    ),
+        "Lenient, and what the paper's code computes."),
     "task_agnostic_joint": Protocol(
-        task_agnostic_joint,
-        "Task-agnostic, joint",
-        "Every image chooses among all outputs; one matching of all true classes to all outputs.",
-    ),
+        task_agnostic_joint, "Task-agnostic, joint",
+        "Every image chooses among all outputs; one matching of all true classes to all outputs."),
     "task_agnostic_strict": Protocol(
-        task_agnostic_strict,
-        "Task-agnostic, strict",
-        "Every image chooses among all outputs; a novel image that is taken for a known class is an error.",
-    ),
-}
+        task_agnostic_strict, "Task-agnostic, strict",
+        "Every image chooses among all outputs; a novel image that is taken for a known class is an error."),
+}  # fmt: skip
 """By their names in the paths of ``metrics.json``."""
 
 
