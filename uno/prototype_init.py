@@ -1,6 +1,6 @@
 """What discovery starts from: prototypes at clusters of the features, and the prior of the classes."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from uno.data.kept import part
 from uno.data.plan import evenly
 from uno.data.resident import TrainSet
 from uno.data.rows import Chosen
-from uno.data.stream import StreamSet, TrainData
+from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
 from uno.model import UnoModel, features_of
@@ -139,27 +139,26 @@ def training_features(config: Config, model: UnoModel, train: TrainData) -> tupl
     """Features (N_l, D), labels (N_l,) and features (N_u, D) of at most ``MAX_ROWS`` rows of each kind,
     evenly spaced, on the CPU; images that cannot be read are left out.
     """
-    unlabeled = torch.from_numpy(evenly(train.num_unlabeled, MAX_ROWS))
-    if isinstance(train, TrainSet):
-        images = train.unlabeled_images
-        rest = features_of(model, part(images, unlabeled.to(images.device)), config).cpu()
-    else:
-        rest, _ = _streamed(config, model, train, train.unlabeled[unlabeled.numpy()])
-    return *labeled_features(config, model, train), rest
+    unlabeled, _ = _features(config, model, train, evenly(train.num_unlabeled, MAX_ROWS), "unlabeled")
+    return *labeled_features(config, model, train), unlabeled
 
 
 def labeled_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor]:
     """The labeled rows' part of :func:`training_features`."""
-    labeled = torch.from_numpy(evenly(len(train.labels), MAX_ROWS))
+    rows = evenly(len(train.labels), MAX_ROWS)
+    features, ok = _features(config, model, train, rows, "labeled")
+    return features, train.labels.cpu()[torch.from_numpy(rows)][ok]
+
+
+def _features(
+    config: Config, model: UnoModel, train: TrainData, rows: np.ndarray, kind: Literal["labeled", "unlabeled"]
+) -> tuple[Tensor, Tensor]:
+    """Features of those ``rows`` int64 (n,) of a kind that can be read, and which these are, bool (n,)."""
     if isinstance(train, TrainSet):
-        images, rows = train.labeled_images, labeled.to(train.labels.device)
-        return features_of(model, part(images, rows), config).cpu(), train.labels[rows].cpu()
-    known, ok = _streamed(config, model, train, train.labeled[labeled.numpy()])
-    return known, train.labels[labeled][ok].cpu()
-
-
-def _streamed(config: Config, model: UnoModel, train: StreamSet, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Features, on the CPU, of those ``rows`` int64 (n,) that can be read, and which these are, bool (n,)."""
+        images = train.labeled_images if kind == "labeled" else train.unlabeled_images
+        chosen = part(images, torch.from_numpy(rows).to(images.device))
+        return features_of(model, chosen, config).cpu(), torch.ones(len(rows), dtype=torch.bool)
+    rows = (train.labeled if kind == "labeled" else train.unlabeled)[rows]
     data, batch = config.data, config.train.eval_batch_size
     batches = np.split(rows, range(batch, len(rows), batch))
     features, ok = list[Tensor](), list[Tensor]()
@@ -169,7 +168,7 @@ def _streamed(config: Config, model: UnoModel, train: StreamSet, rows: np.ndarra
         if ok[-1].any():
             features.append(features_of(model, pixels[ok[-1]], config).cpu())
     if not features:
-        raise ConfigError("objective.prior clusters: no image of a kind can be read")
+        raise ConfigError(f"no {kind} image can be read")
     return torch.cat(features), torch.cat(ok)
 
 

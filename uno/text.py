@@ -1,5 +1,8 @@
 """Somebody else's words, such as names of classes and files, made fit to be shown."""
 
+import difflib
+from collections.abc import Iterable
+
 
 def escaped(text: str, keep: str = "") -> str:
     """``text`` with unprintable characters spelled out (``\\n``), but those in ``keep``."""
@@ -10,3 +13,9 @@ def visible(name: object, limit: int = 300) -> str:
     """At most ``limit`` characters of ``name``, unprintable ones spelled out; not escaped for HTML."""
     shown = escaped(str(name)[: limit + 1])
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'cat'?`` where one of the ``known`` words is near; else ""."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

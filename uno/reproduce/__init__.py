@@ -1,5 +1,5 @@
 """The paper's tables and figures: ``experiments`` (what is trained, how it is counted, what the paper says),
 ``effects`` (what finished runs say of it), ``documents`` and ``figures`` (how it is shown).
 
-``pipelines.reproduce`` runs what is missing and calls these. A *cell* is one run: a row, a data set, a seed.
+``pipelines.tables`` runs what is missing and calls these. A *cell* is one run: a row, a data set, a seed.
 """

@@ -5,11 +5,10 @@ A merged class adds its probability to the other's. A dropped one keeps its own:
 of it is rejected, with that probability, and no other row's class changes.
 """
 
-import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from uno.config import parse_yaml
 from uno.data.files import parse_json
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_CLASSES, MAX_LABEL_LENGTH
+from uno.text import did_you_mean
 
 YAML_FILE = "classes.yaml"
 MERGE = "merge into "
@@ -234,7 +234,7 @@ def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_ha
         if action.startswith(MERGE):
             wanted = action.removeprefix(MERGE)
             if wanted not in targets:
-                what = "no class" + _did_you_mean(wanted, targets)
+                what = "no class" + did_you_mean(wanted, targets)
                 if wanted in gone:
                     what = "dropped" if gone[wanted] == "drop" else "merged itself"
                 raise ConfigError(f"{where}: class {index} is merged into {wanted!r}, which is {what}")
@@ -259,7 +259,7 @@ def with_names(
         if not (equals and new):
             raise ConfigError(f"--rename takes INDEX=NAME or NAME=NAME, such as 5=nine, got {word!r}")
         if index is None:
-            hint = _did_you_mean(old, now) or f"; those are {min(now.values())} to {max(now.values())}"
+            hint = did_you_mean(old, now) or f"; those are {min(now.values())} to {max(now.values())}"
             raise ConfigError(f"--rename {word}: there is no discovered class {old!r}{hint}")
         entry = re.search(rf"^- index: {index}(?: .*)?\n  name: (.*)$", text, re.M)
         if entry is None:
@@ -297,10 +297,5 @@ def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]
 def _check_keys(tree: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
     for key in tree:
         if key not in known:
-            hint = _did_you_mean(str(key), known) or f"; known are {', '.join(known)}"
+            hint = did_you_mean(str(key), known) or f"; known are {', '.join(known)}"
             raise ConfigError(f"{where}: unknown key {key!r}{hint}")
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
