@@ -24,8 +24,8 @@ from scipy.stats import spearmanr
 
 from benchmarks.measure import environment
 from pipelines.features import load_images
+from uno.clustering import silhouette
 from uno.config import Config, override
-from uno.constrained_kmeans import silhouette
 from uno.data.decode import readable
 from uno.data.files import Storage
 from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets

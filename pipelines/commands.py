@@ -169,7 +169,7 @@ def report(argv: Sequence[str]) -> int:
     options = parse(argv, REPORT)
     from pipelines.console import say
     from uno.data.files import Storage
-    from uno.report import open_task, write_report
+    from uno.report.contents import open_task, write_report
     from uno.runs.directory import read_config_tree
     from uno.runs.hardware import local_device
 
@@ -326,7 +326,7 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
 
     from pipelines.console import say
     from pipelines.inference import own_task
-    from uno.report.facts import look
+    from uno.report.sample import look
     from uno.results.classes import suggest, unedited
     from uno.results.infer import decoder
 

@@ -35,10 +35,11 @@ from uno.encoder import require_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.methods import registry
 from uno.presets import IMAGE_SIZE, SIZES
-from uno.report import REPORT, open_task, write_report
+from uno.report.contents import open_task, write_report
 from uno.results import predictions
+from uno.results.accuracy_table import format_table
 from uno.results.classes import OutputClass, dump_classes, hashes, is_measured, with_measured
-from uno.results.evaluate import evaluate_run, format_table, read_edits
+from uno.results.evaluate import evaluate_run, read_edits
 from uno.results.export import CARD_FILE, FORMATS, export, model_card
 from uno.results.infer import (
     Classifier,
@@ -50,6 +51,7 @@ from uno.results.infer import (
 )
 from uno.results.trust import verdict
 from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, lock, run
+from uno.runs import REPORT_FILE as REPORT
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.hooks import hooked

@@ -18,7 +18,8 @@ from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Domain, Space
 from uno.data.files import Storage
 from uno.report.charts import WIDE, Chart, Dot, Series, line_chart, ticks
-from uno.report.page import render, visible
+from uno.report.page import render
+from uno.text import visible
 
 NUMBERS = (
     "score", "spread", "known_best", "novel_best", "known_avg", "novel_avg", "loss", "agreement",

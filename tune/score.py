@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
+from uno.data.plan import TUNE_FOLDS
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task
 from uno.errors import ConfigError
@@ -33,7 +34,6 @@ from uno.state import TrainState
 from uno.train import Worker
 
 HELD_OUT_EVERY = 5  # of each known class, to measure known accuracy on rows that were not trained on
-FOLD_STREAM = 11  # of the seed's randomness: which known classes are hidden
 
 
 class SweepData(NamedTuple):
@@ -123,7 +123,7 @@ def hidden_classes(
         hide = min(max(math.floor(num_known * num_novel / (num_known + num_novel) + 0.5), 2), most)
     if not 2 <= hide <= most:
         raise ConfigError(f"--hide {hide}: must be from 2 to {most}, one less than the known classes")
-    order = np.random.default_rng([seed, FOLD_STREAM]).permutation(num_known).tolist()
+    order = np.random.default_rng([seed, TUNE_FOLDS]).permutation(num_known).tolist()
     distinct = num_known // math.gcd(hide, num_known)
     if folds > distinct:
         what = f"{num_known} known classes, {hide} hidden at once"

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """What the loop needs to know of where it runs: LocalWorker, or pipelines.worker.RayWorker."""
+    """What the loop needs to know of where it runs: LocalWorker, or a worker of ``pipelines`` or ``tune``."""
 
     rank: int
     world_size: int

@@ -13,7 +13,7 @@ from tune import records, report
 from tune.spaces import current, load_space
 from uno.config import differing_keys, override, to_dict
 from uno.presets import preset
-from uno.report.page import visible
+from uno.text import visible
 
 UNO = load_space("uno", preset("digits"))
 

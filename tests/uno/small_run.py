@@ -17,9 +17,9 @@ from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import Interrupted
-from uno.initial import start_
 from uno.methods import registry
 from uno.presets import preset
+from uno.prototype_init import start_
 from uno.runs import run
 from uno.runs.journal import read_journal
 from uno.runs.run import plans

@@ -12,7 +12,7 @@ from uno.presets import CPU, PRESETS, preset
 
 GOLDEN = Path(__file__).parent / "golden" / "presets.json"
 DEFAULTS = flatten(to_dict(Config()))
-"""What the presets' differences start from, which are the paper's CIFAR10 settings (METHOD.md Sec. 5)."""
+"""What the presets' differences start from, which are the paper's CIFAR10 settings."""
 
 
 def differences(config: Config) -> dict:
@@ -22,7 +22,7 @@ def differences(config: Config) -> dict:
 def test_numbers_are_the_published_ones():
     """Kills: an old value left behind, v2's rate in pretraining, ImageNet with CIFAR's v2, a changed default.
 
-    Fini et al. 2021, Sec. 4.1 and Tab. 1; METHOD.md Sec. 5 has the other sources. After a meant change write
+    Fini et al. 2021, Sec. 4.1 and Tab. 1, and the authors' code. After a meant change write
     ``now`` to the file, and say in CHANGELOG.md which numbers moved.
     """
     each = [*itertools.product(PRESETS, ("paper", "v2")), *((name, "cpu") for name in CPU)]

@@ -20,7 +20,7 @@ from uno.data.tables import ParquetImages
 from uno.errors import ConfigError, printable
 from uno.limits import MAX_IMAGE_BYTES
 
-MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer (METHOD section 4)
+MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer
 MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
 SHRUNK = 3  # times, of the shorter side, beyond which somebody should know

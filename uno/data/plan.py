@@ -12,8 +12,15 @@ import torch
 
 from uno.errors import ConfigError
 
-LABELED, UNLABELED, PRETRAIN, AUGMENT, ROTATION, FEATURES = range(6)
-"""Streams of randomness: the second number of a generator's seed."""
+# Streams of randomness: the second number of a generator's seed, one for each use of it.
+LABELED, UNLABELED, PRETRAIN, AUGMENT, ROTATION, FEATURES = range(6)  # FEATURES only after AUGMENT, for views
+REPORT_SAMPLE = 5  # rows that the report scores
+REPORT_MAP = 6  # rows that its maps show
+ESTIMATE = 8  # class splits, anchors and starts of the number of classes
+# The first number of these two is the stream, so that all seeds of a run have the same rows.
+UNLABEL = 9  # rows of known classes that lose their label
+HELD_OUT = 10  # test rows
+TUNE_FOLDS = 11  # known classes that a trial of a sweep hides
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,12 @@ def make_pretrain_plan(
     if size == 0:
         raise ConfigError(f"{num_labeled} labeled rows are too few for {workers} workers")
     return Plan(seed, num_labeled, 0, size, 0, num_labeled // size, stream)
+
+
+def evenly(num_rows: int, most: int) -> np.ndarray:
+    """int64 (n,): at most ``most`` of ``num_rows`` row numbers, evenly spaced, ascending."""
+    num = min(num_rows, most)
+    return np.arange(num) * num_rows // max(num, 1)
 
 
 def epoch_indices(

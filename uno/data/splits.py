@@ -16,13 +16,12 @@ from torch import Tensor
 
 from uno.config import Config, DataConfig, not_mixed
 from uno.data.files import read_text
+from uno.data.plan import HELD_OUT, UNLABEL
 from uno.data.rows import Rows
 from uno.errors import ConfigError, did_you_mean
 from uno.limits import MAX_CLASSES
 
 MAX_NAMES_BYTES = 1_000_000
-HELD_OUT = 10  # stream of the choice of test rows, as UNLABEL
-UNLABEL = 9  # stream of the choice of rows that lose their label: the same for all seeds of a run
 PILES = {
     "novel": "every unlabeled row is taken for one of the new classes",
     "mixed": "unlabeled rows may be of known classes, too, and all classes compete for them",

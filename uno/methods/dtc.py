@@ -22,19 +22,19 @@ log-similarities, below every known cosine: DTC has no joint classifier, its tas
 of known rows are not comparable with other methods'.
 """
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno import collectives
+from uno.clustering import kmeans, principal_components
 from uno.config import Config, ObjectiveConfig
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.heads import unit
-from uno.initial import at_means_, labeled_features
 from uno.methods.method import Method, forward_two_views, weight_or
 from uno.model import UnoModel, features_of
+from uno.prototype_init import at_means_, labeled_features
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -110,16 +110,12 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
     model.train()
     if num_novel > min(found := tuple(features.shape)):
         raise ConfigError(f"method dtc needs {num_novel} rows and features at least, got {found}")
-    mean = features.double().mean(dim=0)
-    centred = features.double() - mean
-    components = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -num_novel:].T.flip(0)  # (K, D)
+    centered, _, directions = principal_components(features)
+    components = directions[:, :num_novel].T  # (K, D)
     head.reduce.weight.copy_(components)
-    head.reduce.bias.copy_(-components @ mean)
-    points = (centred @ components.T).cpu().numpy()
-    from sklearn.cluster import KMeans  # 2 s of CPU time
-
-    means = KMeans(num_novel, n_init=NUM_STARTS, random_state=config.seed).fit(points)
-    head.weight.copy_(torch.from_numpy(np.asarray(means.cluster_centers_))[None])
+    head.reduce.bias.copy_(-components @ features.double().mean(dim=0))
+    points = (centered @ components.T).cpu()
+    head.weight.copy_(kmeans(points, num_novel, NUM_STARTS, config.seed).centers[None])
     q = head(features)[0].softmax(dim=-1)
     return {"probabilities": q, "targets": sharpened(q)}
 

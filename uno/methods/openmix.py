@@ -27,10 +27,10 @@ from torch import Tensor
 from uno import collectives
 from uno.config import Config, ObjectiveConfig
 from uno.data.stream import TrainData
-from uno.initial import clusters_of, training_features
 from uno.methods import rs
 from uno.methods.method import Method, NovelHead, alike
 from uno.model import UnoModel
+from uno.prototype_init import clusters_of, training_features
 from uno.state import TrainState
 from uno.steps import Batch, forward, update_
 

@@ -10,7 +10,7 @@ B_u^2 of the batch; weight of the mean squared difference 5, rising over 50 of 2
 150 of 200 (CIFAR100), 10 over 50 of 90 (ImageNet). Here the rise takes the same share of the phase, whatever
 its length, and k the same share of the features (:func:`num_top`; ``objective.top_features`` sets it).
 
-What differs, and what it costs in points of novel accuracy on the digits (D = 64, METHOD.md 10 and 11):
+What differs, and what it costs in points of novel accuracy on the digits (D = 64):
 - k: two rows share their 5 largest of 64 features almost never. k = 5 52.1 (3 seeds), k = 1 67.2 (5 seeds).
   k = 1 also ranks pairs of held-out known digits best, in 3 splits of 3.
 - Ranks are those of an augmented view, as theirs, but their views are crops and flips alone. Ranks of clean

@@ -8,7 +8,7 @@ consistency; consistency 5 over 50 of 200 epochs (CIFAR10), 25 over 300 of 400 (
 in their code: those of RS stand in. Both heads here are cosines: the joint head is the known prototypes and
 C_u more, which the authors start as random rows with a low bias. Task-aware accuracy here is that of the
 joint head's novel outputs, one model for all protocols; the authors report the cluster head's there: on the
-digits, with k = 5, 70.7, 57.9, 71.1 where the joint head has 76.8, 55.8, 68.0 (METHOD.md 10 and 11). k and
+digits, with k = 5, 70.7, 57.9, 71.1 where the joint head has 76.8, 55.8, 68.0. k and
 what else differs: :mod:`uno.methods.rs`; k = 1 75.5, k = 5 66.9 (3 seeds).
 """
 

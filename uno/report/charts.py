@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from uno.report.page import visible
+from uno.data.plan import REPORT_MAP
 from uno.results.metrics import Counts
+from uno.text import visible
 
 WIDTH, HEIGHT, WIDE = 360, 150, 720
 MAX_CURVE_POINTS, COLOURS = 300, 10
@@ -157,7 +158,7 @@ class Map(NamedTuple):
 
 def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
     """At most MAX_POINTS of ``num_rows`` positions, ascending, uniformly drawn."""
-    return np.sort(np.random.default_rng([seed, 6]).permutation(num_rows)[:MAX_POINTS])
+    return np.sort(np.random.default_rng([seed, REPORT_MAP]).permutation(num_rows)[:MAX_POINTS])
 
 
 def draw_map(title: str, caption: str, data: NDArray[np.float32], seed: int) -> Map | None:

@@ -5,8 +5,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from uno.config import Config
-from uno.report.facts import Facts, Findings, Sample
+from uno.report.facts import Facts
+from uno.report.findings import Findings
+from uno.report.sample import Sample
+from uno.results.accuracy_table import ACCURACY, GENERALIZED
 from uno.results.classes import SIMILAR
+from uno.runs import PHASES
 
 UNUSED = 0.02  # of an equal share: such a class is as good as empty
 UNEVEN = 3.0  # largest over smallest class; pseudo-labels are forced to be equally frequent
@@ -114,7 +118,7 @@ def _doubts(sample: Sample, findings: Findings, mixed: bool) -> Warnings:
 
 
 def _run(facts: Facts) -> Warnings:
-    for phase in ("pretrain", "discover"):
+    for phase in PHASES:
         last = (facts.entries(phase) or [{}])[-1]
         step, total, skipped = (last.get(key, 0) for key in ("step", "total_steps", "skipped_steps"))
         if step < total:
@@ -128,28 +132,18 @@ def _run(facts: Facts) -> Warnings:
             )
     if not facts.entries("discover") and not facts.metrics:
         yield "No discovery phase is recorded in this directory", "Run uno discover first."
-    ours = facts.metrics.get("train/unlabeled/gcd/all/avg")
-    baseline = facts.metrics.get("baseline/constrained_kmeans/gcd/all")
-    if ours is not None and baseline is not None and ours <= baseline:
-        yield (
-            f"No better than k-means: {ours:.1%} of the unlabeled images are right, k-means around the "
-            f"labeled ones gets {baseline:.1%}",
-            "Discovery did not help here; see the learning curves.",
-        )
-    ours = facts.metrics.get("train/novel/task_aware/acc/avg")
-    baselines = {
-        "kmeans": "the frozen features",
-        "kmeans_whitened": "them whitened",
-        "kmeans_pixels": "the pixels",
-    }
-    for key, name in baselines.items():
-        baseline = facts.metrics.get(f"baseline/{key}/novel/acc")
-        if ours is not None and baseline is not None and ours <= baseline:
-            yield (
-                f"No better than k-means: {ours:.1%} of the novel images are right, k-means on {name} gets "
-                f"{baseline:.1%}",
-                "Discovery did not help here; see the learning curves.",
-            )
+    for key, table, group, images in (
+        ("train/unlabeled/gcd/all/avg", GENERALIZED, "all", "unlabeled"),
+        ("train/novel/task_aware/acc/avg", ACCURACY, "novel", "novel"),
+    ):
+        for row in table.rows:
+            right, baseline = facts.metrics.get(key), facts.metrics.get(row.key("train", group))
+            if row.is_baseline and right is not None and baseline is not None and right <= baseline:
+                yield (
+                    f"No better than k-means: {right:.1%} of the {images} images are right, {row.title} "
+                    f"{baseline:.1%}",
+                    "Discovery did not help here; see the learning curves.",
+                )
     if facts.bad:
         images = _count(len(facts.bad), "image", "images")
         yield f"{images} could not be read and so left out", "Listed below."

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from uno.results.show import visible as visible
+from uno.text import visible
 
 
 def render(template: str, context: Mapping[str, Any], package: str = "uno.report", script: str = "") -> str:

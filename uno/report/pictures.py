@@ -1,9 +1,7 @@
 """Pictures as data URIs: a tile for every member of a class, and one sheet for the points of the maps."""
 
-import base64
 import os
 from collections.abc import Sequence
-from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +9,10 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from uno.data.decode import BadImage, ahead, decode, decode_many, read_header
+from uno.data.plan import evenly
 from uno.data.rows import Chosen, Decoded, Featured, Image, Images, Rows, base
-from uno.report.facts import Sample
-from uno.results.show import SMALL, encode
+from uno.report.sample import Sample
+from uno.results.show import SMALL, data_uri, encode
 
 BUDGET_BYTES = 12_000_000  # of all tiles, as text in the page
 SHEET_BYTES = 700_000
@@ -52,7 +51,7 @@ class Album:
         self._images, self._sample = originals(rows.images, sample.index), sample
         sizes, total = [len(group) for group in groups], sum(map(len, groups))
         probe = np.concatenate([*groups, np.arange(0)])
-        probe = probe[np.arange(min(total, NUM_PROBED)) * total // max(1, min(total, NUM_PROBED))]
+        probe = probe[evenly(total, NUM_PROBED)]
         native = int(np.median([_side(self._images[i]) for i in probe.tolist()] or [1]))
         fitting = [size for size in SIZES if size[0] <= native] or [(native, 85)]
         for self.side, self._quality in fitting:
@@ -102,9 +101,9 @@ class Album:
             pixels = decode(self._images[position], self.side).transpose(1, 2, 0)
         except BadImage:
             pixels = np.zeros((self.side, self.side, 3), np.uint8)
-        kind, buffer = ("png" if self.side <= SMALL else "webp"), BytesIO()
-        Pillow.fromarray(pixels).save(buffer, kind, quality=self._quality, method=2)
-        return Tile(position, f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}")
+        kind = "png" if self.side <= SMALL else "webp"
+        uri = data_uri(Pillow.fromarray(pixels), kind, quality=self._quality, method=2)
+        return Tile(position, uri)
 
 
 def originals(images: Images, rows: NDArray[np.int64]) -> Images:

@@ -7,10 +7,11 @@ from typing import Any
 
 from uno.data.files import Storage
 from uno.report.charts import Chart, Series, line_chart
-from uno.report.page import render, visible
+from uno.report.page import render
 from uno.reproduce.effects import ERRORS, Results, chance_of_no_effect
 from uno.reproduce.experiments import REFERENCE, Benchmark, Evaluation, Row
 from uno.reproduce.figures import Figure
+from uno.text import visible
 
 DASH = "–"  # noqa: RUF001
 MINUS = "−"  # noqa: RUF001

@@ -12,7 +12,7 @@ from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.report.charts import COLOURS, Map, choose_points, draw_map, map_groups
-from uno.report.facts import Sample, look, open_model
+from uno.report.sample import Sample, look, open_model
 from uno.reproduce.experiments import REFERENCE, Cell
 from uno.results.infer import decoder
 from uno.runs.directory import read_config_tree

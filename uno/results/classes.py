@@ -60,6 +60,12 @@ class Suggestion(NamedTuple):
     novel: tuple[tuple[str, float], ...] = ()
 
 
+def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
+    """The outputs of a model that has just been trained; discovered ones are called ``novel-1``, ..."""
+    named = [(name, "known") for name in known] + [(f"novel-{i + 1}", "novel") for i in range(num_novel)]
+    return [OutputClass(index, name, kind, index) for index, (name, kind) in enumerate(named)]
+
+
 def parse_classes(data: bytes) -> list[OutputClass]:
     """The classes in the content of ``classes.json``, by index. StorageError where it is damaged."""
     try:

@@ -1,4 +1,4 @@
-"""How many novel classes? From the known ones: hide some, and see which k finds them again (METHOD.md 8).
+"""How many novel classes? From the known ones: hide some, and see which k finds them again.
 
 After DTC (Han et al., ICCV 2019). Some known classes are held out as probes and the encoder is pretrained on
 the rest; some probe classes are anchors, whose rows are fixed to a cluster, the rows of the others are as
@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from uno.clustering import FREE, VARIANCE, constrained_kmeans, silhouette, whiten
 from uno.config import Config, PhaseConfig, config_hash
-from uno.constrained_kmeans import FREE, constrained_kmeans, silhouette
 from uno.data.files import Storage, parse_json
+from uno.data.plan import ESTIMATE
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
@@ -40,7 +41,6 @@ MIN_KNOWN = 4  # two classes to pretrain on, two to probe with
 FEATURES = "features.safetensors"
 CURVES = ("f1", "acc", "cvi")
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
-STREAM = 8  # of the class splits' and starts' randomness; uno.data.plan has 0-2, uno.data.resident 3
 
 Scores = dict[tuple[int, int], list[dict[str, Any]]]
 """(split, k) -> what :func:`score_clusters` says of it."""
@@ -63,7 +63,7 @@ class Settings:
     num_roles: int = 6  # choices of anchors within a split
     anchor_ratio: float = 0.6  # of the probe classes (DTC)
     num_restarts: int = 10  # of k-means (DTC)
-    variance: float = 0.95  # that the whitened directions explain
+    variance: float = VARIANCE  # that the whitened directions explain
     dtc_ratio: float = 0.01  # of the largest cluster, that one which counts exceeds (DTC; ImageNet: .3)
     quantile: float = 0.2  # of the votes that may lie below, and above, the interval
     max_rows: int = 50_000  # unlabeled, and labeled, rows that are clustered
@@ -80,7 +80,7 @@ class Split(NamedTuple):
 class Features(NamedTuple):
     """Rows to cluster."""
 
-    points: NDArray[np.float32]  # (N, D) of unit length
+    points: NDArray[np.float32]  # (N, D), white; of unit length unless the encoder is frozen
     labels: NDArray[np.int64]  # (N,), -1 = unlabeled
 
 
@@ -207,7 +207,7 @@ def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Spl
     """Different splits of the known ``classes``, at most as many as classes. A quarter are probes (paper: 20
     of 80), at least 4 where 3 remain to pretrain on, else what two leave; every class about equally often.
     """
-    order = np.random.default_rng([seed, STREAM]).permutation(np.array(classes)).tolist()
+    order = np.random.default_rng([seed, ESTIMATE]).permutation(np.array(classes)).tolist()
     total = len(order)
     num_probe = min(max(4, round(total / 4)), total - (2 if total < 7 else 3))
     num_splits = min(num_splits, total)
@@ -221,7 +221,7 @@ def anchor_choices(split: Split, settings: Settings, seed: int) -> list[tuple[in
     anchors = min(max(1, round(settings.anchor_ratio * count)), count - 1)
     if math.comb(count, anchors) <= settings.num_roles:
         return list(itertools.combinations(split.probe, anchors))
-    generator = np.random.default_rng([seed, STREAM, *split.probe])
+    generator = np.random.default_rng([seed, ESTIMATE, *split.probe])
     chosen: dict[tuple[int, ...], None] = {}
     while len(chosen) < settings.num_roles:
         chosen[tuple(sorted(generator.choice(split.probe, anchors, replace=False).tolist()))] = None
@@ -233,7 +233,7 @@ def pretrain_split(
 ) -> Features:
     """Pretrain on the classes of a split and take the features of all the other rows, in a mixed pile of all
     rows; kept in its folder. ``job``: the split, the configuration of its pretraining, the folder's URI.
-    Of a frozen encoder these are the first views of ``train`` in :func:`leading` directions.
+    Of a frozen encoder these are the first views of ``train``, whitened, of any length.
     """
     split, config, uri = job
     storage, place, pretrain = Storage(uri), torch.device(device), torch.tensor(split.pretrain)
@@ -255,7 +255,9 @@ def pretrain_split(
         features = images[:, 0] if frozen else features_of(model, images, config).cpu()
         points = F.normalize(features, dim=1)
         most = len(split.pretrain) + len(split.probe) + _max_novel(settings, train) - 1
-        white = leading(points, most) if frozen else whiten(points, settings.variance)
+        white = whiten(points, most) if frozen else whiten(points, variance=settings.variance)
+        if not frozen:
+            white = F.normalize(white, dim=1)
         rest = ~torch.isin(labels, pretrain) | (config.data.pile == "mixed")
         found = Features(white[rest].numpy(), labels[rest].numpy())
     storage.write(FEATURES, safetensors.numpy.save(found._asdict()))
@@ -274,33 +276,6 @@ def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
     cap = max(1, max_rows // len(classes))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     return torch.cat([order[labels[order] == c][:cap] for c in classes]).sort().values
-
-
-def whiten(features: Tensor, variance: float) -> Tensor:
-    """(N, D) -> (N, D') float32 of unit length: the leading principal directions, as few as explain
-    ``variance`` (0-1), at unit variance. Lifts the adjusted Rand index of clusters of digits from .40 to .67.
-    """
-    centered, values, vectors = _directions(features)
-    if float(values.sum()) <= 1e-12:
-        return torch.zeros(len(features), 1)
-    count = int((values.cumsum(0) / values.sum() < variance - 1e-12).sum()) + 1
-    return F.normalize(centered @ vectors[:, :count] / values[:count].sqrt(), dim=1).float()
-
-
-def leading(features: Tensor, num_directions: int) -> Tensor:
-    """(N, D) -> (N, ``num_directions`` at most) float32: the leading principal directions, each at unit
-    variance, the first one first.
-    """
-    centered, values, vectors = _directions(features)
-    scale = values.clamp(min=1e-9 * max(float(values[0]), 1e-12)).sqrt()
-    return (centered @ vectors / scale)[:, :num_directions].float()
-
-
-def _directions(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Centred features (N, D), their falling variances (D,) along principal directions, and these (D, D)."""
-    centered = features.double() - features.double().mean(dim=0)
-    values, vectors = torch.linalg.eigh(centered.T @ centered / max(1, len(features) - 1))
-    return centered, values.flip(0).clamp(min=0), vectors.flip(1)
 
 
 def score_clusters(
@@ -326,7 +301,7 @@ def score_clusters(
         for role, anchors in enumerate(anchor_choices(split, settings, config.seed)):
             validation = [c for c in split.probe if c not in anchors]
             fixed = torch.tensor(_positions(labels, (*anchors, *more_anchors)), device=device)
-            seed = int(np.random.SeedSequence([config.seed, STREAM, index, role, k]).generate_state(1)[0])
+            seed = int(np.random.SeedSequence([config.seed, ESTIMATE, index, role, k]).generate_state(1)[0])
             clusters = constrained_kmeans(points, fixed, num_clusters, settings.num_restarts, seed).assignment
             free, found = fixed == FREE, clusters.cpu().numpy()
             table = confusion(_positions(labels, validation), found, len(validation), num_clusters)

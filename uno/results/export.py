@@ -6,13 +6,14 @@ Nothing is handed out unchecked: every format is loaded again and compared with 
 import io
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor, nn
 
 from uno.augment import eval_view
@@ -22,7 +23,8 @@ from uno.errors import ConfigError, NumericsError
 from uno.methods import METHODS
 from uno.methods.registry import build_network
 from uno.model import UnoModel
-from uno.results.classes import OutputClass, dump_classes, fates, route
+from uno.results.accuracy_table import SPLITS, filled_tables
+from uno.results.classes import dump_classes, fates, route
 from uno.results.infer import Classifier
 from uno.results.trust import verdict
 from uno.weights import PRETRAINED, describe_encoder
@@ -166,100 +168,30 @@ def _random_images(model: Classifier, num: int) -> Tensor:
     return F.interpolate(coarse, size=(model.size, model.size), mode="bilinear").to(torch.uint8)
 
 
-CARD = """\
-# UNO model
-
-- Encoder: {encoder}; {size} px RGB.
-- Weights: {weights}.
-- Outputs: {module.num_known} known and {module.num_novel} discovered classes (`classes.json`); \
-cluster head {model.best_head} of {module.num_heads} predicts.
-{edits}- Method {config.method}: {what}.
-- Preset {config.preset}, recipe {config.recipe}, seed {config.seed}; all settings: `config.yaml`.
-{facts}
-## Measured
-
-{trust}{measured}
-
-## Limits
-
-- A discovered class is a cluster. Their number was given, names like `novel-1` are placeholders until
-  `uno classes` gives them others, and nothing guarantees that a cluster is one class.
-- Every image gets one of these classes, also one of a class that was not in the data: look at
-  `probability`, `margin` and `head_agreement`. Probabilities are not calibrated.
-- Images are made square ({size} px: shorter side resized, {data.interpolation} with antialiasing, centre
-  crop). It was trained on images like those of the data above; on others it has not been measured.
-
-## Load
-
-```python
-import uno                                             # everything: names, confidence, bad files
-print(uno.load("RUN").predict(["image.jpg"])[0])
-
-import torch, safetensors.torch
-{build}
-encoder.load_state_dict(safetensors.torch.load_file("encoder.safetensors"))
-# features = encoder.eval()((images / 255 - mean) / std), mean ({mean}), std ({std})
-
-program = torch.export.load("model.pt2").module()      # after: uno export RUN --format pt2
-probabilities = program(images)                        # uint8 (B, 3, {size}, {size}) -> (B, {num_outputs})
-```
-"""
-SMALL_STEM = """\
-encoder.conv1 = torch.nn.Conv2d(3, 64, {kernel}, {stride}, 1, bias=False)  # the stem for small images
-encoder.maxpool = torch.nn.Identity()
-"""
-
-
 def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """The card; ``facts`` are more lines of it, ``metrics`` flat, whichever there are."""
-    config, net, data = model.config, model.config.model, model.config.data
-    encoder, build = _rebuilt(net)
-    mean, std = (", ".join(map("{:g}".format, numbers)) for numbers in (data.mean, data.std))
-    return CARD.format(
-        model=model, module=model.module, config=config, encoder=encoder, build=build, mean=mean, std=std,
-        data=data, weights=origin(net), edits=_edits(model.classes),
-        what=METHODS[config.method], size=model.size, num_outputs=len(model.classes),
-        facts="".join(f"- {key}: {' '.join(str(value).split())}\n" for key, value in facts.items()),
-        measured=_metrics_table(metrics), trust=f"{found}.\n\n" if (found := verdict(metrics)) else "",
-    )  # fmt: skip
-
-
-def _edits(classes: Sequence[OutputClass]) -> str:
-    """A line of the card on what `uno classes` has made of the discovered classes; "" where nothing."""
-    said = [f"`{c.name}` {fate}" for c, fate in fates(classes) if fate]
-    said += ["what falls into a dropped one is `rejected`"] * any(c.into is None for c in classes)
-    return f"- Edited: {'; '.join(said)}.\n" if said else ""
-
-
-def _rebuilt(net: ModelConfig) -> tuple[str, str]:
-    """An encoder in words, and the lines of Python that build it."""
-    library, _, what = net.encoder.partition(":")
-    if net.encoder == "resnet_small":
-        build = "from uno.encoder import SmallResNet\n"
-        halved = net.stem == "halved"
-        build += f"encoder = SmallResNet({net.width}, {net.blocks}, stages={net.stages}, halved={halved})"
-        size = f"width {net.width}, {net.stages} stages of {net.blocks} block(s)"
-        return f"resnet_small, {size}{', stem halved' * halved}", build
-    if net.encoder in OWN_ENCODERS:
-        build = f"import torchvision\nencoder = torchvision.models.{net.encoder}()\n"
-        if net.stem in SMALL_STEMS:
-            kernel, stride = SMALL_STEMS[net.stem]
-            build += SMALL_STEM.format(kernel=kernel, stride=stride)
-        build += "encoder.fc = torch.nn.Identity()"
-        return f"{net.encoder}, stem {net.stem}, torchvision's keys, no `fc`", build
+    config, net = model.config, model.config.model
+    library, _, name = net.encoder.partition(":")
+    classifier = ""
     if library == "torchvision":
         from torchvision.models import get_model
 
         with torch.device("meta"):
-            name = classifier_of(get_model(what))
-        build = f'import torchvision\nencoder = torchvision.models.get_model("{what}")\n'
-        build += f'encoder.set_submodule("{name}", torch.nn.Identity())'
-        return f"{net.encoder}, torchvision's keys, no `{name}`", build
-    if library == "timm":
-        build = f'import timm\nencoder = timm.create_model("{what}", num_classes=0)'
-        return f"{net.encoder}, timm's keys, no classifier", build
-    pooled = "# if it gives maps or tokens: their mean over positions, or the class token"
-    return f"{net.encoder}, its own keys", f"from {library} import {what}\nencoder = {what}()  {pooled}"
+            classifier = classifier_of(get_model(name))
+    edits = [f"`{c.name}` {fate}" for c, fate in fates(model.classes) if fate]
+    if any(c.into is None for c in model.classes):
+        edits.append("what falls into a dropped one is `rejected`")
+    environment = Environment(
+        loader=PackageLoader("uno.results"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.get_template("model_card.jinja").render(
+        model=model, config=config, net=net, facts=facts, metrics=metrics, library=library, name=name,
+        classifier=classifier, small_stem=SMALL_STEMS.get(net.stem), own_encoders=OWN_ENCODERS, edits=edits,
+        weights=origin(net), method=METHODS[config.method], trust=verdict(metrics), splits=SPLITS,
+        tables=filled_tables(metrics),
+        percent=lambda key: f"{100 * metrics[key]:.1f}" if key in metrics else "",
+    )  # fmt: skip
 
 
 def origin(net: ModelConfig) -> str:
@@ -274,24 +206,3 @@ def origin(net: ModelConfig) -> str:
         return f"started from the library's own, which have seen {about.seen}{terms}"
     name = net.weights.rstrip("/").rpartition("/")[2]
     return f"started from {name}; what those have seen stands with whoever made them"
-
-
-def _metrics_table(metrics: Mapping[str, float]) -> str:
-    rows = {
-        "known classes alone": "known/task_aware/acc/best",
-        "discovered classes alone (clusters matched to classes)": "novel/task_aware/acc/best",
-        "chance of the line above": "novel/task_aware/chance/acc",
-        "all classes together, strict": "all/task_agnostic_strict/acc/best",
-        "unlabeled images of known and new classes, one matching": "unlabeled/gcd/all/best",
-    }
-    splits = [split for split in ("test", "train") if any(f"{split}/{k}" in metrics for k in rows.values())]
-    named = {"test": "rows not trained on", "train": "training rows"}
-    lines = [
-        f"| accuracy, % | {' | '.join(named[split] for split in splits)} |",
-        "|---|" + "---|" * len(splits),
-    ]
-    for title, row in rows.items():
-        keys = [f"{split}/{row}" for split in splits]
-        cells = [f"{100 * metrics[key]:.1f}" if key in metrics else "" for key in keys]
-        lines += [f"| {title} | {' | '.join(cells)} |"] if any(cells) else []
-    return "\n".join(lines) if splits else "Nothing: the data has no labels for the discovered classes."

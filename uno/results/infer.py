@@ -1,5 +1,6 @@
-"""A trained model, from ``model/`` of a run alone, and what it says of images: probabilities, how sure it is,
-and which heads agree.
+"""A trained model and what it says of images: probabilities, how sure it is, and which heads agree.
+
+In reading order: scores of a batch; saving and loading ``model/``; scoring rows; aligning heads.
 """
 
 from __future__ import annotations
@@ -12,26 +13,29 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from uno.config import Config, dump_yaml, override, parse_yaml
 from uno.data.decode import decoded, readable
 from uno.data.files import Storage, parse_json
+from uno.data.plan import evenly
 from uno.data.rows import Featured, Rows
 from uno.encoder import require_encoder
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.methods.registry import build_network
 from uno.model import Logits, UnoModel, forward
-from uno.results.classes import OutputClass, dump_classes, parse_classes, route
+from uno.results.classes import OutputClass, dump_classes, first_classes, parse_classes, route
 from uno.results.metrics import confusion, hungarian
 from uno.state import with_prefix
 
 WEIGHTS = ("encoder.safetensors", "heads.safetensors")
 MODEL_FILES = ("config.yaml", "classes.json", *WEIGHTS)
+DAMAGE = RuntimeError, ValueError, TypeError, KeyError, AttributeError, OverflowError, SafetensorError
+"""What files of a model raise that are damaged, or of another one."""
 BATCH_BYTES = 64 * 2**20  # decoded pixels of a batch
 MAX_BATCH_ROWS = 256
 SAMPLE_ROWS = 10_000  # to align heads and to suggest names
@@ -155,9 +159,7 @@ def save_model(
     """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns what it holds."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    named = [(name, "known") for name in known]
-    named += [(f"novel-{i + 1}", "novel") for i in range(module.num_novel)]
-    classes = [OutputClass(i, name, kind, i) for i, (name, kind) in enumerate(named)]
+    classes = first_classes(known, module.num_novel)
     files = {
         "encoder.safetensors": safetensors.torch.save(with_prefix(weights, "encoder.")),
         "heads.safetensors": safetensors.torch.save(heads, {"best_head": str(best_head)}),
@@ -205,7 +207,6 @@ def build_classifier(
     ``foreign`` is for :func:`~uno.encoder.require_encoder`.
     """
     classes, facts = parse_classes(files["classes.json"]), parse_json(files["classes.json"])
-    num_known = sum(c.kind == "known" for c in classes)
     try:
         config = override(Config(), parse_yaml(files["config.yaml"], "its configuration"))
     except ValueError as error:
@@ -213,11 +214,7 @@ def build_classifier(
     if module is None:
         require_encoder(config.model.encoder, foreign)
     try:
-        if module is None:
-            module = build_network(config, num_known, len(classes) - num_known, seed=0)
-            encoder = safetensors.torch.load(files["encoder.safetensors"])
-            heads = safetensors.torch.load(files["heads.safetensors"])
-            module.load_state_dict({**{f"encoder.{k}": v for k, v in encoder.items()}, **heads})
+        module = _load_network(config, classes, files) if module is None else module
         best_head, alignment = int(facts["best_head"]), facts.get("alignment")
         if not 0 <= best_head < module.num_heads:
             raise ValueError(f"best head {best_head}")
@@ -226,42 +223,41 @@ def build_classifier(
             clusters = torch.arange(module.num_novel).expand(module.num_heads, -1)
             if not torch.equal(alignment.sort(dim=-1).values, clusters):
                 raise ValueError("alignment of other heads")
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        OverflowError,
-        safetensors.SafetensorError,
-    ) as error:
+    except DAMAGE as error:
         raise StorageError(f"model files are damaged or do not belong together: {one_line(error)}") from None
+    module = module.to(device).eval().requires_grad_(False).to(memory_format=torch.channels_last)
+    device = module.known.weight.device
+    return Classifier(module, config, classes, best_head, alignment, _model_hash(config, files), device)
+
+
+def _load_network(config: Config, classes: Sequence[OutputClass], files: Mapping[str, bytes]) -> UnoModel:
+    num_known = sum(c.kind == "known" for c in classes)
+    module = build_network(config, num_known, len(classes) - num_known, seed=0)
+    encoder, heads = (safetensors.torch.load(files[name]) for name in WEIGHTS)
+    module.load_state_dict({**{f"encoder.{k}": v for k, v in encoder.items()}, **heads})
+    return module
+
+
+def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
+    """Of all that fixes probabilities: the transform, the temperature and the weights."""
     data, side = config.data, config.augment.large.size
-    transform = [data.store_size, side, data.mean, data.std, config.objective.temperature]
-    transform += [data.interpolation] if data.interpolation != "bilinear" else []  # as models were hashed
-    digest = hashlib.sha256(json.dumps(transform).encode())
+    parts = [data.store_size, side, data.mean, data.std, data.interpolation, config.objective.temperature]
+    digest = hashlib.sha256(json.dumps(parts).encode())
     for name in WEIGHTS:
         digest.update(hashlib.sha256(files[name]).digest())
-    module = module.to(device).eval().requires_grad_(False).to(memory_format=torch.channels_last)
-    model_hash, device = digest.hexdigest()[:16], module.known.weight.device
-    return Classifier(module, config, classes, best_head, alignment, model_hash, device)
+    return digest.hexdigest()[:16]
 
 
 def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode:
     """The pixels of ``rows`` for ``model``, decoded ahead of it by ``threads`` (default: one a core); or
-    their features, where a run has just computed them.
+    their features float32 (b, D), where a run has just computed them.
     """
-    if isinstance(rows.images, Featured):
-        return partial(known_features, rows.images)
-    how = model.config.data.interpolation
-    return partial(decoded, rows.images, size=model.size, threads=threads, interpolation=how)
-
-
-def known_features(
-    images: Featured, batches: Iterable[np.ndarray]
-) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
-    """As decoding, with features float32 (b, D) in the place of pixels."""
-    return ((rows, images.features[rows], [images.reasons[row] for row in rows]) for rows in batches)
+    images, how = rows.images, model.config.data.interpolation
+    if not isinstance(images, Featured):
+        return partial(decoded, images, size=model.size, threads=threads, interpolation=how)
+    return lambda batches: (
+        (index, images.features[index], [images.reasons[row] for row in index]) for index in batches
+    )
 
 
 def score_rows(
@@ -279,10 +275,9 @@ def sample_logits(
     """Of at most ``limit`` of ``rows`` int64 (N,), evenly spaced: the numbers of those that can be read, and
     their :class:`Logits` on the CPU; None where there are none.
     """
-    num, size = min(limit, len(rows)), model.batch_rows
-    chosen = rows[np.arange(num) * len(rows) // max(num, 1)]
+    chosen, size = rows[evenly(len(rows), limit)], model.batch_rows
     indices, parts = [], []
-    for index, pixels, reasons in decode(chosen[i : i + size] for i in range(0, num, size)):
+    for index, pixels, reasons in decode(chosen[i : i + size] for i in range(0, len(chosen), size)):
         ok = readable(reasons)
         if ok.any():
             logits = forward(model.module, pixels[torch.from_numpy(ok)], model.config)

@@ -9,6 +9,7 @@ may differ from C_u: the matching is rectangular, rows of a class or cluster wit
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -84,10 +85,29 @@ def ari(counts: Counts) -> float:
     return 1.0 if most == expected else (together - expected) / (most - expected)
 
 
+class Metric(NamedTuple):
+    """A number that says how well clusters fit classes; ``of`` counts (R, P), at least one row."""
+
+    of: Callable[[Counts], float]
+    label: str
+    meaning: str
+    is_share: bool = False
+    """Of rows: those on no cluster count as wrong. Without it rejected rows are left out, and novel rows that
+    are taken for known ones are one cluster more."""
+
+
+METRICS = {
+    "acc": Metric(cluster_accuracy, "accuracy", "rows that agree under the best matching", is_share=True),
+    "nmi": Metric(nmi, "NMI", "normalized mutual information of clusters and classes"),
+    "ari": Metric(ari, "ARI", "adjusted Rand index: pairs of rows told together or apart, 0 by chance"),
+    "purity": Metric(purity, "purity", "rows in the majority class of their cluster", is_share=True),
+}
+"""By their names in the paths of ``metrics.json``. Console, model card and report show every entry."""
+
+
 def cluster_metrics(counts: Counts) -> dict[str, float]:
-    """`acc` (under the best matching), `nmi`, `ari` and `purity`; {} without rows."""
-    named = {"acc": cluster_accuracy, "nmi": nmi, "ari": ari, "purity": purity}
-    return {name: metric(counts) for name, metric in named.items()} if counts.sum() else {}
+    """All :data:`METRICS` of counts (R, P); {} without rows."""
+    return {name: metric.of(counts) for name, metric in METRICS.items()} if counts.sum() else {}
 
 
 def chance_accuracy(
@@ -104,94 +124,127 @@ def chance_accuracy(
     return float(np.mean([cluster_accuracy(counts) for counts in trials]))
 
 
-# The protocols return `{known|novel|all}/{metric}`. Known and all rows get accuracy only: a known class has a
-# name, how well its rows cluster says nothing more. A group without rows has no key; `all`, the
-# sample-weighted mean, needs rows of both. `joint`: argmax over the known and the head's novel outputs.
-def task_aware(known: Counts, novel: Counts) -> dict[str, float]:
-    """Each row is told whether its class is known or novel: ``known`` (C_l, C_l) are the known rows over the
-    known outputs, ``novel`` (C_u, K) the novel rows over the head's own novel outputs.
+class Matched(NamedTuple):
+    """What a protocol makes of joint counts: how many rows of known and of novel classes are right, and the
+    novel rows (C_u, P) over their ``clusters``; ``others`` (C_u,) are on none of these.
     """
-    return _result(known, novel, np.trace(known), matched_counts(novel, hungarian(novel)).sum())
+
+    known: int
+    novel: int
+    clusters: Counts
+    others: Counts | None = None
 
 
-def task_agnostic_official(joint: Counts, num_known: int) -> dict[str, float]:
+# The protocols of joint counts (C_l + C_u, C_l + K), by argmax over the known and the head's novel outputs.
+def task_aware(joint: Counts, num_known: int) -> Matched:
+    """Each row is told whether its class is known or novel: of ``joint`` the known rows over the known
+    outputs and the novel rows over the head's own outputs, argmax over these alone.
+    """
+    known, novel = joint[:num_known, :num_known], joint[num_known:, num_known:]
+    return Matched(np.trace(known), matched_counts(novel, hungarian(novel)).sum(), novel)
+
+
+def task_agnostic_official(joint: Counts, num_known: int) -> Matched:
     """Known rows plainly; novel classes matched to ANY output: lenient, as the authors' release computes."""
-    return task_aware(joint[:num_known], joint[num_known:])
+    novel = joint[num_known:]
+    return Matched(np.trace(joint[:num_known]), matched_counts(novel, hungarian(novel)).sum(), novel)
 
 
-def task_agnostic_joint(joint: Counts, num_known: int) -> dict[str, float]:
-    """One matching of all classes to all outputs; known, novel and all rows are counted under it.
+def task_agnostic_joint(joint: Counts, num_known: int) -> Matched:
+    """One matching of all classes to all outputs; known, novel and all rows are counted under it. Known
+    classes are matched too, so accuracy on known rows may differ from the plain one.
+    """
+    matched = matched_counts(joint, joint_matching(joint, num_known))
+    return Matched(matched[:num_known].sum(), matched[num_known:].sum(), joint[num_known:])
 
-    Known classes are matched too, so accuracy on known rows may differ from the plain one. Of equally good
-    matchings the one with most known rows correct counts, so that both shares are functions of the counts.
+
+def task_agnostic_strict(joint: Counts, num_known: int) -> Matched:
+    """Known rows plainly; novel classes matched to novel outputs only, a row predicted as known is an error.
+
+    NMI and ARI pool the known outputs into a single one, "not discovered": telling novel classes apart by the
+    known class they are mistaken for earns nothing.
+    """
+    found, absorbed = joint[num_known:, num_known:], joint[num_known:, :num_known].sum(axis=1)
+    right = matched_counts(found, hungarian(found)).sum()
+    return Matched(np.trace(joint[:num_known]), right, found, absorbed)
+
+
+def joint_matching(joint: Counts, num_known: int) -> Counts:
+    """:func:`hungarian` of all classes and outputs; of equally good matchings the one with most known rows
+    right, so that the shares of known and of novel rows are functions of the counts.
     """
     weights = joint * (joint.sum() + 1)
     weights[:num_known] += joint[:num_known]
-    matched = matched_counts(joint, hungarian(weights))
-    return _result(joint[:num_known], joint[num_known:], matched[:num_known].sum(), matched[num_known:].sum())
+    return hungarian(weights)
+
+
+class Protocol(NamedTuple):
+    """A way of counting, for people."""
+
+    of: Callable[[Counts, int], Matched]
+    label: str
+    meaning: str
+
+
+PROTOCOLS = {
+    "task_aware": Protocol(
+        task_aware, "Task-aware",
+        "It is given whether an image is known or novel: known images choose among the known outputs, novel "
+        "ones among the discovered classes, which are then matched to the true ones."),
+    "task_agnostic_official": Protocol(
+        task_agnostic_official, "Task-agnostic, official",
+        "Every image chooses among all outputs; a novel class may be matched to any, even a known one. "
+        "Lenient, and what the paper's code computes."),
+    "task_agnostic_joint": Protocol(
+        task_agnostic_joint, "Task-agnostic, joint",
+        "Every image chooses among all outputs; one matching of all true classes to all outputs."),
+    "task_agnostic_strict": Protocol(
+        task_agnostic_strict, "Task-agnostic, strict",
+        "Every image chooses among all outputs; a novel image that is taken for a known class is an error."),
+}  # fmt: skip
+"""By their names in the paths of ``metrics.json``."""
+
+
+def scores(
+    protocol: Callable[[Counts, int], Matched], joint: Counts, num_known: int, dropped: Sequence[int] = ()
+) -> dict[str, float]:
+    """`{known|novel|all}/acc` and every other `novel/{metric}` of joint counts under ``protocol``.
+
+    A known class has a name, how well its rows cluster says nothing more: known and all rows get accuracy
+    only. A group without rows has no key; `all`, the sample-weighted mean, needs rows of both. Rows in the
+    columns ``dropped`` are rejected: shares of rows count them as wrong, NMI and ARI leave them out.
+    """
+    kept = joint.copy()
+    kept[:, list(dropped)] = 0
+    found, num_old, num_new = protocol(kept, num_known), joint[:num_known].sum(), joint[num_known:].sum()
+    result = {"known/acc": float(found.known / num_old)} if num_old else {}
+    if num_new:
+        result |= {f"novel/{name}": _of_novel(metric, found, num_new) for name, metric in METRICS.items()}
+        result["novel/acc"] = float(found.novel / num_new)  # under the protocol's own matching
+    if num_old and num_new:
+        result["all/acc"] = float((found.known + found.novel) / (num_old + num_new))
+    return result
+
+
+def _of_novel(metric: Metric, found: Matched, num_rows: int) -> float:
+    """A metric of ``num_rows`` novel rows; 0 where all of them are rejected."""
+    counts = found.clusters
+    if not metric.is_share and found.others is not None:
+        counts = np.concatenate([found.others[:, None], counts], axis=1)
+    if not counts.any():
+        return 0.0
+    return float(metric.of(counts) * counts.sum() / num_rows) if metric.is_share else metric.of(counts)
 
 
 def generalized(joint: Counts, num_known: int, dropped: Sequence[int] = ()) -> dict[str, float]:
     """`all`, `old` and `new`: accuracy on unlabeled rows of known and novel classes under one matching of all
     classes to all outputs (generalized category discovery: Vaze et al., CVPR 2022), but ``dropped`` ones.
     """
-    found = with_rejected(task_agnostic_joint, joint, num_known, dropped)
+    found = scores(task_agnostic_joint, joint, num_known, dropped)
     names = {"known/acc": "old", "novel/acc": "new", "all/acc": "all"}
     result = {name: found[key] for key, name in names.items() if key in found}
     if len(result) == 1:  # rows of one kind
         result["all"] = next(iter(result.values()))
-    return result
-
-
-def with_rejected(
-    protocol: Callable[[Counts, int], dict[str, float]], joint: Counts, num_known: int, dropped: Sequence[int]
-) -> dict[str, float]:
-    """What a task-agnostic ``protocol`` says where rows in the columns ``dropped`` are rejected: accuracy and
-    purity count them as wrong, NMI and ARI leave them out.
-    """
-    result = protocol(joint, num_known)
-    if not dropped:
-        return result
-    given, num_old = joint.copy(), joint[:num_known].sum()
-    given[:, [*dropped]] = 0
-    found = dict.fromkeys(result, 0.0) | protocol(given, num_known)
-    for group, kept, total in (
-        ("known", given[:num_known].sum(), num_old),
-        ("novel", given[num_known:].sum(), joint.sum() - num_old),
-    ):
-        for key in (f"{group}/acc", f"{group}/purity"):
-            if key in found:
-                found[key] *= float(kept / total)
-    if "all/acc" in found:
-        right = found["known/acc"] * num_old + found["novel/acc"] * (joint.sum() - num_old)
-        found["all/acc"] = float(right / joint.sum())
-    return found
-
-
-def task_agnostic_strict(joint: Counts, num_known: int) -> dict[str, float]:
-    """Known rows plainly; novel classes matched to novel outputs only, a row predicted as known is an error.
-
-    NMI and ARI pool the known outputs into a single one, "not discovered": telling novel classes apart by the
-    known class they are mistaken for earns nothing. Purity counts the pooled rows as wrong.
-    """
-    known, novel, found = joint[:num_known], joint[num_known:], joint[num_known:, num_known:]
-    pooled = np.concatenate([novel[:, :num_known].sum(axis=1, keepdims=True), found], axis=1)
-    result = _result(known, pooled, np.trace(known), matched_counts(found, hungarian(found)).sum())
-    if novel.sum():
-        result["novel/purity"] = float(found.max(axis=0, initial=0).sum() / novel.sum())
-    return result
-
-
-def _result(
-    known: Counts, novel: Counts, correct_known: np.integer, correct_novel: np.integer
-) -> dict[str, float]:
-    num_known, num_novel = known.sum(), novel.sum()
-    result = {"known/acc": float(correct_known / num_known)} if num_known else {}
-    if num_novel:
-        result["novel/acc"] = float(correct_novel / num_novel)
-        result |= {"novel/nmi": nmi(novel), "novel/ari": ari(novel), "novel/purity": purity(novel)}
-    if num_known and num_novel:
-        result["all/acc"] = float((correct_known + correct_novel) / (num_known + num_novel))
     return result
 
 

@@ -22,9 +22,10 @@ from uno.data.files import Storage, is_uri
 from uno.data.rows import Image, fetch
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.errors import UnoError, printable
+from uno.errors import UnoError
 from uno.results import predictions
 from uno.results.classes import OutputClass, fates
+from uno.text import visible
 
 MAX_BYTES = 300_000
 NUM_PICTURES = 5  # of a class
@@ -42,21 +43,20 @@ class Members(NamedTuple):
     images: list[Image]
 
 
-def visible(name: object, limit: int = 300) -> str:
-    """At most ``limit`` characters of ``name``, unprintable ones spelled out (``\\n``), not escaped."""
-    shown = printable(str(name)[: limit + 1])
-    return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
-
-
 def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
     """(N,3,S,S) -> a data URI of one picture with ``columns`` images in a row; PNG if tiny, else JPEG."""
     num, _, side, _ = images.shape
     filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)]).reshape(-1, columns, 3, side, side)
     pixels = filled.transpose(0, 3, 1, 4, 2).reshape(-1, columns * side, 3)
     grey = bool((pixels == pixels[..., :1]).all())
-    kind, buffer = "png" if side <= SMALL else "jpeg", BytesIO()
     picture = Pillow.fromarray(pixels[..., 0] if grey else pixels)
-    picture.save(buffer, kind, optimize=True, quality=quality)
+    return data_uri(picture, "png" if side <= SMALL else "jpeg", optimize=True, quality=quality)
+
+
+def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
+    """A picture as a data URI of an image of a ``kind``, by Pillow's ``options``."""
+    buffer = BytesIO()
+    picture.save(buffer, kind, **options)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 

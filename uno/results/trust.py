@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from uno.config import Config
+from uno.data.plan import evenly
 from uno.data.stream import TrainData
-from uno.initial import clusters_of, training_features
 from uno.model import UnoModel
+from uno.prototype_init import clusters_of, training_features
 from uno.results import metrics
 
 MAX_ROWS = 4_000  # unlabeled ones that are looked at
@@ -83,12 +84,13 @@ def trust_metrics(
     run's metrics so far.
     """
     labeled, labels, unlabeled = training_features(config, model, train)
-    unlabeled = unlabeled[torch.arange(num := min(len(unlabeled), MAX_ROWS)) * len(unlabeled) // max(num, 1)]
-    pile: Literal["novel", "mixed"] = "mixed" if config.data.pile == "mixed" else "novel"
-    if len(unlabeled) < train.num_novel + (train.num_known if pile == "mixed" else 0):
+    unlabeled = unlabeled[torch.from_numpy(evenly(len(unlabeled), MAX_ROWS))]
+    if len(unlabeled) < train.num_novel + (train.num_known if config.data.pile == "mixed" else 0):
         return {}
     outputs = _outputs(model, unlabeled, best_head)
-    clusters = clusters_of(unlabeled, labeled, labels, train.num_novel, pile, config.seed).assignment
+    clusters = clusters_of(
+        unlabeled, labeled, labels, train.num_novel, config.data.pile, config.seed
+    ).assignment
     num = train.num_known + train.num_novel
     counts = metrics.confusion(outputs.numpy(), clusters.numpy(), num, num)
     found = {KMEANS: metrics.cluster_accuracy(counts), NEAR: neighbour_agreement(unlabeled, outputs)}

@@ -13,9 +13,9 @@ from uno.data.plan import ROTATION as ROTATION_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
 from uno.data.stream import TrainData
 from uno.errors import ConfigError, StorageError
-from uno.initial import start_
 from uno.methods import registry
 from uno.model import UnoModel, build_model
+from uno.prototype_init import start_
 from uno.runs import DISCOVER, PRETRAIN, ROTATION
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.runs.hardware import prepare_compiler

@@ -7,9 +7,9 @@ import torch
 from tests.uno.methods import toy
 from tests.uno.small_run import check_resumes, fresh_state, small_config, small_sets
 from uno import collectives
-from uno.initial import training_features
 from uno.methods import openmix
 from uno.model import Logits
+from uno.prototype_init import training_features
 from uno.steps import Batch
 
 CONFIG = small_config(method="openmix")

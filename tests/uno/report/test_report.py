@@ -16,12 +16,14 @@ from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.report import charts, facts, open_task, pictures, write_report
-from uno.report.facts import Sample
-from uno.report.page import percent, visible
+from uno.report import charts, pictures
+from uno.report.contents import open_task, write_report
+from uno.report.page import percent
+from uno.report.sample import Sample, open_model
 from uno.results.classes import read_edits, with_names
-from uno.results.evaluate import PROTOCOLS
 from uno.results.infer import save_model
+from uno.results.metrics import PROTOCOLS
+from uno.text import visible
 
 CONFIG, TASK = small_config(), hostile_task(small_config())
 GROUPS = [f"{split}/{group}" for split in ("train", "test") for group in ("known", "novel", "all")]
@@ -200,7 +202,7 @@ def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(charts, "draw_map", lambda *_: None)
     storage = write_run(tmp_path, CONFIG, TASK)
-    trained = facts.open_model(CONFIG, storage, TASK, "cpu")
+    trained = open_model(CONFIG, storage, TASK, "cpu")
     model = save_model(CONFIG, storage, trained.module, trained.best_head, TASK.known)
     page = written(storage, TASK)
 

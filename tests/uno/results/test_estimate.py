@@ -14,7 +14,7 @@ from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.results import estimate as estimating
-from uno.results.estimate import Features, Settings, Split, anchor_choices, class_f1, interval, whiten
+from uno.results.estimate import Features, Settings, Split, anchor_choices, class_f1, interval
 from uno.runs import ESTIMATE_FILE
 
 QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
@@ -165,19 +165,6 @@ def test_anchor_choices():
     assert many == anchor_choices(split, settings, 0)
 
 
-def test_whitening():
-    """Kills: no centring, variances left as they were, all directions kept, rows of other lengths."""
-    generator = torch.Generator().manual_seed(0)
-    scale = torch.tensor([8.0, 4.0, 2.0, 0.1, 0.1])
-    features = torch.randn(4000, 5, generator=generator) * scale + 30
-    points = whiten(features, 0.97)
-    assert points.shape == (4000, 3) and points.dtype == torch.float32  # 64 + 16 of 84 explain .952
-    assert torch.allclose(points.norm(dim=1), torch.ones(4000), atol=1e-5)
-    assert torch.allclose(points.T @ points / 4000, torch.eye(3) / 3, atol=0.02)
-    assert whiten(features, 0.95).shape[1] == 2 and whiten(features, 1.0).shape[1] == 5
-    assert torch.equal(whiten(torch.ones(6, 4), 0.95), torch.zeros(6, 1))
-
-
 def test_class_f1_by_hand():
     """Kills: accuracy for F1 (unlabeled rows that join cost nothing), greedy pairing, plain counts."""
     assert class_f1(np.array([[10, 0, 0], [0, 10, 0]]), np.array([10, 10, 30])) == 1
@@ -216,7 +203,7 @@ def test_scores_of_one_k():
 
 @pytest.mark.parametrize(("ratio", "counted"), [(0.01, 3), (0.3, 2)])
 def test_the_last_step_of_dtc_counts_clusters(ratio, counted):
-    """METHOD.md 8, step 5, at k* = ceil((2 + 3) / 2). Kills: clusters at our own k, k* itself, no ratio."""
+    """DTC, step 5, at k* = ceil((2 + 3) / 2). Kills: clusters at our own k, k* itself, no ratio."""
     curves = {"f1": (0.1, 0.9, 0.2, 0.1), "acc": (0.5, 0.6, 0.8, 0.1), "cvi": (0.1, 0.1, 0.2, 0.3)}
     sizes = [[9], [9, 1], [5, 4], [100, 50, 2, 1, 0]]
     scores = {

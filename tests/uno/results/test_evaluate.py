@@ -1,12 +1,8 @@
 """Counting on shards and batches, the metric paths, the k-means baseline and the console table."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 from uno.config import override
@@ -14,15 +10,8 @@ from uno.data.resident import EvalSet
 from uno.model import Logits, UnoModel
 from uno.presets import preset
 from uno.results import metrics
-from uno.results.evaluate import (
-    PROTOCOLS,
-    Confusions,
-    count,
-    format_table,
-    gcd_metrics,
-    kmeans_baseline,
-    protocol_metrics,
-)
+from uno.results.evaluate import Confusions, count, gcd_metrics, protocol_metrics
+from uno.results.metrics import METRICS, PROTOCOLS
 
 H, C_L, C_U, K = 3, 4, 3, 5
 
@@ -42,7 +31,7 @@ def counted(known, novel, truth, num_true_novel=C_U):
 
 
 def reference(known, novel, truth):
-    """The three matrices by a loop over rows, from the words of METHOD.md 6."""
+    """The three matrices by a loop over rows, from their definition."""
     known_counts, novel_counts = np.zeros((H, C_L, C_L), int), np.zeros((H, C_U, K), int)
     joint_counts = np.zeros((H, C_L + C_U, C_L + K), int)
     for row, label in enumerate(truth.tolist()):
@@ -127,7 +116,7 @@ def expected_keys(split: str) -> set[str]:
     for protocol in PROTOCOLS:
         for which in ("avg", "best"):
             keys |= {f"{split}/{rows}/{protocol}/acc/{which}" for rows in ("known", "novel", "all")}
-            keys |= {f"{split}/novel/{protocol}/{name}/{which}" for name in ("nmi", "ari", "purity")}
+            keys |= {f"{split}/novel/{protocol}/{name}/{which}" for name in METRICS}
     return keys
 
 
@@ -178,70 +167,6 @@ def test_other_numbers_of_true_classes(num_true_novel):
         assert len(result) == 2 * len(PROTOCOLS)
 
 
-def test_format_table():
-    """Kills: columns exchanged, avg and best exchanged, fractions for percent, lines beyond 80 columns."""
-    values = {"baseline/kmeans/novel/acc": 0.8768, "baseline/kmeans_pixels/novel/acc": 1.0}
-    values["baseline/kmeans_whitened/novel/acc"] = 0.9123
-    for index, split in enumerate(("train", "test")):
-        values |= protocol_metrics(counted(*random_rows(150, seed=index)), 2, split)
-    lines = format_table(values).splitlines()
-    assert max(map(len, lines)) <= 80
-    expected = {
-        "k-means on frozen features ": ["baseline/kmeans/novel/acc"],
-        "k-means, features whitened ": ["baseline/kmeans_whitened/novel/acc"],
-        "k-means on pixels ": ["baseline/kmeans_pixels/novel/acc"],
-        "chance": [f"{split}/novel/task_aware/chance/acc" for split in ("train", "test")],
-    }
-    for protocol in PROTOCOLS:
-        for which in ("avg", "best"):
-            groups = [f"{split}/{rows}" for split in ("train", "test") for rows in ("known", "novel", "all")]
-            expected[f"{protocol} +{which} "] = [f"{group}/{protocol}/acc/{which}" for group in groups]
-    for name, keys in expected.items():
-        (line,) = [line for line in lines if re.match(name, line)]
-        assert re.findall(r"\d+\.\d", line) == [f"{100 * values[key]:.1f}" for key in keys]
-    # What has no truth is left out: no KeyError, no invented number.
-    known, novel, truth = random_rows(50, num_true_novel=0)
-    values = protocol_metrics(counted(known, novel, truth, 0), 0, "test")
-    table = format_table({key: value for key, value in values.items() if "/task_aware/" in key})
-    assert "training" not in table.splitlines()[0] and "k-means" not in table and "chance" not in table
-    assert len(re.findall(r"\d+\.\d", table)) == 2
-    assert not re.search(r"\d\.\d", format_table({}))
-
-
-def test_poor_starts_are_repeated():
-    """20 blobs: single starts merge two of them (.92) for 3 of 4 seeds. Kills: n_init=1, seed ignored."""
-    truth = np.repeat(np.arange(20), 20)
-    features = np.eye(20)[truth] + 0.2 * np.random.default_rng(0).standard_normal((400, 20))
-    for seed in range(4):
-        assert kmeans_baseline(features, truth, 20, seed)["acc"] > 0.99
-
-
-def test_kmeans_of_pixels():
-    """Digits 5-9: .887-.890 over 5 seeds. Kills: plain accuracy, one cluster less, no l2 normalisation,
-    normalisation of columns, truth that reaches the clustering.
-    """
-    pixels, labels = load_digits(return_X_y=True)
-    train, _ = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
-    train = train[labels[train] >= 5]
-    pixels, labels = pixels[train], labels[train]
-    result = kmeans_baseline(pixels, labels, 5, seed=0)
-    assert result["acc"] == pytest.approx(0.887, abs=0.01)
-    assert result["nmi"] == pytest.approx(0.766, abs=0.01)
-    assert set(result) == {"acc", "nmi", "ari", "purity"}
-    lengths = np.random.default_rng(0).uniform(0.1, 10, (len(pixels), 1))
-    assert kmeans_baseline(pixels * lengths, labels, 5, seed=0) == pytest.approx(result)
-    renamed = (labels - 5 + 2) % 5 + 40
-    assert kmeans_baseline(pixels, renamed, 5, seed=0) == pytest.approx(result)
-
-
-def test_kmeans_of_rectangular_and_degenerate_input():
-    """3 clusters for 2 classes; black images. Kills: square matrices only, division by zero."""
-    merged = kmeans_baseline(np.eye(3)[[0, 0, 0, 1, 2, 2]], [0, 0, 1, 1, 2, 2], 3, seed=0)
-    assert merged["acc"] == 5 / 6
-    features = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-    assert kmeans_baseline(features, [0, 1, 2, 0], 3, seed=0)["acc"] == 1
-
-
 def test_mixed_piles_are_scored_over_their_unlabeled_rows():
     """Two heads, known classes 0 and 1, novel class 2. Kills: labeled rows counted, best head by accuracy,
     avg and best exchanged, a matching for each kind of rows.
@@ -257,22 +182,3 @@ def test_mixed_piles_are_scored_over_their_unlabeled_rows():
         path = f"train/unlabeled/gcd/{name}"
         assert found[f"{path}/best"] == first and found[f"{path}/avg"] == pytest.approx((first + second) / 2)
     assert len(found) == 6 and gcd_metrics(joint * 0, 2, 0, "test") == {}
-
-
-def test_the_table_of_a_mixed_pile():
-    """Kills: columns exchanged, a baseline under the test rows, rows of a run that has no such pile."""
-    values = {f"train/unlabeled/gcd/{name}/{which}": 0.1 * i for i, (name, which) in enumerate(GCD_KEYS)}
-    values |= {f"test/unlabeled/gcd/{name}/{which}": 0.01 * i for i, (name, which) in enumerate(GCD_KEYS)}
-    values |= {f"baseline/constrained_kmeans/gcd/{n}": 0.9 for n in ("all", "old", "new")}
-    lines = format_table(values).splitlines()
-    assert max(map(len, lines)) <= 80
-    numbers = {line[:32].strip(): re.findall(r"\d+\.\d", line[32:]) for line in lines}
-    assert numbers["one matching            avg"] == ["0.0", "20.0", "40.0", "0.0", "2.0", "4.0"]
-    assert numbers["one matching            best"] == ["10.0", "30.0", "50.0", "1.0", "3.0", "5.0"]
-    assert numbers["k-means, labeled rows fixed"] == ["90.0"] * 3
-    (columns,) = [line.split() for line in lines if line.startswith("unlabeled")]
-    assert columns[-3:] == ["All", "Old", "New"]
-    assert "unlabeled" not in format_table({"train/novel/task_aware/acc/avg": 1.0})
-
-
-GCD_KEYS = [(name, which) for name in ("all", "old", "new") for which in ("avg", "best")]

@@ -8,9 +8,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.linalg import block_diag
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 from uno.results import metrics
+from uno.results.metrics import scores
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -75,7 +77,7 @@ def test_hungarian_by_hand(counts, matching, accuracy):
 
 
 def test_matching_per_shard_inflates_and_merged_counts_do_not():
-    """Random predictions, 10 classes, 400 rows: .17 whole, .32 as the mean over 8 shards (METHOD.md 6).
+    """Random predictions, 10 classes, 400 rows: .17 whole, .32 as the mean over 8 shards.
 
     Kills: Hungarian per shard or per batch, averaged.
     """
@@ -159,6 +161,10 @@ OFFICIAL, MATCHED, STRICT = PROTOCOLS = [
 ]  # fmt: skip
 
 
+def task_aware(known, novel):
+    return scores(metrics.task_aware, block_diag(known, novel), len(known))
+
+
 def accuracies(result):
     return tuple(round(result[f"{group}/acc"], 12) for group in ("known", "novel", "all"))
 
@@ -166,11 +172,11 @@ def accuracies(result):
 def test_task_aware_by_hand():
     """Kills: known rows matched by Hungarian, novel rows by plain accuracy, unweighted mean."""
     novel = NOVEL * 3  # 60 rows against 20: the weighted mean is not the plain one
-    result = metrics.task_aware(KNOWN, novel)
+    result = task_aware(KNOWN, novel)
     assert accuracies(result) == (17 / 20, 48 / 60, 65 / 80)
     assert result["novel/nmi"] == metrics.nmi(novel) and result["novel/ari"] == metrics.ari(novel)
     assert result["novel/purity"] == (7 + 9 + 2) / 20
-    assert metrics.task_aware(KNOWN[::-1], novel)["known/acc"] == 3 / 20
+    assert task_aware(KNOWN[::-1], novel)["known/acc"] == 3 / 20
 
 
 @pytest.mark.parametrize(("protocol", "expected", "clusters", "purity"), [
@@ -182,7 +188,7 @@ def test_task_agnostic_by_hand(protocol, expected, clusters, purity):
     """Kills: official with novel outputs only, separate matchings for joint, the known block matched first,
     strict without the rows predicted as known, blocks exchanged.
     """
-    result = protocol(JOINT, 2)
+    result = scores(protocol, JOINT, 2)
     assert accuracies(result) == expected
     assert result["novel/nmi"] == metrics.nmi(clusters) and result["novel/ari"] == metrics.ari(clusters)
     assert result["novel/purity"] == purity / 20
@@ -193,11 +199,15 @@ def test_joint_matches_known_classes_too():
     shares left to the solver, ties broken for novel rows.
     """
     swapped = np.array([[1, 9], [8, 2]])  # known class 0 sits on cluster 2, novel class 2 on output 0
-    assert accuracies(metrics.task_agnostic_joint(swapped, 1)) == (0.9, 0.8, 0.85)
-    assert metrics.task_agnostic_official(swapped, 1)["known/acc"] == 0.1
+    assert accuracies(scores(metrics.task_agnostic_joint, swapped, 1)) == (0.9, 0.8, 0.85)
+    assert scores(metrics.task_agnostic_official, swapped, 1)["known/acc"] == 0.1
     tied = np.array([[1, 0, 0], [4, 0, 3]])  # 0 -> 0 and 1 -> 2: 1 + 3; 0 -> 1 and 1 -> 0: 0 + 4
     for columns in ([0, 1, 2], [0, 2, 1], [2, 1, 0]):
-        assert accuracies(metrics.task_agnostic_joint(tied[:, columns], 1)) == (1, round(3 / 7, 12), 4 / 8)
+        assert accuracies(scores(metrics.task_agnostic_joint, tied[:, columns], 1)) == (
+            1,
+            round(3 / 7, 12),
+            4 / 8,
+        )
 
 
 def test_absorbed_novel_classes_tell_official_from_strict():
@@ -209,8 +219,11 @@ def test_absorbed_novel_classes_tell_official_from_strict():
     one, joint = np.eye(10, dtype=np.int64), np.zeros((30, 30), np.int64)
     joint[:10, :10], joint[10:20, :10] = 200 * one, 100 * one
     joint[20:, 20:] = 82 * one + 18 * np.roll(one, 1, axis=1)
-    official, matched = metrics.task_agnostic_official(joint, 10), metrics.task_agnostic_joint(joint, 10)
-    strict = metrics.task_agnostic_strict(joint, 10)
+    official, matched = (
+        scores(metrics.task_agnostic_official, joint, 10),
+        scores(metrics.task_agnostic_joint, joint, 10),
+    )
+    strict = scores(metrics.task_agnostic_strict, joint, 10)
     assert official["novel/acc"] == 0.91
     assert accuracies(strict) == accuracies(matched) == (1, 0.41, (2000 + 820) / 4000)
     # pooling: the ten absorbed classes are one heap to `strict`, ten clusters to `official`
@@ -232,11 +245,11 @@ def test_protocol_properties(counts, num_known, random):
     groups = [name for name, rows in blocks.items() if rows.sum()]
     expected = {f"{name}/acc" for name in groups} | ({"all/acc"} if len(groups) == 2 else set())
     expected |= {f"novel/{name}" for name in ("nmi", "ari", "purity") if "novel" in groups}
-    official, joint, strict = results = [protocol(counts, num_known) for protocol in PROTOCOLS]
+    official, joint, strict = results = [scores(protocol, counts, num_known) for protocol in PROTOCOLS]
     for protocol, result in zip(PROTOCOLS, results, strict=True):
         assert set(result) == expected
         assert all(-1 <= value <= 1 for value in result.values())  # False for NaN
-        assert protocol(counts[:, order], num_known) == values(result)
+        assert scores(protocol, counts[:, order], num_known) == values(result)
     assert official.get("novel/acc", 0) >= strict.get("novel/acc", 0)
     if len(groups) == 2:
         assert joint["all/acc"] >= strict["all/acc"] - 1e-12
@@ -247,11 +260,11 @@ def test_missing_groups_have_no_keys():
     """Kills: 0 or NaN where no row has truth, `all` formed from one group."""
     empty = np.zeros((2, 2), np.int64)
     for nothing in (empty, empty[:0]):
-        assert metrics.task_aware(KNOWN, nothing) == {"known/acc": 17 / 20}
-    assert set(metrics.task_aware(empty, NOVEL)) == {"novel/acc", "novel/nmi", "novel/ari", "novel/purity"}
+        assert task_aware(KNOWN, nothing) == {"known/acc": 17 / 20}
+    assert set(task_aware(empty, NOVEL)) == {"novel/acc", "novel/nmi", "novel/ari", "novel/purity"}
     for protocol in PROTOCOLS:
-        assert set(protocol(JOINT[:2], 2)) == {"known/acc"}
-        assert protocol(np.zeros_like(JOINT), 2) == {}
+        assert set(scores(protocol, JOINT[:2], 2)) == {"known/acc"}
+        assert scores(protocol, np.zeros_like(JOINT), 2) == {}
 
 
 def test_generalized_equals_the_best_of_all_matchings():
@@ -281,15 +294,15 @@ def test_rejected_rows_are_wrong_wherever_accuracy_is_counted():
     that is matched, rejected rows left out, a group without an accepted row left out.
     """
     joint = np.array([[6, 0, 0, 4], [0, 3, 1, 6], [0, 0, 5, 5]])
-    strict = metrics.with_rejected(metrics.task_agnostic_strict, joint, 1, [3])
+    strict = scores(metrics.task_agnostic_strict, joint, 1, [3])
     assert (strict["known/acc"], strict["novel/acc"]) == pytest.approx((0.6, 0.4))
     assert strict["all/acc"] == pytest.approx(14 / 30) and strict["novel/purity"] == pytest.approx(0.4)
-    assert strict["novel/nmi"] == metrics.task_agnostic_strict(joint[:, :3], 1)["novel/nmi"]
+    assert strict["novel/nmi"] == scores(metrics.task_agnostic_strict, joint[:, :3], 1)["novel/nmi"]
     found = metrics.generalized(joint, 1, [3])
     assert (found["old"], found["new"], found["all"]) == pytest.approx((0.6, 0.4, 14 / 30))
     joint[1:, 1:3] = 0  # every novel row is rejected
-    none = metrics.with_rejected(metrics.task_agnostic_strict, joint, 1, [3])
+    none = scores(metrics.task_agnostic_strict, joint, 1, [3])
     assert (none["novel/acc"], none["all/acc"]) == pytest.approx((0, 6 / 21))
-    assert metrics.with_rejected(metrics.task_agnostic_strict, joint, 1, []) == metrics.task_agnostic_strict(
-        joint, 1
+    assert scores(metrics.task_agnostic_strict, joint, 1, []) == scores(
+        metrics.task_agnostic_strict, joint, 1
     )

@@ -16,7 +16,8 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.model import build_model, features_of
-from uno.results.evaluate import evaluate_run, kmeans_baseline
+from uno.results.baselines import kmeans_baseline
+from uno.results.evaluate import evaluate_run
 from uno.results.infer import load_classifier, save_model
 from uno.runs import directory, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint

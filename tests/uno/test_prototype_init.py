@@ -3,25 +3,24 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 from tests.uno.small_run import small_config, small_sets
-from uno.constrained_kmeans import FREE, constrained_kmeans
+from uno.clustering import FREE, around_known, constrained_kmeans, whiten
 from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import StreamSet, stream_facts
-from uno.initial import (
-    around_known,
+from uno.model import UnoModel, build_model
+from uno.prototype_init import (
     believed,
     clusters_of,
     known_shares,
-    principal,
     start_,
     training_features,
 )
-from uno.model import UnoModel, build_model
 from uno.results.metrics import cluster_accuracy, confusion, purity
 
 SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
@@ -50,7 +49,7 @@ def test_a_mixed_pile_falls_into_its_classes():
     shares = torch.bincount(start.assignment, minlength=8) / len(true)
     torch.testing.assert_close(start.prior, shares)
     assert shares.min() < 0.06 < 0.25 < shares.max()
-    unit = torch.nn.functional.normalize(points, dim=1)
+    unit = normalize(points, dim=1)
     torch.testing.assert_close(start.centers.norm(dim=1), torch.ones(8))
     for c in range(4):
         mean = unit[truth == c].mean(dim=0)
@@ -63,7 +62,7 @@ def test_a_novel_pile_has_novel_clusters_alone():
     rest = truth >= 4
     start = clusters_of(points[rest], points[~rest], truth[~rest], 4, "novel", seed=0)
     assert start.prior.sort().values.tolist() == pytest.approx(sorted(n / 80 for n in SIZES[4:]))
-    unit = torch.nn.functional.normalize(points[rest], dim=1)
+    unit = normalize(points[rest], dim=1)
     assert torch.equal((unit @ start.centers.T).argmax(dim=1), start.assignment)
 
 
@@ -81,30 +80,13 @@ def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
 def test_a_start_from_the_free_rows_beats_centres_drawn_one_by_one():
     """The sum of squares, which both minimise. Kills: known clusters that keep the centre of their rivals."""
     points, truth, labeled = pile(noise=1.2, sizes=[20] * 16, num_known=8)
-    points, fixed = principal(points, 15), torch.where(labeled, truth, FREE)
-
-    def inertia(assignment):
-        means = torch.stack([points[assignment == c].mean(dim=0) for c in range(16)])
-        return float((points - means[assignment]).square().sum())
+    points, fixed = normalize(whiten(points, 15), dim=1), torch.where(labeled, truth, FREE)
 
     pairs = [
-        (inertia(around_known(points, fixed, 16, 3, s)), constrained_kmeans(points, fixed, 16, 3, s).inertia)
+        (around_known(points, fixed, 16, 3, s).inertia, constrained_kmeans(points, fixed, 16, 3, s).inertia)
         for s in range(4)
     ]
     assert np.mean([a < b + 1e-3 for a, b in pairs]) >= 0.75, pairs
-
-
-def test_principal_directions_are_white():
-    """Kills: the last directions for the first ones, no centring, variances kept."""
-    generator = torch.Generator().manual_seed(0)
-    points = torch.randn(500, 6, generator=generator) * torch.tensor([5.0, 4.0, 3.0, 0.1, 0.1, 0.1]) + 7
-    found = principal(points, 3)
-    assert found.shape == (500, 3) and found.dtype == torch.float32
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(500))
-    white = (points[:, :3] - points[:, :3].mean(dim=0)) / points[:, :3].std(dim=0)
-    same = torch.nn.functional.normalize(white, dim=1)
-    assert torch.corrcoef(torch.stack([found[:, -1], same[:, 0]]))[0, 1].abs() > 0.95
-    assert principal(torch.ones(4, 3), 2).shape == (4, 0)
 
 
 def test_few_or_equal_rows_are_clustered_too():
@@ -131,7 +113,7 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
     """In several batches, of a part of the rows. Kills: labels of other rows, training rows of another order,
     an encoder in training mode.
     """
-    monkeypatch.setattr("uno.initial.MAX_ROWS", 60)
+    monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 60)
     config = small_config(train__eval_batch_size=16)
     model = build_model(config.model, 5, 0, 0).eval()
     both = [

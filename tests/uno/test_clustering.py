@@ -1,11 +1,11 @@
-"""Constrained k-means against a plain double-precision loop, and on degenerate input."""
+"""Constrained k-means against a plain double-precision loop, and on degenerate input; whitening."""
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import silhouette_score
 
-from uno.constrained_kmeans import FREE, constrained_kmeans, initial_centers, lloyd, silhouette
+from uno.clustering import FREE, constrained_kmeans, initial_centers, lloyd, silhouette, whiten
 
 
 def blobs(num_blobs, rows, seed=0, noise=0.25, dims=5):
@@ -39,7 +39,7 @@ def test_equals_a_naive_loop(dtype, anchors, monkeypatch):
     """In pieces of a few rows, with and without anchors. Kills: fixed rows left out of their mean, free rows
     kept out of fixed clusters, stopping one step early, inertia of the free rows only, a wrong mean.
     """
-    monkeypatch.setattr("uno.constrained_kmeans.MAX_CELLS", 300)
+    monkeypatch.setattr("uno.clustering.MAX_CELLS", 300)
     points, _ = blobs(6, 20, noise=0.8)
     fixed = torch.full((120,), FREE)
     if anchors:
@@ -140,3 +140,16 @@ def test_silhouette(monkeypatch):
     assert seen == [300]
     assert silhouette(points, truth, 300, seed=1) == sample
     assert silhouette(points, truth * 0, 1000, seed=0) == silhouette(points[:9], torch.arange(9), 9, 0) == 0
+
+
+def test_whitening():
+    """Kills: no centring, variances left as they were, all directions kept, the last ones for the first."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(4000, 5, generator=generator) * torch.tensor([0.1, 4.0, 2.0, 8.0, 0.1]) + 30
+    white = whiten(points, variance=0.97)
+    assert white.shape == (4000, 3) and white.dtype == torch.float32  # 64 + 16 of 84 explain .952
+    assert torch.allclose(white.T @ white / 4000, torch.eye(3), atol=1e-4)
+    assert torch.corrcoef(torch.stack([white[:, 0], points[:, 3]]))[0, 1].abs() > 0.99
+    assert whiten(points, variance=0.95).shape[1] == 2 and whiten(points).shape[1] == 5
+    assert torch.equal(whiten(points, 2), white[:, :2])
+    assert torch.equal(whiten(torch.ones(6, 4), 3), torch.zeros(6, 1))

@@ -1,0 +1,122 @@
+"""The accuracies of a run as tables: what their rows and columns are, for the console, the model card and the
+report.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from uno.results.metrics import METRICS, PROTOCOLS
+
+SPLITS = {"train": "training rows", "test": "rows not trained on"}
+LEGEND = """\
+avg / best: mean over heads / the head with the lowest training cluster loss
+official: novel rows matched to any output    joint: one matching of all rows
+strict: novel rows matched to novel outputs only, predicted known = error"""
+
+
+class Row(NamedTuple):
+    """A line of a table. Its ``path`` in the metrics has places for ``{split}``, ``{group}`` and, of numbers
+    that every head has, ``{which}``: avg or best. Without a split it is of training rows.
+    """
+
+    title: str
+    meaning: str
+    path: str
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether every head has a number of its own."""
+        return "{which}" in self.path
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is of clusters that no discovery made."""
+        return self.path.startswith("baseline/")
+
+    def key(self, split: str, group: str, which: str = "avg") -> str:
+        """The key of a cell in the metrics; "" where it stays empty."""
+        if (split != "train" and "{split}" not in self.path) or (which != "avg" and not self.has_heads):
+            return ""
+        return self.path.format(split=split, group=group, which=which)
+
+
+class Table(NamedTuple):
+    """Its columns are ``groups`` of images, by their names in paths, once for each split."""
+
+    title: str
+    groups: dict[str, str]
+    rows: list[Row]
+
+    def filled(self, values: Mapping[str, float]) -> list[Row]:
+        """The rows of which ``values`` hold a cell."""
+        cells = [(split, group) for split in SPLITS for group in self.groups]
+        return [row for row in self.rows if any(row.key(*cell) in values for cell in cells)]
+
+    def columns(self, values: Mapping[str, float]) -> dict[str, list[str]]:
+        """The groups of every split of which ``values`` hold a cell."""
+        found = {
+            split: [g for g in self.groups if any(row.key(split, g) in values for row in self.rows)]
+            for split in SPLITS
+        }
+        return {split: groups for split, groups in found.items() if groups}
+
+
+def accuracy_rows() -> list[Row]:
+    """Every protocol, what random predictions and k-means get, and the other metrics of novel classes."""
+    protocols = [
+        Row(protocol.label, protocol.meaning, f"{{split}}/{{group}}/{name}/acc/{{which}}")
+        for name, protocol in PROTOCOLS.items()
+    ]
+    others = {name: metric for name, metric in METRICS.items() if name != "acc"}
+    meaning, path = "Of the discovered classes: {}.", "{{split}}/{{group}}/task_aware/{}/{{which}}"
+    return [*protocols, *NOVEL_BASELINES] + [
+        Row(f"Task-aware {metric.label}", meaning.format(metric.meaning), path.format(name))
+        for name, metric in others.items()
+    ]
+
+
+NOVEL_BASELINES = [
+    Row("Chance", "Random choice among the discovered classes, matched in the best way.",
+        "{split}/{group}/task_aware/chance/acc"),
+    Row("k-means on features", "Clusters of the pretrained encoder's frozen features, no discovery.",
+        "baseline/kmeans/{group}/acc"),
+    Row("k-means, features whitened", "The same along the directions that explain 95 % of the variance.",
+        "baseline/kmeans_whitened/{group}/acc"),
+    Row("k-means on pixels", "Clusters of the raw images, no learning at all.",
+        "baseline/kmeans_pixels/{group}/acc"),
+]  # fmt: skip
+ACCURACY = Table("accuracy, %", {"known": "known", "novel": "novel", "all": "all"}, accuracy_rows())
+GENERALIZED = Table("unlabeled rows, %", {"all": "All", "old": "Old", "new": "New"}, [
+    Row("One matching", "Unlabeled images may be of known classes (old) or new ones: they choose among all "
+        "outputs, and one matching of all classes to all outputs counts.",
+        "{split}/unlabeled/gcd/{group}/{which}"),
+    Row("k-means on features", "As many clusters as classes, no labels.", "baseline/kmeans/gcd/{group}"),
+    Row("k-means, labels fixed", "Labeled images are held in their classes.",
+        "baseline/constrained_kmeans/gcd/{group}"),
+])  # fmt: skip
+
+
+def filled_tables(values: Mapping[str, float]) -> list[Table]:
+    """The tables of which ``values`` hold a cell."""
+    return [table for table in (ACCURACY, GENERALIZED) if table.filled(values)]
+
+
+def format_table(values: Mapping[str, float]) -> str:
+    """The tables of a run's metrics as text of at most 80 columns."""
+    splits = [split for split in SPLITS if any(key.startswith(f"{split}/") for key in values)]
+
+    def line(name: str, cells: list[str]) -> str:
+        return f"{name:<32}" + "".join(f" |{cell}" for cell in cells)
+
+    def cell(key: str) -> str:
+        return f"{100 * values[key]:7.1f}" if key in values else " " * 7
+
+    lines = [line("", [f"{SPLITS[split]:^21}" for split in splits])]
+    for table in filled_tables(values):
+        heads = "".join(f"{group:>7}" for group in table.groups.values())
+        lines += [line(table.title, [heads] * len(splits)), "-" * (32 + 23 * len(splits))]
+        for row in table.filled(values):
+            for which in ("avg", "best") if row.has_heads else ("avg",):
+                cells = ["".join(cell(row.key(s, group, which)) for group in table.groups) for s in splits]
+                lines.append(line(f"{row.title:<26}{which if row.has_heads else ''}", cells))
+    return "\n".join(text.rstrip() for text in [*lines, *LEGEND.splitlines()])
