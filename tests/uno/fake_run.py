@@ -64,7 +64,7 @@ def train_steps(config: Config, phase: str, world_size: int, steps: Sequence[int
         state.total_steps = phase.total_steps
         for step in steps:
             mode.strict, state.step = True, step
-            loss = phase.step(state, batches(step), config.objective, phase.lr(step))
+            loss = phase.step(state, batches(step), config, phase.lr(step))
             assert loss.device == CUDA and loss.shape == (1,)
             mode.strict = False
             if world_size > 1 and len(steps) > 1:

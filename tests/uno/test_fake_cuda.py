@@ -29,7 +29,7 @@ from uno.runs import run
 pytestmark = [pytest.mark.fakecuda, pytest.mark.filterwarnings("ignore:Grad strides")]  # of 1 x 1 weights
 WORLDS = pytest.mark.parametrize("world_size", [1, 4])
 EXTENDED = {
-    "rotation": {"rotation.epochs": 1},
+    "rotation": {"pretext.epochs": 1},
     "resnet18": {"model.encoder": "resnet18", "model.trainable": "last"},
     "fp32": {"compute.precision": "fp32"},
     "queue": {"objective.queue_size": 40},
@@ -48,7 +48,7 @@ EXTENDED = {
 def test_the_first_and_the_last_step_of_a_method(name, world_size):
     """Its start, its memories once they are full, targets once they stand, what rises at its height."""
     config = small_config(**TINY | EXTENDED[name])
-    phase = run.ROTATION if name == "rotation" else run.DISCOVER
+    phase = run.PRETEXT if name == "rotation" else run.DISCOVER
     train_steps(config, phase, world_size, steps=(0, 17))
 
 

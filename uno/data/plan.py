@@ -12,7 +12,7 @@ import torch
 
 from uno.errors import ConfigError
 
-LABELED, UNLABELED, PRETRAIN, AUGMENT, ROTATION, FEATURES = range(6)
+LABELED, UNLABELED, PRETRAIN, AUGMENT, PRETEXT, FEATURES = range(6)
 """Streams of randomness: the second number of a generator's seed."""
 
 

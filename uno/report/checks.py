@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from uno.config import Config
+from uno.methods import load
 from uno.report.facts import Facts, Findings, Sample
 from uno.results.classes import SIMILAR
+from uno.runs import PHASES
 
 UNUSED = 0.02  # of an equal share: such a class is as good as empty
 UNEVEN = 3.0  # largest over smallest class; pseudo-labels are forced to be equally frequent
@@ -63,7 +65,7 @@ def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
             f"{MIN_ROWS} unlabeled images ({_list(few)})",
             "Their numbers say little; more unlabeled images or fewer classes would help.",
         )
-    factor = config.model.overcluster_factor if config.method == "uno" else 0
+    factor = config.model.overcluster_factor if load(config.method).novel_head is None else 0
     if sample.is_whole and total < MIN_ROWS * factor * num:
         yield (
             f"Few images per cluster: {total:,} unlabeled images for {factor * num} overclusters",
@@ -114,7 +116,7 @@ def _doubts(sample: Sample, findings: Findings, mixed: bool) -> Warnings:
 
 
 def _run(facts: Facts) -> Warnings:
-    for phase in ("pretrain", "discover"):
+    for phase in PHASES:
         last = (facts.entries(phase) or [{}])[-1]
         step, total, skipped = (last.get(key, 0) for key in ("step", "total_steps", "skipped_steps"))
         if step < total:

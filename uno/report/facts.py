@@ -22,13 +22,12 @@ from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import duration
 from uno.results.classes import OutputClass, alike
 from uno.results.infer import Classifier, Decode, align_heads, load_classifier, outcomes, sample_logits
-from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, ESTIMATE_FILE, METRICS_FILE, RESULTS_FILE, run
+from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, ESTIMATE_FILE, METRICS_FILE, PHASES, RESULTS_FILE, run
 from uno.runs.journal import read_journal
 
 MAX_ROWS, MAX_ROWS_CPU, MAX_ROWS_CPU_LARGE = 20_000, 4_000, 2_500
 """Rows looked at: on a GPU, or with features at hand; on two CPU cores, a minute or two with ResNet18 at 32
 px; above 64 px."""
-PHASES = (("rotation", "Rotation"), ("pretrain", "Pretraining"), ("discover", "Discovery"))
 
 Floats = NDArray[np.float32]
 
@@ -91,7 +90,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 def curves(facts: Facts) -> list[Chart]:
     """Loss and learning rate of every phase there was, and the loss of every head."""
     drawn = []
-    for phase, label in PHASES:
+    for phase, label in PHASES.items():
         for key, name in (("loss", "loss"), ("lr", "learning rate")):
             pairs = [(entry.get("step"), entry.get(key)) for entry in facts.entries(phase)]
             series = Series(name, [(x, y) for x, y in pairs if is_number(x) and is_number(y)])
@@ -118,7 +117,7 @@ def estimate_chart(facts: Facts) -> Chart | None:
 def times(config: Config, facts: Facts, task: Task | None) -> list[tuple[str, str]]:
     """What each phase took, as label and text."""
     found = []
-    for phase, name in PHASES:
+    for phase, name in PHASES.items():
         if entries := facts.entries(phase):
             size = config.train.batch_size
             if phase == "pretrain" and task is not None:  # a set smaller than a batch is one batch

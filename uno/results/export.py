@@ -19,7 +19,7 @@ from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
 from uno.encoder import SMALL_STEMS, build_encoder, classifier_of
 from uno.errors import ConfigError, NumericsError
-from uno.methods import METHODS
+from uno.methods import description
 from uno.methods.registry import build_network
 from uno.model import UnoModel
 from uno.results.classes import OutputClass, dump_classes, fates, route
@@ -218,7 +218,7 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
     return CARD.format(
         model=model, module=model.module, config=config, encoder=encoder, build=build, mean=mean, std=std,
         data=data, weights=origin(net), edits=_edits(model.classes),
-        what=METHODS[config.method], size=model.size, num_outputs=len(model.classes),
+        what=description(config.method), size=model.size, num_outputs=len(model.classes),
         facts="".join(f"- {key}: {' '.join(str(value).split())}\n" for key, value in facts.items()),
         measured=_metrics_table(metrics), trust=f"{found}.\n\n" if (found := verdict(metrics)) else "",
     )  # fmt: skip
