@@ -140,7 +140,7 @@ def epoch(num_rows: int, device: str) -> Callable[[], None]:
 
     def run() -> None:
         for step in range(plan.steps_per_epoch):
-            discovery_step(state, batches(step), config.objective, 1e-3)
+            discovery_step(state, batches(step), config, 1e-3)
 
     return run
 

@@ -69,7 +69,7 @@ def main() -> None:
     encoders = encoder_alone(config, train, batch, device, options.bf16, options.compile)
     seconds = take_turns(
         {
-            "step": lambda: discovery_step(state, batches(next(steps)), config.objective, 1e-3),
+            "step": lambda: discovery_step(state, batches(next(steps)), config, 1e-3),
             **encoders,
             "augment": lambda: augment(
                 images, config.augment, torch.Generator().manual_seed(0), config.data.mean, config.data.std

@@ -41,14 +41,14 @@ from torch import Tensor
 
 from benchmarks.held_out import accuracy
 from benchmarks.measure import environment
-from uno.config import Config, ObjectiveConfig, override
+from uno.config import Config, override
 from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
 from uno.data.resident import TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.methods import dtc, kcl, mcl, pairs, uno
-from uno.methods.method import Method, NovelHead, forward_two_views
+from uno.methods import Method, dtc, kcl, mcl, pairs, uno
+from uno.methods.method import NovelHead, forward_two_views
 from uno.model import Logits, UnoModel, features_of, forward
 from uno.objective import labeled_loss
 from uno.presets import preset
@@ -66,13 +66,12 @@ NETWORK_STEPS, NETWORK_RATE, NETWORK_ROWS = 500, 0.1, 128
 Kept = dict[str, Any]  # what a variant knows besides the state: configuration, set, networks of its own
 
 
-def dtc_step(
-    kind: str, kept: Kept, state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float
-) -> Tensor:
+def dtc_step(kind: str, kept: Kept, state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """:func:`uno.methods.dtc.step` but for one difference."""
     assert batch.rows is not None
-    extra, warmup = state.extra, round(dtc.WARMUP * state.total_steps)
-    since, interval = state.step - warmup, max(1, round(dtc.INTERVAL * state.total_steps))
+    extra, constants = state.extra, config.method_options
+    since = state.step - round(constants.warmup * state.total_steps)
+    interval = max(1, round(constants.update_interval * state.total_steps))
     num_steps = len(extra["probabilities"]) // len(batch.rows)  # of an epoch
     if kind in ("te", "tep") and since > 0 and since % num_steps == 0:
         extra["past"] = PAST * extra["past"] + (1 - PAST) * extra["probabilities"]
@@ -90,10 +89,10 @@ def dtc_step(
     loss = F.kl_div(q[0], extra["targets"][batch.rows], reduction="none").mean()
     if since >= 0 and kind != "tep":
         other = extra["average"][batch.rows] if kind == "te" else q[1].exp()
-        ramp = sigmoid_rampup(since / state.total_steps, dtc.RAMPUP)
-        loss = loss + dtc.CONSISTENCY * ramp * F.mse_loss(q[0].exp(), other)
+        ramp = sigmoid_rampup(since / state.total_steps, constants.rampup)
+        loss = loss + constants.consistency_weight * ramp * F.mse_loss(q[0].exp(), other)
     if kind == "labeled":
-        loss = loss + labeled_loss(known, labels, objective.temperature)
+        loss = loss + labeled_loss(known, labels, config.objective.temperature)
     rate = (WARMUP_RATE if since < 0 else RATE) if kind == "rates" else lr
     return update_(state, loss, rate)
 
@@ -155,14 +154,14 @@ def first_start(kept: Kept, config: Config, model: UnoModel, train: TrainSet) ->
 
 
 def first_step(
-    term: pairs.PairTerm, kept: Kept, state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float
+    term: pairs.PairTerm, kept: Kept, state: TrainState, batch: Batch, config: Config, lr: float
 ) -> Tensor:
     """The term of unlabeled pairs alone, as the network that stands still has them."""
     views = [view[len(batch.labels) :] for view in batch.views]
     known, novel, _ = forward_two_views(state, batch._replace(views=views, labels=batch.labels[:0]))
     with torch.no_grad():
         features = torch.stack([kept["encoder"](view) for view in views[:2]])
-    first, second = (novel / objective.temperature).softmax(dim=-1)
+    first, second = (novel / config.objective.temperature).softmax(dim=-1)
     return update_(state, term(first, second, kept["network"], features) + 0 * known.sum(), lr)
 
 
@@ -195,7 +194,7 @@ CROPS = {
     "augment.small.crop_scale": (0.3, 0.8),
 }  # fmt: skip
 SETTINGS: Mapping[str, Any] = {
-    "dtc-baseline": {"objective.consistency_weight": 0.0}, "uno-crops": CROPS, "uno-crops-by-view": CROPS,
+    "dtc-baseline": {"dtc.consistency_weight": 0.0}, "uno-crops": CROPS, "uno-crops-by-view": CROPS,
 }  # fmt: skip
 
 

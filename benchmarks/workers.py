@@ -150,7 +150,7 @@ def work(rank: int, num_workers: int, batch: int, side: int, folder: str) -> Non
         calls.clear()
         sent.clear()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
-            discovery_step(state, batches(step), config.objective, 1e-3)
+            discovery_step(state, batches(step), config, 1e-3)
         seen = Counter(event.name for event in trace.events() if event.name.startswith("gloo:"))
     if rank == 0:
         result = {"calls": dict(calls), "bytes": dict(sent), "seen_by_gloo": dict(seen)}

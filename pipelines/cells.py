@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
     if kind == "features":
         return fill_cache(parse(rest, DISCOVER).config)
     if kind == "pretrain":
-        return run_job(parse(rest, PRETRAIN), ("pretrain",))
+        return run_job(parse(rest, PRETRAIN), "pretrain")
     return run_job(parse(rest, DISCOVER), report=False)
 
 

@@ -142,7 +142,7 @@ def pretrain(argv: Sequence[str]) -> int:
     options = parse(argv, PRETRAIN)
     from pipelines.jobs import run_job
 
-    return run_job(options, ("pretrain",))
+    return run_job(options, "pretrain")
 
 
 def evaluate(argv: Sequence[str]) -> int:

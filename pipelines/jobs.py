@@ -50,7 +50,7 @@ from uno.results.infer import (
     with_alignment,
 )
 from uno.results.trust import verdict
-from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, directory, lock, run
+from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, directory, lock, run
 from uno.runs import REPORT_FILE as REPORT
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
@@ -59,11 +59,11 @@ from uno.train import LocalWorker
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 
-def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), report: bool = True) -> int:
-    """Check everything, train those ``phases`` that are not finished and, after discovery, evaluate and print
-    the table; ``report``: also predict every row and write the run's page. Returns 0.
+def run_job(options: Options, last: str = DISCOVER, report: bool = True) -> int:
+    """Check everything, train the phases up to ``last`` that are not finished and, after discovery, evaluate
+    and print the table; ``report``: also predict every row and write the run's page. Returns 0.
     """
-    config, fresh, evaluate = options.config, options.own.fresh, DISCOVER in phases
+    config, fresh, evaluate = options.config, options.own.fresh, last == DISCOVER
     if options.own.print_config:
         print(dump_yaml(as_it_would_run(config, fresh, options.given)), end="")
         return 0
@@ -80,8 +80,7 @@ def run_job(options: Options, phases: tuple[str, ...] = (PRETRAIN, DISCOVER), re
         config, estimate = _with_estimated_classes(config, options.given)
     config, found = decide(config, fresh, options.given)
     task = prepare(config, found)
-    if config.model.weights is not None:
-        phases = tuple(phase for phase in phases if phase != PRETRAIN)
+    phases = run.phases(config, last)
     check_demand(config, task)
     if options.own.dry_run:
         return _dry_run(config, task, phases, own_weights)
@@ -424,7 +423,7 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
     """The data report, one step of each phase in a scratch directory, and the plan."""
     say(format_report(task, check(task, config)))
     for name, plan in run.plans(config, *task.sizes, config.compute.workers).items():
-        if name in phases or (name == ROTATION and PRETRAIN in phases):
+        if name in phases:
             epochs = f"{getattr(config, name).epochs} epochs of {plan.steps_per_epoch} steps"
             say(f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled rows")
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:

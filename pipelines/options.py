@@ -21,10 +21,12 @@ from types import NoneType, SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from pipelines.cli import SENTENCES
-from uno.config import OWN_ENCODERS, Config, about, describe, flatten, load_yaml, override
+from uno.config import MOVED, OWN_ENCODERS, Config, about, describe, fields_of, flatten, load_yaml, override
 from uno.errors import ConfigError, did_you_mean
+from uno.methods import DEFAULT, METHODS
 from uno.methods.registry import settings
 from uno.presets import IMAGE_SIZE, PRESETS, SIZES, own_images, preset, sized
 
@@ -112,15 +114,15 @@ class Command:
         names = [n if a.required else f"[{n}]" for n, a in self.arguments.items() if not n.startswith("-")]
         return " ".join(["uno", self.name, *names, "[OPTIONS]"])
 
-    def flags(self) -> dict[str, Argument]:
-        """All arguments by name: the command's own, then those of the schema."""
+    def flags(self, *methods: str) -> dict[str, Argument]:
+        """All arguments by name: the command's own, then those of the schema and of these ``methods``."""
         own = {**self.arguments, "--help": switch("Print what is needed most and exit.")}
         if self.takes == "none":
             return own
         if self.takes != "few":
             own[HELP_ALL] = switch("Print every option and exit.")
         own["--config"] = Argument("YAML file; repeatable, the last one wins.")
-        return own | SIZE_FLAG | {name: flag for name, flag in schema_flags() if name not in own}
+        return own | SIZE_FLAG | {n: flag for n, flag in schema_flags(fields_of(*methods)) if n not in own}
 
     def may_change(self, key: str) -> bool:
         """Return whether a field of the schema is an option of this command."""
@@ -221,12 +223,15 @@ def from_keywords(settings: Mapping[str, Any], command: Command, **own: bool) ->
     ``**{"objective.epsilon": 0.1}``, and ``config``: a YAML file, a mapping, or a list of them. ``own``:
     the command's own switches.
     """
-    flags = {name[2:]: flag.key for name, flag in [*schema_flags(), *SIZE_FLAG.items()] if not flag.negated}
     file, line = dict[str, Any](), dict[str, Any]()
+    config = settings.get("config", [])
+    for part in config if isinstance(config, list | tuple) else [config]:
+        file |= flatten(part) if isinstance(part, Mapping) else load_yaml(part)
+    sections = fields_of(str(settings.get("method", file.get("method", DEFAULT))))
+    found = [*schema_flags(sections), *SIZE_FLAG.items()]
+    flags = {name[2:]: flag.key for name, flag in found if not flag.negated}
     for name, value in settings.items():
         if name == "config":
-            for part in value if isinstance(value, list | tuple) else [value]:
-                file |= flatten(part) if isinstance(part, Mapping) else load_yaml(part)
             continue
         for key, each in flatten({name: value}).items():
             if _dashed(key) not in flags:
@@ -276,6 +281,8 @@ HABITS = {
 def _similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
     """Suggest what ``name``, a flag without its dashes or a ``keyword``, was meant to be."""
     word, known = _dashed(name), list(names)
+    if new := MOVED.get(word.replace("-", "_")):
+        return f"; it is {new if keyword else f'--{_dashed(new)}'} now"
     likely = [flag for flag in HABITS.get(word, ()) if flag in known]
     likely = likely or [flag for flag in known if flag.endswith(f".{word}")][:3]
     likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]
@@ -296,12 +303,14 @@ def checked_output(output: str) -> str:
     return output
 
 
-def schema_flags(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Argument]]:
-    """Every flag of the schema and what it sets; a field's long form comes first, its short one next."""
-    for name, info in model.model_fields.items():
+def schema_flags(
+    fields: Mapping[str, FieldInfo] = Config.model_fields, prefix: str = ""
+) -> Iterator[tuple[str, Argument]]:
+    """Every flag of ``fields`` and what it sets; a field's long form comes first, its short one next."""
+    for name, info in fields.items():
         key, kind = f"{prefix}{name}", info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from schema_flags(kind, f"{key}.")
+            yield from schema_flags(kind.model_fields, f"{key}.")
             continue
         flag, short = Argument(info.description or "", kind, key=key), about(key).flag
         yield f"--{_dashed(key)}", flag
@@ -321,10 +330,13 @@ def _attribute(name: str) -> str:
 
 def _read(argv: Sequence[str], command: Command) -> Options:
     """Read a line. Words that no flag takes are the arguments without dashes, in their order."""
-    flags = command.flags()
+    groups, file, line = list(_groups(argv)), dict[str, Any](), dict[str, Any]()
+    if "--config" in command.flags():
+        for words in (words for name, _, words in groups if name == "--config" and any(words)):
+            file |= load_yaml(words[0])
+    flags = command.flags(*_methods_in(groups, file))
     positional = [name for name in command.arguments if not name.startswith("-")]
     own = {_attribute(name): argument.default for name, argument in command.arguments.items()}
-    file, line = dict[str, Any](), dict[str, Any]()
 
     def keep(name: str, value: Any) -> None:
         if name in command.arguments:
@@ -332,12 +344,10 @@ def _read(argv: Sequence[str], command: Command) -> Options:
                 own[_attribute(name)] = TypeAdapter(flags[name].type).validate_python(value)
             except ValidationError as error:
                 raise ConfigError(describe(error, name)) from None
-        elif name == "--config":
-            file.update(load_yaml(value))
-        else:
+        elif name != "--config":
             line[flags[name].key] = value
 
-    for name, joined, words in _groups(argv):
+    for name, joined, words in groups:
         if name and name not in flags:
             raise ConfigError(f"unknown option {name}{_similar(name[2:], [flag[2:] for flag in flags])}")
         most = max(flags[name].most_words, joined) if name else 0
@@ -349,6 +359,20 @@ def _read(argv: Sequence[str], command: Command) -> Options:
         elif surplus:
             raise ConfigError(f"unexpected argument {surplus[0]!r}; options start with --")
     return Options(command, SimpleNamespace(**own), file, line)
+
+
+def _methods_in(groups: Iterable[tuple[str, bool, list[str]]], file: Mapping[str, Any]) -> list[str]:
+    """The methods whose sections a line may set: the one it chooses, and those of this package whose section
+    it names. ConfigError: it chooses one that does not exist.
+    """
+    found = [str(file.get("method", DEFAULT))]
+    for name, _, words in groups:
+        owner = name[2:].partition(".")[0].replace("-", "_")
+        if name == "--method" and words:
+            found = [words[0], *found[1:]]
+        elif owner in METHODS and "." in name:
+            found.append(owner)
+    return found
 
 
 def _groups(argv: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
@@ -393,12 +417,14 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
     for paragraph in text.strip().split("\n\n"):
         print(f"{textwrap.fill(' '.join(paragraph.split()), width)}\n")
 
-    flags, forms, section, hidden = command.flags(), dict[str, list[str]](), "", 0  # names of one argument
+    flags = command.flags(str(values.get("method", DEFAULT)))
+    forms, section, hidden = dict[str, list[str]](), "", 0  # names of one argument
     for name, argument in flags.items():
         if not argument.key or command.may_change(argument.key):
             forms.setdefault(argument.key or name, []).append(name)
     if not everything and command.takes in ("all", "changes"):
-        short = {k: v for k, v in forms.items() if "." not in k or about(k).flag}
+        shared = {k for k in forms if "." in k and k.partition(".")[0] in Config.model_fields}
+        short = {k: v for k, v in forms.items() if k not in shared or about(k).flag}
         forms, hidden = short, len(forms) - len(short)
     for key, names in forms.items():
         argument = flags[names[0]]

@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from uno.config import Config, about, describe, field_names, flatten, load_yaml, override, resumable, to_dict
 from uno.errors import ConfigError
+from uno.methods import load
 
 
 def frozen(value: Any) -> Any:
@@ -116,7 +117,7 @@ def load_space(name: str, config: Config) -> Space:
         raise ConfigError(f"unknown space {name!r}; choose {', '.join(SPACES)} or give a .yaml file")
     if not entries:
         raise ConfigError("the search space is empty: it names no key")
-    space, known = [], field_names()
+    space, known = [], field_names(config.method)
     for key, (where, entry) in entries.items():
         try:
             domain = Domain(key, **cast(dict[str, Any], entry))
@@ -142,7 +143,7 @@ def load_space(name: str, config: Config) -> Space:
 def _has_effect(key: str, config: Config) -> bool:
     """Return whether a key of a named space changes anything: some presets switch operations off."""
     if key in ("model.num_heads", "model.overcluster_factor"):
-        return config.method == "uno"
+        return load(config.method).novel_head is None
     if key == "augment.large.crop_scale" and "resized" not in config.augment.large.crop:
         return False
     return not (key.startswith("augment.large.") and config.augment.weak)

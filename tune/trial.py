@@ -28,7 +28,7 @@ from tune.spaces import Space
 from uno import collectives
 from uno.config import Config, dump_yaml, override
 from uno.errors import NumericsError, StorageError, UnoError
-from uno.runs import DISCOVER, PRETRAIN, RAY_FOLDER, run
+from uno.runs import DISCOVER, RAY_FOLDER, run
 from uno.runs.lock import ClaimedStorage
 from uno.train import LocalWorker, Worker
 
@@ -172,7 +172,7 @@ def shared_pretraining(
         if first:
             folder.append("starts.log", f"{owner}\n".encode())
             folder.write("config.yaml", dump_yaml(config).encode())
-        run.run_phase(config, PRETRAIN, fold.train, worker, folder)
+        run.pretrain(config, fold.train, worker, folder)
         if first:
             folder.write("done.json", json.dumps({"hidden": fold.hidden, **seconds()}).encode())
     return folder.uri

@@ -26,10 +26,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from uno.errors import ConfigError, did_you_mean, one_line
+from uno.imports import OBJECT_NAME
 from uno.limits import MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_VALUES, MAX_QUEUE_ROWS, MAX_THREADS
-from uno.methods import METHODS
+from uno.methods import METHODS, PRETEXTS, load, load_pretext, section, section_model
 
 
 class About(NamedTuple):
@@ -56,20 +58,22 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
 
 
 OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
-LIBRARY_ENCODER = r"(torchvision|timm):[\w.\-]+|[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{OBJECT_NAME}"
 COLUMNS = ("image", "label", "id", "split", "eval_label")
 Probability = Annotated[float, Field(ge=0, le=1)]
 Range = tuple[float, float]
 
 
-class _Frozen(BaseModel):
+class Section(BaseModel):
+    """A part of the configuration; a method's own constants are a subclass of it."""
+
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
     )
 
 
 # fmt: off
-class DataConfig(_Frozen):
+class DataConfig(Section):
     """Where the images are, which classes are known, and how rows become batches."""
 
     source: str = field("digits",
@@ -140,7 +144,7 @@ class DataConfig(_Frozen):
         return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
 
-class ViewConfig(_Frozen):
+class ViewConfig(Section):
     """How one kind of view is cut from an image; probabilities of 0 switch an operation off."""
 
     num_views: int = field(2, "Views of this kind per image.", ge=0, le=8)
@@ -181,7 +185,7 @@ class ViewConfig(_Frozen):
         return self
 
 
-class AugmentConfig(_Frozen):
+class AugmentConfig(Section):
     """The views of an image: large ones give pseudo-labels, small ones are only predicted (multi-crop)."""
 
     large: ViewConfig = ViewConfig()
@@ -199,7 +203,7 @@ class AugmentConfig(_Frozen):
         return self
 
 
-class ModelConfig(_Frozen):
+class ModelConfig(Section):
     """Encoder and heads (paper Sec. 3.1, 3.3, 4.1)."""
 
     encoder: str = field("resnet18",
@@ -241,7 +245,7 @@ class ModelConfig(_Frozen):
         return name
 
 
-class ObjectiveConfig(_Frozen):
+class ObjectiveConfig(Section):
     """The unified objective and its pseudo-labels (paper Sec. 3.1, 3.2)."""
 
     temperature: float = field(0.1, "Softmax temperature tau.", gt=0, le=100, scope="pretrain",
@@ -267,19 +271,9 @@ class ObjectiveConfig(_Frozen):
     rkd_temperature: float = field(4, "Temperature of rKD's softmax, besides tau.", gt=0, le=100)
     queue_size: int = field(0, "Past unlabeled rows that Sinkhorn sees too, after warm-up.", ge=0,
         le=MAX_QUEUE_ROWS)
-    consistency_weight: float | None = field(None,
-        "Baselines: weight of the views' agreement; default: their paper's.", ge=0, le=10**4)
-    rampup: float | None = field(None, "Baselines: share of the phase in which it rises.", ge=0, le=1)
-    top_features: int | None = field(None,
-        "RS, RS+: largest features that two images of one class share; default: 5 of every 512.", ge=1)
-    min_cosine: float | None = field(None,
-        "NCL, OpenMix: cosine above which two images count as of one class; default: .95.", ge=-1, le=1)
-    warmup: float | None = field(None, "DTC: share of the phase before its targets move.", ge=0, le=1)
-    interval: float | None = field(None, "DTC: share of the phase for which they stand still then.",
-        gt=0, le=1)
 
 
-class PhaseConfig(_Frozen):
+class PhaseConfig(Section):
     """One training phase: SGD with momentum, linear warm-up, cosine decay."""
 
     epochs: int = field(200, "Length of the phase in epochs.", ge=0, le=100_000)
@@ -295,7 +289,16 @@ class PhaseConfig(_Frozen):
         search=dict(low=1e-5, high=1e-3, scale="log", reason="paper 1e-4, authors' later 1.5e-4"))
 
 
-class TrainConfig(_Frozen):
+class PretextConfig(PhaseConfig):
+    """Self-supervised training of the encoder on all rows, before supervised pretraining."""
+
+    epochs: int = field(0, "Length of the phase in epochs; 0: there is none.", ge=0, le=100_000)
+    weight_decay: float = field(5e-4, "SGD weight decay, all parameters.", ge=0, le=1)
+    task: str = field("rotation",
+        f"Pretext task: {', '.join(PRETEXTS)}, or package.module:PRETEXT of your own.")
+
+
+class TrainConfig(Section):
     """What both phases share."""
 
     batch_size: int = field(512, "Global batch size in images, over all workers.", ge=2, le=1_000_000,
@@ -310,7 +313,7 @@ class TrainConfig(_Frozen):
         commands="evaluate")
 
 
-class ComputeConfig(_Frozen):
+class ComputeConfig(Section):
     """Where the run executes; may differ between a run and its resumption."""
 
     workers: int = field(0, "Ray workers; 0 works in this process without Ray.", ge=0, le=4096,
@@ -336,8 +339,14 @@ class ComputeConfig(_Frozen):
         "Directory that keeps features of frozen encoders for all runs; default $UNO_CACHE or ~/.cache/uno.")
 
 
-class Config(_Frozen):
-    """A whole run of pretraining and discovery."""
+class Config(Section):
+    """A whole run of pretraining and discovery.
+
+    Where the method has constants of its own, its section is one more key: ``ncl``, of
+    :class:`uno.methods.ncl.Constants`, for ``method: ncl``.
+    """
+
+    model_config = ConfigDict(extra="allow")  # of the method's section alone, see _with_method_section
 
     preset: str = field("custom",
         "Settings to start from; default digits, and custom where other data is given.", search=False,
@@ -345,7 +354,8 @@ class Config(_Frozen):
     recipe: Literal["paper", "v2", "cpu"] = field("paper",
         "The paper's settings, the authors' improved ones, or (cifar10) ours for an hour of a CPU core.",
         search=False)
-    method: str = field("uno", f"Discovery method: {', '.join(METHODS)}.", scope="discover")
+    method: str = field("uno",
+        f"Discovery method: {', '.join(METHODS)}, or package.module:METHOD of your own.", scope="discover")
     seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False,
         decided="reproduce")
     output: str | None = field(None, "Run directory, a path or a URI; default runs/PRESET-seedSEED.",
@@ -354,35 +364,64 @@ class Config(_Frozen):
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = field(ObjectiveConfig(), scope="discover")
-    rotation: PhaseConfig = PhaseConfig(epochs=0, weight_decay=5e-4)
+    pretext: PretextConfig = PretextConfig()
     pretrain: PhaseConfig = PhaseConfig()
     discover: PhaseConfig = field(PhaseConfig(), scope="discover")
     train: TrainConfig = TrainConfig()
     compute: ComputeConfig = field(ComputeConfig(), scope="place", commands="evaluate report")
 
+    @property
+    def method_options(self) -> Any:
+        """The method's own constants, an instance of its ``METHOD.config``; None: it has none."""
+        return next(iter((self.model_extra or {}).values()), None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_method_section(cls, values: Any) -> Any:
+        """The method's section, checked and complete; no other key beside the fields."""
+        if not isinstance(values, dict):
+            return values
+        own = section(str(values.get("method", cls.model_fields["method"].default)))
+        if own is not None and own[0] in cls.model_fields:
+            raise ValueError(f"the section of the method cannot be named {own[0]!r}: there is one")
+        others = values.keys() - cls.model_fields.keys() - {own[0] if own else ""}
+        if others:
+            raise ValueError(f"unknown key {sorted(map(str, others))[0][:100]!r}")
+        if own is None:
+            return values
+        name, model = own
+        try:
+            return {**values, name: model.model_validate(values.get(name, {}))}
+        except ValidationError as error:
+            raise ValueError(describe(error, name)) from None
+
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
-        if self.model.start == "kmeans" and self.method != "uno":
-            raise ValueError(f"model.start kmeans belongs to method uno, not to {self.method}")
+        if self.pretext.epochs:
+            load_pretext(self.pretext.task)
+        if self.model.start == "kmeans" and load(self.method).novel_head is not None:
+            raise ValueError(f"model.start kmeans needs UNO's heads, which method {self.method} has not")
         if self.model.trainable == "heads":
             if self.augment.small.num_views:
                 raise ValueError("augment.small.num_views must be 0 with model.trainable heads")
-            if self.rotation.epochs:
-                raise ValueError("rotation.epochs must be 0 with model.trainable heads")
+            if self.pretext.epochs:
+                raise ValueError("pretext.epochs must be 0 with model.trainable heads")
         if self.data.pile == "mixed" and (reason := not_mixed(self)):
             raise ValueError(reason)
-        for name in ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size"):
-            if self.method != "uno" and getattr(self.objective, name):
-                raise ValueError(f"objective.{name} belongs to method uno, not to {self.method}")
+        for name in EXTENSIONS:
+            if getattr(self.objective, name) and not load(self.method).extends:
+                raise ValueError(f"objective.{name} does not go with method {self.method}")
         return self
+
+
+EXTENSIONS = ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size")
+"""What switches on terms of the objective that methods with ``extends`` add."""
 
 
 def not_mixed(config: Config) -> str | None:
     """Why ``config`` does not go with mixed piles; None: it does."""
-    if config.method != "uno":
-        return f"data.pile mixed belongs to method uno, not to {config.method}"
+    if not load(config.method).gcd:
+        return f"data.pile mixed does not go with method {config.method}"
     if not config.objective.concat:
         return "data.pile mixed needs objective.concat: known and novel outputs compete"
     for name in ("iic_weight", "iic_view_weight", "queue_size"):
@@ -392,11 +431,15 @@ def not_mixed(config: Config) -> str | None:
 # fmt: on
 
 
-@cache
 def about(key: str) -> About:
     """What the schema says of a dotted key, a field's or a section's."""
-    found, model = About(), Config  # type: tuple[About, Any]
-    for name in key.split("."):
+    first, *rest = key.split(".")
+    if first in Config.model_fields:
+        found, model, names = About(), Config, [first, *rest]  # type: tuple[About, Any, list[str]]
+    else:  # a method's section, or a key of another version
+        model, names = section_model(first), rest
+        found = About() if model is None else About(scope="discover")
+    for name in names:
         info = getattr(model, "model_fields", {}).get(name)
         if info is None:
             break
@@ -423,26 +466,38 @@ def to_dict(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+def fields_of(*methods: str) -> dict[str, FieldInfo]:
+    """Fields of the schema and sections of these methods, by name. ConfigError: there is no such method."""
+    sections = filter(None, map(section, methods))
+    return Config.model_fields | {name: FieldInfo(annotation=model) for name, model in sections}
+
+
 @cache
-def field_names() -> tuple[str, ...]:
-    """Dotted names of all fields, in order."""
-    return tuple(flatten(to_dict(Config())))
+def field_names(method: str = "uno") -> tuple[str, ...]:
+    """Dotted names of all fields of a run by ``method``, in order."""
+    return tuple(flatten(to_dict(Config(method=method))))
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """``config`` with dotted keys replaced, e.g. ``{"objective.epsilon": 0.1}``. Or ConfigError."""
-    tree = to_dict(config)
-    known = set(field_names())
-    for key, value in flatten(overrides).items():
+    """``config`` with dotted keys replaced, e.g. ``{"objective.epsilon": 0.1}``; of another method than
+    before without the former's section. Or ConfigError.
+    """
+    tree, flat = to_dict(config), flatten(overrides)
+    method = str(flat.get("method", config.method))
+    if method != config.method:
+        tree = {name: tree[name] for name in Config.model_fields} | {"method": method}
+        if own := section(method):
+            tree[own[0]] = {}
+    known = field_names(method)
+    for key, value in flat.items():
         if key not in known:
-            fields = [name for name in field_names() if name.startswith(f"{key}.")]
+            fields = [name for name in known if name.startswith(f"{key}.")]
             if fields and value is None:  # a section whose lines are all commented out
                 continue
             if fields:
-                raise ConfigError(
-                    f"{key!r} is a section of keys such as {fields[0]!r} (got {repr(value)[:100]})"
-                )
-            raise ConfigError(f"unknown key {key[:100]!r}{did_you_mean(key, known)}")
+                got = f"(got {repr(value)[:100]})"
+                raise ConfigError(f"{key!r} is a section of keys such as {fields[0]!r} {got}")
+            raise ConfigError(_unknown_key(key, method))
         *parents, leaf = key.split(".")
         node = tree
         for parent in parents:
@@ -452,6 +507,26 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(describe(error)) from None
+
+
+def _unknown_key(key: str, method: str) -> str:
+    if key in MOVED:
+        return f"{key} is {MOVED[key]} now"
+    if (owner := key.partition(".")[0]) in METHODS and key in field_names(owner):
+        return f"{key} belongs to method {owner}, not to {method}"
+    return f"unknown key {key[:100]!r}{did_you_mean(key, field_names(method))}"
+
+
+MOVED = {
+    "objective.consistency_weight": "METHOD.consistency_weight (rs, rs_plus, ncl, openmix, jia, dtc)",
+    "objective.rampup": "METHOD.rampup (rs, rs_plus, ncl, openmix, jia, dtc)",
+    "objective.top_features": "rs.top_k or rs_plus.top_k",
+    "objective.min_cosine": "ncl.threshold or openmix.threshold",
+    "objective.warmup": "dtc.warmup",
+    "objective.interval": "dtc.update_interval",
+    **{f"rotation.{name}": f"pretext.{name}" for name in PhaseConfig.model_fields},
+}
+"""Where keys are that stood elsewhere before."""
 
 
 def describe(error: ValidationError, name: str = "") -> str:
@@ -472,7 +547,7 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
     """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``. A key that is younger
     than the run has its default there; before there were mixed piles, all were novel.
     """
-    a = flatten(to_dict(Config())) | {"data.pile": "novel"} | flatten(old)
+    a = flatten(to_dict(Config(method=new.method))) | {"data.pile": "novel"} | flatten(old)
     b = flatten(to_dict(new))
     for key in DECIDED:  # a run stores what it was decided to be
         if "auto" in (a.get(key), b[key]):
@@ -487,12 +562,7 @@ def config_hash(config: Config) -> str:
 
 def learnt_by(config: Config) -> dict[str, Any]:
     """Everything that changes what is learnt, by dotted key."""
-    values = flatten(to_dict(config))
-    return {key: v for key, v in values.items() if not resumable(key) and (key, v) not in LATER.items()}
-
-
-LATER: dict[str, Any] = {"model.stages": 3, "objective.min_cosine": None}
-"""Fields that are younger than hashes in records; at these values, which it was before, they do not count."""
+    return {key: value for key, value in flatten(to_dict(config)).items() if not resumable(key)}
 
 
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C ten times as fast

@@ -6,14 +6,9 @@ the pooling of maps, is a hook. The libraries are imported where a network is bu
 which processes that only decode need not pay.
 """
 
-import logging
-import os
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,8 +17,8 @@ from torch import Tensor, nn
 
 from uno.config import OWN_ENCODERS, ModelConfig
 from uno.errors import ConfigError, did_you_mean, one_line
+from uno.imports import check_origin, import_object, working_directory
 
-log = logging.getLogger(__name__)
 ONEDNN_BLOCK = 8  # channels that one AVX2 register holds
 PROBE_SIDE = 224  # of an encoder that does not say which images it takes
 
@@ -107,7 +102,7 @@ def build_encoder(config: ModelConfig) -> nn.Module:
 def _library_encoder(name: str) -> nn.Module:
     library, _, what = name.partition(":")
     build = {"torchvision": _from_torchvision, "timm": _from_timm}.get(library)
-    encoder = build(what) if build else _from_callable(library, what)
+    encoder = build(what) if build else _from_callable(name)
     encoder.register_forward_hook(_pooled)
     side = image_side(encoder)
     training = encoder.training
@@ -170,8 +165,7 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
     """ConfigError: what ``model.encoder`` names is not at hand: no package, no such name.
 
     ``foreign`` is the directory of a model of which nobody said who made it. Where its encoder is a callable,
-    building it runs code, which must be of this machine: it is named in a warning before it is imported, and
-    refused where it would come from that directory.
+    building it runs code, which must be of this machine: see :func:`uno.imports.check_origin`.
     """
     library, _, what = name.partition(":")
     if name in OWN_ENCODERS:
@@ -179,53 +173,31 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
     if library in ("torchvision", "timm"):
         check_name(library, what)
         return
-    with _working_directory():
-        found = find_spec(library.partition(".")[0])  # imports nothing
-    if found is not None and foreign is not None:
-        folder = next(iter(found.submodule_search_locations or ()), os.path.dirname(found.origin or ""))
-        if f"{os.path.realpath(folder)}/".startswith(f"{os.path.realpath(foreign)}/"):
-            why = "its code lies in the model's own directory; import it from elsewhere if you trust it"
-            raise ConfigError(f"model.encoder {name} is not run: {why}")
-        log.warning("the encoder of %s is code: %s is imported from %s and called", foreign, name, folder)
-    _import_callable(library, what)
+    if foreign is not None:
+        check_origin("model.encoder", name, foreign)
+    _callable(name)
 
 
-def _import_callable(module: str, what: str) -> Callable[[], Any]:
-    name = f"model.encoder {module}:{what}"
-    with _working_directory():
-        try:
-            found = getattr(import_module(module), what)
-        except (ImportError, AttributeError, SyntaxError) as error:
-            raise ConfigError(f"{name} cannot be imported: {one_line(error)[:160]}") from None
+def _callable(name: str) -> Callable[[], Any]:
+    found = import_object("model.encoder", name)
     if not callable(found):
-        raise ConfigError(f"{name} cannot be called: it is of type {type(found).__name__}")
+        raise ConfigError(f"model.encoder {name} cannot be called: it is of type {type(found).__name__}")
     return found
 
 
-def _from_callable(module: str, what: str) -> nn.Module:
+def _from_callable(name: str) -> nn.Module:
     """What the user's own function returns."""
-    name, build = f"model.encoder {module}:{what}", _import_callable(module, what)
-    with _working_directory():
+    build = _callable(name)
+    with working_directory():
         try:
             encoder = build()
         except TypeError as error:
-            raise ConfigError(f"{name} cannot be called without arguments: {one_line(error)[:160]}") from None
+            why = f"cannot be called without arguments: {one_line(error)[:160]}"
+            raise ConfigError(f"model.encoder {name} {why}") from None
     if not isinstance(encoder, nn.Module):
-        raise ConfigError(f"{name} must return a torch.nn.Module, not a {type(encoder).__name__}")
+        found = type(encoder).__name__
+        raise ConfigError(f"model.encoder {name} must return a torch.nn.Module, not a {found}")
     return encoder
-
-
-@contextmanager
-def _working_directory() -> Iterator[None]:
-    """Modules are looked for here too, last: a file here hides nothing that is installed."""
-    here = os.getcwd()
-    if added := here not in sys.path:
-        sys.path.append(here)
-    try:
-        yield
-    finally:
-        if added:
-            sys.path.remove(here)
 
 
 def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:

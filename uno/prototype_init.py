@@ -18,6 +18,7 @@ from uno.data.rows import Chosen
 from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
+from uno.methods import load
 from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
@@ -100,7 +101,7 @@ def start_(
     means of :func:`clusters_of`, every overclustering head's to those of a k-means of its own.
     """
     mixed, num_known, num_novel = config.data.pile == "mixed", train.num_known, train.num_novel
-    prior = config.objective.prior or ("clusters" if mixed and config.method == "uno" else "uniform")
+    prior = config.objective.prior or ("clusters" if mixed and load(config.method).extends else "uniform")
     if prior == "uniform" and mixed:
         extra = extra | {"prior": torch.full((num_known + num_novel,), 1 / (num_known + num_novel))}
     if prior == "uniform" and config.model.start == "random":

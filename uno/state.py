@@ -36,7 +36,7 @@ class TrainState:
     total_steps: int = 1  # of the phase's schedule and its warm-up; set by uno.train.fit
     warmup_steps: int = 0
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a method keeps from step to step
-    teacher: nn.Module | None = None  # of rKD; frozen, not in the checkpoint
+    teacher: nn.Module | None = None  # the pretrained network, of methods that ask for it; not in checkpoints
 
     @property
     def best_head(self) -> int:
@@ -54,7 +54,8 @@ def new_state(
     encoder_lr: float = 1.0,
 ) -> TrainState:  # fmt: skip
     """State at step 0, with SGD as in the paper, over what is trained; the encoder's rate is ``encoder_lr``
-    times that of the rest. The fused kernel skips non-finite steps without waiting.
+    times that of the rest. The fused kernel skips non-finite steps without waiting. Another optimizer is
+    named here alone, with all that it keeps of a parameter: checkpoints hold that, whatever it is.
     """
     trained, num_heads = trained_parameters(model), model.num_heads if model.num_novel else 1
     groups: list[dict[str, Any]] = [{"params": list(trained.values()), "factor": 1.0}]
@@ -87,7 +88,8 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
     """All tensors needed to continue bit for bit, by name."""
     tensors = {f"model/{name}": tensor for name, tensor in state.model.state_dict().items()}
     for name, parameter in trained_parameters(state.model).items():
-        tensors[f"optimizer/{name}"] = state.optimizer.state[parameter]["momentum_buffer"]
+        kept = state.optimizer.state[parameter]
+        tensors |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
     tensors |= {f"extra/{name}": tensor for name, tensor in state.extra.items()}
     return tensors | {name: getattr(state, name) for name in COUNTERS}
 
@@ -96,7 +98,8 @@ def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> Non
     """Put stored tensors back, in place; the inverse of :func:`state_tensors`."""
     state.model.load_state_dict(with_prefix(tensors, "model/"))
     for name, parameter in trained_parameters(state.model).items():
-        state.optimizer.state[parameter]["momentum_buffer"].copy_(tensors[f"optimizer/{name}"])
+        for key, tensor in state.optimizer.state[parameter].items():
+            tensor.copy_(tensors[f"optimizer/{name}/{key}"])
     for name in COUNTERS:
         getattr(state, name).copy_(tensors[name])
     extra = with_prefix(tensors, "extra/")

@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from uno import collectives
-from uno.config import ObjectiveConfig
+from uno.config import Config, ObjectiveConfig
 from uno.model import Logits
 from uno.objective import discovery_loss, labeled_loss, pseudo_labels
 from uno.state import TrainState
@@ -23,28 +22,21 @@ class Batch(NamedTuple):
     rows: Tensor | None = None  # (B_u,) which unlabeled rows of the set these are
 
 
-Step = Callable[[TrainState, Batch, ObjectiveConfig, float], Tensor]
+Step = Callable[[TrainState, Batch, Config, float], Tensor]
 """Trains on one batch at a learning rate and returns the loss (1,), without synchronising the device."""
 
 
-def pretrain_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+def pretrain_step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """Supervised step on labeled rows."""
     known = forward(state, batch).known
-    return update_(state, labeled_loss(known, batch.labels, objective.temperature), lr)
+    return update_(state, labeled_loss(known, batch.labels, config.objective.temperature), lr)
 
 
-def rotation_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
-    """Self-supervised step: by how many quarter turns was view k turned? By k (Gidaris et al. 2018)."""
-    known = forward(state, batch).known  # (4, B, 4)
-    turns = torch.arange(len(known), device=known.device).repeat_interleave(known.shape[1])
-    return update_(state, F.cross_entropy(known.flatten(0, 1) / objective.temperature, turns), lr)
-
-
-def discovery_step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+def discovery_step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3): mean over families and heads. In mixed
     piles unlabeled rows choose among all C outputs (UNO+: Vaze et al., CVPR 2022).
     """
-    logits = forward(state, batch)
+    logits, objective = forward(state, batch), config.objective
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
     rows = batch.num_large, len(batch.labels)

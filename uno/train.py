@@ -68,7 +68,7 @@ class LocalWorker:
 class Phase:
     """One training phase: how long it is and which step function it repeats."""
 
-    name: str  # pretrain | discover
+    name: str  # pretext | pretrain | discover
     config: PhaseConfig
     steps_per_epoch: int
     images_per_step: int  # over all workers
@@ -111,61 +111,77 @@ def fit(
     resumed = resume_(state, storage, phase.name)
     batches = hooked("in_training", batches, phase.name, worker.rank, storage)
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
-    line_start, rolled_back = (state.step, time.perf_counter()), False
-    skipped = tolerated_from = int(state.skipped)  # at the last look; when a series of bad steps began
+    health, line_start = Health(state), (state.step, time.perf_counter())
+    first, last_report = state.step + 1, time.monotonic()
     state.model.train()
-    first, told = state.step + 1, time.monotonic()
     with Journal(storage if worker.rank == 0 else None, phase.name, state.step) as journal:
+        save = partial(_save, config, phase, state, worker, storage, journal)
         if not resumed and phase.last_step == 0:
-            _save(config, phase, state, worker, storage, journal)  # a phase without steps ends as it began
+            save()  # a phase without steps ends as it began
         while state.step < phase.last_step:
             if worker.should_stop(state.step):
                 if _finite(state):
-                    _save(config, phase, state, worker, storage, journal)
+                    save()
                 at = f"{phase.name} step {state.step} of {phase.last_step}"
                 raise Interrupted(f"stopped at {at}; resume with the same command")
             lr = phase.lr(state.step)
-            phase.step(state, batches(state.step), config.objective, lr)
+            phase.step(state, batches(state.step), config, lr)
 
             at_end = state.step == phase.last_step
             at_epoch_end = at_end or state.step % phase.steps_per_epoch == 0
             to_log = at_epoch_end or state.step % config.train.log_every == 0
             to_save = at_end or state.step % save_every == 0
-            if not (to_log or to_save):
-                if (
-                    state.step == first or time.monotonic() - told > QUIET_S
-                ):  # from two of them follows an ETA
-                    told = time.monotonic()
+            if not (to_log or to_save):  # nothing here waits for the device
+                if state.step == first or time.monotonic() - last_report > QUIET_S:  # two of them give an ETA
+                    last_report = time.monotonic()
                     worker.report(_position(phase, state.step) | {"event": "step", "every_s": QUIET_S})
                 continue
-            before, skipped = skipped, int(state.skipped)
-            if skipped == before:
-                tolerated_from = skipped
-            else:
-                log.warning("skipped %d non-finite steps before step %d", skipped - before, state.step)
-            if not _finite(state) or skipped - tolerated_from > MAX_SKIPPED_STEPS:
-                at = f"{phase.name} step {state.step}"
-                if rolled_back or not resume_(state, storage, phase.name):
-                    advice = f"lower {phase.name}.base_lr or check the data's values"
-                    raise NumericsError(f"non-finite loss at {at}; {advice}")
-                log.warning("non-finite loss at %s; rolled back to step %d", at, state.step)
-                line_start, rolled_back = (state.step, time.perf_counter()), True
-                skipped = tolerated_from = int(state.skipped)
+            if health.is_lost(state):
+                health.roll_back_(state, storage, phase)
                 journal.rewind(state.step)
+                line_start = (state.step, time.perf_counter())
                 continue
             if at_epoch_end:
                 _finish_epoch_(state)
             if to_log:
                 metrics = _line_(phase, state, lr, *line_start)
-                line_start = (state.step, time.perf_counter())
+                line_start, last_report = (state.step, time.perf_counter()), time.monotonic()
                 if at_epoch_end:
                     metrics["head_losses"] = state.head_losses.tolist()
                 if math.isfinite(metrics["loss"]):
                     journal.write(metrics)
-                told = time.monotonic()
                 worker.report(metrics)
             if to_save:
-                _save(config, phase, state, worker, storage, journal)
+                save()
+
+
+class Health:
+    """Whether training is still sound: single non-finite steps, which are skipped, are tolerated; a series of
+    them, or non-finite weights, end in one roll-back to the newest checkpoint.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._skipped = self._tolerated = int(state.skipped)  # at the last look; when a series of them began
+        self._rolled_back = False
+
+    def is_lost(self, state: TrainState) -> bool:
+        """Whether to roll back, on all ranks alike; this waits for the device."""
+        before, self._skipped = self._skipped, int(state.skipped)
+        if self._skipped == before:
+            self._tolerated = before
+        else:
+            log.warning("skipped %d non-finite steps before step %d", self._skipped - before, state.step)
+        return not _finite(state) or self._skipped - self._tolerated > MAX_SKIPPED_STEPS
+
+    def roll_back_(self, state: TrainState, storage: Storage, phase: Phase) -> None:
+        """Load the newest checkpoint. NumericsError: there is none, or it was loaded for this before."""
+        at = f"{phase.name} step {state.step}"
+        if self._rolled_back or not resume_(state, storage, phase.name):
+            advice = f"lower {phase.name}.base_lr or check the data's values"
+            raise NumericsError(f"non-finite loss at {at}; {advice}")
+        log.warning("non-finite loss at %s; rolled back to step %d", at, state.step)
+        self._skipped = self._tolerated = int(state.skipped)
+        self._rolled_back = True
 
 
 def _position(phase: Phase, step: int) -> dict[str, Any]:

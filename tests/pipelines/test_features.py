@@ -170,7 +170,7 @@ def test_what_does_not_fit_into_memory_goes_through_the_encoder_in_every_epoch(
 
 @pytest.mark.parametrize(("words", "says"), [
     (["--weights", "None"], "model.trainable heads needs --weights: an encoder that has learnt nothing"),
-    (["--rotation.epochs", "1"], "rotation.epochs must be 0 with model.trainable heads"),
+    (["--pretext.epochs", "1"], "pretext.epochs must be 0 with model.trainable heads"),
     (["--method", "dtc", "--model.start", "random", "--data.ingest", "streaming"], "--data.ingest resident"),
     (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),
     (["--augment.cached-views", "2", "--augment.large.num-views", "3"], "cached_views must be at least"),

@@ -187,7 +187,7 @@ MISTAKES = [
     ("--augment.large.num-views 1", "augment: large.num_views must be at least 2: swapped prediction"),
     ("--objective.epsilonn 1", "unknown option --objective.epsilonn; did you mean --objective.epsilon?"),
     ("--objectiv.num_iters 1", "unknown option --objectiv.num-iters; did you mean --objective.num-iters?"),
-    ("--base-lr 1", "unknown option --base-lr; did you mean --rotation.base-lr or --pretrain.base-lr or "),
+    ("--base-lr 1", "unknown option --base-lr; did you mean --pretext.base-lr or --pretrain.base-lr or "),
     ("--dryrun", "unknown option --dryrun; did you mean --dry-run?"),
     ("--", "unknown option --; see --help-all"),
     ("-o x", "unexpected argument '-o'; options start with --"),

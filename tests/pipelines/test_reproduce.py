@@ -260,7 +260,7 @@ def test_rows_that_own_images_refuse_are_told(own_request):
     asked = own_request("rotation")
     assert {cell.row.key for cell in asked.cells} == {"uno", "rs-plus"}
     assert asked.refused.keys() == {"my-photos-uno-rotation", "my-photos-rs-plus-rotation"}
-    assert "rotation.epochs must be 0" in asked.refused["my-photos-uno-rotation"]
+    assert "pretext.epochs must be 0" in asked.refused["my-photos-uno-rotation"]
     with pytest.raises(ConfigError, match="unknown-k chooses classes of the paper's data"):
         own_request("unknown-k")
     with pytest.raises(ConfigError, match="give either --data or --cifar10"):
@@ -307,10 +307,10 @@ def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, mo
     weights = {}
     for job in tables.plan(request(words)):
         (tmp_path / "cell.yaml").write_text(dump_yaml(job.config))
-        found = parse(["--config", str(tmp_path / "cell.yaml")], DISCOVER).config.objective
-        assert found == job.config.objective
-        weights[job.name] = found.consistency_weight
-    assert [weights[f"cells/{name}-seed0"] for name in ("cifar100-20-rs", "cifar10-rs")] == [50.0, None]
+        found = parse(["--config", str(tmp_path / "cell.yaml")], DISCOVER).config.method_options
+        assert found == job.config.method_options
+        weights[job.name] = found and found.consistency_weight
+    assert [weights[f"cells/{name}-seed0"] for name in ("cifar100-20-rs", "cifar10-rs")] == [50.0, 5.0]
 
 
 def test_a_directory_of_other_settings_is_refused(request_of):
@@ -334,7 +334,7 @@ def test_a_pretraining_goes_on_for_other_rows(request_of):
     first, cell = tables.plan(request)
     run_dir = request.output / first.name
     run_dir.mkdir(parents=True)
-    begun = override(first.config, {"method": "ncl", "objective.rampup": 0.5})
+    begun = override(first.config, {"method": "ncl", "ncl.rampup": 0.5})
     (run_dir / "config.yaml").write_text(dump_yaml(begun))
     assert tables.plan(request) == [first._replace(config=begun), cell]
     (run_dir / "config.yaml").write_text(dump_yaml(override(begun, {"pretrain.base_lr": 3.0})))

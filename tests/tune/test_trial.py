@@ -86,9 +86,7 @@ CHANGES = {
     "objective.aggregation": "average_logits", "objective.concat": False, "objective.pseudo_labels": "hard",
     "data.composition": "paired", "data.num_novel": 2, "data.pile": "novel", "objective.prior": "clusters",
     "objective.iic_weight": 0.1, "objective.iic_view_weight": 0.1, "objective.rkd_weight": 0.1,
-    "objective.rkd_temperature": 2.0, "objective.queue_size": 8, "objective.consistency_weight": 1.0,
-    "objective.rampup": 0.5, "model.start": "kmeans", "objective.top_features": 2, "objective.warmup": 0.2,
-    "objective.interval": 0.1, "objective.min_cosine": 0.5,
+    "objective.rkd_temperature": 2.0, "objective.queue_size": 8, "model.start": "kmeans",
 }  # fmt: skip
 
 

@@ -183,7 +183,7 @@ def train_steps(
         state.total_steps = phase.total_steps
         for step in steps:
             mode.strict, state.step = True, step
-            loss = phase.step(state, batches(step), config.objective, phase.lr(step))
+            loss = phase.step(state, batches(step), config, phase.lr(step))
             assert (loss.device.type, loss.dtype, loss.shape) == (device.type, torch.float32, (1,))
             mode.strict = False
 

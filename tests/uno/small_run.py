@@ -79,9 +79,8 @@ def batches_of(
 
 
 def train_both(config: Config, storage: Storage, worker: Worker = HERE) -> TrainState:
-    """Pretraining, then discovery; returns the final state."""
-    run.run_phase(config, run.PRETRAIN, small_sets()[0], worker, storage)
-    return run.run_phase(config, run.DISCOVER, small_sets()[0], worker, storage)
+    """All phases; returns the final state."""
+    return [run.run_phase(config, name, small_sets()[0], worker, storage) for name in run.phases(config)][-1]
 
 
 class StopAt(LocalWorker):

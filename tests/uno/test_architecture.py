@@ -130,7 +130,7 @@ def test_from_a_batch_to_its_loss_one_reads_15_functions_in_7_files(monkeypatch)
             seen.add((file, frame.f_code.co_qualname))
 
     sys.setprofile(note)
-    steps.discovery_step(state, batch, config.objective, 0.1)
+    steps.discovery_step(state, batch, config, 0.1)
     sys.setprofile(None)
     assert 10 <= len(seen) <= 15 and len({file for file, _ in seen}) <= 7, sorted(seen)
 

@@ -82,7 +82,7 @@ def one_step(worker: GlooWorker) -> dict[str, Tensor]:
         patch.setattr(steps, "global_targets", noted("targets", steps.global_targets, targets))
         for name in COLLECTIVES if worker.world_size > 1 else ():
             patch.setattr(dist, name, noted(name, getattr(dist, name), []))
-        loss = steps.discovery_step(state, batch, CONFIG.objective, 0.1)
+        loss = steps.discovery_step(state, batch, CONFIG, 0.1)
     assert calls == (["targets", "all_gather"] if worker.world_size > 1 else ["targets"])  # nothing else
     seen = {"novel_targets": targets[0][0], "over_targets": targets[0][1]}
     return seen | {"loss": loss, "head_losses": state.epoch_losses.clone()} | seen_in(state)
@@ -94,7 +94,7 @@ def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
     before = [p.detach().clone() for p in state.model.encoder.parameters()]
     if worker.rank == worker.world_size - 1:
         batch = batch._replace(views=[view.fill_(float("nan")) for view in batch.views])
-    steps.discovery_step(state, batch, CONFIG.objective, 0.1)
+    steps.discovery_step(state, batch, CONFIG, 0.1)
     kept = all(torch.equal(a, b) for a, b in zip(before, state.model.encoder.parameters(), strict=True))
     return {"skipped": state.skipped.clone(), "kept": torch.tensor(kept)}
 
@@ -117,18 +117,20 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
 
 def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients and state after two steps of a method, with BatchNorm in eval mode."""
-    options = OF_UNO.get(name, {"method": name, "objective__rampup": 0.0})
+    options = OF_UNO.get(name, {"method": name})
     config = small_config(train__batch_size=24, **options)
+    if config.method_options is not None:
+        options |= {f"{name}__rampup": 0.0}
+        config = small_config(train__batch_size=24, **options)
     state, batches = fresh_state(config, worker=worker), batches_of(config, worker=worker)
     step = registry.load(config).step
     state.step = 9 if name == "ncl" else 0  # when its memories are full
     if config.objective.rkd_weight:
-        teacher = build_model(config.model, 5, 0, 5).eval()
-        state.teacher = nn.Sequential(teacher.encoder, teacher.known)
+        state.teacher = build_model(config.model, 5, 0, 5).eval()
     state.model.eval()
-    loss = step(state, batches(0), config.objective, 0.02)
+    loss = step(state, batches(0), config, 0.02)
     first = {key: tensor for key, tensor in seen_in(state).items() if key.startswith("grad/")}
-    step(state, batches(1), config.objective, 0.02)
+    step(state, batches(1), config, 0.02)
     return seen_in(state) | first | {"loss": loss}
 
 

@@ -65,7 +65,7 @@ def test_compiled_steps_are_the_same_steps(monkeypatch, tmp_path):
             state.model.encoder.compile()
         batches = map(batches_of(config), range(10))
         doubles = [batch._replace(views=[view.double() for view in batch.views]) for batch in batches]
-        losses.append(torch.cat([discovery_step(state, b, config.objective, 0.005) for b in doubles]))
+        losses.append(torch.cat([discovery_step(state, b, config, 0.005) for b in doubles]))
         assert list(state.model.state_dict()) == names
     torch.testing.assert_close(*losses, atol=1e-9, rtol=0)
     assert losses[0][0] - losses[0][-1] > 0.1  # it learns

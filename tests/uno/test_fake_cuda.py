@@ -32,7 +32,7 @@ from uno.runs import run
 pytestmark = pytest.mark.fakecuda
 WORLDS = pytest.mark.parametrize("world_size", [1, 4])
 EXTENDED = {
-    "rotation": {"rotation.epochs": 1},
+    "rotation": {"pretext.epochs": 1},
     "resnet18": {"model.encoder": "resnet18", "model.trainable": "last"},
     "queue": {"objective.queue_size": 40},
     "rkd": {"objective.rkd_weight": 1.0},
@@ -48,7 +48,7 @@ EXTENDED = {
 def train_both_ends(name, world_size, device=DEVICE, **more):
     """The first step of a method and one of the last."""
     config = small_config(**TINY | EXTENDED[name] | more)
-    phase = run.ROTATION if name == "rotation" else run.DISCOVER
+    phase = run.PRETEXT if name == "rotation" else run.DISCOVER
     train_steps(config, phase, world_size, (0, 17), device)
 
 

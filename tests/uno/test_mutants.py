@@ -156,10 +156,9 @@ def warm_up_divided_by_its_steps_less_one(original, step, total_steps, warmup_st
     return original(step, total_steps, warmup_steps, base_lr, min_lr)
 
 
-@mutant("uno.data.resident:RotationBatches.__call__",
-        "test_rotation:test_view_k_is_turned_k_times_and_all_rows_take_part")  # fmt: skip
-def all_views_turned_the_same_way(original, self, step):
-    batch = original(self, step)
+@mutant("uno.methods.rotation:turned", "test_rotation:test_view_k_is_turned_k_times_and_all_rows_take_part")
+def all_views_turned_the_same_way(original, batch):
+    batch = original(batch)
     return batch._replace(views=batch.views[:1] * 4)
 
 

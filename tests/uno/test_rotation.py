@@ -10,21 +10,21 @@ import torch.nn.functional as F
 from tests.uno.small_run import CPU, assert_same, check_resumes, lines, small_config, small_sets
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.resident import RotationBatches
+from uno.data.resident import PretextBatches
+from uno.methods import rotation
 from uno.model import build_model
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
 from uno.state import new_state, with_prefix
-from uno.steps import rotation_step
 from uno.train import LocalWorker
 
-CONFIG = small_config(rotation__epochs=2, rotation__warmup_epochs=1.0, train__batch_size=24)
+CONFIG = small_config(pretext__epochs=2, pretext__warmup_epochs=1.0, train__batch_size=24)
 
 
-def rotation_batches(config=CONFIG, rank: int = 0, world_size: int = 1) -> RotationBatches:
+def rotation_batches(config=CONFIG, rank: int = 0, world_size: int = 1) -> PretextBatches:
     train = small_sets()[0]
-    plan = run.plans(config, len(train.labels), len(train.unlabeled_images), world_size)[run.ROTATION]
-    return RotationBatches(config, train, plan, rank, world_size)
+    plan = run.plans(config, len(train.labels), len(train.unlabeled_images), world_size)[run.PRETEXT]
+    return PretextBatches(config, train, plan, rank, world_size)
 
 
 def test_view_k_is_turned_k_times_and_all_rows_take_part():
@@ -32,7 +32,7 @@ def test_view_k_is_turned_k_times_and_all_rows_take_part():
     still = override(CONFIG, {"augment.weak": True, "augment.large.affine": 0.0})
     batches, seen = rotation_batches(still), []
     for step in range(200 // 24):
-        batch = batches(step)
+        batch = rotation.turned(batches(step))
         assert len(batch.views) == 4 and len(batch.labels) == 0
         for k, view in enumerate(batch.views):
             torch.testing.assert_close(view, torch.rot90(batch.views[0], k, (2, 3)))
@@ -55,10 +55,10 @@ def test_shares_of_the_workers_are_the_global_batch():
 def test_the_step_tells_turns_apart():
     """Kills: labels in the order of rows, one view only, a temperature left out."""
     model = build_model(CONFIG.model, 4, 0, 0).train()
-    state, batch = new_state(model, model, CONFIG.rotation, CPU, False), rotation_batches()(0)
-    known = copy.deepcopy(model)(batch.views).known.detach()
+    state, batch = new_state(model, model, CONFIG.pretext, CPU, False), rotation_batches()(0)
+    known = copy.deepcopy(model)(rotation.turned(batch).views).known.detach()
     expected = np.mean([float(F.cross_entropy(known[k] / 0.1, torch.full((24,), k))) for k in range(4)])
-    found = [float(rotation_step(state, batch, CONFIG.objective, 0.05)) for _ in range(20)]
+    found = [float(rotation.step(state, batch, CONFIG, 0.05)) for _ in range(20)]
     assert found[0] == pytest.approx(expected, rel=1e-4)
     assert found[-1] < 0.7 * found[0]
 
@@ -68,10 +68,10 @@ def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
     """Kills: an encoder that is not carried over, a phase without checkpoints or lines, a resume that skips
     the phase or starts it again.
     """
-    config, whole = CONFIG.model_copy(update={"method": "rs"}), Storage(str(tmp_path / "whole"))
+    config, whole = override(CONFIG, {"method": "rs"}), Storage(str(tmp_path / "whole"))
     check_resumes(config, tmp_path, (10, 5))
-    stored = load_newest(whole, run.ROTATION)
-    assert stored.step == 2 * (200 // 24) and lines(whole)[0]["phase"] == "rotation"
+    stored = load_newest(whole, run.PRETEXT)
+    assert stored.step == 2 * (200 // 24) and lines(whole)[0]["phase"] == "pretext"
     still = override(config, {"pretrain.epochs": 0})
     start = run.run_phase(
         still, run.PRETRAIN, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "still"))

@@ -51,7 +51,7 @@ def curve(phase: str) -> dict[str, list[float]]:
     for i in range(20):
         batch = batches(i)
         views = [(view.double() * 1024).round() / 1024 for view in batch.views]
-        losses.append(float(step(state, batch._replace(views=views), config.objective, 0.02)))
+        losses.append(float(step(state, batch._replace(views=views), config, 0.02)))
     return {"loss": losses, "epoch_losses": state.epoch_losses.tolist()}
 
 
@@ -88,7 +88,7 @@ def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
     for heads in (family.numpy().transpose(1, 0, 2, 3) for family in families):
         targets = [targets_of(head, len(labels), 2, options) for head in heads]
         losses.append([loss_of(known, h, labels, t, 0.1, True) for h, t in zip(heads, targets, strict=True)])
-    found = discovery_step(state, batch, config.objective, 0.1)
+    found = discovery_step(state, batch, config, 0.1)
     assert float(found) == pytest.approx(np.mean(losses), rel=1e-4)
     *heads, count = state.epoch_losses.tolist()
     assert heads == pytest.approx(losses[0], rel=1e-4)
@@ -103,7 +103,7 @@ def test_prototypes_are_normalised_before_the_forward():
         with torch.no_grad():
             for head in (state.model.known, state.model.novel, state.model.over):
                 head.weight.mul_(scale)
-        losses.append(float(discovery_step(state, batch, CONFIG.objective, 0.1)))
+        losses.append(float(discovery_step(state, batch, CONFIG, 0.1)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -151,7 +151,7 @@ def test_a_step_on_a_mixed_pile_teaches_known_prototypes_by_unlabeled_rows(prior
     assert "extra/prior" in copied_tensors(state)
     plain = fresh_state(small_config())  # where the labeled rows alone teach them
     assert "prior" not in plain.extra
-    losses = [float(discovery_step(s, batch, config.objective, 0.1)) for s in (state, plain)]
+    losses = [float(discovery_step(s, batch, config, 0.1)) for s in (state, plain)]
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
     known = [s.model.known.weight.grad for s in (state, plain)]
     assert (known[0] - known[1]).abs().max() > 1e-3
@@ -169,7 +169,7 @@ def test_bfloat16_follows_the_curve_of_float32():
     for autocast in (False, True):
         state = fresh_state(config)
         state.autocast = autocast
-        curves.append([float(discovery_step(state, batches(i), config.objective, 0.02)) for i in range(20)])
+        curves.append([float(discovery_step(state, batches(i), config, 0.02)) for i in range(20)])
     assert all(p.dtype == torch.float32 for p in state.model.parameters())
     single, half = np.array(curves)
     assert half[0] == pytest.approx(single[0], rel=0.03)
@@ -194,11 +194,11 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
     """
     state, batches = fresh_state(CONFIG), batches_of(CONFIG)
     for step in range(good_steps):
-        discovery_step(state, batches(step), CONFIG.objective, 0.1)
+        discovery_step(state, batches(step), CONFIG, 0.1)
     state.model.normalize_prototypes_()
     before = copied_tensors(state)
     remove = poison(state.model, value)
-    discovery_step(state, batches(good_steps), CONFIG.objective, 0.1)
+    discovery_step(state, batches(good_steps), CONFIG, 0.1)
     remove()
     after = copied_tensors(state)
     kept = [name for name in before if name.startswith("optimizer/") or name in ("epoch_losses", "line_loss")]
@@ -207,7 +207,7 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
         atol = 1e-6 if name in ("model/known.weight", "model/novel.weight", "model/over.weight") else 0
         torch.testing.assert_close(after[name], before[name], atol=atol, rtol=0)
     assert (int(state.skipped), state.step) == (1, good_steps + 1)
-    loss = discovery_step(state, batches(good_steps + 1), CONFIG.objective, 0.1)
+    loss = discovery_step(state, batches(good_steps + 1), CONFIG, 0.1)
     assert torch.isfinite(loss).all()
     assert all(torch.isfinite(tensor).all() for name, tensor in copied_tensors(state).items() if name in kept)
     assert int(state.skipped) == 1
@@ -238,7 +238,7 @@ def test_permuted_hidden_labels_change_no_training_tensor(unlabel_known):
         train = assemble(task, images, readable(reasons))
         state, batches = fresh_state(run_config, train=train), batches_of(run_config, train=train)
         for step in range(4):
-            discovery_step(state, batches(step), run_config.objective, 0.1)
+            discovery_step(state, batches(step), run_config, 0.1)
         states.append(copied_tensors(state))
         truths.append(task.eval_labels)
     assert (truths[0] != truths[1]).sum() > 500  # the permutation was one

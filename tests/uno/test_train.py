@@ -207,7 +207,7 @@ def test_slow_steps_are_told_between_two_lines(storage, monkeypatch):
 def scripted(per_step: list[list[float]]):
     """A step that only counts given head losses."""
 
-    def step(state, batch, objective, lr):
+    def step(state, batch, config, lr):
         state.epoch_losses += torch.tensor([*per_step[state.step], 1.0])
         state.line_loss += torch.tensor([1.0, 1.0])
         state.step += 1
@@ -245,12 +245,12 @@ def failing_at(steps, kind: str = "gradient", times: int = 1):
     """discovery_step whose gradient, or one running statistic, is NaN at ``steps``, each ``times`` times."""
     left = dict.fromkeys(steps, times)
 
-    def step(state, batch, objective, lr):
+    def step(state, batch, config, lr):
         bad = left.get(state.step, 0) > 0
         if bad:
             left[state.step] -= 1
         remove = poison(state.model, float("nan")) if bad and kind == "gradient" else lambda: None
-        loss = discovery_step(state, batch, objective, lr)
+        loss = discovery_step(state, batch, config, lr)
         remove()
         if bad and kind == "statistics":
             state.model.encoder.bn1.running_var[0] = float("nan")

@@ -38,7 +38,7 @@ def choose(
     sizes = f"{_size(needed)} {what}, in memory {_size(peak)} with all programs, "
     sizes += f"budget {_size(budget)} ({SHARE:.0%} {where})"
     method = f"method {config.method}" if method_needs_images else None
-    needs = "rotation.epochs" if config.rotation.epochs else method
+    needs = "pretext.epochs" if config.pretext.epochs else method
     told = config.data.ingest
     if needs and told == "streaming":
         raise ConfigError(f"{needs} needs the images in memory; use --data.ingest resident")

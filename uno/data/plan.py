@@ -13,7 +13,7 @@ import torch
 from uno.errors import ConfigError
 
 # Streams of randomness: the second number of a generator's seed, one for each use of it.
-LABELED, UNLABELED, PRETRAIN, AUGMENT, ROTATION, FEATURES = range(6)  # FEATURES only after AUGMENT, for views
+LABELED, UNLABELED, PRETRAIN, AUGMENT, PRETEXT, FEATURES = range(6)  # FEATURES only after AUGMENT, for views
 REPORT_SAMPLE = 5  # rows that the report scores
 REPORT_MAP = 6  # rows that its maps show
 ESTIMATE = 8  # class splits, anchors and starts of the number of classes

@@ -13,7 +13,7 @@ from torch import Tensor
 from uno.augment import augment
 from uno.config import Config
 from uno.data.kept import Kept, part
-from uno.data.plan import ROTATION, Order, Plan, augment_generator
+from uno.data.plan import PRETEXT, Order, Plan, augment_generator
 from uno.data.rows import Decoded, Featured
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.steps import Batch
@@ -45,8 +45,8 @@ class TrainSet:
     def batches(
         self, config: Config, plan: Plan, rank: int = 0, world_size: int = 1, last: int | None = None
     ) -> ResidentBatches:
-        """The batches of a phase for worker ``rank``; of the rotation phase every view is turned."""
-        kind = RotationBatches if plan.labeled_stream == ROTATION else ResidentBatches
+        """The batches of a phase for worker ``rank``; those of a pretext task have no labels."""
+        kind = PretextBatches if plan.labeled_stream == PRETEXT else ResidentBatches
         if self.labeled_images.ndim == 3:
             kind = FeatureBatches
         return kind(config, self, plan, rank, world_size)
@@ -164,8 +164,8 @@ class FeatureBatches(ResidentBatches):
         ]
 
 
-class RotationBatches(ResidentBatches):
-    """Batches of the rotation phase: labeled and unlabeled rows alike; view k is turned by k * 90 degrees."""
+class PretextBatches(ResidentBatches):
+    """Batches of a pretext task: labeled and unlabeled rows alike."""
 
     def __call__(self, step: int) -> Batch:
         """The batch of global step ``step``; it has no labels."""
@@ -174,6 +174,4 @@ class RotationBatches(ResidentBatches):
         labeled, unlabeled = rows[~is_unlabeled], rows[is_unlabeled] - len(train.labels)
         positions = self._order.positions[np.argsort(is_unlabeled, kind="stable")]
         views = self._views(self._on_device(labeled), self._on_device(unlabeled), step, positions)
-        num_large = self._config.augment.large.num_views
-        turned = [torch.rot90(views[k % num_large], k, (2, 3)).contiguous() for k in range(4)]
-        return Batch(turned, train.labels[:0], 4)
+        return Batch(views, train.labels[:0], self._config.augment.large.num_views)

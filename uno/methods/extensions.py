@@ -14,15 +14,15 @@ from torch import Tensor
 
 from uno.collectives import gather_rows, mean_with_grad
 from uno.config import Config, ObjectiveConfig
-from uno.methods.method import Method
 from uno.model import Logits, UnoModel
 from uno.objective import discovery_loss
 from uno.state import TrainState
 from uno.steps import Batch, forward, global_targets, update_
 
 
-def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """:func:`uno.steps.discovery_step` with the terms and the queue that ``objective`` asks for."""
+    objective = config.objective
     logits, labels = forward(state, batch), batch.labels
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
@@ -48,9 +48,8 @@ def terms(state: TrainState, batch: Batch, logits: Logits, objective: ObjectiveC
     if objective.rkd_weight:
         assert state.teacher is not None
         large, rows = slice(batch.num_large), slice(num_labeled, None)
-        views = torch.cat([view[rows] for view in batch.views[large]])
         with torch.no_grad(), torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
-            teacher = state.teacher(views).unflatten(0, (batch.num_large, -1))
+            teacher = state.teacher([view[rows] for view in batch.views[large]]).known
         known, novel = known[large, rows], novel[large, :, rows]
         yield objective.rkd_weight * rkd_loss(known, novel, teacher, tau, objective.rkd_temperature)
 
@@ -135,6 +134,3 @@ def rkd_loss(
     known_mass = torch.sigmoid(log_known - (novel / scale).logsumexp(dim=-1))  # (V, H, B_u)
     weight = known_mass / mean_with_grad(known_mass.mean())
     return distillation_temperature**2 * (weight * cross_entropy.unsqueeze(1)).mean()
-
-
-METHOD = Method(step, start=start)

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from uno import collectives
-from uno.config import Config, ObjectiveConfig
+from uno.config import Config
 from uno.heads import unit
-from uno.methods import rs
-from uno.methods.method import AdaptedHead, Method, NovelHead, forward_two_views, learnt_features
+from uno.methods import Method, rs
+from uno.methods.method import AdaptedHead, NovelHead, forward_two_views, learnt_features
 from uno.model import UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -39,14 +39,14 @@ AGREEMENT = 0.5  # share of equal codes above which two rows are similar
 TEMPERATURE = 0.1
 
 
-def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """The objective of pairs + contrast of all rows. Returns the loss as (1,)."""
     num_labeled, windows = len(batch.labels), state.extra["windows"]
     known, novel, features = forward_two_views(state, batch)
     features = learnt_features(state.model, features)
     codes = hash_codes(features[:, num_labeled:].detach().mean(dim=0), windows)
     similar = agreement(codes, collectives.gather_rows(codes, 0), windows.shape[1]) > AGREEMENT
-    pairs = rs.loss_of_pairs(state, batch.labels, objective, known, novel, similar)
+    pairs = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
     return update_(state, pairs + contrast_loss(unit(features), batch.labels), lr)
 
 
@@ -88,4 +88,4 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     return {"windows": order[:, :WINDOW].to(model.known.weight.device)}
 
 
-METHOD = Method(step, NovelHead, start, frozen_head=AdaptedHead, settings=rs.SETTINGS)
+METHOD = Method("jia", step, NovelHead, start, rs.Consistency, settings=rs.SETTINGS, frozen_head=AdaptedHead)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from uno import collectives
-from uno.methods import pairs
-from uno.methods.method import Method
+from uno.methods import Method, pairs
 
 MARGIN = 2.0
 
@@ -38,4 +37,4 @@ def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) ->
     return torch.where(similar, divergence, (MARGIN - divergence).relu()).mean()
 
 
-METHOD = Method(partial(pairs.step, contrast), pairs.pair_head)
+METHOD = Method("kcl", partial(pairs.step, contrast), pairs.pair_head)

@@ -10,8 +10,8 @@ from functools import partial
 from torch import Tensor
 
 from uno import collectives
-from uno.methods import pairs
-from uno.methods.method import Method, pair_likelihood_loss
+from uno.methods import Method, pairs
+from uno.methods.method import pair_likelihood_loss
 
 
 def likelihood(first: Tensor, second: Tensor, similarity: pairs.PairSimilarity, features: Tensor) -> Tensor:
@@ -20,4 +20,4 @@ def likelihood(first: Tensor, second: Tensor, similarity: pairs.PairSimilarity, 
     return pair_likelihood_loss(first, collectives.gather_rows_with_grad(second, 0), similar)
 
 
-METHOD = Method(partial(pairs.step, likelihood), pairs.pair_head)
+METHOD = Method("mcl", partial(pairs.step, likelihood), pairs.pair_head)

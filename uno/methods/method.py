@@ -1,43 +1,13 @@
-"""What a discovery method is made of, and the parts that several share."""
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+"""The parts that several methods share."""
 
 import torch
 from torch import Tensor, nn
 
 from uno import collectives
-from uno.config import Config
 from uno.heads import Prototypes, unit
-from uno.model import BuildHead, UnoModel
+from uno.model import UnoModel
 from uno.state import TrainState
-from uno.steps import Batch, Step, forward
-
-MIN_COSINE = 0.95  # NCL's code and, at second hand, OpenMix's paper
-Start = Callable[[Config, UnoModel, Any], dict[str, Tensor]]
-"""From configuration, model and training set to the tensors that the method keeps from step to step."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """A discovery method.
-
-    ``step`` is one optimizer step. ``novel_head(K, D)`` builds the head that reads the feature: (N, D) -> (1,
-    N, K) logits, with ``weight`` (1, K, ...); None: UNO's projection heads. ``start`` runs once, before the
-    first step, on every worker alike: it may initialise the model in place and returns what to keep in
-    ``state.extra`` and in checkpoints. ``settings``: preset -> dotted keys, where the authors' constants
-    depend on the data. ``needs_images``: it reads images or ``Batch.rows`` itself, so it cannot stream.
-    ``frozen_head``: the head in its place where the encoder is frozen, of a method that would shape it: see
-    :class:`AdaptedHead`.
-    """
-
-    step: Step
-    novel_head: BuildHead | None = None
-    start: Start | None = None
-    needs_images: bool = False
-    frozen_head: BuildHead | None = None
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+from uno.steps import Batch, forward
 
 
 class NovelHead(nn.Module):
@@ -99,12 +69,7 @@ def pair_likelihood_loss(probabilities: Tensor, others: Tensor, similar: Tensor)
     return -torch.where(similar, together + 1e-7, 1 - together + 1e-7).log().mean()
 
 
-def alike(features: Tensor, least: float | None) -> Tensor:
-    """Which unlabeled rows (N, D) have a cosine above ``least`` (None: the papers'): (N, M) bool."""
+def alike(features: Tensor, threshold: float) -> Tensor:
+    """Which unlabeled rows (N, D) have a cosine above ``threshold``: (N, M) bool, M of all workers."""
     directions = unit(features.detach())
-    return directions @ collectives.gather_rows(directions, 0).T > weight_or(least, MIN_COSINE)
-
-
-def weight_or(given: float | None, published: float) -> float:
-    """The weight that was given, else the published one."""
-    return published if given is None else given
+    return directions @ collectives.gather_rows(directions, 0).T > threshold

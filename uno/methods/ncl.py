@@ -7,13 +7,13 @@ other view and to its nearest neighbours in the memory of unlabeled rows, and pu
 from hard negatives: memory entries unlike it, mixed with labeled ones. A labeled row is drawn to its other
 view and to all entries of its class. Neither memory holds a label that is not given.
 
-Known constants, from the authors' code: pairs are similar above a cosine of .95 (``objective.min_cosine``
-sets it: where few labels trained a small network next to no pair is, and the method fails for it: record
-``2026-11-23_cpu-track``); temperature .05; memories of 2,000 (ImageNet 3,000); of an unlabeled row's target
-.2 on the other view and .8 spread over k = int(2000 / C_u / 2) neighbours; weight 1 from epoch 1 of 200;
-weight .1 of labeled rows, targets uniform; hard negatives from epoch 3: the 400 entries least like the row
-(50 where C_u = 5) mixed 5 times with random labeled entries, 1/3 to 2/3 and 2/3 to 1/3, of which the 400
-hardest count; the weight of the consistency as RS.
+Known constants, from the authors' code: pairs are similar above a cosine of .95 (``--ncl.threshold``; a
+small network that few labels trained needs a lower one: record ``2026-11-23_cpu-track``); temperature .05;
+memories of 2,000 (ImageNet 3,000); of an unlabeled row's target .2 on the other view and .8 spread over
+k = int(2000 / C_u / 2) neighbours; weight 1 from epoch 1 of 200; weight .1 of labeled rows, targets uniform;
+hard negatives from epoch 3: the 400 entries least like the row (50 where C_u = 5) mixed 5 times with random
+labeled entries, 1/3 to 2/3 and 2/3 to 1/3, of which the 400 hardest count; the weight of the consistency as
+RS.
 
 Ours: a memory is no larger than its set, or it would hold a row's past more often than its neighbours; k, 400
 and 50 shrink with it. Epochs are shares of the phase, and a term waits until its memories are full, where
@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 
 from uno import collectives
-from uno.config import Config, ObjectiveConfig
+from uno.config import Config, field
 from uno.heads import unit
-from uno.methods import rs
-from uno.methods.method import AdaptedHead, Method, NovelHead, alike, forward_two_views, learnt_features
+from uno.methods import Method, rs
+from uno.methods.method import AdaptedHead, NovelHead, alike, forward_two_views, learnt_features
 from uno.model import UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -52,13 +52,19 @@ DRAWS = 5
 MIXES = ((1 / 3, 2 / 3), (2 / 3, 1 / 3))
 
 
-def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+class Constants(rs.Consistency):
+    """Of NCL."""
+
+    threshold: float = field(0.95, "Cosine above which two images count as of one class.", ge=-1, le=1)
+
+
+def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """The objective of pairs + contrast of labeled and, once it is time, of unlabeled rows. Returns (1,)."""
     num_labeled, extra = len(batch.labels), state.extra
     known, novel, features = forward_two_views(state, batch)
     features = learnt_features(state.model, features)
-    similar = alike(features[0, num_labeled:], objective.min_cosine)
-    loss = rs.loss_of_pairs(state, batch.labels, objective, known, novel, similar)
+    similar = alike(features[0, num_labeled:], config.method_options.threshold)
+    loss = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
     query, key = unit(features[0]), unit(features[1]).detach()
     past, past_labeled, classes = extra["memory"], extra["labeled_memory"], extra["labeled_classes"]
     pulled = class_loss(query[:num_labeled], key[:num_labeled], batch.labels, past_labeled, classes)
@@ -155,4 +161,4 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     }
 
 
-METHOD = Method(step, NovelHead, start, frozen_head=AdaptedHead, settings=rs.SETTINGS)
+METHOD = Method("ncl", step, NovelHead, start, Constants, settings=rs.SETTINGS, frozen_head=AdaptedHead)

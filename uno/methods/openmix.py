@@ -8,7 +8,7 @@ novel head says of the other image, [0, p]. Each unlabeled image takes a smaller
 its own class is clear: such reliable anchors teach the others. The squared error of the joint softmax with
 these targets has a weight that rises.
 
-No code was published. From the paper, at second hand: the cosine .95 (``objective.min_cosine``), the share of
+No code was published. From the paper, at second hand: the cosine .95, the share of
 the labeled image max(l, 1 - l) with l from a Beta distribution, anchors above a probability of .9, the rise,
 a start by clustering. Not known to us, so ours: Beta(1, 1); weight 1; the squares are summed over classes,
 their mean is over rows; the rise over a quarter of the phase, as RS's consistency, which is left in; the
@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from uno import collectives
-from uno.config import Config, ObjectiveConfig
+from uno.config import Config, field
 from uno.data.stream import TrainData
-from uno.methods import rs
-from uno.methods.method import Method, NovelHead, alike
+from uno.methods import Method, rs
+from uno.methods.method import NovelHead, alike
 from uno.model import UnoModel
 from uno.prototype_init import clusters_of, training_features
 from uno.state import TrainState
@@ -39,9 +39,15 @@ BETA = 1.0
 WEIGHT = 1.0
 
 
-def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+class Constants(rs.Consistency):
+    """Of OpenMix."""
+
+    threshold: float = field(0.95, "Cosine above which two images count as of one class.", ge=-1, le=1)
+
+
+def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """The objective of pairs + rising squared error of mixed images. Returns the loss as (1,)."""
-    num_labeled, tau = len(batch.labels), objective.temperature
+    num_labeled, tau = len(batch.labels), config.objective.temperature
     partner, share = plan(state.step, num_labeled, len(batch.views[0]))
     partner, share = (t.to(state.device, non_blocking=True) for t in (partner, share))
     clean = batch.views[0]
@@ -51,12 +57,12 @@ def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float)
     logits = forward(state, batch._replace(views=[*batch.views[:2], mixed], num_large=3))
     assert logits.novel is not None and logits.features is not None
     known, novel = logits.known, logits.novel[:, 0]
-    similar = alike(logits.features[0, num_labeled:], objective.min_cosine)
-    pairs = rs.loss_of_pairs(state, batch.labels, objective, known[:2], novel[:2], similar)
+    similar = alike(logits.features[0, num_labeled:], config.method_options.threshold)
+    pairs = rs.loss_of_pairs(state, batch.labels, config, known[:2], novel[:2], similar)
     joint = (torch.cat([known[2], novel[2]], dim=-1) / tau).softmax(dim=-1)
     own = (novel[0, num_labeled:].detach() / tau).softmax(dim=-1)
     targets, counts = mixed_targets(batch.labels, own, partner, share, known.shape[-1])
-    weight = WEIGHT * rs.ramp(state, objective)
+    weight = WEIGHT * rs.ramp(state, config)
     return update_(state, pairs + weight * mixed_loss(joint, targets, counts), lr)
 
 
@@ -110,4 +116,4 @@ def start(config: Config, model: UnoModel, train: TrainData) -> dict[str, Tensor
     return {}
 
 
-METHOD = Method(step, NovelHead, start, settings=rs.SETTINGS)
+METHOD = Method("openmix", step, NovelHead, start, Constants, settings=rs.SETTINGS)

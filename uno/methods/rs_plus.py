@@ -7,24 +7,23 @@ Known constants, from the authors' code: the pseudo-label's cross-entropy weighs
 consistency; consistency 5 over 50 of 200 epochs (CIFAR10), 25 over 300 of 400 (CIFAR100). ImageNet's are not
 in their code: those of RS stand in. Both heads here are cosines: the joint head is the known prototypes and
 C_u more, which the authors start as random rows with a low bias. Task-aware accuracy here is that of the
-joint head's novel outputs, one model for all protocols; the authors report the cluster head's there: on the
-digits, with k = 5, 70.7, 57.9, 71.1 where the joint head has 76.8, 55.8, 68.0. k and
-what else differs: :mod:`uno.methods.rs`; k = 1 75.5, k = 5 66.9 (3 seeds).
+joint head's novel outputs, one model for all protocols; the authors report the cluster head's there. k and
+what else differs: :mod:`uno.methods.rs`.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uno.config import ObjectiveConfig
+from uno.config import Config
 from uno.heads import Prototypes
-from uno.methods import rs
-from uno.methods.method import Method, NovelHead, forward_two_views
+from uno.methods import Method, rs
+from uno.methods.method import NovelHead, forward_two_views
 from uno.state import TrainState
 from uno.steps import Batch, update_
 
 INCREMENT = 0.05
-CIFAR100 = {"objective.consistency_weight": 25.0, "objective.rampup": 0.75}
+CIFAR100 = {"consistency_weight": 25.0, "rampup": 0.75}
 SETTINGS = {**rs.SETTINGS, "cifar100_20": CIFAR100, "cifar100_50": CIFAR100}
 
 
@@ -33,15 +32,15 @@ def joint_head(num_novel: int, num_features: int) -> nn.Module:
     return NovelHead(num_novel, num_features, Prototypes(1, num_novel, num_features))
 
 
-def step(state: TrainState, batch: Batch, objective: ObjectiveConfig, lr: float) -> Tensor:
+def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """The loss of RS on joint and cluster head + rising cross-entropy of pseudo-labels. Returns (1,)."""
-    num_labeled, tau = len(batch.labels), objective.temperature
+    num_labeled, tau = len(batch.labels), config.objective.temperature
     known, novel, features = forward_two_views(state, batch)
     clusters = state.model.novel.auxiliary(features.flatten(0, 1))[0].unflatten(0, (2, -1))
     joint = torch.cat([known, novel], dim=-1)  # (2, B, C)
     increment = incremental_loss(joint[:, num_labeled:], clusters[0, num_labeled:], tau)
-    ranked = rs.loss(state, batch.labels, objective, joint, clusters, features)
-    return update_(state, ranked + INCREMENT * rs.ramp(state, objective) * increment, lr)
+    ranked = rs.loss(state, batch.labels, config, joint, clusters, features)
+    return update_(state, ranked + INCREMENT * rs.ramp(state, config) * increment, lr)
 
 
 def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Tensor:
@@ -54,4 +53,4 @@ def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Ten
     return F.cross_entropy(joint.flatten(0, 1) / temperature, labels.repeat(len(joint)))
 
 
-METHOD = Method(step, joint_head, settings=SETTINGS)
+METHOD = Method("rs_plus", step, joint_head, config=rs.Constants, settings=SETTINGS)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from uno.config import Config
+from uno.methods import load
 from uno.report.facts import Facts
 from uno.report.findings import Findings
 from uno.report.sample import Sample
@@ -67,7 +68,7 @@ def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
             f"{MIN_ROWS} unlabeled images ({_list(few)})",
             "Their numbers say little; more unlabeled images or fewer classes would help.",
         )
-    factor = config.model.overcluster_factor if config.method == "uno" else 0
+    factor = config.model.overcluster_factor if load(config.method).novel_head is None else 0
     if sample.is_whole and total < MIN_ROWS * factor * num:
         yield (
             f"Few images per cluster: {total:,} unlabeled images for {factor * num} overclusters",

@@ -12,7 +12,7 @@ from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, StorageError
-from uno.methods import METHODS
+from uno.methods import description
 from uno.methods.registry import num_heads
 from uno.report import charts, facts
 from uno.report.checks import CHECKED, warnings
@@ -61,7 +61,7 @@ def write_report(
         "novel_truth": any("/novel/" in key for key in metrics),
         "warnings": list(warnings(config, found, looked["sample"], looked["findings"])),
         "curves": facts.curves(found), "estimate_chart": facts.estimate_chart(found),
-        "num_heads": num_heads(config), "method": METHODS[config.method],
+        "num_heads": num_heads(config), "method": description(config.method),
         "times": facts.times(config, found, task), "command": facts.command_line(config),
     }  # fmt: skip
     storage.write(REPORT_FILE, render("report.html", context, script="report.js").encode())

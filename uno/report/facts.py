@@ -17,18 +17,14 @@ from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import duration
 from uno.runs import (
     CONFIG_FILE,
-    DISCOVER,
     ENVIRONMENT_FILE,
     ESTIMATE_FILE,
     METRICS_FILE,
     PHASES,
     PRETRAIN,
     RESULTS_FILE,
-    ROTATION,
 )
 from uno.runs.journal import read_journal
-
-TITLES = {ROTATION: "Rotation", PRETRAIN: "Pretraining", DISCOVER: "Discovery"}
 
 
 @dataclass(frozen=True)
@@ -89,11 +85,11 @@ def is_number(value: Any) -> TypeGuard[float]:
 def curves(facts: Facts) -> list[Chart]:
     """Loss and learning rate of every phase there was, and the loss of every head."""
     drawn = []
-    for phase in PHASES:
+    for phase, title in PHASES.items():
         for key, name in (("loss", "loss"), ("lr", "learning rate")):
             pairs = [(entry.get("step"), entry.get(key)) for entry in facts.entries(phase)]
             series = Series(name, [(x, y) for x, y in pairs if is_number(x) and is_number(y)])
-            drawn.append(line_chart(f"{TITLES[phase]}: {name}", "step", [series]))
+            drawn.append(line_chart(f"{title}: {name}", "step", [series]))
     heads = enumerate(zip(*facts.head_losses(), strict=True), 1)
     series_of_heads = [Series(f"head {head}", list(enumerate(losses, 1))) for head, losses in heads]
     drawn.append(line_chart("Cluster loss of each head", "epoch", series_of_heads))
@@ -116,14 +112,14 @@ def estimate_chart(facts: Facts) -> Chart | None:
 def times(config: Config, facts: Facts, task: Task | None) -> list[tuple[str, str]]:
     """What each phase took, as label and text."""
     found = []
-    for phase in PHASES:
+    for phase, title in PHASES.items():
         if entries := facts.entries(phase):
             size = config.train.batch_size
             if phase == PRETRAIN and task is not None:  # a set smaller than a batch is one batch
                 size = min(size, int((task.labels >= 0).sum()))
             took, last = duration(training_seconds(entries, size)), entries[-1]
             how_far = f"{last.get('step', 0):,} steps, {last.get('epoch', 0):,} epochs"
-            found.append((f"{TITLES[phase]} time", f"{took} for {how_far}"))
+            found.append((f"{title} time", f"{took} for {how_far}"))
     return found
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from uno.config import Config, flatten, override, to_dict
 from uno.errors import ConfigError, did_you_mean
+from uno.methods import METHODS
 from uno.methods.registry import settings
 from uno.presets import preset, sized
 
@@ -151,6 +152,12 @@ def build(name: str, scale: str) -> Table:
     return Table.model_validate({"name": name, "scale": scale, "published": published, **tree})
 
 
+def _without_other_sections(changes: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """``changes`` without the constants of methods of this package that are not ``method``."""
+    others = METHODS.keys() - {method}
+    return {key: value for key, value in changes.items() if key.partition(".")[0] not in others}
+
+
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
     """``node`` with the ``$words`` of all its texts replaced by their values."""
     if isinstance(node, str):
@@ -222,7 +229,7 @@ def cells(
         for row in (row for row in table.rows if row.of is None):
             method = str(row.overrides.get("method", changes.get("method", base.method)))
             own = {**settings(method, benchmark.preset), **(row.frozen if frozen else {})}
-            own |= {**own_changes, **row.overrides}
+            own |= {**_without_other_sections(own_changes, method), **row.overrides}
             try:
                 some = [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]
             except ConfigError as error:

@@ -33,7 +33,7 @@ from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of
 from uno.results.metrics import Counts, cluster_accuracy, confusion
-from uno.runs import ESTIMATE_FILE, PRETRAIN, run
+from uno.runs import ESTIMATE_FILE, run
 from uno.train import LocalWorker
 
 FINGERPRINT_ROWS = 1024
@@ -245,7 +245,7 @@ def pretrain_split(
             own = torch.isin(train.labels, pretrain)
             labels = torch.tensor(_positions(train.labels[own], split.pretrain))
             part = TrainSet(train.labeled_images[own], labels, train.unlabeled_images, len(pretrain), 1)
-            model = run.run_phase(config, PRETRAIN, part.to(place), LocalWorker(place), storage).model.eval()
+            model = run.pretrain(config, part.to(place), LocalWorker(place), storage).model.eval()
 
         free = torch.full((len(train.unlabeled_images),), FREE)
         labeled = _sample_rows(train.labels, settings.max_rows, config.seed)

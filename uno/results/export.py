@@ -20,7 +20,7 @@ from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
 from uno.encoder import SMALL_STEMS, build_encoder, classifier_of
 from uno.errors import ConfigError, NumericsError
-from uno.methods import METHODS
+from uno.methods import description
 from uno.methods.registry import build_network
 from uno.model import UnoModel
 from uno.results.accuracy_table import SPLITS, filled_tables
@@ -188,7 +188,7 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
     return environment.get_template("model_card.jinja").render(
         model=model, config=config, net=net, facts=facts, metrics=metrics, library=library, name=name,
         classifier=classifier, small_stem=SMALL_STEMS.get(net.stem), own_encoders=OWN_ENCODERS, edits=edits,
-        weights=origin(net), method=METHODS[config.method], trust=verdict(metrics), splits=SPLITS,
+        weights=origin(net), method=description(config.method), trust=verdict(metrics), splits=SPLITS,
         tables=filled_tables(metrics),
         percent=lambda key: f"{100 * metrics[key]:.1f}" if key in metrics else "",
     )  # fmt: skip

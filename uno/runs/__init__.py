@@ -1,7 +1,8 @@
 """A run: its phases, and the names of what every command finds in its directory."""
 
-ROTATION, PRETRAIN, DISCOVER = "rotation", "pretrain", "discover"
-PHASES = (ROTATION, PRETRAIN, DISCOVER)  # each has a section of its name in the configuration
+PRETEXT, PRETRAIN, DISCOVER = "pretext", "pretrain", "discover"
+PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery"}
+"""All phases in order, each with a section of its name in the configuration -> its title."""
 
 NUMERICS = 17
 """The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""

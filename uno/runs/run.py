@@ -1,6 +1,5 @@
-"""A run from its data to a trained model: pretrain, discover; the same on every worker."""
+"""A run from its data to a trained model: pretext task, pretraining, discovery; the same on every worker."""
 
-import copy
 from contextlib import closing
 
 import torch
@@ -9,32 +8,47 @@ from torch import Tensor, nn
 from uno import collectives
 from uno.config import Config, PhaseConfig, about, config_hash, flatten, override, to_dict
 from uno.data.files import Storage
-from uno.data.plan import ROTATION as ROTATION_STREAM
+from uno.data.plan import PRETEXT as PRETEXT_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
 from uno.data.stream import TrainData
 from uno.errors import ConfigError, StorageError
-from uno.methods import registry
+from uno.methods import load_pretext, registry
 from uno.model import UnoModel, build_model
 from uno.prototype_init import start_
-from uno.runs import DISCOVER, PRETRAIN, ROTATION
+from uno.runs import DISCOVER, PRETEXT, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.runs.hardware import prepare_compiler
 from uno.state import TrainState, new_state, with_prefix
-from uno.steps import pretrain_step, rotation_step
+from uno.steps import Step, pretrain_step
 from uno.train import Phase, Worker, fit
 from uno.weights import PRETRAINED, is_file, load_encoder_, read_weights
 
 
+def phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
+    """The phases of a run in their order, up to ``last``: discovery starts from weights that are given, else
+    from supervised pretraining where the method wants it, after the pretext task where there is one.
+    """
+    method, scratch = registry.load(config), config.model.weights is None
+    if method.teacher(config) and config.model.trainable == "heads":
+        pretrain = True  # of the known head alone, on features of the encoder whose weights are given
+    else:
+        pretrain = scratch and (method.pretrain or last == PRETRAIN)
+    wanted = {PRETEXT: scratch and config.pretext.epochs > 0, PRETRAIN: pretrain, DISCOVER: last == DISCOVER}
+    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
 def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
-    """Batch plans of the phases; rotation's only where the run has it. ConfigError: sizes that do not fit."""
+    """Batch plans of the phases; a pretext task's only where the run has it. ConfigError: sizes that do not
+    fit.
+    """
     seed, size, workers = config.seed, config.train.batch_size, max(1, num_workers)
     found = {
         PRETRAIN: make_pretrain_plan(seed, size, num_labeled, workers),
         DISCOVER: make_plan(seed, config.data.composition, size, num_labeled, num_unlabeled, workers),
     }
-    if config.rotation.epochs:
+    if config.pretext.epochs:
         rows = num_labeled + num_unlabeled
-        found = {ROTATION: make_pretrain_plan(seed, size, rows, workers, ROTATION_STREAM), **found}
+        found = {PRETEXT: make_pretrain_plan(seed, size, rows, workers, PRETEXT_STREAM), **found}
     return found
 
 
@@ -47,32 +61,33 @@ def pretrain_hash(config: Config) -> str:
 def run_phase(config: Config, name: str, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
     """Train one phase of a run, from its newest checkpoint; returns at once where it is finished.
 
-    Rotation: tell quarter turns of all training rows apart (Gidaris et al. 2018), what KCL to RS+ start from;
-    their papers then freeze most of the encoder, it learns here. Pretraining: encoder and known head
-    on labeled rows (paper Sec. 4.1), of large views alone, also where discovery has small ones [v2].
-    Discovery: from those, or from ``config.model.weights``.
+    A pretext task trains the encoder on all training rows. Pretraining: encoder and known head on labeled
+    rows (paper Sec. 4.1), of large views alone, also where discovery has small ones [v2]. Discovery: from
+    those, or from ``config.model.weights``. StorageError: a phase that this one starts from has not run.
     """
     plan = plans(config, len(train.labels), train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
-    method = registry.load(config)
-    step = {ROTATION: rotation_step, PRETRAIN: pretrain_step, DISCOVER: method.step}[name]
     batch_rows = plan.labeled_size + plan.unlabeled_size
-    phase = Phase(name, settings, plan.steps_per_epoch, batch_rows, config.train.max_steps, step)
-    model, teacher, known_too = _new_network(config, name, train, worker, storage)
+    phase = Phase(
+        name, settings, plan.steps_per_epoch, batch_rows, config.train.max_steps, _step(config, name)
+    )
+    model, has_known = _initial_network(config, name, train, storage)
     model = model.to(worker.device).to(memory_format=torch.channels_last)
     cuda = worker.device.type == "cuda"
     autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
     extra: dict[str, Tensor] = {}
     if name == DISCOVER and not checkpoint_steps(storage, name):
-        extra = method.start(config, model, train) if method.start is not None else {}
-        extra = start_(config, model, train, extra, known_too)
+        start = registry.load(config).start
+        extra = start(config, model, train) if start is not None else {}
+        extra = start_(config, model, train, extra, has_known)
     if config.compute.compile:
         prepare_compiler()
         model.encoder.compile()
     forward, encoder_lr = worker.wrap(model), config.model.encoder_lr
     state = new_state(model, forward, settings, worker.device, autocast, encoder_lr)
     state.extra = {key: collectives.from_first(t.to(worker.device)) for key, t in extra.items()}
-    state.teacher = None if teacher is None else teacher.to(worker.device)
+    if name == DISCOVER and registry.load(config).teacher(config):
+        state.teacher = _teacher(config, train, storage).to(worker.device)
     views = config if name == DISCOVER else override(config, {"augment.small.num_views": 0})
     with closing(train.batches(views, plan, worker.rank, worker.world_size, phase.last_step)) as batches:
         fit(config, phase, state, batches, worker, storage)
@@ -80,43 +95,48 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     return state
 
 
-def _new_network(
-    config: Config, name: str, train: TrainData, worker: Worker, storage: Storage
-) -> tuple[UnoModel, nn.Module | None, bool]:
-    """What a phase starts from at its step 0, the frozen teacher that discovery may have, and whether the
-    known prototypes have learnt.
-    """
-    if name != DISCOVER:
-        model = build_model(config.model, 4 if name == ROTATION else train.num_known, 0, config.seed)
-        if config.model.trainable == "heads":  # a teacher of rKD: the known head alone learns
+def pretrain(config: Config, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
+    """Supervised pretraining, after the pretext task where the run has one, whatever the run starts from."""
+    if config.pretext.epochs:
+        run_phase(config, PRETEXT, train, worker, storage)
+    return run_phase(config, PRETRAIN, train, worker, storage)
+
+
+def _step(config: Config, phase: str) -> Step:
+    if phase == PRETEXT:
+        return load_pretext(config.pretext.task).step
+    return pretrain_step if phase == PRETRAIN else registry.load(config).step
+
+
+def _initial_network(config: Config, phase: str, train: TrainData, storage: Storage) -> tuple[UnoModel, bool]:
+    """The network at step 0 of a phase, and whether its known prototypes are trained ones."""
+    if phase == PRETEXT:
+        return build_model(config.model, load_pretext(config.pretext.task).num_outputs, 0, config.seed), False
+    if phase == PRETRAIN:
+        model = build_model(config.model, train.num_known, 0, config.seed)
+        if config.model.trainable == "heads":
             load_weights_(model, config, storage)
-        if name == PRETRAIN and config.rotation.epochs:
-            rotated = run_phase(config, ROTATION, train, worker, storage).model
-            model.encoder.load_state_dict(rotated.encoder.state_dict())
-        return model, None, False
+        elif config.pretext.epochs:
+            _load_phase_(model, storage, PRETEXT)
+        return model, False
     model = registry.build_network(config, train.num_known, train.num_novel, config.seed + 1)
-    known_too = load_weights_(model, config, storage)
-    if not config.objective.rkd_weight:
-        return model, None, known_too
-    teacher = model
-    if config.model.trainable == "heads":
-        teacher = run_phase(config, PRETRAIN, train, worker, storage).model
-    elif not known_too:
-        raise ConfigError("objective.rkd_weight needs weights of a pretraining on the same known classes")
-    teacher.normalize_prototypes_()
-    return model, copy.deepcopy(Teacher(teacher)).eval().requires_grad_(False), known_too
+    return model, load_weights_(model, config, storage)
 
 
-class Teacher(nn.Module):
-    """The encoder and the known head of a network: images, or their features (B, D) -> cosines (B, C_l)."""
-
-    def __init__(self, model: UnoModel) -> None:
-        super().__init__()
-        self.encoder, self.known = model.encoder, model.known
-
-    def forward(self, views: Tensor) -> Tensor:
-        """As :class:`~uno.model.UnoModel` takes them."""
-        return self.known(views if views.ndim == 2 else self.encoder(views))
+def _teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:
+    """The network that supervised pretraining left, encoder and known head, frozen. ConfigError: there is no
+    pretraining on the same known classes.
+    """
+    model = build_model(config.model, train.num_known, 0, config.seed)
+    if PRETRAIN in phases(config):
+        has_known = _load_phase_(model, storage, PRETRAIN)
+    else:
+        has_known = load_weights_(model, config, storage)
+    if not has_known:
+        why = "needs weights of a pretraining on the same known classes"
+        raise ConfigError(f"the teacher of method {config.method} (objective.rkd_weight) {why}")
+    model.normalize_prototypes_()
+    return model.eval().requires_grad_(False)
 
 
 def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
@@ -127,25 +147,36 @@ def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
 
 
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
-    """Carry the encoder over from ``config.model.weights`` or this run's pretraining; returns whether the
-    known prototypes came along: not of a file, nor of another number of classes.
+    """Carry the encoder over from ``config.model.weights`` or this run's earlier phase, if it has one;
+    returns whether trained known prototypes came along: not of a file, nor of another number of classes.
     """
     source = config.model.weights
     if source is not None and (source == PRETRAINED or is_file(source)):
         load_encoder_(model.encoder, read_weights(source, storage), source)
         return False
-    place = storage if source is None else Storage(source)
-    checkpoint = load_newest(place, PRETRAIN)
-    if checkpoint is None:
-        raise StorageError(f"no pretraining checkpoint in {place.uri}")
-    weights = with_prefix(checkpoint.tensors, "model/")
-    load_encoder_(model.encoder, with_prefix(weights, "encoder."), place.uri)
-    if weights["known.weight"].shape == model.known.weight.shape:
-        model.known.load_state_dict({"weight": weights["known.weight"]})
-        return True
-    if source is None:
+    if source is not None:
+        return _load_phase_(model, Storage(source), PRETRAIN)
+    before = [name for name in phases(config) if name != DISCOVER]
+    if not before:
+        return False
+    has_known = _load_phase_(model, storage, before[-1])
+    if not has_known and before[-1] == PRETRAIN:
         raise ConfigError("the pretrained known head has another number of classes than the data")
-    return False
+    return has_known
+
+
+def _load_phase_(model: UnoModel, storage: Storage, phase: str) -> bool:
+    """The encoder that a phase left, and its known prototypes where they are as many; returns whether."""
+    checkpoint = load_newest(storage, phase)
+    if checkpoint is None:
+        raise StorageError(f"no {'pretraining' if phase == PRETRAIN else phase} checkpoint in {storage.uri}")
+    weights = with_prefix(checkpoint.tensors, "model/")
+    load_encoder_(model.encoder, with_prefix(weights, "encoder."), storage.uri)
+    prototypes = weights["known.weight"]
+    if phase != PRETRAIN or prototypes.shape != model.known.weight.shape:
+        return False
+    model.known.load_state_dict({"weight": prototypes})
+    return True
 
 
 def load_trained(

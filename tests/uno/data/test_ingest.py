@@ -76,7 +76,7 @@ def test_own_memory(monkeypatch):
     assert own_bytes() == 0
 
 
-@pytest.mark.parametrize("values", [{"method": "dtc"}, {"rotation__epochs": 1}])
+@pytest.mark.parametrize("values", [{"method": "dtc"}, {"pretext__epochs": 1}])
 def test_what_needs_the_images_keeps_them(values):
     """Kills: a set that does not fit streamed into a method that looks rows up."""
     needs = "method" in values

@@ -185,7 +185,7 @@ def test_a_share_of_each_known_class_loses_its_label():
 @pytest.mark.parametrize(
     ("config", "declared", "pile", "why"),
     [
-        ({"num_novel": 2, "method": "rs"}, (), "novel", "the only kind here .*belongs to method uno"),
+        ({"num_novel": 2, "method": "rs"}, (), "novel", "the only kind here .*does not go with method rs"),
         ({"known_classes": "first:5"}, (), "novel", "only labels of other classes are hidden"),
         ({}, ("0", "1"), "novel", "only labels"),
         ({"known_classes": "first:5", "unlabel_known": 0.5}, (), "mixed", "unlabel-known asks"),

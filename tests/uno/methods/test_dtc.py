@@ -61,7 +61,7 @@ def test_the_step_equals_the_loop(step):
     """66 steps: warm-up 6, targets anew every 3. Kills: targets of other rows, q of the second view, labeled
     rows in the loss or in BatchNorm's statistics.
     """
-    config = small_config(method="dtc", objective__consistency_weight=3.0)
+    config = small_config(method="dtc", dtc__consistency_weight=3.0)
     state, batch = fresh_state(config), batches_of(config)(1)
     state.step, state.total_steps = step, 66
     generator = torch.Generator().manual_seed(1)
@@ -78,7 +78,7 @@ def test_the_step_equals_the_loop(step):
     if step >= 6:
         ramp = np.exp(-5 * (1 - (step - 6) / 3) ** 2)
         expected += 3.0 * ramp * np.mean((q[0] - q[1]) ** 2)
-    assert float(dtc.step(state, batch, config.objective, 0.0)) == pytest.approx(expected, rel=1e-4)
+    assert float(dtc.step(state, batch, config, 0.0)) == pytest.approx(expected, rel=1e-4)
     kept = state.extra["probabilities"].double().numpy()
     np.testing.assert_allclose(kept[batch.rows.numpy()], q[0], rtol=1e-4)
     others = np.setdiff1d(np.arange(100), batch.rows.numpy())
@@ -93,15 +93,15 @@ def test_the_step_equals_the_loop(step):
 def test_constants_of_the_authors():
     """Epochs as shares of the phase. Kills: CIFAR10's on CIFAR100, a constant that the step does not read."""
     cifar100, imagenet = (registry.settings("dtc", name) for name in ("cifar100_50", "imagenet"))
-    assert cifar100["objective.warmup"] == 30 / 130 and cifar100["objective.interval"] == 10 / 130
-    assert imagenet["objective.consistency_weight"] == 100 and imagenet["objective.warmup"] == 10 / 70
-    assert registry.settings("dtc", "cifar10") == {}
-    config = small_config(method="dtc", objective__warmup=0.5, objective__interval=0.25)
+    assert cifar100["dtc.warmup"] == 30 / 130 and cifar100["dtc.update_interval"] == 10 / 130
+    assert imagenet["dtc.consistency_weight"] == 100 and imagenet["dtc.warmup"] == 10 / 70
+    assert registry.settings("dtc", "cifar10") == {"method": "dtc"}
+    config = small_config(method="dtc", dtc__warmup=0.5, dtc__update_interval=0.25)
     state, batch = fresh_state(config), batches_of(config)(1)
     before, state.total_steps = state.extra["targets"].clone(), 20
     for step, moves in ((9, False), (10, True), (12, False), (15, True)):
         state.step, state.extra["probabilities"] = step, state.extra["probabilities"].square() + step / 9
-        dtc.step(state, batch, config.objective, 0.0)
+        dtc.step(state, batch, config, 0.0)
         assert torch.equal(state.extra["targets"], before) != moves, step
         before = state.extra["targets"].clone()
 

@@ -84,12 +84,11 @@ def test_weights_scale_their_terms_in_the_step():
     def loss(**overrides):
         config = small_config(**{f"objective__{name}": value for name, value in overrides.items()})
         state = fresh_state(config)
-        other = build_model(config.model, 5, 0, 3).eval()
-        state.teacher = torch.nn.Sequential(other.encoder, other.known)
+        other = state.teacher = build_model(config.model, 5, 0, 3).eval()
         with torch.no_grad():
             logits = fresh_state(config).model(batch.views)
             taught = other([view[len(batch.labels) :] for view in batch.views]).known
-        return float(step(state, batch, config.objective, 0.0)), logits, taught
+        return float(step(state, batch, config, 0.0)), logits, taught
 
     plain, logits, taught = loss()
     rows = len(batch.labels)
@@ -107,7 +106,7 @@ def test_weights_scale_their_terms_in_the_step():
 def test_other_methods_refuse_them():
     """Kills: an option that silently does nothing."""
     for name in ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size"):
-        with pytest.raises(ConfigError, match=f"objective.{name} belongs to method uno, not to rs"):
+        with pytest.raises(ConfigError, match=f"objective.{name} does not go with method rs"):
             small_config(method="rs", **{f"objective__{name}": 1})
 
 

@@ -46,7 +46,7 @@ def test_every_method_learns_with_its_heads_alone(method):
     state.step, state.extra = 9, {k: v + 0.1 if k == "memory" else v for k, v in state.extra.items()}
     before = copied_tensors(state)
     for n in range(2):
-        loss = registry.load(config).step(state, batches(n), config.objective, 0.1)
+        loss = registry.load(config).step(state, batches(n), config, 0.1)
         assert loss.isfinite()
     moved = {name for name, t in copied_tensors(state).items() if not torch.equal(t, before[name])}
     heads = {name for name in before if name.startswith("model/") and "encoder" not in name}
@@ -93,13 +93,16 @@ def rkd(tmp_path: Path) -> Config:
 def test_the_teacher_of_rkd_is_a_known_head_on_the_features(rkd, tmp_path):
     """Kills: a teacher that has learnt nothing, one that starts the student, one that is lost in a resume."""
     train, whole = feature_set(), Storage(str(tmp_path / "whole"))
+    assert run.phases(rkd) == (PRETRAIN, DISCOVER)
+    run.run_phase(rkd, PRETRAIN, train, HERE, whole)
     state = run.run_phase(rkd, DISCOVER, train, HERE, whole)
-    taught = state.teacher(train.labeled_images[:, 0]).argmax(dim=1)
+    taught = state.teacher([train.labeled_images[:, 0]]).known[0].argmax(dim=1)
     assert (taught == train.labels).float().mean() > 0.95 and checkpoint_steps(whole, PRETRAIN)
     plain = config_of(model__weights=rkd.model.weights, discover__epochs=1)
     other = run.run_phase(plain, DISCOVER, train, HERE, Storage(str(tmp_path / "plain")))
     assert other.teacher is None and not torch.equal(other.model.known.weight, state.model.known.weight)
     stopped = Storage(str(tmp_path / "stopped"))
+    run.run_phase(rkd, PRETRAIN, train, HERE, stopped)
     with pytest.raises(Interrupted):
         run.run_phase(rkd, DISCOVER, train, StopAt(2), stopped)
     same(copied_tensors(run.run_phase(rkd, DISCOVER, train, HERE, stopped)), copied_tensors(state))

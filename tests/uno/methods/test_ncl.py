@@ -65,7 +65,7 @@ def naive_hard(query, memory, labeled, chosen, kept: int) -> list[list[float]]:
     ("step", "total", "novel", "terms"),
     [(0, 18, 3, ""), (7, 18, 3, ""), (8, 1000, 3, "near"), (8, 18, 3, "near hard"), (8, 18, 5, "near hard")],
 )
-@pytest.mark.parametrize("least", [None, 0.2])
+@pytest.mark.parametrize("least", [0.95, 0.2])
 def test_the_step_equals_the_loop(step, total, novel, terms, least):
     """A memory of 40: 6 neighbours of 3 classes, 4 of 5; 8 or 1 unlike entries, 8 hardest.
 
@@ -75,7 +75,7 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
     the easiest kept, pairs by another view, another cosine than the given one, the oldest rows kept in a
     memory.
     """
-    config = small_config(method="ncl", objective__min_cosine=least)
+    config = small_config(method="ncl", ncl__threshold=least)
     state, logits = fresh_state(config), toy.random_logits(9, 4, novel, 6)
     state.step, state.total_steps = step, total
     memory, labeled, classes = directions(40, 1), directions(32, 2), torch.arange(32) % 4
@@ -87,8 +87,8 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
     found = toy.step_on(config, logits, torch.tensor(LABELS), state)
 
     (first, second), m, known = F.normalize(logits.features, dim=-1).numpy(), memory.numpy(), labeled.numpy()
-    similar = [[bool(a @ b > (0.95 if least is None else least)) for b in first[4:]] for a in first[4:]]
-    assert np.sum(similar) == 7 if least is None else 7 < np.sum(similar) < 25
+    similar = [[bool(a @ b > least) for b in first[4:]] for a in first[4:]]
+    assert np.sum(similar) == 7 if least == 0.95 else 7 < np.sum(similar) < 25
     heads = [[toy.probabilities(view) for view in head] for head in (logits.known, logits.novel[:, 0])]
     weight = 5 * np.exp(-5 * (1 - min(1, step / total / 0.25)) ** 2)
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), LABELS)

@@ -16,14 +16,14 @@ CONFIG = small_config(method="openmix")
 LABELS = [0, 3, 1, 1]
 
 
-@pytest.mark.parametrize(("step", "least"), [(0, None), (3, None), (40, None), (3, 0.0)])
+@pytest.mark.parametrize(("step", "least"), [(0, 0.95), (3, 0.95), (40, 0.95), (3, 0.0)])
 def test_the_step_equals_the_loop(step, least):
     """Kills, each tried: the larger share to the unlabeled image, targets by other shares than images, the
     prediction of the mixed image as its target, a known place for the novel part, all unlabeled rows as
     anchors, none, cross-entropy, a mean over those that count alone, a weight that does not rise, pairs of
     mixed images, the consistency over three views, another cosine than the given one.
     """
-    config = small_config(method="openmix", objective__min_cosine=least)
+    config = small_config(method="openmix", openmix__threshold=least)
     state, generator = fresh_state(config), torch.Generator().manual_seed(3)
     state.step, state.total_steps = step, 20
     two, third = (toy.random_logits(10, 4, 3, 6, seed) for seed in (0, 1))
@@ -38,7 +38,7 @@ def test_the_step_equals_the_loop(step, least):
     state.forward = lambda given: (
         seen.extend(given) or logits._replace(known=logits.known + leaf, novel=logits.novel + leaf)
     )
-    found = float(openmix.step(state, Batch(views, torch.tensor(LABELS), 2), config.objective, 0.0))
+    found = float(openmix.step(state, Batch(views, torch.tensor(LABELS), 2), config, 0.0))
 
     partner, share = (part.tolist() for part in openmix.plan(step, 4, 10))
     assert min(share) >= 0.5 and len(set(share)) == 10 and {*partner} <= {*range(6)} and len({*partner}) > 2
@@ -58,8 +58,8 @@ def test_the_step_equals_the_loop(step, least):
         counts = i < 4 or max(heads[1][0][i]) > 0.9
         errors.append(sum((p - t) ** 2 for p, t in zip(joint, target, strict=True)) if counts else 0.0)
     directions = [row / np.linalg.norm(row) for row in logits.features[0, 4:].numpy()]
-    similar = [[bool(a @ b > (0.95 if least is None else least)) for b in directions] for a in directions]
-    assert np.sum(similar) == 8 if least is None else 8 < np.sum(similar) < 36
+    similar = [[bool(a @ b > least) for b in directions] for a in directions]
+    assert np.sum(similar) == 8 if least == 0.95 else 8 < np.sum(similar) < 36
     ramp = np.exp(-5 * (1 - min(1, step / 5)) ** 2)
     expected = toy.naive_cross_entropy(logits.known[:2, :4].numpy(), LABELS)
     expected += toy.naive_pair_loss(heads[1][0][4:], heads[1][1][4:], similar)

@@ -53,8 +53,8 @@ def test_the_step_of_rs_equals_the_loop(step):
     """Kills: unlabeled rows in the known loss, features of the other view, one view's pairs, a weight that
     does not rise or rises beyond the end, consistency of unlabeled rows only, another k than the given one.
     """
-    more = {"objective__rampup": 0.5, "objective__top_features": 2}
-    config = small_config(method="rs", objective__consistency_weight=7.0, **more)
+    more = {"rs__rampup": 0.5, "rs__top_k": 2}
+    config = small_config(method="rs", rs__consistency_weight=7.0, **more)
     state, logits = fresh_state(config), toy.random_logits(9, 4, 3, 6)
     labels = torch.tensor([0, 3, 1, 1])
     state.step, state.total_steps = step, 20
@@ -74,15 +74,15 @@ def test_rampup_of_known_cases_and_constants_of_the_authors():
     assert sigmoid_rampup(0, 0.25) == pytest.approx(np.exp(-5))
     assert sigmoid_rampup(0.125, 0.25) == pytest.approx(np.exp(-1.25))
     assert sigmoid_rampup(0.25, 0.25) == sigmoid_rampup(1, 0.25) == sigmoid_rampup(0, 0) == 1
-    assert settings("rs", "cifar100_20") == {"objective.consistency_weight": 50.0, "objective.rampup": 0.75}
-    assert settings("rs", "cifar10") == settings("uno", "cifar100_20") == settings("nobody", "x") == {}
+    assert settings("rs", "cifar100_20") == {"method": "rs", "rs.consistency_weight": 50.0, "rs.rampup": 0.75}
+    assert settings("rs", "cifar10") == {"method": "rs"} and settings("uno", "cifar100_20") == {}
 
 
 def test_the_step_of_rs_plus_equals_the_loop():
     """Kills: pseudo-labels counted from the known outputs, those of the joint head itself, a known loss over
     known outputs only, the increment without its ramp, one view's joint loss.
     """
-    config = small_config(method="rs_plus", objective__consistency_weight=2.0, objective__rampup=0.5)
+    config = small_config(method="rs_plus", rs_plus__consistency_weight=2.0, rs_plus__rampup=0.5)
     state, logits = fresh_state(config), toy.random_logits(9, 5, 5, 16)
     state.model.normalize_prototypes_()
     state.step, state.total_steps, labels = 4, 20, [0, 4, 1, 1]

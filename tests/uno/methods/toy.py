@@ -19,7 +19,7 @@ def step_on(config: Config, logits: Logits, labels: Tensor, state: TrainState) -
     moved = Logits(*(None if part is None else part + leaf for part in logits))
     state.forward = lambda views: moved
     batch = Batch([torch.zeros(1)] * 2, labels, 2)
-    return float(registry.load(config).step(state, batch, config.objective, 0.0))
+    return float(registry.load(config).step(state, batch, config, 0.0))
 
 
 def random_logits(num_rows: int, num_known: int, num_novel: int, num_features: int, seed: int = 0) -> Logits:

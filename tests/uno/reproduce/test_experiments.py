@@ -96,17 +96,19 @@ def test_full_scale_takes_the_constants_that_a_methods_authors_set_on_the_data(n
         ("rs", "cifar100"): (50.0, 0.75), ("rs_plus", "cifar100"): (25.0, 0.75),
         ("rs", "imagenet"): (10.0, 50 / 90), ("rs_plus", "imagenet"): (10.0, 50 / 90),
     }  # fmt: skip
-    expected |= {("dtc", "cifar100"): (None, 5 / 130), ("dtc", "imagenet"): (100.0, 5 / 70)}
+    expected |= {("dtc", "cifar100"): (10.0, 5 / 130), ("dtc", "imagenet"): (100.0, 5 / 70)}
     for method in ("jia", "openmix", "ncl"):
         expected |= {(method, data): expected["rs", data] for data in ("cifar100", "imagenet")}
     seen = set()
     for cell in plan(name, "full", benchmark=None):
-        objective, key = cell.config.objective, (cell.config.method, cell.benchmark.key.split("-")[0])
-        assert (objective.consistency_weight, objective.rampup) == expected.get(key, (None, None)), cell.name
-        seen.add(key)
-    assert seen & set(expected)
-    todo = plan(name, "full", benchmark=None, **{"objective.rampup": 0.5})
-    assert {cell.config.objective.rampup for cell in todo} == {0.5}
+        constants, key = cell.config.method_options, (cell.config.method, cell.benchmark.key.split("-")[0])
+        if key in expected:
+            assert (constants.consistency_weight, constants.rampup) == expected[key], cell.name
+            seen.add(key)
+    assert seen
+    todo = [cell.config for cell in plan(name, "full", benchmark=None, **{"rs.rampup": 0.5})]
+    assert all(one.method_options.rampup == 0.5 for one in todo if one.method == "rs")
+    assert len({one.method for one in todo}) > 1  # the others do without
 
 
 def test_one_size_of_images_holds_for_every_cell():
