@@ -12,9 +12,9 @@ from torch import Tensor
 from uno.config import Config
 from uno.constrained_kmeans import FREE, Clusters, constrained_kmeans, lloyd
 from uno.data.decode import decoded, readable
+from uno.data.images import evenly_spaced
 from uno.data.kept import part
 from uno.data.resident import TrainSet
-from uno.data.rows import Chosen
 from uno.data.stream import StreamSet, TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
@@ -214,8 +214,8 @@ def _streamed(config: Config, model: UnoModel, train: StreamSet, rows: np.ndarra
     data, batch = config.data, config.train.eval_batch_size
     batches = np.split(rows, range(batch, len(rows), batch))
     features, ok = list[Tensor](), list[Tensor]()
-    source, threads = Chosen(train.images, train.index), config.compute.threads
-    for _, pixels, reasons in decoded(source, batches, data.store_size, threads, data.interpolation):
+    how = data.store_size, config.compute.threads, data.interpolation
+    for _, pixels, reasons in decoded(train.images, batches, *how):
         ok.append(torch.from_numpy(readable(reasons)))
         if ok[-1].any():
             features.append(features_of(model, pixels[ok[-1]], config).cpu())
@@ -226,8 +226,7 @@ def _streamed(config: Config, model: UnoModel, train: StreamSet, rows: np.ndarra
 
 def _evenly(num_rows: int) -> Tensor:
     """At most ``MAX_ROWS`` row numbers, evenly spaced."""
-    num = min(num_rows, MAX_ROWS)
-    return torch.arange(num) * num_rows // max(num, 1)
+    return torch.from_numpy(evenly_spaced(MAX_ROWS, num_rows))
 
 
 def _projections_(model: UnoModel, features: Tensor) -> Tensor:

@@ -19,12 +19,11 @@ from uno.config import override
 from uno.data import decode, stream
 from uno.data.decode import decode_many
 from uno.data.files import Storage
+from uno.data.images import InMemory, from_columns
 from uno.data.pack import pack, store_here
-from uno.data.rows import Files
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import CropJob, crop_here, stream_facts, streaming_set
-from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.presets import preset
@@ -134,7 +133,6 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         assert torch.equal(kept[:], images) and torch.equal(kept[[3, 0]], images[[3, 0]])
 
     train = streaming_set(CONFIG, task, Storage(str(tmp_path / "run")))
-    assert isinstance(train.images, {files_task: Files, parquet_task: ParquetImages}.get(make, list))
     limits = ray_data.execution_limits(PAIR, 2, 0.5)
     crop = ray_data.crop_on_ray(ray_cluster, *limits)
     for rank in (0, 1):
@@ -148,7 +146,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         assert (rest == expected[7 * 6 :]).all()
 
     rows = np.arange(len(task.rows))
-    decoded = ray_data.decode_on_ray(ray_cluster, train.images, train.index, 8, *limits)
+    decoded = ray_data.decode_on_ray(ray_cluster, train.images, 8, *limits)
     found, pixels, why = zip(*decoded(rows[start : start + 9] for start in rows[::9]), strict=True)
     assert np.concatenate(found).tolist() == rows.tolist() and torch.equal(torch.cat(pixels), images)
     assert [reason for some in why for reason in some] == reasons
@@ -188,8 +186,8 @@ def test_a_row_that_is_not_utf8_travels(tmp_path, monkeypatch):
     """As a full path, whatever directory a task runs in. Kills: names as text."""
     monkeypatch.chdir(tmp_path)
     images = [os.fsdecode(b"caf\xe9.png"), "s3://bucket/b.png", b"bytes", np.zeros((2, 3, 3), np.uint8)]
-    block = ray_data.image_block(images, np.arange(4))
-    path, uri, data, pixels = ray_data.images_of(block, None)
+    block = ray_data.image_block(InMemory(images), np.arange(4))
+    path, uri, data, pixels = from_columns(block, None)
     assert path == f"{tmp_path}/{images[0]}" and uri == images[1] and data == b"bytes"
     assert (pixels == images[3]).all() and pixels.shape == (2, 3, 3)
 
@@ -200,7 +198,7 @@ def test_rows_of_parquet_travel_as_numbers(tmp_path):
     index = np.array([3, 60, 7])
     block = ray_data.image_block(images, index)
     assert block.column_names == ["row", "number"] and block["row"].to_pylist() == [3, 60, 7]
-    found = ray_data.decode_block(block, 8, ray_data.parquet_images(images))
+    found = ray_data.decode_block(block, 8, images.reader())
     expected, _ = decode_many([images[i] for i in index], 8, 1)
     assert (ray_data.bytes_of(found["pixels"], 192) == expected.flatten(1).numpy()).all()
 

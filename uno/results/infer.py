@@ -20,7 +20,8 @@ from torch import Tensor
 from uno.config import Config, dump_yaml, override, parse_yaml
 from uno.data.decode import decoded, readable
 from uno.data.files import Storage, parse_json
-from uno.data.rows import Featured, Rows
+from uno.data.images import evenly_spaced
+from uno.data.rows import Rows
 from uno.encoder import require_encoder
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
@@ -250,17 +251,8 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
     """The pixels of ``rows`` for ``model``, decoded ahead of it by ``threads`` (default: one a core); or
     their features, where a run has just computed them.
     """
-    if isinstance(rows.images, Featured):
-        return partial(known_features, rows.images)
     how = model.config.data.interpolation
     return partial(decoded, rows.images, size=model.size, threads=threads, interpolation=how)
-
-
-def known_features(
-    images: Featured, batches: Iterable[np.ndarray]
-) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
-    """As decoding, with features float32 (b, D) in the place of pixels."""
-    return ((rows, images.features[rows], [images.reasons[row] for row in rows]) for rows in batches)
 
 
 def score_rows(
@@ -278,10 +270,9 @@ def sample_logits(
     """Of at most ``limit`` of ``rows`` int64 (N,), evenly spaced: the numbers of those that can be read, and
     their :class:`Logits` on the CPU; None where there are none.
     """
-    num, size = min(limit, len(rows)), model.batch_rows
-    chosen = rows[np.arange(num) * len(rows) // max(num, 1)]
+    chosen, size = rows[evenly_spaced(limit, len(rows))], model.batch_rows
     indices, parts = [], []
-    for index, pixels, reasons in decode(chosen[i : i + size] for i in range(0, num, size)):
+    for index, pixels, reasons in decode(chosen[i : i + size] for i in range(0, len(chosen), size)):
         ok = readable(reasons)
         if ok.any():
             logits = forward(model.module, pixels[torch.from_numpy(ok)], model.config)

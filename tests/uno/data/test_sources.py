@@ -50,7 +50,7 @@ def test_fingerprint_follows_content_not_place(tmp_path):
     (a / "dog").rename(a / "wolf")
     assert before not in (read(a).fingerprint, read(b).fingerprint)
     digits = read("digits")
-    changed = digits.images.copy()
+    changed = digits.images.items.copy()
     changed[7, 0, 0, 0] ^= 1
     other = Rows(digits.ids, changed, digits.labels, digits.is_train, "digits")
     assert digits.take(np.arange(1797)).fingerprint == digits.fingerprint != other.fingerprint

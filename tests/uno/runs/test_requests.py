@@ -51,6 +51,6 @@ def test_requests_to_s3(monkeypatch, tmp_path):
             pq.write_table(pa.table(columns), tmp_path / "t.parquet", row_group_size=2)
             plain.write(f"table/{name}.parquet", (tmp_path / "t.parquet").read_bytes())
         images = []
-        described = asked(lambda: images.append(read_parquet(f"{storage.uri}/table", lazy=True).images))
+        described = asked(lambda: images.append(read_parquet(f"{storage.uri}/table").images))
         assert "HEAD" not in described[1:]  # the first tells that it is a folder
         assert asked(lambda: images[0].fetch(np.array([0, 3, 5]))) == ["GET"] * 3
