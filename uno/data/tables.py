@@ -497,7 +497,7 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
     labels, truth = (
-        Labels.of(_name(source, v) for v in columns.get(c, missing)) for c in ("label", "eval_label")
+        Labels.of(class_name(source, v) for v in columns.get(c, missing)) for c in ("label", "eval_label")
     )
     given = enumerate(columns.get("id", missing))
     ids = Text.of(f"row-{i}" if value in (None, "") else str(value) for i, value in given)
@@ -544,7 +544,8 @@ def _read_jsonl(path: str) -> dict[str, list[Any]]:
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def _name(source: str, label: Any) -> str | None:
+def class_name(source: str, label: Any) -> str | None:
+    """The class that a label of a table says, None for none; ConfigError: neither text nor a whole number."""
     if label in (None, ""):
         return None
     if isinstance(label, bool) or not isinstance(label, str | int):
