@@ -15,6 +15,7 @@ import torch
 
 from pipelines import cli, jobs, ray_data
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, refused, write_images
+from tests.uno.data.test_tar import write_shards
 from uno.config import override
 from uno.data import decode, stream
 from uno.data.decode import decode_many
@@ -96,6 +97,12 @@ def parquet_task(tmp_path):
     return task_of(f"parquet:{tmp_path / 'out'}")
 
 
+def tar_task(tmp_path):
+    """Shards of a few images, each read at its place."""
+    write_shards(folder_of(tmp_path), tmp_path / "shards")
+    return task_of(f"tar:{tmp_path / 'shards'}")
+
+
 def job_of(train, rank=0, world_size=1, first=0, last=12):
     plan = run.plans(CONFIG, len(train.labels), train.num_unlabeled, world_size)[run.DISCOVER]
     return CropJob(CONFIG, train, plan, rank, world_size, first, last)
@@ -107,7 +114,7 @@ def joined(chunks):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("make", [files_task, bytes_task, arrays_task, parquet_task])
+@pytest.mark.parametrize("make", [files_task, bytes_task, arrays_task, parquet_task, tar_task])
 def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     """Bit for bit: a resident set; the crops of both of two workers, over several executions, blocks and
     chunks of a block, from the beginning and from the middle of an epoch; the rows of an evaluation.
@@ -122,7 +129,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     monkeypatch.chdir(tmp_path)
     task = make(tmp_path)
     images, reasons = decode_many(task.rows.images, 8)
-    assert any(reasons) == (make in (files_task, bytes_task))
+    assert any(reasons) == (make in (files_task, bytes_task, tar_task))
     for few, num_blocks in ((100, 1), (0, 2)):  # here, and in tasks
         monkeypatch.setattr(ray_data, "FEW_ROWS", few)
         found, why = ray_data.decode_task(ray_cluster, task, 8)
@@ -192,9 +199,10 @@ def test_a_row_that_is_not_utf8_travels(tmp_path, monkeypatch):
     assert (pixels == images[3]).all() and pixels.shape == (2, 3, 3)
 
 
-def test_rows_of_parquet_travel_as_numbers(tmp_path):
+@pytest.mark.parametrize("make", [parquet_task, tar_task])
+def test_rows_of_shards_travel_as_numbers(tmp_path, make):
     """Kills: a whole set of bytes put into the object store."""
-    images = parquet_task(tmp_path).rows.images
+    images = make(tmp_path).rows.images
     index = np.array([3, 60, 7])
     block = ray_data.image_block(images, index)
     assert block.column_names == ["row", "number"] and block["row"].to_pylist() == [3, 60, 7]

@@ -21,6 +21,7 @@ from uno.data.files import Found, children, join, shown
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
+from uno.data.tar import is_pattern, read_tar
 from uno.errors import ConfigError
 
 
@@ -58,6 +59,12 @@ SOURCES = {
     "table": Source(
         lambda path, config, images_only: read_table(path, config.named_columns, images_only=images_only),
         suffixes=(".csv", ".jsonl"),
+    ),
+    "tar": Source(
+        lambda path, config, images_only: read_tar(path, images_only),
+        suffixes=(".tar",),
+        in_folders="alone",
+        may_lack=lambda path, config: is_pattern(path),
     ),
 }
 
