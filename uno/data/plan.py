@@ -6,14 +6,25 @@ concatenated permutations, each drawn from its own generator, so a resumed run n
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from uno.errors import ConfigError
 
 LABELED, UNLABELED, PRETRAIN, AUGMENT, ROTATION, FEATURES = range(6)
 """Streams of randomness: the second number of a generator's seed."""
+
+
+class Batch(NamedTuple):
+    """V views of B rows on the training device; the first ``len(labels)`` rows are labeled."""
+
+    views: list[Tensor]  # V tensors (B, 3, S_v, S_v), large views first
+    labels: Tensor  # (B_l,) known-class indices
+    num_large: int
+    rows: Tensor | None = None  # (B_u,) which unlabeled rows of the set these are
 
 
 @dataclass(frozen=True)

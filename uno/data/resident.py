@@ -13,9 +13,8 @@ from uno.augment import augment
 from uno.config import Config
 from uno.data.images import with_ready
 from uno.data.kept import Kept, part
-from uno.data.plan import ROTATION, Order, Plan, augment_generator
+from uno.data.plan import ROTATION, Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
-from uno.steps import Batch
 
 
 @dataclass(frozen=True, eq=False)

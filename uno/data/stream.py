@@ -24,11 +24,10 @@ from uno.crops import Cropper
 from uno.data.decode import BATCHES_AHEAD, BadRows, Decoded, ahead, decoded, readable
 from uno.data.files import Storage
 from uno.data.images import Image, Images
-from uno.data.plan import Order, Plan, augment_generator
+from uno.data.plan import Batch, Order, Plan, augment_generator
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.errors import ConfigError
-from uno.steps import Batch
 
 SYNC_STEPS = 100
 EVAL_BYTES = 64 * 2**20  # decoded pixels of an evaluation batch
