@@ -42,6 +42,7 @@ from uno.config import Config, override
 from uno.crops import Cropper
 from uno.data.decode import BadRows
 from uno.data.files import Storage
+from uno.data.images import Images, InMemory
 from uno.data.plan import make_pretrain_plan
 from uno.data.stream import Chunk, CropJob, StreamSet, crop_here
 from uno.data.tables import ParquetImages
@@ -98,20 +99,20 @@ def config_of(options: argparse.Namespace) -> Config:
     )  # fmt: skip
 
 
-def source_of(options: argparse.Namespace) -> tuple[Any, np.ndarray]:
+def source_of(options: argparse.Namespace) -> tuple[Images, np.ndarray]:
     """(images, the rows to read, in order of the benchmark)."""
     if options.source == "imagenet":
         files = sorted(glob.glob(str(SHARED / "imagenet-fullsize" / "train" / "*" / "*")))
-        return files, np.arange(options.rows) % len(files)
+        return InMemory(files), np.arange(options.rows) % len(files)
     files = [str(SHARED / "cifar10-jpeg" / f"train-0000{i}-of-00004.parquet") for i in range(4)]
     return ParquetImages(str(SHARED), files, "img"), np.arange(options.rows)
 
 
-def job_of(config: Config, images: Any, rows: np.ndarray, folder: str) -> CropJob:
+def job_of(config: Config, images: Images, rows: np.ndarray, folder: str) -> CropJob:
     """All ``rows`` as labeled rows, in epochs of one pass."""
     plan = make_pretrain_plan(0, BATCH, len(rows))
     bad = BadRows([], images, 1.0, Storage(folder))
-    train = StreamSet(images, rows, np.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64),
+    train = StreamSet(images.take(rows), np.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64),
                       np.empty(0, np.int64), 1, 1, bad, partial(crop_here, threads=CORES))  # fmt: skip
     return CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
 
@@ -124,21 +125,18 @@ def drain(chunks: Iterator[Chunk], expected: int) -> None:
 
 def in_processes(pool: ProcessPoolExecutor, job: CropJob, expected: int) -> None:
     """The pure function on the same cores: every process crops its chunks and throws them away."""
-    chunks = [(steps, places, job.index[rows]) for steps, places, rows in job.references(job.chunk_rows)]
+    chunks = list(job.references(job.chunk_rows))
     assert sum(pool.map(partial(crop_chunk, job.cropper, job.images), chunks)) == expected
 
 
-def crop_chunk(cropper: Cropper, images: Any, chunk: tuple[np.ndarray, np.ndarray, np.ndarray]) -> int:
+def crop_chunk(cropper: Cropper, images: Images, chunk: tuple[np.ndarray, np.ndarray, np.ndarray]) -> int:
     torch.set_num_threads(1)
     steps, positions, rows = chunk
-    found = images.fetch(rows) if isinstance(images, ParquetImages) else [images[int(i)] for i in rows]
-    return len(cropper.crop(steps, positions, found)[0])
+    return len(cropper.crop(steps, positions, images.fetch(rows))[0])
 
 
-def loader_of(config: Config, images: Any, rows: np.ndarray) -> Callable[[], None]:
-    if isinstance(images, ParquetImages):
-        images, rows = images.fetch(rows), np.arange(len(rows))  # in memory: no random access to row groups
-    data = Pictures(images, rows, config)
+def loader_of(config: Config, images: Images, rows: np.ndarray) -> Callable[[], None]:
+    data = Pictures(images.fetch(rows), np.arange(len(rows)), config)  # no random access to row groups
     loader = torch.utils.data.DataLoader(
         data, batch_size=BATCH, num_workers=CORES, persistent_workers=True, drop_last=True,
         multiprocessing_context="spawn",  # a fork would copy Ray's threads

@@ -161,7 +161,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         from uno.data.tables import read_parquet
 
         before, begin = len(requests_of(log)), time.monotonic()
-        rows = read_parquet(f"s3://{BUCKET}/table", lazy=True)
+        rows = read_parquet(f"s3://{BUCKET}/table")
         seconds, described = time.monotonic() - begin, len(requests_of(log))
         some = np.arange(0, len(rows), len(rows) // (2 * SHARDS))
         images: Any = rows.images
@@ -245,6 +245,7 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
     from uno.config import override
     from uno.data.decode import BadRows
     from uno.data.files import Storage
+    from uno.data.images import InMemory
     from uno.data.plan import make_pretrain_plan
     from uno.data.stream import CropJob, StreamSet, crop_here
     from uno.presets import preset
@@ -262,7 +263,7 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
         plan, bad = make_pretrain_plan(0, 64, rows), BadRows([], paths, 1.0, Storage(folder))
         labels, none = torch.zeros(rows, dtype=torch.int64), np.empty(0, np.int64)
         crop = partial(crop_here, threads=1)
-        train = StreamSet(paths, numbers, np.arange(rows), labels, none, 1, 1, bad, crop)
+        train = StreamSet(InMemory(paths).take(numbers), np.arange(rows), labels, none, 1, 1, bad, crop)
         job = CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
         for note in cut.iterdir():
             note.unlink()

@@ -18,13 +18,13 @@ from torch import Tensor
 from pipelines import ray_env
 from pipelines.console import Progress, on_stop, say
 from pipelines.partitions import through_model
-from pipelines.ray_data import bytes_of, image_columns, images_of, parquet_images, pixel_column
+from pipelines.ray_data import bytes_of, pixel_column
 from uno.config import Config, to_dict
 from uno.data import features
 from uno.data.decode import ahead, decode_many
 from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
 from uno.data.files import Storage
-from uno.data.rows import base
+from uno.data.images import from_columns, to_columns
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.encoder import build_encoder
@@ -84,9 +84,9 @@ def compute_on_ray(
     ray: Any, job: FeatureJob, encoder: torch.nn.Module, numbers: Sequence[int], storage: Storage
 ) -> Iterator[tuple[int, bytes]]:
     """Shards ``numbers``, which grow, once they are stored in the cache directory: bit for bit as here."""
-    config, source = job.config, parquet_images(job.task.rows.images)
+    config, reader = job.config, job.task.rows.images.reader()
     state = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
-    decode = partial(decode_block, config=config, source=None if source is None else ray.put(source))
+    decode = partial(decode_block, config=config, reader=None if reader is None else ray.put(reader))
     at_once = max(1, min(TASK_SHARDS, len(numbers) // (4 * config.compute.workers)))
     blocks = (shard_block(job, numbers[i : i + at_once]) for i in range(0, len(numbers), at_once))
     loaded = (ray.put((to_dict(config), safetensors.torch.save(state))),)
@@ -102,17 +102,17 @@ def compute_on_ray(
 def shard_block(job: FeatureJob, numbers: Sequence[int]) -> pa.Table:
     """The rows of some shards as they travel: ``row``, ``in_training``, and the image."""
     rows = np.concatenate([job.rows(number) for number in numbers])
-    columns = image_columns(*base(job.task.rows.images, rows))
+    columns = to_columns(job.task.rows.images, rows)
     return pa.table({"row": rows, "in_training": job.task.is_train[rows], **columns})
 
 
-def decode_block(block: pa.Table, config: Config, source: Any) -> Iterator[pa.Table]:
+def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Table]:
     """A task: a :func:`shard_block` -> its rows with ``pixels``, a shard at a time."""
     import ray
 
     torch.set_num_threads(1)
-    source = None if source is None else ray.get(source)
-    images, rows = images_of(block, source), block["row"].to_numpy()
+    reader = None if reader is None else ray.get(reader)
+    images, rows = from_columns(block, reader), block["row"].to_numpy()
     in_training, size = block["in_training"].to_numpy(), features.ROWS_AT_ONCE
     for shard in range(0, len(rows), features.SHARD_ROWS):  # whole: the writer gets them so
         own = slice(shard, shard + features.SHARD_ROWS)

@@ -17,11 +17,12 @@ import torch
 from pipelines import ray_env
 from pipelines.console import Progress, reading, say, stopped_at_once
 from pipelines.partitions import through_model
-from pipelines.ray_data import bytes_of, image_columns, images_of, pixel_column
+from pipelines.ray_data import bytes_of, pixel_column
 from uno.config import Config, override
 from uno.data.files import Storage
+from uno.data.images import InMemory, from_columns, to_columns
 from uno.data.inputs import Inputs, RowInputs, cut, evenly, open_inputs
-from uno.data.rows import Chosen, Decoded, Featured, Part, base
+from uno.data.rows import Part
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, UnoError
@@ -95,7 +96,8 @@ def predict_run(
     """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where there are many to decode;
     those of an earlier model are replaced. Returns the model, its heads aligned.
     """
-    if isinstance(task.rows.images, Decoded | Featured) or len(task.rows) < RAY_PAYS_ROWS:
+    is_prepared = task.rows.images.prepared(np.arange(0)) is not None
+    if is_prepared or len(task.rows) < RAY_PAYS_ROWS:
         config = override(config, {"compute.workers": 0, "compute.device": local_device(config).type})
     model = infer.load_classifier(storage) if model is None else model
     decode = decoder(model, task.rows, config.compute.threads)
@@ -159,10 +161,9 @@ def predict_on_ray(
 def part_block(first: int, part: Part) -> pa.Table:
     """A partition as it travels, its first row being ``first``."""
     rows = {"row": np.arange(first, first + len(part.rows))}
-    if part.ids is None:
+    if part.images is None:
         return pa.table({**rows, "number": part.rows})
-    columns = image_columns(*base(part.images, np.arange(len(part.rows))))
-    return pa.table({**rows, "id": part.ids, **columns})
+    return pa.table({**rows, "id": part.ids, **to_columns(part.images, np.arange(len(part.rows)))})
 
 
 def decode_part(block: pa.Table, source: Any, how: Take) -> Iterator[pa.Table]:
@@ -173,7 +174,8 @@ def decode_part(block: pa.Table, source: Any, how: Take) -> Iterator[pa.Table]:
     source = None if source is None else ray.get(source)
     rows = block["row"].to_numpy()
     if "id" in block.column_names:
-        images = images_of(block, None) if source is None else Chosen(source, block["number"].to_numpy())
+        here = source is None
+        images = InMemory(from_columns(block, None)) if here else source.take(block["number"].to_numpy())
         part, read = Part(rows, block["id"].combine_chunks(), images), cut
     else:
         part, read = Part(block["number"].to_numpy()), source.read

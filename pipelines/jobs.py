@@ -19,7 +19,6 @@ from pipelines.features import load_images, on_features, row_bytes
 from pipelines.forecast import forecast
 from pipelines.inference import own_task, predict_run, unlabeled_rows
 from pipelines.options import Options
-from pipelines.ray_data import parquet_images
 from pipelines.worker import STOPPING, Job, leave_out_unreadable, run_on_ray
 from uno import weights
 from uno.config import OWN_ENCODERS, Config, dump_yaml, flatten, override
@@ -257,7 +256,7 @@ def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Conf
         if config.data.ingest == "auto":
             say(decide_pile(config, [], began)[1])
             return override(config, {"data.ingest": stored.get("data.ingest", "auto")}), None
-    task = own_task(override(config, {"data.ingest": "streaming"}))
+    task = own_task(config)
     pile, reason = decide_pile(config, task.rows.known, began)
     say(reason)
     config, lines = from_images(override(config, {"data.pile": pile}), task, given)
@@ -268,8 +267,7 @@ def decide(config: Config, fresh: bool, given: Iterable[str] = ()) -> tuple[Conf
     needs_images = registry.load(config).needs_images
     chosen, reason = ingest.choose(config, len(task.rows), row_bytes(config), *free, needs_images)
     say(f"data: {reason}")
-    to_load = chosen == "resident" and parquet_images(task.rows.images) is not None
-    return override(config, {"data.ingest": chosen}), None if to_load else task
+    return override(config, {"data.ingest": chosen}), task
 
 
 def as_it_would_run(config: Config, fresh: bool, given: Iterable[str]) -> Config:

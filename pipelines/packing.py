@@ -11,11 +11,12 @@ import pyarrow as pa
 
 from pipelines import ray_env
 from pipelines.console import Progress, say
-from pipelines.ray_data import grouped, image_columns, images_of, own_error, own_node, parquet_images
-from uno.config import Config, override
+from pipelines.ray_data import grouped, own_error, own_node
+from uno.config import Config
 from uno.data.files import Storage
+from uno.data.images import InMemory, from_columns, to_columns
 from uno.data.pack import Shard, ShardRows, Store, pack, store_here, store_shard
-from uno.data.rows import Rows, base, fetch
+from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, limit_rows
 from uno.errors import ConfigError
@@ -30,7 +31,7 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     if config.output is None:
         raise ConfigError("uno data pack needs --output DIR, the place for the shards")
     workers = config.compute.workers if "compute.workers" in given else 0
-    rows = read_rows(override(config, {"data.ingest": "streaming"}).data)
+    rows = read_rows(config.data)
     if config.data.limit is not None:
         rows = rows.take(limit_rows(rows, config.data.limit))
     labeled = labeled_rows(rows, config.data) & rows.is_train
@@ -52,7 +53,7 @@ def store_on_ray(ray: Any, workers: int) -> Store:
     """
 
     def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
-        shared = ray.put(shared_rows(rows))
+        shared = ray.put((without_images(rows), rows.images.reader()))
         here = {"ray.io/node-id": own_node(ray)} if output.is_local else None
         write = partial(write_shard, target=output.uri, shared=shared)
         for some in grouped((shard_block(shard, rows) for shard in shards), EXECUTION_ROWS):
@@ -70,14 +71,14 @@ def store_on_ray(ray: Any, workers: int) -> Store:
     return store
 
 
-def shared_rows(rows: Rows) -> Rows:
-    """What every task knows of all rows: of their images those in Parquet files, others travel."""
-    return rows if parquet_images(rows.images) else replace(rows, images=range(len(rows)))
+def without_images(rows: Rows) -> Rows:
+    """What every task knows of all rows."""
+    return replace(rows, images=InMemory(range(len(rows))))
 
 
 def shard_block(shard: ShardRows, rows: Rows) -> pa.Table:
-    """A shard as it travels: its name, the row group of each row, the rows and, if need be, their images."""
-    columns = {} if parquet_images(rows.images) else image_columns(*base(rows.images, shard.rows))
+    """A shard as it travels: its name, the row group of each row, the rows and their images."""
+    columns = to_columns(rows.images, shard.rows)
     name = pa.DictionaryArray.from_arrays(np.zeros(len(shard.rows), np.int8), [shard.name])
     group = np.repeat(np.arange(len(shard.sizes), dtype=np.int32), shard.sizes)
     return pa.table({"name": name, "group": group, "row": shard.rows, **columns})
@@ -87,9 +88,7 @@ def write_shard(block: pa.Table, target: str, shared: Any) -> pa.Table:
     """A task: a :func:`shard_block` -> its file; name, rows, and what is not in it."""
     import ray
 
-    rows, name = ray.get(shared), block["name"][0].as_py()
+    (rows, reader), name = ray.get(shared), block["name"][0].as_py()
     shard = ShardRows(name, np.bincount(block["group"].to_numpy()), block["row"].to_numpy())
-    travelled = "image" in block.column_names
-    images = images_of(block, None) if travelled else fetch(*base(rows.images, shard.rows))
-    found = store_shard(Storage(target), rows, shard, images)
+    found = store_shard(Storage(target), rows, shard, from_columns(block, reader))
     return pa.table({"name": [name], "rows": [found.rows], "bad": pa.array([found.bad], BAD)})

@@ -7,7 +7,6 @@ can be the first; each is bounded, so that memory does not grow, and the next on
 """
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,15 +26,14 @@ from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
 from uno.data.decode import BadRows, Decoded, Interpolation, decode_many, readable
-from uno.data.files import Storage, full_path
+from uno.data.files import Storage
+from uno.data.images import Images, from_columns, to_columns
 from uno.data.ingest import ROWS_PER_BLOCK, free_host_bytes
 from uno.data.kept import Kept
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
-from uno.data.rows import Chosen, Image, Images, base
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, TrainData
-from uno.data.tables import ParquetImages
 from uno.errors import UnoError
 
 FEW_ROWS = 2_000  # of a resident set; below it, to start processes takes longer than to decode
@@ -95,10 +93,8 @@ def worker_sets(
     cpus, store = execution_limits(ray.cluster_resources(), config.compute.workers, loop["worker_cpus"])
     neighbours = ray.train.get_context().get_local_world_size()
     limits = cpus, store, near(ray.nodes(), own_node(ray), cpus, neighbours, loop["worker_cpus"])
-    names, every = rows.pop("ids"), Chosen(rows["images"], rows["index"])
-    bad = BadRows(names, every, config.data.max_bad_fraction, storage)
-    how = config.data.interpolation
-    decode = decode_on_ray(ray, rows["images"], rows["index"], side, *limits, how)
+    bad = BadRows(rows.pop("ids"), rows["images"], config.data.max_bad_fraction, storage)
+    decode = decode_on_ray(ray, rows["images"], side, *limits, config.data.interpolation)
     train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
     return train, truth(lambda own, true, free: stream.StreamedEvalSet(true, own, free, side, decode, bad))
 
@@ -116,7 +112,7 @@ def decode_task(
         table = _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", pa.array(rows))
         return [ray.put(table)], reasons
     blocks = [image_block(images, rows[i : i + ROWS_PER_BLOCK]) for i in rows[::ROWS_PER_BLOCK]]
-    decode = partial(decode_block, side=side, images=parquet_images(images), interpolation=how)
+    decode = partial(decode_block, side=side, reader=images.reader(), interpolation=how)
     batches = {"batch_format": "pyarrow", "batch_size": ROWS_PER_DECODE, "zero_copy_batch": True}
     dataset = ray.data.from_arrow(blocks).map_batches(decode, **batches).materialize()
     columns = dataset.select_columns(["row", "reason"])
@@ -142,44 +138,14 @@ def _tensor(array: np.ndarray) -> Tensor:
 
 def image_block(images: Images, rows: np.ndarray) -> pa.Table:
     """The ``rows`` int64 (n,) of ``images`` with their images as they travel."""
-    return pa.table({"row": pa.array(rows), **image_columns(*base(images, rows))})
-
-
-def image_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
-    """How images travel: numbers of Parquet rows; else bytes, whose ``shape`` is that of pixels, empty for a
-    full path (which need not be text), null for an encoded image.
-    """
-    if isinstance(images, ParquetImages):
-        return {"number": pa.array(rows)}
-    data, shapes = [], []
-    for image in (images[int(row)] for row in rows):
-        path, array = isinstance(image, str), isinstance(image, np.ndarray)
-        data.append(os.fsencode(image and full_path(image)) if path else image.tobytes() if array else image)
-        shapes.append(list(image.shape) if array else [] if path else None)
-    return {"image": pa.array(data, pa.large_binary()), "shape": pa.array(shapes, pa.list_(pa.int32()))}
-
-
-def parquet_images(images: Images) -> ParquetImages | None:
-    """What tasks need besides a block to read its images: the Parquet files, where they are in such."""
-    source, _ = base(images, np.empty(0, np.int64))
-    return source if isinstance(source, ParquetImages) else None
-
-
-def images_of(block: pa.Table, images: ParquetImages | None) -> list[Image]:
-    """The inverse of :func:`image_columns`."""
-    if images is not None:
-        return list(images.fetch(block["number"].to_numpy()))
-    pairs = zip(block["image"].to_pylist(), block["shape"].to_pylist(), strict=True)
-    return [
-        d if s is None else np.frombuffer(d, np.uint8).reshape(s) if s else os.fsdecode(d) for d, s in pairs
-    ]
+    return pa.table({"row": pa.array(rows), **to_columns(images, rows)})
 
 
 def decode_block(
-    block: pa.Table, side: int, images: ParquetImages | None, interpolation: Interpolation = "bilinear"
+    block: pa.Table, side: int, reader: Images | None, interpolation: Interpolation = "bilinear"
 ) -> pa.Table:
     """The rows of an :func:`image_block` with ``pixels`` and ``reason``."""
-    pixels, reasons = decode_many(images_of(block, images), side, 1, interpolation)
+    pixels, reasons = decode_many(from_columns(block, reader), side, 1, interpolation)
     return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", block["row"])
 
 
@@ -240,12 +206,12 @@ def crop_on_ray(
     """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
-        parquet = parquet_images(job.images)
-        crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows, images=parquet)
+        reader = job.images.reader()
+        crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows, reader=reader)
         run = _runner(ray, crop, cpus, store, job.chunk_rows * job.row_bytes, node)
-        num_rows = job.fetch_rows if parquet else TASK_CHUNKS * job.chunk_rows
+        num_rows = job.fetch_rows or TASK_CHUNKS * job.chunk_rows
         blocks = (
-            pa.table({"step": steps, "position": positions, **image_columns(job.images, job.index[rows])})
+            pa.table({"step": steps, "position": positions, **to_columns(job.images, rows)})
             for steps, positions, rows in job.references(num_rows)
         )
         for table in in_executions(run, blocks, job.chunk_rows * _num_chunks(cpus, store)):
@@ -255,16 +221,16 @@ def crop_on_ray(
 
 
 def decode_on_ray(
-    ray: Any, images: Images, index: np.ndarray, side: int, cpus: float, store: float,
-    node: str | None = None, how: Interpolation = "bilinear",
+    ray: Any, images: Images, side: int, cpus: float, store: float, node: str | None = None,
+    how: Interpolation = "bilinear",
 ) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:  # fmt: skip
-    """As :func:`uno.data.decode.decoded` of rows ``index`` of ``images``, in Ray tasks."""
-    decode = partial(decode_block, side=side, images=parquet_images(images), interpolation=how)
+    """As :func:`uno.data.decode.decoded`, in Ray tasks."""
+    decode = partial(decode_block, side=side, reader=images.reader(), interpolation=how)
     run = _runner(ray, decode, cpus, store, CHUNK_BYTES, node)
     max_rows = _num_chunks(cpus, store) * max(1, CHUNK_BYTES // (3 * side**2))
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[Decoded]:
-        blocks = (image_block(Chosen(images, index), rows) for rows in batches)
+        blocks = (image_block(images, rows) for rows in batches)
         for table in in_executions(run, blocks, max_rows):
             pixels = torch.from_numpy(bytes_of(table["pixels"], 3 * side**2).copy())
             yield table["row"].to_numpy(), pixels.view(-1, 3, side, side), table["reason"].to_pylist()
@@ -277,11 +243,9 @@ def _num_chunks(cpus: float, store: float) -> int:
     return max(MIN_CHUNKS, min(int(CHUNKS_PER_CPU * cpus), int(store / CHUNK_BYTES)))
 
 
-def _crop(
-    block: pa.Table, cropper: Cropper, chunk_rows: int, images: ParquetImages | None
-) -> Iterator[pa.Table]:
+def _crop(block: pa.Table, cropper: Cropper, chunk_rows: int, reader: Images | None) -> Iterator[pa.Table]:
     torch.set_num_threads(1)
-    found = images_of(block, images)
+    found = from_columns(block, reader)
     steps, positions = (block[name].to_numpy() for name in ("step", "position"))
     for start in range(0, len(block), chunk_rows):
         own = slice(start, start + chunk_rows)

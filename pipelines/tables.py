@@ -24,7 +24,7 @@ from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normal, split
 from uno.data.output import leftovers, other_settings
-from uno.data.sources import READERS, read_rows
+from uno.data.sources import SOURCES, read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.presets import own_images
@@ -132,7 +132,7 @@ def _on_own_data(table: Table, options: Options) -> Table:
     for name in ("source", "labeled", "unlabeled", "known_classes"):  # as every process finds them
         kind, colon, path = str(getattr(found.data, name)).rpartition(":")
         named = name == "known_classes" and path in task.known
-        if (not kind or kind in READERS) and not named and os.path.exists(normal(path)):
+        if (not kind or kind in SOURCES) and not named and os.path.exists(normal(path)):
             places[f"data.{name}"] = kind + colon + full_path(normal(path))
     return with_own_data(table, override(found, places), task.num_known, len(task.novel))
 

@@ -20,7 +20,6 @@ from pipelines.features import feature_bytes, load_images, row_bytes
 from pipelines.inference import own_task
 from pipelines.jobs import as_stored, prepare, starting_weights
 from pipelines.options import Options
-from pipelines.ray_data import parquet_images
 from pipelines.worker import leave_out_unreadable
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FINISHED, SETTINGS, Trial
@@ -78,12 +77,10 @@ def run_sweep(options: SweepOptions) -> int:
     options = _as_it_began(options)
     config = options.config
     own_weights = starting_weights(config, False)
-    task = own_task(override(config, {**HERE, "data.ingest": "streaming"}))  # images stay where they are
+    task = own_task(override(config, HERE))
     asked, options = options.given, _from_images(options, task)
     config = options.config
     check_memory(options, len(task.rows))
-    if parquet_images(task.rows.images) is not None:
-        task = own_task(override(config, {**HERE, "data.ingest": "resident"}))
     prepare(override(config, HERE), task)
     data = load_data(options, task, own_weights)
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)

@@ -77,8 +77,8 @@ class DataConfig(Section):
     """Where the images are, which classes are known, and how rows become batches."""
 
     source: str = field("digits",
-        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, or a path.", flag="data",
-        commands="predict report", decided="reproduce")
+        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, tar:DIR, or a path.",
+        flag="data", commands="predict report", decided="reproduce")
     labeled: str | None = field(None,
         "Folder with one subfolder per known class; with --unlabeled, not --data.", flag="labeled",
         commands="predict report", decided="reproduce")

@@ -19,8 +19,8 @@ from torch import Tensor
 from uno.augment import BOX_NUMBERS, draw_numbers, draws_of, kinds, resized_boxes
 from uno.config import AugmentConfig, ViewConfig
 from uno.data.decode import BadImage, Interpolation, decode, decode_rgb, quiet
+from uno.data.images import Image
 from uno.data.plan import augment_generator
-from uno.data.rows import Image
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from torch import Tensor
 from uno.clustering import FREE, around_known, kmeans, whiten
 from uno.config import Config
 from uno.data.decode import decoded, readable
+from uno.data.images import evenly_spaced
 from uno.data.kept import part
-from uno.data.plan import evenly
 from uno.data.resident import TrainSet
-from uno.data.rows import Chosen
 from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
@@ -140,13 +139,13 @@ def training_features(config: Config, model: UnoModel, train: TrainData) -> tupl
     """Features (N_l, D), labels (N_l,) and features (N_u, D) of at most ``MAX_ROWS`` rows of each kind,
     evenly spaced, on the CPU; images that cannot be read are left out.
     """
-    unlabeled, _ = _features(config, model, train, evenly(train.num_unlabeled, MAX_ROWS), "unlabeled")
+    unlabeled, _ = _features(config, model, train, evenly_spaced(MAX_ROWS, train.num_unlabeled), "unlabeled")
     return *labeled_features(config, model, train), unlabeled
 
 
 def labeled_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor]:
     """The labeled rows' part of :func:`training_features`."""
-    rows = evenly(len(train.labels), MAX_ROWS)
+    rows = evenly_spaced(MAX_ROWS, len(train.labels))
     features, ok = _features(config, model, train, rows, "labeled")
     return features, train.labels.cpu()[torch.from_numpy(rows)][ok]
 
@@ -163,8 +162,8 @@ def _features(
     data, batch = config.data, config.train.eval_batch_size
     batches = np.split(rows, range(batch, len(rows), batch))
     features, ok = list[Tensor](), list[Tensor]()
-    source, threads = Chosen(train.images, train.index), config.compute.threads
-    for _, pixels, reasons in decoded(source, batches, data.store_size, threads, data.interpolation):
+    how = data.store_size, config.compute.threads, data.interpolation
+    for _, pixels, reasons in decoded(train.images, batches, *how):
         ok.append(torch.from_numpy(readable(reasons)))
         if ok[-1].any():
             features.append(features_of(model, pixels[ok[-1]], config).cpu())

@@ -1,26 +1,16 @@
 """One optimizer step of each phase: image views -> loss -> update (paper Sec. 3, Sec. 4.1)."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from uno import collectives
 from uno.config import Config, ObjectiveConfig
+from uno.data.plan import Batch as Batch  # methods take it from here
 from uno.model import Logits
 from uno.objective import discovery_loss, labeled_loss, pseudo_labels
 from uno.state import TrainState
-
-
-class Batch(NamedTuple):
-    """V views of B rows on the training device; the first ``len(labels)`` rows are labeled."""
-
-    views: list[Tensor]  # V tensors (B, 3, S_v, S_v), large views first
-    labels: Tensor  # (B_l,) known-class indices
-    num_large: int
-    rows: Tensor | None = None  # (B_u,) which unlabeled rows of the set these are
-
 
 Step = Callable[[TrainState, Batch, Config, float], Tensor]
 """Trains on one batch at a learning rate and returns the loss (1,), without synchronising the device."""

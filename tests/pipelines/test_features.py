@@ -97,7 +97,7 @@ def test_predictions_equal_those_of_the_encoder(finished, tmp_path, capsys):
 
 
 def test_the_model_classifies_files(finished, tmp_path):
-    write_digits(tmp_path / "images", read_digits().images[:20])
+    write_digits(tmp_path / "images", read_digits().images.items[:20])
     model = uno.load(str(finished))
     found = model.predict(sorted((tmp_path / "images").iterdir()))
     table = pq.read_table(finished / "predictions.parquet").to_pylist()

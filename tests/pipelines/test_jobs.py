@@ -374,5 +374,5 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(tmp_path, monkeypatc
         _, found = worker.run_on_ray(worker.Job(config, task, (), True, mine), lambda metrics: None, until)
         streams = ingest == "streaming"
         assert events == ([("closed", True)] if streams else [])
-        assert found is task if streams else found.rows.images.pixels is kept
+        assert found is task if streams else found.rows.images.ready.values is kept
     assert events == [("closed", streams)]

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from pipelines import cli, data
-from pipelines.packing import shard_block, shared_rows, write_shard
+from pipelines.packing import shard_block, without_images, write_shard
 from tests.uno.data.builders import write_images
 from uno.data.columns import Labels, Text
 from uno.data.files import Storage
+from uno.data.images import Files, InMemory
 from uno.data.pack import ShardRows, store_shard
-from uno.data.rows import Chosen, Files, Rows, fetch
+from uno.data.rows import Rows
 
 
 def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
@@ -26,14 +27,14 @@ def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
     pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 6, 3), dtype=np.uint8)
     labels, truth = ("b", None, "a", "b", None, "a"), ("c", None, None, "d", None, None)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))
-    for images, classes, true, num_bad in ((files, ("b", "a"), None, 1), (pixels, (), truth, 0)):
+    for images, classes, true, num_bad in ((files, ("b", "a"), None, 1), (InMemory(pixels), (), truth, 0)):
         given = None if true is None else Labels.of(true)
-        facts = Text.of(names), Chosen(images, np.arange(6)), Labels.of(labels), np.arange(6) != 2
+        facts = Text.of(names), images, Labels.of(labels), np.arange(6) != 2
         rows = Rows(*facts, "six", classes, ("b",), eval_labels=given)
         shard = ShardRows("train-00000-of-00001.parquet", np.array([2, 3]), np.array([5, 0, 3, 1, 2]))
         here, there = Storage(str(tmp_path / "a")), tmp_path / "b"
-        expected = store_shard(here, rows, shard, fetch(images, shard.rows), 2)
-        found = write_shard(shard_block(shard, rows), str(there), shared_rows(rows)).to_pylist()
+        expected = store_shard(here, rows, shard, images.fetch(shard.rows), 2)
+        found = write_shard(shard_block(shard, rows), str(there), (without_images(rows), None)).to_pylist()
         assert found == [{"name": shard.name, "rows": 5, "bad": expected.bad}]
         assert [row["id"] for row in expected.bad] == ["3.png"] * num_bad
         assert (there / shard.name).read_bytes() == here.read(shard.name)

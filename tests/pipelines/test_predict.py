@@ -155,7 +155,7 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     """Kills: a class name as a path, two files of one name, an unreadable file copied, bytes altered."""
     images, out = tmp_path / "images", tmp_path / "out"
     for folder in "ab":
-        write_digits(images / folder, read_digits().images[:12])
+        write_digits(images / folder, read_digits().images.items[:12])
     (images / "bad.png").write_bytes(b"no image")
     hostile = "../../..\\ /etc/<x>"
     uno("classes", run, "--rename", *(f"{i}={hostile}{i}" for i in range(5, 10)))
@@ -250,7 +250,7 @@ def test_a_run_of_gpu_workers_is_predicted_by_a_head_without_a_gpu(run):
 def test_a_killed_process_is_continued(run, tmp_path, number):
     """A real process, killed while it predicts: no row is lost and none is there twice."""
     for part in range(4):
-        write_digits(tmp_path / "in" / str(part), read_digits().images)
+        write_digits(tmp_path / "in" / str(part), read_digits().images.items)
     words = [str(run), "--data", str(tmp_path / "in"), "--output"]
     command = [sys.executable, "-m", "pipelines", "predict", *words, str(tmp_path / "out")]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -270,7 +270,7 @@ def test_a_killed_process_is_continued(run, tmp_path, number):
 @pytest.mark.ray
 def test_ray_gives_the_same_table(run, tmp_path, ray_cluster, capsys):
     """Through decoding tasks, two actors. Kills: lost, repeated, reordered rows, a path that is no text."""
-    write_digits(tmp_path / "in", read_digits().images[:900])
+    write_digits(tmp_path / "in", read_digits().images.items[:900])
     write_damaged(tmp_path / "in")
     (tmp_path / "in" / "digit-0000.png").rename(os.fsdecode(bytes(tmp_path / "in") + b"/caf\xe9.png"))
     for source, name in ((tmp_path / "in", "files"), ("digits", "pixels")):

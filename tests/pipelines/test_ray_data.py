@@ -15,16 +15,16 @@ import torch
 
 from pipelines import cli, jobs, ray_data
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, refused, write_images
+from tests.uno.data.test_tar import write_shards
 from uno.config import override
 from uno.data import decode, stream
 from uno.data.decode import decode_many
 from uno.data.files import Storage
+from uno.data.images import InMemory, from_columns
 from uno.data.pack import pack, store_here
-from uno.data.rows import Files
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import CropJob, crop_here, stream_facts, streaming_set
-from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.presets import preset
@@ -97,6 +97,12 @@ def parquet_task(tmp_path):
     return task_of(f"parquet:{tmp_path / 'out'}")
 
 
+def tar_task(tmp_path):
+    """Shards of a few images, each read at its place."""
+    write_shards(folder_of(tmp_path), tmp_path / "shards")
+    return task_of(f"tar:{tmp_path / 'shards'}")
+
+
 def job_of(train, rank=0, world_size=1, first=0, last=12):
     plan = run.plans(CONFIG, len(train.labels), train.num_unlabeled, world_size)[run.DISCOVER]
     return CropJob(CONFIG, train, plan, rank, world_size, first, last)
@@ -108,7 +114,7 @@ def joined(chunks):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("make", [files_task, bytes_task, arrays_task, parquet_task])
+@pytest.mark.parametrize("make", [files_task, bytes_task, arrays_task, parquet_task, tar_task])
 def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     """Bit for bit: a resident set; the crops of both of two workers, over several executions, blocks and
     chunks of a block, from the beginning and from the middle of an epoch; the rows of an evaluation.
@@ -123,7 +129,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     monkeypatch.chdir(tmp_path)
     task = make(tmp_path)
     images, reasons = decode_many(task.rows.images, 8)
-    assert any(reasons) == (make in (files_task, bytes_task))
+    assert any(reasons) == (make in (files_task, bytes_task, tar_task))
     for few, num_blocks in ((100, 1), (0, 2)):  # here, and in tasks
         monkeypatch.setattr(ray_data, "FEW_ROWS", few)
         found, why = ray_data.decode_task(ray_cluster, task, 8)
@@ -134,7 +140,6 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         assert torch.equal(kept[:], images) and torch.equal(kept[[3, 0]], images[[3, 0]])
 
     train = streaming_set(CONFIG, task, Storage(str(tmp_path / "run")))
-    assert isinstance(train.images, {files_task: Files, parquet_task: ParquetImages}.get(make, list))
     limits = ray_data.execution_limits(PAIR, 2, 0.5)
     crop = ray_data.crop_on_ray(ray_cluster, *limits)
     for rank in (0, 1):
@@ -148,7 +153,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         assert (rest == expected[7 * 6 :]).all()
 
     rows = np.arange(len(task.rows))
-    decoded = ray_data.decode_on_ray(ray_cluster, train.images, train.index, 8, *limits)
+    decoded = ray_data.decode_on_ray(ray_cluster, train.images, 8, *limits)
     found, pixels, why = zip(*decoded(rows[start : start + 9] for start in rows[::9]), strict=True)
     assert np.concatenate(found).tolist() == rows.tolist() and torch.equal(torch.cat(pixels), images)
     assert [reason for some in why for reason in some] == reasons
@@ -188,19 +193,20 @@ def test_a_row_that_is_not_utf8_travels(tmp_path, monkeypatch):
     """As a full path, whatever directory a task runs in. Kills: names as text."""
     monkeypatch.chdir(tmp_path)
     images = [os.fsdecode(b"caf\xe9.png"), "s3://bucket/b.png", b"bytes", np.zeros((2, 3, 3), np.uint8)]
-    block = ray_data.image_block(images, np.arange(4))
-    path, uri, data, pixels = ray_data.images_of(block, None)
+    block = ray_data.image_block(InMemory(images), np.arange(4))
+    path, uri, data, pixels = from_columns(block, None)
     assert path == f"{tmp_path}/{images[0]}" and uri == images[1] and data == b"bytes"
     assert (pixels == images[3]).all() and pixels.shape == (2, 3, 3)
 
 
-def test_rows_of_parquet_travel_as_numbers(tmp_path):
+@pytest.mark.parametrize("make", [parquet_task, tar_task])
+def test_rows_of_shards_travel_as_numbers(tmp_path, make):
     """Kills: a whole set of bytes put into the object store."""
-    images = parquet_task(tmp_path).rows.images
+    images = make(tmp_path).rows.images
     index = np.array([3, 60, 7])
     block = ray_data.image_block(images, index)
     assert block.column_names == ["row", "number"] and block["row"].to_pylist() == [3, 60, 7]
-    found = ray_data.decode_block(block, 8, ray_data.parquet_images(images))
+    found = ray_data.decode_block(block, 8, images.reader())
     expected, _ = decode_many([images[i] for i in index], 8, 1)
     assert (ray_data.bytes_of(found["pixels"], 192) == expected.flatten(1).numpy()).all()
 

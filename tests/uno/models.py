@@ -50,7 +50,7 @@ def write_model(run: Path, aligned: bool = True, num_novel: int = 5, **overrides
 @torch.no_grad()
 def _spread_prototypes_(model: UnoModel, config: Config) -> None:
     """Point prototypes from the mean to single images, so that every class is predicted for some digits."""
-    digits = torch.from_numpy(read_digits().images[:40]).permute(0, 3, 1, 2) / 255
+    digits = torch.from_numpy(read_digits().images.items[:40]).permute(0, 3, 1, 2) / 255
     size = config.data.store_size
     images = F.interpolate(digits, size=(size, size), mode="bilinear")
     features = model.features(normalize(images, config.data.mean, config.data.std))

@@ -12,11 +12,10 @@ import numpy as np
 from uno.config import Config
 from uno.data.decode import BadImage, decoded, read_header
 from uno.data.files import is_uri, read_bytes
+from uno.data.images import content_of, evenly_spaced
 from uno.data.plan import by_windows, make_plan, make_pretrain_plan
-from uno.data.rows import Files, base, content_of
 from uno.data.splits import Task
 from uno.data.stream import window_rows
-from uno.data.tables import ParquetImages
 from uno.errors import ConfigError, printable
 from uno.limits import MAX_IMAGE_BYTES
 
@@ -147,10 +146,12 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
 
 
 def _of_order(task: Task, config: Config) -> Iterator[Problem]:
-    """Streamed Parquet is mixed by windows of row groups: where it is sorted by class, batches hold few."""
-    images, index = base(task.rows.images, np.arange(len(task.rows)))
-    if not isinstance(images, ParquetImages):
+    """What is read together is mixed by windows of it: where it is sorted by class, batches hold few."""
+    images = task.rows.images
+    all_groups = images.groups(np.arange(len(images)))
+    if all_groups is None or config.data.ingest != "streaming":
         return
+    window = window_rows(images)
     workers = max(1, config.compute.workers)
     with suppress(ConfigError):  # batches that do not work are a problem of their own
         plan = make_plan(config.seed, config.data.composition, config.train.batch_size, *task.sizes, workers)
@@ -161,8 +162,7 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
         )
         for kind, classes, size in kinds:
             members = np.flatnonzero(kind)
-            groups, window = images.groups(index[members]), window_rows(images)
-            order = by_windows(groups, window, np.random.default_rng(config.seed))
+            order = by_windows(all_groups[members], window, np.random.default_rng(config.seed))
             shuffled = np.random.default_rng(config.seed).permutation(len(members))
             usual, found = (largest_share(classes[members[o]], size, workers) for o in (shuffled, order))
             if found > SORTED * usual:
@@ -195,8 +195,8 @@ def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterat
 
 def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Headers of a sample of rows, and the reasons of the unreadable ones with their ids."""
-    headers, bad, num = [], [], min(NUM_HEADERS, len(task.rows))
-    for row in (np.arange(num) * len(task.rows) // max(num, 1)).tolist():
+    headers, bad = [], []
+    for row in evenly_spaced(NUM_HEADERS, len(task.rows)).tolist():
         try:
             headers.append(read_header(task.rows.images[row]))
         except BadImage as error:
@@ -246,16 +246,15 @@ def _duplicates(task: Task) -> Iterator[str]:
 
 def _copies(task: Task) -> tuple[list[list[int]], bool]:
     """Groups of rows with equal content, and whether all were compared. Only files of equal size are read."""
-    images, index = base(task.rows.images, np.arange(len(task.rows)))
-    candidates = np.ones(len(index), dtype=bool)
-    if isinstance(images, Files):
-        sizes = images.sizes[index]
+    images, rows = task.rows.images, np.arange(len(task.rows))
+    if images.groups(rows) is None:  # else sizes are means
+        sizes = images.sizes(rows)
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-        candidates = (sizes >= 0) & (sizes <= MAX_IMAGE_BYTES) & (counts[same] > 1)
+        rows = rows[(sizes >= 0) & (sizes <= MAX_IMAGE_BYTES) & (counts[same] > 1)]
     groups: dict[bytes, list[int]] = defaultdict(list)
     left = MAX_HASHED_BYTES
-    for row in np.flatnonzero(candidates).tolist():
-        image, content = images[int(index[row])], b""
+    for row in rows.tolist():
+        image, content = images[row], b""
         with suppress(OSError):  # decoding reports it
             if not isinstance(image, str):
                 content = content_of(image)

@@ -10,6 +10,7 @@ import numpy as np
 
 from uno.data import files as filesystem
 from uno.data.columns import Labels, Numbered
+from uno.data.images import InMemory
 from uno.data.rows import Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_CIFAR_BYTES
@@ -49,7 +50,7 @@ def read_cifar(layout: Layout, path: str, download: bool) -> Rows:
         raise ConfigError(f"{meta}: expected {layout.num_classes} different class names")
     batches = {file: _batch(layout, filesystem.join(root, file)) for file in (*layout.train, *layout.test)}
     ids = Numbered([*batches], np.cumsum([0, *(len(labels) for _, labels in batches.values())]))
-    images = np.concatenate([pixels for pixels, _ in batches.values()])
+    images = InMemory(np.concatenate([pixels for pixels, _ in batches.values()]))
     codes = np.concatenate([labels for _, labels in batches.values()]).astype(np.int32)
     is_train = np.repeat([file in layout.train for file in batches], np.diff(ids.starts))
     return Rows(ids, images, Labels(names, codes), is_train, f"{layout.prefix}:{path}", tuple(names))

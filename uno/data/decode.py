@@ -23,7 +23,7 @@ from torch import Tensor
 
 from uno import collectives
 from uno.data.files import Storage, is_transient, parse_json, read_bytes
-from uno.data.rows import Chosen, Image, Images
+from uno.data.images import Image, Images, InMemory, as_images
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_BMP_PIXELS_PER_BYTE, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_PIXELS_PER_BYTE
 
@@ -39,6 +39,8 @@ UPRIGHT = {
     8: Pillow.Transpose.ROTATE_90,
 }  # fmt: skip
 BATCHES_AHEAD = 2  # that are decoded while the model works
+PIECE_ROWS = 64  # that a thread decodes
+READERS = 4  # threads that read what is read together
 BAD_SAMPLES = "bad_samples.jsonl"
 
 Result = TypeVar("Result")
@@ -104,32 +106,61 @@ def decode_rgb(image: Image, side: int) -> np.ndarray:
 
 
 def decode_many(
-    images: Images, size: int, threads: int | None = None, interpolation: Interpolation = "bilinear"
-) -> tuple[Tensor, list[str | None]]:
+    images: Images | Sequence[Image], size: int, threads: int | None = None,
+    interpolation: Interpolation = "bilinear",
+) -> tuple[Tensor, list[str | None]]:  # fmt: skip
     """N images -> (uint8 (N,3,size,size), bad ones black; why an image has no pixels, None where it has)."""
     pixels = torch.zeros(len(images), 3, size, size, dtype=torch.uint8)
     out, reasons = pixels.numpy(), [None] * len(images)  # type: np.ndarray, list[str | None]
 
-    def fill(rows: range) -> None:
-        for i in rows:
+    def fill(piece: tuple[np.ndarray, Images]) -> None:
+        rows, some = piece
+        for row, image in zip(rows.tolist(), some.fetch(np.arange(len(rows))), strict=True):
             try:
-                out[i] = decode(images[i], size, interpolation)
+                out[row] = decode(image, size, interpolation)
             except BadImage as error:
-                reasons[i] = str(error)
+                reasons[row] = str(error)
 
-    with quiet(), ThreadPoolExecutor(threads or torch.get_num_threads()) as pool:
-        list(pool.map(fill, (range(i, min(i + 64, len(images))) for i in range(0, len(images), 64))))
+    threads = threads or torch.get_num_threads()
+    with quiet():
+        deque(ahead(fill, pieces(as_images(images)), threads, 2 * threads), maxlen=0)
     return pixels, reasons
 
 
+def pieces(images: Images) -> Iterator[tuple[np.ndarray, Images]]:
+    """The numbers of all rows and their images, :data:`PIECE_ROWS` at a time; what is read together is read
+    once, ahead of whoever takes them.
+    """
+    rows = np.arange(len(images))
+    groups = images.groups(rows)
+    if groups is None:
+        for start in range(0, len(rows), PIECE_ROWS):
+            own = rows[start : start + PIECE_ROWS]
+            yield own, images.take(own)
+        return
+    order = np.argsort(groups, kind="stable")
+    parts = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+    for part, found in ahead(lambda part: (part, images.fetch(part)), parts, READERS, READERS):
+        for start in range(0, len(part), PIECE_ROWS):
+            end = start + PIECE_ROWS
+            yield part[start:end], InMemory(found[start:end])
+
+
 def decoded(
-    images: Images, batches: Iterable[np.ndarray], size: int, threads: int | None = None,
+    images: Images | Sequence[Image], batches: Iterable[np.ndarray], size: int, threads: int | None = None,
     interpolation: Interpolation = "bilinear",
 ) -> Iterator[Decoded]:  # fmt: skip
-    """Batches of row numbers, decoded ahead of the work on them by ``threads`` (default: all cores)."""
+    """Batches of row numbers, decoded ahead of the work on them by ``threads`` (default: all cores); what has
+    been prepared is as it is.
+    """
+
+    source = as_images(images)
 
     def decode_batch(rows: np.ndarray) -> Decoded:
-        return rows, *decode_many(Chosen(images, rows), size, threads or os.cpu_count(), interpolation)
+        ready = source.prepared(rows)
+        if ready is None:
+            ready = decode_many(source.take(rows), size, threads or os.cpu_count(), interpolation)
+        return rows, *ready
 
     return ahead(decode_batch, batches, 1, BATCHES_AHEAD)
 

@@ -11,6 +11,7 @@ import torch
 from uno.config import OWN_ENCODERS, Config, flatten, override, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
 from uno.data.decode import decode_many, readable
+from uno.data.images import evenly_spaced
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.presets import IMAGE_SIZE, SIZES, own_images, preset, sized
@@ -122,10 +123,9 @@ def _statistics(config: Config, task: Task, given: Container[str], lines: list[s
     if "data.mean" in given and "data.std" in given:
         return config
     rows = np.flatnonzero(task.is_train)
-    num = min(len(rows), STATISTICS_ROWS)
-    rows = rows[np.arange(num) * len(rows) // max(num, 1)]
+    rows = rows[evenly_spaced(STATISTICS_ROWS, len(rows))]
     side = min(config.data.store_size, STATISTICS_PIXELS)
-    images, reasons = decode_many(task.rows.take(rows).images, side, config.compute.threads)
+    images, reasons = decode_many(task.rows.images.take(rows), side, config.compute.threads)
     images = images[torch.from_numpy(readable(reasons))]
     if not len(images):
         return config  # the checks say so

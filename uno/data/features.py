@@ -25,9 +25,9 @@ from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
 from uno.data.decode import ahead, decode_many, readable
 from uno.data.files import Storage, normal
+from uno.data.images import Image
 from uno.data.output import seal, unseal
 from uno.data.plan import FEATURES, augment_generator
-from uno.data.rows import Chosen, Image, fetch
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
 
@@ -65,7 +65,7 @@ class FeatureJob(NamedTuple):
     def load(self, number: int) -> tuple[list[Image], np.ndarray]:
         """The images of a shard as they are stored, and bool (n,): which are training rows."""
         rows = self.rows(number)
-        return fetch(self.task.rows.images, rows), self.task.is_train[rows]
+        return self.task.rows.images.fetch(rows), self.task.is_train[rows]
 
 
 def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
@@ -334,7 +334,7 @@ def _readable_again(job: FeatureJob, reasons: Sequence[str | None]) -> set[int]:
     data, bad = job.config.data, np.flatnonzero(~readable(reasons))
     if not len(bad):
         return set()
-    _, now = decode_many(Chosen(job.task.rows.images, bad), data.store_size, None, data.interpolation)
+    _, now = decode_many(job.task.rows.images.take(bad), data.store_size, None, data.interpolation)
     return set((bad[readable(now)] // SHARD_ROWS).tolist())
 
 

@@ -118,7 +118,7 @@ def require_regular(path: str | bytes) -> None:
 @patient
 def kind(path: str) -> str:
     """'file', 'directory' or 'missing'; ConfigError where it cannot be reached."""
-    with _reading(path):
+    with reading(path):
         files, inner = locate(path)
         found = files.get_file_info(inner).type
         return {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}.get(found, "missing")
@@ -164,7 +164,7 @@ def files_below(root: str) -> Iterator[Found]:
 @patient
 def children(root: str) -> tuple[list[str], list[str]]:
     """Names directly below a directory, sorted: (folders, files). Raises as :func:`walk`."""
-    with _reading(root):
+    with reading(root):
         if is_uri(root):
             files, inner = locate(root)
             infos = files.get_file_info(pa.fs.FileSelector(inner))
@@ -208,7 +208,7 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
 
 def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
     """A file; ConfigError, where it is called ``what``, if it is unreadable or larger than ``max_bytes``."""
-    with _reading(what or path):
+    with reading(what or path):
         data = read_bytes(path, max_bytes)
     if len(data) > max_bytes:
         raise ConfigError(f"{what or path} is larger than {max_bytes} bytes")
@@ -217,7 +217,7 @@ def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
 
 def read_text(path: str, max_bytes: int, what: str = "") -> str:
     """As :func:`read_whole`, of UTF-8."""
-    with _reading(what or path):
+    with reading(what or path):
         return read_whole(path, max_bytes, what).decode("utf-8-sig")
 
 
@@ -272,7 +272,7 @@ def _local_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
 
     def scan(folder: _Entry) -> list[_Entry]:
         found = []
-        with _reading(folder.path), os.scandir(folder.path) as entries:
+        with reading(folder.path), os.scandir(folder.path) as entries:
             for entry in entries:
                 if HIDDEN.search(entry.name):
                     continue
@@ -291,7 +291,7 @@ def _local_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
 
 def _remote_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
     def scan(folder: _Entry) -> list[_Entry]:
-        with _reading(root):
+        with reading(root):
             files, inner = locate(root)
             top, deep = inner.strip("/"), folder.relative.count("/") >= PREFIX_LEVELS
             infos = patient(files.get_file_info)(
@@ -337,7 +337,8 @@ def _one_upload(uri: str) -> str:
 
 
 @contextmanager
-def _reading(path: str) -> Iterator[None]:
+def reading(path: str) -> Iterator[None]:
+    """What goes wrong inside the ``with`` is a ConfigError that names ``path``."""
     try:
         yield
     except (OSError, UnicodeError, pa.ArrowException) as error:

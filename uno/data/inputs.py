@@ -17,10 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from uno.config import DataConfig
-from uno.data.files import Found, files_below, full_path, shown
-from uno.data.rows import Chosen, Decoded, Featured, Files, Images, Part, Rows, base
-from uno.data.sources import INPUT_READERS, is_image, locate_source, read_images, read_rows
-from uno.data.tables import ParquetImages, ParquetTable
+from uno.data.files import Found, files_below, shown
+from uno.data.images import Files, Images, is_image
+from uno.data.rows import Part, Rows
+from uno.data.sources import locate_source, read_images, read_rows
+from uno.data.tables import ParquetTable
 from uno.errors import ConfigError
 
 GROUP_ROWS = 512  # batches end where a group does, however many groups a partition has
@@ -84,30 +85,25 @@ def open_inputs(config: DataConfig) -> Inputs:
     """The rows of ``config.source``: every image of a folder, every row of a table, labeled or not.
     ConfigError: it cannot be read.
     """
-    reader, path = ("folders", "") if config.labeled is not None else locate_source(config)
-    if reader == "parquet":
+    kind, path = ("folders", "") if config.labeled is not None else locate_source(config)
+    if kind == "parquet":
         return ParquetTable(path, config.named_columns)
-    if reader in ("folder", "imagenet"):
+    if kind in ("folder", "imagenet"):
         return ImageFolder(path)
-    return RowInputs(read_rows(config, INPUT_READERS))
+    return RowInputs(read_rows(config, images_only=True))
 
 
 def evenly(inputs: Inputs, limit: int) -> Inputs:
     """At most ``limit`` rows, evenly spaced."""
-    if limit >= len(inputs):
-        return inputs
-    if isinstance(inputs, RowInputs):
-        return RowInputs(inputs.rows.take(np.arange(limit) * len(inputs) // limit))
-    return Evenly(inputs, limit)
+    return inputs if limit >= len(inputs) else Evenly(inputs, limit)
 
 
 def cut(part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
     """A part whose images are in it, ``sizes`` rows at a time."""
     start = 0
-    assert part.ids is not None
+    assert part.ids is not None and part.images is not None
     for size in sizes:
-        rows = np.arange(start, start + size)
-        yield part.ids[start : start + size], Chosen(part.images, rows)
+        yield part.ids[start : start + size], part.images.take(np.arange(start, start + size))
         start += size
 
 
@@ -126,16 +122,15 @@ class RowInputs:
         return self.rows.fingerprint
 
     @property
-    def source(self) -> ParquetImages | None:
-        """The Parquet files, where images are left in such."""
-        source, _ = base(self.rows.images, np.empty(0, np.int64))
-        return source if isinstance(source, ParquetImages) else None
+    def source(self) -> Images | None:
+        """What reads the images anywhere."""
+        return self.rows.images.reader()
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
         """As of :class:`Inputs`; images are not copied."""
         for rows in numbers:
             ids = pa.array(self.rows.ids.take(rows), pa.string())
-            yield Part(rows, ids, Chosen(self.rows.images, rows))
+            yield Part(rows, ids, self.rows.images.take(rows))
 
     def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
         """As of :class:`Inputs`."""
@@ -216,14 +211,3 @@ class Evenly:
     def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
         """As of :class:`Inputs`."""
         return self.inputs.read(part, sizes)
-
-
-def uris(images: Images) -> list[str | None]:
-    """The path of each image as text, None where it is not a file of its own."""
-    source, rows = base(images, np.arange(len(images)))
-    if isinstance(source, Decoded | Featured):
-        source, rows = base(source.source, rows)
-    if isinstance(source, np.ndarray):
-        return [None] * len(rows)
-    found = (source[row] for row in rows.tolist())
-    return [shown(full_path(image)) if isinstance(image, str) and image else None for image in found]

@@ -21,10 +21,11 @@ from PIL import Image as Pillow
 
 from uno.data.decode import BAD_SAMPLES, BadImage, ahead, decode_rgb, quiet
 from uno.data.files import Storage, read_bytes
+from uno.data.images import Image
 from uno.data.output import begin, sweep
 from uno.data.plan import by_windows
-from uno.data.rows import Files, Image, Rows, base, fetch
-from uno.data.tables import FOOTERS, PACKED, PACKING, ParquetImages, json_at
+from uno.data.rows import Rows
+from uno.data.tables import FOOTERS, PACKED, PACKING, json_at
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES
 
@@ -117,8 +118,7 @@ def store_here(threads: int) -> Store:
 
     def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
         for shard in shards:
-            images = fetch(*base(rows.images, shard.rows))
-            yield store_shard(output, rows, shard, images, threads)
+            yield store_shard(output, rows, shard, rows.images.fetch(shard.rows), threads)
 
     return store
 
@@ -173,7 +173,8 @@ def _bad_of(output: Storage, name: str) -> tuple[str, list[BadRow] | None]:
 
 def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list[np.ndarray]]:
     """File name -> its row groups, each int64 row numbers."""
-    sizes, shards = _sizes(rows), {}  # type: np.ndarray, dict[str, list[np.ndarray]]
+    sizes = np.maximum(rows.images.sizes(np.arange(len(rows))), 0)
+    shards: dict[str, list[np.ndarray]] = {}
     for split, member in (("train", rows.is_train), ("test", ~rows.is_train)):
         files, filled = [], shard_bytes  # type: list[list[np.ndarray]], int
         for kind in (True, False):
@@ -188,25 +189,12 @@ def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list
     return shards
 
 
-def _sizes(rows: Rows) -> np.ndarray:
-    """Bytes of every image, or the mean of their row group; int64 (N,)."""
-    images, index = base(rows.images, np.arange(len(rows)))
-    if isinstance(images, ParquetImages):
-        groups = images.groups(index)
-        counts = np.bincount(groups, minlength=len(images.group_bytes))
-        return (images.group_bytes // np.maximum(counts, 1))[groups]
-    if isinstance(images, Files):
-        return np.maximum(images.sizes[index], 0)
-    found = (images[i] for i in index)
-    return np.fromiter((getattr(image, "nbytes", len(image)) for image in found), np.int64)
-
-
 def _order(rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int) -> np.ndarray:
-    """``members`` shuffled; those of a Parquet source by windows, or each shard would read all row groups."""
-    images, index = base(rows.images, members)
-    groups, window = np.zeros(len(members), np.int64), 1
-    if len(members) and isinstance(images, ParquetImages):
-        groups = images.groups(index)
+    """``members`` shuffled; what is read together by windows, or each shard would read all of it."""
+    groups, window = rows.images.groups(members), 1
+    if groups is None:
+        groups = np.zeros(len(members), np.int64)
+    elif len(members):
         window = max(1, int(WINDOW_SHARDS * shard_bytes / max(1.0, sizes[members].mean())))
     return members[by_windows(groups, window, np.random.default_rng([0, 0, 0, 0]))]
 

@@ -6,9 +6,11 @@ concatenated permutations, each drawn from its own generator, so a resumed run n
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from uno.errors import ConfigError
 
@@ -21,6 +23,15 @@ ESTIMATE = 8  # class splits, anchors and starts of the number of classes
 UNLABEL = 9  # rows of known classes that lose their label
 HELD_OUT = 10  # test rows
 TUNE_FOLDS = 11  # known classes that a trial of a sweep hides
+
+
+class Batch(NamedTuple):
+    """V views of B rows on the training device; the first ``len(labels)`` rows are labeled."""
+
+    views: list[Tensor]  # V tensors (B, 3, S_v, S_v), large views first
+    labels: Tensor  # (B_l,) known-class indices
+    num_large: int
+    rows: Tensor | None = None  # (B_u,) which unlabeled rows of the set these are
 
 
 @dataclass(frozen=True)
@@ -99,12 +110,6 @@ def make_pretrain_plan(
     if size == 0:
         raise ConfigError(f"{num_labeled} labeled rows are too few for {workers} workers")
     return Plan(seed, num_labeled, 0, size, 0, num_labeled // size, stream)
-
-
-def evenly(num_rows: int, most: int) -> np.ndarray:
-    """int64 (n,): at most ``most`` of ``num_rows`` row numbers, evenly spaced, ascending."""
-    num = min(num_rows, most)
-    return np.arange(num) * num_rows // max(num, 1)
 
 
 def epoch_indices(

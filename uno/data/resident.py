@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +11,10 @@ from torch import Tensor
 
 from uno.augment import augment
 from uno.config import Config
+from uno.data.images import with_ready
 from uno.data.kept import Kept, part
-from uno.data.plan import PRETEXT, Order, Plan, augment_generator
-from uno.data.rows import Decoded, Featured
+from uno.data.plan import PRETEXT, Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
-from uno.steps import Batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +81,10 @@ def keep_pixels(task: Task, images: Tensor | Kept, reasons: list[str | None]) ->
     """``task`` with the result of :func:`~uno.data.decode.decode_many`: what comes later decodes nothing; or
     with cached features: what comes later needs no encoder.
     """
-    if images.ndim == 4:
-        pixels = images if isinstance(images, Kept) else Kept([images])
-        kept: Any = Decoded(task.rows.images, pixels, reasons)
-    else:
-        kept = Featured(task.rows.images, images[:, 0].clone(), reasons)
-    return replace(task, rows=replace(task.rows, images=kept))
+    if images.ndim != 4:
+        images = images[:, 0].clone()  # the evaluation view
+    values = images if isinstance(images, Kept) else Kept([images])
+    return replace(task, rows=replace(task.rows, images=with_ready(task.rows.images, values, reasons)))
 
 
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:

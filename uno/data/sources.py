@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -17,39 +17,67 @@ from uno.data import files as filesystem
 from uno.data.cifar import CIFAR10, CIFAR100, read_cifar
 from uno.data.columns import Labels, Text, chunks
 from uno.data.files import Found, children, join, shown
-from uno.data.rows import SPLITS, Files, Rows
+from uno.data.images import EXTENSIONS, Files, InMemory, is_image
+from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
+from uno.data.tar import is_pattern, read_tar
 from uno.errors import ConfigError, did_you_mean
 
-Reader = Callable[[str, DataConfig], Rows]
 
-READERS: dict[str, Reader] = {
-    "cifar10": lambda path, config: read_cifar(CIFAR10, path, config.download),
-    "cifar100": lambda path, config: read_cifar(CIFAR100, path, config.download),
-    "imagenet": lambda path, config: read_imagenet(path, config.imagenet_split, config.known_classes is None),
-    "folder": lambda path, config: read_folder(path),
-    "parquet": lambda path, config: read_parquet(
-        path, config.named_columns, lazy=config.ingest == "streaming"
+class Source(NamedTuple):
+    """A kind of source. ``read``: the rows at a path, where True says that they are only to be predicted, so
+    that labels and splits mean nothing. A file that ends in one of ``suffixes`` is of this kind; so is
+    ``in_folders`` a folder of them: never, if it holds no image, or always. ``may_lack``: whether a path is
+    read that is neither a file nor a folder.
+    """
+
+    read: Callable[[str, DataConfig, bool], Rows]
+    suffixes: tuple[str, ...] = ()
+    in_folders: Literal["never", "alone", "always"] = "never"
+    may_lack: Callable[[str, DataConfig], bool] = lambda path, config: False
+
+
+SOURCES = {
+    "cifar10": Source(
+        lambda path, config, _: read_cifar(CIFAR10, path, config.download),
+        may_lack=lambda path, config: config.download,
     ),
-    "table": lambda path, config: read_table(path, config.named_columns),
+    "cifar100": Source(
+        lambda path, config, _: read_cifar(CIFAR100, path, config.download),
+        may_lack=lambda path, config: config.download,
+    ),
+    "imagenet": Source(
+        lambda path, config, _: read_imagenet(path, config.imagenet_split, config.known_classes is None)
+    ),
+    "folder": Source(lambda path, config, _: read_folder(path)),
+    "parquet": Source(
+        lambda path, config, _: read_parquet(path, config.named_columns),
+        suffixes=(".parquet",),
+        in_folders="always",
+    ),
+    "table": Source(
+        lambda path, config, images_only: read_table(path, config.named_columns, images_only=images_only),
+        suffixes=(".csv", ".jsonl"),
+    ),
+    "tar": Source(
+        lambda path, config, images_only: read_tar(path, images_only),
+        suffixes=(".tar",),
+        in_folders="alone",
+        may_lack=lambda path, config: is_pattern(path),
+    ),
 }
-INPUT_READERS: dict[str, Reader] = READERS | {
-    "table": lambda path, config: read_table(path, config.named_columns, images_only=True),
-}
-"""How to read what is only to be predicted, where it is read whole: labels and splits mean nothing there."""
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
-def read_rows(config: DataConfig, readers: dict[str, Reader] = READERS) -> Rows:
+def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given."""
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(filesystem.normal(config.labeled), filesystem.normal(config.unlabeled))
-    reader, path = locate_source(config)
-    return read_digits() if reader == "digits" else readers[reader](path, config)
+    kind, path = locate_source(config)
+    return read_digits() if kind == "digits" else SOURCES[kind].read(path, config, images_only)
 
 
 def locate_source(config: DataConfig) -> tuple[str, str]:
-    """The name of the reader of ``config.source``, and the path it reads."""
+    """The kind of ``config.source`` and the path to read."""
     source = config.source.strip()
     if source == "digits":
         return source, ""
@@ -57,39 +85,56 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
     match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
     if match and not os.path.exists(source):
         prefix, path = match.groups()
-        if prefix not in READERS:
-            known = f"known are digits, {':, '.join(READERS)}:"
-            hint = did_you_mean(prefix.lower(), READERS, known, lambda near: f"{near}:{path}")
+        if prefix not in SOURCES:
+            known = f"known are digits, {':, '.join(SOURCES)}:"
+            hint = did_you_mean(prefix.lower(), SOURCES, known, lambda near: f"{near}:{path}")
             raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
     path = filesystem.normal(path)
-    if filesystem.kind(path) == "missing" and not (config.download and prefix in ("cifar10", "cifar100")):
-        names = {name: repr(f"{name}:DIR") for name in READERS} | {"digits": repr("digits")}
+    may_lack = prefix in SOURCES and SOURCES[prefix].may_lack(path, config)
+    if filesystem.kind(path) == "missing" and not may_lack:
+        names = {name: repr(f"{name}:DIR") for name in SOURCES} | {"digits": repr("digits")}
         hint = did_you_mean(source.lower(), names, show=names.__getitem__)
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
     return prefix or recognise(path), path
 
 
 def recognise(path: str) -> str:
-    """Name of the reader for an existing file or folder, by its content."""
+    """The kind of source that an existing file or folder is, by its content."""
     if filesystem.kind(path) == "file":
-        suffix = os.path.splitext(filesystem.split(path)[1])[1].lower()
-        if suffix not in (".parquet", ".csv", ".jsonl"):
-            raise ConfigError(f"{path}: a file source must end in .parquet, .csv or .jsonl")
-        return "parquet" if suffix == ".parquet" else "table"
+        kind = _kind_of(filesystem.split(path)[1].lower())
+        if kind is None:
+            *others, last = chain.from_iterable(source.suffixes for source in SOURCES.values())
+            raise ConfigError(f"{path}: a file source must end in {', '.join(others)} or {last}")
+        return kind
     folders, files = children(path)
     cifar = [c.prefix for c in (CIFAR10, CIFAR100) if c.folder in folders or {c.meta, *c.train} <= set(files)]
     if len(cifar) > 1:
         raise ConfigError(f"{path} holds CIFAR10 and CIFAR100; say which: cifar10:{path} or cifar100:{path}")
     if cifar:
         return cifar[0]
-    if any(name.endswith(".parquet") for name in files):
-        return "parquet"
+    always = next((kind for kind in map(_kind_of, files) if _in_folders(kind) == "always"), None)
+    if always is not None:
+        return always
     train = children(join(path, "train"))[0] if "train" in folders else []
-    if train and all(is_wnid(name) for name in train):
-        return "imagenet"
-    if not train and any(f.relative.endswith(".parquet") for f in filesystem.files_below(path)):
-        return "parquet"
-    return "folder"
+    if train:
+        return "imagenet" if all(is_wnid(name) for name in train) else "folder"
+    alone, holds_images = None, False
+    for found in filesystem.files_below(path):
+        kind = _kind_of(found.relative)
+        if kind is not None and _in_folders(kind) == "always":
+            return kind
+        alone = kind if _in_folders(kind) == "alone" else alone
+        holds_images = holds_images or is_image(found.relative)
+    return "folder" if alone is None or holds_images else alone
+
+
+def _kind_of(name: str) -> str | None:
+    """The kind of source that a file is."""
+    return next((kind for kind, source in SOURCES.items() if name.endswith(source.suffixes)), None)
+
+
+def _in_folders(kind: str | None) -> str:
+    return "never" if kind is None else SOURCES[kind].in_folders
 
 
 @cache
@@ -107,7 +152,7 @@ def read_digits() -> Rows:
     for value in range(10):
         is_train[np.flatnonzero(digits.target == value)[4::5]] = False
     ids, labels = Text.of(f"digits-{i:04d}" for i in range(len(grey))), Labels.of(map(str, digits.target))
-    return Rows(ids, np.repeat(grey[..., None], 3, axis=3), labels, is_train, "digits")
+    return Rows(ids, InMemory(np.repeat(grey[..., None], 3, axis=3)), labels, is_train, "digits")
 
 
 def read_folder(root: str) -> Rows:
@@ -138,7 +183,8 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     both = known, others
     names = ((f"labeled/{name}" for name in known.ids), (f"unlabeled/{name}" for name in others.ids))
     ids, labels = Text.of(chain(*names)), Labels.of(chain(*(rows.labels for rows in both)))
-    images, is_train = Files.join([r.images for r in both]), np.concatenate([r.is_train for r in both])
+    images = Files.join([cast(Files, rows.images) for rows in both])
+    is_train = np.concatenate([rows.is_train for rows in both])
     source, notes = f"folders:{labeled}+{unlabeled}", known.notes + others.notes
     return Rows(ids, images, labels, is_train, source, notes=notes)
 
@@ -226,11 +272,6 @@ def _rows(listed: Iterable[tuple[Found, str | None, bool]], source: str, notes: 
     names, images, classes, train = zip(*parts, strict=True)
     columns = Text.join(names), Files.join(images), Labels.of(chain(*classes)), np.concatenate(train)
     return Rows(*columns, source, notes=tuple(notes))
-
-
-def is_image(name: str) -> bool:
-    """Whether a file's name ends as that of an image."""
-    return name.lower().endswith(EXTENSIONS)
 
 
 def _images(root: str, notes: list[str]) -> Iterator[Found]:

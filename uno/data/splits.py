@@ -16,6 +16,7 @@ from torch import Tensor
 
 from uno.config import Config, DataConfig, not_mixed
 from uno.data.files import read_text
+from uno.data.images import evenly_spaced
 from uno.data.plan import HELD_OUT, UNLABEL
 from uno.data.rows import Rows
 from uno.errors import ConfigError, did_you_mean
@@ -236,6 +237,6 @@ def limit_rows(rows: Rows, limit: int) -> np.ndarray:
             share = min(len(own), left // todo)
             if not given[own[0]]:
                 share = min(len(own), limit - todo + 1, max(1, round(limit * len(own) / len(members))))
-            kept.append(own[np.arange(share) * len(own) // share])
+            kept.append(own[evenly_spaced(share, len(own))])
             left, todo = left - share, todo - 1
     return np.sort(np.concatenate(kept))

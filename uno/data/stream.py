@@ -23,13 +23,11 @@ from uno.config import Config
 from uno.crops import Cropper
 from uno.data.decode import BATCHES_AHEAD, BadRows, Decoded, ahead, decoded, readable
 from uno.data.files import Storage
-from uno.data.plan import Order, Plan, augment_generator
+from uno.data.images import Image, Images
+from uno.data.plan import Batch, Order, Plan, augment_generator
 from uno.data.resident import EvalSet, TrainSet
-from uno.data.rows import Images, base, fetch
 from uno.data.splits import Task, train_rows, truth_rows
-from uno.data.tables import ParquetImages
 from uno.errors import ConfigError
-from uno.steps import Batch
 
 SYNC_STEPS = 100
 EVAL_BYTES = 64 * 2**20  # decoded pixels of an evaluation batch
@@ -48,12 +46,11 @@ References = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class StreamSet:
-    """As TrainSet, of images that are not loaded. ``index`` int64 (N,) is the number in ``images`` of each
-    row of the task; ``labeled`` (N_l,) and ``unlabeled`` (N_u,) are training rows of it.
+    """As TrainSet, of images that are not loaded: those of all N rows of the task. ``labeled`` int64 (N_l,)
+    and ``unlabeled`` (N_u,) are numbers of its training rows.
     """
 
     images: Images
-    index: np.ndarray
     labeled: np.ndarray
     labels: Tensor
     unlabeled: np.ndarray
@@ -91,8 +88,7 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
 
 def stream_facts(task: Task) -> dict[str, Any]:
     """The fields of a :class:`StreamSet` that do not depend on the process, and the ``ids`` of all rows."""
-    images, index = base(task.rows.images, np.arange(len(task.rows)))
-    return {"images": images, "index": index, "ids": task.rows.ids, **train_rows(task)}
+    return {"images": task.rows.images, "ids": task.rows.ids, **train_rows(task)}
 
 
 class StreamBatches:
@@ -187,19 +183,18 @@ class CropJob:
     def __init__(
         self, config: Config, train: StreamSet, plan: Plan, rank: int, world_size: int, first: int, last: int
     ) -> None:
-        self.images, self.index = train.images, train.index
+        self.images = train.images
         self.first, self.last, self._train = first, last, train
         num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
         how = config.augment, data.store_size, data.interpolation
         self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, *how)
         self.row_bytes = self.cropper.row_bytes
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))
-        window, groups = 1, None
-        if isinstance(self.images, ParquetImages):
-            window = window_rows(self.images)
-            labeled, unlabeled = (self.index[rows] for rows in (train.labeled, train.unlabeled))
-            groups = self.images.groups(labeled), self.images.groups(unlabeled)
-        self.fetch_rows = 2 * window  # about a window of each kind
+        labeled, unlabeled = (self.images.groups(rows) for rows in (train.labeled, train.unlabeled))
+        groups = None if labeled is None or unlabeled is None else (labeled, unlabeled)
+        window = 1 if groups is None else window_rows(self.images)
+        self.fetch_rows = None if groups is None else 2 * window
+        """What to read at once: about a window of each kind; None: as few rows as one likes."""
         self.order = Order(plan, rank, world_size, groups, window)
         self.rows_per_step = len(self.order.positions)
 
@@ -217,9 +212,9 @@ class CropJob:
             yield self.first + step, self.order.positions[position], rows[step - step[0], position]
 
 
-def window_rows(images: ParquetImages) -> int:
-    """Rows that are mixed at once: they come from row groups that are read together."""
-    row_bytes = max(1, int(images.group_bytes.sum()) // len(images))
+def window_rows(images: Images) -> int:
+    """Rows that are mixed at once: they come from groups that are read together."""
+    row_bytes = max(1, int(images.sizes(np.arange(len(images))).mean()))
     return max(1, min(MAX_WINDOW_ROWS, WINDOW_BYTES // row_bytes))
 
 
@@ -228,12 +223,11 @@ def crop_here(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
     return ahead(lambda item: job.cropper.crop(*item), _with_images(job), threads, threads + 1)
 
 
-def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, list[Any]]]:
-    """(steps, positions, images) of a chunk each; those of Parquet are fetched for several chunks at once."""
+def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, list[Image]]]:
+    """(steps, positions, images) of a chunk each, fetched for several chunks at once where that pays."""
     size = min(job.chunk_rows, THREAD_ROWS)
-    fetched = job.fetch_rows if isinstance(job.images, ParquetImages) else size
-    for steps, positions, rows in job.references(fetched):
-        images = fetch(job.images, job.index[rows])
+    for steps, positions, rows in job.references(job.fetch_rows or size):
+        images = job.images.fetch(rows)
         for start in range(0, len(images), size):
             own = slice(start, start + size)
             yield steps[own], positions[own], images[own]

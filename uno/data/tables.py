@@ -25,7 +25,8 @@ import pyarrow.parquet
 
 from uno.data import files as filesystem
 from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, chunks
-from uno.data.rows import SPLITS, Encoded, Files, Image, Images, Part, Rows
+from uno.data.images import Files, Image, Images, InMemory
+from uno.data.rows import SPLITS, Part, Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
 
@@ -43,14 +44,14 @@ NO_NAMES: Mapping[str, str] = {}
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
-def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES, *, lazy: bool = False) -> Rows:
+def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     """All *.parquet files of a folder, or one file. The split is column ``split``, else the file name
     (train-*, test-*, validation-*) or folder, else train. ``names``: what our columns are called there.
-    ``lazy``: images stay in the files until they are wanted.
+    Images stay in the files until they are wanted.
     """
     source, (root, files) = f"parquet:{path}", _parquet_files(path)
     with ThreadPoolExecutor(FOOTERS) as pool:
-        parts = list(pool.map(lambda file: _read_file(file, names, lazy), files))
+        parts = list(pool.map(lambda file: _read_file(file, names), files))
     tables, class_names, known, left = zip(*parts, strict=True)
     if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
@@ -71,10 +72,10 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES, *, lazy: bool =
     if "id" in table.column_names:
         ids = Text.of(chain.from_iterable(map(_ids, tables, places, starts.tolist())))
     images: Images
-    if left[0]:
-        images = ParquetImages(root, [f.path for f in files], left[0], [f.size for f in files])
+    if "image" in table.column_names:
+        images = _files(source, root, _values(table["image"]), False)
     else:
-        images = _images(source, root, table["image"])
+        images = ParquetImages(root, [f.path for f in files], left[0], [f.size for f in files])
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
     labels = Labels.none(len(table)) if labels is None else labels
     return Rows(ids, images, labels, is_train, source, class_names[0], known, eval_labels=truth)
@@ -108,10 +109,10 @@ def _parquet_files(path: str) -> tuple[str, list[filesystem.Found]]:
     return path, files
 
 
-class ParquetImages:
+class ParquetImages(Images):
     """The image column ``column`` (bytes or struct<bytes, path below ``root``>) of Parquet ``files``, read
-    when a row is wanted, a whole row group at a time: rows in order, or many with :meth:`fetch`, are cheap.
-    ``sizes`` in bytes, where they are known, save a request each.
+    when a row is wanted, a whole row group at a time. ``sizes`` in bytes, where they are known, save a
+    request each.
     """
 
     def __init__(
@@ -123,38 +124,53 @@ class ParquetImages:
             opened = list(pool.map(lambda file: _parquet(*file), sized))
         pairs = zip(sized, opened, strict=True)
         groups = [(at, file, g) for at, file in pairs for g in range(file.metadata.num_row_groups)]
-        self._groups = [(*at, g) for at, _, g in groups]
+        self._groups = [(path, size, g) for (path, size), _, g in groups]
         self._starts = np.cumsum([0, *(file.metadata.row_group(g).num_rows for _, file, g in groups)])
-        self.group_bytes = np.array([file.column_bytes(g, [column]) for _, file, g in groups], np.int64)
+        self._bytes = np.array([file.column_bytes(g, [column]) for _, file, g in groups], np.int64)
+        self._has_paths = any(file.may_name_files(g, column) for _, file, g in groups)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, row: int) -> bytes | str:
-        group = int(self.groups(row))
-        with _lock:
-            column = _recent(*self._groups[group], self.column)
-        return self._value(column, int(row - self._starts[group]))
+    def fetch(self, rows: np.ndarray) -> list[Image]:
+        """The images of ``rows`` int64 (n,), in that order; every row group they are in is read once. One of
+        which only a part is wanted is remembered for the next call.
+        """
+        groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
+        for group in map(int, np.unique(groups)):
+            at, first = np.flatnonzero(groups == group), int(self._starts[group])
+            if len(at) == self._starts[group + 1] - first:
+                column = _read_group(*self._groups[group], self.column)
+            else:
+                with _lock:
+                    column = _recent(*self._groups[group], self.column)
+            for i in at.tolist():
+                found[i] = self._value(column, int(rows[i]) - first)
+        return found
 
-    def groups(self, rows: Any) -> np.ndarray:
+    def groups(self, rows: np.ndarray) -> np.ndarray:
         """int64 (n,): the row group of each of ``rows``, numbered over all files."""
         return np.searchsorted(self._starts, rows, side="right") - 1
 
-    def fetch(self, rows: np.ndarray) -> list[bytes | str]:
-        """The images of ``rows`` int64 (n,), in that order; every row group they are in is read once."""
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """int64 (n,): about the mean in its row group, so that all of it are its bytes."""
         groups = self.groups(rows)
-        found: list[Any] = [None] * len(rows)
-        for group in map(int, np.unique(groups)):
-            column = _read_group(*self._groups[group], self.column)
-            for i in np.flatnonzero(groups == group).tolist():
-                found[i] = self._value(column, int(rows[i] - self._starts[group]))
-        return found
+        number, total, num = rows - self._starts[groups], self._bytes[groups], np.diff(self._starts)[groups]
+        return (number + 1) * total // num - number * total // num
 
     def facts(self, rows: np.ndarray) -> Iterator[bytes]:
         """Of each row its row group's bytes and its number there."""
         groups = self.groups(rows)
-        pairs = zip((rows - self._starts[groups]).tolist(), self.group_bytes[groups].tolist(), strict=True)
+        pairs = zip((rows - self._starts[groups]).tolist(), self._bytes[groups].tolist(), strict=True)
         return (f"{number} of {size}".encode() for number, size in pairs)
+
+    def paths(self, rows: np.ndarray) -> list[str | None]:
+        """Nothing is read where no row has a path in the place of bytes."""
+        return super().paths(rows) if self._has_paths else [None] * len(rows)
+
+    def reader(self) -> ParquetImages:
+        """This: any node reads the files."""
+        return self
 
     def _value(self, column: Any, number: int) -> bytes | str:
         value = column[number].as_py()
@@ -203,6 +219,13 @@ class _Parquet:
             own = (c for c in chunks if c.path_in_schema.split(".")[0] in columns)
             return sum(c.total_compressed_size for c in own)
 
+    def may_name_files(self, group: int, column: str) -> bool:
+        """Whether rows of a row group may have a path and no bytes in a column struct<bytes, path>."""
+        row_group = self.metadata.row_group(group)
+        chunks = (row_group.column(i) for i in range(row_group.num_columns))
+        own = (chunk.statistics for chunk in chunks if chunk.path_in_schema == f"{column}.bytes")
+        return any(found is None or not found.has_null_count or found.null_count for found in own)
+
     def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
         """Those columns of a row group, some rows at a time; many bytes of an object by pages."""
         if filesystem.is_uri(self.path) and self.column_bytes(group, columns) <= REQUEST_BYTES:
@@ -247,7 +270,7 @@ def _read_group(path: str, size: int, number: int, column: str) -> Any:
     return _parquet(path, size).read([column], number)[column].combine_chunks()
 
 
-_lock, _recent = threading.Lock(), lru_cache(maxsize=4)(_read_group)  # for access row by row
+_lock, _recent = threading.Lock(), lru_cache(maxsize=2)(_read_group)  # in which calls end and begin
 
 
 class ParquetTable:
@@ -285,7 +308,7 @@ class ParquetTable:
         """As of :class:`~uno.data.inputs.Inputs`."""
         return map(Part, numbers)
 
-    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[Any, list[Image]]]:
+    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[Any, Images]]:
         """As of :class:`~uno.data.inputs.Inputs`. ConfigError: a file is damaged, or a path leads out."""
         inside, tables = filesystem.below(self._root), self._read(part.rows)
         ids, images = list[str](), list[Image]()
@@ -294,7 +317,7 @@ class ParquetTable:
                 names, column = next(tables)
                 ids += names
                 images += self._values(column, inside)
-            yield pa.array(ids[:size], pa.string()), images[:size]
+            yield pa.array(ids[:size], pa.string()), InMemory(images[:size])
             del ids[:size], images[:size]
 
     def _read(self, rows: np.ndarray) -> Iterator[tuple[list[str], Any]]:
@@ -358,12 +381,10 @@ def _describe(
     return (name, path, file.size, kept if kept in schema.names else None), rows, digest, image
 
 
-def _read_file(
-    file: filesystem.Found, own: Mapping[str, str], lazy: bool
-) -> tuple[Any, Names, Names, str | None]:
-    """One Parquet file as columns is_train and, where it has them, id, image, label, eval_label; the class
-    names and known classes of its metadata; the name of its image column if that was left in the file,
-    because it holds bytes.
+def _read_file(file: filesystem.Found, own: Mapping[str, str]) -> tuple[Any, Names, Names, str]:
+    """One Parquet file as columns is_train and, where it has them, id, label, eval_label, and image if these
+    are paths; the class names and known classes of its metadata; the name of the image column if that was
+    left in the file, because it holds bytes, else ''.
     """
     name, path = file.relative, file.path
     parquet = _parquet(path, file.size, anew=True)
@@ -373,7 +394,8 @@ def _read_file(
     label = own.get("label") or next((c for c in LABEL_COLUMNS if c in schema.names), None)
     if num > MAX_ROWS:
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
-    left = image if lazy and schema.field(image).type not in TEXT else None
+    _check_images(path, schema.field(image).type)
+    left = "" if schema.field(image).type in TEXT else image
     theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
     theirs |= {"label": label or "", "image": image}
     wanted = {*theirs.values()} - {image}
@@ -446,23 +468,6 @@ def _labels(source: str, column: Any, names: Sequence[str]) -> Labels:
     return Labels(found.classes, np.append(found.codes, np.int32(-1))[rows])
 
 
-def _images(source: str, root: str, column: Any) -> Images:
-    """The image column: bytes where there are bytes, else files below ``root``."""
-    _check_images(source, column.type)
-    if column.type in TEXT:
-        return _files(source, root, _values(column), False)
-    if column.type in BINARY:
-        return Encoded(column, {})
-    content = pa.compute.struct_field(column, "bytes")
-    empty = np.flatnonzero(pa.compute.is_null(content).to_numpy(zero_copy_only=False))
-    if not len(empty) or "path" not in column.type.names:
-        return Encoded(content, {})
-    paths = pa.compute.struct_field(column, "path").take(pa.array(empty)).to_pylist()
-    named = {int(i): path for i, path in zip(empty, paths, strict=True) if path}
-    files = _files(source, root, list(named.values()), False)
-    return Encoded(content, {i: files[j] for j, i in enumerate(named)})
-
-
 def _check_images(source: str, kind: Any) -> None:
     """ConfigError: a column of that Arrow type holds no images."""
     fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
@@ -492,7 +497,7 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
     labels, truth = (
-        Labels.of(_name(source, v) for v in columns.get(c, missing)) for c in ("label", "eval_label")
+        Labels.of(class_name(source, v) for v in columns.get(c, missing)) for c in ("label", "eval_label")
     )
     given = enumerate(columns.get("id", missing))
     ids = Text.of(f"row-{i}" if value in (None, "") else str(value) for i, value in given)
@@ -539,7 +544,8 @@ def _read_jsonl(path: str) -> dict[str, list[Any]]:
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def _name(source: str, label: Any) -> str | None:
+def class_name(source: str, label: Any) -> str | None:
+    """The class that a label of a table says, None for none; ConfigError: neither text nor a whole number."""
     if label in (None, ""):
         return None
     if isinstance(label, bool) or not isinstance(label, str | int):
@@ -571,6 +577,6 @@ def _files(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> 
             paths.append(path)
         parts.append(Files.of(paths, [filesystem.size_of(path) for path in paths]))
     found = Files.join(parts or [Files.of([], [])])
-    if row and not filesystem.is_uri(root) and found.sizes.max() < 0:
+    if row and not filesystem.is_uri(root) and found.file_sizes.max() < 0:
         raise ConfigError(f"{source}: none of its {row} images is below {root}, e.g. {one_line(repr(first))}")
     return found

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from uno.data.decode import BadImage, ahead, decode, decode_many, read_header
-from uno.data.plan import evenly
-from uno.data.rows import Chosen, Decoded, Featured, Image, Images, Rows, base
+from uno.data.images import Image, evenly_spaced
+from uno.data.rows import Rows
 from uno.report.sample import Sample
 from uno.results.show import SMALL, data_uri, encode
 
@@ -48,10 +48,10 @@ class Album:
     """
 
     def __init__(self, rows: Rows, sample: Sample, groups: Sequence[NDArray[np.int64]]) -> None:
-        self._images, self._sample = originals(rows.images, sample.index), sample
+        self._images, self._sample = rows.images.take(sample.index), sample
         sizes, total = [len(group) for group in groups], sum(map(len, groups))
         probe = np.concatenate([*groups, np.arange(0)])
-        probe = probe[evenly(total, NUM_PROBED)]
+        probe = probe[evenly_spaced(NUM_PROBED, total)]
         native = int(np.median([_side(self._images[i]) for i in probe.tolist()] or [1]))
         fitting = [size for size in SIZES if size[0] <= native] or [(native, 85)]
         for self.side, self._quality in fitting:
@@ -94,7 +94,7 @@ class Album:
         return members[np.argsort(-self._sample.confidence[members], kind="stable")]
 
     def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
-        return decode_many(Chosen(self._images, positions), side)[0].numpy()
+        return decode_many(self._images.take(positions), side)[0].numpy()
 
     def _tile(self, position: int) -> Tile:
         try:
@@ -104,14 +104,6 @@ class Album:
         kind = "png" if self.side <= SMALL else "webp"
         uri = data_uri(Pillow.fromarray(pixels), kind, quality=self._quality, method=2)
         return Tile(position, uri)
-
-
-def originals(images: Images, rows: NDArray[np.int64]) -> Images:
-    """The images ``rows`` int64 (n,), as large as the source has them."""
-    images, rows = base(images, rows)
-    while isinstance(images, Decoded | Featured):
-        images, rows = base(images.source, rows)
-    return Chosen(images, rows)
 
 
 def _side(image: Image) -> int:

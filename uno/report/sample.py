@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.plan import REPORT_SAMPLE
-from uno.data.rows import Featured
 from uno.data.splits import Task
 from uno.errors import StorageError
 from uno.results.classes import OutputClass, first_classes
@@ -117,7 +116,8 @@ def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = N
     """
     config, best, size = model.config, model.best_head, model.size
     default = MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
-    if model.device.type == "cuda" or isinstance(task.rows.images, Featured):
+    ready = task.rows.images.prepared(np.arange(0))
+    if model.device.type == "cuda" or (ready is not None and ready[0].ndim == 2):  # features are cheap
         default = MAX_ROWS
     rows = choose_rows(task, max_rows or default, config.seed)
     sampled = sample_logits(model, decode, rows, len(rows))

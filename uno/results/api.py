@@ -17,7 +17,7 @@ from torch import Tensor
 
 from uno.data.decode import BadImage, decoded, readable, to_rgb
 from uno.data.files import Storage
-from uno.data.rows import Image
+from uno.data.images import Image
 from uno.errors import ConfigError, StorageError
 from uno.results import show
 from uno.results.classes import OutputClass

@@ -13,8 +13,8 @@ from PIL import Image as Pillow
 from uno.data import output
 from uno.data.decode import read_header
 from uno.data.files import Storage, read_bytes
+from uno.data.images import Image
 from uno.data.inputs import Inputs
-from uno.data.rows import Image, base, fetch
 from uno.errors import StorageError
 from uno.limits import MAX_IMAGE_BYTES
 from uno.results.classes import REJECTED
@@ -52,7 +52,7 @@ def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, in
         sizes = [len(rows[i : i + GROUP]) for i in range(0, len(rows), GROUP)]
         each = zip(rows.tolist(), names, kinds, index, strict=True)
         for ids, images in inputs.read(part, sizes):
-            found = fetch(*base(images, np.arange(len(ids))))
+            found = images.fetch(np.arange(len(ids)))
             for name, image, (row, label, kind, number) in zip(ids.to_pylist(), found, each, strict=False):
                 data, suffix = _encoded(image)
                 stem = _safe(name.rpartition("/")[2])

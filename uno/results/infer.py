@@ -21,8 +21,8 @@ from torch import Tensor
 from uno.config import Config, dump_yaml, override, parse_yaml
 from uno.data.decode import decoded, readable
 from uno.data.files import Storage, parse_json
-from uno.data.plan import evenly
-from uno.data.rows import Featured, Rows
+from uno.data.images import evenly_spaced
+from uno.data.rows import Rows
 from uno.encoder import require_encoder
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
@@ -252,12 +252,8 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
     """The pixels of ``rows`` for ``model``, decoded ahead of it by ``threads`` (default: one a core); or
     their features float32 (b, D), where a run has just computed them.
     """
-    images, how = rows.images, model.config.data.interpolation
-    if not isinstance(images, Featured):
-        return partial(decoded, images, size=model.size, threads=threads, interpolation=how)
-    return lambda batches: (
-        (index, images.features[index], [images.reasons[row] for row in index]) for index in batches
-    )
+    how = model.config.data.interpolation
+    return partial(decoded, rows.images, size=model.size, threads=threads, interpolation=how)
 
 
 def score_rows(
@@ -275,7 +271,7 @@ def sample_logits(
     """Of at most ``limit`` of ``rows`` int64 (N,), evenly spaced: the numbers of those that can be read, and
     their :class:`Logits` on the CPU; None where there are none.
     """
-    chosen, size = rows[evenly(len(rows), limit)], model.batch_rows
+    chosen, size = rows[evenly_spaced(limit, len(rows))], model.batch_rows
     indices, parts = [], []
     for index, pixels, reasons in decode(chosen[i : i + size] for i in range(0, len(chosen), size)):
         ok = readable(reasons)

@@ -23,8 +23,9 @@ from torch import Tensor
 from uno.data import output
 from uno.data.decode import BATCHES_AHEAD, Interpolation, ahead, decode_many, readable
 from uno.data.files import Storage
-from uno.data.inputs import Inputs, Read, batch_sizes, chunk_rows, partition_rows, uris
-from uno.data.rows import Decoded, Featured, Images, Part, base, fetch
+from uno.data.images import Images, path_of
+from uno.data.inputs import Inputs, Read, batch_sizes, chunk_rows, partition_rows
+from uno.data.rows import Part
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, hashes
 from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
@@ -122,15 +123,16 @@ def decode_chunk(chunk: Chunk, how: Take, threads: int | None = None) -> tuple[p
     """What is known of n rows: row, id, uri, reason (why it has no pixels); and uint8 (n, 3, S, S), or their
     features (n, D), where a run has just computed them.
     """
-    images, index = base(chunk.images, np.arange(len(chunk.ids)))
-    if isinstance(images, Featured):
-        pixels, reasons = images.features[index], [images.reasons[row] for row in index.tolist()]
+    rows = np.arange(len(chunk.ids))
+    ready = chunk.images.prepared(rows)
+    if ready is not None:
+        (pixels, reasons), places = ready, chunk.images.paths(rows)
     else:
-        found = fetch(images, index)
+        found = chunk.images.fetch(rows)
         pixels, reasons = decode_many(found, how.size, threads, how.interpolation)
-    places = uris(chunk.images if isinstance(images, Decoded | Featured) else found)
+        places = [path_of(image) for image in found]
     text = {"id": chunk.ids, "uri": pa.array(places, pa.string()), "reason": pa.array(reasons, pa.string())}
-    return pa.table({"row": np.arange(chunk.first, chunk.first + len(index)), **text}), pixels
+    return pa.table({"row": chunk.first + rows, **text}), pixels
 
 
 def classify(model: Classifier, facts: pa.Table, pixels: Tensor, embedding: bool) -> Iterator[pa.Table]:

@@ -19,7 +19,7 @@ from PIL import Image as Pillow
 from uno.config import Config, override
 from uno.data.decode import decode_many, readable
 from uno.data.files import Storage, is_uri
-from uno.data.rows import Image, fetch
+from uno.data.images import Image
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import UnoError
@@ -80,10 +80,10 @@ def members(storage: Storage, config: Config) -> dict[int, Members]:
         images = [b"" if is_uri(uri) else uri for uri in uris]
     elif len(table) <= MANY_ROWS:
         with suppress(UnoError, OSError):
-            lazy = override(config, {"data.ingest": "streaming", "data.download": False}).data
+            lazy = override(config, {"data.download": False}).data
             rows, made_from = make_task(read_rows(lazy), lazy).rows, predictions.read_identity(storage)
             if made_from is not None and made_from["data"] == rows.fingerprint:
-                images = fetch(rows.images, row[chosen])
+                images = rows.images.fetch(row[chosen])
     found, at = {}, 0
     for group in groups:
         num = len(group[:NUM_PICTURES])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from uno.config import Config
-from uno.data.plan import evenly
+from uno.data.images import evenly_spaced
 from uno.data.stream import TrainData
 from uno.model import UnoModel
 from uno.prototype_init import clusters_of, training_features
@@ -84,7 +84,7 @@ def trust_metrics(
     run's metrics so far.
     """
     labeled, labels, unlabeled = training_features(config, model, train)
-    unlabeled = unlabeled[torch.from_numpy(evenly(len(unlabeled), MAX_ROWS))]
+    unlabeled = unlabeled[torch.from_numpy(evenly_spaced(MAX_ROWS, len(unlabeled)))]
     if len(unlabeled) < train.num_novel + (train.num_known if config.data.pile == "mixed" else 0):
         return {}
     outputs = _outputs(model, unlabeled, best_head)

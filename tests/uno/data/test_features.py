@@ -182,7 +182,7 @@ def test_the_key_changes_with_a_bit_of_the_weights_the_test_rows_and_the_pixels(
     is_train = job.task.is_train.copy()
     is_train[0] ^= True  # as data.hold_out does
     keys.add(feature_job(job.config, replace(job.task, is_train=is_train), encoder_of(job.config)).key)
-    images = job.task.rows.images.images.copy()
+    images = job.task.rows.images.images.items.copy()
     images[job.task.rows.images.index[3], 0, 0, 0] ^= 1
     keys.add(job_of(images=images[job.task.rows.images.index]).key)
     assert len(keys) == 4

@@ -10,8 +10,8 @@ import pytest
 
 from uno.config import DataConfig
 from uno.data.files import files_below
-from uno.data.inputs import ImageFolder, batch_sizes, chunk_rows, evenly, open_inputs, partition_rows, uris
-from uno.data.rows import base, fetch
+from uno.data.images import path_of
+from uno.data.inputs import ImageFolder, batch_sizes, chunk_rows, evenly, open_inputs, partition_rows
 from uno.data.sources import read_images, read_rows
 
 from .builders import failure, write_images
@@ -24,7 +24,7 @@ def all_of(inputs, num_rows: int = 7, sizes: int = 3):
     for rows, part in zip(numbers, inputs.parts(numbers), strict=True):
         chunks = [len(rows[i : i + sizes]) for i in range(0, len(rows), sizes)]
         for ids, images in inputs.read(part, chunks):
-            found += zip(ids.to_pylist(), fetch(*base(images, np.arange(len(ids)))), strict=True)
+            found += zip(ids.to_pylist(), images.fetch(np.arange(len(ids))), strict=True)
     return found
 
 
@@ -105,7 +105,7 @@ def test_paths_in_a_table(tmp_path):
     found = all_of(open_inputs(DataConfig(source=str(tmp_path / "t.parquet"))))
     full = [str(tmp_path / name) for name in ("a.png", "sub/b.png", "gone.png")]
     assert [image for _, image in found] == [*full[:2], "", full[2]]
-    assert uris([image for _, image in found]) == [*full[:2], None, full[2]]
+    assert [path_of(image) for _, image in found] == [*full[:2], None, full[2]]
     pq.write_table(pa.table({"path": ["a.png"] * 100 + ["../x.png"]}), tmp_path / "t.parquet")
     inputs = open_inputs(DataConfig(source=str(tmp_path / "t.parquet")))
     assert "'../x.png' leaves the folder" in failure(all_of, inputs)

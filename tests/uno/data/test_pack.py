@@ -15,7 +15,6 @@ from uno.data.files import Storage
 from uno.data.pack import pack, store_here
 from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, limit_rows, make_task
-from uno.data.tables import ParquetImages
 
 from .builders import encoded, failure, hf_table, pixels, write_images
 
@@ -52,20 +51,16 @@ def by_id(task):
     return dict(zip(task.rows.ids, zip(*columns, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("source", [pytest.param("digits", marks=pytest.mark.slow), "folder"])
-def test_round_trip(tmp_path, source, lazy):
+def test_round_trip(tmp_path, source):
     """The same task: ids, labels, truth, split, pixels. Kills: labels of another row, lost class order."""
     more = {"data.known_classes": "first:5"} if source == "digits" else FEW
     source = source if source == "digits" else images(tmp_path / "images")
     done = packed(source, tmp_path / "out", **more)
     assert done.rows == done.packed and done.bad == 0 and done.shards > 2
     before = make_task(read_rows(config_of(source, **more)), config_of(source, **more))
-    ingest = "streaming" if lazy else "resident"
-    config = config_of(f"parquet:{tmp_path}/out", **more, **{"data.ingest": ingest})
-    rows = read_rows(config)
-    assert isinstance(rows.images, ParquetImages) == lazy
-    after = make_task(rows, config)
+    config = config_of(f"parquet:{tmp_path}/out", **more)
+    after = make_task(read_rows(config), config)
     assert (after.known, after.novel, after.num_novel) == (before.known, before.novel, before.num_novel)
     assert by_id(after) == by_id(before)
     assert after.rows.ids != before.rows.ids  # shuffled
@@ -106,15 +101,13 @@ def test_the_same_rows_go_where_they_always_went(tmp_path, monkeypatch):
 
 
 def test_a_damaged_page_is_one_line(tmp_path):
-    """One flipped bit in an image, read both ways. Kills: checksums not written, or not verified."""
+    """One flipped bit in an image. Kills: checksums not written, or not verified."""
     packed("digits", tmp_path / "out", shard_bytes=10**9)
     path = tmp_path / "out" / "train-00000-of-00001.parquet"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-    refused = failure(read_rows, config_of(f"parquet:{tmp_path}/out"))
-    assert re.search(r"train-00000-of-00001.parquet: .*CRC", refused)
-    rows = read_rows(config_of(f"parquet:{tmp_path}/out", **{"data.ingest": "streaming"}))
+    rows = read_rows(config_of(f"parquet:{tmp_path}/out"))
     assert re.search(r"cannot read row group \d+ of .*CRC", failure(rows.images.fetch, np.arange(len(rows))))
 
 

@@ -55,7 +55,7 @@ def test_hidden_labels_never_reach_training():
     permuted[novel] = np.random.default_rng(0).permutation(permuted[novel])
     for labels in (rows.labels, permuted.tolist()):
         task = make_task(replace(rows, labels=Labels.of(labels)), DIGITS)
-        images = torch.from_numpy(rows.images.transpose(0, 3, 1, 2).copy())
+        images = torch.from_numpy(rows.images.items.transpose(0, 3, 1, 2).copy())
         ok = np.ones(len(rows), dtype=bool)
         sets.append((assemble(task, images, ok), eval_sets(task, images, ok)["train"].truth))
     (a, truth_a), (b, truth_b) = sets
@@ -71,7 +71,7 @@ def test_hidden_labels_of_a_mixed_pile_never_reach_training():
     rows of a pile told from novel ones, ``unlabeled`` told by the class.
     """
     rows = read_digits()
-    images = torch.from_numpy(rows.images.transpose(0, 3, 1, 2).copy())
+    images = torch.from_numpy(rows.images.items.transpose(0, 3, 1, 2).copy())
     task = make_task(rows, DIGITS.model_copy(update={"unlabel_known": 0.5}))
     hidden = np.flatnonzero(task.is_train & (task.labels < 0))
     permuted = task.eval_labels.copy()
@@ -228,7 +228,8 @@ def test_evaluation_reads_the_evaluation_view_of_cached_features():
     for found in sets.values():
         assert torch.equal(found.images[:], found.index[:, None].float())
     images = keep_pixels(task, features, [None] * 1797).rows.images
-    assert torch.equal(images.features, features[:, 0])
+    assert torch.equal(images.prepared(np.arange(1797))[0], features[:, 0])
+    assert torch.equal(images.take(np.array([7, 3])).prepared(np.array([1]))[0], features[3:4, 0])
     assert np.array_equal(images[3], task.rows.images[3])
 
 

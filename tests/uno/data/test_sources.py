@@ -50,7 +50,7 @@ def test_fingerprint_follows_content_not_place(tmp_path):
     (a / "dog").rename(a / "wolf")
     assert before not in (read(a).fingerprint, read(b).fingerprint)
     digits = read("digits")
-    changed = digits.images.copy()
+    changed = digits.images.items.copy()
     changed[7, 0, 0, 0] ^= 1
     other = Rows(digits.ids, changed, digits.labels, digits.is_train, "digits")
     assert digits.take(np.arange(1797)).fingerprint == digits.fingerprint != other.fingerprint
@@ -170,7 +170,7 @@ def test_a_bare_path_is_recognised_by_content_not_by_name(tmp_path):
         write_cifar(tmp_path / "z", layout, rows=1)
     assert "cifar10:" in failure(read, tmp_path / "z")
     (tmp_path / "data.txt").write_text("x")
-    assert ".parquet, .csv or .jsonl" in failure(read, tmp_path / "data.txt")
+    assert "must end in .parquet, .csv, .jsonl or .tar" in failure(read, tmp_path / "data.txt")
 
 
 def test_unknown_prefix_suggests_the_nearest(tmp_path):

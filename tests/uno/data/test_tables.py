@@ -17,8 +17,8 @@ from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data import tables
 from uno.data.decode import decode
+from uno.data.images import Files
 from uno.data.inputs import open_inputs
-from uno.data.rows import Encoded, Files
 from uno.data.sources import read_rows
 from uno.data.tables import ParquetImages, ParquetTable, read_parquet, read_table
 from uno.errors import ConfigError
@@ -40,7 +40,7 @@ def test_hugging_face_layout(tmp_path):
     rows = read_parquet(str(tmp_path))
     assert len(rows) == 16 and rows.class_names == ("zebra", "ant", "cow")
     train = np.flatnonzero(rows.is_train)
-    assert isinstance(rows.images, Encoded) and len(train) == 12 and rows.labels[train[1]] == "ant"
+    assert isinstance(rows.images, ParquetImages) and len(train) == 12 and rows.labels[train[1]] == "ant"
     assert rows.ids[train[0]] == "train-00000-of-00001.parquet#0"
     assert (decode(rows.images[train[4]], 8) == pixels(4).transpose(2, 0, 1)).all()
 
@@ -90,20 +90,21 @@ def test_hugging_face_rows_by_path(tmp_path):
     pq.write_table(hf_table(images, [0, 0], ["a"]), tmp_path / "a.parquet")
     rows = read_parquet(str(tmp_path / "a.parquet"))
     assert (decode(rows.images[1], 8) == pixels(5).transpose(2, 0, 1)).all()
+    assert rows.images.paths(np.arange(2)) == [None, str(tmp_path / "one.png")]
     images[1]["path"] = "../one.png"
     pq.write_table(hf_table(images, [0, 0], ["a"]), tmp_path / "a.parquet")
-    assert "leaves the folder" in failure(read_parquet, str(tmp_path))
+    rows = read_parquet(str(tmp_path))
+    assert rows.images[1] == b"" and rows.images.paths(np.arange(2)) == [None, None]
 
 
 def test_canonical_layout(tmp_path):
     write_images(tmp_path, ["im/a.png", "im/b.png"])
     columns = {"id": ["r1", "r2"], "label": ["x", None], "split": ["train", "test"]}
     pq.write_table(pa.table({**columns, "image": ["im/a.png", "im/b.png"]}), tmp_path / "rows.parquet")
-    for lazy in (False, True):  # paths are small and read at once
-        rows = read_parquet(str(tmp_path), lazy=lazy)
-        assert isinstance(rows.images, Files) and rows.images[1] == str(tmp_path / "im/b.png")
-        assert rows.ids == ["r1", "r2"] and rows.labels == ["x", None]
-        assert list(rows.split) == ["train", "test"]
+    rows = read_parquet(str(tmp_path))  # paths are small and read at once
+    assert isinstance(rows.images, Files) and rows.images[1] == str(tmp_path / "im/b.png")
+    assert rows.ids == ["r1", "r2"] and rows.labels == ["x", None]
+    assert list(rows.split) == ["train", "test"]
 
 
 def test_files_and_folders_name_the_split(tmp_path):
@@ -143,7 +144,7 @@ def test_parquet_files_must_be_there_whole_and_alike(tmp_path):
     assert "cannot read Parquet file" in failure(read_parquet, str(tmp_path))
     for name, column in (("a", "img"), ("b", "image")):
         pq.write_table(pa.table({column: [b"x"]}), tmp_path / f"{name}.parquet")
-    assert "name their image column differently" in failure(read_parquet, str(tmp_path), lazy=True)
+    assert "name their image column differently" in failure(read_parquet, str(tmp_path))
 
 
 @pytest.fixture
@@ -160,16 +161,16 @@ def shards(tmp_path):
 
 def test_rows_are_what_they_are_when_all_is_read(shards):
     """By one, by many in any order, after a journey to another process."""
-    eager, lazy = (read_parquet(str(shards), lazy=lazy) for lazy in (False, True))
-    assert isinstance(lazy.images, ParquetImages) and len(lazy.images) == 17
-    for name in ("ids", "labels", "class_names"):
-        assert getattr(eager, name) == getattr(lazy, name)
-    expected = [eager.images[i] for i in range(17)]
-    assert [lazy.images[i] for i in range(17)] == expected and expected[12] == b""
+    rows = read_parquet(str(shards))
+    assert isinstance(rows.images, ParquetImages) and len(rows.images) == 17
+    expected = [encoded(pixels(i)) for i in range(17)]
+    expected[5], expected[12] = str(shards / "a/x.png"), b""
+    assert [rows.images[i] for i in range(17)] == expected
     order = np.random.default_rng(0).permutation(17)
-    for images in (lazy.images, pickle.loads(pickle.dumps(lazy.images))):
+    for images in (rows.images, pickle.loads(pickle.dumps(rows.images)), rows.images.take(np.arange(17))):
         assert images.fetch(order) == [expected[i] for i in order]
-    assert isinstance(expected[5], str) and expected[5].endswith("a/x.png")
+    found = rows.images.paths(np.arange(17))
+    assert [i for i, path in enumerate(found) if path] == [5] and found[5] == expected[5]
 
 
 def test_a_row_group_is_read_once(shards, monkeypatch):
@@ -177,12 +178,12 @@ def test_a_row_group_is_read_once(shards, monkeypatch):
     read, real = [], pq.ParquetFile.read_row_group
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *args: read.append(args[1]) or real(*args))
     tables._recent.cache_clear()
-    images = read_parquet(str(shards), lazy=True).images
+    images = read_parquet(str(shards)).images
     assert images.groups(np.arange(17)).tolist() == [0] * 4 + [1] * 4 + [2] * 2 + [3] * 4 + [4] * 3
     images.fetch(np.array([16, 0, 3, 15, 1]))
     assert read == [0, 1]
     assert len([images[row] for row in range(17)]) == 17
-    assert read == [0, 1, 0, 1, 2, 0, 1] and tables._recent.cache_info().currsize == 4
+    assert read == [0, 1, 1, 2, 0, 1] and tables._recent.cache_info().currsize == 2
     assert len(pickle.dumps(images)) < 2000
 
 
@@ -213,8 +214,7 @@ def test_a_footer_is_read_once_and_beside_others(monkeypatch):
     assert sorted(read) == sorted((file, 9) for file in files)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch, lazy):
+def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch):
     """Then Arrow asks for no size: a request less for every footer and row group. Kills: a size that is lost
     on the way, rows that differ from those of a local file.
     """
@@ -235,7 +235,7 @@ def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch, lazy):
             return make(self, *args, **options)
 
     monkeypatch.setattr(pyarrow.dataset, "ParquetFileFormat", Format)
-    here, there = (read_parquet(path, lazy=lazy) for path in (str(tmp_path), remote))
+    here, there = (read_parquet(path) for path in (str(tmp_path), remote))
     assert [there.images[i] for i in range(8)] == [here.images[i] for i in range(8)]
     assert (there.ids, there.labels, there.class_names) == (here.ids, here.labels, here.class_names)
     assert made == [file.stat().st_size for file in sorted(tmp_path.iterdir())]
@@ -243,12 +243,12 @@ def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch, lazy):
 
 def test_another_file_and_no_file_are_seen(shards):
     """The fingerprint needs no image read: it has their row group's size and place."""
-    rows = read_parquet(str(shards), lazy=True)
-    assert read_parquet(str(shards), lazy=True).fingerprint == rows.fingerprint
+    rows = read_parquet(str(shards))
+    assert read_parquet(str(shards)).fingerprint == rows.fingerprint
     table = pq.read_table(shards / "two.parquet")
     other = pa.array([{"bytes": b"another", "path": None}] * 7, table["img"].type)
     pq.write_table(table.set_column(0, "img", other), shards / "two.parquet", row_group_size=4)
-    assert read_parquet(str(shards), lazy=True).fingerprint != rows.fingerprint
+    assert read_parquet(str(shards)).fingerprint != rows.fingerprint
     (shards / "one.parquet").unlink()
     assert "cannot read row group 0 of " in failure(rows.images.__getitem__, 0)
 

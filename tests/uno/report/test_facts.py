@@ -14,8 +14,8 @@ from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.uno.report.runs import hostile_task, small_config, write_run
 from uno.config import flatten, override, to_dict
+from uno.data.images import InMemory, with_ready
 from uno.data.kept import Kept
-from uno.data.rows import Chosen, Decoded, Featured
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.presets import preset
@@ -249,6 +249,6 @@ def test_galleries(monkeypatch):
 def test_pictures_are_those_of_the_source(tmp_path):
     """Kills: tiles of the pixels that a small run keeps, where the files hold more."""
     large = np.random.default_rng(0).integers(0, 255, (2, 300, 200, 3), dtype=np.uint8)
-    kept = Decoded(Chosen(large, np.array([1, 0])), Kept([torch.zeros(2, 3, 8, 8)]), [None, None])
-    images = pictures.originals(Featured(kept, np.zeros((2, 4)), [None, None]), np.array([1]))
+    chosen = InMemory(large).take(np.array([1, 0]))
+    images = with_ready(chosen, Kept([torch.zeros(2, 3, 8, 8)]), [None, None]).take(np.array([1]))
     assert len(images) == 1 and images[0].shape == (300, 200, 3) and (images[0] == large[0]).all()

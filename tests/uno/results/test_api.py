@@ -34,7 +34,7 @@ def test_importing_uno_is_cheap():
 
 
 def test_every_kind_of_image_gives_the_same(model, tmp_path):
-    pixels = read_digits().images[:20]
+    pixels = read_digits().images.items[:20]
     paths = [tmp_path / f"{i}.png" for i in range(20)]
     for path, image in zip(paths, pixels, strict=True):
         Image.fromarray(image).save(path)
@@ -52,7 +52,7 @@ def test_every_kind_of_image_gives_the_same(model, tmp_path):
 
 
 def test_the_numbers_are_those_of_the_model(run, tmp_path):
-    images = read_digits().images[:600]  # more than two batches
+    images = read_digits().images.items[:600]  # more than two batches
     found = uno.load(str(run / "model")).predict(images)
     scores = tiny_model(tmp_path / "same").score(torch.from_numpy(images[:9].transpose(0, 3, 1, 2).copy()))
     np.testing.assert_allclose(found.margin[:9], scores.margin, rtol=1e-4, atol=1e-6)

@@ -16,9 +16,10 @@ from tests.uno.models import NUM_DAMAGED, tiny_model, write_damaged, write_digit
 from uno.config import Config, override
 from uno.data import decode as decoding
 from uno.data.files import Storage
+from uno.data.images import with_ready
 from uno.data.inputs import GROUP_ROWS, Inputs, RowInputs, open_inputs
 from uno.data.kept import Kept
-from uno.data.rows import Decoded, Rows
+from uno.data.rows import Rows
 from uno.data.sources import read_digits, read_images
 from uno.errors import ConfigError, StorageError
 from uno.model import Logits
@@ -184,7 +185,7 @@ def test_all_digits_in_order(tmp_path, model):
     assert columns["class_name"] == [model.classes[i].name for i in columns["class_index"]]
     assert columns["kind"] == ["known" if i < 5 else "novel" for i in columns["class_index"]]
     assert [p.name for p in tmp_path.iterdir()] == [FILE]
-    single = model.score(torch.from_numpy(rows.images[700:701].transpose(0, 3, 1, 2).copy()))
+    single = model.score(torch.from_numpy(rows.images.items[700:701].transpose(0, 3, 1, 2).copy()))
     assert columns["class_index"][700] == int(single.class_index)
     assert columns["entropy"][700] == pytest.approx(float(single.entropy), rel=1e-4)
     np.testing.assert_allclose(columns["embedding"][700], single.features[0], rtol=1e-4, atol=1e-5)
@@ -192,7 +193,7 @@ def test_all_digits_in_order(tmp_path, model):
 
 @pytest.mark.slow
 def test_every_digit_and_every_damaged_file_has_a_row(tmp_path, model):
-    write_digits(tmp_path / "in", read_digits().images)
+    write_digits(tmp_path / "in", read_digits().images.items)
     readable = write_damaged(tmp_path / "in" / "damaged")
     rows = rows_of(tmp_path / "in")
     table = predict_all(model, rows, tmp_path / "out", embedding=True)
@@ -208,7 +209,7 @@ def test_every_digit_and_every_damaged_file_has_a_row(tmp_path, model):
     assert {row["status"] for name, row in by_id.items() if "damaged" not in name} == {"ok"}
     rows = read_images(str(tmp_path / "in"))  # as at the end of a run: paths and reasons stay
     pixels, reasons = decoding.decode_many(rows.images, model.size)
-    rows = replace(rows, images=Decoded(rows.images, Kept(pixels.split(7)), reasons))
+    rows = replace(rows, images=with_ready(rows.images, Kept(pixels.split(7)), reasons))
     assert predict_all(model, rows, tmp_path / "again", embedding=True).equals(table)
 
 
@@ -314,7 +315,7 @@ def test_somebody_elses_parquet_is_left_alone(tmp_path, model, name):
 
 
 def test_sources_that_training_refuses(tmp_path, model):
-    images, flat = read_digits().images[:6], tmp_path / "flat"
+    images, flat = read_digits().images.items[:6], tmp_path / "flat"
     write_digits(flat, images)
     (flat / "empty class").mkdir()
     (flat / "notes.txt").write_text("not an image")
@@ -341,14 +342,14 @@ def test_names_that_are_no_text(tmp_path, model):
     (tmp_path / "in").mkdir()
     for name in names:
         with open(bytes(tmp_path / "in") + b"/" + name, "wb") as file:
-            Image.fromarray(read_digits().images[0]).save(file, "PNG")
+            Image.fromarray(read_digits().images.items[0]).save(file, "PNG")
     table = predict_all(model, rows_of(tmp_path / "in"), tmp_path / "out")
     assert table["status"].to_pylist() == ["ok"] * len(names)
     assert any("caf\\xe9" in name for name in table["id"].to_pylist())
 
 
 def test_rename_changes_names_only(tmp_path, model, renamed):
-    write_digits(tmp_path / "in", read_digits().images[:700])
+    write_digits(tmp_path / "in", read_digits().images.items[:700])
     write_damaged(tmp_path / "in")
     before = predict_all(model, rows_of(tmp_path / "in"), tmp_path / "out")
     storage = Storage(str(tmp_path / "out"))

@@ -65,11 +65,11 @@ def test_a_model_shows_its_classes_with_pictures(digits):
 
 
 def test_images_in_folders_are_shown_until_they_are_gone(tmp_path):
-    write_digits(tmp_path / "known" / "a", read_digits().images[:20])
-    write_digits(tmp_path / "known" / "b", read_digits().images[20:40])
+    write_digits(tmp_path / "known" / "a", read_digits().images.items[:20])
+    write_digits(tmp_path / "known" / "b", read_digits().images.items[20:40])
     for name in "cde":
-        write_digits(tmp_path / "known" / name, read_digits().images[40:44])
-    write_digits(tmp_path / "new", read_digits().images[50:80])
+        write_digits(tmp_path / "known" / name, read_digits().images.items[40:44])
+    write_digits(tmp_path / "new", read_digits().images.items[50:80])
     run = tmp_path / "run"
     storage = predicted(run, labeled=str(tmp_path / "known"), unlabeled=str(tmp_path / "new"), num_novel=5)
     assert pictures(uno.load(run)._repr_html_())
@@ -125,7 +125,7 @@ def test_it_stays_small_whatever_the_pictures(num_classes):
 
 
 def test_predictions_show_the_first_rows_and_are_a_table(digits):
-    model, images = uno.load(digits.uri), read_digits().images[:30]
+    model, images = uno.load(digits.uri), read_digits().images.items[:30]
     found = model.predict([*images, "/no/such/file.png"])
     text = found._repr_html_()
     assert len(pictures(text)) == show.MAX_ROWS and "11 more rows" in text and "image 19" in text

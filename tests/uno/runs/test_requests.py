@@ -51,6 +51,6 @@ def test_requests_to_s3(monkeypatch, tmp_path):
             pq.write_table(pa.table(columns), tmp_path / "t.parquet", row_group_size=2)
             plain.write(f"table/{name}.parquet", (tmp_path / "t.parquet").read_bytes())
         images = []
-        described = costs(lambda: images.append(read_parquet(f"{storage.uri}/table", lazy=True).images))
+        described = costs(lambda: images.append(read_parquet(f"{storage.uri}/table").images))
         assert described <= (7, 0)  # the size of both files is known by the listing
         assert costs(lambda: images[0].fetch(np.array([0, 3, 5]))) == (3, 0)  # one of a group of rows

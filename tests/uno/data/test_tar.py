@@ -1,0 +1,321 @@
+"""Tar shards in the layout of WebDataset, and files that only look like them."""
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs
+import pytest
+
+from tests.uno.models import tiny_model
+from uno.config import Config, DataConfig, override
+from uno.data import files as filesystem
+from uno.data import tar
+from uno.data.check import check, format_report
+from uno.data.decode import decode_many
+from uno.data.files import Storage
+from uno.data.inputs import open_inputs
+from uno.data.pack import pack, store_here
+from uno.data.resident import keep_pixels
+from uno.data.sources import read_rows, recognise
+from uno.data.splits import labeled_rows, make_task
+from uno.data.stream import CropJob, crop_here, streaming_set
+from uno.results.predictions import PredictionWriter, predict_rows, read_columns
+from uno.runs import run
+
+from .builders import encoded, failure, pixels, write_images
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes = b"", **fields) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    archive.addfile(info, io.BytesIO(content))
+
+
+def write_tar(path, members, format=tarfile.USTAR_FORMAT) -> str:
+    """A shard of (name, content), or (name, content, fields of its header)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as archive:
+        for name, content, *fields in members:
+            add(archive, name, content, **(fields[0] if fields else {}))
+    return str(path)
+
+
+def write_shards(folder, root, size: int = 7, split: str = "train") -> None:
+    """The images below ``folder`` in shards below ``root``: the class in KEY.cls."""
+    files = sorted(folder.rglob("*.png"), key=lambda file: str(file.relative_to(folder)))
+    for start in range(0, len(files), size):
+        members = []
+        for file in files[start : start + size]:
+            key = str(file.relative_to(folder).with_suffix(""))
+            members += [(f"{key}.cls", file.parent.name.encode()), (f"{key}.png", file.read_bytes())]
+        write_tar(root / f"{split}-{start // size:03}.tar", members)
+
+
+def read(source, **more):
+    return read_rows(DataConfig(source=str(source), **more))
+
+
+@pytest.fixture
+def both(tmp_path):
+    """(folder source, tar source) of the same 30 images of three classes."""
+    names = [f"{kind}/{i:02}.png" for kind in ("cat", "dog", "emu") for i in range(10)]
+    write_images(tmp_path / "images", names)
+    write_shards(tmp_path / "images", tmp_path / "shards")
+    return f"folder:{tmp_path / 'images'}", f"tar:{tmp_path / 'shards'}"
+
+
+def test_the_layout(tmp_path):
+    """Kills: a class of another key, a number that is no name, an empty class that is one, a member without
+    an image as a row, the last suffix for the whole one, a hidden member.
+    """
+    image = encoded(pixels(0))
+    write_tar(tmp_path / "x-train-0.tar", [
+        ("./a/1.JPG", image), ("./a/1.cls", b"cat\n"), ("a/2.json", b'{"label": 7}'), ("a/2.png", image),
+        ("a/3.seg.png", image), ("a/3.webp", image), ("a/3.txt", b"words"), ("4.bmp", image), ("4.cls", b" "),
+        ("5.json", b'{"label": null, "cls": "dog"}'), ("5.png", image), ("6.cls", b"cat"),
+        ("a/._1.jpg", b"finder"), ("7.png", image), ("7.json", b'{"class": "emu", "size": [1, 2]}'),
+    ])  # fmt: skip
+    write_tar(tmp_path / "val" / "0.tar", [("1.png", image), ("1.cls", "Łódź".encode())])
+    rows = read(f"tar:{tmp_path}")
+    keys = [f"x-train-0.tar#{key}" for key in ("a/1", "a/2", "a/3", "4", "5", "7")]
+    assert rows.ids == ["val/0.tar#1", *keys] or rows.ids == [*keys, "val/0.tar#1"]
+    assert dict(zip(rows.ids, rows.labels, strict=True)) == {
+        **dict(zip(keys, ["cat", "7", None, None, None, "emu"], strict=True)), "val/0.tar#1": "Łódź",
+    }  # fmt: skip
+    assert dict(zip(rows.ids, rows.split, strict=True))["val/0.tar#1"] == "test"
+    assert rows.images.fetch(np.arange(7)) == [image] * 7 and rows.images.paths(np.arange(7)) == [None] * 7
+    assert rows.notes == ("3 members of the tar files are not read: 1 .seg.png, 1 .txt, 1 .cls",)
+    assert read(f"tar:{tmp_path}").fingerprint == rows.fingerprint
+    unlabeled = read_rows(DataConfig(source=f"tar:{tmp_path}"), images_only=True)
+    assert set(unlabeled.labels) == {None} and unlabeled.ids == rows.ids
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_of_any_length_and_letters(tmp_path, format):
+    """Kills: a long name that is cut, a name that is left over for the next member."""
+    long = "k" * (90 if format == tarfile.USTAR_FORMAT else 300)
+    names = [f"{long}/{long}.png", "é.png", "plain.png"]
+    members = [(name, encoded(pixels(i))) for i, name in enumerate(names)]
+    rows = read(f"tar:{write_tar(tmp_path / 'a.tar', members, format)}")
+    assert rows.ids == [f"a.tar#{name[:-4]}" for name in names]
+    assert rows.images.fetch(np.array([2, 0])) == [members[2][1], members[0][1]]
+
+
+def test_patterns(tmp_path):
+    """Kills: a shard too few or too many, widths that are lost, a folder's name in the place of a file's."""
+    for i in range(12):
+        write_tar(tmp_path / "in" / f"shard-{i:03}.tar", [("0.png", encoded(pixels(i))), ("0.cls", b"a")])
+    for pattern, numbers in (
+        ("shard-{000..009}.tar", range(10)), ("shard-{003,011}.tar", (3, 11)), ("shard-*.tar", range(12)),
+        ("shard-01*.tar", (10, 11)), ("shard-0{00..01}.tar", (0, 1)),
+    ):  # fmt: skip
+        rows = read(f"tar:{tmp_path}/in/{pattern}")
+        assert rows.ids == [f"shard-{i:03}.tar#0" for i in numbers]
+    assert "shard-012.tar" in failure(read, f"tar:{tmp_path}/in/shard-{{009..012}}.tar")
+    assert "no such file" in failure(read, f"tar:{tmp_path}/in/x*.tar")
+    assert "more than 1,000,000 files" in failure(read, f"tar:{tmp_path}/{{0..9999}}{{0..9999}}.tar")
+    assert "no such file or folder" in failure(read, f"tar:{tmp_path}/none")
+    (tmp_path / "empty").mkdir()
+    assert "no *.tar files below" in failure(read, f"tar:{tmp_path}/empty")
+
+
+def test_a_folder_of_shards_is_recognised(tmp_path, both):
+    """Kills: an archive beside class folders taken for the data."""
+    assert recognise(str(tmp_path / "shards")) == "tar"
+    assert recognise(str(tmp_path / "shards" / "train-000.tar")) == "tar"
+    write_tar(tmp_path / "images" / "original.tar", [])
+    assert recognise(str(tmp_path / "images")) == "folder"
+
+
+def test_the_rows_of_a_folder(both):
+    """In memory. Kills: another order, pixels of a neighbor, a split or class that is lost."""
+    folder, shards = map(read, both)
+    assert [name.partition("#")[2] for name in shards.ids] == [name[:-4] for name in folder.ids]
+    assert shards.labels == folder.labels and shards.split == folder.split
+    (a, _), (b, reasons) = (decode_many(rows.images, 8) for rows in (folder, shards))
+    assert (a == b).all() and not any(reasons)
+    order = np.random.default_rng(0).permutation(30)
+    expected = [shards.images[i] for i in order]
+    assert shards.images.fetch(order) == expected
+    assert pickle.loads(pickle.dumps(shards.images)).fetch(order) == expected
+    data = [DataConfig(source=source, known_classes="cat,dog") for source in both]
+    first, second = (make_task(read_rows(one), one) for one in data)
+    assert (first.known, first.num_novel) == (second.known, second.num_novel)
+    assert (first.labels == second.labels).all() and (first.eval_labels == second.eval_labels).all()
+
+
+def test_streamed_as_a_folder(both, tmp_path):
+    """The same crops in the same order. Kills: windows of what is read by itself."""
+    more = {"train.batch_size": 4, "data.store_size": 8, "data.known_classes": "cat,dog"}
+    config = override(Config(), {**more, "augment.large.size": 8, "data.composition": "paired"})
+    found = []
+    for name, source in zip(("folder", "tar"), both, strict=True):
+        data = override(config, {"data.source": source}).data
+        train = streaming_set(config, make_task(read_rows(data), data), Storage(str(tmp_path / name)))
+        plan = run.plans(config, len(train.labels), train.num_unlabeled, 1)[run.DISCOVER]
+        chunks = list(crop_here(CropJob(config, train, plan, 0, 1, 0, 5), 1))
+        found.append(np.concatenate([pixels for pixels, _ in chunks]))
+    assert (found[0] == found[1]).all() and found[0].any()
+
+
+def test_predicted_checked_and_packed_as_a_folder(both, tmp_path):
+    """Without a word on tar in any of these. Kills: ids or images of other rows, a path that is none."""
+    model, tables = tiny_model(tmp_path / "model"), []
+    for name, source in zip(("a", "b"), both, strict=True):
+        storage = Storage(str(tmp_path / name))
+        predict_rows(model, PredictionWriter(storage, open_inputs(DataConfig(source=source)), model, False))
+        tables.append(read_columns(storage, ("id", "uri", "class_index", "probability")))
+    assert tables[0]["class_index"].equals(tables[1]["class_index"])
+    assert tables[0]["probability"].equals(tables[1]["probability"])
+    assert tables[1]["uri"].null_count == 30 and tables[1]["id"][0].as_py() == "train-000.tar#cat/00"
+    config = override(Config(), {"data.source": both[1], "data.known_classes": "cat,dog"})
+    task = make_task(read_rows(config.data), config.data)
+    assert "30 train, 0 test" in format_report(task, check(task, config, seconds=30))
+    rows = task.rows
+    done = pack(rows, labeled_rows(rows, config.data), Storage(str(tmp_path / "out")), 2000, store_here(1))
+    assert (done.packed, done.bad) == (30, 0) and done.shards > 1
+    packed, number = read(f"parquet:{tmp_path}/out"), {name: i for i, name in enumerate(rows.ids)}
+    order = np.array([number[name] for name in packed.ids])
+    assert packed.images.fetch(np.arange(30)) == rows.images.fetch(order)
+    decoded, reasons = decode_many(rows.images, 8)
+    kept = keep_pixels(task, decoded, reasons).rows.images
+    assert kept.prepared(np.array([3]))[0].equal(decoded[3:4]) and kept.paths(np.arange(2)) == [None] * 2
+
+
+def test_objects_are_read_in_pieces(both, tmp_path, monkeypatch):
+    """From 's3://bucket', served from a folder. Kills: a request for each image, one that spans all of a
+    shard, ids that hold the bucket, a pattern of URIs.
+    """
+    remote = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
+    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (remote, ""))
+    here, there = read(both[1]), read("tar:s3://bucket/shards")
+    assert there.ids == here.ids and there.fingerprint == here.fingerprint
+    everything, opened = np.arange(30), []
+    assert there.images.groups(everything).tolist() == np.repeat(range(5), 7)[:30].tolist()
+    assert here.images.groups(everything) is None
+    expected, real = here.images.fetch(everything), tar._open
+    monkeypatch.setattr(tar, "_open", lambda path: opened.append(path) or real(path))
+    assert there.images.fetch(everything) == expected and len(opened) == 5
+    monkeypatch.setattr(tar, "SPAN_BYTES", 1000)
+    again = read("tar:s3://bucket/shards/train-{000..004}.tar")
+    assert again.ids == here.ids and again.images.fetch(everything) == expected
+    assert len(np.unique(again.images.groups(everything))) > 5
+    assert read("tar:s3://bucket/shards/train-*4.tar").ids == ["train-004.tar#emu/08", "train-004.tar#emu/09"]
+
+
+def test_members_that_are_no_files_are_bad_rows(tmp_path):
+    """Nothing outside the shard is ever opened. Kills: a link that is followed, a hole that is read as bytes,
+    a member behind them that is lost.
+    """
+    (tmp_path / "secret.png").write_bytes(encoded(pixels(9)))
+    link, image = {"type": tarfile.SYMTYPE, "linkname": "../secret.png"}, encoded(pixels(0))
+    sparse = {"pax_headers": {"GNU.sparse.major": "1", "GNU.sparse.size": "99999999"}}
+    path = write_tar(tmp_path / "a.tar", [
+        ("1.png", b"", link), ("2.png", b"", {**link, "type": tarfile.LNKTYPE}), ("3.png", image, sparse),
+        ("/etc/4.png", image), ("../../5.png", image), ("6.png/", b"", {"type": tarfile.DIRTYPE}),
+        ("7.png", b"", {"type": tarfile.FIFOTYPE}), ("8.png", image),
+    ], tarfile.PAX_FORMAT)  # fmt: skip
+    rows = read(f"tar:{path}")
+    assert [name.partition("#")[2] for name in rows.ids] == ["1", "2", "3", "/etc/4", "../../5", "7", "8"]
+    reasons = decode_many(rows.images, 8)[1]
+    assert [reason is None for reason in reasons] == [False, False, False, True, True, False, True]
+    assert reasons[0] == "no image data"
+    assert {file.name for file in tmp_path.iterdir()} == {"a.tar", "secret.png"}
+
+
+def test_old_sparse_files(tmp_path):
+    """Of GNU tar, whose map goes on in blocks of its own. Kills: the map taken for headers."""
+    image, header = encoded(pixels(0)), tarfile.TarInfo("1.png")
+    header.size, header.type = len(image), tarfile.GNUTYPE_SPARSE
+    block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
+    block[482] = 1
+    block[148:156] = b" " * 8
+    block[148:156] = f"{sum(block):06o}\0 ".encode()
+    extension = bytes(504) + b"\1" + bytes(7)
+    rest = io.BytesIO()
+    with tarfile.open(fileobj=rest, mode="w") as archive:
+        add(archive, "2.png", image)
+    data = bytes(block) + extension + bytes(512) + image + bytes(-len(image) % 512) + rest.getvalue()
+    (tmp_path / "a.tar").write_bytes(data)
+    rows = read(f"tar:{tmp_path / 'a.tar'}")
+    assert rows.ids == ["a.tar#1", "a.tar#2"] and rows.images.fetch(np.arange(2)) == [b"", image]
+
+
+def test_cut_off_anywhere(tmp_path):
+    """One line, or a row that is listed as bad. Kills: a read beyond the end, a whole image lost."""
+    images = [encoded(pixels(i, 20, 20)) for i in range(3)]
+    path = write_tar(tmp_path / "a.tar", [(f"{i}.png", image) for i, image in enumerate(images)])
+    whole = (tmp_path / "a.tar").read_bytes()
+    for size in range(0, 3 * 2048 + 600, 123):
+        (tmp_path / "a.tar").write_bytes(whole[:size])
+        if size < 512:
+            assert "no members KEY.jpg" in failure(read, f"tar:{path}")
+            continue
+        rows = read(f"tar:{path}")
+        *before, last = rows.images.fetch(np.arange(len(rows)))
+        number = len(before)
+        assert before == images[:number] and images[number].startswith(last)
+        if last != images[number]:
+            assert rows.notes == ("a.tar is cut off: it ends inside a member",)
+
+
+@pytest.mark.parametrize(("name", "members", "words"), [
+    ("twice", [("1.png", b"x"), ("2.png", b"x"), ("1.png", b"x")], "'a.tar#1' appears more than once"),
+    ("two", [("1.png", b"x"), ("1.jpg", b"x")], "two images of one key, '1.png' and '1.jpg'"),
+    ("json", [("1.png", b"x"), ("1.json", b"{")], "'1.json' is not JSON"),
+    ("deep", [("1.png", b"x"), ("1.json", b"[" * 100_000)], "'1.json' is not JSON"),
+    ("list", [("1.png", b"x"), ("1.json", b"[1]")], "must be an object, not list"),
+    ("real", [("1.png", b"x"), ("1.json", b'{"label": 1.5}')], "1.5 is neither a name nor a whole number"),
+    ("text", [("1.png", b"x"), ("1.cls", b"\xff")], "'1.cls' is not text"),
+    ("long", [("1.png", b"x"), ("1.cls", b"x" * 400)], "a class's name has 400 characters"),
+    ("huge", [("1.png", b"x"), ("1.cls", b"x" * 2**21)], "has 2,097,152 bytes, more than 1,048,576"),
+    ("link", [("1.png", b"x"), ("1.cls", b"", {"type": tarfile.SYMTYPE, "linkname": "x"})], "is a link"),
+    ("none", [("readme.md", b"x")], "no members KEY.jpg"),
+    ("header", [("k" * 2**21 + ".png", b"x")], "a header has 2,097,157 bytes"),
+])  # fmt: skip
+def test_what_is_refused_is_one_line(tmp_path, name, members, words):
+    path = write_tar(tmp_path / "a.tar", members, tarfile.GNU_FORMAT)
+    assert words in failure(read, f"tar:{path}")
+    if name in ("json", "deep", "list", "real", "text", "long", "huge", "link"):  # labels mean nothing there
+        assert len(open_inputs(DataConfig(source=f"tar:{path}"))) == 1
+
+
+def test_files_that_are_no_tar(tmp_path):
+    """Kills: gzip that is unpacked in memory, noise that is a traceback."""
+    path = tmp_path / "a.tar"
+    good = write_tar(tmp_path / "good.tar", [("1.png", encoded(pixels(0)))])
+    data = (tmp_path / "good.tar").read_bytes()
+    for content, words in (
+        (gzip.compress(data), "is compressed (gzip); images are read at their places"),
+        (np.random.default_rng(0).bytes(5000), "is no tar file: no header at byte 0"),
+        (data[:1024] + b"x" * 1024, "no header at byte"),
+    ):
+        path.write_bytes(content)
+        assert words in failure(read, f"tar:{path}")
+    (tmp_path / "gz").mkdir()
+    (tmp_path / "gz" / "b.tar.gz").write_bytes(gzip.compress(data))
+    assert "b.tar.gz is compressed" in failure(read, f"tar:{tmp_path / 'gz'}")
+    rows = read(f"tar:{good}")
+    (tmp_path / "good.tar").unlink()
+    assert "cannot read" in failure(rows.images.fetch, np.arange(1))
+    random = np.random.default_rng(1)
+    for _ in range(300):  # a bit or three of the header
+        damaged = bytearray(data)
+        for at in random.integers(0, 512, random.integers(1, 4)).tolist():
+            damaged[at] ^= 1 << int(random.integers(8))
+        path.write_bytes(damaged)
+        failure(lambda: decode_many(read(f"tar:{path}").images, 8), may_pass=True)
+
+
+def test_json_may_be_large_where_it_is_not_wanted(tmp_path):
+    """Kills: a label that is read although there is a KEY.cls before it."""
+    more = json.dumps({"boxes": [0] * 10**6}).encode()
+    path = write_tar(tmp_path / "a.tar", [("1.cls", b"cat"), ("1.json", more), ("1.png", encoded(pixels(0)))])
+    assert read(f"tar:{path}").labels == ["cat"]

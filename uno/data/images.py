@@ -1,0 +1,254 @@
+"""Images of any source, asked in one way: how many there are, how to read some, which are read together, what
+tells them apart, and what has been made of them. A source is one class that answers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from uno.data.files import full_path, shown
+from uno.data.kept import Kept
+
+Image = bytes | str | np.ndarray
+"""Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+class Images(Protocol):
+    """N images, left where they are until somebody fetches them. Below is what holds where a class does not
+    say otherwise: each is read by itself, and travels to another process as it is.
+    """
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, rows: np.ndarray) -> list[Image]:
+        """The images of ``rows`` int64 (n,), in that order; what is read together is read once."""
+        ...
+
+    def __getitem__(self, row: int) -> Image:
+        return self.fetch(np.array([row]))[0]
+
+    def take(self, rows: np.ndarray) -> Chosen:
+        """Only ``rows`` int64 (n,), in that order; nothing is read or copied."""
+        return Chosen(self, rows)
+
+    def groups(self, rows: np.ndarray) -> np.ndarray | None:
+        """int64 (n,): rows of one number are read together. None: each is read by itself."""
+        return None
+
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """int64 (n,): bytes of each image as it is stored, -1 where they are not known; of images that are
+        read together their mean.
+        """
+        found = self.fetch(rows)
+        return np.fromiter((getattr(image, "nbytes", len(image)) for image in found), np.int64, len(found))
+
+    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+        """What the fingerprint of a data set has of each row: its content, or what stands for it unread."""
+        return map(content_of, self.fetch(rows))
+
+    def paths(self, rows: np.ndarray) -> list[str | None]:
+        """The path of each image as text, None where it is not a file of its own."""
+        return [path_of(image) for image in self.fetch(rows)]
+
+    def reader(self) -> Images | None:
+        """What reads them on any node from :meth:`numbers`; None: images travel themselves."""
+        return None
+
+    def numbers(self, rows: np.ndarray) -> np.ndarray:
+        """int64 (n,): what ``rows`` are called by :meth:`reader`."""
+        return rows
+
+    def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
+        """What has been made of ``rows`` already, and why a row has none: pixels uint8 (n,3,S,S), or features
+        (n,D) of the run's frozen encoder. None: they have to be decoded.
+        """
+        return None
+
+
+class Ready(NamedTuple):
+    """What has been made of images: ``values`` of N rows, and why a row has none."""
+
+    values: Kept
+    reasons: Sequence[str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen(Images):
+    """Rows ``index`` int64 (N,) of other images, maybe with what has been made of them."""
+
+    images: Images
+    index: np.ndarray
+    ready: Ready | None = None
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def fetch(self, rows: np.ndarray) -> list[Image]:
+        """Those of the others, as all that follows."""
+        return self.images.fetch(self.index[rows])
+
+    def __getitem__(self, row: int) -> Image:
+        return self.images[int(self.index[row])]
+
+    def take(self, rows: np.ndarray) -> Chosen:
+        """Never a choice of a choice."""
+        ready = self.ready
+        if ready is not None:
+            reasons = [ready.reasons[row] for row in np.arange(len(self))[rows].tolist()]
+            ready = Ready(ready.values.part(torch.tensor(rows)), reasons)
+        return Chosen(self.images, self.index[rows], ready)
+
+    def groups(self, rows: np.ndarray) -> np.ndarray | None:
+        """As of the others."""
+        return self.images.groups(self.index[rows])
+
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """As of the others."""
+        return self.images.sizes(self.index[rows])
+
+    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+        """As of the others: decoding does not make another data set of them."""
+        return self.images.facts(self.index[rows])
+
+    def paths(self, rows: np.ndarray) -> list[str | None]:
+        """As of the others."""
+        return self.images.paths(self.index[rows])
+
+    def reader(self) -> Images | None:
+        """That of the others."""
+        return self.images.reader()
+
+    def numbers(self, rows: np.ndarray) -> np.ndarray:
+        """As of the others."""
+        return self.images.numbers(self.index[rows])
+
+    def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
+        """Of what is ready, or as of the others."""
+        if self.ready is None:
+            return self.images.prepared(self.index[rows])
+        return self.ready.values[torch.tensor(rows)], [self.ready.reasons[row] for row in rows.tolist()]
+
+
+@dataclass(frozen=True, eq=False)
+class InMemory(Images):
+    """A list of images, or an array uint8 (N,H,W,3)."""
+
+    items: Sequence[Any] | np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def fetch(self, rows: np.ndarray) -> list[Image]:
+        """They are here."""
+        return [self.items[row] for row in rows.tolist()]
+
+
+@dataclass(frozen=True, eq=False)
+class Files(Images):
+    """Paths and URIs as bytes in one Arrow column, which processes share; ``file_sizes`` int64 (N,), -1: not
+    known.
+    """
+
+    column: Any
+    file_sizes: np.ndarray
+
+    @classmethod
+    def of(cls, paths: Sequence[str], sizes: Sequence[int]) -> Files:
+        """Local paths become absolute; '' stays, a file that is not there."""
+        full = [os.fsencode(path and full_path(path)) for path in paths]
+        return cls(pa.array(full, pa.large_binary()), np.array(sizes, dtype=np.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence[Files]) -> Files:
+        """One after the other."""
+        return cls(pa.concat_arrays([p.column for p in parts]), np.concatenate([p.file_sizes for p in parts]))
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def fetch(self, rows: np.ndarray) -> list[Image]:
+        """Paths: whoever decodes a file reads it."""
+        return [os.fsdecode(path) for path in self.column.take(pa.array(rows)).to_pylist()]
+
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the files."""
+        return self.file_sizes[rows]
+
+    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+        """Sizes: a moved data set is the same one."""
+        return (str(size).encode() for size in self.file_sizes[rows].tolist())
+
+
+def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
+    """A list, or an array uint8 (N,H,W,3), as :class:`InMemory`; images as they are."""
+    return InMemory(images) if isinstance(images, Sequence | np.ndarray) else images
+
+
+def with_ready(images: Images, values: Kept, reasons: Sequence[str | None]) -> Images:
+    """``images`` with what has been made of all N: pixels uint8 (N,3,S,S) or features (N,D)."""
+    return replace(images.take(np.arange(len(images))), ready=Ready(values, reasons))
+
+
+def is_image(name: str) -> bool:
+    """Whether a file's name ends as that of an image."""
+    return name.lower().endswith(EXTENSIONS)
+
+
+def evenly_spaced(num: int, total: int) -> np.ndarray:
+    """int64 (min(num, total),): that many row numbers of ``total``, evenly spaced."""
+    num = min(num, total)
+    return np.arange(num) * total // max(num, 1)
+
+
+def content_of(image: Image) -> bytes:
+    """What tells images apart: pixels and their shape, bytes, or a path."""
+    if isinstance(image, np.ndarray):
+        return str(image.shape).encode() + image.tobytes()
+    return os.fsencode(image)
+
+
+def path_of(image: Image) -> str | None:
+    """The path of an image that is a file, as text."""
+    return shown(full_path(image)) if isinstance(image, str) and image else None
+
+
+def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
+    """How ``rows`` int64 (n,) travel to another process: numbers for :meth:`Images.reader`; else bytes, whose
+    ``shape`` is that of pixels, empty for a full path (which need not be text), null for an encoded image.
+    """
+    if images.reader() is not None:
+        return {"number": pa.array(images.numbers(rows))}
+    data, shapes = list[bytes](), list[list[int] | None]()
+    for image in images.fetch(rows):
+        if isinstance(image, np.ndarray):
+            data.append(image.tobytes())
+            shapes.append(list(image.shape))
+        elif isinstance(image, str):
+            data.append(os.fsencode(image and full_path(image)))
+            shapes.append([])
+        else:
+            data.append(image)
+            shapes.append(None)
+    return {"image": pa.array(data, pa.large_binary()), "shape": pa.array(shapes, pa.list_(pa.int32()))}
+
+
+def from_columns(block: pa.Table, reader: Images | None) -> list[Image]:
+    """The images of :func:`to_columns`, in another process."""
+    if reader is not None:
+        return reader.fetch(block["number"].to_numpy())
+    found = list[Image]()
+    for data, shape in zip(block["image"].to_pylist(), block["shape"].to_pylist(), strict=True):
+        if shape is None:
+            found.append(data)
+        else:
+            found.append(np.frombuffer(data, np.uint8).reshape(shape) if shape else os.fsdecode(data))
+    return found
