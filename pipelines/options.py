@@ -296,7 +296,9 @@ def checked_output(output: str) -> str:
 
 
 def schema_flags(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Argument]]:
-    """Every flag of the schema and what it sets; a field's long form comes first, its short one next."""
+    """Yield every flag of the schema ``model`` and what it sets, the only place that derives them: a field's
+    long form comes first, its short one next.
+    """
     for name, info in model.model_fields.items():
         key, kind = f"{prefix}{name}", info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
