@@ -279,31 +279,26 @@ def classes(argv: Sequence[str]) -> int:
     from uno.results.infer import load_classifier
     from uno.runs import lock
 
-    storage = Storage(own.run)
-    model = load_classifier(storage)
-    path = storage.path(YAML_FILE)
     if own.file is not None and own.rename:
         raise ConfigError("give either --file or --rename")
-    if own.rename:
-        data = template(model.classes, model.model_hash, {}).encode()
-        if storage.exists(YAML_FILE):
-            data = storage.read(YAML_FILE, MAX_STATE_BYTES)
-        data = with_names(data, path, model.classes, model.model_hash, own.rename)
-        edited = read_edits(data, path, model.classes, model.model_hash)
-        with lock.claim(storage, on_wait=say) as claim:
-            apply_classes(claim, model, edited)
-            claim.storage.write(YAML_FILE, data)
-        return 0
-    if own.file is None and not storage.exists(YAML_FILE):
+    storage = Storage(own.run)
+    model = load_classifier(storage)
+    folder, name = (storage, YAML_FILE) if own.file is None else _place(own.file)
+    path, is_there = folder.path(name), own.file is not None or storage.exists(YAML_FILE)
+    if not is_there and not own.rename:
         storage.write(YAML_FILE, template(model.classes, model.model_hash, _suggestions(model)).encode())
         say(f"{path} is written: edit it, then run uno classes {own.run} --apply")
         return 0
-    folder, name = (storage, YAML_FILE) if own.file is None else _place(own.file)
-    data, path = folder.read(name, MAX_STATE_BYTES), folder.path(name)
+    data = template(model.classes, model.model_hash, {}).encode()
+    if is_there:
+        data = folder.read(name, MAX_STATE_BYTES)
+    if own.rename:
+        data = with_names(data, path, model.classes, model.model_hash, own.rename)
     edited = read_edits(data, path, model.classes, model.model_hash)
-    for c, fate in fates(edited):
-        say(f"  {c.index:4}  {c.name}  {fate}".rstrip())
-    if own.apply:
+    if not own.rename:
+        for c, fate in fates(edited):
+            say(f"  {c.index:4}  {c.name}  {fate}".rstrip())
+    if own.apply or own.rename:
         with lock.claim(storage, on_wait=say) as claim:
             apply_classes(claim, model, edited)
             claim.storage.write(YAML_FILE, data)

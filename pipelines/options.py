@@ -122,7 +122,7 @@ class Command:
         if self.takes != "few":
             own[HELP_ALL] = switch("Print every option and exit.")
         own["--config"] = Argument("YAML file; repeatable, the last one wins.")
-        return own | SIZE_FLAG | {n: flag for n, flag in schema_flags(fields_of(*methods)) if n not in own}
+        return {**own, **SIZE_FLAG, **dict(schema_flags(fields_of(*methods))), **own}
 
     def may_change(self, key: str) -> bool:
         """Return whether a field of the schema is an option of this command."""
@@ -206,10 +206,9 @@ def weights_at_hand() -> bool:
 
 def parse(argv: Sequence[str], command: Command) -> Options:
     """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is needed, ends it."""
-    asked = not {"--help", "-h", HELP_ALL}.isdisjoint(argv)
+    asked = {"--help", "-h", HELP_ALL}.intersection(argv)
     if asked or (not argv and any(argument.required for argument in command.arguments.values())):
-        rest = [token for token in argv if token not in ("--help", "-h", HELP_ALL)]
-        _print_help(rest, command, HELP_ALL in argv)
+        _print_help([token for token in argv if token not in asked], command, HELP_ALL in asked)
         raise SystemExit(0 if asked else 2)
     options = _read(argv, command)
     for name, argument in command.arguments.items():
@@ -306,7 +305,9 @@ def checked_output(output: str) -> str:
 def schema_flags(
     fields: Mapping[str, FieldInfo] = Config.model_fields, prefix: str = ""
 ) -> Iterator[tuple[str, Argument]]:
-    """Every flag of ``fields`` and what it sets; a field's long form comes first, its short one next."""
+    """Yield every flag of ``fields`` and what it sets, the only place that derives them: a field's long form
+    comes first, its short one next.
+    """
     for name, info in fields.items():
         key, kind = f"{prefix}{name}", info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -409,11 +410,9 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
     text = command.text
     if command.takes == "all":
         text += f"\n\n{RULES}"
-        try:
-            config = _read(argv, command).config
-        except ConfigError:
-            config = preset("digits")
-        values = flatten(config.model_dump())
+        values = flatten(preset("digits").model_dump())
+        with suppress(ConfigError):
+            values = flatten(_read(argv, command).config.model_dump())
     for paragraph in text.strip().split("\n\n"):
         print(f"{textwrap.fill(' '.join(paragraph.split()), width)}\n")
 

@@ -5,7 +5,7 @@ Made from the sweep's directory alone. With the oracle score each is called ``or
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from tune import ORACLE, SCORES, records, spaces
 from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Domain, Space
 from uno.data.files import Storage
-from uno.report.charts import WIDE, Chart, Dot, Series, line_chart, ticks
+from uno.report.charts import WIDE, Chart, Dot, Series, line_chart
 from uno.report.page import render
 from uno.text import visible
 
@@ -25,7 +25,7 @@ NUMBERS = (
     "score", "spread", "known_best", "novel_best", "known_avg", "novel_avg", "loss", "agreement",
     "seconds", "cpu_seconds", "gpu_seconds",  # of an epoch: columns, where a trial has them
 )  # fmt: skip
-MAX_CURVES = 200
+MAX_SHOWN = 200  # trials in a chart
 
 
 class Summary(NamedTuple):
@@ -125,7 +125,7 @@ def best_yaml(summary: Summary, best: Trial) -> str:
 def format_table(summary: Summary, most: int = 10) -> str:
     """The console table: the best trials and the one as given, the others counted, the cost."""
     cost, space = summary.cost, summary.space
-    rows = [["trial", "epochs", "score", *(_leaf(domain.key) for domain in space)]]
+    rows = [["trial", "epochs", "score", *(domain.key.rpartition(".")[2] for domain in space)]]
     for rank, trial in enumerate(summary.ranked):
         if rank < most or trial.index == 0:
             name = f"{trial.index}{' (as given)' if trial.index == 0 else ''}"
@@ -149,96 +149,80 @@ def format_table(summary: Summary, most: int = 10) -> str:
 
 def page(summary: Summary) -> str:
     """``sweep.html``."""
-    ranked, trials = summary.ranked, summary.trials
-    scatters = [scatter(domain, summary) for domain in summary.space]
+    trials, scatters = summary.trials, [scatter(domain, summary) for domain in summary.space]
     context = {
         "summary": summary, "sentence": SCORES[summary.settings["score"]],
-        "default": next((trial for trial in ranked if trial.index == 0), None),
-        "others": [trial for trial in trials if trial not in ranked],
+        "default": next((trial for trial in summary.ranked if trial.index == 0), None),
+        "others": [trial for trial in trials if trial not in summary.ranked],
         "statuses": [trial.status for trial in trials],
         "charts": [chart for chart in (best_so_far(summary), learning_curves(summary)) if chart],
         "scatters": [chart for chart in scatters if chart],
-        "parallel": parallel(summary) if len(ranked) > 1 else None,
     }  # fmt: skip
     return render("sweep.html", context, package="tune")
 
 
-def domain_ticks(domain: Domain) -> list[tuple[float, str]]:
-    """About five values of a domain: (position, text)."""
-    values = domain.choices[:: max(1, len(domain.choices) // 6)]
-    values = values or tuple(dict.fromkeys(domain.at(share) for share in (0, 0.25, 0.5, 0.75, 1 - 1e-12)))
-    return [(domain.position(value), _text(value)) for value in values]
-
-
 def best_so_far(summary: Summary) -> Chart | None:
     """Score of each trial by its number, and the best of the finished ones up to there."""
-    shown = _scored(summary)
     steps, top = [], -math.inf
-    for trial in sorted(shown, key=lambda t: t.index):
+    for trial in (trial for trial in summary.trials if math.isfinite(trial.score)):
         before, top = top, max(top, trial.score) if trial.status == FINISHED else top
         steps += [(trial.index, score) for score in dict.fromkeys((before, top))]
-    dots = [_dot(summary, trial, trial.index) for trial in shown]
-    return _chart("Best so far", "trial", [Series("best so far", steps, "best")], dots, width=WIDE)
+    line = Series("best so far", steps, "best")
+    return _scores(summary, "Best so far", "trial", lambda trial: trial.index, [line], width=WIDE)
 
 
 def learning_curves(summary: Summary) -> Chart | None:
     """Score by epoch, a line for each trial: where early stopping cut."""
-    shown = _scored(summary)[-MAX_CURVES:]
-    points = [[(e["epoch"], e["score"]) for e in t.epochs] for t in shown]
-    series = [Series(f"trial {t.index}", p, _kind(summary, t)) for t, p in zip(shown, points, strict=True)]
-    dots, last = [_dot(summary, t, t.last_epoch) for t in shown], int(summary.settings["epochs"])
-    return _chart("Score by epoch", "epoch", series, dots, x_range=(1, last), width=WIDE)
+    series, last = [], int(summary.settings["epochs"])
+    for trial in _shown(summary):
+        points = [(epoch["epoch"], epoch["score"]) for epoch in trial.epochs]
+        series.append(Series(f"trial {trial.index}", points, _kind(summary, trial)))
+    x_range = (1, last)
+    return _scores(
+        summary,
+        "Score by epoch",
+        "epoch",
+        lambda trial: trial.last_epoch,
+        series,
+        x_range=x_range,
+        width=WIDE,
+    )
 
 
 def scatter(domain: Domain, summary: Summary) -> Chart | None:
-    """Score over the values of one key."""
-    dots = [_dot(summary, t, domain.position(t.overrides[domain.key])) for t in _scored(summary)]
-    return _chart(domain.key, "", [], dots, x_range=(0, 1), x_ticks=domain_ticks(domain))
+    """Score over the values of one key, about five of which are marked."""
+    values = domain.choices[:: max(1, len(domain.choices) // 6)]
+    values = values or tuple(dict.fromkeys(domain.at(share) for share in (0, 0.25, 0.5, 0.75, 1 - 1e-12)))
+    marks = [(domain.position(value), _text(value)) for value in values]
+
+    def place(trial: Trial) -> float:
+        return domain.position(trial.overrides[domain.key])
+
+    return _scores(summary, domain.key, "", place, x_range=(0, 1), x_ticks=marks)
 
 
-def parallel(summary: Summary) -> dict[str, Any]:
-    """Parallel coordinates: a line for each ranked trial through its values to its score, the best on top."""
-    ranked, space = summary.ranked, summary.space
-    low, high = _around([trial.score for trial in ranked])
-    series = []
-    for rank, trial in reversed(list(enumerate(ranked))):
-        heights = [domain.position(trial.overrides[domain.key]) for domain in space]
-        points = list(enumerate([*heights, (trial.score - low) / (high - low)]))
-        faded = 1 if trial is summary.best else round(0.85 - 0.65 * rank / len(ranked), 2)
-        series.append(Series(f"trial {trial.index}", points, _kind(summary, trial), faded))
-    axes = [(_leaf(domain.key), domain_ticks(domain)) for domain in space]
-    axes.append(("score", [((score - low) / (high - low), f"{score:g}") for score in ticks(low, high)]))
-    chart = line_chart("", "", series, x_range=(0, len(space)), y_range=(0, 1), width=WIDE)
-    return {"chart": chart, "axes": axes}
-
-
-def _scored(summary: Summary) -> list[Trial]:
-    """Trials with a score; the best last, so that it is drawn on top."""
+def _shown(summary: Summary) -> list[Trial]:
+    """The last trials with a score; the best is the last, so that it is drawn on top."""
     shown = [trial for trial in summary.trials if math.isfinite(trial.score)]
-    return sorted(shown, key=lambda trial: trial is summary.best)
+    return sorted(shown, key=lambda trial: trial is summary.best)[-MAX_SHOWN:]
 
 
-def _chart(title: str, x_label: str, series: list[Series], dots: list[Dot], **how: Any) -> Chart | None:
-    """A chart of scores, which need not begin at zero."""
-    scores = [dot.y for dot in dots] + [y for s in series for _, y in s.points]
-    return line_chart(title, x_label, series, dots, y_range=_around(scores), **how)
-
-
-def _around(values: Sequence[float]) -> tuple[float, float]:
-    """The range of the finite values, with a little air."""
-    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+def _scores(
+    summary: Summary, title: str, x_label: str, x: Callable[[Trial], float], series: Sequence[Series] = (),
+    **how: Any,
+) -> Chart | None:  # fmt: skip
+    """A dot for each trial at ``x`` and its score, on ``series``; scores need not begin at zero."""
+    dots = []
+    for trial in _shown(summary):
+        values = (f"{key.rpartition('.')[2]} {_text(value)}" for key, value in trial.overrides.items())
+        how_far = f"{trial.status or 'unfinished'}, epoch {trial.last_epoch}): {trial.score:.4f}"
+        words = f"trial {trial.index} ({how_far}; {', '.join(values)}"
+        dots.append(Dot(x(trial), trial.score, _kind(summary, trial), words))
+    scores = [dot.y for dot in dots] + [y for line in series for _, y in line.points]
+    finite = [score for score in scores if math.isfinite(score)] or [0.0, 1.0]
     air = (max(finite) - min(finite)) * 0.06 or 0.05
-    return min(finite) - air, max(finite) + air
-
-
-def _dot(summary: Summary, trial: Trial, x: float) -> Dot:
-    values = ", ".join(f"{_leaf(key)} {_text(value)}" for key, value in trial.overrides.items())
-    how = f"{trial.status or 'unfinished'}, epoch {trial.last_epoch}): {trial.score:.4f}"
-    return Dot(x, trial.score, _kind(summary, trial), f"trial {trial.index} ({how}; {values}")
-
-
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
+    y_range = min(finite) - air, max(finite) + air
+    return line_chart(title, x_label, series, dots, y_range=y_range, **how)
 
 
 def _kind(summary: Summary, trial: Trial) -> str:

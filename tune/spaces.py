@@ -78,10 +78,8 @@ class Domain:
         low, high = self.ends
         if self.scale == "int":
             return low + int(share * (high - low + 1))
-        if self.scale == "log":
-            value = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
-        else:
-            value = low + share * (high - low)
+        scale, back = (math.log, math.exp) if self.scale == "log" else (float, float)
+        value = back(scale(low) + share * (scale(high) - scale(low)))
         return float(f"{min(max(value, low), high):.4g}")
 
     def position(self, value: Any) -> float:

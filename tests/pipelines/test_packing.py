@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipelines import cli, data
+from pipelines import cli, commands
 from pipelines.packing import shard_block, without_images, write_shard
 from tests.uno.data.builders import write_images
 from uno.data.columns import Labels, Text
@@ -50,7 +50,7 @@ def test_ray_packs_the_same_shards(tmp_path, ray_cluster, capsys):
     for source, name in ((str(tmp_path / "in"), "files"), ("digits", "pixels")):
         for place, more in (("here", []), ("ray", ["--workers", "2"])):
             words = ["pack", "--data", source, "--output", str(tmp_path / name / place), *more]
-            assert cli.guard(data.main, words) == 0
+            assert cli.guard(commands.data, words) == 0
         here, there = (Storage(str(tmp_path / name / place)) for place in ("here", "ray"))
         assert here.list() == there.list() and len(here.list()) > 1
         assert all(here.read(file) == there.read(file) for file in here.list())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelines import cli, report
+from pipelines import cli, commands
 from tests.uno.report.runs import small_config, write_run
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -17,17 +17,17 @@ def run(tmp_path_factory):
 
 def test_report_writes_the_page(run, tmp_path, capsys):
     """Without its data and without a checkpoint too."""
-    assert report.main([run.uri, "--device", "cpu"]) == 0
+    assert commands.report([run.uri, "--device", "cpu"]) == 0
     assert f"report in {run.path('report.html')}" in capsys.readouterr().out
     assert b"Cluster-head logits" in run.read("report.html")
-    assert report.main([run.uri, "--data", "folder:/nowhere"]) == 0
+    assert commands.report([run.uri, "--data", "folder:/nowhere"]) == 0
     assert "cannot be read" in capsys.readouterr().out
     assert b"cannot be read" in run.read("report.html")
     (tmp_path / "config.yaml").write_bytes(run.read("config.yaml"))
-    assert report.main([str(tmp_path)]) == 0
+    assert commands.report([str(tmp_path)]) == 0
     assert "No predictions" in (tmp_path / "report.html").read_text()
 
 
 def test_report_refuses_what_is_no_run(capsys):
-    assert cli.guard(report.main, ["/nowhere"]) == 2
+    assert cli.guard(commands.report, ["/nowhere"]) == 2
     assert "is not a run directory" in capsys.readouterr().err
