@@ -74,12 +74,11 @@ def steps_of(name, recipe):
 RECIPES = {steps_of(name, recipe): (name, recipe) for recipe in ("paper", "v2") for name in reversed(PRESETS)}
 
 
-@WORLDS
 @pytest.mark.parametrize(("name", "recipe"), RECIPES.values())
-def test_the_steps_of_a_preset(name, recipe, world_size):
+def test_the_steps_of_a_preset(name, recipe):
     """Index, augment, forward, Sinkhorn, loss, backward, update."""
     for phase in (run.PRETRAIN, run.DISCOVER):
-        train_steps(override(preset(name, recipe), TINY), phase, world_size)
+        train_steps(override(preset(name, recipe), TINY), phase, 1)
 
 
 @pytest.fixture
@@ -173,11 +172,8 @@ WAITS = {
     "mixed devices": lambda there: there + torch.ones(4),
     "host index": lambda there: there[torch.tensor([0, 1])],
     "item": lambda there: there.sum().item(),
-    "bool": lambda there: bool(there.any()),
     "mask": lambda there: there[there > 0],
     "cpu": lambda there: there.cpu(),
-    "tolist": lambda there: there.tolist(),
-    "numpy": lambda there: there.numpy(),
     "nonzero": lambda there: there.nonzero(),
     "blocking copy": lambda there: torch.ones(4).to(DEVICE),
     "numbers": lambda there: torch.tensor([1.0, 2.0], device=DEVICE),
@@ -189,7 +185,7 @@ WAITS = {
 @pytest.mark.parametrize("name", WAITS)
 def test_what_waits_is_found(name):
     """The tests above can fail."""
-    with fake_cuda() as mode, pytest.raises((Waits, TypeError)):
+    with fake_cuda() as mode, pytest.raises(Waits):
         there, mode.strict = torch.zeros(4, device=DEVICE), True
         WAITS[name](there)
 
