@@ -175,9 +175,7 @@ def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_or_weights_that_are_not_there_are_named_before_data_is_read(
-    finished, tmp_path, capsys, monkeypatch
-):
+def test_a_missing_device_or_weights_are_named_before_data_is_read(finished, tmp_path, capsys, monkeypatch):
     """Kills: minutes of a pass over the data, then the line."""
     for module in ("pipelines.inference", "uno.report"):
         monkeypatch.setattr(f"{module}.read_rows", lambda _: pytest.fail("data is read"))
