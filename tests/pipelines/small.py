@@ -62,6 +62,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120, pause: float =
 
 def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:
     """PNG files of noise in one subfolder for each class."""
-    names = [f"{name}/{i}.png" for name, num in counts.items() for i in range(num)]
+    names = [str(Path(name) / f"{i}.png") for name, num in counts.items() for i in range(num)]
     builders.write_images(folder, names, size=size)
     return folder
