@@ -38,6 +38,7 @@ import pyarrow.parquet as pq
 
 from pipelines import ray_env
 from tests.pipelines.small import ROOT, SMALL, write_images
+from tests.processes import below, running
 from tests.tune.tiny import TINY
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -108,34 +109,13 @@ def start(words: list[str], log: Path) -> Process:
             stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
 
 
-def _stat(pid: int) -> tuple[int, float, str]:
-    """Parent, CPU seconds (of ended children, too) and name of a process that runs; else an OSError."""
-    name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(") ")
-    fields = rest.split()
-    if fields[0] == "Z":
-        raise ProcessLookupError
-    return int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"), name
-
-
-def descendants(pid: int) -> dict[int, tuple[int, float, str]]:
-    """Every process below ``pid`` and it itself."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            found[int(path.name)] = _stat(int(path.name))
-    below = {pid}
-    while more := {each for each, (parent, *_) in found.items() if parent in below} - below:
-        below |= more
-    return {each: found[each] for each in below if each in found}
-
-
 def spent(process: Process, until: Callable[[float], bool] = lambda cpu: False) -> float:
     """CPU seconds of it and its children, once it has ended or ``until`` holds of them; what does not end in
     time is ended.
     """
     seconds, end = 0.0, time.monotonic() + LIMIT_S
     while process.poll() is None and not until(seconds):
-        seconds = max(seconds, sum(cpu for _, cpu, _ in descendants(process.pid).values()))
+        seconds = max(seconds, sum(each.cpu for each in below([process.pid], running()).values()))
         time.sleep(POLL_S)
         if time.monotonic() > end:
             os.killpg(process.pid, signal.SIGKILL)
@@ -157,7 +137,8 @@ def left_running(with_ray: bool = False) -> list[str]:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        others = {pid: name for pid, (*_, name) in descendants(os.getpid()).items() if pid != os.getpid()}
+        others = {pid: each.name for pid, each in below([os.getpid()], running()).items()}
+        del others[os.getpid()]
         if not others:
             return left
         if time.monotonic() > end:

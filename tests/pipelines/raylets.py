@@ -106,14 +106,8 @@ class Raylets:
         end_processes_of(self._processes, self.address)
 
     def _spawn(self, words: list[str], cpus: int, hidden: Path | None = None) -> None:
-        command = [
-            RAY,
-            "start",
-            "--block",
-            f"--object-store-memory={STORE_BYTES}",
-            f"--num-cpus={cpus}",
-            *words,
-        ]
+        limits = [f"--object-store-memory={STORE_BYTES}", f"--num-cpus={cpus}"]
+        command = [RAY, "start", "--block", *limits, *words]
         more = {}
         if hidden is not None:
             line = f"mount -t tmpfs tmpfs {hidden} && exec {' '.join(command)}"

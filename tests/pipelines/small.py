@@ -3,15 +3,12 @@
 import sys
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from pipelines import cli
 from tests.uno import small_run
-from tests.uno.data.builders import pixels
+from tests.uno.data import builders
 from tests.uno.small_run import assert_same, lines, wasted_steps
 from uno.data.files import Storage
 from uno.runs.checkpoint import load_newest
@@ -65,9 +62,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120, pause: float =
 
 def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:
     """PNG files of noise in one subfolder for each class."""
-    seeds = count()
-    for name, num in counts.items():
-        (folder / name).mkdir(parents=True)
-        for i in range(num):
-            Image.fromarray(pixels(next(seeds), size, size)).save(folder / name / f"{i}.png")
+    names = [str(Path(name) / f"{i}.png") for name, num in counts.items() for i in range(num)]
+    builders.write_images(folder, names, size=size)
     return folder

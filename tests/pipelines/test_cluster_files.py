@@ -6,12 +6,12 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.pipelines.small import RAY, ROOT, SMALL, wait_for
+from tests.processes import below, running
 
 pytestmark = pytest.mark.ray
 
@@ -114,20 +114,10 @@ def end_processes_of(started: list[subprocess.Popen], address: str) -> None:
     orphaned agent would hold its port for minutes, and the next cluster here would take no jobs.
     """
     port = address.rpartition(":")[2]
-    marks = (f"--gcs-address={address}", f"--gcs_server_port={port}", f"--gcs_address={address}")
-    words, parents = {}, {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                words[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    ours = {pid for pid, own in words.items() if any(word in marks for word in own)}
-    ours |= {process.pid for process in started}
-    while more := {pid for pid, parent in parents.items() if parent in ours and pid not in ours}:
-        ours |= more
-    for pid in ours:
+    marks = {f"--gcs-address={address}", f"--gcs_server_port={port}", f"--gcs_address={address}"}
+    found = running()
+    ours = {pid for pid, process in found.items() if marks & set(process.words) and pid != os.getpid()}
+    for pid in below(ours | {process.pid for process in started}, found):
         with suppress(OSError):
             os.kill(pid, 9)
     for process in started:

@@ -187,9 +187,7 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(finished, 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_or_weights_that_are_not_there_are_named_before_data_is_read(
-    finished, tmp_path, capsys, monkeypatch
-):
+def test_a_missing_device_or_weights_are_named_before_data_is_read(finished, tmp_path, capsys, monkeypatch):
     """Kills: minutes of a pass over the data, then the line."""
     for module in ("pipelines.inference", "uno.report"):
         monkeypatch.setattr(f"{module}.read_rows", lambda _: pytest.fail("data is read"))

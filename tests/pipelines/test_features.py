@@ -156,9 +156,7 @@ def test_a_dry_run_computes_one_step_and_keeps_nothing(weights, tmp_path, empty_
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_into_memory_goes_through_the_encoder_in_every_epoch(
-    weights, tmp_path, empty_cache
-):
+def test_what_exceeds_the_memory_is_encoded_in_every_epoch(weights, tmp_path, empty_cache):
     """Streaming: no cache, and an encoder that stays as it is, statistics too."""
     run = tmp_path / "run"
     argv = [*HEADS, "--weights", str(weights), "--data.ingest", "streaming", "--output", str(run)]
@@ -188,7 +186,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(weights, tmp_path, capsys):
     assert "--compute.cache" in line
 
 
-def test_unreadable_images_are_listed_by_every_run_that_finds_them_in_the_cache(
+def test_unreadable_images_of_the_cache_are_listed_by_every_run(
     weights, tmp_path, empty_cache, capsys, monkeypatch
 ):
     """In folders, and over the budget. Kills: reasons that only the run that computed them knows."""

@@ -85,7 +85,7 @@ SLOW = raised("WorkerGroupError", worker_failures={
 })  # fmt: skip
 
 
-def test_a_dead_group_is_replaced_with_a_new_token_but_three_in_a_row_are_the_end(group):
+def test_a_dead_group_is_replaced_but_three_in_a_row_are_the_end(group):
     """And with the shares of the cluster as it is then. Kills: those of the start, which leave no CPU."""
     assert group(DEATH, DEATH, {"metrics": {"acc": 1.0}}) == {"acc": 1.0}
     tokens, shares, resources = zip(*group.started, strict=True)

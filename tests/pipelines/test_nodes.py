@@ -295,35 +295,31 @@ def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, 
     """Asked with what a worker takes. Kills: the head's own memory, which has no GPU, for the workers'; the
     most of any node; waiting for a node that does not come.
     """
-    asked, cancelled, left = [], [], list(answers)
 
-    def remote(**options):
-        def make(function):
-            return SimpleNamespace(remote=lambda tree: asked.append((options, tree)) or left.pop(0))
-
-        return make
-
-    def wait(pending, num_returns, timeout):
+    def wait(tasks, num_returns, timeout):
         assert num_returns == 2 and timeout
-        return [a for a in pending if a != "late"], [a for a in pending if a == "late"]
+        return [task for task in tasks if task != "late"], [task for task in tasks if task == "late"]
 
-    ray = SimpleNamespace(
-        remote=remote, wait=wait, get=lambda done: done, cancel=cancelled.append,
-        cluster_resources=lambda: {"CPU": cpus, "GPU": 2},
-    )  # fmt: skip
+    ray = Mock(wait=wait, get=list)
+    ray.remote.return_value.return_value.remote.side_effect = answers
+    ray.cluster_resources.return_value = {"CPU": cpus, "GPU": 2}
+    ask = ray.remote.return_value.return_value.remote
     monkeypatch.setattr(nodes, "connect", lambda: nullcontext(ray))
     monkeypatch.setattr(ingest, "free_host_bytes", lambda: int(1e9))
     monkeypatch.setattr(ingest, "free_device_bytes", lambda config: None)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     config = override(Config(), {"compute.workers": 2})
     assert nodes.free_memory(config) == expected
-    assert len(asked) == len(answers) and cancelled == [a for a in answers if a == "late"]
-    for options, tree in asked:
-        assert (options["num_cpus"], options["num_gpus"]) == (1, 1) and tree["compute"]["workers"] == 2
-    asked.clear()
-    assert nodes.free_memory(override(config, {"compute.workers": 0})) == (1e9, None) and not asked
+    assert ray.cancel.call_args_list == [call("late")] * answers.count("late") and ask.call_count == len(
+        answers
+    )
+    for options, asked in zip(ray.remote.call_args_list, ask.call_args_list, strict=False):
+        assert (options.kwargs["num_cpus"], options.kwargs["num_gpus"]) == (1, 1)
+        assert asked.args[0]["compute"]["workers"] == 2
+    ask.reset_mock()
+    assert nodes.free_memory(override(config, {"compute.workers": 0})) == (1e9, None) and not ask.called
     monkeypatch.delenv("RAY_ADDRESS")
-    assert nodes.free_memory(config) == (1e9, None) and not asked
+    assert nodes.free_memory(config) == (1e9, None) and not ask.called
 
 
 def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):

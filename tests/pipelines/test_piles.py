@@ -16,17 +16,8 @@ from uno.config import Config, differing_keys, dump_yaml, override, to_dict
 from uno.presets import preset
 from uno.results.trust import verdict
 
-TINY = [
-    *SMALL,
-    "--pretrain.epochs",
-    "1",
-    "--discover.epochs",
-    "1",
-    "--train.batch-size",
-    "24",
-    "--device",
-    "cpu",
-]
+ONE = "--pretrain.epochs 1 --discover.epochs 1 --train.batch-size 24 --device cpu"
+TINY = [*SMALL, *ONE.split()]
 
 
 def said(capsys, *argv):

@@ -58,7 +58,7 @@ def test_help_and_print_config(capsys):
     assert "epsilon: 0.05" in capsys.readouterr().out
 
 
-def test_foreign_directories_and_other_settings_are_refused_with_their_names(tmp_path):
+def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds no sweep"):
         main([*TINY, "--output", str(tmp_path)])

@@ -135,7 +135,7 @@ def test_the_oracle_brands_every_file_and_table(tmp_path):
     slice(2, 5),
     *(pytest.param(slice(*ends), marks=pytest.mark.slow) for ends in ((0, 0), (0, 1), (4, 5), (3, 7))),
 ])  # fmt: skip
-def test_any_number_of_trials_has_a_page_and_only_a_finished_one_a_best_yaml(tmp_path, options, keep):
+def test_any_number_of_trials_has_a_page_a_finished_sweep_a_best_yaml(tmp_path, options, keep):
     kept = trials(options)[keep]
     report.write(storage := fake_sweep(tmp_path / "s", options, kept))
     assert storage.exists("sweep.html")

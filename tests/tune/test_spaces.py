@@ -114,7 +114,7 @@ def test_position_is_the_inverse_of_at(domain):
     assert (domain.position(domain.ends[0]), domain.position(domain.ends[-1])) == (0, 1)
 
 
-def test_values_outside_a_domain_are_at_its_edge_and_trial_0_has_those_of_the_configuration():
+def test_values_outside_a_domain_are_at_its_edge_trial_0_has_the_given():
     assert UNO[0].position(5.0) == 1 and UNO[2].position(1) == 0
     assert UNO[1].position(0.12) == pytest.approx(0.625)  # between .1 and .14
     assert spaces.current(UNO, DIGITS) == {

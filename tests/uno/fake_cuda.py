@@ -18,13 +18,11 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, in spite of its name
 from torch.utils._pytree import tree_leaves
 
-from tests.uno import kernels
 from tests.uno.small_run import SMALL
 from uno import collectives
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
-from uno.norm import with_global_norms
 from uno.runs import run
 from uno.train import LocalWorker, Phase
 
@@ -123,8 +121,6 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which knows no such device
         patch.setattr(torch.optim, "SGD", CheckedSGD)
-        for kernel in kernels.ALL:
-            patch.setattr(torch, kernel.__name__, kernel)
         if world_size > 1:
             patch.setattr(collectives, "in_group", lambda: True)
             for name, value in (("rank", 0), ("world_size", world_size)):
@@ -136,15 +132,11 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
 
 
 class FirstWorker(LocalWorker):
-    """Rank 0 of several, without the DDP around a model, as which ``test_collectives`` has it."""
+    """Rank 0 of several, without what Ray's worker puts around a model: DDP, and norms over all workers."""
 
     def __init__(self, world_size: int, device: torch.device = DEVICE) -> None:
         super().__init__(device)
         self.world_size = world_size
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """On a GPU, norms are over all workers."""
-        return model if self.world_size == 1 else with_global_norms(model)
 
 
 def narrow() -> nn.Module:

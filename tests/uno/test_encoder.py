@@ -76,16 +76,10 @@ def test_convolutions_start_kaiming_fan_out(name, stem):
     assert checked >= 5
 
 
-@pytest.mark.parametrize(
-    ("width", "blocks", "size", "options"),
-    [
-        (4, 1, 8, {}),
-        (16, 1, 8, {}),
-        (16, 3, 32, {}),
-        (8, 2, 5, {}),
-        (8, 1, 32, {"stages": 4, "stem": "halved"}),
-    ],
-)
+@pytest.mark.parametrize(("width", "blocks", "size", "options"), [
+    (4, 1, 8, {}), (16, 1, 8, {}), (16, 3, 32, {}), (8, 2, 5, {}),
+    (8, 1, 32, {"stages": 4, "stem": "halved"}),
+])  # fmt: skip
 def test_small_resnet_shapes(width, blocks, size, options):
     """He et al., Sec. 4.2, has 6n + 2 layers with the classifier and without the shortcuts.
 
@@ -123,16 +117,11 @@ def test_shortcuts_of_few_channels_are_strided_convolutions(size):
 TOYS = "tests.uno.toy_encoders"
 
 
-@pytest.mark.parametrize(
-    ("name", "classifier", "num_features"),
-    [
-        ("torchvision:mobilenet_v3_small", "classifier.3", 1024),
-        ("torchvision:efficientnet_b0", "classifier.1", 1280),
-        ("torchvision:regnet_x_400mf", "fc", 400),
-        ("timm:test_vit", "head", 64),
-        ("timm:test_efficientnet", "classifier", 256),
-    ],
-)
+@pytest.mark.parametrize(("name", "classifier", "num_features"), [
+    ("torchvision:mobilenet_v3_small", "classifier.3", 1024),
+    ("torchvision:efficientnet_b0", "classifier.1", 1280), ("torchvision:regnet_x_400mf", "fc", 400),
+    ("timm:test_vit", "head", 64), ("timm:test_efficientnet", "classifier", 256),
+])  # fmt: skip
 def test_library_encoders_keep_the_librarys_keys_and_lose_its_classifier(name, classifier, num_features):
     """Kills: a wrapper's prefix in the keys, a classifier left in, another model than the library's, for D
     the width before a MobileNet's last layer.
@@ -171,35 +160,23 @@ def test_callables_give_one_vector_an_image(what, num_features):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        (
-            "resnet19",
-            r"^model\.encoder: must be resnet_small, .*:callable \(got 'resnet19'\)$",
-        ),
-        ("timm:", r"^model\.encoder: must be "),
-        (
-            "torchvision:resnet19",
-            r": torchvision has no 'resnet19'; did you mean torchvision:resnet",
-        ),
-        ("torchvision:fasterrcnn_resnet50_fpn", r"torchvision has no 'fasterrcnn"),
-        ("torchvision:googlenet", r"gives several outputs in training; take another$"),
-        ("torchvision:squeezenet1_0", r"does not end in a linear classifier; take another$"),
-        ("timm:test_vitt", r"^model\.encoder: timm has no 'test_vitt'; did you mean timm:test_vit\?$"),
-        (
-            "timm:test_vit.of_mine",
-            r"'test_vit\.of_mine'; did you mean timm:test_vit\.r160_in1k\?$",
-        ),
-        ("no_such_package.x:y", r"cannot be imported: No module named 'no_such_package'$"),
-        (f"{TOYS}:no_such", r"no_such cannot be imported: module '.*' has no attribute 'no_such'$"),
-        (f"{TOYS}:NOT_CALLABLE", r"NOT_CALLABLE cannot be called: it is of type int$"),
-        (f"{TOYS}:needs_argument", r"cannot be called without arguments: .* 'width'$"),
-        (f"{TOYS}:number", r"must return a torch\.nn\.Module, not a int$"),
-        (f"{TOYS}:flat", r"gives \(1,\), not vectors"),
-        (f"{TOYS}:pair", r"gives tuple, not vectors"),
-    ],
-)
+@pytest.mark.parametrize(("name", "line"), [
+    ("resnet19", r"^model\.encoder: must be resnet_small, .*:callable \(got 'resnet19'\)$"),
+    ("timm:", r"^model\.encoder: must be "),
+    ("torchvision:resnet19", r": torchvision has no 'resnet19'; did you mean torchvision:resnet"),
+    ("torchvision:fasterrcnn_resnet50_fpn", r"torchvision has no 'fasterrcnn"),
+    ("torchvision:googlenet", r"gives several outputs in training; take another$"),
+    ("torchvision:squeezenet1_0", r"does not end in a linear classifier; take another$"),
+    ("timm:test_vitt", r"^model\.encoder: timm has no 'test_vitt'; did you mean timm:test_vit\?$"),
+    ("timm:test_vit.of_mine", r"'test_vit\.of_mine'; did you mean timm:test_vit\.r160_in1k\?$"),
+    ("no_such_package.x:y", r"cannot be imported: No module named 'no_such_package'$"),
+    (f"{TOYS}:no_such", r"no_such cannot be imported: module '.*' has no attribute 'no_such'$"),
+    (f"{TOYS}:NOT_CALLABLE", r"NOT_CALLABLE cannot be called: it is of type int$"),
+    (f"{TOYS}:needs_argument", r"cannot be called without arguments: .* 'width'$"),
+    (f"{TOYS}:number", r"must return a torch\.nn\.Module, not a int$"),
+    (f"{TOYS}:flat", r"gives \(1,\), not vectors"),
+    (f"{TOYS}:pair", r"gives tuple, not vectors"),
+])  # fmt: skip
 def test_encoders_that_are_none_are_one_line(name, line):
     """Kills: a traceback, a line that does not say what is wrong or what is there instead."""
     if name.startswith("timm:t"):
@@ -226,17 +203,12 @@ def test_a_callable_is_found_in_the_working_directory(tmp_path, monkeypatch):
     del sys.modules["my_encoders"]
 
 
-@pytest.mark.parametrize(
-    ("name", "trained"),
-    [
-        ("resnet_small", ["layer3."]),
-        ("resnet18", ["layer4."]),
-        ("torchvision:mobilenet_v2", ["features.17.", "features.18."]),
-        (f"{TOYS}:vit", ["encoder.layers.encoder_layer_1.", "encoder.ln."]),
-        ("timm:test_vit", ["blocks.5.", "norm."]),
-        ("timm:test_convnext", ["stages.3.", "head."]),
-    ],
-)
+@pytest.mark.parametrize(("name", "trained"), [
+    ("resnet_small", ["layer3."]), ("resnet18", ["layer4."]),
+    ("torchvision:mobilenet_v2", ["features.17.", "features.18."]),
+    (f"{TOYS}:vit", ["encoder.layers.encoder_layer_1.", "encoder.ln."]),
+    ("timm:test_vit", ["blocks.5.", "norm."]), ("timm:test_convnext", ["stages.3.", "head."]),
+])  # fmt: skip
 def test_last_trains_the_last_stage_and_what_follows(name, trained):
     """Kills: a head convolution taken for the last stage, a frozen final norm, a class token that learns."""
     if name.startswith("timm"):

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tests.uno import kernels
-from tests.uno.fake_cuda import CPU
+from tests.uno.fake_cuda import CPU, RealCuda
 from tests.uno.models import tiny_model
 from tests.uno.small_run import batches_of, copied_tensors, small_config, small_sets
-from tests.uno.test_fake_cuda import EXTENDED, train_both_ends
+from tests.uno.test_fake_cuda import EXTENDED, streamed, train_both_ends  # noqa: F401
 from tests.uno.test_steps import poison
 from uno.data.files import Storage
 from uno.runs import run
@@ -42,6 +41,17 @@ def test_no_step_waits(name):
     train_both_ends(name, 1, GPU)
 
 
+def test_streamed_batches_arrive_without_a_wait(streamed):  # noqa: F811
+    """From page-locked memory. Kills: crops or labels whose copy blocks."""
+    mode = RealCuda()
+    with streamed(GPU, 1) as batches:
+        batches(0)
+        mode.strict = True
+        batch = batches(1)
+        mode.strict = False
+    assert {part.device.type for part in (*batch.views, batch.labels)} == {"cuda"}
+
+
 def test_a_run_is_that_of_the_cpu(trained, monkeypatch):
     """Weights, momenta and losses after two steps of each phase; in bfloat16 the losses."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -60,22 +70,6 @@ def test_the_fused_kernel_skips_a_step_that_is_not_finite(trained):
     discovery_step(state, batches_of(config, train=small_sets()[0].to(GPU))(2), config.objective, 0.1)
     torch.testing.assert_close([*state.model.parameters(), *momenta_of(state)], before)
     assert int(state.skipped) == 1
-
-
-def test_the_kernels_of_norms_are_the_equations():
-    """Which take their place on the CPU, in tests."""
-    x, grad = (torch.randn(12, 3, 4, 4, device=GPU) for _ in range(2))
-    weight, bias, (mean, inverse) = *torch.randn(2, 3, device=GPU), kernels.batch_norm_stats(x, 1e-5)
-    count, needed = torch.full((1,), 192, dtype=torch.int32, device=GPU), [True] * 3
-    sums = kernels.batch_norm_backward_reduce(grad, x, mean, inverse, weight, *needed)
-    for name, facts in {
-        "batch_norm_stats": (x, 1e-5),
-        "batch_norm_elemt": (x, weight, bias, mean, inverse, 1e-5),
-        "batch_norm_backward_reduce": (grad, x, mean, inverse, weight, *needed),
-        "batch_norm_backward_elemt": (grad, x, mean, inverse, weight, *sums[:2], count),
-    }.items():
-        found, expected = (getattr(module, name)(*facts) for module in (torch, kernels))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_scores_are_those_of_the_cpu(tmp_path):

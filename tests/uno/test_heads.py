@@ -21,22 +21,22 @@ def small_model(mlp_input: str = "normalized", overcluster_factor: int = 2) -> U
     return UnoModel(config, C_L, C_U)
 
 
+def own_part(projector: StackedProjector, i: int, of=lambda tensor: tensor) -> dict[str, torch.Tensor]:
+    """What head ``i`` has of the stacked tensors, by the names in a network of its own."""
+    hidden, bn, own = projector.hidden, projector.bn, slice(i * HIDDEN, (i + 1) * HIDDEN)
+    return {
+        "0.weight": of(hidden.weight)[own], "0.bias": of(hidden.bias)[own], "1.weight": of(bn.weight)[own],
+        "1.bias": of(bn.bias)[own], "3.weight": of(projector.weight)[i].T, "3.bias": of(projector.bias)[i, 0],
+    }  # fmt: skip
+
+
 def separate_heads(model: UnoModel) -> list[nn.Sequential]:
     """The stacked projector as 2H networks of their own, cluster heads first."""
-    stacked, networks = model.projector, []
-    for i in range(stacked.num_heads):
-        own = slice(i * HIDDEN, (i + 1) * HIDDEN)
-        mlp = nn.Sequential(
-            nn.Linear(16, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, P)
-        )
-        with torch.no_grad():
-            mlp[0].weight.copy_(stacked.hidden.weight[own])
-            mlp[0].bias.copy_(stacked.hidden.bias[own])
-            mlp[1].weight.copy_(stacked.bn.weight[own])
-            mlp[1].bias.copy_(stacked.bn.bias[own])
-            mlp[3].weight.copy_(stacked.weight[i].T)
-            mlp[3].bias.copy_(stacked.bias[i, 0])
-        networks.append(mlp.train())
+    networks = []
+    for i in range(model.projector.num_heads):
+        layers = nn.Linear(16, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, P)
+        networks.append(nn.Sequential(*layers).train())
+        networks[-1].load_state_dict(own_part(model.projector, i), strict=False)
     return networks
 
 
@@ -69,20 +69,15 @@ def test_stacked_heads_equal_separate_heads_in_train_mode(mlp_input, num_views):
     sum((w * o).sum() for w, o in zip(weights, outputs, strict=True)).backward()
     sum((w.view_as(o) * o).sum() for w, o in zip(weights, stacked, strict=True)).backward()
     torch.testing.assert_close(own.grad, naive.grad, atol=1e-5, rtol=1e-4)
-    projector = model.projector
     for i, mlp in enumerate(mlps):
-        part = slice(i * HIDDEN, (i + 1) * HIDDEN)
-        for found, expected in (
-            (projector.hidden.weight.grad[part], mlp[0].weight.grad),
-            (projector.bn.weight.grad[part], mlp[1].weight.grad),
-            (projector.bn.bias.grad[part], mlp[1].bias.grad),
-            (projector.weight.grad[i].T, mlp[3].weight.grad),
-            (projector.bias.grad[i, 0], mlp[3].bias.grad),
-            (projector.bn.running_mean[part], mlp[1].running_mean),
-            (projector.bn.running_var[part], mlp[1].running_var),
-        ):
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-            assert found.abs().max() > 1e-3  # not zero against zero
+        found, bn = own_part(model.projector, i, lambda tensor: tensor.grad), model.projector.bn
+        expected = {name: parameter.grad for name, parameter in mlp.named_parameters()}
+        del found["0.bias"], expected["0.bias"]  # which BatchNorm takes away
+        for name in ("running_mean", "running_var"):
+            found[name] = getattr(bn, name)[i * HIDDEN : (i + 1) * HIDDEN]
+            expected[name] = getattr(mlp[1], name)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        assert all(tensor.abs().max() > 1e-3 for tensor in found.values())  # not zero against zero
     for found, prototype in zip((*model.novel.weight.grad, *model.over.weight.grad), prototypes, strict=True):
         torch.testing.assert_close(found, prototype.grad, atol=1e-5, rtol=1e-4)
 

@@ -85,12 +85,16 @@ def test_gradients_equal_autograd_through_the_padded_form(views, concat):
     inputs = [tensor.requires_grad_() for tensor in (known, *families)]
     targets = [pseudo_labels(family[:num_large, :, 4:], 0.05, 3) for family in families]
     assert not any(target.requires_grad for target in targets)
+    compare_gradients(inputs, known, families, labels, targets, 0.1, concat)
+
+
+def compare_gradients(inputs, *given):
+    """Of a weighted sum over heads and families, by the fast code and by the padded form."""
     weights = torch.rand(2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    losses = [loss(known, families, labels, targets, 0.1, concat) for loss in (discovery_loss, padded_loss)]
+    losses = [loss(*given) for loss in (discovery_loss, padded_loss)]
     torch.testing.assert_close(*losses, atol=1e-12, rtol=1e-12)
     found, expected = (torch.autograd.grad((loss * weights).sum(), inputs) for loss in losses)
-    for own, padded in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, padded, atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)
 
 
 def mixed_problem(num_large=2, num_views=2):
@@ -128,11 +132,7 @@ def test_gradients_of_a_mixed_pile_equal_autograd_through_the_padded_form():
     """Kills: known logits detached, gradients through targets."""
     known, families, labels, targets, *_ = mixed_problem(2, 3)
     inputs = [tensor.requires_grad_() for tensor in (known, *families)]
-    weights = torch.rand(2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    losses = [loss(known, families, labels, targets, 0.1) for loss in (discovery_loss, padded_loss)]
-    found, expected = (torch.autograd.grad((loss * weights).sum(), inputs) for loss in losses)
-    for own, padded in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, padded, atol=1e-12, rtol=1e-9)
+    compare_gradients(inputs, known, families, labels, targets, 0.1)
 
 
 def test_full_precision_under_autocast():
@@ -153,17 +153,6 @@ def test_a_view_never_teaches_itself():
     discovery_loss(known, [novel], labels, [targets], 0.1).sum().backward()
     assert (novel.grad[0] >= 0).all()  # view 0: the gradient of the log-partition alone
     assert (novel.grad[1] < 0).any()  # view 1: pulled towards view 0's target
-
-
-def test_permuted_clusters_leave_the_loss_alone():
-    """Metamorphic. Kills: outputs treated by position."""
-    known, novel, labels = problem(2, 4, 6, 3, 5, 2)
-    order = torch.tensor([3, 0, 4, 1, 2])
-
-    def losses(own):
-        return discovery_loss(known, [own], labels, [pseudo_labels(own[:, :, 4:], 0.05, 3)], 0.1)
-
-    torch.testing.assert_close(losses(novel), losses(novel[..., order]))
 
 
 def test_labeled_loss_is_cross_entropy_of_cosines():

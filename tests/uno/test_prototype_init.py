@@ -140,7 +140,7 @@ def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
     assert model.training
 
 
-def test_sizes_of_clusters_are_believed_as_far_as_those_of_known_classes_are_right():
+def test_sizes_of_clusters_are_believed_as_far_as_known_ones_are_right():
     """Kills: the error not relative to an equal share (all but one number of classes), its root, its sign
     or a share below 0 of the spread; the spread of the known classes in place of the clusters'.
     """

@@ -81,23 +81,12 @@ def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("trainable", "encoder", "frozen"),
-    [
-        ("last", "resnet_small", ("encoder.conv1.", "encoder.bn1.", "encoder.layer1.", "encoder.layer2.")),
-        ("heads", "resnet_small", ("encoder.",)),
-        (
-            "last",
-            "tests.uno.toy_encoders:vit",
-            (
-                "encoder.class_token",
-                "encoder.conv_proj.",
-                "encoder.encoder.pos_embedding",
-                "encoder.encoder.layers.encoder_layer_0.",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("trainable", "encoder", "frozen"), [
+    ("last", "resnet_small", ("encoder.conv1.", "encoder.bn1.", "encoder.layer1.", "encoder.layer2.")),
+    ("heads", "resnet_small", ("encoder.",)),
+    ("last", "tests.uno.toy_encoders:vit", ("encoder.class_token", "encoder.conv_proj.",
+     "encoder.encoder.pos_embedding", "encoder.encoder.layers.encoder_layer_0.")),
+])  # fmt: skip
 def test_what_is_frozen_stays_to_the_bit(trainable, encoder, frozen):
     """Running statistics too, with weight decay, in both phases; the rest learns, and nothing else is stored.
 

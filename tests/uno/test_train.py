@@ -137,14 +137,11 @@ def test_a_finished_phase_is_not_trained_again(storage, clean):
     assert storage.read("metrics.jsonl") == before
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"train__checkpoint_every_epochs": 2},
-        pytest.param({"train__log_every": 1}, marks=pytest.mark.slow),
-        pytest.param({"train__keep_checkpoints": 1}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("overrides", [
+    {"train__checkpoint_every_epochs": 2},
+    pytest.param({"train__log_every": 1}, marks=pytest.mark.slow),
+    pytest.param({"train__keep_checkpoints": 1}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_saving_and_logging_do_not_change_the_run(storage, clean, overrides):
     """Kills: prototypes normalised for saving, counters cleared by a look, random numbers for a line."""
     assert_same(discover(storage, small_config(**overrides)) | {"line_loss": clean[0]["line_loss"]}, clean[0])

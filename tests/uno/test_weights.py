@@ -44,17 +44,14 @@ def torch_file(content) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda state: state,
-        lambda state: {f"encoder.{k}": v for k, v in state.items()} | {"known.weight": torch.ones(3)},
-        lambda state: {f"module.{k}": v for k, v in state.items()},
-        lambda state: state | {"fc.weight": torch.ones(10, 16), "fc.bias": torch.ones(10)},
-        lambda state: {k: v for k, v in state.items() if not k.endswith("num_batches_tracked")},
-        lambda state: {"epoch": 3, "model": {"state_dict": state}},
-    ],
-)
+@pytest.mark.parametrize("wrap", [
+    lambda state: state,
+    lambda state: {f"encoder.{k}": v for k, v in state.items()} | {"known.weight": torch.ones(3)},
+    lambda state: {f"module.{k}": v for k, v in state.items()},
+    lambda state: state | {"fc.weight": torch.ones(10, 16), "fc.bias": torch.ones(10)},
+    lambda state: {k: v for k, v in state.items() if not k.endswith("num_batches_tracked")},
+    lambda state: {"epoch": 3, "model": {"state_dict": state}},
+])  # fmt: skip
 def test_weights_of_any_file_are_found(tmp_path, suffix, wrap):
     """Kills: a prefix or a classifier that is refused, nested dicts, counters that must be there."""
     theirs, ours = encoder_of("resnet_small", **SMALL), build_encoder(small_config().model)
@@ -98,15 +95,12 @@ def test_a_pickle_inside_is_refused(tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (b"", "is no file of PyTorch's"),
-        (b"PK\x03\x04" + bytes(50), "is no file of PyTorch's"),
-        (torch_file([1, 2]), "holds no weights by name"),
-        (torch_file({"epoch": 3}), "holds no weights by name"),
-    ],
-)
+@pytest.mark.parametrize(("content", "line"), [
+    (b"", "is no file of PyTorch's"),
+    (b"PK\x03\x04" + bytes(50), "is no file of PyTorch's"),
+    (torch_file([1, 2]), "holds no weights by name"),
+    (torch_file({"epoch": 3}), "holds no weights by name"),
+])  # fmt: skip
 def test_files_without_weights_are_one_line(tmp_path, content, line):
     (tmp_path / "w.pt").write_bytes(content)
     with pytest.raises(StorageError, match=rf"^model\.weights: .*w\.pt {line}") as error:
@@ -127,20 +121,11 @@ def test_descriptions_are_the_libraries():
     assert describe_encoder(f"{TOYS}:maps").settings() == describe_encoder("resnet_small").settings() == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "store", "seen", "license"),
-    [
-        ("tf_efficientnet_lite0", 224, 256, "ImageNet-1k, labels (timm tag in1k)", "apache-2.0"),
-        ("vit_tiny_patch16_224", 224, 248, "ImageNet-21k, then ImageNet-1k, labels", "apache-2.0"),
-        (
-            "vit_small_patch14_dinov2.lvd142m",
-            518,
-            518,
-            "LVD-142M, no labels (timm tag lvd142m)",
-            "apache-2.0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "size", "store", "seen", "license"), [
+    ("tf_efficientnet_lite0", 224, 256, "ImageNet-1k, labels (timm tag in1k)", "apache-2.0"),
+    ("vit_tiny_patch16_224", 224, 248, "ImageNet-21k, then ImageNet-1k, labels", "apache-2.0"),
+    ("vit_small_patch14_dinov2.lvd142m", 518, 518, "LVD-142M, no labels (timm tag lvd142m)", "apache-2.0"),
+])  # fmt: skip
 def test_descriptions_of_timm(name, size, store, seen, license):
     pytest.importorskip("timm")
     found = describe_encoder(f"timm:{name}")
@@ -157,14 +142,11 @@ def test_an_encoder_that_takes_other_images_is_one_line():
         check_encoder(wrong)
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "folder"),
-    [
-        ("torchvision:mobilenet_v2", r"https://download\.pytorch\.org/models/mobilenet_v2-\w+\.pth", "hub"),
-        ("resnet18", r"https://download\.pytorch\.org/models/resnet18-\w+\.pth", "checkpoints"),
-        ("timm:test_vit", r"https://huggingface\.co/timm/test_vit\.r160_in1k/.*\.safetensors", "cache"),
-    ],
-)
+@pytest.mark.parametrize(("name", "file", "folder"), [
+    ("torchvision:mobilenet_v2", r"https://download\.pytorch\.org/models/mobilenet_v2-\w+\.pth", "hub"),
+    ("resnet18", r"https://download\.pytorch\.org/models/resnet18-\w+\.pth", "checkpoints"),
+    ("timm:test_vit", r"https://huggingface\.co/timm/test_vit\.r160_in1k/.*\.safetensors", "cache"),
+])  # fmt: skip
 def test_pretrained_offline_says_what_to_download_and_where_to_put_it(
     monkeypatch, tmp_path, name, file, folder
 ):

@@ -42,11 +42,11 @@ def encoded(image: np.ndarray | Image.Image, format: str = "PNG", **options: Any
     return buffer.getvalue()
 
 
-def write_images(folder: Path, names: Iterable[str], first_seed: int = 0) -> None:
+def write_images(folder: Path, names: Iterable[str], first_seed: int = 0, size: int = 8) -> None:
     for seed, name in enumerate(names, start=first_seed):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(pixels(seed), "JPEG" if path.suffix == ".jpg" else "PNG"))
+        path.write_bytes(encoded(pixels(seed, size, size), "JPEG" if path.suffix == ".jpg" else "PNG"))
 
 
 def write_cifar(

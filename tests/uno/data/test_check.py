@@ -79,7 +79,7 @@ def test_problems_of_classes_and_batches(labels, overrides, level, text):
     assert all("\n" not in message for message in found)
 
 
-def test_a_small_batch_of_pretraining_is_no_news_where_nothing_is_pretrained():
+def test_a_small_batch_is_no_news_where_nothing_is_pretrained():
     for weights, count in ((None, 1), ("encoder.safetensors", 0)):
         config = config_of("a,b", train__batch_size=30, model__weights=weights)
         found = messages(task_of(LABELS, config), config, "warning")

@@ -76,7 +76,7 @@ def test_modes_become_rgb():
         assert (decode(encoded(deep, format), 16)[0] == grey).all()  # kills: clipping 16 bits at 255
 
 
-def test_transparent_pixels_become_white_and_the_first_frame_of_an_animation_counts():
+def test_transparent_pixels_become_white_and_the_first_frame_counts():
     rgba = np.zeros((8, 8, 4), np.uint8)
     rgba[:4, :, 3] = 255
     out = decode(encoded(Image.fromarray(rgba), "PNG"), 8)

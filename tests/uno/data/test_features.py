@@ -174,7 +174,7 @@ def test_the_key_holds_what_features_depend_on_and_nothing_else(values, same):
     assert (other.key == job.key) == same
 
 
-def test_the_key_changes_with_a_bit_of_the_weights_the_test_rows_and_the_pixels():
+def test_the_key_changes_with_weights_test_rows_and_pixels():
     job, encoder = job_of(), encoder_of(config_of())
     assert feature_job(job.config, job.task, encoder).key == job.key
     encoder.layer2[0].conv1.weight.data.view(torch.int32)[0, 0, 0, 0] ^= 1

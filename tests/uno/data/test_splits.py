@@ -201,7 +201,7 @@ def test_the_pile_is_decided_by_where_the_labels_went(config, declared, pile, wh
     assert found == pile and re.search(why, reason) and "\n" not in reason
 
 
-def test_rows_of_each_known_class_are_held_out_and_hidden_ones_by_their_number():
+def test_rows_of_each_known_class_and_hidden_ones_are_held_out():
     """Kills: a share of all instead of each class, a stratified choice of hidden rows, another choice for a
     permutation of hidden labels, a source with a test split that loses rows, unlabeled rows held out.
     """

@@ -90,7 +90,7 @@ def test_rows_share_their_pretraining(name):
 
 
 @pytest.mark.parametrize("name", ["sota", "task-agnostic", "unknown-k", "num-novel"])
-def test_full_scale_takes_the_constants_that_a_methods_authors_set_on_the_data(name):
+def test_full_scale_takes_the_constants_of_a_methods_authors(name):
     """Kills: CIFAR10's constants everywhere, a row that overwrites them."""
     expected = {
         ("rs", "cifar100"): (50.0, 0.75), ("rs_plus", "cifar100"): (25.0, 0.75),

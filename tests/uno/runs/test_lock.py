@@ -72,7 +72,7 @@ def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
 @pytest.mark.parametrize(
     "content", [b"", *(pytest.param(c, marks=pytest.mark.slow) for c in (b"[]", b"{", b"\xff"))]
 )
-def test_a_damaged_lock_is_that_of_a_dead_holder_and_a_released_one_is_free(storage, content):
+def test_a_damaged_lock_is_of_a_dead_holder_a_released_one_is_free(storage, content):
     storage.write(lock.LOCK_FILE, content)
     with claim(storage, on_wait=lambda line: None) as mine:
         mine.storage.write("a.txt", b"1")
