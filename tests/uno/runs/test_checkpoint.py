@@ -106,8 +106,9 @@ def test_a_file_that_verifies_is_still_checked(storage):
 def test_the_form_before_is_refused(storage):
     """Kills: a run of then that silently starts at step 0."""
     storage.write("checkpoints/discover/step_00000012/manifest.json", b"{}")
+    says = r"^.*discover has format version 1, not 2; use --fresh, or another directory$"
     for ask in (load_newest, checkpoint_steps):
-        with pytest.raises(StorageError, match=r"^.*discover has format version 1, not 2; use --fresh.*$"):
+        with pytest.raises(StorageError, match=says):
             ask(storage, "discover")
 
 
