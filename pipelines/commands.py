@@ -98,7 +98,7 @@ DOCTOR = Command("doctor", {
     "RUN": Argument("The run directory; without it, the machine is checked.", str | None),
     "--repair": switch(
         "Remove what is provably of no use: unfinished writes, Ray's bookkeeping, damaged checkpoints where "
-        "an older one verifies."),
+        "an older one verifies; and take a damaged config.yaml from the newest checkpoint."),
 }, "none")  # fmt: skip
 
 

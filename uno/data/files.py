@@ -386,18 +386,6 @@ class Storage:
         return found
 
     @patient
-    def walk(self, name: str) -> list[str]:
-        """Sorted paths of all files below a directory, from there; empty where there is none. One request."""
-        root = self.path(name)
-        with self._errors("list", name):
-            if self.is_local:
-                found = [f"{where}/{file}" for where, _, files in os.walk(root) for file in files]
-            else:
-                selector = pa.fs.FileSelector(root, recursive=True, allow_not_found=True)
-                found = [info.path for info in self._fs.get_file_info(selector) if info.is_file]
-        return sorted(path.removeprefix(root).strip("/") for path in found)
-
-    @patient
     def list(self, name: str = "") -> list[str]:
         """Sorted base names in a directory; empty where there is none."""
         with self._errors("list", name):

@@ -221,7 +221,6 @@ REASONS = {"reasons": json.dumps([None] * 16)}
 DAMAGE = {
     "a flipped bit": flip,
     "cut off": lambda first, second: second.write_bytes(second.read_bytes()[:1000]),
-    "empty": lambda first, second: second.write_bytes(b""),
     "another shard's content": lambda first, second: second.write_bytes(first.read_bytes()),
     "not sealed": lambda first, second: second.write_bytes(safetensors.torch.save(CONTENT, REASONS)),
 }

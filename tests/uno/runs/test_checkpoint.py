@@ -5,7 +5,6 @@ import logging
 import os
 
 import pytest
-import safetensors.torch
 import torch
 
 from uno.data.files import Storage
@@ -63,22 +62,10 @@ def test_round_trip(storage, uri):
     assert found.step == 12 and found.config_yaml == "seed: 0\n"
 
 
-def flipped(data: bytes, at: float) -> bytes:
-    place = int(at * len(data))
-    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-
-
 DAMAGE = {
     "cut": lambda data: data[:-1],
-    "cut in the header": lambda data: data[:100],
+    "flipped": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
     "empty": lambda data: b"",
-    "longer": lambda data: data + b"\0",
-    "flipped at the end": lambda data: flipped(data, 0.999),
-    "flipped in the middle": lambda data: flipped(data, 0.5),
-    "flipped in the header": lambda data: flipped(data, 0.1),
-    "flipped in its length": lambda data: flipped(data, 0),
-    "an endless header": lambda data: b"\xff" * 8 + data[8:],
-    "not sealed": lambda data: safetensors.torch.save(safetensors.torch.load(data), {"config": ""}),
 }
 
 
@@ -88,7 +75,7 @@ def damage(storage: Storage, step: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_the_newest_valid_one_is_taken(storage, caplog, how):
-    """Kills: the newest name wins, a part of the file that the sum does not cover."""
+    """Kills: the newest name wins, damage in silence. (What is damage: tests/uno/data/test_output.py.)"""
     save(storage, 3, 12, 20)
     damage(storage, 20, how)
     with caplog.at_level(logging.WARNING):
@@ -119,8 +106,9 @@ def test_a_file_that_verifies_is_still_checked(storage):
 def test_the_form_before_is_refused(storage):
     """Kills: a run of then that silently starts at step 0."""
     storage.write("checkpoints/discover/step_00000012/manifest.json", b"{}")
+    says = r"^.*discover has format version 1, not 2; use --fresh, or another directory$"
     for ask in (load_newest, checkpoint_steps):
-        with pytest.raises(StorageError, match=r"^.*discover has format version 1, not 2; use --fresh.*$"):
+        with pytest.raises(StorageError, match=says):
             ask(storage, "discover")
 
 
@@ -139,7 +127,7 @@ def test_a_broken_newer_one_never_costs_the_valid_ones(storage, keep):
     just written is deleted; a later step deleted, which may have been written meanwhile.
     """
     save(storage, 10, 20, 30)
-    damage(storage, 30, "flipped in the middle")
+    damage(storage, 30, "flipped")
     save(storage, 25, keep=keep)
     assert load_newest(storage, "discover").step == 25
     assert checkpoint_steps(storage, "discover") == ([25, 30] if keep == 1 else [20, 25, 30])
@@ -162,7 +150,7 @@ def test_a_full_disk_keeps_the_older_ones(storage, monkeypatch):
     monkeypatch.undo()
     assert storage.list("checkpoints/discover") == ["step_00000010.safetensors"]
     assert load_newest(storage, "discover").step == 10
-    damage(storage, 10, "flipped at the end")
+    damage(storage, 10, "flipped")
     save(storage, 10, keep=1)  # one that does not verify is written anew
     assert load_newest(storage, "discover").step == 10
 

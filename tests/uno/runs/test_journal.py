@@ -147,7 +147,7 @@ def remote() -> Storage:
 
 def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
     """Kills: lines written by the thread that trains, one request for each that waits, lines in another
-    order, a flush that returns before the last.
+    order, a flush that returns before the last, lines that fill the memory.
     """
     may_write, calls = threading.Event(), []
     name = "append" if storage.is_local else "write"
@@ -160,6 +160,12 @@ def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
     assert len(calls) <= 2
     text = b"".join(data for _, data in calls) if storage.is_local else calls[-1][1]
     assert [json.loads(entry)["step"] for entry in text.splitlines()] == list(range(1, 10))
+    may_write.clear()
+    monkeypatch.setattr("uno.runs.journal.MAX_LINES", 3)
+    threading.Timer(0.05, may_write.set).start()
+    for step in range(10, 16):
+        journal.write(line(step))
+    assert may_write.is_set()
     journal.close()
 
 
