@@ -57,7 +57,7 @@ FRESH = 10  # one of so many tries is a process of its own
 PRELOADED = (
     "pipelines.commands", "pipelines.jobs", "pipelines.inference", "pipelines.estimation", "sklearn.cluster",
     "sklearn.datasets", "sklearn.manifold", "sklearn.metrics", "pandas", "torch._dynamo", "torch.export",
-    "uno.data.pack", "uno.report", "uno.results.export",
+    "uno.data.pack", "uno.report.contents", "uno.results.export",
 )  # fmt: skip
 RAY = ("ray", "ray.data", "ray.train", "ray.train.torch", "ray.tune", "tune.driver")
 RUN = [*SMALL, "--data.limit", "120", "--pretrain.epochs", "2", "--discover.epochs", "2"]
