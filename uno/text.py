@@ -19,3 +19,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``; did you mean 'cat'?`` where one of the ``known`` words is near; else ""."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def plural(number: int, one: str, many: str = "") -> str:
+    """``1 image``, ``2,000 images``; ``many`` where an s is not enough."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"

@@ -26,7 +26,6 @@ from uno.report.sample import Sample, choose_rows, look, open_model
 from uno.results.classes import OutputClass
 from uno.results.infer import decoder, load_classifier, save_model, score_rows, with_alignment
 from uno.runs import PHASES
-from uno.text import visible
 
 
 def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
@@ -176,8 +175,6 @@ def test_the_printed_command_leads_to_the_configuration(changes):
 
 
 def test_formats():
-    assert visible("a\nb\u202ec") == "a\\nb\\u202ec" and visible("é א") == "é א"
-    assert len(visible("x" * 400)) == 300 and visible("\u202e" * 4, 4) == "\\u2…"
     assert [page.duration(s) for s in (7.4, 700, 11100)] == ["7 s", "12 min", "3 h 05 min"]
     # training time counts each step once
     entries = [{"step": step, "images_per_s": speed} for step, speed in ((10, 100.0), (20, 50.0), (20, 1.0))]
