@@ -6,10 +6,9 @@ import numpy as np
 
 from uno.config import Config
 from uno.report.facts import Facts
-from uno.report.findings import Findings
+from uno.report.findings import SIMILAR, Findings
 from uno.report.sample import Sample
 from uno.results.accuracy_table import ACCURACY, GENERALIZED
-from uno.results.classes import SIMILAR
 from uno.runs import PHASES
 from uno.text import plural
 
