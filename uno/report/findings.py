@@ -102,7 +102,7 @@ def alike(features: Tensor, member: Tensor, num_classes: int) -> Tensor:
 
 
 def nearest(likeness: NDArray[np.float32], start: int = 0) -> list[tuple[int, float]]:
-    """(output, likeness) of the most similar few; ``likeness`` (C',) is that of the outputs from ``start`` on."""
+    """(output, likeness) of the most similar few; ``likeness`` (C',) is of the outputs from ``start`` on."""
     order = np.argsort(-likeness, kind="stable")[:NUM_NEAREST]
     return [(start + int(i), float(likeness[i])) for i in order if np.isfinite(likeness[i])]
 
