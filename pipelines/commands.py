@@ -317,12 +317,11 @@ def _place(path: str) -> tuple[Storage, str]:
 
 def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     """Suggest names for the discovered classes; nothing where the run's data cannot be read any more."""
-    import torch
-
     from pipelines.console import say
     from pipelines.inference import own_task
+    from uno.report.findings import find, suggestions
     from uno.report.sample import look
-    from uno.results.classes import suggest, unedited
+    from uno.results.classes import unedited
     from uno.results.infer import decoder
 
     try:
@@ -331,6 +330,4 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     except (UnoError, ValueError) as error:  # no image can be read
         say(f"warning: no suggestions, the run's data cannot be read: {error}")
         return {}
-    unlabeled = task.is_train[sample.index] & (task.labels[sample.index] < 0)
-    features, member = torch.from_numpy(sample.features), torch.from_numpy(sample.member(task))
-    return suggest(features, member, torch.from_numpy(unlabeled), model.classes)
+    return suggestions(sample, find(task, sample))

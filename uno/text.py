@@ -7,3 +7,8 @@ def visible(name: object, limit: int = 300) -> str:
     """At most ``limit`` characters of ``name``, unprintable ones spelled out; not escaped for HTML."""
     shown = printable(str(name)[: limit + 1])
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
+
+
+def plural(number: int, one: str, many: str = "") -> str:
+    """``1 image``, ``2,000 images``; ``many`` where an s is not enough."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"

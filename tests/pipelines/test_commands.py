@@ -113,7 +113,7 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
     before = (finished / "metrics.json").read_bytes()
     assert cli.main([*DISCOVER, "--output", str(finished)]) == 0
     shown = capsys.readouterr().out
-    assert "is finished; nothing is trained again" in shown and "task_aware" in shown
+    assert "is finished; nothing is trained again" in shown and "Task-aware" in shown
     assert (finished / "metrics.json").read_bytes() == before
     changed = ["--objective.epsilon", "0.1", "--seed", "3"]
     line = refused(capsys, 2, *DISCOVER, "--output", finished, *changed)
@@ -147,7 +147,7 @@ def test_evaluate_reproduces_the_results_and_so_does_the_run(finished, tmp_path,
         page.write_text(text)
         assert cli.main(["evaluate", str(tmp_path / "run")]) == 0 and results.read_bytes() == before
         assert (page.read_text() == text) == kept  # the second time nothing has changed
-    assert "task_aware" in capsys.readouterr().out
+    assert "Task-aware" in capsys.readouterr().out
     results.write_text("{")
     assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 0 and results.read_bytes() == before
     assert "is not a run directory" in refused(capsys, 2, "evaluate", tmp_path)
@@ -189,7 +189,7 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(finished, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_or_weights_are_named_before_data_is_read(finished, tmp_path, capsys, monkeypatch):
     """Kills: minutes of a pass over the data, then the line."""
-    for module in ("pipelines.inference", "uno.report"):
+    for module in ("pipelines.inference", "uno.report.contents"):
         monkeypatch.setattr(f"{module}.read_rows", lambda _: pytest.fail("data is read"))
     for words in (*([name, finished] for name in ("predict", "evaluate", "report")), DISCOVER):
         assert "sees no CUDA device" in refused(capsys, 2, *words, "--device", "cuda")

@@ -21,7 +21,7 @@ from uno.data.splits import make_task
 from uno.methods import METHODS, registry
 from uno.model import forward
 from uno.presets import PRESETS, preset
-from uno.results import evaluate
+from uno.results import baselines, evaluate
 from uno.results.classes import OutputClass
 from uno.results.evaluate import Edits, count
 from uno.results.infer import load_classifier, score
@@ -146,7 +146,7 @@ def test_a_whole_evaluation_reads_back_where_it_may(monkeypatch):
         with fake_cuda() as mode:
             model = registry.build_network(config, 5, 5, 0).eval()
             monkeypatch.setattr(evaluate, "load_trained", lambda *_, model=model: (model, 0))
-            monkeypatch.setattr(evaluate, "load_weights_", lambda *_: True)
+            monkeypatch.setattr(baselines, "load_weights_", lambda *_: True)
             train, sets = small_sets()
             values = evaluate.evaluate_run(config, NOWHERE, train.to(DEVICE), sets, 10, FirstWorker(1))
             assert mode.reads and "trust/kmeans/agreement" in values

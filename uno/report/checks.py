@@ -7,11 +7,11 @@ import numpy as np
 from uno.config import Config
 from uno.methods import load
 from uno.report.facts import Facts
-from uno.report.findings import Findings
+from uno.report.findings import SIMILAR, Findings
 from uno.report.sample import Sample
 from uno.results.accuracy_table import ACCURACY, GENERALIZED
-from uno.results.classes import SIMILAR
 from uno.runs import PHASES
+from uno.text import plural
 
 UNUSED = 0.02  # of an equal share: such a class is as good as empty
 UNEVEN = 3.0  # largest over smallest class; pseudo-labels are forced to be equally frequent
@@ -64,7 +64,7 @@ def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
     few = [c.name for c in used if c.count < MIN_ROWS]
     if few and sample.is_whole:
         yield (
-            f"Few images: {_count(len(few), 'discovered class', 'discovered classes')} with fewer than "
+            f"Few images: {plural(len(few), 'discovered class', 'discovered classes')} with fewer than "
             f"{MIN_ROWS} unlabeled images ({_list(few)})",
             "Their numbers say little; more unlabeled images or fewer classes would help.",
         )
@@ -82,7 +82,7 @@ def _doubts(sample: Sample, findings: Findings, mixed: bool) -> Warnings:
     if num := (pairs > SIMILAR).sum():
         a, b = (sample.names[num_known + i] for i in np.unravel_index(pairs.argmax(), pairs.shape))
         yield (
-            f"Look-alikes: {_count(num, 'pair', 'pairs')} of discovered classes whose images are alike, "
+            f"Look-alikes: {plural(num, 'pair')} of discovered classes whose images are alike, "
             f"most so “{a}” and “{b}” ({pairs.max():.2f})",
             "They may be one class: compare their galleries, then merge them (uno classes) or ask for fewer.",
         )
@@ -127,7 +127,7 @@ def _run(facts: Facts) -> Warnings:
             yield seen, "The command of the run, given again, resumes it."
         if skipped:
             yield (
-                f"{_count(skipped, 'step', 'steps')} of {phase} skipped because the loss was not finite",
+                f"{plural(skipped, 'step')} of {phase} skipped because the loss was not finite",
                 f"Lower --{phase}.base-lr if there are more than a handful "
                 f"({last.get('epochs', 0)} epochs were trained).",
             )
@@ -137,17 +137,16 @@ def _run(facts: Facts) -> Warnings:
         ("train/unlabeled/gcd/all/avg", GENERALIZED, "all", "unlabeled"),
         ("train/novel/task_aware/acc/avg", ACCURACY, "novel", "novel"),
     ):
-        for row in table.rows:
+        for row in (row for row in table.rows if row.path.startswith("baseline/")):
             right, baseline = facts.metrics.get(key), facts.metrics.get(row.key("train", group))
-            if row.is_baseline and right is not None and baseline is not None and right <= baseline:
+            if right is not None and baseline is not None and right <= baseline:
                 yield (
                     f"No better than k-means: {right:.1%} of the {images} images are right, {row.title} "
                     f"{baseline:.1%}",
                     "Discovery did not help here; see the learning curves.",
                 )
     if facts.bad:
-        images = _count(len(facts.bad), "image", "images")
-        yield f"{images} could not be read and so left out", "Listed below."
+        yield f"{plural(len(facts.bad), 'image')} could not be read and so left out", "Listed below."
     if facts.unreadable:
         missing = "What depends on it is missing on this page."
         yield f"{', '.join(facts.unreadable)} could not be read", missing
@@ -156,7 +155,3 @@ def _run(facts: Facts) -> Warnings:
 def _list(names: Sequence[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(f"“{name}”" for name in names[:4]) + more
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"

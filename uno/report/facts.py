@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from uno import runs
 from uno.config import Config, flatten, to_dict
 from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage, parse_json
@@ -15,15 +16,6 @@ from uno.errors import ConfigError, StorageError
 from uno.presets import preset
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import duration
-from uno.runs import (
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    ESTIMATE_FILE,
-    METRICS_FILE,
-    PHASES,
-    PRETRAIN,
-    RESULTS_FILE,
-)
 from uno.runs.journal import read_journal
 
 
@@ -68,12 +60,12 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
         unreadable.append(name)
         return nothing
 
-    results = read(RESULTS_FILE, {}) if metrics is None else metrics
+    results = read(runs.RESULTS_FILE, {}) if metrics is None else metrics
     return Facts(
         {key: float(value) for key, value in results.items() if is_number(value)},
-        read(ENVIRONMENT_FILE, {}), read(METRICS_FILE, []),
+        read(runs.ENVIRONMENT_FILE, {}), read(runs.METRICS_FILE, []),
         [(str(entry.get("id", "")), str(entry.get("reason", ""))) for entry in read(BAD_SAMPLES, [])],
-        read(CONFIG_FILE, ""), read(ESTIMATE_FILE, {}), tuple(unreadable),
+        read(runs.CONFIG_FILE, ""), read(runs.ESTIMATE_FILE, {}), tuple(unreadable),
     )  # fmt: skip
 
 
@@ -85,7 +77,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 def curves(facts: Facts) -> list[Chart]:
     """Loss and learning rate of every phase there was, and the loss of every head."""
     drawn = []
-    for phase, title in PHASES.items():
+    for phase, title in runs.PHASES.items():
         for key, name in (("loss", "loss"), ("lr", "learning rate")):
             pairs = [(entry.get("step"), entry.get(key)) for entry in facts.entries(phase)]
             series = Series(name, [(x, y) for x, y in pairs if is_number(x) and is_number(y)])
@@ -112,10 +104,10 @@ def estimate_chart(facts: Facts) -> Chart | None:
 def times(config: Config, facts: Facts, task: Task | None) -> list[tuple[str, str]]:
     """What each phase took, as label and text."""
     found = []
-    for phase, title in PHASES.items():
+    for phase, title in runs.PHASES.items():
         if entries := facts.entries(phase):
             size = config.train.batch_size
-            if phase == PRETRAIN and task is not None:  # a set smaller than a batch is one batch
+            if phase == runs.PRETRAIN and task is not None:  # a set smaller than a batch is one batch
                 size = min(size, int((task.labels >= 0).sum()))
             took, last = duration(training_seconds(entries, size)), entries[-1]
             how_far = f"{last.get('step', 0):,} steps, {last.get('epoch', 0):,} epochs"

@@ -28,11 +28,6 @@ class Row(NamedTuple):
         """Whether every head has a number of its own."""
         return "{which}" in self.path
 
-    @property
-    def is_baseline(self) -> bool:
-        """Whether it is of clusters that no discovery made."""
-        return self.path.startswith("baseline/")
-
     def key(self, split: str, group: str, which: str = "avg") -> str:
         """The key of a cell in the metrics; "" where it stays empty."""
         if (split != "train" and "{split}" not in self.path) or (which != "avg" and not self.has_heads):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
@@ -25,8 +24,6 @@ from uno.limits import MAX_CLASSES, MAX_LABEL_LENGTH
 YAML_FILE = "classes.yaml"
 MERGE = "merge into "
 REJECTED = "rejected"  # name and kind, in predictions, of what falls into a dropped class
-NUM_NEAREST = 3
-SIMILAR = 0.5  # likeness of classes that may be one; of digits found to 99 percent it is .29 at most
 HEADER = """\
 # Names for the discovered classes. Edit this file, then run: uno classes RUN --apply
 # name:   what predictions call the class.
@@ -136,41 +133,6 @@ def with_measured(data: bytes) -> bytes:
     return json.dumps(
         parse_json(data) | {"measured": hashes(parse_classes(data))["routes"]}, indent=1
     ).encode()
-
-
-def alike(features: Tensor, member: Tensor, num_classes: int) -> Tensor:
-    """How alike classes are, (C, C), by ``features`` (N, D) of rows that ``member`` int64 (N,) puts into
-    them: cosines of their mean directions as seen from the middle of all classes. 1: the same; 0 or less: no
-    more alike than any two; -inf: itself, or a class without rows.
-    """
-    groups = F.one_hot(member, num_classes).float()  # (N, C)
-    used = groups.any(dim=0)
-    means = F.normalize(groups.T @ F.normalize(features.float(), dim=-1), dim=-1)
-    centred = F.normalize(means - means[used].mean(dim=0), dim=-1)
-    cosines = (centred @ centred.T).fill_diagonal_(-torch.inf)
-    return cosines.where(used[:, None] & used, -torch.inf)
-
-
-def suggest(
-    features: Tensor, member: Tensor, unlabeled: Tensor, classes: Sequence[OutputClass]
-) -> dict[int, Suggestion]:
-    """What is similar to every discovered class, by :func:`alike` over N rows, labeled ones too;
-    ``unlabeled`` bool (N,) are counted.
-    """
-    counts = F.one_hot(member[unlabeled], len(classes)).sum(dim=0).tolist()
-    num_known, total = sum(c.kind == "known" for c in classes), int(unlabeled.sum())
-
-    def nearest(cosines: Tensor, some: Sequence[OutputClass]) -> tuple[tuple[str, float], ...]:
-        values, order = cosines.sort(descending=True, stable=True)
-        pairs = zip(order.tolist(), values.tolist(), strict=True)
-        return tuple((some[i].name, value) for i, value in pairs if value > -torch.inf)[:NUM_NEAREST]
-
-    found = {}
-    for i, cosines in enumerate(alike(features, member, len(classes))[num_known:], start=num_known):
-        known, novel = cosines[:num_known], cosines[num_known:]
-        similar = nearest(known, classes[:num_known]), nearest(novel, classes[num_known:])
-        found[i] = Suggestion(counts[i], total, *similar)
-    return found
 
 
 def template(classes: Sequence[OutputClass], model_hash: str, suggestions: Mapping[int, Suggestion]) -> str:

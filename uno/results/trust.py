@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(values: Mapping[str, float]) -> Verdict | None:
-    """What the metrics of a run say; None where they hold no signs: of a run that was evaluated long ago."""
+    """What the metrics of a run say; None where they hold no signs, as with too few unlabeled rows."""
     if KMEANS not in values:
         return None
     word, first = _on_known(values)

@@ -21,12 +21,11 @@ from uno.data.splits import Task, make_task
 from uno.presets import preset
 from uno.report import charts, checks, facts, page, pictures
 from uno.report.facts import Facts
-from uno.report.findings import find
+from uno.report.findings import alike, find, nearest, suggestions
 from uno.report.sample import Sample, choose_rows, look, open_model
 from uno.results.classes import OutputClass
 from uno.results.infer import decoder, load_classifier, save_model, score_rows, with_alignment
 from uno.runs import PHASES
-from uno.text import visible
 
 
 def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
@@ -67,6 +66,30 @@ def test_classes_are_those_of_the_best_head(digits):
     assert [c.majority for c in found.clusters] == [(name, 1.0) for name in digits.novel]
     assert found.absorbed == 0 and found.mean_agreement == pytest.approx(2 / 3)
     assert np.allclose(found.pairs, [[1, 0, 1], [0, 1, 0], [1, 0, 1]])
+
+
+def test_likeness_finds_the_nearest():
+    """Kills: a class like itself, a scale on which all classes are alike, classes without rows."""
+    shared = torch.tensor([5.0, 0, 0, 0])  # what all images have in common says nothing
+    axes = torch.eye(4)
+    rows = [axes[1], axes[2], axes[3], axes[1] + 0.2 * axes[3], axes[1], axes[3] - axes[1]]
+    likeness = alike(shared + torch.stack(rows), torch.tensor([0, 1, 2, 3, 4, 6]), 7).numpy()
+    known = nearest(likeness[3, :3])
+    assert len(known) == 3 and known[0][0] == 0 and known[0][1] > 0.9 > 0.1 > known[1][1]
+    assert [output for output, _ in nearest(likeness[3, 3:], 3)] == [4, 6]  # neither itself nor the empty one
+    assert nearest(likeness[5, :3]) == []
+
+
+def test_suggestions_are_of_unlabeled_rows(digits):
+    """Kills: labeled rows counted, indices for names."""
+    sample = sample_of(digits, digits.eval_labels)
+    found = suggestions(sample, find(digits, sample))
+    unlabeled = (digits.labels < 0) & digits.is_train
+    assert (
+        found[6].rows == (unlabeled & (digits.eval_labels == 6)).sum() and found[6].total == unlabeled.sum()
+    )
+    assert {name for name, _ in found[6].known} < set(digits.known) and len(found[6].novel) == 3
+    assert {name for name, _ in found[6].novel} < {f"novel-{i}" for i in range(1, 6)} - {"novel-2"}
 
 
 def test_agreement_is_that_of_the_predictions(tmp_path):
@@ -176,8 +199,6 @@ def test_the_printed_command_leads_to_the_configuration(changes):
 
 
 def test_formats():
-    assert visible("a\nb\u202ec") == "a\\nb\\u202ec" and visible("é א") == "é א"
-    assert len(visible("x" * 400)) == 300 and visible("\u202e" * 4, 4) == "\\u2…"
     assert [page.duration(s) for s in (7.4, 700, 11100)] == ["7 s", "12 min", "3 h 05 min"]
     # training time counts each step once
     entries = [{"step": step, "images_per_s": speed} for step, speed in ((10, 100.0), (20, 50.0), (20, 1.0))]

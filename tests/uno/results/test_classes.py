@@ -123,21 +123,6 @@ def test_route_adds_merged_and_keeps_dropped():
     assert [c.called for c in classes[4:6]] == [("4", "novel"), ("rejected", "rejected")]
 
 
-def test_suggestions_name_the_nearest():
-    """Kills: labeled rows counted, a class like itself, a scale on which all classes are alike."""
-    shared = torch.tensor([5.0, 0, 0, 0])  # what all images have in common says nothing
-    axes = torch.eye(4)
-    rows = [axes[1], axes[2], axes[3], axes[1] + 0.2 * axes[3], axes[1], axes[3] - axes[1]]
-    member = torch.tensor([0, 1, 2, 3, 4, 6])
-    unlabeled = torch.tensor([False, False, True, True, True, True])
-    found = naming.suggest(shared + torch.stack(rows), member, unlabeled, CLASSES)
-    assert found[3].rows == 1 and found[3].total == 4
-    assert found[3].known[0][0] == "cat" and len(found[3].known) == 3
-    assert found[3].known[0][1] > 0.9 > 0.1 > found[3].known[1][1]
-    assert [name for name, _ in found[3].novel] == ["novel-2", "novel-4"]  # itself and the empty one are not
-    assert found[5] == Suggestion(0, 4)
-
-
 def test_metrics_know_the_classes_they_are_of():
     data = dump_classes(b"{}", CLASSES)
     edited = dump_classes(data, read(edits({"index": 4, "action": "drop"})))
