@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from uno.errors import ConfigError, one_line
-from uno.imports import OBJECT_NAME
+from uno.imports import OBJECT_NAME, check_origin, is_object_name
 from uno.limits import MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_VALUES, MAX_QUEUE_ROWS, MAX_THREADS
 from uno.methods import METHODS, PRETEXTS, load, load_pretext, section, section_model
 
@@ -444,6 +444,19 @@ def about(key: str) -> About:
         found = found._replace(**(info.json_schema_extra or {}))
         model = info.annotation
     return found
+
+
+def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
+    """Import the method that a stored ``tree`` names as ``package.module:METHOD``. ConfigError: it cannot be
+    imported, or it or the pretext task lies in ``foreign``, the directory of the tree whose origin is not
+    known; see :func:`uno.imports.check_origin`. To be asked before the tree becomes a configuration.
+    """
+    flat = flatten(tree)
+    for key in ("method", "pretext.task"):
+        if is_object_name(name := str(flat.get(key))) and foreign is not None:
+            check_origin(key, name, foreign)
+    if is_object_name(name := str(flat.get("method"))):
+        load(name)
 
 
 def resumable(key: str) -> bool:

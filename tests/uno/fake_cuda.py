@@ -21,8 +21,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.uno import kernels
-
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 aten = torch.ops.aten
 READ = aten._local_scalar_dense.default
@@ -138,8 +136,6 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
         # A module that is converted swaps its tensors, which those with weak references refuse.
         patch.setattr(torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new.data))
         patch.setattr(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)  # values
-        for kernel in kernels.ALL:
-            patch.setattr(torch, kernel.__name__, kernel)
         if world_size > 1:
             dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
             stack.callback(dist.destroy_process_group)

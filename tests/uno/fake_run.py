@@ -44,8 +44,12 @@ class FirstWorker(RayWorker):
         self.rank, self.world_size, self.device = 0, world_size, CUDA
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """As on Ray; the others' gradients arrive at once."""
-        wrapped = super().wrap(model)
+        """As on Ray; the others' gradients arrive at once. BatchNorms stay as they are: torch's
+        SyncBatchNorm waits for the device in every layer, for shares that have no rows.
+        """
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.SyncBatchNorm, "convert_sync_batchnorm", lambda model: model)
+            wrapped = super().wrap(model)
         if wrapped is not model:
             wrapped.register_comm_hook(None, _arrived)  # type: ignore[operator]
         return wrapped
@@ -74,5 +78,6 @@ def train_steps(config: Config, phase: str, world_size: int, steps: Sequence[int
     train = rows_of(1 + 4, 8) if config.model.trainable == "heads" else rows_of(3, side, side)
     with fake_cuda(world_size) as mode, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "fit", fit)
-        patch.setattr(run, "load_weights_", lambda *_: True)
+        for load in ("load_weights_", "_load_phase_"):
+            patch.setattr(run, load, lambda *_: True)
         run.run_phase(config, phase, train.to(CUDA), FirstWorker(world_size), NOWHERE)

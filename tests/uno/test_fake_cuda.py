@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.uno.fake_cuda import CUDA, Waits, fake_cuda
 from tests.uno.fake_run import NOWHERE, TINY, FirstWorker, train_steps
@@ -155,11 +154,3 @@ def test_a_wait_in_a_step_is_found(monkeypatch):
     monkeypatch.setattr(steps, "labeled_loss", lambda *facts: plain(*facts) * float(plain(*facts) > 0))
     with pytest.raises(Waits, match="back to the host"):
         train_steps(small_config(**TINY), run.PRETRAIN, 1)
-
-
-def test_torchs_norm_over_workers_waits():
-    """Why there is one of ours: in every layer the host waits for the number of rows of the others."""
-    with fake_cuda(4) as mode, pytest.raises(Waits, match="mask"):
-        norm = nn.SyncBatchNorm(3).to(CUDA)
-        x, mode.strict = torch.zeros(6, 3, 2, 2, device=CUDA), True
-        norm(x)

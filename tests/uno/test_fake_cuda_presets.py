@@ -29,6 +29,6 @@ RECIPES = {steps_of(name, recipe): (name, recipe) for recipe in ("paper", "v2") 
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize(("name", "recipe"), RECIPES.values())
 def test_the_steps_of_a_preset(name, recipe, world_size):
-    """Index, augment, forward, norms over all workers, Sinkhorn, loss, backward, update."""
+    """Index, augment, forward, Sinkhorn, loss, backward, update."""
     for phase in (run.PRETRAIN, run.DISCOVER):
         train_steps(tiny(name, recipe), phase, world_size)

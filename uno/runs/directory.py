@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from uno import runs
-from uno.config import Config, differing_keys, dump_yaml, override, parse_yaml
+from uno.config import Config, differing_keys, dump_yaml, override, parse_yaml, require_code
 from uno.data.files import Storage, parse_json
 from uno.errors import ConfigError, StorageError, UnoError
 from uno.limits import MAX_STATE_BYTES
@@ -60,10 +60,14 @@ def clear(storage: Storage) -> None:
 
 
 def read_config_tree(storage: Storage) -> dict[str, Any]:
-    """The ``config.yaml`` of a run as a nested dict. ConfigError: there is none, or it is damaged."""
+    """The ``config.yaml`` of a run as a nested dict. ConfigError: there is none, it is damaged, or its method
+    cannot be imported.
+    """
     if not storage.exists(CONFIG_FILE):
         raise ConfigError(f"{storage.uri} is not a run directory: it has no {CONFIG_FILE}")
-    return _read(storage, CONFIG_FILE, lambda data: parse_yaml(data, CONFIG_FILE) or None)
+    tree = _read(storage, CONFIG_FILE, lambda data: parse_yaml(data, CONFIG_FILE) or None)
+    require_code(tree, storage.uri)
+    return tree
 
 
 def read_results(storage: Storage) -> dict[str, float] | None:
