@@ -368,6 +368,10 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     compute: ComputeConfig = field(ComputeConfig(), scope="place", commands="evaluate report")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as plain values: another process imports the method before it holds its section."""
+        return Config.model_validate, (to_dict(self),)
+
     @property
     def method_options(self) -> Any:
         """The method's own constants, an instance of its ``METHOD.config``; None: it has none."""

@@ -27,12 +27,6 @@ PRETRAINED = "pretrained"
 PRETRAINED_FILE = "pretrained.safetensors"
 SUFFIXES = (".safetensors", ".pt", ".pth")
 NETWORK_TIMEOUT_S = 10
-DATA_SETS = {
-    "in1k": "ImageNet-1k", "in12k": "ImageNet-12k", "in21k": "ImageNet-21k", "in22k": "ImageNet-22k",
-    "lvd142m": "LVD-142M", "lvd1689m": "LVD-1689M", "laion2b": "LAION-2B", "openai": "OpenAI's pairs",
-    "webli": "WebLI", "jft300m": "JFT-300M",
-}  # fmt: skip
-UNLABELED = {"mae", "dino", "dinov2", "dinov3", "ijepa", "simmim", "beit", "lvd142m", "lvd1689m"}
 
 
 class Description(NamedTuple):
@@ -43,7 +37,7 @@ class Description(NamedTuple):
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     interpolation: Literal["bilinear", "bicubic"] | None = None
-    seen: str = ""  # by the library's weights: "ImageNet-1k, labels"
+    weights: str = ""  # the library's name of its weights, which tells what they were trained on
     license: str = ""  # of those weights
 
     def settings(self, size: int | None = None) -> dict[str, Any]:
@@ -73,13 +67,10 @@ def _of_torchvision(what: str) -> Description:
 
     weights: Any = get_model_weights(what).DEFAULT
     see = weights.transforms()
-    seen = "ImageNet-1k, labels"
-    if "SWAG" in weights.name:
-        seen = f"3.6 billion photographs and their hashtags, then {seen}"
     size = int(see.crop_size[0])
     return Description(
         size, size / int(see.resize_size[0]), tuple(see.mean), tuple(see.std),
-        _either(see.interpolation.value), f"{seen} (torchvision {weights.name})",
+        _either(see.interpolation.value), f"torchvision {weights.name}",
         weights.meta.get("license", ""),
     )  # fmt: skip
 
@@ -94,16 +85,9 @@ def _of_timm(what: str) -> Description:
 def _of_cfg(cfg: Mapping[str, Any]) -> Description:
     """timm's description of an encoder and its weights."""
     side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
-    words = tag.split("_")
-    data = [text for word in words for key, text in DATA_SETS.items() if word == key]
-    seen = ", then ".join(data) or "data that timm does not name"
-    if not UNLABELED & set(words):
-        seen += ", labels" if data else ""
-    elif "ft" not in words:
-        seen += ", no labels"
     return Description(
         side, float(cfg.get("crop_pct") or 1), tuple(cfg["mean"]), tuple(cfg["std"]),
-        _either(str(cfg.get("interpolation"))), f"{seen} (timm tag {tag})" if tag else "",
+        _either(str(cfg.get("interpolation"))), f"timm {tag}" if tag else "",
         str(cfg.get("license") or ""),
     )  # fmt: skip
 

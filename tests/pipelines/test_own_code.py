@@ -1,5 +1,6 @@
 """A method and a pretext task from outside the package, through the command line, without Ray."""
 
+import pickle
 import re
 import shutil
 import sys
@@ -101,6 +102,9 @@ def test_its_section_is_as_the_schemas(here, capsys):
     config = from_keywords({"method": OWN[1], "distill": {"entropy_weight": 3}}, DISCOVER).config
     assert config.method_options.entropy_weight == 3 and about(key).scope == "discover"
     assert "distill" not in override(config, {"method": "uno"}).model_extra
+    pickled = pickle.dumps(config)
+    assert b"Constants" not in pickled  # whose module another process finds through the method alone
+    assert pickle.loads(pickled) == config
     (here / "space.yaml").write_text(f"{key}: {{low: 1, high: 4}}\n")
     assert [domain.key for domain in load_space("space.yaml", config)] == [key]
     changes = {"method": OWN[1], key: 3.0}
