@@ -383,19 +383,16 @@ class Config(Section):
         """The method's section, checked and complete; no other key beside the fields."""
         if not isinstance(values, dict):
             return values
-        own = section(str(values.get("method", cls.model_fields["method"].default)))
-        if own is not None and own[0] in cls.model_fields:
-            raise ValueError(f"the section of the method cannot be named {own[0]!r}: there is one")
-        others = values.keys() - cls.model_fields.keys() - {own[0] if own else ""}
-        if others:
-            raise ValueError(f"unknown key {sorted(map(str, others))[0][:100]!r}")
-        if own is None:
-            return values
-        name, model = own
+        sections = section(str(values.get("method", cls.model_fields["method"].default)))
+        if taken := sections.keys() & cls.model_fields.keys():
+            raise ValueError(f"the section of the method cannot be named {taken.pop()!r}: there is one")
+        if others := values.keys() - cls.model_fields.keys() - sections.keys():
+            raise ValueError(f"unknown key {min(map(str, others))[:100]!r}")
         try:
-            return {**values, name: model.model_validate(values.get(name, {}))}
+            own = {name: model.model_validate(values.get(name, {})) for name, model in sections.items()}
         except ValidationError as error:
-            raise ValueError(describe(error, name)) from None
+            raise ValueError(describe(error, *sections)) from None
+        return values | own
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -483,7 +480,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def fields_of(*methods: str) -> dict[str, FieldInfo]:
     """Fields of the schema and sections of these methods, by name. ConfigError: there is no such method."""
-    sections = filter(None, map(section, methods))
+    sections = [item for method in methods for item in section(method).items()]
     return Config.model_fields | {name: FieldInfo(annotation=model) for name, model in sections}
 
 
@@ -500,9 +497,7 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
     tree, flat = to_dict(config), flatten(overrides)
     method = str(flat.get("method", config.method))
     if method != config.method:
-        tree = {name: tree[name] for name in Config.model_fields} | {"method": method}
-        if own := section(method):
-            tree[own[0]] = {}
+        tree = {name: tree[name] for name in Config.model_fields} | {name: {} for name in section(method)}
     known = field_names(method)
     for key, value in flat.items():
         if key not in known:
@@ -562,9 +557,9 @@ DECIDED = ("data.ingest", "data.pile")
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
     """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``. A key that is younger
-    than the run has its default there; before there were mixed piles, all were novel.
+    than the run has its default there.
     """
-    a = flatten(to_dict(Config(method=new.method))) | {"data.pile": "novel"} | flatten(old)
+    a = flatten(to_dict(Config(method=new.method))) | flatten(old)
     b = flatten(to_dict(new))
     for key in DECIDED:  # a run stores what it was decided to be
         if "auto" in (a.get(key), b[key]):
