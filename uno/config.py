@@ -32,7 +32,7 @@ from pydantic.fields import FieldInfo
 from uno.errors import ConfigError, one_line
 from uno.imports import OBJECT_NAME, check_origin, is_object_name
 from uno.limits import MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_VALUES, MAX_QUEUE_ROWS, MAX_THREADS
-from uno.methods import METHODS, PRETEXTS, load, load_pretext, section, section_model
+from uno.methods import DEFAULT, METHODS, PRETEXTS, load, load_pretext, section, section_model
 
 
 class About(NamedTuple):
@@ -352,7 +352,7 @@ class Config(Section):
     recipe: Literal["paper", "v2", "cpu"] = field("paper",
         "The paper's settings, the authors' improved ones, or (cifar10) ours for an hour of a CPU core.",
         search=False)
-    method: str = field("uno",
+    method: str = field(DEFAULT,
         f"Discovery method: {', '.join(METHODS)}, or package.module:METHOD of your own.", scope="discover")
     seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False,
         decided="reproduce")
@@ -383,7 +383,7 @@ class Config(Section):
         """The method's section, checked and complete; no other key beside the fields."""
         if not isinstance(values, dict):
             return values
-        sections = section(str(values.get("method", cls.model_fields["method"].default)))
+        sections = section(str(values.get("method", DEFAULT)))
         if taken := sections.keys() & cls.model_fields.keys():
             raise ValueError(f"the section of the method cannot be named {taken.pop()!r}: there is one")
         if others := values.keys() - cls.model_fields.keys() - sections.keys():
@@ -485,7 +485,7 @@ def fields_of(*methods: str) -> dict[str, FieldInfo]:
 
 
 @cache
-def field_names(method: str = "uno") -> tuple[str, ...]:
+def field_names(method: str = DEFAULT) -> tuple[str, ...]:
     """Dotted names of all fields of a run by ``method``, in order."""
     return tuple(flatten(to_dict(Config(method=method))))
 
