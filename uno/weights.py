@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
 import safetensors.torch
@@ -36,7 +36,7 @@ class Description(NamedTuple):
     crop_share: float = 1.0  # that side over the shorter side that images are resized to before
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    interpolation: Literal["bilinear", "bicubic"] | None = None
+    interpolation: str | None = None
     weights: str = ""  # the library's name of its weights, which tells what they were trained on
     license: str = ""  # of those weights
 
@@ -44,9 +44,10 @@ class Description(NamedTuple):
         """The dotted keys that follow from it; ``size``: the side that the user wants instead."""
         size = size or self.size
         store = size and min(int(size / self.crop_share + 1e-6), 1024)
+        interpolation = self.interpolation and ("bicubic" if self.interpolation == "bicubic" else "bilinear")
         values = {
             "augment.large.size": size, "data.store_size": store,
-            "data.mean": self.mean, "data.std": self.std, "data.interpolation": self.interpolation,
+            "data.mean": self.mean, "data.std": self.std, "data.interpolation": interpolation,
         }  # fmt: skip
         return {key: value for key, value in values.items() if value is not None}
 
@@ -70,7 +71,7 @@ def _of_torchvision(what: str) -> Description:
     size = int(see.crop_size[0])
     return Description(
         size, size / int(see.resize_size[0]), tuple(see.mean), tuple(see.std),
-        _either(see.interpolation.value), f"torchvision {weights.name}",
+        see.interpolation.value, f"torchvision {weights.name}",
         weights.meta.get("license", ""),
     )  # fmt: skip
 
@@ -87,7 +88,7 @@ def _of_cfg(cfg: Mapping[str, Any]) -> Description:
     side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
     return Description(
         side, float(cfg.get("crop_pct") or 1), tuple(cfg["mean"]), tuple(cfg["std"]),
-        _either(str(cfg.get("interpolation"))), f"timm {tag}" if tag else "",
+        str(cfg.get("interpolation")), f"timm {tag}" if tag else "",
         str(cfg.get("license") or ""),
     )  # fmt: skip
 
@@ -105,12 +106,8 @@ def _of_callable(name: str) -> Description:
         None if side is None else int(side if isinstance(side, int) else side[-1]),
         mean=None if mean is None else tuple(map(float, mean)),
         std=None if std is None else tuple(map(float, std)),
-        interpolation=None if how is None else _either(str(how)),
+        interpolation=None if how is None else str(how),
     )  # fmt: skip
-
-
-def _either(interpolation: str) -> Literal["bilinear", "bicubic"]:
-    return "bicubic" if interpolation == "bicubic" else "bilinear"
 
 
 def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -> None:
