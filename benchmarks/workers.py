@@ -3,9 +3,9 @@
     python -m benchmarks.workers --workers 1 2 4
 
 prints one JSON row: collectives and bytes of one discovery step of the CIFAR10 `paper` recipe (ResNet18,
-batch 512), counted in real gloo processes on this machine on images of 8 pixels, as the sizes of gradients,
-logits and norms do not depend on the pixels (of the GPU kernels of :mod:`uno.norm` the stand-ins of its tests
-run), and a model of the scaling efficiency on GPUs. Its assumptions are :data:`ASSUMED`.
+batch 512), counted in real gloo processes on this machine on images of 8 pixels, as sizes of gradients and
+logits do not depend on the pixels (what SyncBatchNorm sends, on GPUs alone, follows from the model), and a
+model of the scaling efficiency on GPUs. Its assumptions are :data:`ASSUMED`.
 """
 
 import argparse
@@ -28,13 +28,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from benchmarks.measure import environment
 from benchmarks.step import train_set
 from pipelines.worker import RayWorker
-from tests.uno import kernels
-from uno import collectives, norm
+from uno import collectives
 from uno.config import Config, override
 from uno.data.plan import make_plan
 from uno.data.resident import ResidentBatches
 from uno.model import build_model
-from uno.norm import with_global_norms
 from uno.presets import preset
 from uno.state import new_state
 from uno.steps import discovery_step
@@ -110,10 +108,6 @@ def work(rank: int, num_workers: int, batch: int, side: int, folder: str) -> Non
     model = build_model(config.model, train.num_known, train.num_novel, 0)
     model = model.to(memory_format=torch.channels_last).train()
     place = SimpleNamespace(world_size=num_workers, device=torch.device("cpu"))
-    if num_workers > 1:
-        for kernel in kernels.ALL:
-            setattr(torch, kernel.__name__, kernel)
-        model = with_global_norms(model)
     forward = RayWorker.wrap(place, model)  # type: ignore[arg-type]  # needs no more than these two
     if num_workers > 1:
 
@@ -132,19 +126,6 @@ def work(rank: int, num_workers: int, batch: int, side: int, folder: str) -> Non
 
         collectives.dist.all_gather = counted_gather
 
-        def counted_sum(tensor: torch.Tensor) -> torch.Tensor:
-            calls["all_reduce of norms"] += 1
-            sent["all_reduce of norms"] += tensor.nbytes
-            return collectives.sum_(tensor)
-
-        def counted_rows(tensor: torch.Tensor) -> torch.Tensor:
-            rows = tensor.new_zeros(num_workers, len(tensor))
-            rows[rank] = tensor
-            return counted_sum(rows)
-
-        norm.collectives = SimpleNamespace(  # type: ignore[attr-defined]
-            world=collectives.world, sum_=counted_sum, gather=counted_rows
-        )
     state = new_state(model, forward, config.discover, torch.device("cpu"), False)
     for step in range(STEPS):
         calls.clear()

@@ -26,7 +26,6 @@ from uno.data.files import Storage
 from uno.data.resident import keep_pixels
 from uno.data.splits import Task
 from uno.errors import Interrupted, StorageError
-from uno.norm import with_global_norms
 from uno.results.evaluate import evaluate_run
 from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, hooks, run
 from uno.runs.checkpoint import checkpoint_steps
@@ -55,13 +54,13 @@ class RayWorker:
         self._votes: StopVotes | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """DDP for several workers, on GPUs with norms over the whole batch (the CPU has no kernels)."""
+        """DDP for several workers, on GPUs with norms over the whole batch (the CPU has no such kernels)."""
         if self.world_size == 1:
             return model
         devices = None
         if self.device.type == "cuda":
-            model, devices = with_global_norms(model), [self.device]
-        # Running statistics are rank 0's (or equal, with GlobalNorm) and need not travel.
+            model, devices = nn.SyncBatchNorm.convert_sync_batchnorm(model), [self.device]
+        # Running statistics are rank 0's (or equal, with SyncBatchNorm) and need not travel.
         ddp = nn.parallel.DistributedDataParallel
         renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters  # in torch 2.15
         options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}

@@ -23,14 +23,6 @@ def gather_rows(tensor: Tensor, dim: int) -> Tensor:
     return torch.cat(parts, dim=dim)
 
 
-def gather(tensor: Tensor) -> Tensor:
-    """The workers' (n,) as (W, n): a sum with zeros, which is exact and needs no list of W tensors."""
-    rank, world_size = world()
-    rows = tensor.new_zeros(world_size, len(tensor))
-    rows[rank] = tensor
-    return sum_(rows)
-
-
 def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
     """As :func:`gather_rows`; backward adds up what every worker's loss has to say about a row.
 

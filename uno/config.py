@@ -29,9 +29,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from uno.errors import ConfigError, did_you_mean, one_line
-from uno.imports import OBJECT_NAME
+from uno.imports import OBJECT_NAME, check_origin, is_object_name
 from uno.limits import MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_VALUES, MAX_QUEUE_ROWS, MAX_THREADS
-from uno.methods import METHODS, PRETEXTS, load, load_pretext, section, section_model
+from uno.methods import DEFAULT, METHODS, PRETEXTS, load, load_pretext, section, section_model
 
 
 class About(NamedTuple):
@@ -354,7 +354,7 @@ class Config(Section):
     recipe: Literal["paper", "v2", "cpu"] = field("paper",
         "The paper's settings, the authors' improved ones, or (cifar10) ours for an hour of a CPU core.",
         search=False)
-    method: str = field("uno",
+    method: str = field(DEFAULT,
         f"Discovery method: {', '.join(METHODS)}, or package.module:METHOD of your own.", scope="discover")
     seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False,
         decided="reproduce")
@@ -370,6 +370,10 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     compute: ComputeConfig = field(ComputeConfig(), scope="place", commands="evaluate report")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as plain values: another process imports the method before it holds its section."""
+        return Config.model_validate, (to_dict(self),)
+
     @property
     def method_options(self) -> Any:
         """The method's own constants, an instance of its ``METHOD.config``; None: it has none."""
@@ -381,19 +385,16 @@ class Config(Section):
         """The method's section, checked and complete; no other key beside the fields."""
         if not isinstance(values, dict):
             return values
-        own = section(str(values.get("method", cls.model_fields["method"].default)))
-        if own is not None and own[0] in cls.model_fields:
-            raise ValueError(f"the section of the method cannot be named {own[0]!r}: there is one")
-        others = values.keys() - cls.model_fields.keys() - {own[0] if own else ""}
-        if others:
-            raise ValueError(f"unknown key {sorted(map(str, others))[0][:100]!r}")
-        if own is None:
-            return values
-        name, model = own
+        sections = section(str(values.get("method", DEFAULT)))
+        if taken := sections.keys() & cls.model_fields.keys():
+            raise ValueError(f"the section of the method cannot be named {taken.pop()!r}: there is one")
+        if others := values.keys() - cls.model_fields.keys() - sections.keys():
+            raise ValueError(f"unknown key {min(map(str, others))[:100]!r}")
         try:
-            return {**values, name: model.model_validate(values.get(name, {}))}
+            own = {name: model.model_validate(values.get(name, {})) for name, model in sections.items()}
         except ValidationError as error:
-            raise ValueError(describe(error, name)) from None
+            raise ValueError(describe(error, *sections)) from None
+        return values | own
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -448,6 +449,19 @@ def about(key: str) -> About:
     return found
 
 
+def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
+    """Import the method that a stored ``tree`` names as ``package.module:METHOD``. ConfigError: it cannot be
+    imported, or it or the pretext task lies in ``foreign``, the directory of the tree whose origin is not
+    known; see :func:`uno.imports.check_origin`. To be asked before the tree becomes a configuration.
+    """
+    flat = flatten(tree)
+    for key in ("method", "pretext.task"):
+        if is_object_name(name := str(flat.get(key))) and foreign is not None:
+            check_origin(key, name, foreign)
+    if is_object_name(name := str(flat.get("method"))):
+        load(name)
+
+
 def resumable(key: str) -> bool:
     """Whether a key may differ between a run and its resumption: it does not change what is learnt."""
     return about(key).scope in ("run", "place")
@@ -468,12 +482,12 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def fields_of(*methods: str) -> dict[str, FieldInfo]:
     """Fields of the schema and sections of these methods, by name. ConfigError: there is no such method."""
-    sections = filter(None, map(section, methods))
+    sections = [item for method in methods for item in section(method).items()]
     return Config.model_fields | {name: FieldInfo(annotation=model) for name, model in sections}
 
 
 @cache
-def field_names(method: str = "uno") -> tuple[str, ...]:
+def field_names(method: str = DEFAULT) -> tuple[str, ...]:
     """Dotted names of all fields of a run by ``method``, in order."""
     return tuple(flatten(to_dict(Config(method=method))))
 
@@ -485,9 +499,7 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
     tree, flat = to_dict(config), flatten(overrides)
     method = str(flat.get("method", config.method))
     if method != config.method:
-        tree = {name: tree[name] for name in Config.model_fields} | {"method": method}
-        if own := section(method):
-            tree[own[0]] = {}
+        tree = {name: tree[name] for name in Config.model_fields} | {name: {} for name in section(method)}
     known = field_names(method)
     for key, value in flat.items():
         if key not in known:
@@ -545,9 +557,9 @@ DECIDED = ("data.ingest", "data.pile")
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
     """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``. A key that is younger
-    than the run has its default there; before there were mixed piles, all were novel.
+    than the run has its default there.
     """
-    a = flatten(to_dict(Config(method=new.method))) | {"data.pile": "novel"} | flatten(old)
+    a = flatten(to_dict(Config(method=new.method))) | flatten(old)
     b = flatten(to_dict(new))
     for key in DECIDED:  # a run stores what it was decided to be
         if "auto" in (a.get(key), b[key]):

@@ -10,14 +10,11 @@ Where our numbers are not the authors' for reasons that are no preset's (execute
   learning rate ``paper`` takes half its gradient (and the release's README has batches of 256). Without
   overclustering the cluster heads' share goes from 1/2 to 1 here, and stays 1 there.
 - BatchNorm: the release runs encoder and projector once a view, here views of one size share a pass of the
-  encoder and all views one of the projector. With two large views that changes nothing that shows (digits, 3
-  seeds: 99.7, 98.5, 95.8 a view at a time; 99.7, 98.3, 96.1 together); with small crops a view at a time
-  loses (digits, 4 seeds: 92.2 +- 5.8, together 97.0 +- 1.9).
-- The learning rate is a function of the step, there of the epoch. CIFAR10's std is the pixels', (.247, .2435,
-  .2616), the release's (.202, .199, .201) a mean of images' own. v2 pretrains there with batches of 256.
-- ImageNet in memory is cut from stored squares of 256 px, streamed from whole images as theirs. The only
-  command published for its first release has 100 and 60 epochs, rate .02, warm-up 5 and 3 heads. rKD's
-  authors have no overclustering heads on CIFAR (``--model.overcluster-factor 0``).
+  encoder and all views one of the projector, which small crops need (record ``2026-11-23_views-digits``).
+- The learning rate is a function of the step, there of the epoch. CIFAR10's std is the pixels', the release's
+  a mean of images' own. v2 pretrains there with batches of 256.
+- ImageNet in memory is cut from stored squares of 256 px, streamed from whole images as theirs. rKD's authors
+  have no overclustering heads on CIFAR (``--model.overcluster-factor 0``).
 
 Precedence: defaults < preset < YAML < command line < Tune sample.
 """

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
 import safetensors.torch
@@ -27,12 +27,6 @@ PRETRAINED = "pretrained"
 PRETRAINED_FILE = "pretrained.safetensors"
 SUFFIXES = (".safetensors", ".pt", ".pth")
 NETWORK_TIMEOUT_S = 10
-DATA_SETS = {
-    "in1k": "ImageNet-1k", "in12k": "ImageNet-12k", "in21k": "ImageNet-21k", "in22k": "ImageNet-22k",
-    "lvd142m": "LVD-142M", "lvd1689m": "LVD-1689M", "laion2b": "LAION-2B", "openai": "OpenAI's pairs",
-    "webli": "WebLI", "jft300m": "JFT-300M",
-}  # fmt: skip
-UNLABELED = {"mae", "dino", "dinov2", "dinov3", "ijepa", "simmim", "beit", "lvd142m", "lvd1689m"}
 
 
 class Description(NamedTuple):
@@ -42,17 +36,18 @@ class Description(NamedTuple):
     crop_share: float = 1.0  # that side over the shorter side that images are resized to before
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    interpolation: Literal["bilinear", "bicubic"] | None = None
-    seen: str = ""  # by the library's weights: "ImageNet-1k, labels"
+    interpolation: str | None = None
+    weights: str = ""  # the library's name of its weights, which tells what they were trained on
     license: str = ""  # of those weights
 
     def settings(self, size: int | None = None) -> dict[str, Any]:
         """The dotted keys that follow from it; ``size``: the side that the user wants instead."""
         size = size or self.size
         store = size and min(int(size / self.crop_share + 1e-6), 1024)
+        interpolation = self.interpolation and ("bicubic" if self.interpolation == "bicubic" else "bilinear")
         values = {
             "augment.large.size": size, "data.store_size": store,
-            "data.mean": self.mean, "data.std": self.std, "data.interpolation": self.interpolation,
+            "data.mean": self.mean, "data.std": self.std, "data.interpolation": interpolation,
         }  # fmt: skip
         return {key: value for key, value in values.items() if value is not None}
 
@@ -73,13 +68,10 @@ def _of_torchvision(what: str) -> Description:
 
     weights: Any = get_model_weights(what).DEFAULT
     see = weights.transforms()
-    seen = "ImageNet-1k, labels"
-    if "SWAG" in weights.name:
-        seen = f"3.6 billion photographs and their hashtags, then {seen}"
     size = int(see.crop_size[0])
     return Description(
         size, size / int(see.resize_size[0]), tuple(see.mean), tuple(see.std),
-        _either(see.interpolation.value), f"{seen} (torchvision {weights.name})",
+        see.interpolation.value, f"torchvision {weights.name}",
         weights.meta.get("license", ""),
     )  # fmt: skip
 
@@ -94,16 +86,9 @@ def _of_timm(what: str) -> Description:
 def _of_cfg(cfg: Mapping[str, Any]) -> Description:
     """timm's description of an encoder and its weights."""
     side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
-    words = tag.split("_")
-    data = [text for word in words for key, text in DATA_SETS.items() if word == key]
-    seen = ", then ".join(data) or "data that timm does not name"
-    if not UNLABELED & set(words):
-        seen += ", labels" if data else ""
-    elif "ft" not in words:
-        seen += ", no labels"
     return Description(
         side, float(cfg.get("crop_pct") or 1), tuple(cfg["mean"]), tuple(cfg["std"]),
-        _either(str(cfg.get("interpolation"))), f"{seen} (timm tag {tag})" if tag else "",
+        str(cfg.get("interpolation")), f"timm {tag}" if tag else "",
         str(cfg.get("license") or ""),
     )  # fmt: skip
 
@@ -121,12 +106,8 @@ def _of_callable(name: str) -> Description:
         None if side is None else int(side if isinstance(side, int) else side[-1]),
         mean=None if mean is None else tuple(map(float, mean)),
         std=None if std is None else tuple(map(float, std)),
-        interpolation=None if how is None else _either(str(how)),
+        interpolation=None if how is None else str(how),
     )  # fmt: skip
-
-
-def _either(interpolation: str) -> Literal["bilinear", "bicubic"]:
-    return "bicubic" if interpolation == "bicubic" else "bilinear"
 
 
 def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -> None:

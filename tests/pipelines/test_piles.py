@@ -71,7 +71,7 @@ def test_rows_that_truly_lack_labels_are_taken_for_mixed(tmp_path, capsys):
     (line,) = [line for line in said(capsys, "data", "check", *argv).splitlines() if line.startswith("pile:")]
     assert line.startswith("pile: mixed, as nobody knows") and "--data.pile novel" in line
     text = said(capsys, "data", "check", *argv, "--method", "rs")
-    assert "pile: novel, the only kind here (data.pile mixed belongs to method uno, not to rs)" in text
+    assert "pile: novel, the only kind here (data.pile mixed does not go with method rs)" in text
     assert "as told: every unlabeled row" in said(capsys, "data", "check", *argv, "--data.pile", "novel")
     refused(capsys, 2, "discover", *argv, "--method", "rs", "--data.pile", "mixed")
 

@@ -143,9 +143,6 @@ def test_where_a_run_executes_does_not_change_what_it_is():
     assert differing_keys(to_dict(decided), override(config, {"data.ingest": "resident"})) == ["data.ingest"]
     mixed, novel = (override(config, {"data.pile": pile}) for pile in ("mixed", "novel"))
     assert differing_keys(to_dict(mixed), config) == [] != differing_keys(to_dict(mixed), novel)
-    del older["data"]["pile"]  # of a run from before there were mixed piles
-    assert differing_keys(older, config) == differing_keys(older, novel) == []
-    assert differing_keys(older, mixed) == ["data.pile"]
 
 
 @pytest.mark.parametrize(

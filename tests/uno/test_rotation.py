@@ -73,7 +73,5 @@ def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
     stored = load_newest(whole, run.PRETEXT)
     assert stored.step == 2 * (200 // 24) and lines(whole)[0]["phase"] == "pretext"
     still = override(config, {"pretrain.epochs": 0})
-    start = run.run_phase(
-        still, run.PRETRAIN, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "still"))
-    )
+    start = run.pretrain(still, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "still")))
     assert_same(dict(start.model.encoder.state_dict()), with_prefix(stored.tensors, "model/encoder."))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tests.uno.small_run import (
     assert_same,
@@ -13,7 +14,6 @@ from tests.uno.small_run import (
 )
 from uno.data.files import Storage
 from uno.errors import StorageError
-from uno.norm import GlobalNorm, with_global_norms
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.state import load_state_, state_tensors
 from uno.steps import discovery_step, pretrain_step
@@ -142,9 +142,10 @@ def test_a_run_with_frozen_stages_resumes_to_the_bit(tmp_path):
 def test_synchronised_batch_norms_of_a_frozen_stage_stay_in_eval_mode():
     """DDP on GPUs converts the model. Kills: a norm of a frozen stage that goes back to training mode."""
     state = fresh_state(small_config(model__trainable="last"))
-    model = with_global_norms(state.model)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(state.model)
+    assert model is state.model  # the module that DDP wraps, and checkpoints keep
     model.train()
-    modes = {n: m.training for n, m in model.encoder.named_modules() if isinstance(m, GlobalNorm)}
+    modes = {n: m.training for n, m in model.encoder.named_modules() if isinstance(m, nn.SyncBatchNorm)}
     assert {name for name, training in modes.items() if training} == {
         n for n in modes if n.startswith("layer3")
     }

@@ -122,11 +122,11 @@ def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
     return found
 
 
-def section(method: str) -> tuple[str, Any] | None:
-    """Name and model of the configuration section of a method. ConfigError: there is no such method."""
+def section(method: str) -> dict[str, Any]:
+    """The configuration section of a method, name -> model; {}: it has none. ConfigError: no such method."""
     if method == DEFAULT or (found := load(method)).config is None:
-        return None
-    return found.name, found.config
+        return {}
+    return {found.name: found.config}
 
 
 def section_model(name: str) -> Any:

@@ -8,15 +8,13 @@ novel head says of the other image, [0, p]. Each unlabeled image takes a smaller
 its own class is clear: such reliable anchors teach the others. The squared error of the joint softmax with
 these targets has a weight that rises.
 
-No code was published. From the paper, at second hand: the cosine .95, the share of
-the labeled image max(l, 1 - l) with l from a Beta distribution, anchors above a probability of .9, the rise,
-a start by clustering. Not known to us, so ours: Beta(1, 1); weight 1; the squares are summed over classes,
-their mean is over rows; the rise over a quarter of the phase, as RS's consistency, which is left in; the
-mixed image and the targets are of view 0; an anchor's partner is any unlabeled row. What another weight and a
-random start give on held-out known classes: record ``2026-11-22_methods-three``. Partners come from the batch
-of all workers, whose images are gathered for it; a generator of the step draws them. On cached features of a
-frozen encoder the features are mixed, as in manifold mixup (Verma et al., ICML 2019), where the paper mixes
-pixels.
+No code was published. From the paper, at second hand: the cosine .95, the share of the labeled image max(l,
+1 - l) with l from a Beta distribution, anchors above a probability of .9, the rise, a start by clustering.
+Not known to us, so ours (record ``2026-11-22_methods-three``): Beta(1, 1); weight 1; the squares are summed
+over classes, their mean is over rows; the rise over a quarter of the phase, as RS's consistency, which is
+left in; the mixed image and the targets are of view 0; an anchor's partner is any unlabeled row. Partners
+come from the batch of all workers, whose images are gathered for it; a generator of the step draws them. On
+cached features the features are mixed, as in manifold mixup (Verma et al., ICML 2019), not pixels.
 """
 
 import numpy as np

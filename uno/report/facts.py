@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from uno import runs
-from uno.config import Config, flatten, to_dict
+from uno.config import Config, flatten, override, to_dict
 from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage, parse_json
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
+from uno.methods.registry import settings
 from uno.presets import preset
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import duration
@@ -131,7 +132,9 @@ def command_line(config: Config) -> str:
     words = ["uno", "discover", "--preset", config.preset, "--recipe", config.recipe]
     base: Mapping[str, Any] = {}
     with suppress(ConfigError):  # a preset of another version
-        base = flatten(to_dict(preset(config.preset, config.recipe)))
+        start = preset(config.preset, config.recipe)
+        base = flatten(to_dict(override(start, settings(config.method, config.preset))))
+        base["method"] = start.method
     folders = config.data.labeled is not None  # then there is no source to name; else it always is
     for key, value in flatten(to_dict(config)).items():
         if key in ("preset", "recipe", "output") or (key == "data.source" and folders):

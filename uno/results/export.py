@@ -195,7 +195,7 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
 
 
 def origin(net: ModelConfig) -> str:
-    """Where training began, and what those weights have seen."""
+    """Where training began."""
     if net.weights is None:
         library = net.encoder.partition(":")[0]
         random = library in ("torchvision", "timm", *OWN_ENCODERS)
@@ -203,6 +203,7 @@ def origin(net: ModelConfig) -> str:
     if net.weights == PRETRAINED:
         about = describe_encoder(net.encoder)
         terms = f", licence {about.license}" if about.license else ""
-        return f"started from the library's own, which have seen {about.seen}{terms}"
+        name = about.weights or "which it does not name"
+        return f"started from the library's own, {name}{terms}; its pages say what those were trained on"
     name = net.weights.rstrip("/").rpartition("/")[2]
     return f"started from {name}; what those have seen stands with whoever made them"

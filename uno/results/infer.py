@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from uno.config import Config, dump_yaml, override, parse_yaml
+from uno.config import Config, dump_yaml, override, parse_yaml, require_code
 from uno.data.decode import decoded, readable
 from uno.data.files import Storage, parse_json
 from uno.data.images import evenly_spaced
@@ -208,7 +208,12 @@ def build_classifier(
     """
     classes, facts = parse_classes(files["classes.json"]), parse_json(files["classes.json"])
     try:
-        config = override(Config(), parse_yaml(files["config.yaml"], "its configuration"))
+        tree = parse_yaml(files["config.yaml"], "its configuration")
+    except ValueError as error:
+        raise StorageError(f"model files are damaged: config.yaml: {one_line(error)}") from None
+    require_code(tree, foreign)
+    try:
+        config = override(Config(), tree)
     except ValueError as error:
         raise StorageError(f"model files are damaged: config.yaml: {one_line(error)}") from None
     if module is None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from uno import runs
-from uno.config import Config, differing_keys, dump_yaml, override, parse_yaml
+from uno.config import Config, differing_keys, dump_yaml, override, parse_yaml, require_code
 from uno.data import output
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
@@ -58,12 +58,17 @@ def require_run(storage: Storage) -> None:
 
 
 def read_config_tree(storage: Storage) -> dict[str, Any]:
-    """The ``config.yaml`` of a run as a nested dict. ConfigError: there is none, or it is damaged."""
+    """The ``config.yaml`` of a run as a nested dict. ConfigError: there is none, it is damaged, or its method
+    cannot be imported.
+    """
     require_run(storage)
+    tree = None
     with suppress(ValueError):
-        if tree := parse_yaml(storage.read(CONFIG_FILE, MAX_STATE_BYTES), CONFIG_FILE):
-            return dict(tree)
-    raise ConfigError(f"{storage.path(CONFIG_FILE)} is damaged")
+        tree = parse_yaml(storage.read(CONFIG_FILE, MAX_STATE_BYTES), CONFIG_FILE)
+    if not tree:
+        raise ConfigError(f"{storage.path(CONFIG_FILE)} is damaged")
+    require_code(tree, storage.uri)
+    return dict(tree)
 
 
 def read_results(storage: Storage) -> dict[str, float] | None:

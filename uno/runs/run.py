@@ -120,7 +120,10 @@ def _initial_network(config: Config, phase: str, train: TrainData, storage: Stor
             _load_phase_(model, storage, PRETEXT)
         return model, False
     model = registry.build_network(config, train.num_known, train.num_novel, config.seed + 1)
-    return model, load_weights_(model, config, storage)
+    has_known = load_weights_(model, config, storage)
+    if has_known and registry.load(config).teacher(config):
+        model.normalize_prototypes_()  # student and teacher start from the same prototypes
+    return model, has_known
 
 
 def _teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:

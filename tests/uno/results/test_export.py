@@ -158,7 +158,7 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
     [
         (
             {"model__encoder": "resnet18", "model__weights": "pretrained"},
-            "seen ImageNet-1k, labels (torchvision ",
+            "started from the library's own, torchvision ",
         ),
         ({"model__encoder": "torchvision:vit_h_14", "model__weights": "pretrained"}, "licence https"),
         (

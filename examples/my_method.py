@@ -1,0 +1,43 @@
+"""A discovery method of your own in one file: self-distillation, after SimGCD (Wen et al., ICCV 2023).
+
+    cd examples && uno discover --data digits --method my_method:METHOD --distill.entropy-weight 1
+
+Whatever a built-in method has it has, too: pretraining, checkpoints, metrics, ``uno predict``, the report,
+its section in YAML files and in ``--help``, its fields in spaces of ``uno tune``.
+"""
+
+from torch import Tensor
+
+from uno.collectives import mean_with_grad
+from uno.config import Config, Section, field
+from uno.methods import Method
+from uno.methods.method import NovelHead, forward_two_views
+from uno.objective import labeled_loss
+from uno.state import TrainState
+from uno.steps import Batch, update_
+
+
+class Constants(Section):
+    """The method's own section: ``--distill.target-temperature``, ``--distill.entropy-weight``."""
+
+    target_temperature: float = field(0.05, "Softmax temperature of the targets.", gt=0, le=1)
+    entropy_weight: float = field(2.0, "Weight of the entropy of the mean prediction.", ge=0, le=100)
+
+
+def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
+    """Cross-entropy of labeled rows, and of unlabeled ones with the other view's sharpened prediction, less
+    the entropy of the mean prediction, which keeps clusters in use. Returns the loss as (1,).
+    """
+    constants, tau = config.method_options, config.objective.temperature
+    known, novel, _ = forward_two_views(state, batch)
+    unlabeled = novel[:, len(batch.labels) :]  # (2, B_u, C_u) cosines
+    log_p = (unlabeled / tau).log_softmax(dim=-1)
+    targets = (unlabeled.detach() / constants.target_temperature).softmax(dim=-1).flip(0)
+    mean = mean_with_grad(log_p.exp().mean(dim=(0, 1)))  # over the rows of all workers
+    entropy = -(mean * mean.log()).sum()
+    distillation = -(targets * log_p).sum(dim=-1).mean()
+    loss = labeled_loss(known, batch.labels, tau) + distillation - constants.entropy_weight * entropy
+    return update_(state, loss, lr)
+
+
+METHOD = Method("distill", step, NovelHead, config=Constants)

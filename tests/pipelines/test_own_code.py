@@ -1,0 +1,168 @@
+"""A method and a pretext task from outside the package, through the command line, without Ray."""
+
+import pickle
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+import uno
+from pipelines import cli
+from pipelines.commands import DISCOVER
+from pipelines.options import from_keywords
+from tests.pipelines.small import ROOT, SMALL, lines_of, refused
+from tune.spaces import load_space
+from uno.config import about, override
+from uno.methods import uno as plain
+from uno.presets import preset
+from uno.reproduce.experiments import build, cells
+from uno.runs import run
+
+PRETEXT = '''"""Is the image negated?"""
+import torch
+import torch.nn.functional as F
+from uno.methods import Pretext
+from uno.steps import forward, update_
+
+def step(state, batch, config, lr):
+    negated = batch._replace(views=[batch.views[0], -batch.views[0]], num_large=2)
+    known = forward(state, negated).known
+    labels = torch.arange(2).repeat_interleave(known.shape[1])
+    return update_(state, F.cross_entropy(known.flatten(0, 1) / config.objective.temperature, labels), lr)
+
+PRETEXT = Pretext("negation", step, num_outputs=2)
+'''
+OWN = ["--method", "my_method:METHOD"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A working directory with both, which no other test has imported."""
+    shutil.copy(ROOT / "examples" / "my_method.py", tmp_path)
+    (tmp_path / "my_pretext.py").write_text(PRETEXT)
+    monkeypatch.chdir(tmp_path)
+    for function in (uno.methods.load, uno.methods.load_pretext):
+        function.cache_clear()
+    yield tmp_path
+    for name in ("my_method", "my_pretext"):
+        sys.modules.pop(name, None)
+
+
+def test_a_run_from_its_pretext_task_to_predictions(here, capsys):
+    """Kills: a method that only a part of the commands knows, a section that is not stored, resumed or
+    compared, a pretext task that is not a phase of its own.
+    """
+    pretext = [
+        "--pretext.task",
+        "my_pretext:PRETEXT",
+        "--pretext.epochs",
+        "2",
+        "--pretext.warmup-epochs",
+        "1",
+    ]
+    words = ["discover", *SMALL, *OWN, *pretext, "--distill.entropy-weight", "1.5", "--output", "run"]
+    assert cli.main([*words, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "pretext: 2 epochs of" in said and said.index("pretext:") < said.index("pretrain:")
+    assert cli.main(words) == 0
+    assert (
+        "distill" not in (stored := yaml.safe_load((here / "run" / "config.yaml").read_text()))["objective"]
+    )
+    assert stored["distill"] == {"target_temperature": 0.05, "entropy_weight": 1.5}
+    assert list(dict.fromkeys(line["phase"] for line in lines_of(here / "run"))) == [
+        "pretext", "pretrain", "discover"
+    ]  # fmt: skip
+    losses = [line["loss"] for line in lines_of(here / "run") if line["phase"] == "pretext"]
+    assert losses[-1] < 0.8 * losses[0]
+    assert "Pretext task: loss" in (here / "run" / "report.html").read_text()
+    assert cli.main(words) == 0 and "is finished" in capsys.readouterr().out
+    assert "distill.entropy_weight" in refused(capsys, 2, *words, "--distill.entropy-weight", "1")
+    assert cli.main(["predict", "run", "--data", "digits", "--output", "out"]) == 0
+    assert uno.load("run").classes
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_rays_workers_find_it(tmp_path):
+    """Kills: a configuration that only the process of the command can read."""
+    own, output = ["--method", "examples.my_method:METHOD"], str(tmp_path / "run")
+    assert cli.main(["discover", *SMALL, *own, "--workers", "2", "--output", output]) == 0
+    assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"pretrain", "discover"}
+
+
+def test_its_section_is_as_the_schemas(here, capsys):
+    """Flags, files, keywords, help, spaces, tables. Kills: a section of built-in methods alone."""
+    key = "distill.entropy_weight"
+    assert cli.main(["discover", *OWN, "--help"]) == 0
+    assert "--distill.entropy-weight FLOAT" in capsys.readouterr().out
+    assert "did you mean --distill.entropy-weight?" in refused(
+        capsys, 2, "discover", *OWN, "--distill.entropy-weigth", "1"
+    )
+    assert "Input should be less than or equal to 100" in refused(
+        capsys, 2, "discover", *OWN, "--distill.entropy-weight", "1000", "--output", "x"
+    )
+    (here / "mine.yaml").write_text("method: my_method:METHOD\ndistill: {entropy_weight: 4}\n")
+    assert cli.main(["discover", "--config", "mine.yaml", "--print-config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["distill"]["entropy_weight"] == 4
+    config = from_keywords({"method": OWN[1], "distill": {"entropy_weight": 3}}, DISCOVER).config
+    assert config.method_options.entropy_weight == 3 and about(key).scope == "discover"
+    assert "distill" not in override(config, {"method": "uno"}).model_extra
+    pickled = pickle.dumps(config)
+    assert b"Constants" not in pickled  # whose module another process finds through the method alone
+    assert pickle.loads(pickled) == config
+    (here / "space.yaml").write_text(f"{key}: {{low: 1, high: 4}}\n")
+    assert [domain.key for domain in load_space("space.yaml", config)] == [key]
+    changes = {"method": OWN[1], key: 3.0}
+    todo, _ = cells(build("ablation", "small"), 1, {}, changes)
+    assert {cell.config.method_options.entropy_weight for cell in todo} == {3.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--method", "no_such:METHOD"], "method no_such:METHOD cannot be imported: No module named"),
+        (["--method", "my_method:NOTHING"], "my_method:NOTHING cannot be imported: .*no attribute"),
+        (["--method", "my_method:step"], "my_method:step is of type function, not uno.methods.Method"),
+        (["--method", "my_method"], "method must be one of uno, .* or package.module:METHOD"),
+        (["--pretext.task", "my_method:METHOD", "--pretext.epochs", "1"], "not uno.methods.Pretext"),
+        ([*OWN, "--data.pile", "mixed"], "data.pile mixed does not go with method my_method:METHOD"),
+        (["--ncl.threshold", ".5"], "ncl.threshold belongs to method ncl, not to uno"),
+        (["--objective.min-cosine", ".5"], "it is --ncl.threshold or openmix.threshold now"),
+        (["--rotation.epochs", "5"], "it is --pretext.epochs now"),
+    ],
+)
+def test_mistakes_are_one_line(here, capsys, words, says):
+    """Kills: a traceback of the user's module, an option of another method that silently does nothing."""
+    line = refused(capsys, 2, "discover", "--data", "digits", "--output", "x", *words)
+    assert re.search(says, line), line
+    assert not (here / "x").exists()
+
+
+def test_code_in_a_directory_of_unknown_origin_is_not_imported(here, capsys, monkeypatch):
+    """Kills: a model's configuration that has its own directory's code run."""
+    words = ["discover", *SMALL, *OWN, "--max-steps", "1", "--output", "run"]
+    assert cli.main(words) == 0
+    sys.modules.pop("my_method")
+    shutil.move(here / "my_method.py", here / "run" / "my_method.py")
+    (here / "run" / "my_method.py").write_text("raise SystemExit(7)\n")
+    uno.methods.load.cache_clear()
+    monkeypatch.chdir(here / "run")
+    for command in (["predict", ".", "--data", "digits", "--output", "../out"], ["evaluate", "."]):
+        assert "its code lies in the model's own directory" in refused(capsys, 2, *command)
+
+
+def test_pretraining_is_the_methods_choice():
+    """Kills: pretraining for a method that does without, none for ``uno pretrain``."""
+    config = preset("digits")
+    assert run.phases(config) == ("pretrain", "discover")
+    assert run.phases(override(config, {"pretext.epochs": 1})) == ("pretext", "pretrain", "discover")
+    assert run.phases(override(config, {"model.weights": "elsewhere"})) == ("discover",)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.registry, "load", lambda _: replace(plain.METHOD, pretrain=False))
+        assert run.phases(config) == ("discover",)
+        assert run.phases(config, "pretrain") == ("pretrain",)
+        assert run.phases(override(config, {"pretext.epochs": 1})) == ("pretext", "discover")
