@@ -223,13 +223,10 @@ def read_text(path: str, max_bytes: int, what: str = "") -> str:
         return read_whole(path, max_bytes, what).decode("utf-8-sig")
 
 
-def inside(root: str, relative: str) -> str | None:
-    """Full path of ``relative`` below ``root``, or None where '..', a link or a full path leaves it."""
-    return below(root)(relative)
-
-
 def below(root: str) -> Callable[[str], str | None]:
-    """:func:`inside` for many names: the links of a folder are followed once."""
+    """What gives the full path of a relative one below ``root``, or None where '..', a link or a full path
+    leaves it. The links of a folder are followed once.
+    """
     base = "" if is_uri(root) else os.path.realpath(root).rstrip("/") + "/"
     folders: dict[str, str] = {}
 

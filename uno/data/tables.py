@@ -272,6 +272,7 @@ class ParquetTable:
 
     def __init__(self, path: str, names: Mapping[str, str] = NO_NAMES) -> None:
         self._name, (self._root, files) = f"parquet:{path}", _parquet_files(path)
+        self.source: Any = self  # which reads rows by their numbers
         with ThreadPoolExecutor(FOOTERS) as pool:
             found = list(pool.map(lambda file: _describe(file, names), files))
         self._files, groups, digests, columns = zip(*found, strict=True)
@@ -289,11 +290,6 @@ class ParquetTable:
 
     def __len__(self) -> int:
         return int(self._groups[-1])
-
-    @property
-    def source(self) -> ParquetTable:
-        """This: rows are read by their numbers."""
-        return self
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
         """As of :class:`~uno.data.inputs.Inputs`."""
