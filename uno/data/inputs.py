@@ -29,8 +29,8 @@ MAX_GROUPS = 32  # of a partition: 16,384 rows
 
 
 class Inputs(Protocol):
-    """N rows to predict. ``fingerprint`` tells one source from another; ``source`` leads any node from numbers
-    of rows to images, None where these are in the parts.
+    """N rows to predict. ``fingerprint`` tells one source from another; ``source`` leads any node from row
+    numbers to images, None where these are in the parts.
     """
 
     fingerprint: str
