@@ -402,9 +402,10 @@ class Storage:
     @patient
     def list(self, name: str = "") -> list[str]:
         """Sorted base names in a directory; empty where there is none."""
-        with self._errors("list", name), suppress(FileNotFoundError):
+        if self.is_local and not self.exists(name):
+            return []
+        with self._errors("list", name):
             return [entry for entry, _ in _entries(self._fs, self._inner(name))]
-        return []
 
     @patient
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
