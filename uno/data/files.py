@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, wraps
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -165,15 +165,17 @@ def files_below(root: str) -> Iterator[Found]:
 def children(root: str) -> tuple[list[str], list[str]]:
     """Names directly below a directory, sorted: (folders, files). Raises as :func:`walk`."""
     with reading(root):
-        if is_uri(root):
-            files, inner = locate(root)
-            infos = files.get_file_info(pa.fs.FileSelector(inner))
-            entries = [(i.base_name, i.type == pa.fs.FileType.Directory) for i in infos]
-        else:
-            with os.scandir(root) as scan:
-                entries = [(e.name, e.is_dir()) for e in scan]
-    entries = sorted(e for e in entries if not HIDDEN.search(e[0]))
+        entries = [entry for entry in _entries(*locate(root)) if not HIDDEN.search(entry[0])]
     return [name for name, is_dir in entries if is_dir], [name for name, is_dir in entries if not is_dir]
+
+
+def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
+    """Names directly below a directory, sorted, and whether they are directories."""
+    if isinstance(inner, bytes):  # local: names need not be text
+        with os.scandir(os.fsdecode(inner)) as entries:
+            return sorted((entry.name, entry.is_dir()) for entry in entries)
+    found = files.get_file_info(pa.fs.FileSelector(inner, allow_not_found=True))
+    return sorted((info.base_name, info.type == pa.fs.FileType.Directory) for info in found)
 
 
 def join(root: str, *parts: str) -> str:
@@ -221,13 +223,10 @@ def read_text(path: str, max_bytes: int, what: str = "") -> str:
         return read_whole(path, max_bytes, what).decode("utf-8-sig")
 
 
-def inside(root: str, relative: str) -> str | None:
-    """Full path of ``relative`` below ``root``, or None where '..', a link or a full path leaves it."""
-    return below(root)(relative)
-
-
 def below(root: str) -> Callable[[str], str | None]:
-    """:func:`inside` for many names: the links of a folder are followed once."""
+    """What gives the full path of a relative one below ``root``, or None where '..', a link or a full path
+    leaves it. The links of a folder are followed once.
+    """
     base = "" if is_uri(root) else os.path.realpath(root).rstrip("/") + "/"
     folders: dict[str, str] = {}
 
@@ -337,12 +336,17 @@ def _one_upload(uri: str) -> str:
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """What goes wrong inside the ``with`` is a ConfigError that names ``path``."""
+def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
+    """What storage refuses inside the ``with`` is an error of that kind: cannot ``what``."""
     try:
         yield
     except (OSError, UnicodeError, pa.ArrowException) as error:
-        raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
+        raise kind(f"cannot {what}: {one_line(error)}") from None
+
+
+def reading(path: str) -> AbstractContextManager[None]:
+    """As :func:`refusing`, of a source, as ConfigErrors."""
+    return refusing(ConfigError, f"read {path}")
 
 
 class Storage:
@@ -351,14 +355,12 @@ class Storage:
     """
 
     def __init__(self, root: str) -> None:
-        try:
+        with refusing(StorageError, f"open {shown(root)}"):
             os.fsencode(root)
             if is_uri(root):
                 self._fs, self.root = pa.fs.FileSystem.from_uri(_one_upload(root))
             else:
                 self._fs, self.root = pa.fs.LocalFileSystem(), str(Path(root).absolute())
-        except (OSError, UnicodeError, pa.ArrowException) as error:
-            raise StorageError(f"cannot open {shown(root)}: {one_line(error)}") from None
         self.is_local = isinstance(self._fs, pa.fs.LocalFileSystem)
         self.uri = self.root if self.is_local else root.rstrip("/")
 
@@ -388,11 +390,10 @@ class Storage:
     @patient
     def list(self, name: str = "") -> list[str]:
         """Sorted base names in a directory; empty where there is none."""
+        if self.is_local and not self.exists(name):
+            return []
         with self._errors("list", name):
-            if self.is_local:
-                return sorted(os.listdir(self.path(name))) if self.exists(name) else []
-            selector = pa.fs.FileSelector(self.path(name), allow_not_found=True)
-            return sorted(info.base_name for info in self._fs.get_file_info(selector))
+            return [entry for entry, _ in _entries(self._fs, self._inner(name))]
 
     @patient
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
@@ -503,12 +504,8 @@ class Storage:
         with self._errors("look up", name):
             return self._fs.get_file_info(self._inner(name))
 
-    @contextmanager
-    def _errors(self, what: str, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, pa.ArrowException) as error:
-            raise StorageError(f"cannot {what} {self.path(name)}: {one_line(error)}") from None
+    def _errors(self, what: str, name: str) -> AbstractContextManager[None]:
+        return refusing(StorageError, f"{what} {self.path(name)}")
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
@@ -30,19 +29,14 @@ MAX_GROUPS = 32  # of a partition: 16,384 rows
 
 
 class Inputs(Protocol):
-    """N rows to predict."""
+    """N rows to predict. ``fingerprint`` tells one source from another; ``source`` leads any node from row
+    numbers to images, None where these are in the parts.
+    """
 
-    @property
-    def fingerprint(self) -> str:
-        """What tells one source from another."""
-        ...
+    fingerprint: str
+    source: Any = None
 
     def __len__(self) -> int: ...
-
-    @property
-    def source(self) -> Any:
-        """What leads any node from numbers of rows to images; None where the images are in the parts."""
-        ...
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
         """The partitions with the row ``numbers`` (n,), which grow from one to the next."""
@@ -50,7 +44,7 @@ class Inputs(Protocol):
 
     def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
         """Ids and images of a part, ``sizes`` rows at a time."""
-        ...
+        return cut(part, sizes)
 
 
 Read = Callable[[Part, Iterable[int]], Iterator[tuple[pa.Array, Images]]]
@@ -107,24 +101,14 @@ def cut(part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
         start += size
 
 
-class RowInputs:
+class RowInputs(Inputs):
     """Rows in memory."""
 
     def __init__(self, rows: Rows) -> None:
-        self.rows = rows
+        self.rows, self.fingerprint, self.source = rows, rows.fingerprint, rows.images.reader()
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the rows."""
-        return self.rows.fingerprint
-
-    @property
-    def source(self) -> Images | None:
-        """What reads the images anywhere."""
-        return self.rows.images.reader()
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
         """As of :class:`Inputs`; images are not copied."""
@@ -132,17 +116,11 @@ class RowInputs:
             ids = pa.array(self.rows.ids.take(rows), pa.string())
             yield Part(rows, ids, self.rows.images.take(rows))
 
-    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
-        """As of :class:`Inputs`."""
-        return cut(part, sizes)
 
-
-class ImageFolder:
+class ImageFolder(Inputs):
     """Every image below ``root``; names of folders mean nothing. It is listed once to count, and again, in
     step with the work, for the paths: of a folder of any size the next partition is in memory.
     """
-
-    source = None
 
     def __init__(self, root: str) -> None:
         self._root, self._num, digest = root, 0, hashlib.sha256()
@@ -173,10 +151,6 @@ class ImageFolder:
                 f"images below {self._root} have changed meanwhile; repeat it with a new --output"
             )
 
-    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
-        """As of :class:`Inputs`."""
-        return cut(part, sizes)
-
     def _listed(self, digest: Any) -> Iterator[Found]:
         for found in files_below(self._root):
             if is_image(found.relative):
@@ -184,30 +158,22 @@ class ImageFolder:
                 yield found
 
 
-@dataclass(frozen=True, eq=False)
-class Evenly:
-    """``num`` rows of others, evenly spaced."""
+class Evenly(Inputs):
+    """``num`` rows of others, evenly spaced. The fingerprint is that of all; a table of predictions says how
+    many rows it has.
+    """
 
-    inputs: Inputs
-    num: int
+    def __init__(self, inputs: Inputs, num: int) -> None:
+        self._inputs, self._num = inputs, num
+        self.fingerprint, self.source = inputs.fingerprint, inputs.source
 
     def __len__(self) -> int:
-        return self.num
-
-    @property
-    def fingerprint(self) -> str:
-        """Of all rows; a table of predictions says how many they are."""
-        return self.inputs.fingerprint
-
-    @property
-    def source(self) -> Any:
-        """Theirs."""
-        return self.inputs.source
+        return self._num
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
         """As of :class:`Inputs`."""
-        return self.inputs.parts(rows * len(self.inputs) // self.num for rows in numbers)
+        return self._inputs.parts(rows * len(self._inputs) // self._num for rows in numbers)
 
     def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
         """As of :class:`Inputs`."""
-        return self.inputs.read(part, sizes)
+        return self._inputs.read(part, sizes)

@@ -23,7 +23,7 @@ from uno.config import Config
 from uno.crops import Cropper
 from uno.data.decode import BATCHES_AHEAD, BadRows, Decoded, ahead, decoded, readable
 from uno.data.files import Storage
-from uno.data.images import Image, Images
+from uno.data.images import Images, InMemory
 from uno.data.plan import Batch, Order, Plan, augment_generator
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task, train_rows, truth_rows
@@ -220,17 +220,23 @@ def window_rows(images: Images) -> int:
 
 def crop_here(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
     """Crop in ``threads`` threads of this process."""
-    return ahead(lambda item: job.cropper.crop(*item), _with_images(job), threads, threads + 1)
+
+    def crop(item: tuple[np.ndarray, np.ndarray, Images]) -> Chunk:
+        steps, positions, images = item
+        return job.cropper.crop(steps, positions, images.fetch(np.arange(len(images))))
+
+    return ahead(crop, _with_images(job), threads, threads + 1)
 
 
-def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, list[Image]]]:
-    """(steps, positions, images) of a chunk each, fetched for several chunks at once where that pays."""
+def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]]:
+    """(steps, positions, images) of a chunk each; what is read together is fetched here, ahead."""
     size = min(job.chunk_rows, THREAD_ROWS)
     for steps, positions, rows in job.references(job.fetch_rows or size):
-        images = job.images.fetch(rows)
-        for start in range(0, len(images), size):
-            own = slice(start, start + size)
-            yield steps[own], positions[own], images[own]
+        images = job.images.take(rows)
+        found = images if job.fetch_rows is None else InMemory(images.fetch(np.arange(len(rows))))
+        for start in range(0, len(rows), size):
+            own = np.arange(start, min(start + size, len(rows)))
+            yield steps[own], positions[own], found.take(own)
 
 
 @dataclass(frozen=True, eq=False)

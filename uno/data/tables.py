@@ -12,7 +12,7 @@ import posixpath
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -137,6 +137,7 @@ class ParquetImages(Images):
         which only a part is wanted is remembered for the next call.
         """
         groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
+        inside = filesystem.below(self.root)
         for group in map(int, np.unique(groups)):
             at, first = np.flatnonzero(groups == group), int(self._starts[group])
             if len(at) == self._starts[group + 1] - first:
@@ -144,8 +145,9 @@ class ParquetImages(Images):
             else:
                 with _lock:
                     column = _recent(*self._groups[group], self.column)
-            for i in at.tolist():
-                found[i] = self._value(column, int(rows[i]) - first)
+            images = _images_in(column.take(pa.array(rows[at] - first)), inside)
+            for i, image in zip(at.tolist(), images, strict=True):
+                found[i] = image
         return found
 
     def groups(self, rows: np.ndarray) -> np.ndarray:
@@ -171,13 +173,6 @@ class ParquetImages(Images):
     def reader(self) -> ParquetImages:
         """This: any node reads the files."""
         return self
-
-    def _value(self, column: Any, number: int) -> bytes | str:
-        value = column[number].as_py()
-        if isinstance(value, dict):
-            path = value.get("path")
-            value = value["bytes"] or (filesystem.inside(self.root, path) if path else None)
-        return value or b""
 
 
 class _Parquet:
@@ -243,13 +238,9 @@ class _Parquet:
         with files.open_input_file(inner) as file, pa.parquet.ParquetFile(file, **options) as parquet:
             yield parquet
 
-    @contextmanager
-    def errors(self, what: str = "Parquet file") -> Iterator[None]:
+    def errors(self, what: str = "Parquet file") -> AbstractContextManager[None]:
         """What goes wrong inside the ``with`` is a ConfigError."""
-        try:
-            yield
-        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {what} {self.path}: {one_line(error)}") from None
+        return filesystem.reading(f"{what} {self.path}")
 
 
 _known: dict[tuple[str, int], _Parquet] = {}  # by path and size: every footer of a set, however many files
@@ -281,6 +272,7 @@ class ParquetTable:
 
     def __init__(self, path: str, names: Mapping[str, str] = NO_NAMES) -> None:
         self._name, (self._root, files) = f"parquet:{path}", _parquet_files(path)
+        self.source: Any = self  # which reads rows by their numbers
         with ThreadPoolExecutor(FOOTERS) as pool:
             found = list(pool.map(lambda file: _describe(file, names), files))
         self._files, groups, digests, columns = zip(*found, strict=True)
@@ -298,11 +290,6 @@ class ParquetTable:
 
     def __len__(self) -> int:
         return int(self._groups[-1])
-
-    @property
-    def source(self) -> ParquetTable:
-        """This: rows are read by their numbers."""
-        return self
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
         """As of :class:`~uno.data.inputs.Inputs`."""
@@ -345,20 +332,26 @@ class ParquetTable:
                     break
 
     def _values(self, column: Any, inside: Callable[[str], str | None]) -> list[Image]:
-        """The images of a column, paths in full."""
-        if column.type in BINARY:
-            return [value or b"" for value in column.to_pylist()]
-        if column.type in TEXT:
-            found = [value and inside(value) for value in column.to_pylist()]
-            if None in found:
-                which = column[found.index(None)].as_py()
-                if which:
-                    leaves = f"leaves the folder {self._root}; move it there"
-                    raise ConfigError(f"{self._name}: {one_line(repr(which))} {leaves}")
-            return [value or "" for value in found]
-        values = pa.compute.struct_field(column, "bytes").to_pylist()
-        paths = pa.compute.struct_field(column, "path").to_pylist() if "path" in column.type.names else values
-        return [value or (path and inside(path)) or b"" for value, path in zip(values, paths, strict=True)]
+        """The images of a column; ConfigError: a path leads out of the folder."""
+        found = _images_in(column, inside)
+        for image, path in zip(found, column.to_pylist() if column.type in TEXT else (), strict=False):
+            if path and not image:
+                leaves = f"leaves the folder {self._root}; move it there"
+                raise ConfigError(f"{self._name}: {one_line(repr(path))} {leaves}")
+        return found
+
+
+def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
+    """The images of a column: bytes, or where there are none the path ``inside`` the folder; '' or b'' where
+    there is neither.
+    """
+    if column.type in BINARY:
+        return [value or b"" for value in column.to_pylist()]
+    if column.type in TEXT:
+        return [(path and inside(path)) or "" for path in column.to_pylist()]
+    values = pa.compute.struct_field(column, "bytes").to_pylist()
+    paths = pa.compute.struct_field(column, "path").to_pylist() if "path" in column.type.names else values
+    return [value or (path and inside(path)) or b"" for value, path in zip(values, paths, strict=True)]
 
 
 def _describe(

@@ -198,6 +198,7 @@ def test_a_footer_is_read_once_and_beside_others(monkeypatch):
             if next(numbers) < 2:
                 two.wait(20)
             read.append((path, size))
+            self.path = path
             column = SimpleNamespace(path_in_schema="image", total_compressed_size=7)
             group = SimpleNamespace(num_rows=2, num_columns=1, column=lambda _: column)
             self.metadata = SimpleNamespace(num_row_groups=1, row_group=lambda _: group)
