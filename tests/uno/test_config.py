@@ -58,7 +58,10 @@ def test_scopes():
         ({"data.labeled": "a"}, "data: labeled and unlabeled must be given together"),
         ({"augment.large.num_views": 1}, "augment: large.num_views must be at least 2: swapped prediction"),
         ({"augment.large.crop_scale": [0.9, 0.1]}, "augment.large: crop_scale must satisfy 0 < low <= high"),
-        ({"method": "dino"}, f"must be one of {', '.join(METHODS)}, or package.module:METHOD, got 'dino'"),
+        (
+            {"method": "dino"},
+            f"method must be one of {', '.join(METHODS)}, or package.module:METHOD, got 'dino'",
+        ),
         ({"recipe": "v3"}, "recipe: Input should be 'paper', 'v2' or 'cpu' (got 'v3')"),
         ({"seed": 2**31}, "seed: Input should be less than 2147483648 (got 2147483648)"),
         ({"data.num_novel": "seven"}, "data.num_novel: Input should be a valid integer, unable to parse"),

@@ -1,12 +1,13 @@
 """Words of others, and counts, as they are shown."""
 
-from uno.text import did_you_mean, escaped, plural, visible
+from uno.errors import did_you_mean, printable
+from uno.text import plural, visible
 
 
 def test_what_cannot_be_printed_is_spelled_out():
     assert visible("a\nb\u202ec") == "a\\nb\\u202ec" and visible("é א") == "é א"
     assert len(visible("x" * 400)) == 300 and visible("\u202e" * 4, 4) == "\\u2…"
-    assert escaped("a\tb\x1b[31m", keep="\t") == "a\tb\\x1b[31m"
+    assert printable("a\tb\x1b[31m", kept="\t") == "a\tb\\x1b[31m"
 
 
 def test_counts_and_guesses():
