@@ -7,6 +7,7 @@ MAX_IMAGE_PIXELS = 100_000_000  # that its header announces
 MAX_PIXELS_PER_BYTE = 10_000  # of an image above a megapixel; one colour as a 1-bit PNG has 8,256
 MAX_BMP_PIXELS_PER_BYTE = 256  # of any BMP; runs of one colour have 128, and Pillow reads runs in Python
 MAX_TABLE_BYTES = 2**30  # of a CSV or JSONL file
+MAX_MEMBER_BYTES = 2**20  # of a .cls or .json in a tar file, and of a header's own text
 MAX_CIFAR_BYTES = 512 * 2**20  # of one batch file
 MAX_ROWS = 20_000_000  # of a source; ImageNet-21k has 14 million
 MAX_LABEL_LENGTH = 300  # characters of a class's name

@@ -23,13 +23,12 @@ from uno.data.images import Image, Images, is_image
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import class_name
 from uno.errors import ConfigError, one_line
-from uno.limits import MAX_IMAGE_BYTES, MAX_ROWS
+from uno.limits import MAX_IMAGE_BYTES, MAX_MEMBER_BYTES, MAX_ROWS
 
 SCANNED = 16  # shards at once
 WINDOW_BYTES = {False: 2**14, True: 2**20}  # that a scan reads at once, of a local file and of an object
 GAP_BYTES = {False: 2**12, True: 2**20}  # between two images that are read in one piece all the same
 SPAN_BYTES = 8 * 2**20  # of a shard: what of an object is read together
-MAX_LABEL_BYTES = 2**20  # of a member .cls or .json, and of a header's own text
 MAX_SHARDS = 10**6  # that a pattern names
 LABELS = ("label", "cls", "class")  # of a .json, the first that it has
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -233,8 +232,8 @@ class Shard:
 
     def text(self, at: int, size: int, what: str) -> bytes:
         """Some bytes, which must not be many."""
-        if size > MAX_LABEL_BYTES:
-            raise ConfigError(f"{self.path}: {what} has {size:,} bytes, more than {MAX_LABEL_BYTES:,}")
+        if size > MAX_MEMBER_BYTES:
+            raise ConfigError(f"{self.path}: {what} has {size:,} bytes, more than {MAX_MEMBER_BYTES:,}")
         return self.read(at, size)
 
     @filesystem.patient
