@@ -61,7 +61,7 @@ def test_pieces_make_the_whole_and_only_what_is_slow_twice_is_a_finding(monkeypa
     monkeypatch.setattr(fuzz, "run_batch", run)
     found = fuzz.fuzz("yaml", 4, seed=0, first=2)
     assert asked == [whole[2:], [slow], [hang]]
-    assert found.read == 3 and found.findings == ["input 4: over 10 s"]
+    assert found["read"] == 3 and found["findings"] == ["input 4: over 10 s"]
 
 
 def test_past_failures_stay_repaired():
@@ -82,4 +82,4 @@ def test_past_failures_stay_repaired():
 def test_a_slice(kind):
     """A minute for all kinds together, the same inputs every time; `make fuzz` for more."""
     found = fuzz.fuzz(kind, 500, seed=0, seconds=60 / len(KINDS))
-    assert found.findings == [] and found.inputs >= fuzz.BATCH, found
+    assert found["findings"] == [] and found["inputs"] >= fuzz.BATCH, found
