@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pytest
 
+from benchmarks.storage import BUCKET, make_bucket, requests_of, store
 from tests.uno.models import tiny_model
 from uno.config import Config, DataConfig, override
 from uno.data import files as filesystem
@@ -319,3 +320,27 @@ def test_json_may_be_large_where_it_is_not_wanted(tmp_path):
     more = json.dumps({"boxes": [0] * 10**6}).encode()
     path = write_tar(tmp_path / "a.tar", [("1.cls", b"cat"), ("1.json", more), ("1.png", encoded(pixels(0)))])
     assert read(f"tar:{path}").labels == ["cat"]
+
+
+@pytest.mark.slow
+def test_requests_to_s3(both, tmp_path, monkeypatch):
+    """Counted by moto: a size and a piece for each shard that is scanned or read. Kills: a request for every
+    header or image.
+    """
+    with store(0) as (env, log):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        filesystem._connect.cache_clear()  # which leads to another test's server
+        make_bucket()
+        place = Storage(f"s3://{BUCKET}/in")
+        for file in (tmp_path / "shards").iterdir():
+            place.write(f"shards/{file.name}", file.read_bytes())
+        before = len(requests_of(log))
+        rows = read(f"tar:{place.uri}/shards")
+        scanned = len(requests_of(log))
+        assert rows.images.fetch(np.arange(30)) == read(both[1]).images.fetch(np.arange(30))
+        fetched = [method for _, method, _ in requests_of(log)[scanned:]]
+        assert sorted(fetched) == ["GET"] * 5 + ["HEAD"] * 5
+        assert scanned - before <= 5 * 2 + 5  # and what is there, twice, and a list
+        assert read(f"tar:{place.uri}/shards/train-{{000..004}}.tar").ids == rows.ids
+    filesystem._connect.cache_clear()
