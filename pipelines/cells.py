@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from pipelines import cli
 from pipelines.commands import DISCOVER, PRETRAIN
-from pipelines.console import on_stop
 from pipelines.features import fill_cache
 from pipelines.jobs import run_job
 from pipelines.options import parse
@@ -23,6 +22,7 @@ from uno.config import Config, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted
 from uno.runs.journal import read_journal
+from uno.session.console import on_stop
 
 ATTEMPTS = "attempts.jsonl"
 PARENT = "UNO_PARENT"  # set by the driver: its process may be gone before this one has imported torch

@@ -8,7 +8,6 @@ interrupted before anything was saved, 141 the reader of the output is gone, 1 a
 import difflib
 import errno
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -18,10 +17,9 @@ from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import NoReturn
 
-from uno.errors import ConfigError, Interrupted, StorageError, UnoError
+from uno.errors import Interrupted, UnoError, foreseen
 
 Command = Callable[[Sequence[str]], int]
-RAY = "'ray[default,train,tune,data]>=2.60,<2.61'"  # as pyproject.toml has it
 
 SENTENCES = {  # a command from elsewhere is listed by its name alone
     "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
@@ -78,22 +76,13 @@ def guard(command: Command, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _end("interrupted; the same command resumes from the last checkpoint, if there is one", 130)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO) and reader_is_gone():
-            return 141  # as if SIGPIPE had ended us: `uno ... | head`
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
+            from uno.session.console import reader_is_gone
+
+            if reader_is_gone():
+                return 141  # as if SIGPIPE had ended us: `uno ... | head`
         meant = foreseen(error)
         return _internal(error) if meant is None else _end(f"error: {meant}", meant.exit_code)
-
-
-def foreseen(error: Exception) -> UnoError | None:
-    """What an error from elsewhere means to the user: a package or space is missing; None: a defect."""
-    if isinstance(error, ModuleNotFoundError):
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("", "uno", "pipelines", "tune"):
-            extra = RAY if missing == "ray" else missing
-            return ConfigError(f"this needs the package {missing!r}: pip install {extra}")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return StorageError(str(error))
-    return None
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -141,16 +130,3 @@ def _internal(error: Exception) -> int:
     except OSError as problem:
         where = f"no traceback: {problem}"
     return _end(f"error: internal: {type(error).__name__}: {error} ({where})", 1)
-
-
-def reader_is_gone() -> bool:
-    """Whether nobody reads our output: a closed pipe, a terminal hung up. What is left then goes nowhere."""
-    gone = False
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # not a file
-            poll = select.poll()
-            poll.register(stream.fileno(), 0)
-            if poll.poll(0):  # POLLERR or POLLHUP: nobody holds the other end
-                gone = True
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return gone

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from pipelines import ray_env
-from pipelines.cli import RAY
-from uno.errors import ConfigError
+from uno.errors import RAY, ConfigError
 from uno.runs.directory import Finding
 
 GIB = 2**30

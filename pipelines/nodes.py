@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from pipelines.console import say
 from pipelines.ray_env import ADDRESS, POLL_S, TASK_CPUS, connect, worker_resources
 from uno.config import Config, to_dict
-from uno.data import ingest
 from uno.data.files import is_transient
 from uno.errors import ConfigError, Interrupted, UnoError, one_line
+from uno.session import resources
+from uno.session.console import say
 
 TELL_S = 30.0  # between two lines on what is waited for
 GROWTH_S = 600.0  # nodes of a cloud take minutes to start
@@ -149,14 +149,12 @@ def free_memory(config: Config) -> tuple[int, int | None]:
             if done:
                 hosts, devices = zip(*ray.get(done), strict=True)
                 return min(hosts), min((free for free in devices if free is not None), default=None)
-    return _free(to_dict(config))
+    return resources.free_memory(config)
 
 
 def _free(tree: Mapping[str, Any]) -> tuple[int, int | None]:
-    """On the node of a worker, whose share of a GPU may be less than one."""
-    config = Config.model_validate(tree)
-    device, share = ingest.free_device_bytes(config), min(1.0, config.compute.gpus_per_worker or 1.0)
-    return ingest.free_host_bytes(), None if device is None else int(share * device)
+    """On the node of a worker."""
+    return resources.free_memory(Config.model_validate(tree))
 
 
 def growth_s() -> float:

@@ -28,7 +28,6 @@ from uno.crops import Cropper
 from uno.data import stream
 from uno.data.decode import BadRows, Decoded, Interpolation, decode_many, readable
 from uno.data.files import Storage, full_path
-from uno.data.ingest import ROWS_PER_BLOCK, free_host_bytes
 from uno.data.kept import Kept
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
@@ -37,6 +36,7 @@ from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, TrainData
 from uno.data.tables import ParquetImages
 from uno.errors import UnoError
+from uno.session.resources import ROWS_PER_BLOCK
 
 FEW_ROWS = 2_000  # of a resident set; below it, to start processes takes longer than to decode
 ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
@@ -44,8 +44,6 @@ EXECUTION_BYTES = 128 * 2**20  # of images that are in memory and travel to thei
 CHUNKS_PER_CPU = 32  # of an execution
 MIN_CHUNKS = 4
 START_NEXT_AT = 0.5  # of an execution
-STORE_BYTES = 1_500_000_000  # for each worker; more is slower: a page's first touch costs as much as a copy
-RESIDENT_STORE = 2  # times the decoded images: those that were in memory travel to their tasks
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
 TASK_CHUNKS = 4  # that a task crops: it costs 11 ms of CPU time, a block of its results much less
 
@@ -198,16 +196,6 @@ def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
     column = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
     values = np.frombuffer(column.buffers()[1], np.uint8)[column.offset * row_bytes :]
     return values[: len(column) * row_bytes].reshape(-1, row_bytes)
-
-
-def store_bytes(workers: int) -> int:
-    """The object store that streaming asks for on this machine."""
-    return min(workers * STORE_BYTES, int(0.3 * free_host_bytes()))
-
-
-def resident_store_bytes(num_rows: int, side: int) -> int:
-    """The object store that a resident set asks for: as images came and as they stay, and a task's on top."""
-    return min(RESIDENT_STORE * num_rows * 3 * side**2 + STORE_BYTES // 2, int(0.6 * free_host_bytes()))
 
 
 def execution_limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:

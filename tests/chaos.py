@@ -55,7 +55,7 @@ RETRIES, LIMIT_S, POLL_S = 3, 600, 0.02
 LEFT_S, LEFT_WITH_RAY_S = 30, 90
 FRESH = 10  # one of so many tries is a process of its own
 PRELOADED = (
-    "pipelines.commands", "pipelines.jobs", "pipelines.inference", "pipelines.estimation", "sklearn.cluster",
+    "pipelines.commands", "pipelines.jobs", "uno.session.job", "sklearn.cluster",
     "sklearn.datasets", "sklearn.manifold", "sklearn.metrics", "pandas", "torch._dynamo", "torch.export",
     "uno.data.pack", "uno.report", "uno.results.export",
 )  # fmt: skip

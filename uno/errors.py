@@ -1,5 +1,9 @@
 """What a command may end with, besides success: each error is one line for the user and one exit code."""
 
+import errno
+
+RAY = "'ray[default,train,tune,data]>=2.60,<2.61'"  # as pyproject.toml has it
+
 
 class UnoError(Exception):
     """An end that is foreseen; ``exit_code`` is what the process returns."""
@@ -34,3 +38,15 @@ class Interrupted(UnoError):
 def one_line(error: object) -> str:
     """The text of somebody else's error, at most 300 characters."""
     return " ".join(str(error).split())[:300]
+
+
+def foreseen(error: Exception) -> UnoError | None:
+    """What an error from elsewhere means to the user: a package or space is missing; None: a defect."""
+    if isinstance(error, ModuleNotFoundError):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("", "uno", "pipelines", "tune"):
+            extra = RAY if missing == "ray" else missing
+            return ConfigError(f"this needs the package {missing!r}: pip install {extra}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return StorageError(str(error))
+    return None
