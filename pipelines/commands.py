@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt
 
-from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, parse, switch
+from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, Options, parse, switch
 from uno.config import Config, dump_yaml, override
 from uno.errors import ConfigError, StorageError, UnoError
 from uno.session.settings import checked_output
@@ -110,17 +110,39 @@ def demo(argv: Sequence[str]) -> int:
 def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
     """Pretrain unless weights are given, discover, evaluate."""
     options = parse(argv, command)
-    from pipelines.jobs import run_job
+    from pipelines.jobs import OnRay
+    from uno.session import job
 
-    return run_job(options)
+    own = options.own
+    if own.print_config:
+        return _print_config(options)
+    job.discover(options.config, options.given, own.fresh, dry_run=own.dry_run, elsewhere=OnRay())
+    return 0
+
+
+def _print_config(options: Options) -> int:
+    from uno.session.console import silence
+    from uno.session.resolve import as_printed
+
+    with silence():
+        config = as_printed(options.config, options.given, options.own.fresh)
+    print(dump_yaml(config), end="")
+    return 0
 
 
 def pretrain(argv: Sequence[str]) -> int:
     """Train encoder and known head; ``discover`` with the same options goes on from there."""
     options = parse(argv, PRETRAIN)
-    from pipelines.jobs import run_job
+    from pipelines.jobs import OnRay
+    from uno.session import job
 
-    return run_job(options, ("pretrain",))
+    own = options.own
+    if own.print_config:
+        return _print_config(options)
+    job.discover(
+        options.config, options.given, own.fresh, ("pretrain",), dry_run=own.dry_run, elsewhere=OnRay()
+    )
+    return 0
 
 
 def evaluate(argv: Sequence[str]) -> int:

@@ -8,9 +8,8 @@ from typing import Any
 from pipelines import nodes, ray_env
 from pipelines.features import compute_on_ray
 from pipelines.inference import predict_on_ray
-from pipelines.options import Options
 from pipelines.worker import run_on_ray
-from uno.config import Config, dump_yaml
+from uno.config import Config
 from uno.data.files import Storage
 from uno.data.splits import Task
 from uno.errors import ConfigError
@@ -18,23 +17,9 @@ from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.results.infer import Classifier, read_model_files
 from uno.results.predictions import PredictionWriter, Summary
-from uno.session import job
-from uno.session.console import say, silence
+from uno.session.console import say
 from uno.session.data import Show
 from uno.session.place import Job, Place, estimated_set
-from uno.session.resolve import as_printed
-
-
-def run_job(options: Options, phases: tuple[str, ...] = job.BOTH, report: bool = True) -> int:
-    """What the options of pretrain, discover and demo ask for, see :func:`uno.session.job.discover`; 0."""
-    own = options.own
-    if own.print_config:
-        with silence():
-            config = as_printed(options.config, options.given, own.fresh)
-        print(dump_yaml(config), end="")
-        return 0
-    job.discover(options.config, options.given, own.fresh, phases, report, own.dry_run, OnRay())
-    return 0
 
 
 class OnRay(Place):

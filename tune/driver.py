@@ -33,7 +33,7 @@ from uno.runs.lock import Claim
 from uno.session.console import Progress, on_stop, say
 from uno.session.data import in_parquet, leave_out_unreadable, load_images, read_task
 from uno.session.job import prepare
-from uno.session.resolve import as_begun, from_data, starting_weights, with_full_path
+from uno.session.resolve import as_begun, from_data, starting_weights, with_data, with_full_path
 from uno.session.resources import check_sweep
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
@@ -69,13 +69,12 @@ def run_sweep(options: SweepOptions) -> int:
     check_options(options)
     options = options._replace(config=with_full_path(options.config))  # trials run in other directories
     own_weights = starting_weights(options.config, False)
-    lazily = options.config.data.model_copy(update={"ingest": "streaming"})
-    task = read_task(lazily)  # images stay where they are
+    task = read_task(with_data(options.config, ingest="streaming").data)  # images stay where they are
     asked, options = options.given, _resolved(options, task)
     config = options.config
     check_sweep(config, len(task.rows), min(options.concurrent or 1, options.trials))
     if in_parquet(task):
-        task = read_task(config.data.model_copy(update={"ingest": "resident"}))
+        task = read_task(with_data(config, ingest="resident").data)
     prepare(override(config, HERE), task)
     data = load_data(options, task, own_weights)
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)

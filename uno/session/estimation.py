@@ -12,7 +12,7 @@ from uno.runs.hardware import local_device
 from uno.session.console import say, stopped_at_once
 from uno.session.data import read_task
 from uno.session.place import Place, place_of
-from uno.session.resolve import from_data
+from uno.session.resolve import from_data, with_data
 
 
 def estimate_classes(
@@ -24,10 +24,10 @@ def estimate_classes(
     if config.compute.workers == 0:
         local_device(config)
     # The number is what we are after: 1 stands in for it and is never read.
-    task = read_task(config.data.model_copy(update={"num_novel": 1}))
+    task = read_task(with_data(config, num_novel=1).data)
     pile, reason = decide_pile(config, task.rows.known)
     values, lines = from_data(config, given, task, pile)
-    config = override(config, values | {"data.pile": pile})
+    config = with_data(override(config, values), pile=pile)
     for line in (reason, *lines):
         say(line)
     (labeled, unlabeled), known = task.sizes, f"{len(task.known)} known classes"

@@ -38,7 +38,7 @@ from uno.runs import DISCOVER, ESTIMATE_FILE, PRETRAIN, RESULTS_FILE, ROTATION, 
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
 from uno.session.console import Progress, say, stopped_at_once
-from uno.session.data import read_task
+from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
 from uno.session.place import Job, Place, place_of
 from uno.session.predict import predict_run, unlabeled_rows
@@ -98,7 +98,10 @@ def discover(
             claim.storage.write(ESTIMATE_FILE, estimate)
         for line in forecast(config, task, claim.storage, phases):
             say(line)
-        with _executed(Job(config, task, phases, evaluate, claim), place) as (values, task):
+        job = Job(config, task, phases, evaluate, claim)
+        with ExitStack() as until:
+            with _watched(job) as show:
+                values, task = place.train(job, show, until)
             if not evaluate:
                 return say(f"finished: {storage.uri}")
             with stopped_at_once("stopped before the run was finished; resume with the same command"):
@@ -125,7 +128,10 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
             model = load_classifier(storage)
             with_alignment(model, claim.storage, decoder(model, task.rows), unlabeled_rows(task))
         before = directory.read_results(storage)
-        with _executed(Job(config, task, (), True, claim), place_of(config, elsewhere)) as (values, task):
+        job = Job(config, task, (), True, claim)
+        with ExitStack() as until:
+            with _watched(job) as show:
+                values, task = place_of(config, elsewhere).train(job, show, until)
             if values != before and storage.exists(REPORT):
                 with stopped_at_once("stopped; nothing was changed"):
                     write_report(config, claim.storage, task, device=local_device(config), metrics=values)
@@ -156,8 +162,10 @@ def apply_classes(claim: lock.Claim, model: Classifier, edited: list[OutputClass
     model = replace(model, classes=edited)
     if task is not None:
         model = with_alignment(model, storage, decoder(model, task.rows), unlabeled_rows(task))
-        with _executed(Job(config, task, (), measure, claim), Place()) as (measured, task):
-            values = measured or values
+        job = Job(config, task, (), measure, claim)
+        with ExitStack() as until, _watched(job) as show:
+            measured, task = Place().train(job, show, until)
+        values = measured or values
     if predict:
         assert task is not None
         model, summary = predict_run(config, storage, task, model)
@@ -210,23 +218,19 @@ def _unseen(task: Task) -> tuple[int, int]:
 
 
 @contextmanager
-def _executed(job: Job, place: Place) -> Iterator[tuple[dict[str, float], Task]]:
-    """Heal the directory, train and evaluate at ``place``: metrics, and the task with its images, which may
-    be gone afterwards.
-    """
+def _watched(job: Job) -> Iterator[Show]:
+    """Heal the directory and say what is resumed; show metrics while ``job`` is trained and evaluated."""
     config, storage = job.config, job.claim.storage
     for line in directory.heal(storage):
         say(f"warning: {line}")
     reached = [(phase, steps[-1]) for phase in job.phases if (steps := checkpoint_steps(storage, phase))]
     if reached:
         say("resuming at {} step {}".format(*reached[-1]))
-    with ExitStack() as until:
-        with Progress(interval=config.train.log_every) as progress:
-            done = place.train(job, faults.in_driver(progress, storage), until)
-        if config.data.ingest == "streaming" and storage.exists(BAD_SAMPLES):
-            count = len(storage.read(BAD_SAMPLES).splitlines())
-            say(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")
-        yield done
+    with Progress(interval=config.train.log_every) as progress:
+        yield faults.in_driver(progress, storage)
+    if config.data.ingest == "streaming" and storage.exists(BAD_SAMPLES):
+        count = len(storage.read(BAD_SAMPLES).splitlines())
+        say(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")
 
 
 def _finish(

@@ -41,15 +41,20 @@ def resolve(config: Config, given: Iterable[str], fresh: bool = False, free: Fre
     if config.output is not None and not fresh and (storage := Storage(config.output)).exists(CONFIG_FILE):
         began = as_begun(config, given, flatten(directory.read_config_tree(storage)))
         return Resolved(began, [decide_pile(began, [], config.data.pile == "auto")[1]])
-    task = read_task(config.data.model_copy(update={"ingest": "streaming"}))  # images stay where they are
+    task = read_task(with_data(config, ingest="streaming").data)  # images stay where they are
     pile, reason = decide_pile(config, task.rows.known)
     values, lines = from_data(config, given, task, pile)
-    found = override(config, values | {"data.pile": pile})
+    found = with_data(override(config, values) if values else config, pile=pile)
     told = config.data.ingest != "auto"
     ingest, why = choose(found, len(task.rows), row_bytes(found), *(free_memory if told else free)(found))
-    found = found.model_copy(update={"data": found.data.model_copy(update={"ingest": ingest})})
+    found = with_data(found, ingest=ingest)
     to_load = ingest == "resident" and in_parquet(task)
     return Resolved(found, [reason, *lines, f"data: {why}"], None if to_load else task)
+
+
+def with_data(config: Config, **chosen: Any) -> Config:
+    """``config`` with fields of its data that this program has chosen: nothing is left to check."""
+    return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
 
 
 def as_begun(config: Config, given: Container[str], stored: Mapping[str, Any]) -> Config:
@@ -82,8 +87,7 @@ def as_printed(config: Config, given: Iterable[str], fresh: bool) -> Config:
     if not keys_from_images(config) or config.data.num_novel == "auto":
         return config
     found = resolve(config, given, fresh).config
-    data = found.data.model_copy(update={"ingest": config.data.ingest})  # the machine's affair
-    return found.model_copy(update={"data": data})
+    return with_data(found, ingest=config.data.ingest)  # which is the machine's affair
 
 
 def with_full_path(config: Config) -> Config:
