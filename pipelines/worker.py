@@ -277,41 +277,52 @@ def _fit_in_thread(
 ) -> dict[str, Any]:
     """What :func:`train_loop` returned, trained in a thread so that we can watch the run."""
     compute, name = job.config.compute, f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    body = partial(
-        fit, train_loop, loop, compute.workers, resources, f"{loop['output']}/{RAY_FOLDER}", name,
-        # run_workers starts a group again, with shares of the cluster as it is
-        placement=compute.placement, startups=0, preemptions=0,
-    )  # fmt: skip
+    # run_workers starts a group again, with shares of the cluster as it is
+    settings = run_config(f"{loop['output']}/{RAY_FOLDER}", name, startups=0, preemptions=0)
+    body = partial(fit, train_loop, loop, scaling(compute.workers, resources, compute.placement), settings)
     return ray_env.in_thread(body, on_poll).return_value
 
 
-def fit(
-    train_loop: Callable[[dict[str, Any]], Any], loop: dict[str, Any], num_workers: int,
-    resources: dict[str, float], folder: str, name: str, *, timeout_s: int = 600, placement: str = "PACK",
-    callbacks: Sequence[Any] = (), startups: int = 9, preemptions: int = -1,
-) -> Any:  # fmt: skip
-    """Fit a ``TorchTrainer`` that logs nothing, with Ray's own files in ``folder/name``. A group that finds
+def scaling(num_workers: int, resources: dict[str, float], placement: str = "PACK") -> Any:
+    """``ray.train``'s ScalingConfig of workers that have ``resources`` each."""
+    import ray.train
+
+    return ray.train.ScalingConfig(
+        num_workers=num_workers, use_gpu="GPU" in resources, resources_per_worker=resources,
+        placement_strategy=placement,
+    )  # fmt: skip
+
+
+def run_config(
+    folder: str, name: str, callbacks: Sequence[Any] = (), startups: int = 9, preemptions: int = -1
+) -> Any:
+    """``ray.train``'s RunConfig that logs nothing; Ray's own files are in ``folder/name``. A group that finds
     no place is tried ``startups`` times more, one whose nodes leave ``preemptions`` times (-1: always), one
     that dies never.
     """
+    import ray.train
+
+    return ray.train.RunConfig(
+        name=name, storage_path=folder, callbacks=list(callbacks),
+        failure_config=ray.train.FailureConfig(
+            max_failures=0, controller_failure_limit=startups, max_preemption_failures=preemptions
+        ),
+        logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
+    )  # fmt: skip
+
+
+def fit(
+    train_loop: Callable[[dict[str, Any]], Any], loop: dict[str, Any], scaling: Any, settings: Any,
+    timeout_s: int = 600,
+) -> Any:  # fmt: skip
+    """Fit a ``TorchTrainer`` on workers of :func:`scaling` as :func:`run_config` says; Ray's result."""
     import ray.train
     import ray.train.torch
     from ray.train.v2._internal import constants
 
     trainer = ray.train.torch.TorchTrainer(
-        train_loop, train_loop_config=loop,
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=num_workers, use_gpu="GPU" in resources, resources_per_worker=resources,
-            placement_strategy=placement,
-        ),
+        train_loop, train_loop_config=loop, scaling_config=scaling, run_config=settings,
         torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
-        run_config=ray.train.RunConfig(
-            name=name, storage_path=folder, callbacks=list(callbacks),
-            failure_config=ray.train.FailureConfig(
-                max_failures=0, controller_failure_limit=startups, max_preemption_failures=preemptions
-            ),
-            logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
-        ),
     )  # fmt: skip
     # A helper of Ray Train gives the CPUs of workers back whose controller died. It looks for the cluster by
     # the processes of this machine and fails where a second cluster runs, so it is told the address.

@@ -69,8 +69,7 @@ def run_sweep(options: SweepOptions) -> int:
     check_options(options)
     options = options._replace(config=with_full_path(options.config))  # trials run in other directories
     own_weights = starting_weights(options.config, False)
-    task = read_task(with_data(options.config, ingest="streaming").data)  # images stay where they are
-    asked, options = options.given, _resolved(options, task)
+    asked, (options, task) = options.given, _resolved(options)
     config = options.config
     check_sweep(config, len(task.rows), min(options.concurrent or 1, options.trials))
     if in_parquet(task):
@@ -174,15 +173,17 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
         raise ConfigError(f"{problem}; use those, or another --output")
 
 
-def _resolved(options: SweepOptions, task: Task) -> SweepOptions:
-    """With what the images decided for the sweep that is there, or decide for a new one, as if it had been
-    given, so that best.yaml has it. Rungs follow its epochs, unless they were told.
+def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
+    """With what was chosen for the sweep that is there, or what the images decide for a new one, as if it had
+    been given, so that best.yaml has it; and its task, whose images stay where they are. Rungs follow the
+    epochs, unless they were told.
     """
     storage, config, given = Storage(str(options.config.output)), options.config, options.given
-    if storage.exists(SETTINGS):
-        stored = records.read_settings(storage).get("config")
-        config = as_begun(config, given, flatten(stored) if isinstance(stored, dict) else {})
-    else:
+    began = records.read_settings(storage).get("config") if storage.exists(SETTINGS) else None
+    if began is not None:
+        config = as_begun(config, given, flatten(began) if isinstance(began, dict) else {})
+    task = read_task(with_data(config, ingest="streaming").data)
+    if began is None:
         values, lines = from_data(config, given, task, config.data.pile)
         config, given = override(config, values), values | given
         for line in lines:
@@ -190,7 +191,7 @@ def _resolved(options: SweepOptions, task: Task) -> SweepOptions:
     asha, usual = options.asha, max(1, options.config.discover.epochs // 6)
     if asha is not None and asha["grace_epochs"] == usual:
         asha = {**asha, "grace_epochs": max(1, config.discover.epochs // 6)}
-    return options._replace(config=config, given=given, asha=asha)
+    return options._replace(config=config, given=given, asha=asha), task
 
 
 def _fitted(options: SweepOptions, folds: list[Fold]) -> SweepOptions:

@@ -14,7 +14,6 @@ from tune.score import make_folds
 from tune.sweep import TUNE, main
 from uno.config import override
 from uno.errors import ConfigError
-from uno.session.data import read_task
 
 
 def test_options_are_its_own_and_those_of_a_run():
@@ -80,7 +79,7 @@ def test_a_sweep_that_goes_on_holds_out_what_it_held_out(tmp_path):
     fake_sweep(tmp_path, tiny_options(tmp_path), [])
     by_default, asked = tiny_options(tmp_path), tiny_options(tmp_path, "--data.hold-out", "0.1")
     by_default = by_default._replace(config=asked.config)
-    found = [driver._resolved(options, None).config.data.hold_out for options in (by_default, asked)]
+    found = [driver._resolved(options)[0].config.data.hold_out for options in (by_default, asked)]
     assert found == [0, 0.1]
 
 
@@ -118,8 +117,7 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     words = ["--data", f"folder:{source}", "--known-classes", "a,b,c", "--model.encoder", "resnet_small"]
     monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 18})
     options = sweep_options(parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE))
-    task = read_task(options.config.data)
-    found = driver._resolved(options, task)
+    found, task = driver._resolved(options)
     assert found.config.augment.large.size == found.given["data.store_size"] == 12
     assert (found.config.discover.epochs, found.asha["grace_epochs"]) == (18, 3)
     folds = make_folds(driver.load_data(found, task, None), "folds", 2, 0)

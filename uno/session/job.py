@@ -205,16 +205,11 @@ def prepare(config: Config, task: Task | None = None) -> Task:
     if config.compute.workers == 0:
         local_device(config)
     rows = f"{labeled:,} labeled rows of {len(task.known)} known classes, {unlabeled:,} unlabeled rows"
-    unseen = zip(_unseen(task), ("test rows", "rows held out"), strict=True)
-    test = "".join(f", {count:,} {what}" for count, what in unseen if count)
-    say(f"{task.rows.source}: {rows}{test}, {task.num_novel} classes to discover")
+    test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
+    for count, what in ((test, "test rows"), (unseen - test, "rows held out")):
+        rows += f", {count:,} {what}" if count else ""
+    say(f"{task.rows.source}: {rows}, {task.num_novel} classes to discover")
     return task
-
-
-def _unseen(task: Task) -> tuple[int, int]:
-    """Numbers of rows that training does not see: the source's test rows, and those that are held out."""
-    own = int((~task.rows.is_train).sum())
-    return own, int((~task.is_train).sum()) - own
 
 
 @contextmanager
