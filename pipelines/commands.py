@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import PositiveInt
 
 from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, Options, parse, switch
-from uno.config import Config, dump_yaml, override
+from uno.config import dump_yaml
 from uno.errors import ConfigError, StorageError, UnoError
 from uno.session.settings import checked_output
 
@@ -173,14 +173,12 @@ def report(argv: Sequence[str]) -> int:
     options = parse(argv, REPORT)
     from uno.data.files import Storage
     from uno.report import open_task, write_report
-    from uno.runs.directory import read_config_tree
     from uno.runs.hardware import local_device
     from uno.session.console import say
+    from uno.session.resolve import stored_config
 
     storage = Storage(options.own.run)
-    config = override(Config(), read_config_tree(storage))
-    here = {"compute.workers": 0, "compute.device": "auto"}  # the run's workers may have been elsewhere
-    config = override(config, {**here, **options.given, "output": storage.uri})
+    config = stored_config(storage, options.given)
     device = local_device(config)
     task, note = open_task(config, storage)
     if note:

@@ -15,7 +15,6 @@ from pipelines.ray_env import ADDRESS, POLL_S, TASK_CPUS, connect, worker_resour
 from uno.config import Config, to_dict
 from uno.data.files import is_transient
 from uno.errors import ConfigError, Interrupted, UnoError, one_line
-from uno.session import resources
 from uno.session.console import say
 
 TELL_S = 30.0  # between two lines on what is waited for
@@ -149,11 +148,13 @@ def free_memory(config: Config) -> tuple[int, int | None]:
             if done:
                 hosts, devices = zip(*ray.get(done), strict=True)
                 return min(hosts), min((free for free in devices if free is not None), default=None)
-    return resources.free_memory(config)
+    return _free(to_dict(config))
 
 
 def _free(tree: Mapping[str, Any]) -> tuple[int, int | None]:
     """On the node of a worker."""
+    from uno.session import resources  # imported here: tasks that decode import this module, too
+
     return resources.free_memory(Config.model_validate(tree))
 
 

@@ -36,7 +36,6 @@ from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, TrainData
 from uno.data.tables import ParquetImages
 from uno.errors import UnoError
-from uno.session.resources import ROWS_PER_BLOCK
 
 FEW_ROWS = 2_000  # of a resident set; below it, to start processes takes longer than to decode
 ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
@@ -108,6 +107,8 @@ def decode_task(
     zeros where ``reason`` says why there are none); and the reasons in row order. No label is in here. Few
     images are decoded by this process.
     """
+    from uno.session.resources import ROWS_PER_BLOCK  # imported here: tasks that decode have no use for it
+
     images, rows = task.rows.images, np.arange(len(task.rows))
     if len(rows) < FEW_ROWS:
         pixels, reasons = decode_many(images, side, interpolation=how)

@@ -338,3 +338,9 @@ def test_pack_refuses(tmp_path, capsys, monkeypatch):
     assert "needs --output DIR" in refused(capsys, 2, *pack)
     line = refused(capsys, 2, *pack, "--output", "x", "--shard-mb", "0")
     assert "--shard-mb: Input should be greater than 0" in line and not (tmp_path / "x").exists()
+
+
+def test_a_process_that_decodes_imports_little():
+    """There is one for each CPU. Kills: 50 MB more of each, and half a second before its first image."""
+    code = "import sys, pipelines.ray_data; assert not {'scipy', 'sklearn', 'torchvision'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)

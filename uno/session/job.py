@@ -42,7 +42,7 @@ from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
 from uno.session.place import Job, Place, place_of
 from uno.session.predict import predict_run, unlabeled_rows
-from uno.session.resolve import resolve, starting_weights, with_full_path
+from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
 from uno.session.resources import check_demand, forecast, on_features
 from uno.weights import PRETRAINED_FILE
 
@@ -114,9 +114,7 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
     ``given`` dotted keys say where that happens.
     """
     storage = Storage(target)
-    stored = override(Config(), directory.read_config_tree(storage))
-    here = {"compute.workers": 0, "compute.device": "auto"}  # the run's workers may have been elsewhere
-    config = with_full_path(override(stored, {**here, **given, "output": storage.uri}))
+    config = with_full_path(stored_config(storage, given))
     if config.compute.workers == 0:
         local_device(config)
     require_encoder(config.model.encoder, storage.uri)

@@ -52,6 +52,16 @@ def resolve(config: Config, given: Iterable[str], fresh: bool = False, free: Fre
     return Resolved(found, [reason, *lines, f"data: {why}"], None if to_load else task)
 
 
+def stored_config(storage: Storage, given: Mapping[str, Any]) -> Config:
+    """The configuration of the run in ``storage``, for work on it in this process unless the ``given`` dotted
+    keys say otherwise: its workers may have been elsewhere. StorageError or ConfigError: no run, a damaged
+    one.
+    """
+    here = {"compute.workers": 0, "compute.device": "auto"}
+    stored = flatten(directory.read_config_tree(storage))
+    return override(Config(), {**stored, **here, **given, "output": storage.uri})
+
+
 def with_data(config: Config, **chosen: Any) -> Config:
     """``config`` with fields of its data that this program has chosen: nothing is left to check."""
     return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
