@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from pipelines import ray_env
-from pipelines.estimation import estimate_num_novel
+from pipelines.jobs import OnRay
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.presets import preset
 from uno.results.estimate import Settings
+from uno.session.place import Place
 
 
 def classes_of(seed: int, num_novel: int) -> tuple[list[int], list[int]]:
@@ -45,7 +46,8 @@ def run(seed: int, num_novel: int, workers: int, settings: Settings) -> tuple[di
     task = make_task(read_rows(config.data), config.data)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        found = estimate_num_novel(config, task, Storage(folder), settings, lambda line: None)
+        place = OnRay() if config.compute.workers else Place()
+        found = place.estimate(config, task, Storage(folder), settings, lambda line: None)
         return asdict(found), time.perf_counter() - start
 
 

@@ -25,9 +25,6 @@ from torch import Tensor
 
 from benchmarks.measure import environment
 from pipelines.commands import DISCOVER as DISCOVER_COMMAND
-from pipelines.console import silence
-from pipelines.features import load_images
-from pipelines.jobs import decide
 from pipelines.options import parse
 from uno.config import Config, override
 from uno.data.decode import readable
@@ -42,6 +39,9 @@ from uno.presets import preset
 from uno.results.metrics import cluster_accuracy, confusion
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.run import run_phase
+from uno.session.console import silence
+from uno.session.data import load_images
+from uno.session.resolve import resolve
 from uno.state import TrainState
 from uno.train import LocalWorker
 
@@ -70,7 +70,7 @@ def read(options: Sequence[str]) -> tuple[Config, TrainSet]:
     with silence():
         if options:
             given = parse(options, DISCOVER_COMMAND)
-            config, _ = decide(override(given.config, {"output": None}), True, given.given)
+            config = resolve(override(given.config, {"output": None}), given.given, True).config
         task = make_task(read_rows(config.data), config.data)
         images, reasons = load_images(config, task, Storage("."), lambda metrics: None)
     return config, assemble(task, images, readable(reasons))

@@ -1,4 +1,4 @@
-"""How much memory does a resident run take, and how much does :func:`uno.data.ingest.peak_bytes` count?
+"""How much memory does a resident run take, and how much does :func:`uno.session.resources.peak_bytes` count?
 
     python -m benchmarks.memory --output DIR          # 0, 1 and 2 workers, three sizes, into DIR/result.json
     python -m benchmarks.memory --output DIR --workers 2 --rows 2000 --cpus 8     # as Ray on so many CPUs
@@ -33,7 +33,7 @@ from PIL import Image
 
 from benchmarks.measure import environment
 from uno.config import Config, override
-from uno.data.ingest import peak_bytes
+from uno.session.resources import peak_bytes
 
 SIDE, NUM_CLASSES, SAMPLE_S = 128, 10, 0.1
 OPTIONS = {

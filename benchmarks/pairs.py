@@ -24,7 +24,6 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from benchmarks.measure import environment
-from pipelines.features import load_images
 from uno.config import Config, override
 from uno.data.decode import readable
 from uno.data.files import Storage
@@ -40,6 +39,7 @@ from uno.model import UnoModel, features_of, forward
 from uno.results.metrics import cluster_accuracy, confusion, hungarian
 from uno.runs.directory import read_config_tree
 from uno.runs.run import load_trained
+from uno.session.data import load_images
 
 TOPS = (1, 2, 5)
 COSINES = (0.7, 0.8)

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 
 from benchmarks.measure import environment
-from pipelines.features import load_images
 from uno.clustering import silhouette
 from uno.config import Config, override
 from uno.data.decode import readable
@@ -38,6 +37,7 @@ from uno.results import metrics
 from uno.results.evaluate import evaluate_run
 from uno.results.trust import HELD_OUT, KMEANS, NEAR, SCORE, verdict
 from uno.runs import DISCOVER, PRETRAIN, run
+from uno.session.data import load_images
 from uno.train import LocalWorker
 from uno.weights import describe_encoder
 

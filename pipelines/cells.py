@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 from pipelines import cli
 from pipelines.commands import DISCOVER, PRETRAIN
-from pipelines.console import on_stop
 from pipelines.features import fill_cache
-from pipelines.jobs import run_job
+from pipelines.jobs import OnRay
 from pipelines.options import parse
 from uno.config import Config, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted
 from uno.runs.journal import read_journal
+from uno.session.console import on_stop
+from uno.session.job import discover
 
 ATTEMPTS = "attempts.jsonl"
 PARENT = "UNO_PARENT"  # set by the driver: its process may be gone before this one has imported torch
@@ -185,8 +186,12 @@ def main(argv: Sequence[str]) -> int:
     if kind == "features":
         return fill_cache(parse(rest, DISCOVER).config)
     if kind == "pretrain":
-        return run_job(parse(rest, PRETRAIN), "pretrain")
-    return run_job(parse(rest, DISCOVER), report=False)
+        options = parse(rest, PRETRAIN)
+        discover(options.config, options.given, last="pretrain", elsewhere=OnRay())
+    else:
+        options = parse(rest, DISCOVER)
+        discover(options.config, options.given, report=False, elsewhere=OnRay())
+    return 0
 
 
 def end_with_parent() -> None:

@@ -7,7 +7,6 @@ interrupted before anything was saved, 141 the reader of the output is gone, 1 a
 
 import errno
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -16,10 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
 
-from uno.errors import ConfigError, Interrupted, StorageError, UnoError, did_you_mean
+from uno.errors import Interrupted, UnoError, did_you_mean, foreseen
 
 Command = Callable[[Sequence[str]], int]
-RAY = "'ray[default,train,tune,data]>=2.60'"  # as pyproject.toml has it
 
 SENTENCES = {  # a command from elsewhere is listed by its name alone
     "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
@@ -70,22 +68,13 @@ def guard(command: Command, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _end("interrupted; the same command resumes from the last checkpoint, if there is one", 130)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO) and reader_is_gone():
-            return 141  # as if SIGPIPE had ended us: `uno ... | head`
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
+            from uno.session.console import reader_is_gone
+
+            if reader_is_gone():
+                return 141  # as if SIGPIPE had ended us: `uno ... | head`
         meant = foreseen(error)
         return _internal(error) if meant is None else _end(f"error: {meant}", meant.exit_code)
-
-
-def foreseen(error: Exception) -> UnoError | None:
-    """Say what an error from elsewhere means to the user (no package, no space); None: it is a defect."""
-    if isinstance(error, ModuleNotFoundError):
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("", "uno", "pipelines", "tune"):
-            extra = RAY if missing == "ray" else missing
-            return ConfigError(f"this needs the package {missing!r}: pip install {extra}")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return StorageError(str(error))
-    return None
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -131,16 +120,3 @@ def _internal(error: Exception) -> int:
     except OSError as problem:
         where = f"no traceback: {problem}"
     return _end(f"error: internal: {type(error).__name__}: {error} ({where})", 1)
-
-
-def reader_is_gone() -> bool:
-    """Return whether nobody reads our output (a closed pipe, a terminal hung up); the rest goes nowhere."""
-    gone = False
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # not a file
-            poll = select.poll()
-            poll.register(stream.fileno(), 0)
-            if poll.poll(0):  # POLLERR or POLLHUP: nobody holds the other end
-                gone = True
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return gone

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt
 
-from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, checked_output, parse, switch
-from pipelines.options import from_keywords as options_of
-from uno.config import Config, dump_yaml, override
+from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, Options, parse, switch
+from uno.config import dump_yaml
 from uno.errors import ConfigError, StorageError, UnoError
+from uno.session.settings import checked_output
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
@@ -110,47 +110,47 @@ def demo(argv: Sequence[str]) -> int:
 def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
     """Pretrain unless weights are given, discover, evaluate."""
     options = parse(argv, command)
-    from pipelines.jobs import run_job
+    from pipelines.jobs import OnRay
+    from uno.session import job
 
-    return run_job(options)
+    own = options.own
+    if own.print_config:
+        return _print_config(options)
+    job.discover(options.config, options.given, own.fresh, dry_run=own.dry_run, elsewhere=OnRay())
+    return 0
 
 
-def discover_job(settings: Mapping[str, Any], fresh: bool, quiet: bool) -> str:
-    """``uno.discover(**settings)``: what the command does; returns the run directory. Raises UnoErrors."""
-    options = options_of(settings, DISCOVER, fresh=fresh)
-    import torch
+def _print_config(options: Options) -> int:
+    from uno.session.console import silence
+    from uno.session.resolve import as_printed
 
-    from pipelines.cli import foreseen
-    from pipelines.console import silence
-    from pipelines.jobs import run_job
-
-    threads = torch.get_num_threads()
-    try:
-        with silence(quiet):
-            run_job(options)
-    except Exception as error:
-        if (meant := foreseen(error)) is None:
-            raise
-        raise meant from error
-    finally:
-        torch.set_num_threads(threads)  # the caller's own work goes on as before
-    return str(options.config.output)
+    with silence():
+        config = as_printed(options.config, options.given, options.own.fresh)
+    print(dump_yaml(config), end="")
+    return 0
 
 
 def pretrain(argv: Sequence[str]) -> int:
     """Train encoder and known head; ``discover`` with the same options goes on from there."""
     options = parse(argv, PRETRAIN)
-    from pipelines.jobs import run_job
+    from pipelines.jobs import OnRay
+    from uno.session import job
 
-    return run_job(options, "pretrain")
+    own = options.own
+    if own.print_config:
+        return _print_config(options)
+    job.discover(options.config, options.given, own.fresh, "pretrain", dry_run=own.dry_run, elsewhere=OnRay())
+    return 0
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """Evaluate a run and rewrite its ``metrics.json``."""
     options = parse(argv, EVALUATE)
-    from pipelines.jobs import evaluate_job
+    from pipelines.jobs import OnRay
+    from uno.session import job
 
-    return evaluate_job(options.own.run, options.given)
+    job.evaluate(options.own.run, options.given, OnRay())
+    return 0
 
 
 def predict(argv: Sequence[str]) -> int:
@@ -158,25 +158,25 @@ def predict(argv: Sequence[str]) -> int:
     options = parse(argv, PREDICT)
     if "output" in (given := options.given):
         given["output"] = checked_output(str(given["output"]))
-    from pipelines.inference import predict_job
+    from pipelines.jobs import OnRay
+    from uno.session import predict as session
 
     own = options.own
-    return predict_job(own.run, given, own.embedding, own.csv, own.folders)
+    session.predict(own.run, given, own.embedding, own.csv, own.folders, OnRay())
+    return 0
 
 
 def report(argv: Sequence[str]) -> int:
     """Write the report of a run and print its path."""
     options = parse(argv, REPORT)
-    from pipelines.console import say
     from uno.data.files import Storage
     from uno.report.contents import open_task, write_report
-    from uno.runs.directory import read_config_tree
     from uno.runs.hardware import local_device
+    from uno.session.console import say
+    from uno.session.resolve import stored_config
 
     storage = Storage(options.own.run)
-    config = override(Config(), read_config_tree(storage))
-    here = {"compute.workers": 0, "compute.device": "auto"}  # the run's workers may have been elsewhere
-    config = override(config, {**here, **options.given, "output": storage.uri})
+    config = stored_config(storage, options.given)
     device = local_device(config)
     task, note = open_task(config, storage)
     if note:
@@ -188,10 +188,10 @@ def report(argv: Sequence[str]) -> int:
 def export(argv: Sequence[str]) -> int:
     """Write the model as a file for other tools, and say what it is."""
     own = parse(argv, EXPORT).own
-    from pipelines.console import say
     from uno.data.files import Storage
     from uno.results.export import FORMATS, can_check_onnx, export
     from uno.results.infer import load_classifier, model_folder
+    from uno.session.console import say
 
     folder = Storage(own.run)
     model = load_classifier(folder)
@@ -216,12 +216,16 @@ def data(argv: Sequence[str]) -> int:
         return pack_data(options.config, options.own.shard_mb or SHARD_MB, options.given)
     if options.own.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
-    from pipelines.inference import own_task
-    from pipelines.jobs import decide
+    from pipelines.nodes import free_memory
     from uno.data.check import check, format_report
+    from uno.session.console import say
+    from uno.session.data import read_task
+    from uno.session.resolve import resolve
 
-    config, task = decide(options.config, True, options.given)
-    task = task or own_task(config)
+    config, lines, task = resolve(options.config, options.given, True, free_memory)
+    for line in lines:
+        say(line)
+    task = task or read_task(config.data)
     problems = check(task, config, CHECK_S)
     print(format_report(task, problems, config.data.store_size))
     return 2 if any(problem.level == "error" for problem in problems) else 0
@@ -234,21 +238,22 @@ def estimate(argv: Sequence[str]) -> int:
     if own.print_config:
         print(dump_yaml(options.config), end="")
         return 0
-    from pipelines.estimation import estimate_job
+    from pipelines.jobs import OnRay
     from uno.results.estimate import Settings
+    from uno.session.estimation import estimate_classes
 
     settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
-    estimate_job(options.config, settings, own.dry_run, options.given)
+    estimate_classes(options.config, options.given, settings, own.dry_run, OnRay())
     return 0
 
 
 def doctor(argv: Sequence[str]) -> int:
     """Print a line for every finding; 0 if sound, 4 if the run cannot resume, 2 if the machine cannot run."""
     own = parse(argv, DOCTOR).own
-    from pipelines.console import say
     from pipelines.machine import machine
     from uno.data.files import Storage
     from uno.runs import directory, lock
+    from uno.session.console import say
 
     if own.repair:
         if own.run is None:
@@ -271,13 +276,13 @@ def doctor(argv: Sequence[str]) -> int:
 def classes(argv: Sequence[str]) -> int:
     """Write ``RUN/classes.yaml``, check it, or apply it."""
     own = parse(argv, CLASSES).own
-    from pipelines.console import say
-    from pipelines.jobs import apply_classes
     from uno.data.files import Storage
     from uno.limits import MAX_STATE_BYTES
     from uno.results.classes import YAML_FILE, fates, read_edits, template, with_names
     from uno.results.infer import load_classifier
     from uno.runs import lock
+    from uno.session.console import say
+    from uno.session.job import apply_classes
 
     if own.file is not None and own.rename:
         raise ConfigError("give either --file or --rename")
@@ -317,15 +322,15 @@ def _place(path: str) -> tuple[Storage, str]:
 
 def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     """Suggest names for the discovered classes; nothing where the run's data cannot be read any more."""
-    from pipelines.console import say
-    from pipelines.inference import own_task
     from uno.report.findings import find, suggestions
     from uno.report.sample import look
     from uno.results.classes import unedited
     from uno.results.infer import decoder
+    from uno.session.console import say
+    from uno.session.data import read_task
 
     try:
-        task = own_task(model.config)
+        task = read_task(model.config.data)
         sample = look(task, replace(model, classes=unedited(model.classes)), decoder(model, task.rows))
     except (UnoError, ValueError) as error:  # no image can be read
         say(f"warning: no suggestions, the run's data cannot be read: {error}")

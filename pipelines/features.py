@@ -1,9 +1,8 @@
-"""Features of a frozen encoder for a command: from the cache, else computed here or on Ray and kept there."""
+"""Features of a frozen encoder on Ray, bit for bit as :func:`uno.session.data.compute_here` has them."""
 
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -13,71 +12,21 @@ import numpy as np
 import pyarrow as pa
 import safetensors.torch
 import torch
-from torch import Tensor
 
 from pipelines import ray_env
-from pipelines.console import Progress, on_stop, say
 from pipelines.partitions import through_model
 from pipelines.ray_data import bytes_of, pixel_column
 from uno.config import Config, to_dict
 from uno.data import features
-from uno.data.decode import ahead, decode_many
-from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
+from uno.data.decode import ahead
+from uno.data.features import FeatureJob, pack_shard
 from uno.data.files import Storage
 from uno.data.images import from_columns, to_columns
-from uno.data.sources import read_rows
-from uno.data.splits import Task, make_task
 from uno.encoder import build_encoder
-from uno.errors import ConfigError, Interrupted
-from uno.runs.hardware import local_device, num_threads
-from uno.runs.run import frozen_encoder
+from uno.session.console import Progress, on_stop
+from uno.session.data import compute_here, load_features, read_task
 
-INTERVAL_S = 10.0  # between two lines of progress
 TASK_SHARDS = 8  # that a task decodes, at most: a row group of Parquet has more rows than a shard
-
-Show = Callable[[dict[str, Any]], None]
-
-
-def load_features(
-    config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
-    ray: Any = None,
-) -> tuple[Tensor, list[str | None]]:  # fmt: skip
-    """Features float32 (N, 1 + V, D) of the rows of ``task``, and why a row has none. ``ray``: where they are
-    computed by its actors, one for each worker; else by threads here. Interrupted: ``should_stop`` says so;
-    ConfigError: nobody has trained the encoder.
-    """
-    if config.model.weights is None:
-        raise ConfigError("model.trainable heads needs --weights: what trained the encoder that is frozen")
-    encoder = frozen_encoder(config, storage)
-    job = feature_job(config, task, encoder)
-    place = Storage(features.cache_directory(config))
-    cache = FeatureCache(place, job)
-
-    def compute(numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        rows = sum(len(job.rows(number)) for number in numbers)
-        have = f", {len(task.rows) - rows:,} are there" if rows < len(task.rows) else ""
-        say(f"features: {rows:,} images through {config.model.encoder}{have}; kept in {cache.path}")
-        if ray is not None:
-            found = compute_on_ray(ray, job, encoder, numbers, place)
-        else:
-            threads = num_threads(config)
-            shards = features.compute_here(job, encoder.to(local_device(config)), numbers, threads)
-            found = cache.keep((number, pack_shard(job.key, number, shard)) for number, shard in shards)
-        for number, data in found:
-            yield number, data
-            if should_stop():
-                raise Interrupted("stopped; finished features are kept")
-
-    start: list[tuple[int, float]] = []
-
-    def progress(done: int, total: int) -> None:
-        start[:] = start or [(done, time.monotonic())]
-        seconds = max(time.monotonic() - start[0][1], 1e-9)
-        speed = (done - start[0][0]) / seconds if done > start[0][0] else None
-        show({"phase": "features", "step": done, "total_steps": total, "images_per_s": speed,
-              "every_s": INTERVAL_S})  # fmt: skip
-
-    return features.cached_features(cache, job, config.model.weights or "", compute, progress)
 
 
 def compute_on_ray(
@@ -173,36 +122,9 @@ def write_part(storage: Storage, number: int, results: pa.Table, key: str, num_v
 def fill_cache(config: Config) -> int:
     """Compute what the cache lacks of a run's features, here or on Ray; returns 0."""
     data = config.data.model_copy(update={"num_novel": 1} if config.data.num_novel == "auto" else {})
-    task, stopping, workers = make_task(read_rows(data), data), threading.Event(), config.compute.workers
+    task, stopping, workers = read_task(data), threading.Event(), config.compute.workers
     connected = ray_env.connect(workers=workers) if workers else nullcontext()
     with on_stop(stopping.set), Progress() as show, connected as ray:
-        load_features(config, task, Storage(config.output or "."), show, stopping.is_set, ray)
+        compute = compute_here if ray is None else partial(compute_on_ray, ray)
+        load_features(config, task, Storage(config.output or "."), show, stopping.is_set, compute)
     return 0
-
-
-def row_bytes(config: Config) -> int:
-    """Of one image that a resident run keeps: decoded, or as the features of a frozen encoder."""
-    return feature_bytes(config) if config.model.trainable == "heads" else 3 * config.data.store_size**2
-
-
-def feature_bytes(config: Config) -> int:
-    """Of one row's features in memory."""
-    width = build_encoder(config.model).num_features
-    return 4 * (1 + config.augment.cached_views) * int(width)  # type: ignore[arg-type]
-
-
-def on_features(config: Config) -> bool:
-    """Whether a run trains on cached features: its encoder is frozen, and they are to be kept in memory."""
-    return config.model.trainable == "heads" and config.data.ingest != "streaming"
-
-
-def load_images(
-    config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False
-) -> tuple[Tensor, list[str | None]]:
-    """What a resident run keeps of every row, computed here: pixels uint8 (N, 3, S, S), or features of a
-    frozen encoder; and why a row has none.
-    """
-    if on_features(config):
-        return load_features(config, task, storage, show, should_stop)
-    data = config.data
-    return decode_many(task.rows.images, data.store_size, interpolation=data.interpolation)

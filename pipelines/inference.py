@@ -1,10 +1,7 @@
-"""Running a trained model over a source, here or on Ray: what ``uno predict`` and the end of a run share.
-
-On Ray by :mod:`pipelines.partitions`: the same batches and files as with the threads of this process, so the
-same results.
+"""Running a trained model over a source on Ray, by :mod:`pipelines.partitions`: the same batches and files as
+with the threads of this process, so the same results.
 """
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,129 +11,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipelines import ray_env
-from pipelines.console import Progress, reading, say, stopped_at_once
 from pipelines.partitions import through_model
 from pipelines.ray_data import bytes_of, pixel_column
-from uno.config import Config, override
-from uno.data.files import Storage
+from uno.config import Config
 from uno.data.images import InMemory, from_columns, to_columns
-from uno.data.inputs import Inputs, RowInputs, cut, evenly, open_inputs
+from uno.data.inputs import cut
 from uno.data.rows import Part
-from uno.data.sources import read_rows
-from uno.data.splits import Task, make_task
-from uno.errors import ConfigError, UnoError
-from uno.results import infer
-from uno.results.folders import sort_images, write_csv
-from uno.results.infer import Classifier, build_classifier, decoder, with_alignment
-from uno.results.predictions import (
-    PredictionWriter,
-    Summary,
-    Take,
-    classify,
-    decode_chunk,
-    predict_rows,
-    read_part,
-)
-from uno.runs.hardware import local_device, num_threads
-
-RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
-INTERVAL_S = 5.0  # between two lines of progress
-
-
-def predict_job(
-    target: str, given: Mapping[str, Any], embedding: bool, csv: bool = False, folders: bool = False
-) -> int:
-    """``uno predict``: classify a source with the model of a run; ``given`` are dotted keys. Returns 0."""
-    storage = Storage(target)
-    model = infer.load_classifier(storage)
-    compute, data = ({k: given[k] for k in given if k.startswith(s)} for s in ("compute.", "data."))
-    config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
-    num_threads(config)
-    if config.compute.workers == 0:
-        local_device(config)
-    if data and "output" not in given:
-        raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
-    limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
-    with reading() as total:
-        inputs: Inputs = (
-            RowInputs(own_task(config).rows) if not data else open_inputs(override(Config(), data).data)
-        )
-        inputs = inputs if limit is None else evenly(inputs, limit)
-        total(len(inputs))
-    try:
-        if model.alignment is None:
-            task = own_task(config)
-            decode = decoder(model, task.rows, config.compute.threads)
-            model = with_alignment(model, storage, decode, unlabeled_rows(task))
-    except UnoError as error:
-        say(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
-    output = Storage(str(given.get("output", storage.uri)))
-    writer = PredictionWriter(output, inputs, model, embedding, replace="output" not in given)
-
-    kept = "stopped; finished shards are kept"
-    with stopped_at_once(kept):
-        summary = _predict(config, model, storage, writer)
-    say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
-    if csv:
-        say(f"as CSV: {write_csv(output)}")
-    if folders:
-        with stopped_at_once(kept), Progress(seconds=INTERVAL_S) as progress:
-
-            def show(done: int, total: int) -> None:
-                progress({"phase": "copy", "step": done, "total_steps": total})
-
-            say(f"sorted: {sort_images(output, inputs, show)}")
-    return 0
-
-
-def predict_run(
-    config: Config, storage: Storage, task: Task, model: Classifier | None = None
-) -> tuple[Classifier, Summary]:
-    """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where there are many to decode;
-    those of an earlier model are replaced. Returns the model, its heads aligned.
-    """
-    is_prepared = task.rows.images.prepared(np.arange(0)) is not None
-    if is_prepared or len(task.rows) < RAY_PAYS_ROWS:
-        config = override(config, {"compute.workers": 0, "compute.device": local_device(config).type})
-    model = infer.load_classifier(storage) if model is None else model
-    decode = decoder(model, task.rows, config.compute.threads)
-    model = with_alignment(model, storage, decode, unlabeled_rows(task))
-    writer = PredictionWriter(storage, RowInputs(task.rows), model, embedding=False, replace=True)
-    return model, _predict(config, model, storage, writer)
-
-
-def own_task(config: Config) -> Task:
-    """The rows a run was trained on, or will be."""
-    with reading() as total:
-        task = make_task(read_rows(config.data), config.data)
-        total(len(task.rows))
-    return task
-
-
-def unlabeled_rows(task: Task) -> np.ndarray:
-    """Numbers of the training rows whose classes were discovered."""
-    return np.flatnonzero(task.is_train & (task.labels < 0))
-
-
-def _predict(config: Config, model: Classifier, storage: Storage, writer: PredictionWriter) -> Summary:
-    """Here or on Ray, as ``config.compute`` says."""
-    if writer.complete:
-        return writer.finish()
-    if writer.num_done:
-        say(f"{writer.num_done:,} of {writer.num_rows:,} rows are there already; continuing")
-    num_before, start = writer.num_done, time.monotonic()
-    with Progress(seconds=INTERVAL_S) as progress:
-
-        def show(done: int, total: int) -> None:
-            speed = (done - num_before) / max(time.monotonic() - start, 1e-9)
-            progress({"phase": "predict", "step": done, "total_steps": total, "images_per_s": speed})
-
-        if config.compute.workers:
-            with ray_env.connect(workers=config.compute.workers) as ray:
-                return predict_on_ray(ray, config, infer.read_model_files(storage), writer, show)
-        torch.set_num_threads(num_threads(config))
-        return predict_rows(model.to(local_device(config)), writer, config.compute.threads, show)
+from uno.results.infer import build_classifier
+from uno.results.predictions import PredictionWriter, Summary, Take, classify, decode_chunk, read_part
 
 
 def predict_on_ray(

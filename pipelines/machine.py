@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from pipelines import ray_env
-from pipelines.cli import RAY
-from uno.errors import ConfigError
+from uno.errors import RAY, ConfigError
 from uno.runs.directory import Finding
 
 GIB = 2**30
@@ -45,9 +44,9 @@ def _ray() -> Iterator[Finding]:
         return
     if importlib.util.find_spec("aiohttp_cors") is None:
         yield Finding("warning", "no ray job submit", "pip install 'ray[default]'")
-    address = os.environ.get("RAY_ADDRESS")
-    if not address:
-        yield Finding("ok", "RAY_ADDRESS is unset: --workers N starts Ray on this machine")
+    address = ray_env.cluster_address()
+    if address is None:
+        yield Finding("ok", "no Ray cluster is named or runs here: --workers N starts one on this machine")
         return
     try:
         ray_env.check_address(address)

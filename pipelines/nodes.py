@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from pipelines.console import say
 from pipelines.ray_env import POLL_S, TASK_CPUS, cluster_address, connect, worker_resources
 from pipelines.ray_private import Node, Resources, launches, read_nodes
 from uno.config import Config, to_dict
-from uno.data import ingest
 from uno.data.files import is_transient
 from uno.errors import ConfigError, Interrupted, UnoError, one_line
+from uno.session.console import say
 
 TELL_S = 30.0  # between two lines on what is waited for
 ASK_S = 60.0  # for what is free on the nodes of workers
@@ -129,10 +128,10 @@ def free_memory(config: Config) -> tuple[int, int | None]:
 
 
 def _free(tree: Mapping[str, Any]) -> tuple[int, int | None]:
-    """On the node of a worker, whose share of a GPU may be less than one."""
-    config = Config.model_validate(tree)
-    device, share = ingest.free_device_bytes(config), min(1.0, config.compute.gpus_per_worker or 1.0)
-    return ingest.free_host_bytes(), None if device is None else int(share * device)
+    """On the node of a worker."""
+    from uno.session import resources  # imported here: tasks that decode import this module, too
+
+    return resources.free_memory(Config.model_validate(tree))
 
 
 def growth_s(config: Config) -> float:

@@ -1,16 +1,10 @@
 """The command line of every command, from one declaration: its own arguments and the schema's fields.
 
 The flags are the schema's fields (``--objective.epsilon``), their short forms (``--batch-size``) and what a
-:class:`Command` adds. Precedence: defaults < preset < the description of an encoder from a library < YAML <
-command line. Values start from the preset that was given, on the command line or in a file; otherwise from
-``digits`` for the digits and from :func:`own_preset` for any other data. A preset's known classes are those
-of its own data set: with another kind of source they are dropped unless they are given too, because hiding
-the labels of somebody else's classes would be a silent mistake. pydantic checks every value, so that an error
-is one line with the field's name.
+:class:`Command` adds; :mod:`uno.session.settings` makes a configuration of them. pydantic checks every value,
+so that an error is one line with the field's name.
 """
 
-import glob
-import os
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,15 +18,13 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from pipelines.cli import SENTENCES
-from uno.config import MOVED, OWN_ENCODERS, Config, about, describe, fields_of, flatten, load_yaml, override
-from uno.errors import ConfigError, did_you_mean
+from uno.config import Config, about, describe, fields_of, flatten, load_yaml
+from uno.errors import ConfigError
 from uno.methods import DEFAULT, METHODS
-from uno.methods.registry import settings
-from uno.presets import IMAGE_SIZE, PRESETS, SIZES, own_images, preset, sized
+from uno.presets import IMAGE_SIZE, PRESETS, preset
+from uno.session.settings import HELP_ALL, configured, dashed, merged, similar
 
-RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
 MANY = 10**6
-HELP_ALL = "--help-all"
 
 
 class Argument(NamedTuple):
@@ -140,68 +132,13 @@ class Options:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The dotted keys that were set; a source on the line replaces the two folders of a file, one size of
-        images the sizes there.
-        """
-        replaced = ("data.labeled", "data.unlabeled") * ("data.source" in self.line)
-        replaced += SIZES * (IMAGE_SIZE in self.line)
-        return {key: value for key, value in self.file.items() if key not in replaced} | dict(self.line)
+        """The dotted keys that were set."""
+        return merged(self.file, self.line)
 
     @cached_property
     def config(self) -> Config:
         """The configuration that the line leads to, with the command's output."""
-        given = self.given
-        source, two_folders = given.get("data.source"), given.get("data.labeled") is not None
-        own_data = two_folders or source not in (None, "digits")
-        name = str(given.pop("preset", own_preset(given) if own_data else "digits"))
-        if name in ("custom", "photos") and source is None and not two_folders:
-            raise ConfigError(
-                f"the preset {name!r} needs --data SOURCE, or --labeled DIR and --unlabeled DIR"
-            )
-        config = preset(name, str(given.pop("recipe", "paper")))
-        config = override(config, settings(str(given.get("method", config.method)), name))
-        kinds = {str(data).partition(":")[0] for data in (source, config.data.source)}
-        if two_folders or (source is not None and len(kinds) > 1):
-            config = override(config, {"data.known_classes": None})
-        if own_images(given):
-            config = override(config, {"data.hold_out": config.data.hold_out or HOLD_OUT})
-        config = override(config, sized(config, given, _described(config, given)))
-        default = self.command.output and self.command.output.format(preset=name, seed=config.seed)
-        output = config.output or default
-        return override(config, {"output": output and checked_output(output)})
-
-
-def _described(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What images an encoder takes that is a library's or the user's: size, mean, std and interpolation."""
-    name = override(config, {"model.encoder": given.get("model.encoder", config.model.encoder)}).model.encoder
-    if name in OWN_ENCODERS:  # a plain command line imports no torch
-        return {}
-    from uno.weights import describe_encoder
-
-    size = given.get(IMAGE_SIZE, given.get(SIZES[0]))
-    return describe_encoder(name).settings(size and override(config, {SIZES[0]: size}).augment.large.size)
-
-
-HOLD_OUT = 0.1  # of the labeled rows of one's own images, where no test row is of a known class
-
-
-def own_preset(given: Mapping[str, Any]) -> str:
-    """The preset of one's own data: ``photos`` where an encoder's pretrained weights are given or at hand."""
-    encoder, weights = given.get("model.encoder"), given.get("model.weights")
-    if not own_images(given):
-        return "custom"
-    if weights is None and encoder is None and given.get("model.trainable") is None:
-        return "photos" if weights_at_hand() else "custom"
-    file = str(weights).endswith((".safetensors", ".pt", ".pth")) and ":" in str(encoder)
-    return "photos" if file or weights == "pretrained" else "custom"
-
-
-def weights_at_hand() -> bool:
-    """Whether torchvision's weights of the encoder of ``photos`` have been downloaded before."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    home = os.environ.get("TORCH_HOME") or os.path.join(cache, "torch")
-    _, _, name = preset("photos").model.encoder.partition(":")
-    return bool(glob.glob(os.path.join(glob.escape(home), "hub", "checkpoints", f"{name}_*.pth")))
+        return configured(self.given, self.command.output)
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
@@ -217,89 +154,14 @@ def parse(argv: Sequence[str], command: Command) -> Options:
     return _checked(options)
 
 
-def from_keywords(settings: Mapping[str, Any], command: Command, **own: bool) -> Options:
-    """Options of a command as keyword arguments: ``batch_size=64``, ``objective={"epsilon": 0.1}``,
-    ``**{"objective.epsilon": 0.1}``, and ``config``: a YAML file, a mapping, or a list of them. ``own``:
-    the command's own switches.
-    """
-    file, line = dict[str, Any](), dict[str, Any]()
-    config = settings.get("config", [])
-    for part in config if isinstance(config, list | tuple) else [config]:
-        file |= flatten(part) if isinstance(part, Mapping) else load_yaml(part)
-    sections = fields_of(str(settings.get("method", file.get("method", DEFAULT))))
-    found = [*schema_flags(sections), *SIZE_FLAG.items()]
-    flags = {name[2:]: flag.key for name, flag in found if not flag.negated}
-    for name, value in settings.items():
-        if name == "config":
-            continue
-        for key, each in flatten({name: value}).items():
-            if _dashed(key) not in flags:
-                raise ConfigError(f"unknown setting {key!r}{_similar(key, [*flags, 'config'], True)}")
-            line[flags[_dashed(key)]] = _plain(each)
-    switches = {_attribute(name): own.get(_attribute(name), False) for name in command.arguments}
-    return _checked(Options(command, SimpleNamespace(**switches), file, line))
-
-
-def _plain(value: Any) -> Any:
-    """A value from Python as a YAML file would hold it."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, list | tuple) and value and all(isinstance(word, str) for word in value):
-        return ",".join(value)  # names of classes
-    return value.item() if getattr(value, "ndim", None) == 0 else value  # a number of numpy's
-
-
 def _checked(options: Options) -> Options:
     """``options``, if they go together and the command may set them."""
-    if {"data.source", "data.labeled"} <= options.line.keys():
-        raise ConfigError("give either --data or --labeled and --unlabeled, not both")
     command = options.command
     for key in options.given:
         if not command.may_change(key):
             see = f"see uno {command.name} --help for what is not"
             raise ConfigError(f"{key} is fixed by the trained model; {see}")
     return options
-
-
-HABITS = {
-    "lr": ("discover.base-lr", "pretrain.base-lr"),
-    "learning-rate": ("discover.base-lr", "pretrain.base-lr"),
-    "epochs": ("discover.epochs", "pretrain.epochs"),
-    "num-epochs": ("discover.epochs", "pretrain.epochs"),
-    "size": ("image-size",),
-    "img-size": ("image-size",),
-    "resolution": ("image-size",),
-    "backbone": ("model.encoder",),
-    "num-classes": ("num-novel",),
-    "gpus": ("device", "gpus-per-worker"),
-    "out": ("output",),
-}
-"""Words that people write out of habit, and the flags that they mean."""
-
-
-def _similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
-    """Suggest what ``name``, a flag without its dashes or a ``keyword``, was meant to be."""
-    word, known = _dashed(name), list(names)
-    if new := MOVED.get(word.replace("-", "_")):
-        return f"; it is {new if keyword else f'--{_dashed(new)}'} now"
-    likely = [flag for flag in HABITS.get(word, ()) if flag in known]
-    likely = likely or [flag for flag in known if flag.endswith(f".{word}")][:3]
-    likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]
-    if keyword:
-        see = f"see uno discover {HELP_ALL}"
-        return did_you_mean(word, known, see, lambda flag: repr(flag.replace("-", "_")), likely)
-    return did_you_mean(word, known, f"see {HELP_ALL}", "--{}".format, likely)
-
-
-def checked_output(output: str) -> str:
-    """A directory to write to, ``~`` replaced; a relative one inside a Ray job is a ConfigError."""
-    output = os.path.expanduser(output)
-    if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
-        why = "the job's working directory is deleted with the job"
-        raise ConfigError(
-            f"inside a Ray job --output must be an absolute path or a URI, not {output!r}: {why}"
-        )
-    return output
 
 
 def schema_flags(
@@ -314,15 +176,11 @@ def schema_flags(
             yield from schema_flags(kind.model_fields, f"{key}.")
             continue
         flag, short = Argument(info.description or "", kind, key=key), about(key).flag
-        yield f"--{_dashed(key)}", flag
+        yield f"--{dashed(key)}", flag
         if short:
             yield f"--{short}", flag
         if kind is bool:
-            yield f"--{_dashed(prefix)}no-{_dashed(name)}", flag._replace(negated=True)
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+            yield f"--{dashed(prefix)}no-{dashed(name)}", flag._replace(negated=True)
 
 
 def _attribute(name: str) -> str:
@@ -350,7 +208,7 @@ def _read(argv: Sequence[str], command: Command) -> Options:
 
     for name, joined, words in groups:
         if name and name not in flags:
-            raise ConfigError(f"unknown option {name}{_similar(name[2:], [flag[2:] for flag in flags])}")
+            raise ConfigError(f"unknown option {name}{similar(name[2:], [flag[2:] for flag in flags])}")
         most = max(flags[name].most_words, joined) if name else 0
         words, surplus = words[:most], words[most:]
         while positional and surplus:
@@ -383,7 +241,7 @@ def _groups(argv: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
         if token.startswith("--"):
             yield name, bool(equals), words
             name, equals, word = token.partition("=")
-            name, words = _dashed(name), [word] if equals else []
+            name, words = dashed(name), [word] if equals else []
         else:
             words.append(token)
     yield name, bool(equals), words

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines import ray_env
-from pipelines.console import Progress, say
 from pipelines.ray_data import grouped, own_error, own_node
 from uno.config import Config
 from uno.data.files import Storage
@@ -21,6 +20,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, limit_rows
 from uno.errors import ConfigError
 from uno.runs.hardware import num_threads
+from uno.session.console import Progress, say
 
 BAD = pa.list_(pa.struct({"id": pa.string(), "reason": pa.string()}))
 EXECUTION_ROWS = 2**20  # of shards that are in the object store at once, or where their images are

@@ -28,7 +28,6 @@ from uno.data import stream
 from uno.data.decode import BadRows, Decoded, Interpolation, decode_many, readable
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
-from uno.data.ingest import ROWS_PER_BLOCK, free_host_bytes
 from uno.data.kept import Kept
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
@@ -42,8 +41,6 @@ EXECUTION_BYTES = 128 * 2**20  # of images that are in memory and travel to thei
 CHUNKS_PER_CPU = 32  # of an execution
 MIN_CHUNKS = 4
 START_NEXT_AT = 0.5  # of an execution
-STORE_BYTES = 1_500_000_000  # for each worker; more is slower: a page's first touch costs as much as a copy
-RESIDENT_STORE = 2  # times the decoded images: those that were in memory travel to their tasks
 STORE_SHARE = 0.4  # of the object store, for all executions of all workers
 TASK_CHUNKS = 4  # that a task crops: it costs 11 ms of CPU time, a block of its results much less
 
@@ -106,6 +103,8 @@ def decode_task(
     zeros where ``reason`` says why there are none); and the reasons in row order. No label is in here. Few
     images are decoded by this process.
     """
+    from uno.session.resources import ROWS_PER_BLOCK  # imported here: tasks that decode have no use for it
+
     images, rows = task.rows.images, np.arange(len(task.rows))
     if len(rows) < FEW_ROWS:
         pixels, reasons = decode_many(images, side, interpolation=how)
@@ -164,16 +163,6 @@ def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
     column = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
     values = np.frombuffer(column.buffers()[1], np.uint8)[column.offset * row_bytes :]
     return values[: len(column) * row_bytes].reshape(-1, row_bytes)
-
-
-def store_bytes(workers: int) -> int:
-    """The object store that streaming asks for on this machine."""
-    return min(workers * STORE_BYTES, int(0.3 * free_host_bytes()))
-
-
-def resident_store_bytes(num_rows: int, side: int) -> int:
-    """The object store that a resident set asks for: as images came and as they stay, and a task's on top."""
-    return min(RESIDENT_STORE * num_rows * 3 * side**2 + STORE_BYTES // 2, int(0.6 * free_host_bytes()))
 
 
 def execution_limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:

@@ -10,11 +10,10 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pipelines.cli import RAY
-from pipelines.console import in_main_thread, say
 from pipelines.ray_private import current_cluster, job_variables
 from uno.config import Config
-from uno.errors import ConfigError, Interrupted, one_line
+from uno.errors import RAY, ConfigError, Interrupted, one_line
+from uno.session.console import in_main_thread, say
 
 POLL_S = 0.5
 TASK_CPUS = 0.9  # of a task of Ray Data: Ray rounds what workers take, and may leave a little less than one

@@ -16,13 +16,12 @@ import torch
 
 from pipelines import ray_env
 from pipelines.cells import Attempts, Job, RayProcess, Start, note, read_attempts, run_jobs, start_here
-from pipelines.console import say
-from pipelines.jobs import decide
-from pipelines.options import Options, checked_output
+from pipelines.nodes import free_memory
+from pipelines.options import Options
 from uno.config import ComputeConfig, Config, about, differing_keys, flatten, override, to_dict
 from uno.data.check import check
 from uno.data.features import cache_directory
-from uno.data.files import Storage, full_path, normal, split
+from uno.data.files import Storage, full_path, normal
 from uno.data.output import leftovers, other_settings
 from uno.data.sources import SOURCES, read_rows
 from uno.data.splits import make_task
@@ -34,6 +33,10 @@ from uno.reproduce.figures import draw
 from uno.runs import lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
+from uno.session.console import say
+from uno.session.data import read_task
+from uno.session.resolve import resolve, with_full_path
+from uno.session.settings import checked_output
 from uno.weights import is_file
 
 
@@ -123,8 +126,10 @@ def _on_own_data(table: Table, options: Options) -> Table:
     nobody can count what is right there.
     """
     config = override(options.config, {"output": None})
-    found, task = decide(config, True, options.given)
-    task = task or make_task(read_rows(found.data), found.data)
+    found, lines, task = resolve(config, options.given, True, free_memory)
+    for line in lines:
+        say(line)
+    task = task or read_task(found.data)
     if not (task.is_train & (task.labels < 0) & (task.eval_labels >= task.num_known)).any():
         why = "no unlabeled row has a true class to count by"
         raise ConfigError(f"{task.rows.source}: {why}; hide labels with --known-classes")
@@ -142,10 +147,7 @@ def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
     source = given.get("model.weights")
     if not is_file(source):
         raise ConfigError("model.trainable heads needs --weights FILE here: what trained the encoder")
-    full = full_path(normal(str(source)))
-    folder, name = split(full)
-    if not Storage(folder).exists(name):
-        raise ConfigError(f"model.weights: no such file {full}")
+    full = with_full_path(override(Config(), {"model.weights": source})).model.weights
     cache = cache_directory(Config(compute=ComputeConfig(cache=given.get("compute.cache"))))
     return {"model.weights": full, "compute.cache": full_path(normal(cache))}
 
@@ -284,7 +286,9 @@ def run_missing(request: Request, jobs: Sequence[Job]) -> None:
 def _runner(request: Request) -> Iterator[tuple[Start, int]]:
     """Yield what starts a cell, as a process here or in a task of Ray, and how many fit at a time."""
     compute, parallel = request.compute, request.own.parallel
-    several = "RAY_ADDRESS" in os.environ or (compute.device != "cpu" and torch.cuda.device_count() > 1)
+    several = ray_env.cluster_address() is not None or (
+        compute.device != "cpu" and torch.cuda.device_count() > 1
+    )
     wants_ray = request.own.runner == "ray" or (request.own.runner == "auto" and several)
     if not wants_ray or compute.workers:  # cells that start Ray themselves
         local_device(Config(compute=compute))

@@ -10,18 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipelines import nodes, ray_data, ray_env, ray_private
-from pipelines.console import on_stop, say
-from pipelines.features import load_features, on_features
-from pipelines.forecast import advice, crop_rate
+from pipelines.features import compute_on_ray
 from uno import collectives
 from uno.config import Config, override, to_dict
-from uno.data.decode import BAD_SAMPLES, check_bad
 from uno.data.files import Storage
 from uno.data.resident import keep_pixels
 from uno.data.splits import Task
@@ -31,9 +28,12 @@ from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, hooks, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
-from uno.runs.lock import Claim, ClaimedStorage
+from uno.runs.lock import ClaimedStorage
+from uno.session.console import on_stop, say
+from uno.session.data import leave_out_unreadable, load_features
+from uno.session.place import STOPPING, Job
+from uno.session.resources import advice, crop_rate, on_features, store_bytes
 
-STOPPING = "stopping: saving a checkpoint first"
 STOP_LOOK_S = 2.0  # between two looks for the STOP file
 STOP_VOTE_S, MAX_VOTE_STEPS = 1.0, 100  # between two votes of the ranks on what was seen
 MAX_DEATHS = 3
@@ -166,16 +166,6 @@ def quiet_exit() -> None:
     sys.unraisablehook = hook
 
 
-class Job(NamedTuple):
-    """What to train and to evaluate, and whose directory it fills."""
-
-    config: Config
-    task: Task
-    phases: tuple[str, ...]
-    evaluate: bool
-    claim: Claim
-
-
 def run_on_ray(
     job: Job, show: Callable[[dict[str, Any]], None], until: ExitStack
 ) -> tuple[dict[str, float], Task]:
@@ -191,18 +181,19 @@ def run_on_ray(
         storage.write(STOP_FILE, b"")
 
     streams, side = config.data.ingest == "streaming", config.data.store_size
-    store = ray_data.store_bytes(config.compute.workers) if streams else None
-    if not streams and not on_features(config):
-        store = ray_data.resident_store_bytes(len(task.rows), side)
+    store = store_bytes(config, len(task.rows))
     with on_stop(stop, STOPPING), ExitStack() as own:
         connected = ray_env.connect(store, config.compute.workers, keep_idle=streams)
         ray = (own if streams or on_features(config) else until).enter_context(connected)
         nodes.check_shares(config, nodes.await_place(config, stopping.is_set, nodes.growth_s(config)))
-        for line in advice(config, ray.cluster_resources(), crop_rate(config, task) if streams else None):
+        cluster, rate = ray.cluster_resources(), crop_rate(config, task) if streams else None
+        each = ray_env.worker_resources(config, cluster)
+        for line in advice(config, cluster.get("CPU", 0.0), each, rate):
             say(line)
         images, reasons, found = None, None, None
         if on_features(config):
-            found, reasons = load_features(config, task, storage, show, stopping.is_set, ray)
+            compute = partial(compute_on_ray, ray)
+            found, reasons = load_features(config, task, storage, show, stopping.is_set, compute)
             leave_out_unreadable(reasons, config, task, storage)
         elif not streams:
             images, reasons = ray_data.decode_task(ray, task, side, config.data.interpolation)
@@ -221,17 +212,6 @@ def run_on_ray(
             kept = ray_data.pixels_of(ray.get(facts["images"]), side) if found is None else found
             task = keep_pixels(task, kept, reasons)
         return values, task
-
-
-def leave_out_unreadable(
-    reasons: list[str | None], config: Config, task: Task, storage: Storage | None = None
-) -> None:
-    """Say how many images cannot be read and list them in a run's ``bad_samples.jsonl``; refuse too many."""
-    bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
-    if bad:
-        first = f"the first: {bad[0]['id']} ({bad[0]['reason']})"
-        where = f"see {storage.path(BAD_SAMPLES)}" if storage else first
-        say(f"warning: {len(bad)} unreadable images are left out; {where}")
 
 
 def run_workers(
@@ -293,40 +273,51 @@ def _fit_in_thread(
 ) -> dict[str, Any]:
     """What :func:`train_loop` returned, trained in a thread so that we can watch the run."""
     compute, name = job.config.compute, f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    body = partial(
-        fit, train_loop, loop, compute.workers, resources, f"{loop['output']}/{RAY_FOLDER}", name,
-        # run_workers starts a group again, with shares of the cluster as it is
-        placement=compute.placement, startups=0, preemptions=0,
-    )  # fmt: skip
+    # run_workers starts a group again, with shares of the cluster as it is
+    settings = run_config(f"{loop['output']}/{RAY_FOLDER}", name, startups=0, preemptions=0)
+    body = partial(fit, train_loop, loop, scaling(compute.workers, resources, compute.placement), settings)
     return ray_env.in_thread(body, on_poll).return_value
 
 
-def fit(
-    train_loop: Callable[[dict[str, Any]], Any], loop: dict[str, Any], num_workers: int,
-    resources: dict[str, float], folder: str, name: str, *, timeout_s: int = 600, placement: str = "PACK",
-    callbacks: Sequence[Any] = (), startups: int = 9, preemptions: int = -1,
-) -> Any:  # fmt: skip
-    """Fit a ``TorchTrainer`` that logs nothing, with Ray's own files in ``folder/name``. A group that finds
+def scaling(num_workers: int, resources: dict[str, float], placement: str = "PACK") -> Any:
+    """``ray.train``'s ScalingConfig of workers that have ``resources`` each."""
+    import ray.train
+
+    return ray.train.ScalingConfig(
+        num_workers=num_workers, use_gpu="GPU" in resources, resources_per_worker=resources,
+        placement_strategy=placement,
+    )  # fmt: skip
+
+
+def run_config(
+    folder: str, name: str, callbacks: Sequence[Any] = (), startups: int = 9, preemptions: int = -1
+) -> Any:
+    """``ray.train``'s RunConfig that logs nothing; Ray's own files are in ``folder/name``. A group that finds
     no place is tried ``startups`` times more, one whose nodes leave ``preemptions`` times (-1: always), one
     that dies never.
     """
     import ray.train
+
+    return ray.train.RunConfig(
+        name=name, storage_path=folder, callbacks=list(callbacks),
+        failure_config=ray.train.FailureConfig(
+            max_failures=0, controller_failure_limit=startups, max_preemption_failures=preemptions
+        ),
+        logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
+    )  # fmt: skip
+
+
+def fit(
+    train_loop: Callable[[dict[str, Any]], Any], loop: dict[str, Any], scaling: Any, settings: Any,
+    timeout_s: int = 600,
+) -> Any:  # fmt: skip
+    """Fit a ``TorchTrainer`` on workers of :func:`scaling` as :func:`run_config` says; Ray's result."""
+    import ray.train
     import ray.train.torch
 
     trainer = ray.train.torch.TorchTrainer(
-        train_loop, train_loop_config=loop,
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=num_workers, use_gpu="GPU" in resources, resources_per_worker=resources,
-            placement_strategy=placement,
-        ),
+        train_loop, train_loop_config=loop, scaling_config=scaling, run_config=settings,
         torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
-        run_config=ray.train.RunConfig(
-            name=name, storage_path=folder, callbacks=list(callbacks),
-            failure_config=ray.train.FailureConfig(
-                max_failures=0, controller_failure_limit=startups, max_preemption_failures=preemptions
-            ),
-            logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
-        ),
     )  # fmt: skip
     # A helper of Ray Train gives the CPUs of workers back whose controller died. It looks for the cluster by
     # the processes of this machine and fails where a second cluster runs, so it is told the address.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.console import in_main_thread
+from uno.session.console import in_main_thread
 
 sys.dont_write_bytecode = False  # assertions are rewritten once, not in every process and run: 5 s each
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -175,8 +174,6 @@ def test_promises_name_their_tests():
 @pytest.mark.slow
 def test_the_example_in_python_with_a_small_model(tmp_path, monkeypatch, capsys):
     """Kills: a keyword, a key of the metrics or an attribute that does not exist."""
-    if not entry_points(group="uno.jobs"):
-        pytest.skip("installed before the group uno.jobs was declared: make installs again")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
     small = {key: value for key, value in SMALL.items() if "epochs" not in key} | {

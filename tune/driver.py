@@ -15,28 +15,27 @@ import time
 import yaml
 
 from pipelines import ray_env
-from pipelines.console import Progress, on_stop, say
-from pipelines.features import feature_bytes, load_images, row_bytes
-from pipelines.inference import own_task
-from pipelines.jobs import as_stored, prepare, starting_weights
 from pipelines.options import Options
-from pipelines.worker import leave_out_unreadable
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import Fold, SweepData, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
-from uno.config import Config, about, differing_keys, dump_yaml, flatten, override, to_dict
+from uno.config import about, differing_keys, dump_yaml, flatten, override, to_dict
 from uno.data import output
 from uno.data.decode import readable
-from uno.data.defaults import decided, from_images
-from uno.data.files import Storage, full_path, normal
-from uno.data.ingest import SHARE, free_host_bytes
+from uno.data.defaults import keys_from_images
+from uno.data.files import Storage, full_path
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods.registry import num_heads
 from uno.runs import DISCOVER, RAY_FOLDER, lock, run
 from uno.runs.lock import Claim
+from uno.session.console import Progress, on_stop, say
+from uno.session.data import leave_out_unreadable, load_images, read_task
+from uno.session.job import prepare
+from uno.session.resolve import as_begun, from_data, starting_weights, with_data, with_full_path
+from uno.session.resources import check_sweep
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
 STOPPING = "stopping: unfinished trials go on where they are with the same command"
@@ -69,22 +68,15 @@ def sweep_options(options: Options) -> SweepOptions:
 def run_sweep(options: SweepOptions) -> int:
     """Run what is missing of a sweep and write its tables; returns 0. NumericsError: all trials fail."""
     check_options(options)
-    weights = options.config.model.weights
-    if weights not in (None, PRETRAINED):  # trials run in other directories
-        options = options._replace(
-            config=override(options.config, {"model.weights": full_path(normal(weights))})
-        )
-    options = _as_it_began(options)
+    options = options._replace(config=with_full_path(options.config))  # trials run in other directories
+    own_weights = starting_weights(options.config, False)
+    asked, (options, task) = options.given, _resolved(options)
     config = options.config
-    own_weights = starting_weights(config, False)
-    task = own_task(override(config, HERE))
-    asked, options = options.given, _from_images(options, task)
-    config = options.config
-    check_memory(options, len(task.rows))
+    check_sweep(config, len(task.rows), min(options.concurrent or 1, options.trials))
     prepare(override(config, HERE), task)
     data = load_data(options, task, own_weights)
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
-    if "train.batch_size" in decided(config) and "train.batch_size" not in asked:
+    if "train.batch_size" in keys_from_images(config) and "train.batch_size" not in asked:
         options = _fitted(options, folds)
     config, num_epochs = options.config, check_plans(options, folds)
     assert config.output is not None
@@ -113,7 +105,7 @@ def run_sweep(options: SweepOptions) -> int:
 
 def load_data(options: SweepOptions, task: Task, own_weights: bytes | None) -> SweepData:
     """What all trials share, decoded or as the features of their frozen encoder; ``own_weights`` are those of
-    :func:`~pipelines.jobs.starting_weights`.
+    :func:`~uno.session.resolve.starting_weights`.
     """
     config = override(options.config, {**HERE, "data.ingest": "resident"})
     with tempfile.TemporaryDirectory(prefix="uno-tune-") as folder, Progress() as show:
@@ -139,27 +131,6 @@ def check_options(options: SweepOptions) -> None:
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
         raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
-
-
-def check_memory(options: SweepOptions, num_rows: int) -> None:
-    """ConfigError: what trials share, decoded or as features, is too large for this machine, or to stream.
-    A lower bound: this process, Ray's store and every process that trains at the same time have a copy.
-    """
-    config, told = options.config, options.config.data.ingest
-    frozen, at_once = config.model.trainable == "heads", min(options.concurrent or 1, options.trials)
-    copies = 2 + at_once * max(1, config.compute.workers)
-    needed, budget = num_rows * row_bytes(config) / 1e9, SHARE * free_host_bytes() / copies / 1e9
-    if told == "resident" or (told == "auto" and needed <= budget):
-        return
-    what = "of features" if frozen else "decoded"
-    sizes = f"{num_rows:,} rows are {needed:.3g} GB {what}, {budget:.3g} GB fit ({copies} copies)"
-    problem, advice = "in memory", "--limit takes fewer rows"
-    if told == "streaming":
-        problem, advice = "in memory and do not stream", "leave --data.ingest out"
-    if not frozen:
-        cached = num_rows * feature_bytes(config) / 1e9
-        advice += f", --model.trainable heads with --weights shares {cached:.3g} GB of features instead"
-    raise ConfigError(f"the trials of a sweep share its images {problem}: {sizes}; {advice}")
 
 
 def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
@@ -195,37 +166,25 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
         raise output.other_settings(storage.uri, "a sweep", different, "use those, or another --output")
 
 
-def _as_it_began(options: SweepOptions) -> SweepOptions:
-    """With what the images decided for the sweep that is there, and its ``data.hold_out``, which was once 0,
-    unless given.
+def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
+    """With what was chosen for the sweep that is there, or what the images decide for a new one, as if it had
+    been given, so that best.yaml has it; and its task, whose images stay where they are. Rungs follow the
+    epochs, unless they were told.
     """
-    storage, config = Storage(str(options.config.output)), options.config
-    if not storage.exists(SETTINGS):
-        return options
-    stored = flatten(dict(records.read_settings(storage).get("config") or {}))
-    if "data.hold_out" not in options.given:
-        config = override(config, {"data.hold_out": stored.get("data.hold_out", 0.0)})
-    return _with_config(options, as_stored(config, stored, options.given))
-
-
-def _from_images(options: SweepOptions, task: Task) -> SweepOptions:
-    """With what a new sweep's own images decide, as if it had been given, so that best.yaml has it."""
-    if Storage(str(options.config.output)).exists(SETTINGS):
-        return options
-    config, lines = from_images(options.config, task, options.given)
-    for line in lines:
-        say(line)
-    before, after = (flatten(to_dict(one)) for one in (options.config, config))
-    found = {key: value for key, value in after.items() if value != before[key]}
-    return _with_config(options._replace(given=found | options.given), config)
-
-
-def _with_config(options: SweepOptions, config: Config) -> SweepOptions:
-    """Rungs follow its epochs, unless they were told."""
+    storage, config, given = Storage(str(options.config.output)), options.config, options.given
+    began = records.read_settings(storage).get("config") if storage.exists(SETTINGS) else None
+    if began is not None:
+        config = as_begun(config, given, flatten(began) if isinstance(began, dict) else {})
+    task = read_task(with_data(config, ingest="streaming").data)
+    if began is None:
+        values, lines = from_data(config, given, task, config.data.pile)
+        config, given = override(config, values), values | given
+        for line in lines:
+            say(line)
     asha, usual = options.asha, max(1, options.config.discover.epochs // 6)
     if asha is not None and asha["grace_epochs"] == usual:
         asha = {**asha, "grace_epochs": max(1, config.discover.epochs // 6)}
-    return options._replace(config=config, asha=asha)
+    return options._replace(config=config, given=given, asha=asha), task
 
 
 def _fitted(options: SweepOptions, folds: list[Fold]) -> SweepOptions:

@@ -252,12 +252,10 @@ def _start_workers(index: int, sweep: Sweep) -> None:
     from ray.tune.integration.ray_train import TuneReportCallback
 
     workers, name = sweep.options.config.compute.workers, f"train-{ray.tune.get_context().get_trial_id()}"
-    loop, folder = {"index": index, "sweep": sweep}, f"{sweep.output}/{RAY_FOLDER}"
+    scaling = ray_worker.scaling(workers, sweep.resources)
+    settings = ray_worker.run_config(f"{sweep.output}/{RAY_FOLDER}", name, [TuneReportCallback()])
     try:
-        ray_worker.fit(
-            _train_loop, loop, workers, sweep.resources, folder, name, timeout_s=1800,
-            callbacks=[TuneReportCallback()],
-        )  # fmt: skip
+        ray_worker.fit(_train_loop, {"index": index, "sweep": sweep}, scaling, settings, timeout_s=1800)
     except Exception as error:
         cause = nodes.cause_of(error)
         raise cause if isinstance(cause, Exception) else error from None

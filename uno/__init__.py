@@ -15,7 +15,7 @@ The paper is the outline:
     Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 
 What others proposed, competitors and terms added to UNO's objective: uno.methods. A trained model:
-``uno.load("runs/demo").predict(images)``, or all at once, ``uno.discover(data="digits")`` (uno.results.api).
+``uno.load("runs/demo").predict(images)``, or all at once, ``uno.discover(data="digits")`` (uno.session.api).
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ __all__ = ["Model", "Prediction", "Predictions", "discover", "load"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from uno.results import api
+        from uno.session import api
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -551,7 +551,7 @@ def describe(error: ValidationError, name: str = "") -> str:
     return f"{where}: {message}{got}" if where else message
 
 
-DECIDED = ("data.ingest", "data.pile")
+AUTOMATIC = ("data.ingest", "data.pile")
 """Keys whose ``auto`` is decided before a run begins."""
 
 
@@ -561,7 +561,7 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
     """
     a = flatten(to_dict(Config(method=new.method))) | flatten(old)
     b = flatten(to_dict(new))
-    for key in DECIDED:  # a run stores what it was decided to be
+    for key in AUTOMATIC:  # a run stores what it was decided to be
         if "auto" in (a.get(key), b[key]):
             a[key] = b[key]
     return [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not resumable(k)]

@@ -1,7 +1,10 @@
 """The ends of a command besides success (one line for the user and one exit code each), and their words."""
 
 import difflib
+import errno
 from collections.abc import Callable, Iterable, Sequence
+
+RAY = "'ray[default,train,tune,data]>=2.60'"  # as pyproject.toml has it
 
 
 class UnoError(Exception):
@@ -54,3 +57,15 @@ def did_you_mean(
     near = likely or difflib.get_close_matches(word[:100], list(known), n=1)
     hint = f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
     return f"; {hint}" if hint else ""
+
+
+def foreseen(error: Exception) -> UnoError | None:
+    """What an error from elsewhere means to the user: a package or space is missing; None: a defect."""
+    if isinstance(error, ModuleNotFoundError):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("", "uno", "pipelines", "tune"):
+            extra = RAY if missing == "ray" else missing
+            return ConfigError(f"this needs the package {missing!r}: pip install {extra}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return StorageError(str(error))
+    return None

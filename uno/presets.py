@@ -157,6 +157,11 @@ def preset(name: str, recipe: str = "paper") -> Config:
     """The configuration of a preset: ``paper``, ``v2``, or ``cpu`` where :data:`CPU` has it. ConfigError: no
     preset or recipe of that name.
     """
+    return override(Config(), preset_values(name, recipe))
+
+
+def preset_values(name: str, recipe: str = "paper") -> Values:
+    """What a preset changes in the schema's defaults, by dotted key. ConfigError as :func:`preset`."""
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS, "choose from " + ", ".join(PRESETS))
         raise ConfigError(f"unknown preset {name!r}{hint}")
@@ -164,4 +169,4 @@ def preset(name: str, recipe: str = "paper") -> Config:
     recipes = {"paper": {}, "v2": v2, **({"cpu": CPU[name]} if name in CPU else {})}
     if recipe not in recipes:
         raise ConfigError(f"{name} has no recipe {recipe!r}; choose from {', '.join(recipes)}")
-    return override(Config(), {"preset": name} | paper | recipes[recipe])
+    return {"preset": name} | paper | recipes[recipe]

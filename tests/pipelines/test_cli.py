@@ -9,9 +9,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from pipelines import cli, console
+from pipelines import cli
 from tests.pipelines.small import ROOT
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
+from uno.session import console
 
 
 def ok(argv):

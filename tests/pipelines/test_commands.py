@@ -15,13 +15,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from pipelines import cli, demand, jobs, ray_env
+from pipelines import cli, ray_env
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
 from tests.uno.small_run import wasted_steps
 from uno.data import resident
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
+from uno.session import job, place, resolve, resources
 
 DISCOVER = ["discover", *SMALL]
 
@@ -29,7 +30,7 @@ DISCOVER = ["discover", *SMALL]
 @pytest.fixture
 def nothing_starts(monkeypatch):
     """Training or connecting to Ray fails the test."""
-    for module, name in ((ray_env, "connect"), (jobs.run, "run_phase")):
+    for module, name in ((ray_env, "connect"), (job.run, "run_phase")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("to be refused earlier"))
 
 
@@ -57,7 +58,7 @@ def finished(tmp_path_factory) -> Path:
     (["--objective.queue-size", "1000000", "--model.projection-dim", "4096"], "queue "),
 ])  # fmt: skip
 def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says, monkeypatch):
-    monkeypatch.setattr(demand, "free_host_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr(resources, "free_host_bytes", lambda: 8 * 10**9)
     if "cuda" in argv and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     output = tmp_path / "run"
@@ -129,7 +130,7 @@ def test_the_report_is_part_of_a_finished_run(finished, tmp_path, capsys, monkey
         (run / name).unlink()
     command = [*DISCOVER, "--output", str(run)]
     with monkeypatch.context() as stopped:
-        stopped.setattr(jobs, "write_report", lambda *_, **__: signal.raise_signal(number))
+        stopped.setattr(job, "write_report", lambda *_, **__: signal.raise_signal(number))
         assert cli.main(command) == 75
     assert "resume with the same command" in capsys.readouterr().err
     assert not (run / "metrics.json").exists() and not (run / "lock.json").exists()
@@ -167,7 +168,7 @@ def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monke
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("went on")
 
-    monkeypatch.setattr(jobs, "evaluate_run", evaluate)
+    monkeypatch.setattr(place, "evaluate_run", evaluate)
     capsys.readouterr()
     assert cli.main(["evaluate", str(run)]) == 75
     said = capsys.readouterr()
@@ -189,7 +190,7 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(finished, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_or_weights_are_named_before_data_is_read(finished, tmp_path, capsys, monkeypatch):
     """Kills: minutes of a pass over the data, then the line."""
-    for module in ("pipelines.inference", "uno.report.contents"):
+    for module in ("uno.session.data", "uno.session.predict", "uno.report.contents"):
         monkeypatch.setattr(f"{module}.read_rows", lambda _: pytest.fail("data is read"))
     for words in (*([name, finished] for name in ("predict", "evaluate", "report")), DISCOVER):
         assert "sees no CUDA device" in refused(capsys, 2, *words, "--device", "cuda")
@@ -233,7 +234,7 @@ def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
 def test_the_librarys_own_weights_are_fetched_once_and_kept(finished, tmp_path, monkeypatch):
     """Kills: a resumed run, or a dry one of it, that fetches; weights that are fetched and not used."""
     theirs, fetched, run = finished / "model" / "encoder.safetensors", [], tmp_path / "run"
-    monkeypatch.setattr(jobs, "fetch_pretrained", lambda name: fetched.append(name) or theirs.read_bytes())
+    monkeypatch.setattr(resolve, "fetch_pretrained", lambda name: fetched.append(name) or theirs.read_bytes())
     argv = [*DISCOVER, "--weights", "pretrained", "--model.trainable", "heads", "--max-steps", "1"]
     argv += ["--output", str(run)]
     assert cli.main(argv) == 0 and {line["phase"] for line in lines_of(run)} == {"discover"}
@@ -353,11 +354,11 @@ def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
 def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch):
     """Kills: the point estimate instead of the suggested number, 'auto' left in the stored configuration."""
 
-    def estimate(config, *_):
+    def estimate(config, *_, **more):
         Storage(config.output).write("estimate.json", b'{"suggested": 4}')
         return SimpleNamespace(num_novel=3, suggested=4)
 
-    monkeypatch.setattr("pipelines.estimation.estimate_job", estimate)
+    monkeypatch.setattr("uno.session.job.estimate_classes", estimate)
     output = tmp_path / "run"
     command = [*DISCOVER, "--workers", "0", "--num-novel", "auto", "--output", str(output)]
     assert cli.main(command) == 0

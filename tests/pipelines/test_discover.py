@@ -2,53 +2,38 @@
 
 import asyncio
 import threading
-import tomllib
-from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import pipelines.api
 import uno
-from pipelines import cli, commands, jobs, options
-from pipelines.console import say
-from tests.pipelines.small import ROOT, write_images
+from pipelines import cli, commands, options
+from pipelines.jobs import OnRay
+from tests.pipelines.small import write_images
 from tests.uno.small_run import SMALL
 from uno.errors import ConfigError, Interrupted, StorageError
-from uno.results import api
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps
+from uno.session import api, job
+from uno.session.console import say
+from uno.session.settings import configured, from_keywords
 
 TINY = SMALL | {"preset": "digits", "pretrain.epochs": 1, "discover.epochs": 2, "compute.threads": 1}
 
 
 @pytest.fixture
-def installed():
-    """The entry point is read from the installed package's metadata."""
-    if not entry_points(group="uno.jobs"):
-        pytest.skip("installed before the group uno.jobs was declared: make installs again")
-
-
-@pytest.fixture
 def nothing_starts(monkeypatch):
     """Training fails the test."""
-    monkeypatch.setattr(jobs.run, "run_phase", lambda *_, **__: pytest.fail("to be refused earlier"))
+    monkeypatch.setattr(job.run, "run_phase", lambda *_, **__: pytest.fail("to be refused earlier"))
 
 
 def of_keywords(**settings: Any) -> dict[str, Any]:
     """The resolved configuration, flat."""
-    config = options.from_keywords(settings, commands.DISCOVER).config
+    config = configured(from_keywords(settings))
     return uno.config.flatten(uno.config.to_dict(config))
-
-
-def test_the_declared_entry_point_is_there():
-    """Kills: a function that moved away from what pyproject.toml names."""
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    for target in groups["uno.jobs"].values():
-        module, _, name = target.partition(":")
-        assert callable(getattr(import_module(module), name))
 
 
 @pytest.mark.parametrize(("settings", "argv"), [
@@ -66,7 +51,7 @@ def test_the_declared_entry_point_is_there():
 def test_keywords_are_the_command_line(settings, argv):
     """The same configuration, run directory included. Kills: other defaults, another precedence."""
     line = options.parse(argv.split(), commands.DISCOVER).config
-    assert options.from_keywords(settings, commands.DISCOVER).config == line
+    assert configured(from_keywords(settings)) == line
 
 
 def test_keywords_win_over_files(tmp_path):
@@ -92,7 +77,7 @@ def test_keywords_win_over_files(tmp_path):
     ({"num_novel": 1000}, "fewer than the 1000 classes to discover"),
     ({"config": "/no/such.yaml"}, "cannot read config file /no/such.yaml"),
 ])  # fmt: skip
-def test_a_mistake_is_a_config_error(installed, tmp_path, nothing_starts, settings, says):
+def test_a_mistake_is_a_config_error(tmp_path, nothing_starts, settings, says):
     """Kills: SystemExit, a traceback of pydantic's, a directory left behind."""
     output = tmp_path / "run"
     with pytest.raises(ConfigError) as error:
@@ -100,12 +85,12 @@ def test_a_mistake_is_a_config_error(installed, tmp_path, nothing_starts, settin
     assert says in str(error.value) and not output.exists()
 
 
-def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(installed, monkeypatch):
+def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(monkeypatch):
     def end_with(error: Exception) -> None:
-        def run(options: Any) -> int:
+        def run(*_: Any, **__: Any) -> None:
             raise error
 
-        monkeypatch.setattr(jobs, "run_job", run)
+        monkeypatch.setattr(job, "discover", run)
 
     for error, kind, words in (
         (ModuleNotFoundError("No module named 'ray'", name="ray"), ConfigError, "pip install 'ray\\[default"),
@@ -116,12 +101,22 @@ def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(installed
         end_with(error)
         with pytest.raises(kind, match=words):
             uno.discover()
-    monkeypatch.setattr(api, "entry_points", lambda **_: [])
-    with pytest.raises(ConfigError, match=r"pip install -e \."):
-        uno.discover()
 
 
-def test_a_run_from_images_to_a_model_and_again(installed, tmp_path, capsys):
+def test_workers_are_elsewhere(tmp_path, monkeypatch):
+    """Kills: an import of Ray from below, a run of another number of workers in silence; one that is lost on
+    its way to where workers are.
+    """
+    with pytest.raises(ConfigError, match=r"pipelines\.api\.discover\(\.\.\.\)"):
+        uno.discover(output=tmp_path / "run", workers=2, quiet=True)
+    places: list[Any] = []
+    monkeypatch.setattr(job, "discover", lambda *_, elsewhere: places.append(elsewhere))
+    with pytest.raises(StorageError):  # nothing was trained
+        pipelines.api.discover(output=tmp_path / "run", workers=2)
+    assert type(places[0]) is OnRay and not (tmp_path / "run").exists()
+
+
+def test_a_run_from_images_to_a_model_and_again(tmp_path, capsys):
     """In folders, here; a second call trains nothing, also in an event loop and in another thread."""
     labeled = write_images(tmp_path / "known", {"cat": 12, "dog": 12})
     unlabeled = write_images(tmp_path / "new", {"any": 24})
@@ -152,7 +147,7 @@ def test_a_run_from_images_to_a_model_and_again(installed, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_it_trains_in_a_thread(installed, tmp_path, capsys):
+def test_it_trains_in_a_thread(tmp_path, capsys):
     """Kills: signal handlers set off the main thread, which raises ValueError."""
     found: list[Any] = []
 

@@ -151,7 +151,7 @@ def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
             raise ConfigError("no onnx")
         return json.dumps([c.into for c in model.classes]).encode()
 
-    monkeypatch.setattr("pipelines.jobs.export", fake)
+    monkeypatch.setattr("uno.session.job.export", fake)
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     for name in ("model.pt2", "model.onnx"):
         (run / "model" / name).write_bytes(b"before")
@@ -167,7 +167,7 @@ def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(finished, tm
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     uno("classes", run)
-    monkeypatch.setattr("pipelines.jobs.evaluate_run", lambda *_: 1 / 0)
+    monkeypatch.setattr("uno.session.place.evaluate_run", lambda *_: 1 / 0)
     tree = yaml.safe_load((run / "classes.yaml").read_text())
     tree["classes"][0]["action"] = "drop"
     (run / "classes.yaml").write_text(yaml.safe_dump(tree))
@@ -189,7 +189,7 @@ def test_data_that_is_gone_stops_an_edit_before_anything_changes(finished, tmp_p
     def gone(_):
         raise ConfigError("the images are gone")
 
-    monkeypatch.setattr("pipelines.inference.read_rows", gone)
+    monkeypatch.setattr("uno.session.data.read_rows", gone)
     assert "the images are gone" in refused(capsys, 2, "classes", run, "--apply")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 

@@ -10,7 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from pipelines import cli, commands, estimation
+from pipelines import cli, commands
+from pipelines.jobs import OnRay, ray_tasks
 from pipelines.options import parse
 from uno.config import override
 from uno.data.columns import Labels
@@ -20,6 +21,8 @@ from uno.data.splits import make_task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.results.estimate import Settings
+from uno.session import place
+from uno.session.estimation import estimate_classes
 
 SETTINGS = Settings(num_splits=2, max_novel=3, num_restarts=2, num_roles=2)
 FLAGS = [
@@ -38,7 +41,8 @@ def run(folder, rows=None, workers=0, **settings):
     words = [*FLAGS, "--num-novel", "1", "--workers", str(workers)]
     config = parse(words, commands.ESTIMATE).config
     task = make_task(rows or few_digits(), config.data)
-    return estimation.estimate_num_novel(
+    where = OnRay() if workers else place.Place()
+    return where.estimate(
         config, task, Storage(str(folder)), replace(SETTINGS, **settings), lambda line: None
     )
 
@@ -105,17 +109,17 @@ def test_features_of_a_frozen_encoder_are_clustered_as_they_are(tmp_path, monkey
     words += ["--data.unlabel-known", "0.5"] if kind == "mixed" else []
     options = parse(words, commands.ESTIMATE)
 
-    def features(config, task, storage, show, ray=None):
+    def features(config, task, storage, show, compute):
         truth, generator = task.eval_labels, torch.Generator().manual_seed(0)
         plain = torch.eye(40)[truth] + torch.randn(len(truth), 40, generator=generator) / 12
         return torch.stack([plain, *torch.randn(2, *plain.shape)], dim=1), [None] * len(truth)
 
-    monkeypatch.setattr(estimation, "load_features", features)
+    monkeypatch.setattr(place, "load_features", features)
     monkeypatch.setattr("uno.runs.run.run_phase", lambda *_: pytest.fail("pretrained"))
     settings = Settings(num_splits=2, max_novel=5, num_restarts=3, num_roles=3)
-    found = estimation.estimate_job(options.config, settings, False)
+    found = estimate_classes(options.config, (), settings)
     assert found.low == found.num_novel == 2 <= found.suggested <= 4
-    assert estimation.estimate_job(options.config, settings, False) == found
+    assert estimate_classes(options.config, (), settings) == found
 
 
 def test_weights_of_a_library_are_kept_beside_the_estimate(tmp_path, monkeypatch):
@@ -124,20 +128,18 @@ def test_weights_of_a_library_are_kept_beside_the_estimate(tmp_path, monkeypatch
     config = parse([*words, "--num-novel", "1"], commands.ESTIMATE).config
     data = safetensors.torch.save(build_encoder(config.model).state_dict())
     (tmp_path / "theirs.safetensors").write_bytes(data)
-    monkeypatch.setattr(estimation, "fetch_pretrained", lambda name: data)
+    monkeypatch.setattr(place, "fetch_pretrained", lambda name: data)
     found = []
     for i, weights in enumerate(("pretrained", "pretrained", str(tmp_path / "theirs.safetensors"))):
         folder = str(tmp_path / str(i // 2))
         given = {"model.weights": weights, "output": folder, "data.num_novel": None}
         found.append(
-            estimation.estimate_job(
-                override(config, given), replace(SETTINGS, num_splits=1, max_novel=1), False
-            )
+            estimate_classes(override(config, given), (), replace(SETTINGS, num_splits=1, max_novel=1))
         )
-        monkeypatch.setattr(estimation, "fetch_pretrained", lambda name: pytest.fail("fetched again"))
+        monkeypatch.setattr(place, "fetch_pretrained", lambda name: pytest.fail("fetched again"))
     assert found[0] == found[1] and found[0].curves == found[2].curves
     with pytest.raises(ConfigError, match="needs --weights"):
-        estimation.estimate_job(override(config, {"output": str(tmp_path / "x")}), SETTINGS, False)
+        estimate_classes(override(config, {"output": str(tmp_path / "x")}), (), SETTINGS)
 
 
 def _double(shared, item):
@@ -151,7 +153,7 @@ def _double(shared, item):
 def test_ray_gives_the_same_estimate(tmp_path, ray_cluster):
     """Kills: results in order of completion, other threads or seeds in workers, errors wrapped by Ray."""
     assert run(tmp_path / "here") == run(tmp_path / "ray", workers=2)
-    tasks = partial(estimation.ray_tasks, ray_cluster, 2, {"num_cpus": 1})
+    tasks = partial(ray_tasks, ray_cluster, 2, {"num_cpus": 1})
     assert dict(tasks(_double, (100,), range(7))) == {i: 100 + 2 * i for i in range(7)}
     with pytest.raises(ConfigError, match=r"^as raised there$"):
         list(tasks(_double, (0,), ["fail"]))

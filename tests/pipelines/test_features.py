@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 import uno
-from pipelines import cli, jobs
+from pipelines import cli
 from pipelines.features import Featurizer, decode_block, shard_block, write_part
 from pipelines.partitions import Writer
 from tests.pipelines.small import SMALL, lines_of, refused, write_images
@@ -32,6 +32,7 @@ from uno.encoder import build_encoder
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
 from uno.runs.hooks import VARIABLE
+from uno.session import job
 
 HEADS = [
     "discover", *SMALL, "--preset", "digits", "--model.trainable", "heads", "--model.start", "kmeans",
@@ -261,7 +262,7 @@ def test_two_ray_workers_compute_the_same_features(
     """Bit for bit. An encoder's fault is one line. Kills: features in the
     order they come back, a batch that depends on the block, Ray's traceback for an error of ours.
     """
-    monkeypatch.setattr(jobs, "forecast", lambda *_: ())  # which computes some features, too
+    monkeypatch.setattr(job, "forecast", lambda *_: ())  # which computes some features, too
     broken = safetensors.torch.load_file(weights)
     broken["conv1.weight"][0] = float("nan")
     safetensors.torch.save_file(broken, tmp_path / "nan.safetensors")

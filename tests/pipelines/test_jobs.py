@@ -23,6 +23,7 @@ from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, Un
 from uno.runs import STOP_FILE, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.runs.lock import claim
+from uno.session.place import Job
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def group(tmp_path, monkeypatch):
         monkeypatch.setattr(worker.nodes, "await_place", await_place)
         config = override(Config(), {"compute.workers": 2})
         with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
-            job = worker.Job(config, None, (), True, mine)
+            job = Job(config, None, (), True, mine)
             return worker.run_workers(None, job, {}, lambda: None, lambda: bool(stopped))
 
     run_group.started = started
@@ -362,6 +363,7 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(tmp_path, monkeypatc
         events.append(("closed", keep_idle))
 
     monkeypatch.setattr(worker.ray_env, "connect", connect)
+    monkeypatch.setattr(worker.ray_env, "worker_resources", lambda *_: {"CPU": 1.0})
     monkeypatch.setattr(worker.nodes, "await_place", lambda *_: None)
     for name, found in (("advice", []), ("crop_rate", 1.0), ("run_workers", {})):
         monkeypatch.setattr(worker, name, lambda *_, found=found: found)
@@ -371,7 +373,7 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(tmp_path, monkeypatc
     config = small_config(compute__workers=2, data__ingest=ingest)
     task = make_task(read_rows(config.data), config.data)
     with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine, ExitStack() as until:
-        _, found = worker.run_on_ray(worker.Job(config, task, (), True, mine), lambda metrics: None, until)
+        _, found = worker.run_on_ray(Job(config, task, (), True, mine), lambda metrics: None, until)
         streams = ingest == "streaming"
         assert events == ([("closed", True)] if streams else [])
         assert found is task if streams else found.rows.images.ready.values is kept

@@ -15,9 +15,9 @@ from pipelines.partitions import through_model
 from tests.conftest import NUM_CPUS
 from tests.pipelines.small import wait_for
 from uno.config import Config, override
-from uno.data import ingest
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted
+from uno.session import resources
 
 BIG, SMALL = ({"CPU": cpus, "memory": 1e9} for cpus in (4.0, 2.0))
 
@@ -305,8 +305,8 @@ def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, 
     ray.cluster_resources.return_value = {"CPU": cpus, "GPU": 2}
     ask = ray.remote.return_value.return_value.remote
     monkeypatch.setattr(nodes, "connect", lambda: nullcontext(ray))
-    monkeypatch.setattr(ingest, "free_host_bytes", lambda: int(1e9))
-    monkeypatch.setattr(ingest, "free_device_bytes", lambda config: None)
+    monkeypatch.setattr(resources, "free_host_bytes", lambda: int(1e9))
+    monkeypatch.setattr(resources, "free_device_bytes", lambda config: None)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     config = override(Config(), {"compute.workers": 2})
     assert nodes.free_memory(config) == expected
@@ -324,7 +324,7 @@ def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, 
 
 def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
     """Kills: two workers on one GPU that each count the whole."""
-    monkeypatch.setattr(ingest, "free_device_bytes", lambda config: 1000)
+    monkeypatch.setattr(resources, "free_device_bytes", lambda config: 1000)
     for share, expected in ((0.25, 250), (1, 1000), (2, 1000)):
         config = override(Config(), {"compute.gpus_per_worker": share})
         assert nodes.free_memory(config)[1] == expected

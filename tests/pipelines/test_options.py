@@ -9,13 +9,13 @@ import pytest
 import yaml
 from pydantic import PositiveInt
 
-from pipelines import options
 from pipelines.commands import DATA, DEMO, DISCOVER, ESTIMATE, PREDICT
 from pipelines.options import Argument, Command, parse, schema_flags, switch
 from tune.sweep import TUNE
 from uno.config import Config, config_hash, dump_yaml, field_names, flatten, to_dict
 from uno.errors import ConfigError
 from uno.presets import preset
+from uno.session import settings
 
 
 def config(*argv: str, command: Command = DISCOVER) -> Config:
@@ -268,7 +268,7 @@ def test_a_command_without_what_it_needs_shows_its_help(capsys):
 
 
 def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
-    monkeypatch.setenv(options.RAY_JOB, "{}")
+    monkeypatch.setenv(settings.RAY_JOB, "{}")
     for argv, command in product(("", "--output runs/x", "--output ./x"), (DISCOVER, DEMO)):
         line = "inside a Ray job --output must be an absolute path or a URI"
         test_a_mistake_is_one_line(argv, line, command)

@@ -12,8 +12,6 @@ import yaml
 
 import uno
 from pipelines import cli
-from pipelines.commands import DISCOVER
-from pipelines.options import from_keywords
 from tests.pipelines.small import ROOT, SMALL, lines_of, refused
 from tune.spaces import load_space
 from uno.config import about, override
@@ -21,6 +19,7 @@ from uno.methods import uno as plain
 from uno.presets import preset
 from uno.reproduce.experiments import build, cells
 from uno.runs import run
+from uno.session.settings import configured, from_keywords
 
 PRETEXT = '''"""Is the image negated?"""
 import torch
@@ -108,7 +107,7 @@ def test_its_section_is_as_the_schemas(here, capsys):
     (here / "mine.yaml").write_text("method: my_method:METHOD\ndistill: {entropy_weight: 4}\n")
     assert cli.main(["discover", "--config", "mine.yaml", "--print-config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["distill"]["entropy_weight"] == 4
-    config = from_keywords({"method": OWN[1], "distill": {"entropy_weight": 3}}, DISCOVER).config
+    config = configured(from_keywords({"method": OWN[1], "distill": {"entropy_weight": 3}}))
     assert config.method_options.entropy_weight == 3 and about(key).scope == "discover"
     assert "distill" not in override(config, {"method": "uno"}).model_extra
     pickled = pickle.dumps(config)

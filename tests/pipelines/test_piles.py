@@ -8,13 +8,13 @@ import yaml
 
 from pipelines import cli
 from pipelines.commands import DISCOVER
-from pipelines.jobs import decide
 from pipelines.options import parse
 from tests.pipelines.small import SMALL, refused
 from tests.uno.data.builders import write_images
 from uno.config import Config, differing_keys, dump_yaml, override, to_dict
 from uno.presets import preset
 from uno.results.trust import verdict
+from uno.session.resolve import resolve
 
 ONE = "--pretrain.epochs 1 --discover.epochs 1 --train.batch-size 24 --device cpu"
 TINY = [*SMALL, *ONE.split()]
@@ -76,31 +76,31 @@ def test_rows_that_truly_lack_labels_are_taken_for_mixed(tmp_path, capsys):
     refused(capsys, 2, "discover", *argv, "--method", "rs", "--data.pile", "mixed")
 
 
-def test_a_run_from_before_holds_out_what_it_held_out(tmp_path):
-    """Kills: an old run that is refused for a changed default; a share that was asked for, ignored."""
+def test_a_run_that_goes_on_holds_out_what_it_held_out(tmp_path):
+    """Kills: a run that is refused for a share nobody asked for again; one that was asked for, ignored."""
     folder = tmp_path / "data"
     write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(12)])
     data = {"data.source": f"folder:{folder}"}
     data |= {"data.known_classes": "a", "data.hold_out": 0.1, "data.store_size": 8}
     config = override(Config(), {**data, "output": str(tmp_path / "run"), "compute.device": "cpu"})
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("data: {ingest: auto, pile: novel}")
-    found = [decide(config, fresh, given)[0] for fresh, given in ((0, ()), (0, data), (1, ()))]
-    assert [one.data.hold_out for one in found] == [0, 0.1, 0.1]
+    (tmp_path / "run" / "config.yaml").write_text("data: {ingest: auto, pile: novel, hold_out: 0.2}")
+    found = [resolve(config, given, fresh).config for fresh, given in ((0, ()), (0, data), (1, ()))]
+    assert [one.data.hold_out for one in found] == [0.2, 0.1, 0.1]
 
 
-def test_a_batch_of_the_preset_photos_fits_the_data(tmp_path, capsys):
+def test_a_batch_of_the_preset_photos_fits_the_data(tmp_path):
     """Kills: 300 photographs that are refused for the preset's batch; a size given or begun with, changed."""
     folder, run = tmp_path / "data", tmp_path / "run"
     write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(20)])
     data = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.hold_out": 0.1}
     config = override(preset("photos"), data | {"output": str(run), "data.store_size": 8})
-    assert decide(config, False)[0].train.batch_size == 36
-    assert "batch: 36 of 36 rows" in capsys.readouterr().out
-    assert decide(config, False, ["train.batch_size"])[0].train.batch_size == 512
+    found, lines, _ = resolve(config, ())
+    assert found.train.batch_size == 36 and any("batch: 36 of 36 rows" in line for line in lines)
+    assert resolve(config, ["train.batch_size"]).config.train.batch_size == 512
     run.mkdir()
     (run / "config.yaml").write_text("{data: {ingest: auto, pile: novel}, train: {batch_size: 20}}")
-    assert decide(config, False)[0].train.batch_size == 20
+    assert resolve(config, ()).config.train.batch_size == 20
 
 
 def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, monkeypatch):
@@ -113,10 +113,10 @@ def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, mo
 
     def found(*more):
         options = parse([*argv, "--output", str(run), *more], DISCOVER)
-        return decide(options.config, options.own.fresh, options.given)[0]
+        config, lines, _ = resolve(options.config, options.given, options.own.fresh)
+        return config, "\n".join(lines)
 
-    first = found()
-    text = capsys.readouterr().out
+    first, text = found()
     assert first.data.store_size == 8 and "size: 8 px of images that are usually" in text
     assert all(f"\n{word}: " in text for word in ("batch", "epochs", "mean and std"))
     assert first.pretrain.epochs == 30 and first.data.mean != Config().data.mean
@@ -126,12 +126,12 @@ def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, mo
     run.mkdir()
     (run / "config.yaml").write_text(dump_yaml(first))
     monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 7})
-    assert found() == first and differing_keys(to_dict(first), found()) == []
-    assert found("--fresh").discover.epochs == 7
-    assert differing_keys(to_dict(first), found("--image-size", "16"))
+    assert found()[0] == first and differing_keys(to_dict(first), found()[0]) == []
+    assert found("--fresh")[0].discover.epochs == 7
+    assert differing_keys(to_dict(first), found("--image-size", "16")[0])
     before = override(first, {"data.store_size": 32, "augment.large.size": 32, "discover.epochs": 200})
     (run / "config.yaml").write_text(dump_yaml(before))  # of a run that began with the preset's
-    assert found() == before
+    assert found()[0] == before
     (run / "config.yaml").write_text(dump_yaml(first))
-    again = found("--weights", str(run), "--output", str(tmp_path / "other"))
-    assert (again.data, again.augment) == (first.data, first.augment) and "as " in capsys.readouterr().out
+    again, text = found("--weights", str(run), "--output", str(tmp_path / "other"))
+    assert (again.data, again.augment) == (first.data, first.augment) and f"as {run} learnt them" in text

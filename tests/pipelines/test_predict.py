@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from pipelines import cli, inference, options
+from pipelines import cli
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
 from uno.config import Config, override
@@ -24,6 +24,9 @@ from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.results.infer import load_classifier
 from uno.results.predictions import FILE
+from uno.session import settings
+from uno.session.data import read_task
+from uno.session.predict import predict_run, unlabeled_rows
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_report_and_predictions_agree(tmp_path):
     data = ["--data", f"folder:{source}", "--known-classes", "first:5"]
     uno("discover", *SMALL, *data, "--model.num-heads", "3", "--workers", "0", "--output", run)
     config = override(Config(), yaml.safe_load((run / "config.yaml").read_text()))
-    unlabeled = inference.unlabeled_rows(inference.own_task(config))
+    unlabeled = unlabeled_rows(read_task(config.data))
     agreement = pq.read_table(run / FILE)["head_agreement"].to_numpy()[unlabeled].mean()
     page = (run / "report.html").read_text()
     shown = re.search(r'Heads agree</dt>\s*<dd><span class="big">([0-9.]+)<', page)
@@ -98,7 +101,7 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
         (2, "greater than or equal to 1", [run, "--data", "digits", "--limit", 0, "--output", out]),
     ):
         assert words in refused(capsys, code, "predict", *argv)
-    monkeypatch.setenv(options.RAY_JOB, "{}")
+    monkeypatch.setenv(settings.RAY_JOB, "{}")
     argv = ["predict", run, "--data", "digits", "--output", "out"]
     assert "absolute path or a URI" in refused(capsys, 2, *argv)
     assert not out.exists()
@@ -225,13 +228,13 @@ def test_export_writes_and_says_what(run, tmp_path, capsys):
 
 def test_predict_run_replaces_what_an_earlier_model_said(run):
     model = load_classifier(Storage(str(run)))
-    task = inference.own_task(model.config)
-    _, first = inference.predict_run(model.config, Storage(str(run)), task)
+    task = read_task(model.config.data)
+    _, first = predict_run(model.config, Storage(str(run)), task, model)
     assert (first.rows, first.ok, first.bad) == (1797, 1797, 0)
     heads = run / "model" / "heads.safetensors"
     weights = safetensors.torch.load(heads.read_bytes())
     heads.write_bytes(safetensors.torch.save({**weights, "known.weight": -weights["known.weight"]}))
-    inference.predict_run(model.config, Storage(str(run)), task)
+    predict_run(model.config, Storage(str(run)), task, load_classifier(Storage(str(run))))
     found = set(table_of(run)["model_hash"].to_pylist())
     assert found == {load_classifier(Storage(str(run))).model_hash} != {model.model_hash}
 
@@ -240,9 +243,9 @@ def test_predict_run_replaces_what_an_earlier_model_said(run):
 def test_a_run_of_gpu_workers_is_predicted_by_a_head_without_a_gpu(run):
     """Kills: a run that ends with an error after training, because its driver has no CUDA."""
     model = load_classifier(Storage(str(run)))
-    task = inference.own_task(model.config)
+    task = read_task(model.config.data)
     config = override(model.config, {"compute.workers": 2, "compute.device": "cuda"})
-    assert inference.predict_run(config, Storage(str(run)), task)[1].ok == 1797
+    assert predict_run(config, Storage(str(run)), task, model)[1].ok == 1797
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipelines import cli, jobs, ray_data
+from pipelines import cli, ray_data
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, refused, write_images
 from tests.uno.data.test_tar import write_shards
 from uno.config import override
@@ -29,6 +29,7 @@ from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.presets import preset
 from uno.runs import run
+from uno.session import job
 
 BROKEN = (3, 8, 14)
 CONFIG = override(
@@ -291,9 +292,9 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     them. Kills: a second reader of files, a model built where one is at hand.
     """
     decoded, built, before_report = [], [], []
-    pixels, build, report = decode.to_rgb, UnoModel.__init__, jobs.write_report
+    pixels, build, report = decode.to_rgb, UnoModel.__init__, job.write_report
     count = lambda *a, **k: before_report.append(len(decoded)) or report(*a, **k)  # noqa: E731
-    monkeypatch.setattr(jobs, "write_report", count)
+    monkeypatch.setattr(job, "write_report", count)
     monkeypatch.setattr(decode, "to_rgb", lambda picture: decoded.append(1) or pixels(picture))
     monkeypatch.setattr(UnoModel, "__init__", lambda self, *a, **k: built.append(1) or build(self, *a, **k))
     given = ["--data.mean", *["0.5"] * 3, "--data.std", *["0.2"] * 3]  # or 512 are decoded to measure them
@@ -310,13 +311,13 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     """auto decides once; another choice for the same run is refused with the key."""
     output = tmp_path / "run"
     argv = ["pretrain", *SMALL, "--workers", "0", "--output", str(output), "--max-steps", "2"]
-    monkeypatch.setattr("uno.data.ingest.free_host_bytes", lambda: 1000)
-    monkeypatch.setattr("uno.data.ingest.own_bytes", lambda: 0)
+    monkeypatch.setattr("uno.session.resources.free_memory", lambda config: (1000, None))
+    monkeypatch.setattr("uno.session.resources.own_bytes", lambda: 0)
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
     assert "data: streaming, 76.8 kB decoded, in memory 870 MB with all programs, budget 0 bytes (60%" in said
     assert "ingest: streaming" in (output / "config.yaml").read_text()
-    monkeypatch.setattr("uno.data.ingest.free_host_bytes", lambda: 10**12)
+    monkeypatch.setattr("uno.session.resources.free_memory", lambda config: (10**12, None))
     assert cli.main(argv) == 0
     assert "other settings: data.ingest" in refused(capsys, 2, *argv, "--data.ingest", "resident")
     assert cli.main([*argv, "--fresh"]) == 0
@@ -343,3 +344,9 @@ def test_pack_refuses(tmp_path, capsys, monkeypatch):
     assert "needs --output DIR" in refused(capsys, 2, *pack)
     line = refused(capsys, 2, *pack, "--output", "x", "--shard-mb", "0")
     assert "--shard-mb: Input should be greater than 0" in line and not (tmp_path / "x").exists()
+
+
+def test_a_process_that_decodes_imports_little():
+    """There is one for each CPU. Kills: 50 MB more of each, and half a second before its first image."""
+    code = "import sys, pipelines.ray_data; assert not {'scipy', 'sklearn', 'torchvision'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from pipelines import cells, cli, reproduce, tables
 from pipelines.cells import Job, RayProcess, read_attempts, run_jobs, start_here
 from pipelines.commands import DISCOVER
-from pipelines.options import RAY_JOB, parse
+from pipelines.options import parse
 from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for, write_images
 from uno.config import Config, dump_yaml, override
@@ -26,6 +26,7 @@ from uno.encoder import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.runs import lock
 from uno.runs.lock import LOCK_FILE
+from uno.session.settings import RAY_JOB
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
 TINY = [word for word in SMALL if word not in ("--preset", "digits")]

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipelines import console, ray_env, worker
-from pipelines.console import STOP_SIGNALS, on_stop, stopped_at_once
+from pipelines import ray_env, worker
 from pipelines.worker import StopVotes, quiet_exit
 from tests.forked import forked
 from uno import collectives
 from uno.errors import Interrupted, StorageError
+from uno.session import console
+from uno.session.console import STOP_SIGNALS, on_stop, stopped_at_once
 
 
 def test_ray_does_not_take_sigterm_from_us(monkeypatch):

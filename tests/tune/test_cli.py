@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 
 from pipelines import ray_env
-from pipelines.inference import own_task
 from pipelines.options import parse
 from tests.pipelines.small import write_images
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
@@ -75,12 +74,12 @@ def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
         driver.open_sweep(same, storage, "0" * 64, 3)
 
 
-def test_a_sweep_from_before_holds_out_what_it_held_out(tmp_path):
+def test_a_sweep_that_goes_on_holds_out_what_it_held_out(tmp_path):
     """Kills: an old sweep refused for a changed default, a share that was asked for and is ignored."""
     fake_sweep(tmp_path, tiny_options(tmp_path), [])
     by_default, asked = tiny_options(tmp_path), tiny_options(tmp_path, "--data.hold-out", "0.1")
     by_default = by_default._replace(config=asked.config)
-    found = [driver._as_it_began(options).config.data.hold_out for options in (by_default, asked)]
+    found = [driver._resolved(options)[0].config.data.hold_out for options in (by_default, asked)]
     assert found == [0, 0.1]
 
 
@@ -118,8 +117,7 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     words = ["--data", f"folder:{source}", "--known-classes", "a,b,c", "--model.encoder", "resnet_small"]
     monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 18})
     options = sweep_options(parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE))
-    task = own_task(options.config)
-    found = driver._from_images(options, task)
+    found, task = driver._resolved(options)
     assert found.config.augment.large.size == found.given["data.store_size"] == 12
     assert (found.config.discover.epochs, found.asha["grace_epochs"]) == (18, 3)
     folds = make_folds(driver.load_data(found, task, None), "folds", 2, 0)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.jobs import prepare
 from tests.tune.tiny import claimed, frozen_options, run_tiny, tiny_options
 from tests.uno.data.builders import failure
 from tune import AGREEMENT, FOLDS, driver, spaces
@@ -14,7 +13,9 @@ from tune.driver import HERE, load_data, run_sweep
 from tune.score import make_folds
 from uno.config import override
 from uno.data import features
-from uno.data.ingest import SHARE
+from uno.session import resources
+from uno.session.job import prepare
+from uno.session.resources import SHARE
 from uno.weights import PRETRAINED
 
 SHARDS = [0, 1, 2, 3]  # of 400 rows, half of the training and half of the test
@@ -126,7 +127,7 @@ def test_what_does_not_fit_is_refused_before_an_image_is_read(tmp_path, monkeypa
         ("auto", needed / SHARE + 100, False), ("auto", needed / SHARE - 100, True),
         ("resident", 0, False), ("streaming", 10**12, True),
     ):  # fmt: skip
-        monkeypatch.setattr(driver, "free_host_bytes", lambda free=free: free)
+        monkeypatch.setattr(resources, "free_host_bytes", lambda free=free: free)
         words = ("--trials", "9", "--concurrent", "2", "--data.ingest", ingest)
         options = make(tmp_path, *words)
         if not refused:

@@ -11,11 +11,8 @@ import torch
 from tests import faults
 from uno import collectives
 from uno.config import Config, override
-from uno.data.decode import decode_many, readable
 from uno.data.files import Storage
-from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
-from uno.data.sources import read_rows
-from uno.data.splits import make_task
+from uno.data.resident import EvalSet, TrainSet
 from uno.errors import Interrupted
 from uno.methods import registry
 from uno.presets import preset
@@ -23,6 +20,7 @@ from uno.prototype_init import start_
 from uno.runs import run
 from uno.runs.journal import read_journal
 from uno.runs.run import plans
+from uno.session.data import open_sets, read_task
 from uno.state import TrainState, new_state, state_tensors
 from uno.steps import Batch
 from uno.train import LocalWorker, Worker
@@ -45,11 +43,10 @@ def small_config(**overrides: Any) -> Config:
 @cache
 def small_sets() -> tuple[TrainSet, dict[str, EvalSet]]:
     """100 labeled and 100 unlabeled training rows of the digits, and the rows with truth."""
-    config = small_config().data
-    task = make_task(read_rows(config), config)
-    images, reasons = decode_many(task.rows.images, config.store_size, 1)
-    ok = readable(reasons)
-    return assemble(task, images, ok), eval_sets(task, images, ok)
+    config = small_config()
+    sets = open_sets(config, read_task(config.data), Storage("."), keep=False)
+    assert isinstance(sets.train, TrainSet)
+    return sets.train, sets.truth()
 
 
 def fresh_state(

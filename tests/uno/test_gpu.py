@@ -67,7 +67,7 @@ def test_the_fused_kernel_skips_a_step_that_is_not_finite(trained):
     state.model.normalize_prototypes_()
     before = [tensor.clone() for tensor in (*state.model.parameters(), *momenta_of(state))]
     poison(state.model, float("nan"))
-    discovery_step(state, batches_of(config, train=small_sets()[0].to(GPU))(2), config.objective, 0.1)
+    discovery_step(state, batches_of(config, train=small_sets()[0].to(GPU))(2), config, 0.1)
     torch.testing.assert_close([*state.model.parameters(), *momenta_of(state)], before)
     assert int(state.skipped) == 1
 

@@ -4,11 +4,12 @@ both phases, mean and std. For encoders that learn from nothing else; others com
 
 import math
 from collections.abc import Container
+from typing import Any
 
 import numpy as np
 import torch
 
-from uno.config import OWN_ENCODERS, Config, flatten, override, to_dict
+from uno.config import OWN_ENCODERS, Config, flatten, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
 from uno.data.decode import decode_many, readable
 from uno.data.images import evenly_spaced
@@ -25,7 +26,7 @@ LEAST_EPOCHS = 5
 STEPS_OF_EPOCH = 8  # at least, by smaller batches, while they hold enough rows of each class
 STATISTICS_ROWS, STATISTICS_PIXELS = 512, 256  # images, and the most of a side
 
-DECIDED = (
+FROM_IMAGES = (
     *SIZES, "augment.large.crop_padding", "augment.small.crop_padding", "model.stem", "train.batch_size",
     "pretrain.epochs", "pretrain.warmup_epochs", "discover.epochs", "discover.warmup_epochs",
     "data.mean", "data.std",
@@ -35,40 +36,46 @@ OF_ENCODER = (*SIZES, "augment.large.crop_padding", "augment.small.crop_padding"
     "data.std")  # fmt: skip
 """Those that belong to an encoder which has learnt with them."""
 
+Found = tuple[dict[str, Any], list[str]]
+"""Values by dotted key, and a line for each choice with its reason."""
 
-def decided(config: Config) -> tuple[str, ...]:
+
+def keys_from_images(config: Config) -> tuple[str, ...]:
     """The keys of ``config`` that its images decide unless they are given; none for a benchmark's."""
     if config.preset == "photos":
         return ("train.batch_size",)
-    return DECIDED if config.preset == "custom" and own_images(flatten(to_dict(config))) else ()
+    return FROM_IMAGES if config.preset == "custom" and own_images(flatten(to_dict(config))) else ()
 
 
-def from_images(config: Config, task: Task, given: Container[str]) -> tuple[Config, list[str]]:
-    """``config`` with what the images of ``task`` suggest for keys that are not ``given``, and a line for
-    each choice with its reason; 512 training images are decoded. The pile is decided.
+def from_images(config: Config, task: Task, given: Container[str], pile: str) -> Found:
+    """What the images of ``task`` suggest for keys that are not ``given``, where ``pile`` is what unlabeled
+    rows show; 512 training images are decoded.
     """
-    lines: list[str] = []
-    if not decided(config):
-        return config, lines
+    if not keys_from_images(config):
+        return {}, []
     if config.preset == "photos":
-        return _batch(config, task, given, 0, config.train.batch_size, lines), lines
+        return _batch(config, task, given, 0, config.train.batch_size)
     alone = config.model.weights is None and config.model.encoder in OWN_ENCODERS
-    if alone:
-        config = _size(config, task, given, lines)
-    num_classes = task.num_novel + (task.num_known if config.data.pile == "mixed" else 0)
-    config = _batch(config, task, given, num_classes, sum(task.sizes) // STEPS_OF_EPOCH, lines)
-    config = _epochs(config, task, given, lines)
-    return _statistics(config, task, given, lines) if alone else config, lines
+    values, lines = _size(config, task, given) if alone else ({}, [])
+    num_classes = task.num_novel + (task.num_known if pile == "mixed" else 0)
+    batch = _batch(config, task, given, num_classes, sum(task.sizes) // STEPS_OF_EPOCH)
+    size = batch[0].get("train.batch_size", config.train.batch_size)
+    side = values.get("data.store_size", config.data.store_size)
+    statistics = _statistics(config, task, given, side) if alone else ({}, [])
+    for found, said in (batch, _epochs(config, task, given, size), statistics):
+        values |= found
+        lines += said
+    return values, lines
 
 
-def _size(config: Config, task: Task, given: Container[str], lines: list[str]) -> Config:
+def _size(config: Config, task: Task, given: Container[str]) -> Found:
     """As the images are, up to what is affordable; one of the two sizes that is given sets the other."""
     large, store = (key in given for key in SIZES[:2])
     if IMAGE_SIZE in given or (large and store):
-        return config
+        return {}, []
     if large or store:
         size = config.augment.large.size if large else config.data.store_size
-        return override(config, {SIZES[0]: size, SIZES[1]: size})
+        return {key: size for key in SIZES[:2] if key not in given}, []
     usual = int(np.median([min(side) for _, *side in headers_of(task)[0]] or [config.data.store_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":
@@ -77,58 +84,56 @@ def _size(config: Config, task: Task, given: Container[str], lines: list[str]) -
         stem = "imagenet"
     size = max(8, min(usual, MOST_PIXELS[stem]) // 4 * 4)
     found = sized(config, {IMAGE_SIZE: size, "model.stem": stem})
-    config = override(config, {key: value for key, value in found.items() if key not in given})
     why = "as more takes longer" if usual > size else "as they are"
-    lines.append(f"size: {size} px of images that are usually {usual}, {why}; --image-size takes another")
-    return config
+    line = f"size: {size} px of images that are usually {usual}, {why}; --image-size takes another"
+    return {key: value for key, value in found.items() if key not in given}, [line]
 
 
-def _batch(
-    config: Config, task: Task, given: Container[str], num_classes: int, wanted: int, lines: list[str]
-) -> Config:
+def _batch(config: Config, task: Task, given: Container[str], num_classes: int, wanted: int) -> Found:
     """``wanted`` rows, at most the preset's, enough for every class, and no more than the data fills."""
     if "train.batch_size" in given:
-        return config
+        return {}, []
     (labeled, unlabeled), most = task.sizes, config.train.batch_size
     least = math.ceil(MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1))
     wanted = min(most, max(32, least, wanted))
     size = largest_batch(config.data.composition, wanted, labeled, unlabeled, config.compute.workers)
     if size == most:
-        return config
-    lines.append(f"batch: {size} of {labeled + unlabeled:,} rows; --batch-size takes another")
-    return override(config, {"train.batch_size": size})
+        return {}, []
+    line = f"batch: {size} of {labeled + unlabeled:,} rows; --batch-size takes another"
+    return {"train.batch_size": size}, [line]
 
 
-def _epochs(config: Config, task: Task, given: Container[str], lines: list[str]) -> Config:
+def _epochs(config: Config, task: Task, given: Container[str], batch_size: int) -> Found:
     """As many as of the digits, fewer where they would be too many steps; a tenth of them is warm-up."""
-    usual, batch, said = preset("custom", config.recipe), config.train.batch_size, []
+    usual = preset("custom", config.recipe)
+    values, said = dict[str, Any](), []
     for name, most in EPOCHS.items():
         if name == "pretrain" and config.model.weights is not None:
             continue
         if f"{name}.epochs" in given or getattr(config, name).epochs != getattr(usual, name).epochs:
             continue
         rows = task.sizes[0] if name == "pretrain" else sum(task.sizes)
-        epochs = max(LEAST_EPOCHS, min(most, MOST_STEPS // max(1, rows // batch)))
-        values = {f"{name}.epochs": epochs, f"{name}.warmup_epochs": epochs / 10}
-        config = override(config, {key: value for key, value in values.items() if key not in given})
+        epochs = max(LEAST_EPOCHS, min(most, MOST_STEPS // max(1, rows // batch_size)))
+        values |= {f"{name}.epochs": epochs, f"{name}.warmup_epochs": epochs / 10}
         said.append(f"{epochs} of {name}")
-    if said:
-        flags = " and ".join(f"--{name}.epochs" for name in EPOCHS)
-        lines.append(f"epochs: {', '.join(said)}, for {sum(task.sizes):,} rows; {flags} take others")
-    return config
+    if not said:
+        return {}, []
+    flags = " and ".join(f"--{name}.epochs" for name in EPOCHS)
+    line = f"epochs: {', '.join(said)}, for {sum(task.sizes):,} rows; {flags} take others"
+    return {key: value for key, value in values.items() if key not in given}, [line]
 
 
-def _statistics(config: Config, task: Task, given: Container[str], lines: list[str]) -> Config:
+def _statistics(config: Config, task: Task, given: Container[str], store_size: int) -> Found:
     """Of the channels of training images, as they are stored."""
     if "data.mean" in given and "data.std" in given:
-        return config
+        return {}, []
     rows = np.flatnonzero(task.is_train)
     rows = rows[evenly_spaced(STATISTICS_ROWS, len(rows))]
-    side = min(config.data.store_size, STATISTICS_PIXELS)
+    side = min(store_size, STATISTICS_PIXELS)
     images, reasons = decode_many(task.rows.images.take(rows), side, config.compute.threads)
     images = images[torch.from_numpy(readable(reasons))]
     if not len(images):
-        return config  # the checks say so
+        return {}, []  # the checks say so
     moments = torch.zeros(2, 3, dtype=torch.float64)
     for part in images.split(32):
         values = part.double() / 255
@@ -138,7 +143,7 @@ def _statistics(config: Config, task: Task, given: Container[str], lines: list[s
     mean, square = moments / len(images)
     found = {"data.mean": mean, "data.std": (square - mean.square()).clamp(min=1e-4).sqrt()}
     rounded = {key: tuple(round(float(v), 4) for v in value) for key, value in found.items()}
-    config = override(config, {key: value for key, value in rounded.items() if key not in given})
-    shown = (" ".join(f"{v:.2f}" for v in numbers) for numbers in (config.data.mean, config.data.std))
-    lines.append(f"mean and std: {', '.join(shown)}, of {len(images):,} training images")
-    return config
+    taken = {key: value for key, value in rounded.items() if key not in given}
+    told = {"data.mean": config.data.mean, "data.std": config.data.std}
+    shown = (" ".join(f"{v:.2f}" for v in numbers) for numbers in (told | taken).values())
+    return taken, [f"mean and std: {', '.join(shown)}, of {len(images):,} training images"]

@@ -46,7 +46,8 @@ class Method:
     """A discovery method.
 
     ``name``: an identifier, also of its section of the configuration. ``step`` is one optimizer step, a
-    :data:`uno.steps.Step`. ``config``: a subclass of :class:`uno.config.Section` with the method's own
+    :data:`uno.steps.Step`; ``variant(config)``: another one where the configuration asks for it, else None.
+    ``config``: a subclass of :class:`uno.config.Section` with the method's own
     constants, ``--NAME.FIELD``; a step finds them as ``config.method_options``. ``settings``: preset ->
     values of that section, where the authors' constants depend on the data.
 
@@ -75,6 +76,7 @@ class Method:
     needs_images: bool = False
     teacher: Callable[[Any], bool] = lambda config: False
     extends: bool = False
+    variant: Callable[[Any], Callable[..., Tensor] | None] = lambda config: None
 
 
 @dataclass(frozen=True)

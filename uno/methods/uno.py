@@ -2,18 +2,14 @@
 work, that of :mod:`uno.methods.extensions`; the heads of :mod:`uno.model`.
 """
 
-from torch import Tensor
-
 from uno.config import EXTENSIONS, Config
 from uno.methods import Method, extensions
-from uno.state import TrainState
-from uno.steps import Batch, discovery_step
+from uno.steps import Step, discovery_step
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """The paper's step, or the one with the additions that the objective asks for. Returns (1,)."""
-    extended = any(getattr(config.objective, name) for name in EXTENSIONS)
-    return (extensions.step if extended else discovery_step)(state, batch, config, lr)
+def extended(config: Config) -> Step | None:
+    """The step with the additions that the objective asks for, if it asks for any."""
+    return extensions.step if any(getattr(config.objective, name) for name in EXTENSIONS) else None
 
 
 def wants_teacher(config: Config) -> bool:
@@ -21,4 +17,7 @@ def wants_teacher(config: Config) -> bool:
     return config.objective.rkd_weight > 0
 
 
-METHOD = Method("uno", step, start=extensions.start, gcd=True, teacher=wants_teacher, extends=True)
+METHOD = Method(
+    "uno", discovery_step, start=extensions.start, gcd=True, teacher=wants_teacher, extends=True,
+    variant=extended,
+)  # fmt: skip

@@ -105,7 +105,8 @@ def pretrain(config: Config, train: TrainData, worker: Worker, storage: Storage)
 def _step(config: Config, phase: str) -> Step:
     if phase == PRETEXT:
         return load_pretext(config.pretext.task).step
-    return pretrain_step if phase == PRETRAIN else registry.load(config).step
+    method = registry.load(config)
+    return pretrain_step if phase == PRETRAIN else method.variant(config) or method.step
 
 
 def _initial_network(config: Config, phase: str, train: TrainData, storage: Storage) -> tuple[UnoModel, bool]:

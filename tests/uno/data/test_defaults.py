@@ -6,7 +6,7 @@ import pytest
 from tests.uno.data.builders import encoded, pixels
 from uno.config import override
 from uno.data.decode import decode
-from uno.data.defaults import DECIDED, EPOCHS, LEAST_EPOCHS, MOST_STEPS, decided, from_images
+from uno.data.defaults import EPOCHS, FROM_IMAGES, LEAST_EPOCHS, MOST_STEPS, from_images, keys_from_images
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.presets import preset
@@ -22,7 +22,9 @@ def fitted(folder, *given, name="custom", num=24, side=120, **overrides):
     values = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.pile": "novel"}
     config = override(preset(name), values | {k.replace("__", "."): v for k, v in overrides.items()})
     task = make_task(read_rows(config.data), config.data)
-    return *from_images(config, task, set(given)), task
+    values, lines = from_images(config, task, set(given), config.data.pile)
+    assert not values.keys() & set(given)
+    return override(config, values), lines, task
 
 
 @pytest.mark.parametrize(("side", "encoder", "size", "stem"), [
@@ -90,11 +92,11 @@ def test_what_is_given_stays(tmp_path):
 ])  # fmt: skip
 def test_benchmarks_and_encoders_with_weights_are_as_they_were(tmp_path, values):
     name, source = values.get("name", "custom"), values.get("data__source", "folder:d")
-    keys = decided(override(preset(name), {"data.source": source}))
+    keys = keys_from_images(override(preset(name), {"data.source": source}))
     assert keys == (("train.batch_size",) if name == "photos" else ())
-    assert "train.batch_size" in DECIDED
+    assert "train.batch_size" in FROM_IMAGES
     own = "folder:d" if name == "custom" else source
-    assert name != "custom" or decided(override(preset(name), {"data.source": own})) == DECIDED
+    assert name != "custom" or keys_from_images(override(preset(name), {"data.source": own})) == FROM_IMAGES
 
 
 def test_an_encoder_of_a_library_brings_its_own_size_and_statistics(tmp_path):

@@ -2,10 +2,9 @@
 its predictions. It mirrors the commands, and shows itself in a notebook.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.metadata import entry_points
 from os import PathLike, fspath
 from typing import Any
 
@@ -18,12 +17,15 @@ from torch import Tensor
 from uno.data.decode import BadImage, decoded, readable, to_rgb
 from uno.data.files import Storage
 from uno.data.images import Image
-from uno.errors import ConfigError, StorageError
+from uno.errors import ConfigError, StorageError, foreseen
 from uno.results import show
 from uno.results.classes import OutputClass
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
+from uno.session.console import silence
+from uno.session.place import Place
+from uno.session.settings import configured, from_keywords
 
 STRICT = "train/novel/task_agnostic_strict/acc/best"
 ImageLike = str | PathLike[str] | bytes | np.ndarray | PIL.Image.Image
@@ -202,13 +204,30 @@ def discover(*, fresh: bool = False, quiet: bool = False, **settings: Any) -> Mo
     call again resumes, or returns the model of the finished run; ``fresh`` starts over. ``quiet``: no bar and
     no lines but warnings. Ctrl-C (in the main thread) saves and raises Interrupted.
 
+    It works in this process: ``pipelines.api.discover`` takes the same settings and has workers.
+
     Where the command ends with a line it raises an UnoError: ConfigError (a ValueError), NumericsError,
     StorageError or Interrupted.
     """
-    found = list(entry_points(group="uno.jobs", name="discover"))
-    if not found:
-        raise ConfigError("uno.discover needs the package installed: pip install -e . in its repository")
-    return load(found[0].load()(settings, fresh, quiet))
+    return discover_at(None, settings, fresh, quiet)
+
+
+def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], fresh: bool, quiet: bool) -> Model:
+    """:func:`discover`, whose workers, if ``settings`` ask for some, are ``elsewhere``."""
+    from uno.session import job  # it trains: to load a model takes less
+
+    given = from_keywords(settings)
+    config, threads = configured(given), torch.get_num_threads()
+    try:
+        with silence(quiet):
+            job.discover(config, given, fresh, elsewhere=elsewhere)
+    except Exception as error:
+        if (meant := foreseen(error)) is None:
+            raise
+        raise meant from error
+    finally:
+        torch.set_num_threads(threads)  # the caller's own work goes on as before
+    return load(str(config.output))
 
 
 def _items(images: Any) -> list[Image | BadImage]:

@@ -1,5 +1,7 @@
-"""The person at the keyboard: what they see while a command works, and how they stop it. Driver only."""
+"""The person at the keyboard: what they see while a run works, and how they stop it. Driver only."""
 
+import os
+import select
 import signal
 import sys
 import threading
@@ -11,7 +13,6 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from pipelines.cli import reader_is_gone
 from uno.errors import Interrupted, printable
 
 PARTS = {
@@ -174,3 +175,16 @@ class Progress(AbstractContextManager["Progress"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def reader_is_gone() -> bool:
+    """Whether nobody reads our output: a closed pipe, a terminal hung up. What is left then goes nowhere."""
+    gone = False
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # not a file
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            if poll.poll(0):  # POLLERR or POLLHUP: nobody holds the other end
+                gone = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return gone

@@ -1,0 +1,251 @@
+"""What a run needs of a machine: memory, with the reason for the way in, and time."""
+
+import re
+
+import pytest
+
+from pipelines.ray_env import worker_resources
+from tests.uno.small_run import fresh_state, small_config, small_sets
+from uno.config import Config, override
+from uno.data.files import Storage
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.errors import ConfigError
+from uno.presets import preset
+from uno.runs import hardware
+from uno.session import resources
+from uno.session.resources import (
+    advice,
+    check_demand,
+    choose,
+    crop_rate,
+    forecast,
+    free_device_bytes,
+    free_host_bytes,
+    needed_bytes,
+    own_bytes,
+    peak_bytes,
+)
+
+ROW = 3 * 100**2  # bytes of an image
+
+
+def config(**values):
+    return override(Config(), {"data.store_size": 100} | {k.replace("__", "."): v for k, v in values.items()})
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Sizes of programs that are easy to add up, on two CPUs; this process has taken 40 MB."""
+    for name, value in (("ALONE", 100), ("RAY", 200), ("TASK", 50), ("TRAINER", 30), ("WORKER", 60)):
+        monkeypatch.setattr(resources, f"{name}_BYTES", value * 10**6)
+    monkeypatch.setattr(resources, "own_bytes", lambda: 40 * 10**6)
+    monkeypatch.setattr(resources.os, "cpu_count", lambda: 2)
+
+
+@pytest.mark.parametrize(("workers", "host", "device", "expected", "words"), [
+    (0, 1e9, None, "resident", "300 MB decoded, in memory 400 MB with all programs, budget 564 MB"),
+    (0, 4e8, None, "streaming", "budget 204 MB (60% of the host memory that they leave)"),
+    (2, 7e8, None, "streaming", "in memory 650 MB with all programs, budget 234 MB"),
+    (2, 9e8, None, "resident", "budget 354 MB (60% of the host memory that they leave)"),
+    (2, 2e8, None, "streaming", "budget 0 bytes"),
+    (0, 1e9, 4e8, "streaming", "budget 240 MB (60% of free device memory)"),
+    (2, 1.2e9, 1e12, "resident", "budget 534 MB (60% of the host"),
+])  # fmt: skip
+def test_auto_takes_what_fits(programs, workers, host, device, expected, words):
+    """10,000 images of 100 px. Kills: programs forgotten, or counted that run already, the larger of two
+    budgets, less than nothing.
+    """
+    found, reason = choose(config(compute__workers=workers), 10_000, ROW, host, device)
+    assert found == expected and reason.startswith(expected) and words in reason
+    for told in ("resident", "streaming"):
+        found, reason = choose(config(data__ingest=told), 10_000, ROW, 1, None)
+        assert found == told and reason.startswith(f"{told}, as told")
+
+
+def test_the_peak_is_where_most_is_held(programs):
+    """One copy, and what decodes or what trains, whichever is more. Kills: both at once, a process for a CPU
+    that has nothing to decode, a copy for each worker, features counted once where there are two.
+    """
+    of = lambda workers, *facts, **more: peak_bytes(config(compute__workers=workers, **more), *facts) // 10**6  # noqa: E731
+    assert of(0, 1000, 10**6) == 100 + 1000 and of(0, 1000, 10**6, 64) == 1100
+    assert [of(w, 1000, 10**6, 64) - 1000 for w in (1, 2, 3)] == [290, 350, 410]  # one block: one task
+    assert [of(2, 100_000, 10**4, cpus) - 1000 for cpus in (8, 64)] == [200 + 8 * 50, 200 + 49 * 50]
+    assert of(2, 1000, 10**6, model__trainable="heads") == 350 + 2000
+    assert of(0, 1000, 10**6, model__trainable="heads") == 1100
+
+
+def test_free_memory_is_the_containers(tmp_path, monkeypatch):
+    """The smaller of what the kernel and the container leave. Kills: a machine's memory for a container's."""
+    assert 2**20 < free_host_bytes() < 2**50
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
+    monkeypatch.setattr(resources, "MEMINFO", str(tmp_path / "meminfo"))
+    monkeypatch.setattr(resources, "CGROUP", str(tmp_path))
+    assert free_host_bytes() == 5_120_000
+    (tmp_path / "memory.current").write_text("1000000\n")
+    for limit, expected in (("3000000\n", 2_000_000), ("max\n", 5_120_000)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert free_host_bytes() == expected
+    assert free_device_bytes(override(Config(), {"compute.device": "cpu"})) is None
+
+
+def test_own_memory(monkeypatch):
+    """Kills: pages for bytes, all that is mapped. (Torch alone takes 200 MB.)"""
+    assert 50e6 < own_bytes() < 50e9
+    monkeypatch.setattr(resources, "STATM", "/no/such")
+    assert own_bytes() == 0
+
+
+@pytest.mark.parametrize("values", [{"method": "dtc"}, {"pretext__epochs": 1}])
+def test_what_needs_the_images_keeps_them(values):
+    """Kills: a set that does not fit streamed into a method that looks rows up."""
+    found, reason = choose(config(**values), 10_000, ROW, 1, None)
+    assert found == "resident" and "needs" in reason
+    with pytest.raises(ConfigError, match="ingest resident"):
+        choose(config(data__ingest="streaming", **values), 10_000, ROW, 1, None)
+
+
+@pytest.fixture(scope="module")
+def task():
+    config = small_config().data
+    return make_task(read_rows(config), config)
+
+
+def test_the_estimate_is_that_of_the_network_and_its_views(task):
+    """Kills: parts that do not grow with what they depend on, weights counted as activations."""
+    config = small_config()
+    found = needed_bytes(config, task)
+    network = fresh_state(config, train=small_sets()[0]).model
+    assert found["network"] == 12 * sum(p.numel() for p in network.parameters()) and found["queue"] == 0
+    twice = needed_bytes(small_config(train__batch_size=64), task)
+    assert 1.9 < twice["a step's activations"] / found["a step's activations"] < 2.1
+    assert twice["network"] == found["network"]
+    views, heads, directions = 2, 2, 2 * 8  # of both families
+    queue = needed_bytes(small_config(objective__queue_size=1000), task)["queue"]
+    assert queue == 4 * views * heads * 1000 * (2 * directions + 5 + 10)
+    half = needed_bytes(small_config(compute__workers=2), task)["a step's activations"]
+    assert half == pytest.approx(found["a step's activations"] / 2, rel=0.05)
+    large = needed_bytes(small_config(augment__large__size=256), task)["a step's activations"]
+    assert large > 200 * found["a step's activations"]
+    assert needed_bytes(config, task, free=1)["network"] <= found["network"]  # without a network
+    assert needed_bytes(small_config(model__encoder="tests.uno.toy_encoders:flat"), task) == {}
+
+
+def test_more_than_there_is_is_refused_and_elsewhere_nothing_is_known(task, monkeypatch):
+    config = small_config()
+    needed = sum(needed_bytes(config, task).values())
+    for free, workers in ((needed, 0), (2 * needed, 2)):
+        monkeypatch.setattr(resources, "free_host_bytes", lambda free=free: free)
+        check_demand(small_config(compute__workers=workers), task)
+    monkeypatch.setattr(resources, "free_host_bytes", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=r"this run needs at least .* GB are free; lower --batch-size"):
+        check_demand(config, task)
+    with pytest.raises(ConfigError, match="in each of 2 workers"):
+        check_demand(small_config(compute__workers=2), task)
+    images = len(task.rows) * 3 * 1000**2  # which two workers share
+    kept = {"data__ingest": "resident", "data__store_size": 1000, "compute__workers": 2}
+    monkeypatch.setattr(resources, "free_host_bytes", lambda: images + 2 * needed)
+    check_demand(small_config(**kept), task)
+    monkeypatch.setattr(resources, "free_host_bytes", lambda: images)
+    with pytest.raises(
+        ConfigError, match=r"\(400 images 1\.2 GB\), 1\.2 GB are free; use --data\.ingest str"
+    ):
+        check_demand(small_config(**kept), task)
+    check_demand(small_config(data__ingest="streaming", data__store_size=1000), task)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_demand(small_config(compute__workers=2), task)
+
+
+def test_threads(monkeypatch):
+    monkeypatch.setattr(hardware.os, "cpu_count", lambda: 20)
+    assert hardware.num_threads(small_config()) == 20 and hardware.num_threads(small_config(), 8) == 2
+    assert hardware.num_threads(small_config(compute__threads=80)) == 80
+    with pytest.raises(ConfigError, match=r"compute\.threads is 81, more than 80 for 20 cores"):
+        hardware.num_threads(small_config(compute__threads=81))
+
+
+@pytest.fixture(autouse=True)
+def load(monkeypatch):
+    """The load of the machine, none but where a test says so."""
+    found = [0.0]
+    monkeypatch.setattr("os.getloadavg", lambda: (found[0], 0.0, 0.0))
+    return found
+
+
+def lines(tmp_path, phases=("pretrain", "discover"), **overrides):
+    config = small_config(**overrides)
+    task = make_task(read_rows(config.data), config.data)
+    return list(forecast(config, task, Storage(str(tmp_path)), phases))
+
+
+def test_a_run_says_what_it_will_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("uno.session.resources._step", lambda *args: 0.0)
+    what, encoder, *rest = lines(tmp_path)
+    assert what == (
+        "run: preset digits, 3 epochs of pretrain, 3 epochs of discover, encoder and heads learn, 8 px"
+    )
+    assert encoder == "encoder: resnet_small, weights trained here, from random ones" and not rest
+
+
+def test_without_weights_it_says_how_to_get_some_and_how_long_it_takes(tmp_path, monkeypatch):
+    """The time follows the number of steps. Kills: a time of one phase, of one step, of a finished run."""
+    monkeypatch.setattr("uno.session.resources._step", lambda *args: 2.0)
+    monkeypatch.setattr("uno.session.resources.own_images", lambda given: True)
+    found = lines(tmp_path)
+    assert "--weights pretrained fetches those of torchvision:efficientnet_b0" in found[2]
+    assert found[3] == "time: about 54 s here (pretrain 18 s, discover 36 s), from a timed batch"
+    assert lines(tmp_path, ("discover",), discover__epochs=3000)[3].startswith("time: about 10.0 h here")
+
+
+def test_a_busy_machine_is_named(tmp_path, monkeypatch, load):
+    """Kills: a warning below one program a core, or without a time that it is about."""
+    monkeypatch.setattr("uno.session.resources._step", lambda *args: 2.0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    load[0] = 2.0
+    assert not lines(tmp_path)[-1].startswith("warning")
+    load[0] = 2.06
+    assert lines(tmp_path)[-1].startswith("warning: other programs are at work (load 2.1 on 2 cores)")
+
+
+def test_a_driver_that_lacks_the_workers_gpus_times_nothing(tmp_path, monkeypatch):
+    """Often so on a GPU cluster. Kills: a run that ends before it begins; another machine's time."""
+    monkeypatch.setattr("uno.session.resources._step", lambda *args: 2.0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert len(lines(tmp_path, compute__workers=2)) == 3
+    assert len(lines(tmp_path, compute__workers=2, compute__device="cuda")) == 2
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert len(lines(tmp_path, compute__workers=2)) == 2
+
+
+@pytest.mark.parametrize("trainable", ["all", "last"])
+def test_a_step_is_timed_with_gradient(trainable, tmp_path, monkeypatch):
+    monkeypatch.setattr("uno.session.resources._minutes", lambda seconds: f"{seconds:.9f}")
+    found = lines(tmp_path, ("discover",), model__trainable=trainable, discover__epochs=100_000)[-1]
+    assert re.match(r"time: about \d+\.\d+ here \(discover \d+\.\d+\), from a timed batch$", found)
+
+
+CLUSTER = {"CPU": 296.0, "GPU": 32.0}
+
+
+@pytest.mark.parametrize(("overrides", "cluster", "rate", "says"), [
+    ({}, CLUSTER, None, ["512 rows are 16 for each of 32 GPUs"]),
+    ({"train.batch_size": 2048}, CLUSTER, None, []),
+    ({"compute.device": "cpu"}, CLUSTER, None, []),
+    ({"train.batch_size": 2048}, CLUSTER, 100.0, ["warning: 8.25 cores .* 825 images/s .* H100"]),
+    ({"train.batch_size": 2048}, CLUSTER, 294.0, ["^8.25 cores for each GPU .* 2,426 images/s"]),
+    ({"compute.device": "cpu"}, CLUSTER, 1.0, ["^8.25 cores for each worker"]),
+])  # fmt: skip
+def test_what_would_keep_gpus_waiting(overrides, cluster, rate, says):
+    """Kills: rows of the batch for those of a GPU, cores that workers use, CPUs warned of."""
+    config = override(preset("imagenet"), {"compute.workers": 32, **overrides})
+    each = worker_resources(config, cluster)
+    found = list(advice(config, cluster["CPU"], each, rate))
+    assert len(found) == len(says) and all(re.search(*pair) for pair in zip(says, found, strict=True)), found
+
+
+def test_the_rate_of_cropping_is_that_of_one_core(monkeypatch):
+    """By a clock of one second a look. Kills: a rate of the first image, or of all its views."""
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    config = small_config()
+    assert crop_rate(config, make_task(read_rows(config.data), config.data)) == 16

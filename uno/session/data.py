@@ -1,0 +1,130 @@
+"""What a configuration names, opened in this process: its rows, what is kept of their images, its sets."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from uno.config import Config, DataConfig
+from uno.data import features
+from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, readable
+from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
+from uno.data.files import Storage
+from uno.data.resident import assemble, eval_sets, keep_pixels
+from uno.data.sources import read_rows
+from uno.data.splits import Task, make_task
+from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
+from uno.errors import ConfigError, Interrupted
+from uno.runs.hardware import local_device, num_threads
+from uno.runs.run import frozen_encoder
+from uno.session.console import reading, say
+from uno.session.resources import on_features
+
+INTERVAL_S = 10.0  # between two lines of progress
+
+Show = Callable[[dict[str, Any]], None]
+Compute = Callable[[FeatureJob, nn.Module, Sequence[int], Storage], Iterable[tuple[int, bytes]]]
+"""Computes shards of a job under its encoder and keeps them in a cache directory, before it gives them out.
+"""
+
+
+def read_task(data: DataConfig) -> Task:
+    """The rows of a source, as a run with ``data`` sees them; a line while it takes long. ConfigError."""
+    with reading() as total:
+        task = make_task(read_rows(data), data)
+        total(len(task.rows))
+    return task
+
+
+class Sets(NamedTuple):
+    """What training may see, what reads the truth when it is over, and the task with the images it kept."""
+
+    train: TrainData
+    truth: Callable[[], Mapping[str, EvalData]]
+    task: Task
+
+
+def open_sets(
+    config: Config, task: Task, storage: Storage, show: Show = lambda metrics: None,
+    should_stop: Callable[[], bool] = lambda: False, keep: bool = True,
+) -> Sets:  # fmt: skip
+    """The sets of a run in ``storage``, whose unreadable images it lists there if ``keep``; ConfigError: too
+    many of them. Interrupted: ``should_stop`` says so.
+    """
+    if config.data.ingest == "streaming":
+        stream = streaming_set(config, task, storage)
+        return Sets(stream, partial(streaming_eval_sets, config, task, stream.bad), task)
+    images, reasons = load_images(config, task, storage, show, should_stop)
+    leave_out_unreadable(reasons, config, task, storage if keep else None)
+    task, ok = keep_pixels(task, images, reasons), readable(reasons)
+    return Sets(assemble(task, images, ok), partial(eval_sets, task, images, ok), task)
+
+
+def load_images(
+    config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False
+) -> tuple[Tensor, list[str | None]]:
+    """What a resident run keeps of every row: pixels uint8 (N, 3, S, S), or features of a frozen encoder; and
+    why a row has none.
+    """
+    if on_features(config):
+        return load_features(config, task, storage, show, should_stop)
+    data = config.data
+    return decode_many(task.rows.images, data.store_size, interpolation=data.interpolation)
+
+
+def leave_out_unreadable(
+    reasons: list[str | None], config: Config, task: Task, storage: Storage | None = None
+) -> None:
+    """Say how many images cannot be read and list them in a run's ``bad_samples.jsonl``; refuse too many."""
+    bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
+    if bad:
+        first = f"the first: {bad[0]['id']} ({bad[0]['reason']})"
+        where = f"see {storage.path(BAD_SAMPLES)}" if storage else first
+        say(f"warning: {len(bad)} unreadable images are left out; {where}")
+
+
+def compute_here(
+    job: FeatureJob, encoder: nn.Module, numbers: Sequence[int], cache: Storage
+) -> Iterator[tuple[int, bytes]]:
+    """:data:`Compute` by threads of this process."""
+    device, threads = local_device(job.config), num_threads(job.config)
+    shards = features.compute_here(job, encoder.to(device), numbers, threads)
+    packed = ((number, pack_shard(job.key, number, shard)) for number, shard in shards)
+    return FeatureCache(cache, job).keep(packed)
+
+
+def load_features(
+    config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
+    compute: Compute = compute_here,
+) -> tuple[Tensor, list[str | None]]:  # fmt: skip
+    """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by ``compute``, and why
+    a row has none. Interrupted: ``should_stop`` says so; ConfigError: nobody has trained the encoder.
+    """
+    if config.model.weights is None:
+        raise ConfigError("model.trainable heads needs --weights: what trained the encoder that is frozen")
+    encoder = frozen_encoder(config, storage)
+    job = feature_job(config, task, encoder)
+    place = Storage(features.cache_directory(config))
+    cache = FeatureCache(place, job)
+
+    def computed(numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        rows = sum(len(job.rows(number)) for number in numbers)
+        have = f", {len(task.rows) - rows:,} are there" if rows < len(task.rows) else ""
+        say(f"features: {rows:,} images through {config.model.encoder}{have}; kept in {cache.path}")
+        for number, data in compute(job, encoder, numbers, place):
+            yield number, data
+            if should_stop():
+                raise Interrupted("stopped; finished features are kept")
+
+    start: list[tuple[int, float]] = []
+
+    def progress(done: int, total: int) -> None:
+        start[:] = start or [(done, time.monotonic())]
+        seconds = max(time.monotonic() - start[0][1], 1e-9)
+        speed = (done - start[0][0]) / seconds if done > start[0][0] else None
+        show({"phase": "features", "step": done, "total_steps": total, "images_per_s": speed,
+              "every_s": INTERVAL_S})  # fmt: skip
+
+    return features.cached_features(cache, job, config.model.weights, computed, progress)

@@ -1,0 +1,69 @@
+"""The number of novel classes, as an interval: what ``uno estimate-classes`` does."""
+
+import time
+from collections.abc import Container
+
+from uno.config import Config, override
+from uno.data.files import Storage
+from uno.data.splits import decide_pile
+from uno.results.estimate import Estimate, Settings
+from uno.runs import lock
+from uno.runs.hardware import local_device
+from uno.session.console import say, stopped_at_once
+from uno.session.data import read_task
+from uno.session.place import Place, place_of
+from uno.session.resolve import from_data, with_data
+
+
+def estimate_classes(
+    config: Config, given: Container[str] = (), settings: Settings | None = None, dry_run: bool = False,
+    elsewhere: Place | None = None,
+) -> Estimate | None:  # fmt: skip
+    """Read the data of ``config``, estimate into ``config.output`` and show the result; None: a dry run."""
+    settings, place = settings or Settings(), place_of(config, elsewhere)
+    if config.compute.workers == 0:
+        local_device(config)
+    # The number is what we are after: 1 stands in for it and is never read.
+    task = read_task(with_data(config, num_novel=1).data)
+    pile, reason = decide_pile(config, task.rows.known)
+    values, lines = from_data(config, given, task, pile)
+    config = with_data(override(config, values), pile=pile)
+    for line in (reason, *lines):
+        say(line)
+    (labeled, unlabeled), known = task.sizes, f"{len(task.known)} known classes"
+    say(f"{task.rows.source}: {labeled:,} labeled rows of {known}, {unlabeled:,} unlabeled rows")
+    if dry_run:
+        what = f"pretrain {settings.num_splits} encoders, each on some known classes"
+        what = "cluster the features of the frozen encoder" if config.model.trainable == "heads" else what
+        say(f"would {what}; nothing was done")
+        return None
+    assert config.output is not None
+    storage, start, kept = Storage(config.output), time.perf_counter(), "stopped; finished encoders are kept"
+    with lock.claim(storage, on_wait=say), stopped_at_once(kept):
+        found = place.estimate(config, task, storage, settings)
+    say(format_estimate(found))
+    say(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")
+    return found
+
+
+def format_estimate(found: Estimate) -> str:
+    """The curves as a plain table, the answer, and what to make of it."""
+    lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
+    for k, f1, acc, cvi in zip(found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True):
+        mark = "  in the interval" if found.low <= k <= found.high else ""
+        mark = "  <- estimate" if k == found.num_novel else mark
+        lines.append(f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{mark}")
+    ratios = zip(found.sizes["ratios"], found.sizes["clusters"], strict=True)
+    wide = found.suggested < found.high
+    why = "as the interval is too wide for its larger end" if wide else "the larger end of the interval"
+    shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
+    lines += [
+        f"\nclusters of unlabeled rows larger than r x the largest: {shares}",
+        f"\nnovel classes: {found.num_novel}, between {found.low} and {found.high}",
+        "warning: too few classes merge real ones, too many split them, which uno classes can merge again. "
+        f"Suggested: --num-novel {found.suggested}, {why}",
+    ]
+    if found.at_limit:
+        again = f"repeat with --max-novel {2 * found.ks[-1]}"
+        lines.append(f"warning: the interval reaches the largest number tried; {again}")
+    return "\n".join(lines)

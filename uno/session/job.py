@@ -1,0 +1,292 @@
+"""A run: checked, trained, measured, finished; and one that is finished, measured again or with other
+classes.
+
+Everything happens in this process, or where a :class:`~uno.session.place.Place` from elsewhere does the work.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from uno.config import Config, override
+from uno.data.check import check, format_report
+from uno.data.decode import BAD_SAMPLES
+from uno.data.files import Storage
+from uno.data.splits import Task
+from uno.encoder import require_encoder
+from uno.errors import ConfigError
+from uno.methods import registry
+from uno.report.contents import open_task, write_report
+from uno.results import predictions
+from uno.results.accuracy_table import format_table
+from uno.results.classes import OutputClass, dump_classes, hashes, is_measured, with_measured
+from uno.results.evaluate import read_edits
+from uno.results.export import CARD_FILE, FORMATS, export, model_card
+from uno.results.infer import (
+    Classifier,
+    decoder,
+    load_classifier,
+    model_folder,
+    save_model,
+    with_alignment,
+)
+from uno.results.trust import verdict
+from uno.runs import DISCOVER, ESTIMATE_FILE, RESULTS_FILE, directory, lock, run
+from uno.runs import REPORT_FILE as REPORT
+from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.hardware import local_device, num_threads
+from uno.runs.hooks import hooked
+from uno.session.console import Progress, say, stopped_at_once
+from uno.session.data import Show, read_task
+from uno.session.estimation import estimate_classes
+from uno.session.place import Job, Place, place_of
+from uno.session.predict import predict_run, unlabeled_rows
+from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
+from uno.session.resources import check_demand, forecast, on_features
+from uno.weights import PRETRAINED_FILE
+
+
+def discover(
+    config: Config, given: Mapping[str, Any], fresh: bool = False, last: str = DISCOVER,
+    report: bool = True, dry_run: bool = False, elsewhere: Place | None = None,
+) -> None:  # fmt: skip
+    """Check everything, train the phases up to ``last`` that are not finished and, after discovery, evaluate
+    and print the table; ``given``: the keys of ``config`` that somebody set, ``report``: also predict every
+    row and write the run's page, ``dry_run``: instead of all that take one step of each phase, and keep
+    nothing.
+    """
+    for line in hooked("announced", list[str]()):
+        say(line)
+    num_threads(config)  # before the data is read
+    config, estimate, place = with_full_path(config), None, place_of(config, elsewhere)
+    if config.compute.workers == 0:
+        local_device(config)
+    own_weights = starting_weights(config, fresh)
+    if config.data.num_novel == "auto":
+        if dry_run:
+            raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
+        folder = f"{config.output}-estimate"
+        found = estimate_classes(override(config, {"output": folder}), given, elsewhere=elsewhere)
+        assert found is not None
+        config = override(config, {"data.num_novel": found.suggested})
+        estimate = Storage(folder).read(ESTIMATE_FILE)
+    config, lines, read = resolve(config, given, fresh, place.free_memory)
+    for line in lines:
+        say(line)
+    task = prepare(config, read)
+    phases = run.phases(config, last)
+    check_demand(config, task)
+    if dry_run:
+        return _dry_run(config, task, phases, own_weights)
+    assert config.output is not None
+    storage, evaluate = Storage(config.output), last == DISCOVER
+    if directory.is_run(storage) and not fresh:
+        directory.open_run(config, storage, task.rows.fingerprint)
+        if evaluate and (finished := directory.read_results(storage)) is not None:
+            say(f"{storage.uri} is finished; nothing is trained again (--fresh starts over)")
+            return _show(storage, finished)
+    with lock.claim(storage, on_wait=say) as claim:
+        if fresh:
+            directory.clear(claim.storage)
+        directory.open_run(config, claim.storage, task.rows.fingerprint)
+        if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
+            claim.storage.write(PRETRAINED_FILE, own_weights)  # workers and a resumed run fetch nothing
+        if estimate is not None:
+            claim.storage.write(ESTIMATE_FILE, estimate)
+        for line in forecast(config, task, claim.storage, phases):
+            say(line)
+        job = Job(config, task, phases, evaluate, claim)
+        with ExitStack() as until:
+            with _watched(job) as show:
+                values, task = place.train(job, show, until)
+            if not evaluate:
+                return say(f"finished: {storage.uri}")
+            with stopped_at_once("stopped before the run was finished; resume with the same command"):
+                _finish(config, claim.storage, task, values, report, elsewhere)
+    _show(storage, values)
+
+
+def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = None) -> None:
+    """Evaluate the run in directory ``target`` again, and write its report where that changes what it shows;
+    ``given`` dotted keys say where that happens.
+    """
+    storage = Storage(target)
+    config = with_full_path(stored_config(storage, given))
+    if config.compute.workers == 0:
+        local_device(config)
+    require_encoder(config.model.encoder, storage.uri)
+    task = prepare(config)
+    directory.open_run(config, storage, task.rows.fingerprint)
+    with lock.claim(storage, on_wait=say) as claim:
+        edits = read_edits(storage)
+        if edits is not None and edits.alignment is None:
+            model = load_classifier(storage)
+            with_alignment(model, claim.storage, decoder(model, task.rows), unlabeled_rows(task))
+        before = directory.read_results(storage)
+        job = Job(config, task, (), True, claim)
+        with ExitStack() as until:
+            with _watched(job) as show:
+                values, task = place_of(config, elsewhere).train(job, show, until)
+            if values != before and storage.exists(REPORT):
+                with stopped_at_once("stopped; nothing was changed"):
+                    write_report(config, claim.storage, task, device=local_device(config), metrics=values)
+        _write_results(claim.storage, values)
+        if storage.exists(f"model/{CARD_FILE}"):
+            _write_card(claim.storage, load_classifier(storage), values)
+    _show(storage, values)
+
+
+def apply_classes(claim: lock.Claim, model: Classifier, edited: list[OutputClass]) -> None:
+    """Make ``edited`` the classes of a run's ``model``, and bring what the run holds in line: predictions,
+    metrics, report, card, exports. Raises, before anything is written, where the data that takes is gone.
+    """
+    storage, folder = claim.storage, model_folder(claim.storage)
+    config = override(model.config, {"compute.workers": 0, "compute.device": "auto", "output": storage.uri})
+    values, found = directory.read_results(storage), predictions.read_identity(storage)
+    data = dump_classes(storage.read(f"{folder}classes.json"), edited)
+    same = {"model_hash": model.model_hash, "routes": hashes(edited)["routes"]}
+    predict = found is not None and not same.items() <= found.items()
+    trained = values is not None and checkpoint_steps(storage, DISCOVER)
+    measure, has_report = bool(trained) and not is_measured(data), storage.exists(REPORT)
+    task, done = None, ["the model"]
+    if predict or measure:
+        task = read_task(config.data)
+    elif has_report and (task := open_task(config, storage)[0]) is None:
+        say(f"warning: {REPORT} stays as it is: the run's data is gone or has changed")
+    storage.write(f"{folder}classes.json", data)
+    model = replace(model, classes=edited)
+    if task is not None:
+        model = with_alignment(model, storage, decoder(model, task.rows), unlabeled_rows(task))
+        job = Job(config, task, (), measure, claim)
+        with ExitStack() as until, _watched(job) as show:
+            measured, task = Place().train(job, show, until)
+        values = measured or values
+    if predict:
+        assert task is not None
+        model, summary = predict_run(config, storage, task, model)
+        say(f"{summary.rows:,} rows predicted again: {summary.path}")
+        done.append(predictions.FILE)
+    elif predictions.rename(storage, edited):
+        done.append(predictions.FILE)
+    if measure and values:
+        _write_results(storage, values)
+        done.append(RESULTS_FILE)
+    if storage.exists(folder + CARD_FILE):
+        _write_card(storage, model, values or {})
+    if task is not None and has_report:
+        write_report(config, storage, task, device=local_device(config), model=model)
+        done.append(REPORT)
+    for format in ("pt2", "onnx"):
+        if storage.exists(name := folder + FORMATS[format]):
+            try:
+                storage.write(name, export(model, format))
+                done.append(name)
+            except ConfigError as error:
+                say(f"warning: {name} has the classes of before: {error}")
+    say(f"applied to {', '.join(done)}")
+
+
+def prepare(config: Config, task: Task | None = None) -> Task:
+    """Read the rows' table unless it is there, and run the preflight checks: their first error is raised, all
+    else is said.
+    """
+    task = read_task(config.data) if task is None else task
+    for problem in check(task, config):
+        if problem.level == "error":
+            raise ConfigError(problem.message)
+        say(f"warning: {problem.message}")
+    labeled, unlabeled = task.sizes
+    run.plans(config, labeled, unlabeled, config.compute.workers)
+    if config.compute.workers == 0:
+        local_device(config)
+    rows = f"{labeled:,} labeled rows of {len(task.known)} known classes, {unlabeled:,} unlabeled rows"
+    test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
+    for count, what in ((test, "test rows"), (unseen - test, "rows held out")):
+        rows += f", {count:,} {what}" if count else ""
+    say(f"{task.rows.source}: {rows}, {task.num_novel} classes to discover")
+    return task
+
+
+@contextmanager
+def _watched(job: Job) -> Iterator[Show]:
+    """Heal the directory and say what is resumed; show metrics while ``job`` is trained and evaluated."""
+    config, storage = job.config, job.claim.storage
+    for line in directory.heal(storage):
+        say(f"warning: {line}")
+    reached = [(phase, steps[-1]) for phase in job.phases if (steps := checkpoint_steps(storage, phase))]
+    if reached:
+        say("resuming at {} step {}".format(*reached[-1]))
+    with Progress(interval=config.train.log_every) as progress:
+        yield hooked("in_driver", progress, storage)
+    if config.data.ingest == "streaming" and storage.exists(BAD_SAMPLES):
+        count = len(storage.read(BAD_SAMPLES).splitlines())
+        say(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")
+
+
+def _finish(
+    config: Config, storage: Storage, task: Task, values: dict[str, float], report: bool,
+    elsewhere: Place | None,
+) -> None:  # fmt: skip
+    """The model, with ``report`` all rows' predictions and the page, then the mark of a finished run."""
+    trained = run.load_trained(config, storage, task.num_known, task.num_novel)
+    model = save_model(config, storage, *trained, task.known)
+    _write_card(storage, model, values, f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}")
+    if report:
+        say("predicting every row and writing the report")
+        model, _ = predict_run(config, storage, task, model, elsewhere)
+        _mark_measured(storage)
+        write_report(config, storage, task, device=local_device(config), model=model, metrics=values)
+    _write_results(storage, values)
+
+
+def _write_results(storage: Storage, values: dict[str, float]) -> None:
+    _mark_measured(storage)
+    storage.write(RESULTS_FILE, json.dumps(values, indent=1, sort_keys=True).encode())
+
+
+def _mark_measured(storage: Storage) -> None:
+    """The classes are those that the run's results count."""
+    if storage.exists("model/classes.json") and not is_measured(data := storage.read("model/classes.json")):
+        storage.write("model/classes.json", with_measured(data))
+
+
+def _write_card(storage: Storage, model: Classifier, values: Mapping[str, float], data: str = "") -> None:
+    """The model card; ``data`` is what it says of the run's rows, by default what it said before."""
+    name = model_folder(storage) + CARD_FILE
+    if not data and (before := re.search("^- Data: (.*)$", storage.read(name).decode(), re.M)):
+        data = before[1]
+    facts = {"Data": data} if data else {}
+    storage.write(name, model_card(model, facts, values).encode())
+
+
+def _show(storage: Storage, values: dict[str, float]) -> None:
+    if (found := verdict(values)) is not None:
+        say(f"\n{found}")
+    say(f"\n{format_table(values)}\n\nresults in {storage.uri}")
+    if storage.exists(REPORT):
+        say(f"report:    {storage.path(REPORT)}")
+
+
+def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None) -> None:
+    """The data report, one step of each phase in a scratch directory, and the plan."""
+    say(format_report(task, check(task, config)))
+    for name, plan in run.plans(config, *task.sizes, config.compute.workers).items():
+        if name in phases:
+            epochs = f"{getattr(config, name).epochs} epochs of {plan.steps_per_epoch} steps"
+            say(f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled rows")
+    with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
+        once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
+        if on_features(config):  # which take minutes, and would be kept
+            if registry.load(config).needs_images:
+                return say(f"no step ran: method {config.method} begins with the features of all rows")
+            once = override(once, {"data.ingest": "streaming"})
+        with lock.claim(Storage(folder), on_wait=say) as claim:
+            if own_weights is not None:
+                claim.storage.write(PRETRAINED_FILE, own_weights)
+            job = Job(once, task, phases, False, claim)
+            Place().train(job, lambda metrics: None, ExitStack(), keep=False)
+    say("one step of each phase ran; nothing was kept")

@@ -1,0 +1,117 @@
+"""Where the work of a run is done: :class:`Place` does it in this process; ``pipelines.jobs.OnRay``, which
+has the same methods, on the workers of a Ray cluster. Whoever wants that passes it in.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from uno.config import Config
+from uno.data.decode import decode_many, readable
+from uno.data.files import Storage
+from uno.data.resident import TrainSet, assemble
+from uno.data.splits import Task
+from uno.errors import ConfigError, Interrupted
+from uno.results import estimate
+from uno.results.estimate import Estimate, Settings
+from uno.results.evaluate import evaluate_run
+from uno.results.infer import Classifier
+from uno.results.predictions import PredictionWriter, Summary, predict_rows
+from uno.runs import run
+from uno.runs.hardware import local_device, num_threads
+from uno.runs.lock import Claim
+from uno.session import resources
+from uno.session.console import Progress, on_stop, say
+from uno.session.data import Compute, Show, compute_here, leave_out_unreadable, load_features, open_sets
+from uno.train import LocalWorker
+from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
+
+STOPPING = "stopping: saving a checkpoint first"
+
+
+class Job(NamedTuple):
+    """What to train and to evaluate, and whose directory it fills."""
+
+    config: Config
+    task: Task
+    phases: tuple[str, ...]
+    evaluate: bool
+    claim: Claim
+
+
+class Place:
+    """This process, without Ray."""
+
+    def free_memory(self, config: Config) -> tuple[int, int | None]:
+        """Bytes that are free for a run's workers on the host and on a GPU, None without one."""
+        return resources.free_memory(config)
+
+    def train(
+        self, job: Job, show: Show, until: ExitStack, keep: bool = True
+    ) -> tuple[dict[str, float], Task]:
+        """Train the phases of ``job`` and evaluate: metrics, and the task with its images, which may be gone
+        when ``until`` is closed. Unless ``keep``, unreadable images are listed in no file.
+        """
+        config, storage = job.config, job.claim.storage
+        torch.set_num_threads(num_threads(config))
+        worker = LocalWorker(local_device(config), show)
+
+        def stop() -> None:
+            if not job.phases:  # nothing is trained, so nothing waits for a step to end
+                raise Interrupted("stopped; nothing was changed")
+            worker.stop_requested = True
+
+        with on_stop(stop, STOPPING if job.phases else None):
+            sets = open_sets(config, job.task, storage, show, lambda: worker.stop_requested, keep)
+            train = sets.train.to(worker.device)
+            for phase in job.phases:
+                run.run_phase(config, phase, train, worker, storage)
+        if not job.evaluate:
+            return {}, sets.task
+        num_true = len(sets.task.known) + len(sets.task.novel)
+        with nullcontext() if job.phases else on_stop(stop):
+            return evaluate_run(config, storage, train, sets.truth(), num_true, worker), sets.task
+
+    def predict(
+        self, config: Config, model: Classifier, storage: Storage, writer: PredictionWriter,
+        show: Callable[[int, int], None],
+    ) -> Summary:  # fmt: skip
+        """Classify the rows that ``writer`` lacks, with the ``model`` of the run in ``storage``."""
+        torch.set_num_threads(num_threads(config))
+        return predict_rows(model.to(local_device(config)), writer, config.compute.threads, show)
+
+    def estimate(
+        self, config: Config, task: Task, storage: Storage, settings: Settings | None = None,
+        report: Callable[[str], None] = say,
+    ) -> Estimate:  # fmt: skip
+        """:func:`uno.results.estimate.estimate_num_novel` of a task."""
+        data = config, estimated_set(config, task, storage), task.known, storage
+        return estimate.estimate_num_novel(*data, local_device(config), settings, report=report)
+
+
+def place_of(config: Config, elsewhere: Place | None) -> Place:
+    """Where ``config`` has its work done; ConfigError: by workers, and nobody brought them."""
+    if not config.compute.workers:
+        return Place()
+    if elsewhere is None:
+        raise ConfigError(
+            "--workers needs Ray: uno discover on the command line, or pipelines.api.discover(...), has it"
+        )
+    return elsewhere
+
+
+def estimated_set(config: Config, task: Task, storage: Storage, compute: Compute = compute_here) -> TrainSet:
+    """The training rows decoded, or of a frozen encoder the features of their evaluation views (N,1,D)."""
+    if config.model.trainable == "heads":
+        if config.model.weights == PRETRAINED and not storage.exists(PRETRAINED_FILE):
+            storage.write(PRETRAINED_FILE, fetch_pretrained(config.model.encoder))
+        with Progress() as show:
+            features, reasons = load_features(config, task, storage, show, compute=compute)
+        images = features[:, :1]
+    else:
+        data = config.data
+        images, reasons = decode_many(task.rows.images, data.store_size, interpolation=data.interpolation)
+    leave_out_unreadable(reasons, config, task)
+    return assemble(task, images, readable(reasons))

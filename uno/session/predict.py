@@ -1,0 +1,110 @@
+"""Running a trained model over a source: what ``uno predict`` and the end of a run share."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from uno.config import Config, override
+from uno.data.files import Storage
+from uno.data.inputs import Inputs, RowInputs, evenly, open_inputs
+from uno.data.sources import read_rows
+from uno.data.splits import Task, make_task
+from uno.errors import ConfigError, UnoError
+from uno.results import infer
+from uno.results.folders import sort_images, write_csv
+from uno.results.infer import Classifier, decoder, with_alignment
+from uno.results.predictions import PredictionWriter, Summary
+from uno.runs.hardware import local_device, num_threads
+from uno.session.console import Progress, reading, say, stopped_at_once
+from uno.session.data import read_task
+from uno.session.place import Place, place_of
+
+RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
+INTERVAL_S = 5.0  # between two lines of progress
+
+
+def predict(
+    target: str, given: Mapping[str, Any], embedding: bool, csv: bool = False, folders: bool = False,
+    elsewhere: Place | None = None,
+) -> None:  # fmt: skip
+    """``uno predict``: classify a source with the model of the run ``target``; ``given`` are dotted keys."""
+    storage = Storage(target)
+    model = infer.load_classifier(storage)
+    compute, data = ({k: given[k] for k in given if k.startswith(s)} for s in ("compute.", "data."))
+    config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
+    num_threads(config)
+    if config.compute.workers == 0:
+        local_device(config)
+    if data and "output" not in given:
+        raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
+    limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
+    with reading() as total:
+        if data:
+            inputs: Inputs = open_inputs(override(Config(), data).data)
+        else:
+            inputs = RowInputs(make_task(read_rows(config.data), config.data).rows)
+        inputs = inputs if limit is None else evenly(inputs, limit)
+        total(len(inputs))
+    try:
+        if model.alignment is None:
+            task = read_task(config.data)
+            decode = decoder(model, task.rows, config.compute.threads)
+            model = with_alignment(model, storage, decode, unlabeled_rows(task))
+    except UnoError as error:
+        say(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
+    output = Storage(str(given.get("output", storage.uri)))
+    writer = PredictionWriter(output, inputs, model, embedding, replace="output" not in given)
+
+    kept = "stopped; finished shards are kept"
+    with stopped_at_once(kept):
+        summary = _predict(config, model, storage, writer, elsewhere)
+    say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
+    if csv:
+        say(f"as CSV: {write_csv(output)}")
+    if folders:
+        with stopped_at_once(kept), Progress(seconds=INTERVAL_S) as progress:
+
+            def show(done: int, total: int) -> None:
+                progress({"phase": "copy", "step": done, "total_steps": total})
+
+            say(f"sorted: {sort_images(output, inputs, show)}")
+
+
+def predict_run(
+    config: Config, storage: Storage, task: Task, model: Classifier, elsewhere: Place | None = None
+) -> tuple[Classifier, Summary]:
+    """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where there are many to decode;
+    those of an earlier model are replaced. Returns ``model``, its heads aligned.
+    """
+    is_prepared = task.rows.images.prepared(np.arange(0)) is not None
+    if is_prepared or len(task.rows) < RAY_PAYS_ROWS:
+        config = override(config, {"compute.workers": 0, "compute.device": local_device(config).type})
+    decode = decoder(model, task.rows, config.compute.threads)
+    model = with_alignment(model, storage, decode, unlabeled_rows(task))
+    writer = PredictionWriter(storage, RowInputs(task.rows), model, embedding=False, replace=True)
+    return model, _predict(config, model, storage, writer, elsewhere)
+
+
+def unlabeled_rows(task: Task) -> np.ndarray:
+    """Numbers of the training rows whose classes were discovered."""
+    return np.flatnonzero(task.is_train & (task.labels < 0))
+
+
+def _predict(
+    config: Config, model: Classifier, storage: Storage, writer: PredictionWriter, elsewhere: Place | None
+) -> Summary:
+    """Where ``config.compute`` says."""
+    if writer.complete:
+        return writer.finish()
+    if writer.num_done:
+        say(f"{writer.num_done:,} of {writer.num_rows:,} rows are there already; continuing")
+    num_before, start = writer.num_done, time.monotonic()
+    with Progress(seconds=INTERVAL_S) as progress:
+
+        def show(done: int, total: int) -> None:
+            speed = (done - num_before) / max(time.monotonic() - start, 1e-9)
+            progress({"phase": "predict", "step": done, "total_steps": total, "images_per_s": speed})
+
+        return place_of(config, elsewhere).predict(config, model, storage, writer, show)

@@ -1,0 +1,139 @@
+"""From the settings somebody gave to the configuration of a run: what is given wins, a run that goes on has
+the rest as it began, and of a new one the data decides it. ``discover``, ``tune``, ``reproduce``,
+``estimate-classes`` and ``data check`` all ask here; each line of what was chosen says why.
+"""
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import safetensors.torch
+
+from uno import weights
+from uno.config import OWN_ENCODERS, Config, flatten, override
+from uno.data.defaults import OF_ENCODER, from_images, keys_from_images
+from uno.data.files import Storage, full_path, normal, split
+from uno.data.splits import Task, decide_pile
+from uno.errors import ConfigError
+from uno.presets import IMAGE_SIZE, SIZES
+from uno.runs import CONFIG_FILE, PRETRAIN, directory
+from uno.runs.checkpoint import checkpoint_steps
+from uno.session.data import read_task
+from uno.session.resources import choose, free_memory, row_bytes
+from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
+
+Free = Callable[[Config], tuple[int, int | None]]
+
+
+class Resolved(NamedTuple):
+    """The configuration, what is to be said of it, and the task if it was read as the run will have it."""
+
+    config: Config
+    lines: list[str]
+    task: Task | None = None
+
+
+def resolve(config: Config, given: Iterable[str], fresh: bool = False, free: Free = free_memory) -> Resolved:
+    """``config``, of which ``given`` keys were set by somebody, as its run will have it: the way in and the
+    pile are no longer ``auto``. A run in its ``output`` goes on as it began unless ``fresh``; else the data
+    is read. ``free``: the bytes that workers have. ConfigError: bad data.
+    """
+    given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
+    if config.output is not None and not fresh and (storage := Storage(config.output)).exists(CONFIG_FILE):
+        began = as_begun(config, given, flatten(directory.read_config_tree(storage)))
+        return Resolved(began, [decide_pile(began, [], config.data.pile == "auto")[1]])
+    task = read_task(config.data)
+    pile, reason = decide_pile(config, task.rows.known)
+    values, lines = from_data(config, given, task, pile)
+    found = with_data(override(config, values) if values else config, pile=pile)
+    told = config.data.ingest != "auto"
+    ingest, why = choose(found, len(task.rows), row_bytes(found), *(free_memory if told else free)(found))
+    found = with_data(found, ingest=ingest)
+    return Resolved(found, [reason, *lines, f"data: {why}"], task)
+
+
+def stored_config(storage: Storage, given: Mapping[str, Any]) -> Config:
+    """The configuration of the run in ``storage``, for work on it in this process unless the ``given`` dotted
+    keys say otherwise: its workers may have been elsewhere. StorageError or ConfigError: no run, a damaged
+    one.
+    """
+    here = {"compute.workers": 0, "compute.device": "auto"}
+    stored = flatten(directory.read_config_tree(storage))
+    return override(Config(), {**stored, **here, **given, "output": storage.uri})
+
+
+def with_data(config: Config, **chosen: Any) -> Config:
+    """``config`` with fields of its data that this program has chosen: nothing is left to check."""
+    return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
+
+
+def as_begun(config: Config, given: Container[str], stored: Mapping[str, Any]) -> Config:
+    """``config`` as a run that goes on: with what the flat tree ``stored`` says was chosen for it, by its
+    data or by whoever began it, unless ``given``.
+    """
+    keys = [key for key in (*keys_from_images(config), "data.hold_out") if key not in given]
+    keys += [f"data.{name}" for name in ("pile", "ingest") if getattr(config.data, name) == "auto"]
+    return override(config, {key: stored[key] for key in keys if key in stored})
+
+
+def from_data(
+    config: Config, given: Container[str], task: Task, pile: str
+) -> tuple[dict[str, Any], list[str]]:
+    """What is not ``given`` of a new run on ``task``, by dotted key, and why: images are as the run took them
+    whose encoder this one starts from, else as they are themselves.
+    """
+    values, lines = from_images(config, task, given, pile)
+    source = config.model.weights
+    if source in (None, PRETRAINED) or weights.is_file(source) or not keys_from_images(config):
+        return values, lines
+    stored = flatten(directory.read_config_tree(Storage(str(source))))
+    learnt = {key: stored[key] for key in OF_ENCODER if key in stored and key not in given}
+    size = learnt.get(SIZES[0], config.augment.large.size)
+    return learnt | values, [f"size: {size} px, mean and std: as {source} learnt them", *lines]
+
+
+def as_printed(config: Config, given: Iterable[str], fresh: bool) -> Config:
+    """``config`` with what own images decide, unless the number of their classes is to be found first."""
+    if not keys_from_images(config) or config.data.num_novel == "auto":
+        return config
+    found = resolve(config, given, fresh).config
+    return with_data(found, ingest=config.data.ingest)  # which is the machine's affair
+
+
+def with_full_path(config: Config) -> Config:
+    """``config.model.weights`` as workers can open it: they run in another directory. ConfigError: nothing to
+    start from there.
+    """
+    if config.model.weights in (None, PRETRAINED):
+        return config
+    source = full_path(normal(config.model.weights))
+    folder, name = split(source)
+    if weights.is_file(source):
+        if not Storage(folder).exists(name):
+            raise ConfigError(f"model.weights: no such file {source}")
+    elif not checkpoint_steps(Storage(source), PRETRAIN):
+        raise ConfigError(
+            f"model.weights: {source} is no {', '.join(weights.SUFFIXES)} and no run that has pretrained"
+        )
+    return override(config, {"model.weights": source})
+
+
+def starting_weights(config: Config, fresh: bool) -> bytes | None:
+    """The library's own weights as a safetensors file, where a run starts from them: those it keeps, or else
+    fetched. An encoder or weights that do not fit are a ConfigError here, before any data is read.
+    """
+    source, own, tensors = config.model.weights, None, None
+    if config.model.trainable == "heads" and source is None:
+        raise ConfigError(
+            "model.trainable heads needs --weights: an encoder that has learnt nothing finds nothing"
+        )
+    if source == PRETRAINED:
+        storage = Storage(config.output) if config.output and not fresh else None
+        if storage is not None and storage.exists(PRETRAINED_FILE):
+            return storage.read(PRETRAINED_FILE)
+        own = fetch_pretrained(config.model.encoder)
+        tensors = safetensors.torch.load(own)
+    elif source is not None and weights.is_file(source):
+        tensors = weights.read_weights(source)
+    if tensors is not None or config.model.encoder not in OWN_ENCODERS:
+        weights.check_encoder(config, tensors)
+    return own

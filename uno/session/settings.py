@@ -1,0 +1,169 @@
+"""From the settings that somebody gives, on a command line, in files or as keywords, to a configuration.
+
+Precedence: defaults < preset < method < the description of an encoder from a library < YAML < command line.
+Values start from the preset that was given; otherwise from ``digits`` for the digits and from
+:func:`own_preset` for any other data. A preset's known classes are those of its own data set: with another
+kind of source they are dropped unless they are given too, because hiding the labels of somebody else's
+classes would be a silent mistake. Whatever else the data decides: :mod:`uno.session.resolve`. Nothing here
+imports torch but where a library describes an encoder.
+"""
+
+import glob
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from uno.config import MOVED, OWN_ENCODERS, Config, about, field_names, flatten, load_yaml, override
+from uno.errors import ConfigError, did_you_mean
+from uno.methods import DEFAULT
+from uno.methods.registry import settings as method_settings
+from uno.presets import IMAGE_SIZE, SIZES, own_images, preset, preset_values, sized
+
+HOLD_OUT = 0.1  # of the labeled rows of one's own images, where no test row is of a known class
+OUTPUT = "runs/{preset}-seed{seed}"
+HELP_ALL = "--help-all"
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
+
+
+def configured(given: Mapping[str, Any], output: str | None = OUTPUT) -> Config:
+    """The configuration that dotted keys lead to, all checked at once; ``output``: the run directory where
+    none is given, with places for ``preset`` and ``seed``. ConfigError: a key or a value that cannot be.
+    """
+    own = dict(given)
+    source, two_folders = own.get("data.source"), own.get("data.labeled") is not None
+    own_data = two_folders or source not in (None, "digits")
+    name = str(own.pop("preset", own_preset(own) if own_data else "digits"))
+    if name in ("custom", "photos") and source is None and not two_folders:
+        raise ConfigError(f"the preset {name!r} needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
+    values = preset_values(name, str(own.pop("recipe", "paper")))
+    values |= method_settings(str(own.get("method", DEFAULT)), name)
+    kinds = {str(data).partition(":")[0] for data in (source, values.get("data.source", "digits"))}
+    if two_folders or (source is not None and len(kinds) > 1):
+        values["data.known_classes"] = None
+    if own_images(own):
+        values["data.hold_out"] = values.get("data.hold_out") or HOLD_OUT
+    base = override(Config(), values) if IMAGE_SIZE in own else Config()  # in whose proportions sizes are
+    encoder, size = (values | own).get("model.encoder"), own.get(IMAGE_SIZE, own.get(SIZES[0]))
+    config = override(Config(), values | sized(base, own, _described(encoder, size)))
+    place = config.output or (output and output.format(preset=name, seed=config.seed))
+    return config.model_copy(update={"output": place and checked_output(place)})
+
+
+def _described(encoder: Any, size: Any) -> dict[str, Any]:
+    """What images of ``size``, if it is given, an encoder takes that is a library's or the user's: their
+    size, mean, std and interpolation.
+    """
+    if encoder is None or encoder in OWN_ENCODERS:
+        return {}
+    checked = override(Config(), {"model.encoder": encoder, **({SIZES[0]: size} if size else {})})
+    from uno.weights import describe_encoder
+
+    return describe_encoder(checked.model.encoder).settings(size and checked.augment.large.size)
+
+
+def own_preset(given: Mapping[str, Any]) -> str:
+    """The preset of one's own data: ``photos`` where an encoder's pretrained weights are given or at hand."""
+    encoder, weights = given.get("model.encoder"), given.get("model.weights")
+    if not own_images(given):
+        return "custom"
+    if weights is None and encoder is None and given.get("model.trainable") is None:
+        return "photos" if weights_at_hand() else "custom"
+    file = str(weights).endswith((".safetensors", ".pt", ".pth")) and ":" in str(encoder)
+    return "photos" if file or weights == "pretrained" else "custom"
+
+
+def weights_at_hand() -> bool:
+    """Whether torchvision's weights of the encoder of ``photos`` have been downloaded before."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.environ.get("TORCH_HOME") or os.path.join(cache, "torch")
+    _, _, name = preset("photos").model.encoder.partition(":")
+    return bool(glob.glob(os.path.join(glob.escape(home), "hub", "checkpoints", f"{name}_*.pth")))
+
+
+def checked_output(output: str) -> str:
+    """A directory to write to, ``~`` replaced; a relative one inside a Ray job is a ConfigError."""
+    output = os.path.expanduser(output)
+    if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
+        why = "the job's working directory is deleted with the job"
+        raise ConfigError(
+            f"inside a Ray job --output must be an absolute path or a URI, not {output!r}: {why}"
+        )
+    return output
+
+
+def merged(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys of files and of a line, which wins: a source there replaces the two folders of a file, one
+    size of images the sizes. ConfigError: the line has two kinds of data.
+    """
+    if {"data.source", "data.labeled"} <= line.keys():
+        raise ConfigError("give either --data or --labeled and --unlabeled, not both")
+    replaced = ("data.labeled", "data.unlabeled") * ("data.source" in line)
+    replaced += SIZES * (IMAGE_SIZE in line)
+    return {key: value for key, value in file.items() if key not in replaced} | dict(line)
+
+
+def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as dotted keys: ``batch_size=64``, ``objective={"epsilon": 0.1}``,
+    ``**{"objective.epsilon": 0.1}``, and ``config``: a YAML file, a mapping, or a list of them.
+    """
+    file, line = dict[str, Any](), dict[str, Any]()
+    config = settings.get("config", [])
+    for part in config if isinstance(config, list | tuple) else [config]:
+        file |= flatten(part) if isinstance(part, Mapping) else load_yaml(part)
+    keys = {"image-size": IMAGE_SIZE}
+    for key in field_names(str(settings.get("method", file.get("method", DEFAULT)))):
+        keys[dashed(key)] = key
+        if (short := about(key).flag) is not None:
+            keys[short] = key
+    for name, value in settings.items():
+        if name == "config":
+            continue
+        for key, each in flatten({name: value}).items():
+            if dashed(key) not in keys:
+                raise ConfigError(f"unknown setting {key!r}{similar(key, [*keys, 'config'], True)}")
+            line[keys[dashed(key)]] = _plain(each)
+    return merged(file, line)
+
+
+def _plain(value: Any) -> Any:
+    """A value from Python as a YAML file would hold it."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple) and value and all(isinstance(word, str) for word in value):
+        return ",".join(value)  # names of classes
+    return value.item() if getattr(value, "ndim", None) == 0 else value  # a number of numpy's
+
+
+HABITS = {
+    "lr": ("discover.base-lr", "pretrain.base-lr"),
+    "learning-rate": ("discover.base-lr", "pretrain.base-lr"),
+    "epochs": ("discover.epochs", "pretrain.epochs"),
+    "num-epochs": ("discover.epochs", "pretrain.epochs"),
+    "size": ("image-size",),
+    "img-size": ("image-size",),
+    "resolution": ("image-size",),
+    "backbone": ("model.encoder",),
+    "num-classes": ("num-novel",),
+    "gpus": ("device", "gpus-per-worker"),
+    "out": ("output",),
+}
+"""Words that people write out of habit, and the flags that they mean."""
+
+
+def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
+    """Suggest what ``name``, a flag without its dashes or a ``keyword``, was meant to be."""
+    word, known = dashed(name), list(names)
+    if new := MOVED.get(word.replace("-", "_")):
+        return f"; it is {new if keyword else f'--{dashed(new)}'} now"
+    likely = [flag for flag in HABITS.get(word, ()) if flag in known]
+    likely = likely or [flag for flag in known if flag.endswith(f".{word}")][:3]
+    likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]
+    if keyword:
+        see = f"see uno discover {HELP_ALL}"
+        return did_you_mean(word, known, see, lambda flag: repr(flag.replace("-", "_")), likely)
+    return did_you_mean(word, known, f"see {HELP_ALL}", "--{}".format, likely)
+
+
+def dashed(name: str) -> str:
+    """A key as options have it."""
+    return name.replace("_", "-")
