@@ -198,7 +198,7 @@ def _size(num_bytes: float) -> str:
 
 
 def on_a_cluster() -> bool:
-    """Whether workers are those of a Ray cluster (``RAY_ADDRESS``), of whose machines nothing is known here."""
+    """Whether workers are those of a Ray cluster (``RAY_ADDRESS``), whose machines are not known here."""
     return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
 
 
@@ -207,7 +207,8 @@ def on_a_cluster() -> bool:
 
 def check_demand(config: Config, task: Task) -> None:
     """ConfigError: more threads than the cores can bear, or more memory than is free here, with the images of
-    a resident run, without what :func:`peak_bytes` counts for programs. On other machines and on GPUs that this one lacks nothing is known beforehand.
+    a resident run, without what :func:`peak_bytes` counts for programs. On other machines and on GPUs that
+    this one lacks nothing is known beforehand.
     """
     compute = config.compute
     if compute.workers and (on_a_cluster() or compute.device == "cuda"):
