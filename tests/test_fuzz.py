@@ -38,7 +38,7 @@ def test_every_misbehaviour_is_a_finding_and_the_next_input_is_read(monkeypatch)
     assert found[6].startswith("not one line") and found[7:] == ["read"]
 
 
-@pytest.mark.parametrize("kind", ["png", "yaml", "csv", "bmp"])
+@pytest.mark.parametrize("kind", ["png", "yaml", "csv", "bmp", "tar"])
 def test_inputs_are_a_function_of_the_seed_and_the_seeds_are_read(kind):
     """Kills: a run that cannot be repeated; seeds that no reader takes, so that mutants prove nothing."""
     first, again, other = (inputs_of(kind, seed) for seed in (1, 1, 2))

@@ -95,8 +95,10 @@ def assert_agree(run: Path) -> None:
     assert {key: metrics.get(key) for key in expected} == pytest.approx(expected)
     assert any("rejected" in key for key in metrics) == (None in into.values())
     card = (run / "model" / "README.md").read_text()
-    shown = 100 * metrics["train/known/task_aware/acc/best"]
-    assert f"{shown:.1f}" in card.split("known classes alone")[1].split("\n")[0]
+    table_of_card = card.split("## Measured")[1].split("| accuracy, %")[1].splitlines()
+    (aware,) = (line for line in table_of_card if line.startswith("| Task-aware |"))
+    at = table_of_card[0].split(" | ").index("training rows: known")
+    assert aware.split(" | ")[at] == f"{100 * metrics['train/known/task_aware/acc/best']:.1f}"
     for c in model.classes:
         assert (f"`{c.name}` dropped" in card) == (c.into is None)
         target = None if c.into in (None, c.index) else model.classes[c.into].name

@@ -330,7 +330,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["data", "pack", "--data", "digits", "--limit", "200", "--output", "out"]) == 0
     assert "400 rows, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
-    monkeypatch.setattr("uno.data.tables._images", pytest.fail)
+    monkeypatch.setattr("uno.data.resident.train_set", pytest.fail)
     words = ["--data", "parquet:out", "--known-classes", "first:5", "--data.ingest", "streaming"]
     assert cli.main(["discover", *SMALL, *words, "--output", "run"]) == 0
     assert "test/novel/task_agnostic_strict/acc/avg" in (tmp_path / "run/metrics.json").read_text()

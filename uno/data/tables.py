@@ -192,6 +192,10 @@ class _Parquet:
             else:  # whose name need not be text
                 with self._open() as file:
                     self.metadata, self.schema = file.metadata, file.schema_arrow
+        groups = [self.metadata.row_group(g).num_rows for g in range(self.metadata.num_row_groups)]
+        num = self.metadata.num_rows
+        if sum(groups) != num or min(groups, default=0) < 0:
+            raise ConfigError(f"{path}: its row groups have {sum(groups):,} rows, {num:,} by its footer")
 
     @filesystem.patient
     def read(self, columns: Sequence[str], group: int | None = None) -> Any:
@@ -204,7 +208,15 @@ class _Parquet:
                 with self._open(self.metadata) as file:
                     table = file.read(columns) if group is None else file.read_row_group(group, columns)
             table.validate(full=True)
-            return table
+        if table.num_columns:
+            self._require_rows(len(table), group)
+        return table
+
+    def _require_rows(self, num: int, group: int | None) -> None:
+        """ConfigError: the footer counts other rows than ``num``, which were read."""
+        counted = self.metadata.num_rows if group is None else self.metadata.row_group(group).num_rows
+        if num != counted:
+            raise ConfigError(f"{self.path}: its columns have {num:,} rows, {counted:,} by its footer")
 
     def column_bytes(self, group: int, columns: Sequence[str]) -> int:
         """Of those columns in a row group, as they are stored."""
@@ -226,10 +238,13 @@ class _Parquet:
         if filesystem.is_uri(self.path) and self.column_bytes(group, columns) <= REQUEST_BYTES:
             yield from self.read(columns, group).to_batches(READ_ROWS)
             return
+        num = 0
         with self.errors(f"row group {group} of"), self._open(self.metadata, READ_BYTES) as file:
             for batch in file.iter_batches(READ_ROWS, [group], columns):
                 batch.validate(full=True)
+                num += len(batch)
                 yield batch
+        self._require_rows(num, group)
 
     @contextmanager
     def _open(self, metadata: Any = None, buffer: int = 0) -> Iterator[Any]:
@@ -393,8 +408,6 @@ def _read_file(file: filesystem.Found, own: Mapping[str, str]) -> tuple[Any, Nam
     theirs |= {"label": label or "", "image": image}
     wanted = {*theirs.values()} - {image}
     table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
-    if table.num_columns and len(table) != num:
-        raise ConfigError(f"{path}: its columns have {len(table):,} rows, {num:,} by its footer")
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
     # train-00000-of-00004.parquet or train/0000.parquet; rows below unknown names are for training
     words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]

@@ -4,6 +4,7 @@ import itertools
 import os
 import pickle
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -252,6 +253,26 @@ def test_another_file_and_no_file_are_seen(shards):
     assert read_parquet(str(shards)).fingerprint != rows.fingerprint
     (shards / "one.parquet").unlink()
     assert "cannot read row group 0 of " in failure(rows.images.__getitem__, 0)
+
+
+def test_a_column_with_fewer_rows_than_its_footer_counts_is_one_line():
+    """Kills: an index out of bounds of images that stay in the file, rows of which a prediction ends."""
+    path = str(Path(__file__).parents[2] / "corpus" / "parquet_images-fewer-than-rows")
+    fewer, rows = f"{path}: its columns have 0 rows, 3 by its footer", read_parquet(path)
+    assert len(rows) == 6 and len(rows.images[3]) > 0  # the other row group is whole
+    assert failure(rows.images.fetch, np.arange(3)) == failure(rows.images.__getitem__, 1) == fewer
+    assert failure(ParquetTable, path) == fewer
+
+
+def test_row_groups_with_other_rows_than_the_footer_counts_are_one_line(tmp_path):
+    """Kills: rows without an image, where no other column is read that shows it."""
+    pq.write_table(pa.table({"image": [b"x"] * 37}), path := tmp_path / "a.parquet")
+    data = path.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    more = data[footer:].replace(b"\x16\x4a", b"\x16\x4c", 1)  # 37 and 38, an int64 of Thrift
+    path.write_bytes(data[:footer] + more)
+    for read in (read_parquet, ParquetTable):
+        assert failure(read, str(path)).endswith("its row groups have 37 rows, 38 by its footer")
 
 
 def test_csv_and_jsonl_agree(tmp_path):
