@@ -29,7 +29,7 @@ from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.presets import preset
 from uno.runs import run
-from uno.session import job
+from uno.session import job, resources
 
 BROKEN = (3, 8, 14)
 CONFIG = override(
@@ -122,7 +122,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     Kills: blocks in the order of completion, an execution that is lost, chunks out of step.
     """
     for module, name, value in (
-        (ray_data, "ROWS_PER_BLOCK", 8), (ray_data, "ROWS_PER_DECODE", 3),
+        (resources, "ROWS_PER_BLOCK", 8), (ray_data, "ROWS_PER_DECODE", 3),
         (ray_data, "MIN_CHUNKS", 8), (ray_data, "CHUNKS_PER_CPU", 0), (stream, "CHUNK_ROWS", 5),
         (stream, "MAX_WINDOW_ROWS", 8),
     ):  # fmt: skip
