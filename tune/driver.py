@@ -11,11 +11,14 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import yaml
 
-from pipelines import ray_env
+from pipelines import nodes, ray_env
 from pipelines.options import Options
+from pipelines.worker import MAX_DEATHS
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import Fold, SweepData, make_folds, sweep_data
@@ -214,7 +217,7 @@ def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, 
         needed = {name: workers * amount for name, amount in resources.items()}
         needed["CPU"] += CPU_OF_A_WAITING_TRIAL
     else:
-        resources = {"CPU": config.compute.cpus_per_worker or min(1.0, cluster.get("CPU", 1.0))}
+        resources = {"CPU": config.compute.cpus_per_worker or min(1.0, cluster.get("CPU", 0.0)) or 1.0}
         if ray_env.use_gpu(config, cluster):
             resources["GPU"] = config.compute.gpus_per_worker
         needed = resources
@@ -224,6 +227,19 @@ def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, 
         needs, has = (" and ".join(f"{n:g} {name}s" for name, n in some.items()) for some in (needed, held))
         raise ConfigError(f"a trial needs {needs}, the cluster has {has}; lower --compute.cpus-per-worker")
     return min(fits, options.concurrent or fits, options.trials), resources
+
+
+def room(ray: Any, options: SweepOptions, give_up: Callable[[], bool]) -> tuple[int, dict[str, float]]:
+    """:func:`concurrency`, once the cluster has room for a trial: one that may grow is waited for."""
+    config = options.config
+    try:
+        return concurrency(options, ray.cluster_resources())
+    except ConfigError:
+        if (limit := nodes.growth_s(config)) == 0:
+            raise
+    one = override(config, {"compute.workers": max(1, config.compute.workers)})
+    nodes.await_place(one, give_up, limit)
+    return concurrency(options, ray.cluster_resources())
 
 
 def _run_missing(
@@ -240,7 +256,7 @@ def _run_missing(
         from tune import search
 
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
-        number, resources = concurrency(options, ray.cluster_resources())
+        number, resources = room(ray, options, stopping.is_set)
         say(f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process")
         start = time.monotonic()
 
@@ -262,7 +278,8 @@ def _run_missing(
             run_config=tune.RunConfig(
                 name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", verbose=0,
                 storage_path=f"{storage.uri}/{RAY_FOLDER}", stop=search.Interruption(stopping.is_set),
-                failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
+                # A process that dies goes on at its newest checkpoint; what it raises itself is noted.
+                failure_config=tune.FailureConfig(max_failures=MAX_DEATHS, fail_fast=False),
             ),
         )  # fmt: skip
         ray_env.in_thread(tuner.fit)

@@ -8,6 +8,7 @@ comparable, a killed trial goes on where it was, and no model but one is in memo
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import statistics
 import threading
@@ -27,11 +28,12 @@ from tune.score import Fold, make_folds, measure
 from tune.spaces import Space
 from uno import collectives
 from uno.config import Config, dump_yaml, override
-from uno.errors import NumericsError, StorageError, UnoError
+from uno.errors import Interrupted, NumericsError, StorageError, UnoError
 from uno.runs import DISCOVER, RAY_FOLDER, run
 from uno.runs.lock import ClaimedStorage
 from uno.train import LocalWorker, Worker
 
+log = logging.getLogger(__name__)
 LEASE_S = 60.0  # a trial that pretrains and has not renewed its lease for so long is dead
 RENEW_S = 5.0
 WAIT_S = 0.3
@@ -247,18 +249,23 @@ def _run_shared(index: int, sweep: Sweep, worker: Worker, storage: ClaimedStorag
 
 
 def _start_workers(index: int, sweep: Sweep) -> None:
-    """A Ray Train run inside the trial; the trial itself only waits and needs next to no CPU."""
+    """A Ray Train run inside the trial; the trial itself only waits and needs next to no CPU. A group that
+    dies is started again, where its newest checkpoint is, up to three times.
+    """
     import ray.tune
     from ray.tune.integration.ray_train import TuneReportCallback
 
     workers, name = sweep.options.config.compute.workers, f"train-{ray.tune.get_context().get_trial_id()}"
-    scaling = ray_worker.scaling(workers, sweep.resources)
-    settings = ray_worker.run_config(f"{sweep.output}/{RAY_FOLDER}", name, [TuneReportCallback()])
-    try:
-        ray_worker.fit(_train_loop, {"index": index, "sweep": sweep}, scaling, settings, timeout_s=1800)
-    except Exception as error:
-        cause = nodes.cause_of(error)
-        raise cause if isinstance(cause, Exception) else error from None
+    scaling, folder = ray_worker.scaling(workers, sweep.resources), f"{sweep.output}/{RAY_FOLDER}"
+    loop = {"index": index, "sweep": sweep}
+    for attempt in range(ray_worker.MAX_DEATHS):
+        settings = ray_worker.run_config(folder, f"{name}-{attempt}", [TuneReportCallback()])
+        try:
+            return ray_worker.fit(_train_loop, loop, scaling, settings, timeout_s=1800)
+        except Exception as error:
+            loss = nodes.loss_of(error)  # raises what no other group would do better
+            log.warning("trial %d: %s", index, loss.line)
+    raise Interrupted("its workers died again and again: out of memory?")
 
 
 class _TrialWorker(ray_worker.RayWorker):
