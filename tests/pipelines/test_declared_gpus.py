@@ -50,7 +50,15 @@ def test_a_run_and_predictions_on_gpus_that_only_workers_have(tmp_path):
     write_model(tmp_path / "model")
     write_digits(tmp_path / "in", read_digits().images[:900])
     run, weights = tmp_path / "run", tmp_path / "model" / "model" / "encoder.safetensors"
-    discover = ["pipelines.discover", *SMALL, "--model.trainable", "heads", "--augment.small.num-views", "0"]
+    discover = [
+        "pipelines",
+        "discover",
+        *SMALL,
+        "--model.trainable",
+        "heads",
+        "--augment.small.num-views",
+        "0",
+    ]
     discover += ["--discover.epochs", "1", "--weights", str(weights), "--output", str(run)]
     predict = [str(run), "--data", str(tmp_path / "in"), "--compute.threads", "1", "--output"]
     on_gpus = ["--workers", "1", "--device", "cuda"]
@@ -59,7 +67,7 @@ def test_a_run_and_predictions_on_gpus_that_only_workers_have(tmp_path):
         trained = Command([*discover, *on_gpus], env, tmp_path / "discover.log")
         assert trained.end() == 0, trained.lines
         del env["RAY_ADDRESS"]
-        words = ["pipelines.predict", *predict, str(tmp_path / "there"), *on_gpus]
+        words = ["pipelines", "predict", *predict, str(tmp_path / "there"), *on_gpus]
         predicted = Command(words, env, tmp_path / "predict.log")
         assert predicted.end() == 0, predicted.lines
         assert predicted.says(f"asking the Ray cluster at {raylets.address} for 1 worker")

@@ -82,7 +82,7 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, clie
     for path in bookkeeping:  # Ray Train's snapshot of the killed run is of no use and of no harm
         path.write_bytes(b"")
 
-    entrypoint = " ".join([sys.executable, "-m", *argv])
+    entrypoint = " ".join([sys.executable, "-m", "pipelines", *argv])
     env = {**runtime_env(faults), "working_dir": str(ROOT)}
     stopped = client.submit_job(entrypoint=entrypoint, runtime_env=env)
     goal = killed_at + 2 * INTERVAL

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,34 @@ def test_the_same_command_finishes_a_killed_sweep(tmp_path):
     assert pretrained.items() <= pretrainings(storage).items()
     assert not storage.exists(half)
     assert "Traceback" not in again.stderr
+
+
+@pytest.mark.slow
+def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
+    """SIGKILL to the process of a trial once it has an epoch: the same sweep ends with the trial finished.
+    Kills: a trial that is failed for good, one that begins anew.
+    """
+    options, storage = planned(tmp_path, [values()], "--no-stopping", "--discover.epochs", "8")
+    killed = []
+
+    def kill() -> None:
+        until(lambda: storage.exists("trials/0000/epochs.jsonl"))
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError):  # it ended meanwhile
+                if folder.name.isdigit() and b"ray::ImplicitFunc" in (folder / "cmdline").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    killed.append(storage.read("trials/0000/epochs.jsonl"))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert run_sweep(options) == 0
+    killer.join()
+    (before,) = killed
+    assert [result["status"] for result in results(storage)] == ["finished"]
+    lines = storage.read("trials/0000/epochs.jsonl").splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == list(range(1, 9))
+    assert lines[: len(before.splitlines())] == before.splitlines()
+    until_free(ray_cluster)
 
 
 @pytest.mark.slow
