@@ -43,7 +43,7 @@ def torchvision_view(config: ViewConfig, library: Any, finish: list[Any]) -> Cal
     steps = [crops[config.crop], library.RandomHorizontalFlip(config.flip)]
     optional = [
         (config.jitter, jitter),
-        (config.grey, library.Grayscale(3)),
+        (config.grayscale, library.Grayscale(3)),
         (config.solarize, RandomThreshold()),
         (config.equalize, library.RandomEqualize(1.0)),
         (config.blur, library.GaussianBlur(17, config.blur_sigma)),
@@ -70,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
 
     config = preset(options.preset, options.recipe)
-    recipe, data, side = config.augment, config.data, config.data.store_size
+    recipe, data, side = config.augment, config.data, config.data.stored_size
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(options.batch, 3, 8, 8, generator=generator)
     images = (F.interpolate(noise, side, mode="bicubic") * 70 + 128).clamp(0, 255).to(torch.uint8)

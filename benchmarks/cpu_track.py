@@ -97,7 +97,7 @@ def measure(config: Config, every: TrainSet, split: int, known: int, start: Path
     train = TrainSet(
         train.labeled_images[rest], train.labels[rest], train.unlabeled_images, known, train.num_novel
     )
-    kind, size = config.data.composition, config.train.batch_size
+    kind, size = config.data.batch_sampling, config.train.batch_size
     batch = largest_batch(kind, size, len(train.labels), train.num_unlabeled, 0)
     every_epoch = {"train.checkpoint_every_epochs": 1, "train.keep_checkpoints": 10_000}
     config = override(config, {"seed": split, "train.batch_size": batch, **every_epoch})
@@ -107,7 +107,7 @@ def measure(config: Config, every: TrainSet, split: int, known: int, start: Path
     row["pretrain_minutes"] = round(pretrained(config, train, start / f"{split}"), 2)
     with tempfile.TemporaryDirectory() as folder:
         storage = Storage(str(shutil.copytree(start / f"{split}", Path(folder) / "run")))
-        state, _ = timed(override(config, {"model.trainable": "all"}), PRETRAIN, train, storage)
+        state, _ = timed(override(config, {"model.finetune": "full"}), PRETRAIN, train, storage)
         after = [of_model(state, images, truth, *held_out, config)]
         state, minutes = timed(config, DISCOVER, train, storage)
         row |= {"discover_minutes": round(minutes, 2), "curve": []}

@@ -42,11 +42,11 @@ def run(seed: int, num_novel: int, workers: int, settings: Settings) -> tuple[di
     """(estimate, seconds) of one task, from an empty directory."""
     known, _ = classes_of(seed, num_novel)
     values = {"data.known_classes": ",".join(map(str, known)), "data.num_novel": 1, "seed": seed}
-    config = override(preset("digits"), {**values, "compute.workers": workers, "compute.device": "cpu"})
+    config = override(preset("digits"), {**values, "compute.num_workers": workers, "compute.device": "cpu"})
     task = make_task(read_rows(config.data), config.data)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        place = OnRay() if config.compute.workers else Place()
+        place = OnRay() if config.compute.num_workers else Place()
         found = place.estimate(config, task, Storage(folder), settings, lambda line: None)
         return asdict(found), time.perf_counter() - start
 

@@ -132,7 +132,7 @@ def epoch(num_rows: int, device: str) -> Callable[[], None]:
     """One epoch of discovery with the digits' network over random images: index, augment, step."""
     config = preset("digits")
     train = random_images(config, num_rows).to(device)
-    plan = make_plan(0, config.data.composition, config.train.batch_size, num_rows // 2, num_rows // 2)
+    plan = make_plan(0, config.data.batch_sampling, config.train.batch_size, num_rows // 2, num_rows // 2)
     batches = ResidentBatches(config, train, plan, 0, 1)
     model = build_model(config.model, train.num_known, train.num_novel, 0).train()
     model = model.to(device, memory_format=torch.channels_last)
@@ -148,7 +148,7 @@ def epoch(num_rows: int, device: str) -> Callable[[], None]:
 def random_images(config: Config, num_rows: int) -> TrainSet:
     """Half labeled, half unlabeled."""
     generator = torch.Generator().manual_seed(0)
-    side = config.data.store_size
+    side = config.data.stored_size
     images: Tensor = torch.randint(
         0, 256, (2, num_rows // 2, 3, side, side), generator=generator, dtype=torch.uint8
     )

@@ -27,7 +27,7 @@ from benchmarks.measure import environment
 from pipelines.commands import DISCOVER as DISCOVER_COMMAND
 from pipelines.options import parse
 from uno.config import Config, override
-from uno.data.decode import readable
+from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.plan import largest_batch
 from uno.data.resident import TrainSet, assemble
@@ -39,7 +39,7 @@ from uno.presets import preset
 from uno.results.metrics import cluster_accuracy, confusion
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.run import run_phase
-from uno.session.console import silence
+from uno.session.console import suppress_output
 from uno.session.data import load_images
 from uno.session.resolve import resolve
 from uno.state import TrainState
@@ -67,20 +67,20 @@ def accuracy(truth: Tensor, predicted: Tensor) -> float:
 def read(options: Sequence[str]) -> tuple[Config, TrainSet]:
     """The digits, or the data of the ``options`` of uno discover, whose configuration is that of UNO."""
     config = preset("digits")
-    with silence():
+    with suppress_output():
         if options:
             given = parse(options, DISCOVER_COMMAND)
             config = resolve(override(given.config, {"output": None}), given.given, True).config
         task = make_task(read_rows(config.data), config.data)
         images, reasons = load_images(config, task, Storage("."), lambda metrics: None)
-    return config, assemble(task, images, readable(reasons))
+    return config, assemble(task, images, ok_mask(reasons))
 
 
 def run(config: Config, every: TrainSet, split: int) -> tuple[float, float]:
     """Percent of the held-out rows that the method and k-means get right; the split is the seed, too."""
     (train, truth), worker = hold_out(every, split), LocalWorker(torch.device("cpu"))
     batch = largest_batch(
-        config.data.composition, config.train.batch_size, len(train.labels), train.num_unlabeled, 0
+        config.data.batch_sampling, config.train.batch_size, len(train.labels), train.num_unlabeled, 0
     )
     config = override(config, {"seed": split, "compute.threads": 1, "train.batch_size": batch})
     with tempfile.TemporaryDirectory() as folder:

@@ -149,8 +149,8 @@ def fill(options: argparse.Namespace) -> int:
 
     changes = {
         "data.source": f"parquet:{data_of(options)}", "data.known_classes": "1,3", "data.num_novel": 5,
-        "model.trainable": "heads", "model.weights": str(options.folder / "encoder.safetensors"),
-        "augment.small.num_views": 0, "augment.cached_views": 3, "compute.workers": options.workers,
+        "model.finetune": "none", "model.weights": str(options.folder / "encoder.safetensors"),
+        "augment.small.num_views": 0, "augment.num_cached_views": 3, "compute.num_workers": options.workers,
         "compute.cache": str(options.folder / "out"), "output": str(options.folder / "out" / "run"),
     }  # fmt: skip
     return fill_cache(override(preset("digits"), changes))

@@ -44,7 +44,7 @@ from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory
 from uno.data.plan import make_pretrain_plan
-from uno.data.stream import Chunk, CropJob, StreamSet, crop_here
+from uno.data.stream import Chunk, CropJob, StreamSet, crop_local
 from uno.data.tables import ParquetImages
 from uno.presets import preset
 
@@ -113,7 +113,7 @@ def job_of(config: Config, images: Images, rows: np.ndarray, folder: str) -> Cro
     plan = make_pretrain_plan(0, BATCH, len(rows))
     bad = BadRows([], images, 1.0, Storage(folder))
     train = StreamSet(images.take(rows), np.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64),
-                      np.empty(0, np.int64), 1, 1, bad, partial(crop_here, threads=CORES))  # fmt: skip
+                      np.empty(0, np.int64), 1, 1, bad, partial(crop_local, threads=CORES))  # fmt: skip
     return CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
 
 
@@ -132,11 +132,11 @@ def in_processes(pool: ProcessPoolExecutor, job: CropJob, expected: int) -> None
 def crop_chunk(cropper: Cropper, images: Images, chunk: tuple[np.ndarray, np.ndarray, np.ndarray]) -> int:
     torch.set_num_threads(1)
     steps, positions, rows = chunk
-    return len(cropper.crop(steps, positions, images.fetch(rows))[0])
+    return len(cropper.crop(steps, positions, images.read_images(rows))[0])
 
 
 def loader_of(config: Config, images: Images, rows: np.ndarray) -> Callable[[], None]:
-    data = Pictures(images.fetch(rows), np.arange(len(rows)), config)  # no random access to row groups
+    data = Pictures(images.read_images(rows), np.arange(len(rows)), config)  # no random access to row groups
     loader = torch.utils.data.DataLoader(
         data, batch_size=BATCH, num_workers=CORES, persistent_workers=True, drop_last=True,
         multiprocessing_context="spawn",  # a fork would copy Ray's threads
@@ -155,10 +155,10 @@ def rate(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(config, images, rows, folder)
         count = (job.last - job.first) * BATCH
-        one = partial(crop_here, threads=1)
+        one = partial(crop_local, threads=1)
         methods = {
             "DataLoader": loader_of(config, images, rows),
-            "uno, threads": lambda: drain(crop_here(job, CORES), count),
+            "uno, threads": lambda: drain(crop_local(job, CORES), count),
             "uno, one thread": lambda: drain(one(job), count),
         }
         return row(options, take_turns(methods, options.repeats), count)
@@ -299,7 +299,7 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
                     "--preset", "cifar10", "--known-classes", "first:5", "--limit", str(options.rows),
                     "--batch-size", "256", "--model.encoder", "resnet_small", "--pretrain.epochs", "11",
                     "--pretrain.warmup-epochs", "0", "--compute.threads", "1",
-                    "--train.log-every", "100000", "--data.ingest", "resident",
+                    "--train.log-every", "100000", "--data.loading", "memory",
                     "--output", str(output),
                 ]  # fmt: skip
                 subprocess.run([sys.executable, *words], check=True, stdout=sys.stderr)

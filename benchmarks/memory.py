@@ -37,10 +37,10 @@ from uno.session.resources import peak_bytes
 
 SIDE, NUM_CLASSES, SAMPLE_S = 128, 10, 0.1
 OPTIONS = {
-    "preset": "custom", "known-classes": "first:5", "num-novel": "5", "batch-size": "128",
-    "data.store-size": str(SIDE), "augment.large.size": "16", "augment.large.crop": "resized",
+    "preset": "scratch", "known-classes": "first:5", "num-novel": "5", "batch-size": "128",
+    "data.stored-size": str(SIDE), "augment.large.size": "16", "augment.large.crop": "resized",
     "model.encoder": "resnet_small", "model.width": "8", "model.num-heads": "1", "train.max-steps": "3",
-    "data.ingest": "resident", "data.hold-out": "0.1",
+    "data.loading": "memory", "data.validation-fraction": "0.1",
 }  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def run(folder: Path, num_rows: int, workers: int, cpus: int | None, repository:
     peak = sum(parts.values())
     if process.returncode:
         raise SystemExit(f"the run failed with code {process.returncode}")
-    config = override(Config(), {"compute.workers": workers})
+    config = override(Config(), {"compute.num_workers": workers})
     estimate = peak_bytes(config, num_rows, 3 * SIDE**2, cpus)
     return {
         "workers": workers, "cpus": cpus, "rows": num_rows, "decoded_mb": round(num_rows * 3 * SIDE**2 / 1e6),

@@ -47,9 +47,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "resident-room": Case((4, 3), "resident"),
-    "resident-tight": Case((2, 2), "resident", ONE_CPU, True),
-    "resident-none": Case((1, 3), "resident", ONE_CPU, True),
+    "resident-room": Case((4, 3), "memory"),
+    "resident-tight": Case((2, 2), "memory", ONE_CPU, True),
+    "resident-none": Case((1, 3), "memory", ONE_CPU, True),
     "streaming-room": Case((4, 3), "streaming"), "streaming-tight": Case((2, 2), "streaming"),
     "streaming-none": Case((1, 3), "streaming", ONE_CPU, True),
 }  # fmt: skip
@@ -62,8 +62,8 @@ def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, two_nodes(_made(Path(name) / "unused"), case.cpus) as nodes:
         folder, storage = Path(name), Storage(f"{name}/run")
         own = {faults.VARIABLE: "kill-node:step=100", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2"}
-        argv = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement", "SPREAD",
-                "--data.ingest", case.ingest, *case.options, "--output", storage.root]  # fmt: skip
+        argv = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement_strategy", "SPREAD",
+                "--data.loading", case.ingest, *case.options, "--output", storage.root]  # fmt: skip
         command = Command(argv, {**nodes.env, **own, "PYTHONPATH": str(code)}, folder / "log", code)
         while command.code is None and not _events(storage, "fault"):
             time.sleep(0.2)

@@ -97,7 +97,7 @@ def looped_loss(known: Tensor, novel: Tensor, labels: Tensor, labeled: Tensor, c
     num_known = known.shape[-1]
     targets = known.new_zeros(num_views, num_heads, num_rows, num_known + num_clusters)
     objective = config.objective
-    pseudo_labels = looped_targets(novel, labeled, objective.epsilon, objective.num_iters)
+    pseudo_labels = looped_targets(novel, labeled, objective.epsilon, objective.sinkhorn_iters)
     for v in range(num_views):
         for h in range(num_heads):
             targets[v, h, labeled, :num_known] = F.one_hot(labels, num_known).to(known.dtype)
@@ -170,7 +170,7 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
     config = override(preset(name), {"train.batch_size": batch_size})
     objective, num_views = config.objective, config.augment.large.num_views
     num_known, num_novel, rows_l, rows_u = CLASSES[name]
-    plan = make_plan(0, config.data.composition, batch_size, rows_l, rows_u)
+    plan = make_plan(0, config.data.batch_sampling, batch_size, rows_l, rows_u)
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, num_known, (plan.labeled_size,), generator=generator).to(device)
     labeled = (torch.arange(batch_size) < plan.labeled_size).to(device)
@@ -223,7 +223,7 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
     return {
         "ours sinkhorn": lambda: global_targets(families, num_views, len(labels), objective),
         "looped sinkhorn": lambda: [
-            looped_targets(own, labeled, objective.epsilon, objective.num_iters) for own in families
+            looped_targets(own, labeled, objective.epsilon, objective.sinkhorn_iters) for own in families
         ],
         "ours sinkhorn_and_loss": with_gradient(our_losses),
         "looped sinkhorn_and_loss": with_gradient(looped_losses),

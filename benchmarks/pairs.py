@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.measure import environment
 from uno.config import Config, override
-from uno.data.decode import readable
+from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.resident import EvalSet, eval_sets
 from uno.data.sources import read_rows
@@ -124,7 +124,7 @@ def read_run(run: Path) -> tuple[Storage, Config, Task, dict[str, EvalSet]]:
     config = override(Config(), read_config_tree(storage))
     task = make_task(read_rows(config.data), config.data)
     images, reasons = load_images(config, task, storage, lambda metrics: None)
-    return storage, config, task, eval_sets(task, images, readable(reasons))
+    return storage, config, task, eval_sets(task, images, ok_mask(reasons))
 
 
 def _counted(similar: Tensor, same: Tensor) -> dict[str, float | None]:

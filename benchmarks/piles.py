@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from uno.config import Config, override
-from uno.data.decode import decode_many, readable
+from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.resident import assemble, eval_sets
 from uno.data.sources import read_rows
@@ -33,9 +33,9 @@ from uno.train import LocalWorker
 
 DATA = {"mixed": 0.5, "novel": 0.0}
 ASSUMED: dict[str, dict[str, Any]] = {
-    "mixed": {"data.pile": "mixed"},
-    "mixed, uniform prior": {"data.pile": "mixed", "objective.prior": "uniform"},
-    "novel": {"data.pile": "novel"},
+    "mixed": {"data.setting": "gcd"},
+    "mixed, uniform prior": {"data.setting": "gcd", "objective.class_prior": "uniform"},
+    "novel": {"data.setting": "ncd"},
 }
 KEYS = {
     **{f"train {name}": f"train/unlabeled/gcd/{name}/avg" for name in ("all", "old", "new")},
@@ -49,12 +49,17 @@ KEYS = {
 
 def runs(seed: int, share: float, epochs: int, only: list[str]) -> dict[str, dict[str, float]]:
     """The scores of what is assumed, on digits of which ``share`` of the known rows has lost its label."""
-    start = {"seed": seed, "data.unlabel_known": share, "compute.device": "cpu", "data.ingest": "resident"}
+    start = {
+        "seed": seed,
+        "data.unlabeled_known_fraction": share,
+        "compute.device": "cpu",
+        "data.loading": "memory",
+    }
     start["discover.epochs"] = epochs
     config = override(preset("digits"), start)
     task = make_task(read_rows(config.data), config.data)
-    images, reasons = decode_many(task.rows.images, config.data.store_size, 1)
-    sets = assemble(task, images, readable(reasons)), eval_sets(task, images, readable(reasons))
+    images, reasons = decode_many(task.rows.images, config.data.stored_size, 1)
+    sets = assemble(task, images, ok_mask(reasons)), eval_sets(task, images, ok_mask(reasons))
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         first = Storage(f"{folder}/pretrained")
@@ -71,7 +76,7 @@ def scores(config: Config, storage: Storage, train: Any, truth: Any, num_true: i
     worker, start = LocalWorker(torch.device("cpu")), time.perf_counter()
     run.run_phase(config, DISCOVER, train, worker, storage)
     seconds = time.perf_counter() - start
-    scored = override(config, {"data.pile": "mixed"})
+    scored = override(config, {"data.setting": "gcd"})
     values = evaluate_run(scored, storage, train, truth, num_true, worker)
     return {name: round(values[key], 4) for name, key in KEYS.items() if key in values} | {"s": seconds}
 

@@ -139,7 +139,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         start = time.perf_counter()
         with ray_env.connect() as ray:
             extra["ray_start_s"] = round(time.perf_counter() - start, 2)
-            config = override(model.config, {"compute.workers": options.workers})
+            config = override(model.config, {"compute.num_workers": options.workers})
 
             def on_ray() -> None:
                 writer = PredictionWriter(output(), RowInputs(rows), model, embedding=False)

@@ -30,12 +30,12 @@ from uno.config import override
 from uno.data.decode import BadRows, decode_many, pieces
 from uno.data.files import Storage
 from uno.data.images import InMemory
-from uno.data.pack import pack, store_here
+from uno.data.pack import pack, store_local
 from uno.data.plan import make_pretrain_plan
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import limit_rows
-from uno.data.stream import CropJob, StreamSet, crop_here
+from uno.data.stream import CropJob, StreamSet, crop_local
 from uno.presets import preset
 
 CORES = os.cpu_count() or 1
@@ -66,7 +66,7 @@ def write_tar(rows: Rows, folder: Path) -> None:
 
 def read(rows: Rows) -> None:
     """Every image in memory once, in order, some at a time."""
-    assert sum(len(some.fetch(np.arange(len(own)))) for own, some in pieces(rows.images)) == len(rows)
+    assert sum(len(some.read_images(np.arange(len(own)))) for own, some in pieces(rows.images)) == len(rows)
 
 
 def decode(rows: Rows, side: int) -> None:
@@ -77,15 +77,15 @@ def decode(rows: Rows, side: int) -> None:
 
 def stream(rows: Rows, side: int, folder: str) -> None:
     """As a streamed run cuts them, a pass in the order of training."""
-    values = {"data.store_size": side, "augment.large.size": side, "augment.small.num_views": 0}
+    values = {"data.stored_size": side, "augment.large.size": side, "augment.small.num_views": 0}
     config = override(preset("cifar10"), values)
     every, none = np.arange(len(rows)), np.empty(0, np.int64)
     bad = BadRows([], InMemory([]), 1.0, Storage(folder))
-    labels, crop = torch.zeros(len(rows), dtype=torch.int64), partial(crop_here, threads=CORES)
+    labels, crop = torch.zeros(len(rows), dtype=torch.int64), partial(crop_local, threads=CORES)
     train = StreamSet(rows.images, every, labels, none, 1, 1, bad, crop)
     plan = make_pretrain_plan(0, BATCH, len(rows))
     job = CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
-    assert sum(len(pixels) for pixels, _ in crop_here(job, CORES)) == job.last * BATCH
+    assert sum(len(pixels) for pixels, _ in crop_local(job, CORES)) == job.last * BATCH
 
 
 def main() -> int:
@@ -96,16 +96,16 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    config = override(preset("custom"), {"data.source": options.data}).data
+    config = override(preset("scratch"), {"data.source": options.data}).data
     rows = read_rows(config)
     if options.limit is not None:
         rows = rows.take(limit_rows(rows, options.limit))
     with tempfile.TemporaryDirectory() as folder:
         place = Storage(f"{folder}/parquet")
-        pack(rows, np.ones(len(rows), dtype=bool), place, SHARD_BYTES, store_here(CORES))
-        packed = read_rows(override(preset("custom"), {"data.source": f"parquet:{folder}/parquet"}).data)
+        pack(rows, np.ones(len(rows), dtype=bool), place, SHARD_BYTES, store_local(CORES))
+        packed = read_rows(override(preset("scratch"), {"data.source": f"parquet:{folder}/parquet"}).data)
         write_tar(packed, Path(folder, "tar"))
-        shards = read_rows(override(preset("custom"), {"data.source": f"tar:{folder}/tar"}).data)
+        shards = read_rows(override(preset("scratch"), {"data.source": f"tar:{folder}/tar"}).data)
         kinds: dict[str, Callable[[Rows], None]] = {
             "read": read,
             "decode": partial(decode, side=options.size),

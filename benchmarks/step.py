@@ -23,7 +23,7 @@ from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.quantities import CLASSES, limits
 from uno.augment import augment
 from uno.config import Config, override
-from uno.data.decode import decode_many, readable
+from uno.data.decode import decode_many, ok_mask
 from uno.data.plan import make_plan
 from uno.data.resident import ResidentBatches, TrainSet, assemble
 from uno.data.sources import read_rows
@@ -56,7 +56,7 @@ def main() -> None:
     config = override(preset(options.preset, options.recipe), {"train.batch_size": options.batch})
     train = train_set(options.data, config).to(device)
     plan = make_plan(
-        0, config.data.composition, options.batch, len(train.labels), len(train.unlabeled_images)
+        0, config.data.batch_sampling, options.batch, len(train.labels), len(train.unlabeled_images)
     )
     batches = ResidentBatches(config, train, plan, 0, 1)
     model = build_model(config.model, train.num_known, train.num_novel, 0).train()
@@ -178,10 +178,10 @@ def train_set(source: str | None, config: Config) -> TrainSet:
         limit = {"data.source": source, "data.limit": 4 * config.train.batch_size}
         data = override(config, limit).data
         task = make_task(read_rows(data), data)
-        images, reasons = decode_many(task.rows.images, data.store_size)
-        return assemble(task, images, readable(reasons))
+        images, reasons = decode_many(task.rows.images, data.stored_size)
+        return assemble(task, images, ok_mask(reasons))
     generator = torch.Generator().manual_seed(0)
-    rows, side = 2 * config.train.batch_size, config.data.store_size
+    rows, side = 2 * config.train.batch_size, config.data.stored_size
     images = torch.randint(0, 256, (2, rows, 3, side, side), generator=generator, dtype=torch.uint8)
     known, novel, *_ = CLASSES[config.preset or "cifar10"]
     labels = torch.randint(0, known, (rows,), generator=generator)

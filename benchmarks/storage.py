@@ -166,7 +166,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         some = np.arange(0, len(rows), len(rows) // (2 * SHARDS))
         images: Any = rows.images
         begin = time.monotonic()
-        assert len(images.fetch(some)) == len(some)
+        assert len(images.read_images(some)) == len(some)
         fetching, read = time.monotonic() - begin, len(requests_of(log))
     groups = len(np.unique(images.groups(some)))
     return {
@@ -247,7 +247,7 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
     from uno.data.files import Storage
     from uno.data.images import InMemory
     from uno.data.plan import make_pretrain_plan
-    from uno.data.stream import CropJob, StreamSet, crop_here
+    from uno.data.stream import CropJob, StreamSet, crop_local
     from uno.presets import preset
 
     here, cut = ray.get_runtime_context().get_node_id(), Path(folder) / f"cut-{os.getpid()}"
@@ -255,14 +255,16 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
     ray_data._crop = partial(_noted, ray_data._crop, str(cut))  # type: ignore[assignment]
     config = override(preset("imagenet"), {"augment.small.num_views": 0})
     cpus, store = ray_data.execution_limits(ray.cluster_resources(), workers, 1.0)
-    affinity = () if not hasattr(ray_data, "near") else (ray_data.near(ray.nodes(), here, cpus, 1, 1.0),)
+    affinity = (
+        () if not hasattr(ray_data, "near") else (ray_data.preferred_node(ray.nodes(), here, cpus, 1, 1.0),)
+    )
     on_ray = ray_data.crop_on_ray(ray, cpus, store, *affinity)
     found = {}
     for rows in (num_rows // 4, num_rows):
         numbers = np.arange(rows) % len(paths)
         plan, bad = make_pretrain_plan(0, 64, rows), BadRows([], paths, 1.0, Storage(folder))
         labels, none = torch.zeros(rows, dtype=torch.int64), np.empty(0, np.int64)
-        crop = partial(crop_here, threads=1)
+        crop = partial(crop_local, threads=1)
         train = StreamSet(InMemory(paths).take(numbers), np.arange(rows), labels, none, 1, 1, bad, crop)
         job = CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
         for note in cut.iterdir():

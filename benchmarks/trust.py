@@ -25,7 +25,7 @@ from scipy.stats import spearmanr
 from benchmarks.measure import environment
 from uno.clustering import silhouette
 from uno.config import Config, override
-from uno.data.decode import readable
+from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.resident import EvalSet, TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
@@ -50,22 +50,22 @@ GROUPS = ("", "photos", "digits", "cifar", "mixed", "novel", "right number")
 def pretrained(side: int, epochs: int = 15) -> dict[str, Any]:
     """The frozen encoder on images of ``side`` pixels: the fewer, the worse."""
     own = {**describe_encoder(ENCODER).settings(side), "model.encoder": ENCODER, "discover.epochs": epochs}
-    return own if side == 224 else own | {"data.store_size": side, "augment.cached_views": 2}
+    return own if side == 224 else own | {"data.stored_size": side, "augment.num_cached_views": 2}
 
 
 def untrained(side: int) -> dict[str, Any]:
     """A frozen ResNet18 that has learnt nothing."""
     return {
         "model.encoder": "resnet18", "model.stem": "imagenet", "augment.large.size": side,
-        "data.store_size": side, "augment.cached_views": 2, "discover.epochs": 15,
+        "data.stored_size": side, "augment.num_cached_views": 2, "discover.epochs": 15,
     }  # fmt: skip
 
 
 def scratch(epochs: int) -> dict[str, Any]:
     """A small network from these images alone, at 32 px."""
     return {
-        "preset": "custom", "model.encoder": "resnet_small", "model.hidden_dim": 512,
-        "model.projection_dim": 128, "train.batch_size": 128, "data.hold_out": 0.1,
+        "preset": "scratch", "model.encoder": "resnet_small", "model.hidden_dim": 512,
+        "model.projection_dim": 128, "train.batch_size": 128, "data.validation_fraction": 0.1,
         "pretrain.epochs": epochs, "discover.epochs": epochs, "pretrain.warmup_epochs": 1,
         "discover.warmup_epochs": 1,
     }  # fmt: skip
@@ -111,7 +111,7 @@ def configured(name: str, given: argparse.Namespace) -> Config:
             "data.limit": 2000,
         }
     if "mixed" in name:
-        own |= {"data.unlabel_known": 0.5}
+        own |= {"data.unlabeled_known_fraction": 0.5}
     if "pretrained" in name:
         own |= {"model.weights": given.weights}
     elif "untrained" in name:
@@ -124,8 +124,8 @@ def configured(name: str, given: argparse.Namespace) -> Config:
             )
             path.parent.mkdir(parents=True, exist_ok=True)
             safetensors.torch.save_file({k: t.contiguous() for k, t in encoder.state_dict().items()}, path)
-    here = {"compute.device": "cpu", "compute.threads": 1, "data.ingest": "resident"}
-    here |= {"data.pile": "mixed" if "mixed" in name else "novel"}
+    here = {"compute.device": "cpu", "compute.threads": 1, "data.loading": "memory"}
+    here |= {"data.setting": "gcd" if "mixed" in name else "novel"}
     return override(config, own | here | {"compute.cache": str(Path(given.output).absolute() / "cache")})
 
 
@@ -137,7 +137,7 @@ def signs(name: str, given: argparse.Namespace) -> dict[str, float]:
         return dict(json.loads(storage.read("signs.json")))
     task = make_task(read_rows(config.data), config.data)
     images, reasons = load_images(config, task, storage, lambda metrics: None)
-    ok, worker = readable(reasons), LocalWorker(torch.device("cpu"))
+    ok, worker = ok_mask(reasons), LocalWorker(torch.device("cpu"))
     train, sets = assemble(task, images, ok), eval_sets(task, images, ok)
     for phase in (PRETRAIN, DISCOVER) if config.model.weights is None else (DISCOVER,):
         run.run_phase(config, phase, train, worker, storage)

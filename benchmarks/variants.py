@@ -42,7 +42,7 @@ from torch import Tensor
 from benchmarks.held_out import accuracy
 from benchmarks.measure import environment
 from uno.config import Config, override
-from uno.data.decode import decode_many, readable
+from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.resident import TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
@@ -202,8 +202,8 @@ def of_seed(seed: int, names: list[str], epochs: int) -> dict[str, float]:
     """Percent of novel training rows that each variant gets right, and k-means."""
     config = override(preset("digits"), {"seed": seed, "compute.threads": 1, "discover.epochs": epochs})
     task = make_task(read_rows(config.data), config.data)
-    images, reasons = decode_many(task.rows.images, config.data.store_size, 1)
-    ok = readable(reasons)
+    images, reasons = decode_many(task.rows.images, config.data.stored_size, 1)
+    ok = ok_mask(reasons)
     train, rows = assemble(task, images, ok), eval_sets(task, images, ok)["train"]
     truth, worker = rows.where(rows.unlabeled).truth - task.num_known, LocalWorker(torch.device("cpu"))
     found = {}

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from benchmarks.held_out import hold_out
 from benchmarks.measure import environment
 from uno.config import Config, override
-from uno.data.decode import decode_many, readable
+from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.resident import TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
@@ -102,7 +102,7 @@ def of_head(truth: Tensor, cosines: Tensor, epochs: Sequence[Tensor], config: Co
     stays = [float((epoch == output).float().mean()) >= STAYS for epoch in epochs]
     undecided = [epoch for epoch, stay in enumerate(stays, 1) if not stay]
     objective = config.objective
-    moved_to = sinkhorn(cosines, objective.epsilon, objective.num_iters).argmax(dim=-1)
+    moved_to = sinkhorn(cosines, objective.epsilon, objective.sinkhorn_iters).argmax(dim=-1)
     moved, right = moved_to != output, torch.from_numpy(match)[truth]
     return {
         "accuracy": accuracy(truth, output),
@@ -162,11 +162,11 @@ def of_seed(seed: int, epochs: int | None, held_out: bool) -> dict[str, Any]:
     values = {"seed": seed, "compute.threads": 1} | ({"discover.epochs": epochs} if epochs else {})
     config = override(preset("digits"), values)
     task = make_task(read_rows(config.data), config.data)
-    images, reasons = decode_many(task.rows.images, config.data.store_size, 1)
-    train = assemble(task, images, readable(reasons))
+    images, reasons = decode_many(task.rows.images, config.data.stored_size, 1)
+    train = assemble(task, images, ok_mask(reasons))
     if held_out:
         return watch(config, *hold_out(train, seed % 5))
-    rows = eval_sets(task, images, readable(reasons))["train"]
+    rows = eval_sets(task, images, ok_mask(reasons))["train"]
     return watch(config, train, rows.where(rows.unlabeled).truth - task.num_known)
 
 

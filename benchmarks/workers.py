@@ -92,7 +92,7 @@ def count(num_workers: int, batch: int, side: int) -> dict[str, Any]:
 def work(rank: int, num_workers: int, batch: int, side: int, folder: str) -> None:
     """One process: a few steps, the last with all collectives counted."""
     torch.set_num_threads(1)
-    views = {"augment.large.size": side, "data.store_size": side, "train.batch_size": batch}
+    views = {"augment.large.size": side, "data.stored_size": side, "train.batch_size": batch}
     config = override(preset("cifar10"), views)
     train = train_set(None, config)
     calls: Counter[str] = Counter()
@@ -102,7 +102,7 @@ def work(rank: int, num_workers: int, batch: int, side: int, folder: str) -> Non
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_workers
         )
     plan = make_plan(
-        0, config.data.composition, batch, len(train.labels), len(train.unlabeled_images), num_workers
+        0, config.data.batch_sampling, batch, len(train.labels), len(train.unlabeled_images), num_workers
     )
     batches = ResidentBatches(config, train, plan, rank, num_workers)
     model = build_model(config.model, train.num_known, train.num_novel, 0)

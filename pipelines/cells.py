@@ -31,7 +31,7 @@ POLL_S = 0.1
 UNFINISHED = (Interrupted.exit_code, 130, -signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL, 137, 143)
 
 
-class Job(NamedTuple):
+class CellProcess(NamedTuple):
     """A run: ``name`` is its directory, ``needs`` that of the one it starts from, ``label`` is for people."""
 
     name: str
@@ -62,7 +62,7 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
     return found
 
 
-def start_here(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A process of this machine; it ends with the driver."""
     with log.open("ab") as file:  # a session of its own: Ctrl-C reaches the driver, which forwards it
         return subprocess.Popen(
@@ -96,7 +96,7 @@ class RayProcess:
 
 def _run(command: list[str], log: Path, stop: Path) -> int:
     """The task: runs a command to its end, or until the file ``stop`` is there."""
-    process = start_here(command, log)
+    process = start_local(command, log)
     while process.poll() is None:
         if stop.exists():
             process.terminate()
@@ -110,12 +110,12 @@ Start = Callable[[list[str], Path], Process]  # starts a command whose output is
 
 
 def run_jobs(
-    jobs: Sequence[Job], output: Path, start: Start, capacity: int
-) -> Iterator[tuple[Job, Attempts]]:
+    jobs: Sequence[CellProcess], output: Path, start: Start, capacity: int
+) -> Iterator[tuple[CellProcess, Attempts]]:
     """Run all jobs in ``output``, ``capacity`` at a time; yields every one that ended, with its attempt. One
     that needs a failed one fails with it. After SIGTERM or SIGINT: Interrupted, with all saved and ended.
     """
-    stopping, running = threading.Event(), list[tuple[Job, Process, float]]()
+    stopping, running = threading.Event(), list[tuple[CellProcess, Process, float]]()
     waiting, ahead = list(jobs), {job.name for job in jobs}
     with on_stop(stopping.set):
         while (waiting or running) and not stopping.is_set():
@@ -147,7 +147,7 @@ def run_jobs(
     raise Interrupted("stopped; resume with the same command")
 
 
-def _command(output: Path, job: Job) -> tuple[list[str], Path]:
+def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
     """Write the configuration of a job; return the command that runs it, and its log."""
     run = output / job.name
     Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
@@ -155,7 +155,9 @@ def _command(output: Path, job: Job) -> tuple[list[str], Path]:
     return [*command, "--output", str(run)], Path(f"{run}.log")
 
 
-def _ended(output: Path, running: list[tuple[Job, Process, float]]) -> Iterator[tuple[Job, Attempts]]:
+def _ended(
+    output: Path, running: list[tuple[CellProcess, Process, float]]
+) -> Iterator[tuple[CellProcess, Attempts]]:
     """Take those that have ended out of ``running``, note and yield them."""
     for job, process, since in list(running):
         if (code := process.poll()) is not None:
@@ -187,10 +189,10 @@ def main(argv: Sequence[str]) -> int:
         return fill_cache(parse(rest, DISCOVER).config)
     if kind == "pretrain":
         options = parse(rest, PRETRAIN)
-        discover(options.config, options.given, last="pretrain", elsewhere=OnRay())
+        discover(options.config, options.overrides, last="pretrain", elsewhere=OnRay())
     else:
         options = parse(rest, DISCOVER)
-        discover(options.config, options.given, report=False, elsewhere=OnRay())
+        discover(options.config, options.overrides, report=False, elsewhere=OnRay())
     return 0
 
 

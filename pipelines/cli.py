@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
 
-from uno.errors import Interrupted, UnoError, did_you_mean, foreseen
+from uno.errors import Interrupted, UnoError, as_user_error, did_you_mean
 
 Command = Callable[[Sequence[str]], int]
 
@@ -38,17 +38,17 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``uno ARGV...`` and return its exit code; without ``argv`` the process is expected to end then."""
-    return guard(_dispatch, argv) if argv is not None else run(_dispatch)
+    return run_guarded(_dispatch, argv) if argv is not None else run(_dispatch)
 
 
 def run(command: Command) -> int:
     """The exit code of one command with the arguments of this process, which is expected to end then."""
-    code = guard(command, sys.argv[1:])
+    code = run_guarded(command, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at its exit Python answers Ctrl-C with a traceback
     return code
 
 
-def guard(command: Command, argv: Sequence[str]) -> int:
+def run_guarded(command: Command, argv: Sequence[str]) -> int:
     """The exit code of ``command(argv)``; an error becomes one line on stderr, never a traceback."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed before we began: `uno ... >&-`
@@ -69,11 +69,11 @@ def guard(command: Command, argv: Sequence[str]) -> int:
         return _end("interrupted; the same command resumes from the last checkpoint, if there is one", 130)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
-            from uno.session.console import reader_is_gone
+            from uno.session.console import output_closed
 
-            if reader_is_gone():
+            if output_closed():
                 return 141  # as if SIGPIPE had ended us: `uno ... | head`
-        meant = foreseen(error)
+        meant = as_user_error(error)
         return _internal(error) if meant is None else _end(f"error: {meant}", meant.exit_code)
 
 

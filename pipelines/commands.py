@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SHARD_MB = 128
 CHECK_S = 60.0  # in which uno data check decodes images
-FRESH = {"--fresh": switch("Start over: ignore the checkpoints of an earlier run in the same directory.")}
+FRESH = {"--overwrite": switch("Start over: ignore the checkpoints of an earlier run in the same directory.")}
 EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
 SORTED = {
     "--csv": switch("Also write DIR/predictions.csv, the table without embeddings."),
@@ -46,8 +46,8 @@ DISCOVER = Command("discover", TRAINING)
 EVALUATE = Command("evaluate", RUN, "few", text="From its checkpoints and its data: RUN/metrics.json again.")
 PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "few", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
-(known or novel), probability, margin, entropy, head_agreement, known_mass, status (ok or bad), reason,
-model_hash. kind is that of the most probable class; known_mass is the probability that the image is of a
+(known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
+model_hash. kind is that of the most probable class; known_probability is the probability that the image is of a
 known class, whichever. An unreadable image is a row with a reason. Labels, where there are any, mean
 nothing. The same command after an interruption continues.
 
@@ -113,19 +113,19 @@ def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
     from pipelines.jobs import OnRay
     from uno.session import job
 
-    own = options.own
+    own = options.args
     if own.print_config:
         return _print_config(options)
-    job.discover(options.config, options.given, own.fresh, dry_run=own.dry_run, elsewhere=OnRay())
+    job.discover(options.config, options.overrides, own.overwrite, dry_run=own.dry_run, elsewhere=OnRay())
     return 0
 
 
 def _print_config(options: Options) -> int:
-    from uno.session.console import silence
+    from uno.session.console import suppress_output
     from uno.session.resolve import as_printed
 
-    with silence():
-        config = as_printed(options.config, options.given, options.own.fresh)
+    with suppress_output():
+        config = as_printed(options.config, options.overrides, options.args.overwrite)
     print(dump_yaml(config), end="")
     return 0
 
@@ -136,10 +136,12 @@ def pretrain(argv: Sequence[str]) -> int:
     from pipelines.jobs import OnRay
     from uno.session import job
 
-    own = options.own
+    own = options.args
     if own.print_config:
         return _print_config(options)
-    job.discover(options.config, options.given, own.fresh, "pretrain", dry_run=own.dry_run, elsewhere=OnRay())
+    job.discover(
+        options.config, options.overrides, own.overwrite, "pretrain", dry_run=own.dry_run, elsewhere=OnRay()
+    )
     return 0
 
 
@@ -149,19 +151,19 @@ def evaluate(argv: Sequence[str]) -> int:
     from pipelines.jobs import OnRay
     from uno.session import job
 
-    job.evaluate(options.own.run, options.given, OnRay())
+    job.evaluate(options.args.run, options.overrides, OnRay())
     return 0
 
 
 def predict(argv: Sequence[str]) -> int:
     """Predict, count, say where the table is."""
     options = parse(argv, PREDICT)
-    if "output" in (given := options.given):
+    if "output" in (given := options.overrides):
         given["output"] = checked_output(str(given["output"]))
     from pipelines.jobs import OnRay
     from uno.session import predict as session
 
-    own = options.own
+    own = options.args
     session.predict(own.run, given, own.embedding, own.csv, own.folders, OnRay())
     return 0
 
@@ -172,26 +174,26 @@ def report(argv: Sequence[str]) -> int:
     from uno.data.files import Storage
     from uno.report.contents import open_task, write_report
     from uno.runs.hardware import local_device
-    from uno.session.console import say
+    from uno.session.console import print_line
     from uno.session.resolve import stored_config
 
-    storage = Storage(options.own.run)
-    config = stored_config(storage, options.given)
+    storage = Storage(options.args.run)
+    config = stored_config(storage, options.overrides)
     device = local_device(config)
     task, note = open_task(config, storage)
     if note:
-        say(f"warning: {note}")
-    say(f"report in {write_report(config, storage, task, device=device, note=note)}")
+        print_line(f"warning: {note}")
+    print_line(f"report in {write_report(config, storage, task, device=device, note=note)}")
     return 0
 
 
 def export(argv: Sequence[str]) -> int:
     """Write the model as a file for other tools, and say what it is."""
-    own = parse(argv, EXPORT).own
+    own = parse(argv, EXPORT).args
     from uno.data.files import Storage
     from uno.results.export import FORMATS, can_check_onnx, export
     from uno.results.infer import load_classifier, model_folder
-    from uno.session.console import say
+    from uno.session.console import print_line
 
     folder = Storage(own.run)
     model = load_classifier(folder)
@@ -203,38 +205,40 @@ def export(argv: Sequence[str]) -> int:
     if own.format == "onnx" and not can_check_onnx():
         checked = "NOT checked: onnxruntime is not installed"
     takes = f"; images uint8 (B, 3, {side}, {side}) -> probabilities (B, {num})"
-    say(f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}{'' if own.format == 'encoder' else takes}")
+    print_line(
+        f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}{'' if own.format == 'encoder' else takes}"
+    )
     return 0
 
 
 def data(argv: Sequence[str]) -> int:
     """Check a data set, or pack it into shards."""
     options = parse(argv, DATA)
-    if options.own.action == "pack":
+    if options.args.action == "pack":
         from pipelines.packing import pack_data
 
-        return pack_data(options.config, options.own.shard_mb or SHARD_MB, options.given)
-    if options.own.shard_mb is not None:
+        return pack_data(options.config, options.args.shard_mb or SHARD_MB, options.overrides)
+    if options.args.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
     from pipelines.nodes import free_memory
     from uno.data.check import check, format_report
-    from uno.session.console import say
+    from uno.session.console import print_line
     from uno.session.data import read_task
     from uno.session.resolve import resolve
 
-    config, lines, task = resolve(options.config, options.given, True, free_memory)
+    config, lines, task = resolve(options.config, options.overrides, True, free_memory)
     for line in lines:
-        say(line)
+        print_line(line)
     task = task or read_task(config.data)
     problems = check(task, config, CHECK_S)
-    print(format_report(task, problems, config.data.store_size))
+    print(format_report(task, problems, config.data.stored_size))
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
 
 def estimate(argv: Sequence[str]) -> int:
     """Estimate, write ``estimate.json``, print the table."""
     options = parse(argv, ESTIMATE)
-    own = options.own
+    own = options.args
     if own.print_config:
         print(dump_yaml(options.config), end="")
         return 0
@@ -243,45 +247,45 @@ def estimate(argv: Sequence[str]) -> int:
     from uno.session.estimation import estimate_classes
 
     settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
-    estimate_classes(options.config, options.given, settings, own.dry_run, OnRay())
+    estimate_classes(options.config, options.overrides, settings, own.dry_run, OnRay())
     return 0
 
 
 def doctor(argv: Sequence[str]) -> int:
     """Print a line for every finding; 0 if sound, 4 if the run cannot resume, 2 if the machine cannot run."""
-    own = parse(argv, DOCTOR).own
+    own = parse(argv, DOCTOR).args
     from pipelines.machine import machine
     from uno.data.files import Storage
     from uno.runs import directory, lock
-    from uno.session.console import say
+    from uno.session.console import print_line
 
     if own.repair:
         if own.run is None:
             raise ConfigError("--repair needs a run directory")
         storage = Storage(own.run)
         directory.require_run(storage)
-        with lock.claim(storage, on_wait=say) as claim:
+        with lock.lock_run(storage, on_wait=print_line) as claim:
             try:
-                for line in directory.heal(claim.storage, thorough=True):
-                    say(line)
+                for line in directory.repair(claim.storage, thorough=True):
+                    print_line(line)
             except StorageError as error:
-                say(f"nothing is repaired: {error}")
-    findings = list(machine() if own.run is None else directory.examine(Storage(own.run)))
+                print_line(f"nothing is repaired: {error}")
+    findings = list(machine() if own.run is None else directory.diagnose(Storage(own.run)))
     for finding in findings:
-        say(str(finding))
+        print_line(str(finding))
     unsound = any(finding.level == "error" for finding in findings)
     return (2 if own.run is None else StorageError.exit_code) if unsound else 0
 
 
 def classes(argv: Sequence[str]) -> int:
     """Write ``RUN/classes.yaml``, check it, or apply it."""
-    own = parse(argv, CLASSES).own
+    own = parse(argv, CLASSES).args
     from uno.data.files import Storage
     from uno.limits import MAX_STATE_BYTES
-    from uno.results.classes import YAML_FILE, fates, read_edits, template, with_names
+    from uno.results.classes import YAML_FILE, edits_of, read_edits, template, with_names
     from uno.results.infer import load_classifier
     from uno.runs import lock
-    from uno.session.console import say
+    from uno.session.console import print_line
     from uno.session.job import apply_classes
 
     if own.file is not None and own.rename:
@@ -292,7 +296,7 @@ def classes(argv: Sequence[str]) -> int:
     path, is_there = folder.path(name), own.file is not None or storage.exists(YAML_FILE)
     if not is_there and not own.rename:
         storage.write(YAML_FILE, template(model.classes, model.model_hash, _suggestions(model)).encode())
-        say(f"{path} is written: edit it, then run uno classes {own.run} --apply")
+        print_line(f"{path} is written: edit it, then run uno classes {own.run} --apply")
         return 0
     data = template(model.classes, model.model_hash, {}).encode()
     if is_there:
@@ -301,14 +305,14 @@ def classes(argv: Sequence[str]) -> int:
         data = with_names(data, path, model.classes, model.model_hash, own.rename)
     edited = read_edits(data, path, model.classes, model.model_hash)
     if not own.rename:
-        for c, fate in fates(edited):
-            say(f"  {c.index:4}  {c.name}  {fate}".rstrip())
+        for c, fate in edits_of(edited):
+            print_line(f"  {c.index:4}  {c.name}  {fate}".rstrip())
     if own.apply or own.rename:
-        with lock.claim(storage, on_wait=say) as claim:
+        with lock.lock_run(storage, on_wait=print_line) as claim:
             apply_classes(claim, model, edited)
             claim.storage.write(YAML_FILE, data)
     else:
-        say(f"{path} is valid; --apply puts it into the model and all that the run holds")
+        print_line(f"{path} is valid; --apply puts it into the model and all that the run holds")
     return 0
 
 
@@ -322,17 +326,19 @@ def _place(path: str) -> tuple[Storage, str]:
 
 def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     """Suggest names for the discovered classes; nothing where the run's data cannot be read any more."""
-    from uno.report.findings import find, suggestions
-    from uno.report.sample import look
+    from uno.report.findings import suggestions, summarize
+    from uno.report.sample import score_sample
     from uno.results.classes import unedited
     from uno.results.infer import decoder
-    from uno.session.console import say
+    from uno.session.console import print_line
     from uno.session.data import read_task
 
     try:
         task = read_task(model.config.data)
-        sample = look(task, replace(model, classes=unedited(model.classes)), decoder(model, task.rows))
+        sample = score_sample(
+            task, replace(model, classes=unedited(model.classes)), decoder(model, task.rows)
+        )
     except (UnoError, ValueError) as error:  # no image can be read
-        say(f"warning: no suggestions, the run's data cannot be read: {error}")
+        print_line(f"warning: no suggestions, the run's data cannot be read: {error}")
         return {}
-    return suggestions(sample, find(task, sample))
+    return suggestions(sample, summarize(task, sample))

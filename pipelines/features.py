@@ -1,4 +1,4 @@
-"""Features of a frozen encoder on Ray, bit for bit as :func:`uno.session.data.compute_here` has them."""
+"""Features of a frozen encoder on Ray, bit for bit as :func:`uno.session.data.compute_local` has them."""
 
 import threading
 import warnings
@@ -14,17 +14,17 @@ import safetensors.torch
 import torch
 
 from pipelines import ray_env
-from pipelines.partitions import through_model
+from pipelines.partitions import map_through_model
 from pipelines.ray_data import bytes_of, pixel_column
 from uno.config import Config, to_dict
 from uno.data import features
-from uno.data.decode import ahead
+from uno.data.decode import prefetch_map
 from uno.data.features import FeatureJob, pack_shard
 from uno.data.files import Storage
 from uno.data.images import from_columns, to_columns
 from uno.encoder import build_encoder
 from uno.session.console import Progress, on_stop
-from uno.session.data import compute_here, load_features, read_task
+from uno.session.data import compute_local, load_features, read_task
 
 TASK_SHARDS = 8  # that a task decodes, at most: a row group of Parquet has more rows than a shard
 
@@ -36,12 +36,12 @@ def compute_on_ray(
     config, reader = job.config, job.task.rows.images.reader()
     state = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
     decode = partial(decode_block, config=config, reader=None if reader is None else ray.put(reader))
-    at_once = max(1, min(TASK_SHARDS, len(numbers) // (4 * config.compute.workers)))
+    at_once = max(1, min(TASK_SHARDS, len(numbers) // (4 * config.compute.num_workers)))
     blocks = (shard_block(job, numbers[i : i + at_once]) for i in range(0, len(numbers), at_once))
     loaded = (ray.put((to_dict(config), safetensors.torch.save(state))),)
-    write = partial(write_part, key=job.key, num_views=1 + config.augment.cached_views)
+    write = partial(write_part, key=job.key, num_views=1 + config.augment.num_cached_views)
     sizes = features.SHARD_ROWS, features.SHARD_ROWS, features.row_bytes(config)
-    stored = through_model(ray, config, storage, blocks, decode, Featurizer, loaded, write, *sizes)
+    stored = map_through_model(ray, config, storage, blocks, decode, Featurizer, loaded, write, *sizes)
     for number, data in stored:
         if data is None:
             raise features.not_finite(config)
@@ -100,7 +100,7 @@ class Featurizer:
             return features.encode_rows(config, self._encoder, int(rows[start]), *some)
 
         starts = range(0, len(rows), features.ROWS_AT_ONCE)
-        found = torch.cat(list(ahead(encode, starts, self._threads, self._threads)))
+        found = torch.cat(list(prefetch_map(encode, starts, self._threads, self._threads)))
         flat = found.flatten(1).numpy().view(np.uint8)
         return pa.table({"row": block["row"], "reason": block["reason"], "features": pixel_column(flat)})
 
@@ -122,9 +122,9 @@ def write_part(storage: Storage, number: int, results: pa.Table, key: str, num_v
 def fill_cache(config: Config) -> int:
     """Compute what the cache lacks of a run's features, here or on Ray; returns 0."""
     data = config.data.model_copy(update={"num_novel": 1} if config.data.num_novel == "auto" else {})
-    task, stopping, workers = read_task(data), threading.Event(), config.compute.workers
+    task, stopping, workers = read_task(data), threading.Event(), config.compute.num_workers
     connected = ray_env.connect(workers=workers) if workers else nullcontext()
     with on_stop(stopping.set), Progress() as show, connected as ray:
-        compute = compute_here if ray is None else partial(compute_on_ray, ray)
+        compute = compute_local if ray is None else partial(compute_on_ray, ray)
         load_features(config, task, Storage(config.output or "."), show, stopping.is_set, compute)
     return 0

@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipelines.partitions import through_model
+from pipelines.partitions import map_through_model
 from pipelines.ray_data import bytes_of, pixel_column
 from uno.config import Config
 from uno.data.images import InMemory, from_columns, to_columns
-from uno.data.inputs import cut
-from uno.data.rows import Part
+from uno.data.inputs import split_batches
+from uno.data.rows import Partition
 from uno.results.infer import build_classifier
-from uno.results.predictions import PredictionWriter, Summary, Take, classify, decode_chunk, read_part
+from uno.results.predictions import InputSpec, PredictionWriter, Summary, classify, decode_chunk, read_part
 
 
 def predict_on_ray(
@@ -26,21 +26,21 @@ def predict_on_ray(
     on_progress: Callable[[int, int], None],
 ) -> Summary:  # fmt: skip
     """Classify what ``writer`` lacks on actors that load the model's ``files``, and join it."""
-    how, source = Take.of(build_classifier(files), writer.part_rows), writer.inputs.source
+    how, source = InputSpec.of(build_classifier(files), writer.part_rows), writer.inputs.source
     decode = partial(decode_part, source=None if source is None else ray.put(source), how=how)
     rows = [writer.rows_of(number) for number in writer.missing]
     parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
     blocks = (part_block(own.start, part) for own, part in parts)
     loaded = ray.put(dict(files)), writer.embedding
     write, sizes = writer.part_writer.write, (writer.part_rows, how.chunk_rows, 3 * how.size**2)
-    stored = through_model(ray, config, writer.storage, blocks, decode, Scorer, loaded, write, *sizes)
+    stored = map_through_model(ray, config, writer.storage, blocks, decode, Scorer, loaded, write, *sizes)
     for number, _ in stored:
         writer.stored(number)
         on_progress(writer.num_done, writer.num_rows)
     return writer.finish()
 
 
-def part_block(first: int, part: Part) -> pa.Table:
+def part_block(first: int, part: Partition) -> pa.Table:
     """A partition as it travels, its first row being ``first``."""
     rows = {"row": np.arange(first, first + len(part.rows))}
     if part.images is None:
@@ -48,7 +48,7 @@ def part_block(first: int, part: Part) -> pa.Table:
     return pa.table({**rows, "id": part.ids, **to_columns(part.images, np.arange(len(part.rows)))})
 
 
-def decode_part(block: pa.Table, source: Any, how: Take) -> Iterator[pa.Table]:
+def decode_part(block: pa.Table, source: Any, how: InputSpec) -> Iterator[pa.Table]:
     """A task: a :func:`part_block` -> its rows with ``pixels``, some at a time; ``source``: of numbers."""
     import ray
 
@@ -58,9 +58,9 @@ def decode_part(block: pa.Table, source: Any, how: Take) -> Iterator[pa.Table]:
     if "id" in block.column_names:
         here = source is None
         images = InMemory(from_columns(block, None)) if here else source.take(block["number"].to_numpy())
-        part, read = Part(rows, block["id"].combine_chunks(), images), cut
+        part, read = Partition(rows, block["id"].combine_chunks(), images), split_batches
     else:
-        part, read = Part(block["number"].to_numpy()), source.read
+        part, read = Partition(block["number"].to_numpy()), source.read
     for chunk in read_part(read, part, int(rows[0]), how):
         facts, pixels = decode_chunk(chunk, how, 1)
         yield facts.append_column("pixels", pixel_column(pixels.flatten(1).numpy()))

@@ -18,9 +18,9 @@ from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.results.infer import Classifier, read_model_files
 from uno.results.predictions import PredictionWriter, Summary
-from uno.session.console import say
+from uno.session.console import print_line
 from uno.session.data import Show
-from uno.session.place import Job, Place, estimated_set
+from uno.session.place import Place, TrainingJob, estimated_set
 
 
 class OnRay(Place):
@@ -37,7 +37,7 @@ class OnRay(Place):
         return nodes.free_memory(config)
 
     def train(
-        self, job: Job, show: Show, until: ExitStack, keep: bool = True
+        self, job: TrainingJob, show: Show, until: ExitStack, keep: bool = True
     ) -> tuple[dict[str, float], Task]:
         """By Ray Data and Ray Train."""
         return run_on_ray(job, show, until)
@@ -47,21 +47,21 @@ class OnRay(Place):
         show: Callable[[int, int], None],
     ) -> Summary:  # fmt: skip
         """By actors that load the model from the files of its run."""
-        with ray_env.connect(workers=config.compute.workers) as ray:
+        with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, read_model_files(storage), writer, show)
 
     def estimate(
         self, config: Config, task: Task, storage: Storage, settings: Settings | None = None,
-        report: Callable[[str], None] = say,
+        report: Callable[[str], None] = print_line,
     ) -> Estimate:  # fmt: skip
         """As many encoders and clusterings at once as there are workers."""
-        with ray_env.connect(workers=config.compute.workers) as ray:
+        with ray_env.connect(workers=config.compute.num_workers) as ray:
             resources = ray.cluster_resources()
             gpu = ray_env.use_gpu(config, resources)
             if gpu and resources.get("GPU", 0) < config.compute.gpus_per_worker:
                 raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
             request = {"num_cpus": 1, "num_gpus": config.compute.gpus_per_worker if gpu else 0}
-            tasks = partial(ray_tasks, ray, config.compute.workers, request)
+            tasks = partial(ray_tasks, ray, config.compute.num_workers, request)
             train = estimated_set(config, task, storage, partial(compute_on_ray, ray))
             device = "cuda" if gpu else "cpu"
             return estimate.estimate_num_novel(

@@ -15,7 +15,7 @@ from pipelines.ray_private import Node, Resources, launches, read_nodes
 from uno.config import Config, to_dict
 from uno.data.files import is_transient
 from uno.errors import ConfigError, Interrupted, UnoError, one_line
-from uno.session.console import say
+from uno.session.console import print_line
 
 TELL_S = 30.0  # between two lines on what is waited for
 ASK_S = 60.0  # for what is free on the nodes of workers
@@ -39,7 +39,7 @@ def total(nodes: Sequence[Node]) -> Resources:
     return dict(sum((Counter(node.total) for node in nodes if not node.leaving), Counter[str]()))
 
 
-class Place:
+class PlacementProbe:
     """Placement groups that take, for a moment, what a group of workers and a task of Ray Data will take.
     While they wait, Ray's autoscaler starts nodes for them.
     """
@@ -70,12 +70,18 @@ class Place:
         self._bundles, self._groups = [], []
 
 
-def await_place(config: Config, give_up: Callable[[], bool], limit_s: float = float("inf")) -> Resources:
+def wait_for_resources(
+    config: Config, give_up: Callable[[], bool], limit_s: float = float("inf")
+) -> Resources:
     """Resources of each worker, once all workers and a task of Ray Data fit into the cluster as it is now. A
     line every 30 s says what is wanted and what is there. ConfigError: there was no room within ``limit_s``;
     where only others' work is in the way, within the minutes that the configuration allows.
     """
-    start, place, workers = time.monotonic(), Place(config.compute.placement), config.compute.workers
+    start, place, workers = (
+        time.monotonic(),
+        PlacementProbe(config.compute.placement_strategy),
+        config.compute.num_workers,
+    )
     due: float | None = None
     try:
         while True:
@@ -100,7 +106,7 @@ def await_place(config: Config, give_up: Callable[[], bool], limit_s: float = fl
                 due = 0.0 if problem else TELL_S
             if spent >= due:
                 most = f" up to {limit / 60:g} minutes" if limit < float("inf") else ""
-                say("; ".join([f"waiting{most} for nodes: {line}", *launches()]))
+                print_line("; ".join([f"waiting{most} for nodes: {line}", *launches()]))
                 due = TELL_S * (spent // TELL_S + 1)
     finally:
         place.release()
@@ -111,7 +117,7 @@ def free_memory(config: Config) -> tuple[int, int | None]:
     in the place of each finds on its node. Of a cluster that has no place for them yet nothing is known:
     then, and where there is no cluster, what is free here.
     """
-    workers = config.compute.workers
+    workers = config.compute.num_workers
     if workers and cluster_address():
         with connect() as ray, suppress(ConfigError):
             each = worker_resources(config, ray.cluster_resources())
@@ -134,7 +140,7 @@ def _free(tree: Mapping[str, Any]) -> tuple[int, int | None]:
     return resources.free_memory(Config.model_validate(tree))
 
 
-def growth_s(config: Config) -> float:
+def startup_timeout_s(config: Config) -> float:
     """How long nodes are waited for at the start: a cluster that this command started does not grow."""
     return _patience_s(config) if cluster_address() else 0.0
 
@@ -165,7 +171,7 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
     """ConfigError: workers that train together would share a GPU, which NCCL refuses ("Duplicate GPU").
     ``each``: what a worker gets, by default what is known before the cluster is.
     """
-    workers, share = config.compute.workers, (each or _usual(config)).get("GPU", 1)
+    workers, share = config.compute.num_workers, (each or _usual(config)).get("GPU", 1)
     if workers > 1 and share < 1:
         raise ConfigError(
             f"{workers} workers of {share:g} GPUs would share GPUs, and NCCL takes one worker a GPU: "
@@ -173,7 +179,7 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
         )
 
 
-class Notices:
+class DrainWatcher:
     """Whether a node that a worker of ours is on was told to leave (``ray drain-node``)."""
 
     def __init__(self, hosts: Callable[[], set[str]], clock: Callable[[], float] = time.monotonic) -> None:
@@ -189,7 +195,7 @@ class Notices:
         return self.given
 
 
-class Loss(NamedTuple):
+class WorkerFailure(NamedTuple):
     """How a group of workers ended that another one follows."""
 
     line: str
@@ -197,25 +203,25 @@ class Loss(NamedTuple):
     """What to raise if this goes on without a new checkpoint; None: it may happen any number of times."""
 
 
-def loss_of(error: Exception) -> Loss:
+def classify_failure(error: Exception) -> WorkerFailure:
     """What the end of a group by ``error`` means. Raises what no other group would do better."""
     failure = cause_of(error)
     names = {kind.__name__ for kind in type(failure).__mro__}
     if isinstance(failure, UnoError) and is_transient(str(failure)):
-        return Loss(f"workers stopped ({failure})", failure)
+        return WorkerFailure(f"workers stopped ({failure})", failure)
     if isinstance(failure, UnoError) or not isinstance(failure, Exception):
         raise failure from None
     if NEVER in names:
         raise ConfigError(f"the cluster can never hold the workers: {one_line(failure)}") from None
     if NO_PLACE in names:
-        return Loss("workers found no place: others took it", None)
+        return WorkerFailure("workers found no place: others took it", None)
     if LEFT in names or any(map(_was_announced, _failures(error).values())):
-        return Loss("workers died (their node left, as it was told to)", None)
+        return WorkerFailure("workers died (their node left, as it was told to)", None)
     own = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]  # of the many lines that Ray says
     if names & LOST:
         text = f"workers died again and again before a new checkpoint ({own}): is their memory enough?"
-        return Loss("workers died (a worker process or its node was lost)", Interrupted(text))
-    return Loss(f"workers died ({own})", failure)
+        return WorkerFailure("workers died (a worker process or its node was lost)", Interrupted(text))
+    return WorkerFailure(f"workers died ({own})", failure)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -235,7 +241,7 @@ def _was_announced(failure: BaseException) -> bool:
     return bool(getattr(getattr(failure, "health_check_failure", failure), "preempted", False))
 
 
-class Waits:
+class StallWarner:
     """A line every 30 s while somebody is inside a ``with`` of it: images are waited for."""
 
     def __init__(self, tell: Callable[[float], str] | None = None, every_s: float = TELL_S) -> None:

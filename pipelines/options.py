@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from pipelines.cli import SENTENCES
-from uno.config import Config, about, describe, fields_of, flatten, load_yaml
+from uno.config import Config, describe, field_traits, fields_of, flatten, load_yaml
 from uno.errors import ConfigError
 from uno.methods import DEFAULT, METHODS
 from uno.presets import IMAGE_SIZE, PRESETS, preset
@@ -118,27 +118,27 @@ class Command:
 
     def may_change(self, key: str) -> bool:
         """Return whether a field of the schema is an option of this command."""
-        return self.takes != "few" or self.name in about(key).commands.split()
+        return self.takes != "few" or self.name in field_traits(key).commands.split()
 
 
 @dataclass(frozen=True)
 class Options:
-    """``own.dry_run`` is ``--dry-run``; ``file`` and ``line`` hold the dotted keys set there."""
+    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values`` hold the dotted keys set there."""
 
     command: Command
-    own: SimpleNamespace
-    file: Mapping[str, Any]
-    line: Mapping[str, Any]
+    args: SimpleNamespace
+    yaml_values: Mapping[str, Any]
+    cli_values: Mapping[str, Any]
 
     @property
-    def given(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """The dotted keys that were set."""
-        return merged(self.file, self.line)
+        return merged(self.yaml_values, self.cli_values)
 
     @cached_property
     def config(self) -> Config:
         """The configuration that the line leads to, with the command's output."""
-        return configured(self.given, self.command.output)
+        return configured(self.overrides, self.command.output)
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
@@ -149,7 +149,7 @@ def parse(argv: Sequence[str], command: Command) -> Options:
         raise SystemExit(0 if asked else 2)
     options = _read(argv, command)
     for name, argument in command.arguments.items():
-        if argument.required and getattr(options.own, _attribute(name)) is None:
+        if argument.required and getattr(options.args, _attribute(name)) is None:
             raise ConfigError(f"{name} {'is missing' if name[0] == '-' else 'comes first'}: {command.usage}")
     return _checked(options)
 
@@ -157,7 +157,7 @@ def parse(argv: Sequence[str], command: Command) -> Options:
 def _checked(options: Options) -> Options:
     """``options``, if they go together and the command may set them."""
     command = options.command
-    for key in options.given:
+    for key in options.overrides:
         if not command.may_change(key):
             see = f"see uno {command.name} --help for what is not"
             raise ConfigError(f"{key} is fixed by the trained model; {see}")
@@ -175,7 +175,7 @@ def schema_flags(
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from schema_flags(kind.model_fields, f"{key}.")
             continue
-        flag, short = Argument(info.description or "", kind, key=key), about(key).flag
+        flag, short = Argument(info.description or "", kind, key=key), field_traits(key).flag
         yield f"--{dashed(key)}", flag
         if short:
             yield f"--{short}", flag
@@ -281,7 +281,7 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
             forms.setdefault(argument.key or name, []).append(name)
     if not everything and command.takes in ("all", "changes"):
         shared = {k for k in forms if "." in k and k.partition(".")[0] in Config.model_fields}
-        short = {k: v for k, v in forms.items() if k not in shared or about(k).flag}
+        short = {k: v for k, v in forms.items() if k not in shared or field_traits(k).flag}
         forms, hidden = short, len(forms) - len(short)
     for key, names in forms.items():
         argument = flags[names[0]]

@@ -14,13 +14,13 @@ from pipelines.ray_data import grouped, own_error, own_node
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns, to_columns
-from uno.data.pack import Shard, ShardRows, Store, pack, store_here, store_shard
+from uno.data.pack import Shard, ShardRows, Store, pack, store_local, store_shard
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, limit_rows
 from uno.errors import ConfigError
 from uno.runs.hardware import num_threads
-from uno.session.console import Progress, say
+from uno.session.console import Progress, print_line
 
 BAD = pa.list_(pa.struct({"id": pa.string(), "reason": pa.string()}))
 EXECUTION_ROWS = 2**20  # of shards that are in the object store at once, or where their images are
@@ -30,7 +30,7 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     """Write a source as Parquet shards. Returns 0."""
     if config.output is None:
         raise ConfigError("uno data pack needs --output DIR, the place for the shards")
-    workers = config.compute.workers if "compute.workers" in given else 0
+    workers = config.compute.num_workers if "compute.num_workers" in given else 0
     rows = read_rows(config.data)
     if config.data.limit is not None:
         rows = rows.take(limit_rows(rows, config.data.limit))
@@ -40,10 +40,10 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
         def show(done: int, total: int) -> None:
             progress({"phase": "pack", "step": done, "total_steps": total})
 
-        store = store_on_ray(ray, workers) if workers else store_here(num_threads(config))
+        store = store_on_ray(ray, workers) if workers else store_local(num_threads(config))
         found = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, store, show)
     counts = f"{found.rows:,} rows, {found.packed:,} packed, {found.bad:,} bad, {found.shards:,} shards"
-    say(f"{counts}: {config.output}")
+    print_line(f"{counts}: {config.output}")
     return 0
 
 

@@ -23,7 +23,7 @@ Write = Callable[[Storage, int, pa.Table], bytes | None]
 """Keeps the results of partition ``number``; returns what the driver wants of them."""
 
 
-def through_model(
+def map_through_model(
     ray: Any, config: Config, storage: Storage, blocks: Iterator[pa.Table], decode: Callable[..., Any],
     model: type, loaded: tuple[Any, ...], write: Write, part_rows: int, chunk_rows: int, row_bytes: int,
 ) -> Iterator[tuple[int, bytes | None]]:  # fmt: skip
@@ -34,8 +34,8 @@ def through_model(
     Each worker's actor is a ``model(device, threads, *loaded)`` and gets a chunk at a time. Paths must lead
     to the images from every node.
     """
-    workers = config.compute.workers
-    resources = nodes.await_place(config, lambda: False, nodes.growth_s(config))
+    workers = config.compute.num_workers
+    resources = nodes.wait_for_resources(config, lambda: False, nodes.startup_timeout_s(config))
     cluster = ray.cluster_resources()
     spare = cluster.get("CPU", 1) - workers * resources["CPU"]
     decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)  # two tasks at least: small images wait for Python

@@ -20,17 +20,17 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from pipelines.nodes import Waits
+from pipelines.nodes import StallWarner
 from pipelines.ray_env import TASK_CPUS
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
-from uno.data.decode import BadRows, Decoded, Interpolation, decode_many, readable
+from uno.data.decode import BadRows, DecodedBatch, Interpolation, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
-from uno.data.kept import Kept
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
+from uno.data.row_blocks import RowBlocks
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, TrainData
 from uno.errors import UnoError
@@ -57,8 +57,8 @@ def shared(
     ``features`` (N, 1 + V, D) where they stand for the images, or ``images``, the blocks of
     :func:`decode_task`.
     """
-    ok = None if reasons is None else readable(reasons)
-    rows = stream.stream_facts(task) if config.data.ingest == "streaming" else train_rows(task, ok)
+    ok = None if reasons is None else ok_mask(reasons)
+    rows = stream.stream_facts(task) if config.data.loading == "streaming" else train_rows(task, ok)
     found: dict[str, Any] = {"num_true": len(task.known) + len(task.novel)}
     found |= {} if features is None else {"features": ray.put(features.numpy())}
     found |= {} if images is None else {"images": images}
@@ -75,21 +75,21 @@ def worker_sets(
     def truth(make: Callable[[Any, Any, Any], EvalData]) -> Callable[[], Mapping[str, EvalData]]:
         return lambda: {split: make(*each) for split, each in ray.get(loop["truth"]).items()}
 
-    side, rows = config.data.store_size, dict(ray.get(loop["rows"]))
-    if config.data.ingest != "streaming":
+    side, rows = config.data.stored_size, dict(ray.get(loop["rows"]))
+    if config.data.loading != "streaming":
         if "features" in loop:
             features = _tensor(ray.get(loop["features"]))
-            images, seen = Kept([features]), Kept([features[:, 0]])
+            images, seen = RowBlocks([features]), RowBlocks([features[:, 0]])
         else:
             images = seen = pixels_of(ray.get(loop["images"]), side)
         return resident_set(images, **rows), truth(
-            lambda own, true, free: EvalSet(seen.part(own), true, own, free)
+            lambda own, true, free: EvalSet(seen.select_rows(own), true, own, free)
         )
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
-    cpus, store = execution_limits(ray.cluster_resources(), config.compute.workers, loop["worker_cpus"])
+    cpus, store = execution_limits(ray.cluster_resources(), config.compute.num_workers, loop["worker_cpus"])
     neighbours = ray.train.get_context().get_local_world_size()
-    limits = cpus, store, near(ray.nodes(), own_node(ray), cpus, neighbours, loop["worker_cpus"])
+    limits = cpus, store, preferred_node(ray.nodes(), own_node(ray), cpus, neighbours, loop["worker_cpus"])
     bad = BadRows(rows.pop("ids"), rows["images"], config.data.max_bad_fraction, storage)
     decode = decode_on_ray(ray, rows["images"], side, *limits, config.data.interpolation)
     train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
@@ -119,14 +119,14 @@ def decode_task(
     return dataset.to_arrow_refs(), facts.sort_by("row")["reason"].to_pylist()
 
 
-def pixels_of(tables: Iterable[pa.Table], side: int) -> Kept:
+def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
     """All images (N,3,side,side) of the blocks of :func:`decode_task`, in row order, where they are: in the
     object store, which every process of a node reads without a copy.
     """
     parts = [part for table in tables for part in table.to_batches() if len(part)]
     rows = torch.cat([torch.tensor(part["row"].to_numpy()) for part in parts])
     blocks = [_tensor(bytes_of(pa.chunked_array([part["pixels"]]), 3 * side**2)) for part in parts]
-    return Kept([block.view(-1, 3, side, side) for block in blocks], rows.argsort())
+    return RowBlocks([block.view(-1, 3, side, side) for block in blocks], rows.argsort())
 
 
 def _tensor(array: np.ndarray) -> Tensor:
@@ -176,7 +176,7 @@ def own_node(ray: Any) -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def near(
+def preferred_node(
     nodes: list[dict[str, Any]], own: str, cpus: float, neighbours: int, worker_cpus: float
 ) -> str | None:
     """The node ``own`` if tasks of a worker there are to stay with it, from where their results need not
@@ -190,7 +190,7 @@ def near(
 def crop_on_ray(
     ray: Any, cpus: float, store: float, node: str | None = None
 ) -> Callable[[CropJob], Generator[Chunk, None, None]]:
-    """As :func:`uno.data.stream.crop_here`, in Ray tasks within :func:`execution_limits`, :func:`near` or
+    """As :func:`uno.data.stream.crop_local`, in Ray tasks within :func:`execution_limits`, :func:`preferred_node` or
     anywhere.
     """
 
@@ -212,13 +212,13 @@ def crop_on_ray(
 def decode_on_ray(
     ray: Any, images: Images, side: int, cpus: float, store: float, node: str | None = None,
     how: Interpolation = "bilinear",
-) -> Callable[[Iterable[np.ndarray]], Iterator[Decoded]]:  # fmt: skip
+) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:  # fmt: skip
     """As :func:`uno.data.decode.decoded`, in Ray tasks."""
     decode = partial(decode_block, side=side, reader=images.reader(), interpolation=how)
     run = _runner(ray, decode, cpus, store, CHUNK_BYTES, node)
     max_rows = _num_chunks(cpus, store) * max(1, CHUNK_BYTES // (3 * side**2))
 
-    def decoded(batches: Iterable[np.ndarray]) -> Iterator[Decoded]:
+    def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:
         blocks = (image_block(images, rows) for rows in batches)
         for table in in_executions(run, blocks, max_rows):
             pixels = torch.from_numpy(bytes_of(table["pixels"], 3 * side**2).copy())
@@ -253,7 +253,7 @@ def in_executions(run: Run, blocks: Iterator[pa.Table], max_rows: int) -> Iterat
         first = list(islice(results, 1))  # which starts the execution
         return sum(map(len, group)), chain(first, results)
 
-    with closing(Waits()) as waits, ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool:
+    with closing(StallWarner()) as waits, ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool:
         following: Future[Any] | None = pool.submit(start)
         while following is not None:
             with waits:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pipelines.ray_private import current_cluster, job_variables
 from uno.config import Config
 from uno.errors import RAY, ConfigError, Interrupted, one_line
-from uno.session.console import in_main_thread, say
+from uno.session.console import in_main_thread, print_line
 
 POLL_S = 0.5
 TASK_CPUS = 0.9  # of a task of Ray Data: Ray rounds what workers take, and may leave a little less than one
@@ -50,7 +50,7 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
     if workers:
         what = f"asking the Ray cluster at {address} for" if address else "starting Ray with"
         plural = "s" if workers > 1 else ""
-        say(f"{what} {workers} worker{plural}; the first step takes about half a minute")
+        print_line(f"{what} {workers} worker{plural}; the first step takes about half a minute")
     try:
         import ray
     except ImportError:
@@ -154,7 +154,7 @@ def _silence(address: str, seconds: float) -> Exception | None:
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
     """Resources of each worker, leaving one CPU for Ray Data; a ConfigError if the cluster lacks them."""
-    workers, total = config.compute.workers, cluster.get("CPU", 0)
+    workers, total = config.compute.num_workers, cluster.get("CPU", 0)
     cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
     if cpus <= 0 or workers * cpus + 1 > total + 1e-6:
         need = f"{workers} workers of {max(cpus, 0):g} CPUs and one CPU for Ray Data"

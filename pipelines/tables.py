@@ -15,25 +15,34 @@ from typing import Any, NamedTuple
 import torch
 
 from pipelines import ray_env
-from pipelines.cells import Attempts, Job, RayProcess, Start, note, read_attempts, run_jobs, start_here
+from pipelines.cells import (
+    Attempts,
+    CellProcess,
+    RayProcess,
+    Start,
+    note,
+    read_attempts,
+    run_jobs,
+    start_local,
+)
 from pipelines.nodes import free_memory
 from pipelines.options import Options
-from uno.config import ComputeConfig, Config, about, differing_keys, flatten, override, to_dict
+from uno.config import ComputeConfig, Config, differing_keys, field_traits, flatten, override, to_dict
 from uno.data.check import check
 from uno.data.features import cache_directory
-from uno.data.files import Storage, full_path, normal
+from uno.data.files import Storage, full_path, normalize_path
 from uno.data.output import leftovers, other_settings
 from uno.data.sources import SOURCES, read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
-from uno.presets import own_images
-from uno.reproduce import documents, effects, kept
+from uno.presets import is_custom_data
+from uno.reproduce import cell_store, documents, effects
 from uno.reproduce.experiments import DATA_OPTIONS, REFERENCE, Cell, Table, build, cells, with_own_data
 from uno.reproduce.figures import draw
 from uno.runs import lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
-from uno.session.console import say
+from uno.session.console import print_line
 from uno.session.data import read_task
 from uno.session.resolve import resolve, with_full_path
 from uno.session.settings import checked_output
@@ -41,11 +50,11 @@ from uno.weights import is_file
 
 
 class Request(NamedTuple):
-    """``own`` arguments, cells that are ``refused`` and why, ``changes`` of all others by dotted key,
+    """``args``, cells that are ``refused`` and why, ``changes`` of all others by dotted key,
     ``command`` without where and how fast.
     """
 
-    own: SimpleNamespace
+    args: SimpleNamespace
     table: Table
     cells: list[Cell]
     refused: Mapping[str, str]
@@ -63,19 +72,19 @@ class Request(NamedTuple):
 def main(options: Options, argv: Sequence[str]) -> int:
     """Run what is missing of a table and write it."""
     request = read_request(options, argv)
-    if request.own.record is not None and not request.own.dry_run:
+    if request.args.record is not None and not request.args.dry_run:
         _take_from_record(request)
     jobs = plan(request)
-    if request.own.dry_run:
+    if request.args.dry_run:
         _describe(request, jobs)
         return 0
     try:
         run_missing(request, jobs)
     finally:  # of a command that is stopped, too
-        if request.own.record is not None and not request.table.maps:  # maps need the runs themselves
+        if request.args.record is not None and not request.table.maps:  # maps need the runs themselves
             seconds = {name: past.seconds for name, past in read_attempts(request.output).items()}
-            kept.write(Storage(request.own.record), request.cells, request.output, seconds)
-    with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
+            cell_store.write(Storage(request.args.record), request.cells, request.output, seconds)
+    with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
         for name in leftovers(claim.storage):
             if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
                 claim.storage.delete(name)
@@ -85,15 +94,15 @@ def main(options: Options, argv: Sequence[str]) -> int:
 
 def read_request(options: Options, argv: Sequence[str]) -> Request:
     """The request of the command line ``argv``. ConfigError: a mistake in it, or data that is missing."""
-    own, given = options.own, options.given
-    on_own = own_images(given) and {"data.source", "data.labeled"} & given.keys()
-    frozen = (options.config.model.trainable if on_own else given.get("model.trainable")) == "heads"
+    own, given = options.args, options.overrides
+    on_own = is_custom_data(given) and {"data.source", "data.labeled"} & given.keys()
+    frozen = (options.config.model.finetune if on_own else given.get("model.finetune")) == "none"
     for key in given:
         free = (frozen and key == "model.weights") or (on_own and key in OWN_DATA)
-        if about(key).decided == "reproduce" and not free:
+        if field_traits(key).fixed_by == "reproduce" and not free:
             raise ConfigError(f"{key} is for the table to choose; uno reproduce has --seeds and --output")
     paths = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
-    directories = {option: full_path(normal(path)) for option, path in paths.items() if path}
+    directories = {option: full_path(normalize_path(path)) for option, path in paths.items() if path}
     table, full, changes = build(own.table, own.scale), own.scale == "full", dict(given)
     if frozen:
         changes |= _shared_features(given)
@@ -126,19 +135,19 @@ def _on_own_data(table: Table, options: Options) -> Table:
     nobody can count what is right there.
     """
     config = override(options.config, {"output": None})
-    found, lines, task = resolve(config, options.given, True, free_memory)
+    found, lines, task = resolve(config, options.overrides, True, free_memory)
     for line in lines:
-        say(line)
+        print_line(line)
     task = task or read_task(found.data)
     if not (task.is_train & (task.labels < 0) & (task.eval_labels >= task.num_known)).any():
         why = "no unlabeled row has a true class to count by"
         raise ConfigError(f"{task.rows.source}: {why}; hide labels with --known-classes")
-    places: dict[str, Any] = {"data.ingest": config.data.ingest}  # each method's own affair
+    places: dict[str, Any] = {"data.loading": config.data.loading}  # each method's own affair
     for name in ("source", "labeled", "unlabeled", "known_classes"):  # as every process finds them
         kind, colon, path = str(getattr(found.data, name)).rpartition(":")
         named = name == "known_classes" and path in task.known
-        if (not kind or kind in SOURCES) and not named and os.path.exists(normal(path)):
-            places[f"data.{name}"] = kind + colon + full_path(normal(path))
+        if (not kind or kind in SOURCES) and not named and os.path.exists(normalize_path(path)):
+            places[f"data.{name}"] = kind + colon + full_path(normalize_path(path))
     return with_own_data(table, override(found, places), task.num_known, len(task.novel))
 
 
@@ -146,10 +155,10 @@ def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
     """Full paths of a frozen encoder's weights and of the cache, which hold in every process."""
     source = given.get("model.weights")
     if not is_file(source):
-        raise ConfigError("model.trainable heads needs --weights FILE here: what trained the encoder")
+        raise ConfigError("model.finetune none needs --weights FILE here: what trained the encoder")
     full = with_full_path(override(Config(), {"model.weights": source})).model.weights
     cache = cache_directory(Config(compute=ComputeConfig(cache=given.get("compute.cache"))))
-    return {"model.weights": full, "compute.cache": full_path(normal(cache))}
+    return {"model.weights": full, "compute.cache": full_path(normalize_path(cache))}
 
 
 def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) -> Table:
@@ -177,26 +186,26 @@ def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) 
 def _take_from_record(request: Request) -> None:
     """The cells that the record has and the output lacks."""
     before, taken = read_attempts(request.output), 0
-    with lock.claim(Storage(str(request.output)), on_wait=say) as claim:
-        record = Storage(request.own.record)
-        for name, seconds in dict(kept.restore(record, request.cells, request.output)).items():
+    with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
+        record = Storage(request.args.record)
+        for name, seconds in dict(cell_store.restore(record, request.cells, request.output)).items():
             if name not in before:
                 note(claim.storage, name, Attempts(seconds))
             taken += name.startswith("cells/")
     if taken:
-        say(f"{taken} cells are taken from the record, {request.own.record}")
+        print_line(f"{taken} cells are taken from the record, {request.args.record}")
 
 
-def plan(request: Request) -> list[Job]:
+def plan(request: Request) -> list[CellProcess]:
     """All jobs without a result, after what they start from: a pretraining, or the features of a frozen
     encoder, which the cache may have. ConfigError: bad data, a cell of other settings.
     """
     _check_data([cell.config for cell in request.cells])
     attempts = read_attempts(request.output)
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, CellProcess] = {}
     for cell in request.cells:
         run, shared = request.output / cell.name, request.output / cell.pretraining
-        frozen = cell.config.model.trainable == "heads"
+        frozen = cell.config.model.finetune == "none"
         config = cell.config if frozen else override(cell.config, {"model.weights": str(shared)})
         _check_stored(run, config)
         diverged = attempts.get(cell.name, Attempts()).code == NumericsError.exit_code
@@ -204,15 +213,17 @@ def plan(request: Request) -> list[Job]:
             continue
         if frozen:
             threads = request.compute.threads  # it is waited for: with the threads of all cells at a time
-            every = threads and threads * (request.own.parallel or _default_parallel(request.compute))
+            every = threads and threads * (request.args.parallel or _default_parallel(request.compute))
             config_of_all = override(cell.config, {"compute.threads": every})
             label = f"{cell.benchmark.key} features"
-            jobs.setdefault(cell.pretraining, Job(cell.pretraining, config_of_all, label))
+            jobs.setdefault(cell.pretraining, CellProcess(cell.pretraining, config_of_all, label))
         elif not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
-            jobs.setdefault(cell.pretraining, Job(cell.pretraining, _as_begun(shared, cell.config), label))
+            jobs.setdefault(
+                cell.pretraining, CellProcess(cell.pretraining, _as_begun(shared, cell.config), label)
+            )
         label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
-        jobs[cell.name] = Job(cell.name, config, label, cell.pretraining)
+        jobs[cell.name] = CellProcess(cell.name, config, label, cell.pretraining)
     return list(jobs.values())
 
 
@@ -230,7 +241,7 @@ def _check_stored(run: Path, config: Config) -> None:
     if (run / "config.yaml").exists():
         stored = override(Config(), read_config_tree(Storage(str(run))))  # fields it does not know: defaults
         free = {
-            *["model.weights"] * (config.model.trainable != "heads"),
+            *["model.weights"] * (config.model.finetune != "none"),
             *(["data.num_novel"] if config.data.num_novel == "auto" else []),
         }
         if keys := [key for key in differing_keys(to_dict(stored), config) if key not in free]:
@@ -245,54 +256,59 @@ def _as_begun(run: Path, config: Config) -> Config:
         return config
     tree = read_config_tree(Storage(str(run)))
     stored = flatten(tree)
-    other = [key for key in differing_keys(tree, config) if key in stored and about(key).scope == "discover"]
+    other = [
+        key for key in differing_keys(tree, config) if key in stored and field_traits(key).scope == "discover"
+    ]
     return override(config, {key: stored[key] for key in other})
 
 
-def _describe(request: Request, jobs: Sequence[Job]) -> None:
+def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
     """The cells that are missing, and their cost where a cell's is known."""
     todo, num_cells = {job.name for job in jobs}, len(request.cells)
     minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
-    say(f"{request.table.title}: {num_cells} cells, {num_cells - len(minutes)} of them have a result")
+    print_line(f"{request.table.title}: {num_cells} cells, {num_cells - len(minutes)} of them have a result")
     for name, reason in request.refused.items():
-        say(f"  {name} is refused: {reason}")
+        print_line(f"  {name} is refused: {reason}")
     for job in jobs:
-        say(f"  {job.label}")
+        print_line(f"  {job.label}")
     if None in minutes:
-        say("nobody has measured what these cells cost; the first finished one says")
+        print_line("nobody has measured what these cells cost; the first finished one says")
     else:
-        parallel = request.own.parallel or _default_parallel(request.compute)
-        say(f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {parallel} cells at a time")
+        parallel = request.args.parallel or _default_parallel(request.compute)
+        print_line(f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {parallel} cells at a time")
 
 
-def run_missing(request: Request, jobs: Sequence[Job]) -> None:
+def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
     """Run ``jobs``, one console line for each that ends. Interrupted: by a signal, with all saved."""
     if not jobs:
-        say(f"{request.output}: every cell has a result; nothing is run again")
+        print_line(f"{request.output}: every cell has a result; nothing is run again")
         return
     since = time.monotonic()
-    with _runner(request) as (start, capacity), lock.claim(Storage(str(request.output)), on_wait=say):
+    with (
+        _runner(request) as (start, capacity),
+        lock.lock_run(Storage(str(request.output)), on_wait=print_line),
+    ):
         for folder in {job.name.partition("/")[0] for job in jobs}:
             (request.output / folder).mkdir(parents=True, exist_ok=True)
-        say(f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in {request.output}/cells")
+        print_line(f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in {request.output}/cells")
         for done, (job, attempt) in enumerate(run_jobs(jobs, request.output, start, capacity), 1):
             how = "done" if attempt.code == 0 else f"ended with {attempt.code}: {attempt.reason}"
             minutes = (time.monotonic() - since) / done * (len(jobs) - done) / 60
             eta = f", about {minutes:.0f} min left" if done < len(jobs) else ""
-            say(f"{done}/{len(jobs)}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
+            print_line(f"{done}/{len(jobs)}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
 
 
 @contextmanager
 def _runner(request: Request) -> Iterator[tuple[Start, int]]:
     """Yield what starts a cell, as a process here or in a task of Ray, and how many fit at a time."""
-    compute, parallel = request.compute, request.own.parallel
+    compute, parallel = request.compute, request.args.parallel
     several = ray_env.cluster_address() is not None or (
         compute.device != "cpu" and torch.cuda.device_count() > 1
     )
-    wants_ray = request.own.runner == "ray" or (request.own.runner == "auto" and several)
-    if not wants_ray or compute.workers:  # cells that start Ray themselves
+    wants_ray = request.args.runner == "ray" or (request.args.runner == "auto" and several)
+    if not wants_ray or compute.num_workers:  # cells that start Ray themselves
         local_device(Config(compute=compute))
-        yield start_here, parallel or _default_parallel(compute)
+        yield start_local, parallel or _default_parallel(compute)
         return
     with ray_env.connect() as ray:
         cluster = {"CPU": 1.0, "GPU": 0.0, **ray.cluster_resources()}
@@ -305,7 +321,7 @@ def _runner(request: Request) -> Iterator[tuple[Start, int]]:
 
 def _default_parallel(compute: ComputeConfig) -> int:
     """Cells at a time on this machine."""
-    if compute.workers:
+    if compute.num_workers:
         return 1  # a cell is many processes
     if torch.cuda.is_available() and compute.device != "cpu":
         return max(1, torch.cuda.device_count())
@@ -322,12 +338,12 @@ def write_tables(request: Request) -> None:
         {name: past.seconds for name, past in attempts.items()},
         {name: past.reason for name, past in attempts.items() if past.failed}, request.refused,
     )  # fmt: skip
-    maps = draw(request.cells, request.output, say) if request.table.maps else []
+    maps = draw(request.cells, request.output, print_line) if request.table.maps else []
     documents.write(Storage(str(request.output)), found, request.command, maps)
-    if request.own.record is not None:
-        documents.write(Storage(request.own.record), found, request.command, maps, record=True)
+    if request.args.record is not None:
+        documents.write(Storage(request.args.record), found, request.command, maps, record=True)
     files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "json", "html"))
-    say(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
+    print_line(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
     if found.failures:
         name, reason = next(iter(found.failures.items()))
         kind = {2: ConfigError, 3: NumericsError}.get(attempts[name].code, StorageError)

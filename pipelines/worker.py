@@ -29,9 +29,9 @@ from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
 from uno.runs.lock import ClaimedStorage
-from uno.session.console import on_stop, say
+from uno.session.console import on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features
-from uno.session.place import STOPPING, Job
+from uno.session.place import STOPPING, TrainingJob
 from uno.session.resources import advice, crop_rate, on_features, store_bytes
 
 STOP_LOOK_S = 2.0  # between two looks for the STOP file
@@ -106,7 +106,7 @@ class StopVotes:
         (steps, before), now = self._since, time.monotonic()
         wanted = int(STOP_VOTE_S * steps / max(now - before, 1e-3))
         vote = [self._found.is_set(), min(max(wanted, 1), MAX_VOTE_STEPS)] if self._rank == 0 else [0, 0]
-        found, self._left = collectives.sum_(torch.tensor(vote, device=self._device)).tolist()
+        found, self._left = collectives.all_reduce_sum_(torch.tensor(vote, device=self._device)).tolist()
         self._since = self._left, now
         return bool(found)
 
@@ -167,7 +167,7 @@ def quiet_exit() -> None:
 
 
 def run_on_ray(
-    job: Job, show: Callable[[dict[str, Any]], None], until: ExitStack
+    job: TrainingJob, show: Callable[[dict[str, Any]], None], until: ExitStack
 ) -> tuple[dict[str, float], Task]:
     """Ray Data decodes, Ray Train trains, this process follows ``metrics.jsonl`` for ``show``. Returns rank
     0's metrics, and the task with whatever images were decoded for an evaluation, which are in Ray's store
@@ -180,16 +180,18 @@ def run_on_ray(
         stopping.set()
         storage.write(STOP_FILE, b"")
 
-    streams, side = config.data.ingest == "streaming", config.data.store_size
+    streams, side = config.data.loading == "streaming", config.data.stored_size
     store = store_bytes(config, len(task.rows))
     with on_stop(stop, STOPPING), ExitStack() as own:
-        connected = ray_env.connect(store, config.compute.workers, keep_idle=streams)
+        connected = ray_env.connect(store, config.compute.num_workers, keep_idle=streams)
         ray = (own if streams or on_features(config) else until).enter_context(connected)
-        nodes.check_shares(config, nodes.await_place(config, stopping.is_set, nodes.growth_s(config)))
+        nodes.check_shares(
+            config, nodes.wait_for_resources(config, stopping.is_set, nodes.startup_timeout_s(config))
+        )
         cluster, rate = ray.cluster_resources(), crop_rate(config, task) if streams else None
         each = ray_env.worker_resources(config, cluster)
         for line in advice(config, cluster.get("CPU", 0.0), each, rate):
-            say(line)
+            print_line(line)
         images, reasons, found = None, None, None
         if on_features(config):
             compute = partial(compute_on_ray, ray)
@@ -215,7 +217,11 @@ def run_on_ray(
 
 
 def run_workers(
-    ray: Any, job: Job, facts: dict[str, Any], on_poll: Callable[[], None], give_up: Callable[[], bool]
+    ray: Any,
+    job: TrainingJob,
+    facts: dict[str, Any],
+    on_poll: Callable[[], None],
+    give_up: Callable[[], bool],
 ) -> dict[str, float]:
     """Train on Ray workers, with :func:`pipelines.ray_data.shared` facts; returns the metrics of rank 0.
 
@@ -232,23 +238,23 @@ def run_workers(
     saved, deaths = _saved_steps(storage), 0
     while True:
         storage.delete(STOP_FILE)  # which asked the last group to leave its nodes
-        resources = nodes.await_place(config, give_up)
+        resources = nodes.wait_for_resources(config, give_up)
         # A cluster that has lost its GPUs is no cluster without GPUs.
         config = override(config, {"compute.device": "cuda" if "GPU" in resources else "cpu"})
         loop["worker_cpus"] = resources["CPU"]
         loop["token"] = job.claim.replace_token()  # a worker of the last group that still runs writes no more
-        notices = nodes.Notices(ray_private.worker_hosts)
+        notices = nodes.DrainWatcher(ray_private.worker_hosts)
 
-        def poll(notices: nodes.Notices = notices) -> None:
+        def poll(notices: nodes.DrainWatcher = notices) -> None:
             on_poll()
             if notices.new():
-                say("a node was told to leave: saving a checkpoint first, then going on elsewhere")
+                print_line("a node was told to leave: saving a checkpoint first, then going on elsewhere")
                 storage.write(STOP_FILE, b"")
 
         try:
             outcome = _fit_in_thread(loop, resources, job, poll)
         except Exception as error:
-            loss = nodes.loss_of(error)
+            loss = nodes.classify_failure(error)
             before, saved = saved, _saved_steps(storage)
             deaths = (0 if saved > before else deaths) + (loss.last is not None)
             if loss.last is not None and deaths == MAX_DEATHS:
@@ -269,13 +275,15 @@ def _saved_steps(storage: Storage) -> int:
 
 
 def _fit_in_thread(
-    loop: dict[str, Any], resources: dict[str, float], job: Job, on_poll: Callable[[], None]
+    loop: dict[str, Any], resources: dict[str, float], job: TrainingJob, on_poll: Callable[[], None]
 ) -> dict[str, Any]:
     """What :func:`train_loop` returned, trained in a thread so that we can watch the run."""
     compute, name = job.config.compute, f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     # run_workers starts a group again, with shares of the cluster as it is
     settings = run_config(f"{loop['output']}/{RAY_FOLDER}", name, startups=0, preemptions=0)
-    body = partial(fit, train_loop, loop, scaling(compute.workers, resources, compute.placement), settings)
+    body = partial(
+        fit, train_loop, loop, scaling(compute.num_workers, resources, compute.placement_strategy), settings
+    )
     return ray_env.in_thread(body, on_poll).return_value
 
 

@@ -45,9 +45,9 @@ from tests.uno.models import write_model
 from tests.uno.small_run import small_config
 from uno.config import Config, dump_yaml, load_yaml, override
 from uno.data.cifar import CIFAR10, read_cifar
-from uno.data.decode import BadImage, decode, decode_rgb, quiet, read_header
+from uno.data.decode import BadImage, decode, decode_rgb, read_header, suppress_pillow_warnings
 from uno.data.files import Storage
-from uno.data.rows import Part
+from uno.data.rows import Partition
 from uno.data.tables import ParquetTable, read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.errors import UnoError
@@ -56,7 +56,7 @@ from uno.results.classes import OutputClass, read_edits, template
 from uno.results.infer import load_classifier
 from uno.runs import lock
 from uno.runs.checkpoint import Checkpoint, file_name, load_newest, save_checkpoint
-from uno.runs.directory import examine, heal, open_run
+from uno.runs.directory import diagnose, open_run, repair
 from uno.weights import read_weights
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -105,7 +105,7 @@ def _read_image(folder: Path, data: bytes) -> None:
     read_header(data)
     first = decode(data, 16)
     assert first.shape == (3, 16, 16) and np.array_equal(first, decode(data, 16)), "two reads disagree"
-    with quiet():
+    with suppress_pillow_warnings():
         decode_rgb(data, 16)
 
 
@@ -130,8 +130,8 @@ def _read_parquet(folder: Path, data: bytes) -> None:
     for row in range(min(3, len(rows))):
         _or_refused(decode, rows.images[row], 8)
     table = ParquetTable(str(folder / "train-0.parquet"))
-    for _, images in table.read(Part(np.arange(min(3, len(table)))), [min(3, len(table))]):
-        for image in images.fetch(np.arange(len(images))):
+    for _, images in table.read(Partition(np.arange(min(3, len(table)))), [min(3, len(table))]):
+        for image in images.read_images(np.arange(len(images))):
             _or_refused(decode, image, 8)
 
 
@@ -177,7 +177,7 @@ def _read_tar(folder: Path, data: bytes) -> None:
 def _read_shard(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     bare = read_tar(str(path), images_only=True)
-    for image in bare.images.fetch(np.arange(len(bare))):
+    for image in bare.images.read_images(np.arange(len(bare))):
         _or_refused(decode, image, 8)
     rows = read_tar(str(path))
     assert rows.ids == bare.ids and rows.fingerprint, "two reads disagree"
@@ -284,10 +284,10 @@ def _of_run(*parts: str) -> Callable[[], list[bytes]]:
 def _read_run(folder: Path, data: bytes) -> None:
     lock.WATCH_S = 0.0
     storage = _write_run(folder, data)
-    list(examine(storage))
+    list(diagnose(storage))
     read_facts(storage)
     _or_refused(open_run, small_config(), storage, "f" * 64)
-    heal(storage)
+    repair(storage)
 
 
 def _read_checkpoint(folder: Path, data: bytes) -> None:

@@ -20,7 +20,7 @@ from tests.uno.small_run import SMALL
 from tune.sweep import TUNE
 from uno import limits
 from uno.errors import ConfigError
-from uno.reproduce.documents import spread
+from uno.reproduce.documents import format_mean_sd
 from uno.runs import NUMERICS
 
 ROOT = Path(__file__).parent.parent
@@ -244,14 +244,14 @@ def test_the_ablation_is_that_of_its_record():
         aware = lines[name, "task_aware", "novel", "digits (5 / 5)"]
         agnostic = lines[name, "task_agnostic_official", "all", "digits (5 / 5)"]
         for text, entry in ((novel, aware), (every, agnostic)):
-            assert text == spread(entry["mean"], entry["sd"])
+            assert text == format_mean_sd(entry["mean"], entry["sd"])
             assert len(entry["values"]) == record["n"]
         if name != "UNO":
-            assert change == spread(agnostic["effect"], agnostic["effect_sd"], signed=True)
+            assert change == format_mean_sd(agnostic["effect"], agnostic["effect_sd"], signed=True)
             assert verdict == agnostic["verdict"]
             published = [lines[n, "task_agnostic_official", "all", "CIFAR10"] for n in (name, "UNO")]
             difference = published[0]["published"] - published[1]["published"]
-            assert paper == spread(difference, None, signed=True)
+            assert paper == format_mean_sd(difference, None, signed=True)
 
 
 def test_the_methods_are_those_of_their_records():
@@ -268,5 +268,5 @@ def test_the_methods_are_those_of_their_records():
         texts = {row[0]: row[column] for row in shown if row[column] != "–"}  # noqa: RUF001
         assert texts.keys() == lines.keys() - {"UNO, mean of heads"}
         for name, text in texts.items():
-            assert text == spread(lines[name]["mean"], lines[name]["sd"])
+            assert text == format_mean_sd(lines[name]["mean"], lines[name]["sd"])
             assert len(lines[name]["values"]) == record["n"]

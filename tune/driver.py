@@ -23,9 +23,9 @@ from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FINISHED, SETTINGS, Trial
 from tune.score import Fold, SweepData, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
-from uno.config import about, differing_keys, dump_yaml, flatten, override, to_dict
+from uno.config import differing_keys, dump_yaml, field_traits, flatten, override, to_dict
 from uno.data import output
-from uno.data.decode import readable
+from uno.data.decode import ok_mask
 from uno.data.defaults import keys_from_images
 from uno.data.files import Storage, full_path
 from uno.data.plan import largest_batch
@@ -33,23 +33,23 @@ from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods.registry import num_heads
 from uno.runs import DISCOVER, RAY_FOLDER, lock, run
-from uno.runs.lock import Claim
-from uno.session.console import Progress, on_stop, say
+from uno.runs.lock import RunLock
+from uno.session.console import Progress, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_images, read_task
-from uno.session.job import prepare
+from uno.session.job import preflight
 from uno.session.resolve import as_begun, from_data, starting_weights, with_data, with_full_path
 from uno.session.resources import check_sweep
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
 STOPPING = "stopping: unfinished trials go on where they are with the same command"
 CPU_OF_A_WAITING_TRIAL = 0.01
-HERE = {"compute.workers": 0, "compute.device": "auto"}  # trials may find a GPU that this process lacks
+HERE = {"compute.num_workers": 0, "compute.device": "auto"}  # trials may find a GPU that this process lacks
 
 
 def main(options: Options) -> int:
     """Run or continue a sweep; returns the exit code."""
     sweep = sweep_options(options)
-    if options.own.print_config:
+    if options.args.print_config:
         print(dump_yaml(sweep.config), end="")
         return 0
     return run_sweep(sweep)
@@ -57,10 +57,10 @@ def main(options: Options) -> int:
 
 def sweep_options(options: Options) -> SweepOptions:
     """What a command line of ``uno tune`` asks for. ConfigError: a space that no run could have."""
-    own, config = options.own, options.config
+    own, config = options.args, options.config
     grace = own.grace_epochs or max(1, config.discover.epochs // 6)
     asha = None if own.no_stopping else {"grace_epochs": grace, "reduction": own.reduction}
-    given = {key: value for key, value in options.given.items() if about(key).scope != "place"}
+    given = {key: value for key, value in options.overrides.items() if field_traits(key).scope != "place"}
     given |= {"preset": config.preset, "recipe": config.recipe}
     return SweepOptions(
         config, given, spaces.load_space(own.space, config), own.space, own.trials, own.search, own.score,
@@ -73,10 +73,10 @@ def run_sweep(options: SweepOptions) -> int:
     check_options(options)
     options = options._replace(config=with_full_path(options.config))  # trials run in other directories
     own_weights = starting_weights(options.config, False)
-    asked, (options, task) = options.given, _resolved(options)
+    asked, (options, task) = options.overrides, _resolved(options)
     config = options.config
     check_sweep(config, len(task.rows), min(options.concurrent or 1, options.trials))
-    prepare(override(config, HERE), task)
+    preflight(override(config, HERE), task)
     data = load_data(options, task, own_weights)
     folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
     if "train.batch_size" in keys_from_images(config) and "train.batch_size" not in asked:
@@ -87,7 +87,7 @@ def run_sweep(options: SweepOptions) -> int:
     if own_weights is not None:  # trials find them in the sweep's directory
         kept = {"model.weights": full_path(storage.path(PRETRAINED_FILE))}
         options = options._replace(config=override(config, kept))
-    with lock.claim(storage, on_wait=say) as claim:
+    with lock.lock_run(storage, on_wait=print_line) as claim:
         output.sweep(claim.storage)
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
@@ -97,12 +97,12 @@ def run_sweep(options: SweepOptions) -> int:
             _describe(options, data, folds, num_epochs)
             _run_missing(options, data, num_epochs, claim, ended)
         else:
-            say(f"{storage.uri}: all {len(ended)} trials have a result; nothing is run again")
+            print_line(f"{storage.uri}: all {len(ended)} trials have a result; nothing is run again")
         summary = report.write(claim.storage)
     if summary.best is None:
         first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
         raise NumericsError(f"every trial failed, so there is no best.yaml; first reason: {first}")
-    say(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
+    print_line(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
     return 0
 
 
@@ -110,14 +110,14 @@ def load_data(options: SweepOptions, task: Task, own_weights: bytes | None) -> S
     """What all trials share, decoded or as the features of their frozen encoder; ``own_weights`` are those of
     :func:`~uno.session.resolve.starting_weights`.
     """
-    config = override(options.config, {**HERE, "data.ingest": "resident"})
+    config = override(options.config, {**HERE, "data.loading": "memory"})
     with tempfile.TemporaryDirectory(prefix="uno-tune-") as folder, Progress() as show:
         storage = Storage(folder)
         if own_weights is not None:
             storage.write(PRETRAINED_FILE, own_weights)
         images, reasons = load_images(config, task, storage, show)
     leave_out_unreadable(reasons, config, task)
-    return sweep_data(task, images, readable(reasons), options.score)
+    return sweep_data(task, images, ok_mask(reasons), options.score)
 
 
 def check_options(options: SweepOptions) -> None:
@@ -128,7 +128,7 @@ def check_options(options: SweepOptions) -> None:
         raise ConfigError(f"--score agreement compares heads: {needs}")
     model = options.config.model
     # A file's frozen encoder is taken to have learnt from other images.
-    foreign = model.trainable == "heads" and (model.weights == PRETRAINED or is_file(model.weights))
+    foreign = model.finetune == "none" and (model.weights == PRETRAINED or is_file(model.weights))
     if model.weights is not None and options.score == FOLDS and not foreign:
         why = "--score folds pretrains anew: --weights may have been trained on the classes that a fold hides"
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
@@ -142,7 +142,7 @@ def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
     for fold in folds:
         sizes = len(fold.train.labels), fold.train.num_unlabeled
         try:
-            plan = run.plans(config, *sizes, config.compute.workers)[DISCOVER]
+            plan = run.plans(config, *sizes, config.compute.num_workers)[DISCOVER]
         except ConfigError as error:
             where = f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden rows"
             raise ConfigError(f"{where}: {error}") from None
@@ -157,7 +157,7 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
         "score": options.score, "search": options.search, "space_name": options.space_name,
         "folds": options.folds if options.score == FOLDS else None, "hide": options.hide,
         "seeds": options.seeds, "asha": options.asha, "epochs": num_epochs, "data_fingerprint": fingerprint,
-        "space": spaces.to_tree(options.space), "given": options.given, "config": to_dict(options.config),
+        "space": spaces.to_tree(options.space), "given": options.overrides, "config": to_dict(options.config),
     }  # fmt: skip
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
     if not output.is_ours(storage, SETTINGS, "sweep"):
@@ -174,44 +174,46 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     been given, so that best.yaml has it; and its task, whose images stay where they are. Rungs follow the
     epochs, unless they were told.
     """
-    storage, config, given = Storage(str(options.config.output)), options.config, options.given
+    storage, config, given = Storage(str(options.config.output)), options.config, options.overrides
     began = records.read_settings(storage).get("config") if storage.exists(SETTINGS) else None
     if began is not None:
         config = as_begun(config, given, flatten(began) if isinstance(began, dict) else {})
-    task = read_task(with_data(config, ingest="streaming").data)
+    task = read_task(with_data(config, loading="streaming").data)
     if began is None:
-        values, lines = from_data(config, given, task, config.data.pile)
+        values, lines = from_data(config, given, task, config.data.setting)
         config, given = override(config, values), values | given
         for line in lines:
-            say(line)
+            print_line(line)
     asha, usual = options.asha, max(1, options.config.discover.epochs // 6)
     if asha is not None and asha["grace_epochs"] == usual:
         asha = {**asha, "grace_epochs": max(1, config.discover.epochs // 6)}
-    return options._replace(config=config, given=given, asha=asha), task
+    return options._replace(config=config, overrides=given, asha=asha), task
 
 
 def _fitted(options: SweepOptions, folds: list[Fold]) -> SweepOptions:
     """With a batch that every fold fills: they have some rows less than the run."""
     config = options.config
     sizes = [(len(fold.train.labels), fold.train.num_unlabeled) for fold in folds]
-    rules = config.data.composition, config.train.batch_size
-    batch = {"train.batch_size": min(largest_batch(*rules, *pair, config.compute.workers) for pair in sizes)}
-    return options._replace(config=override(config, batch), given=options.given | batch)
+    rules = config.data.batch_sampling, config.train.batch_size
+    batch = {
+        "train.batch_size": min(largest_batch(*rules, *pair, config.compute.num_workers) for pair in sizes)
+    }
+    return options._replace(config=override(config, batch), overrides=options.overrides | batch)
 
 
 def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:
-    say(f"{options.trials} trials of up to {num_epochs} epochs over the space {options.space_name}:")
+    print_line(f"{options.trials} trials of up to {num_epochs} epochs over the space {options.space_name}:")
     for domain in options.space:
-        say(f"  {domain.key:<28}{domain.describe()}")
-    say(f"score: {SCORES[options.score]}")
+        print_line(f"  {domain.key:<28}{domain.describe()}")
+    print_line(f"score: {SCORES[options.score]}")
     if options.score == FOLDS:
         hidden = f"{len(folds[0].hidden)} of {data.num_known} known classes hidden"
-        say(f"{len(folds)} folds: {hidden}; {int(data.unlabeled.sum())} unlabeled rows take no part")
+        print_line(f"{len(folds)} folds: {hidden}; {int(data.unlabeled.sum())} unlabeled rows take no part")
 
 
 def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
     """Trials at a time and the resources of each training process; ConfigError if not one trial fits."""
-    config, workers = options.config, options.config.compute.workers
+    config, workers = options.config, options.config.compute.num_workers
     if workers:
         resources = ray_env.worker_resources(config, cluster)
         needed = {name: workers * amount for name, amount in resources.items()}
@@ -235,19 +237,19 @@ def room(ray: Any, options: SweepOptions, give_up: Callable[[], bool]) -> tuple[
     try:
         return concurrency(options, ray.cluster_resources())
     except ConfigError:
-        if (limit := nodes.growth_s(config)) == 0:
+        if (limit := nodes.startup_timeout_s(config)) == 0:
             raise
-    one = override(config, {"compute.workers": max(1, config.compute.workers)})
-    nodes.await_place(one, give_up, limit)
+    one = override(config, {"compute.num_workers": max(1, config.compute.num_workers)})
+    nodes.wait_for_resources(one, give_up, limit)
     return concurrency(options, ray.cluster_resources())
 
 
 def _run_missing(
-    options: SweepOptions, data: SweepData, num_epochs: int, claim: Claim, ended: list[Trial]
+    options: SweepOptions, data: SweepData, num_epochs: int, claim: RunLock, ended: list[Trial]
 ) -> None:
     """Ray Tune over the trials that have not ``ended``."""
     storage, config, stopping = claim.storage, options.config, threading.Event()
-    say(f"starting Ray{f'; {len(ended)} trials have a result already' if ended else ''}")
+    print_line(f"starting Ray{f'; {len(ended)} trials have a result already' if ended else ''}")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:
@@ -257,23 +259,25 @@ def _run_missing(
 
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
         number, resources = room(ray, options, stopping.is_set)
-        say(f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process")
+        print_line(
+            f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process"
+        )
         start = time.monotonic()
 
         def on_end(trial: Trial) -> None:
             ended.append(trial)
-            say(f"{len(ended)}/{options.trials}  {_line(trial)}  ({time.monotonic() - start:.0f} s)")
+            print_line(f"{len(ended)}/{options.trials}  {_line(trial)}  ({time.monotonic() - start:.0f} s)")
 
         searcher = search.SweepSearcher(storage, options, num_epochs, on_end, stopping.is_set)
         leases = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Leases).remote()
         sweep = Sweep(options, num_epochs, storage.uri, storage.token, resources, ray.put(data), leases)
-        here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.workers else resources
+        here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else resources
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
             tune_config=tune.TuneConfig(
                 search_alg=searcher, scheduler=search.scheduler(options.asha, num_epochs, ended),
                 num_samples=len(searcher.missing), max_concurrent_trials=number,
-                reuse_actors=not config.compute.workers,  # a process takes seconds to import torch
+                reuse_actors=not config.compute.num_workers,  # a process takes seconds to import torch
             ),
             run_config=tune.RunConfig(
                 name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", verbose=0,

@@ -17,7 +17,17 @@ import numpy as np
 import pydantic
 from pydantic.dataclasses import dataclass
 
-from uno.config import Config, about, describe, field_names, flatten, load_yaml, override, resumable, to_dict
+from uno.config import (
+    Config,
+    describe,
+    field_names,
+    field_traits,
+    flatten,
+    load_yaml,
+    may_change_on_resume,
+    override,
+    to_dict,
+)
 from uno.errors import ConfigError
 from uno.methods import load
 
@@ -100,7 +110,7 @@ class Domain:
 Space = tuple[Domain, ...]
 
 UNO = ("objective.epsilon", "objective.temperature", "model.num_heads", "model.overcluster_factor")
-MORE = ("discover.base_lr", "discover.weight_decay", "augment.large.crop_scale", "objective.num_iters")
+MORE = ("discover.base_lr", "discover.weight_decay", "augment.large.crop_scale", "objective.sinkhorn_iters")
 SPACES = {"uno": UNO, "full": (*UNO, *MORE, "augment.large.jitter")}
 """Named spaces: keys, in the order of their draws; the schema has the domain of each."""
 
@@ -108,7 +118,7 @@ SPACES = {"uno": UNO, "full": (*UNO, *MORE, "augment.large.jitter")}
 def load_space(name: str, config: Config) -> Space:
     """A named space, or the one in a YAML file; ConfigError if it names a key or value no run could have."""
     if name in SPACES:
-        entries = {key: (key, about(key).search) for key in SPACES[name] if _has_effect(key, config)}
+        entries = {key: (key, field_traits(key).search) for key in SPACES[name] if _has_effect(key, config)}
     elif name.endswith((".yaml", ".yml")) or os.path.exists(name):
         entries = {key: (f"{name}: {key}", entry) for key, entry in _from_file(name).items()}
     else:
@@ -125,15 +135,15 @@ def load_space(name: str, config: Config) -> Space:
             override(config, {key: None})  # raises, and names the nearest key
             raise ConfigError(f"{key!r} is a section, not a key")
         # Trials share the problem, the machine, and what early stopping compares by.
-        if not about(key).search or resumable(key) or key == "discover.epochs":
+        if not field_traits(key).search or may_change_on_resume(key) or key == "discover.epochs":
             raise ConfigError(f"{key} cannot be searched: it is the same for all trials of a sweep")
         values = (*domain.ends, domain.at(0.37))  # between the ends: a whole number needs scale int
         changed = [override(config, {key: value}) for value in values]
-        if config.model.trainable == "heads" and _other_features(key, config, changed):
+        if config.model.finetune == "none" and _other_features(key, config, changed):
             if name in SPACES:
                 continue
             why = "features are computed once for all trials, and would change"
-            raise ConfigError(f"{key} cannot be searched with model.trainable heads: {why}")
+            raise ConfigError(f"{key} cannot be searched with model.finetune none: {why}")
         space.append(domain)
     return tuple(space)
 
@@ -152,7 +162,7 @@ def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
     from uno.data.features import settings  # imported here: a plain command line needs no torch
 
     if key.startswith("model."):
-        return about(key).scope == "pretrain"
+        return field_traits(key).scope == "pretrain"
     return any(settings(one) != settings(config) for one in changed)
 
 

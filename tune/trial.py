@@ -43,10 +43,10 @@ Lease = Callable[[str, str, float], bool]  # see Leases.lease
 
 
 class SweepOptions(NamedTuple):
-    """What ``uno tune`` was asked to do; ``given`` are the keys that the user set himself."""
+    """What ``uno tune`` was asked to do; ``overrides`` are the keys that the user set himself."""
 
     config: Config
-    given: dict[str, Any]
+    overrides: dict[str, Any]
     space: Space
     space_name: str
     trials: int
@@ -163,7 +163,9 @@ def shared_pretraining(
     while True:
         mine = first and lease(key, owner, LEASE_S)
         done = first and folder.exists("done.json")  # asked last: whoever leased before has ended
-        votes = collectives.sum_(torch.tensor([float(mine), float(done)], device=worker.device)).tolist()
+        votes = collectives.all_reduce_sum_(
+            torch.tensor([float(mine), float(done)], device=worker.device)
+        ).tolist()
         if votes[1]:
             return folder.uri
         if votes[0]:
@@ -205,7 +207,7 @@ def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
     ray_worker.quiet_exit()
     index, storage = sample["index"], ClaimedStorage(sweep.output, sweep.token)
     try:
-        if sweep.options.config.compute.workers:
+        if sweep.options.config.compute.num_workers:
             _start_workers(index, sweep)
         else:
             worker = LocalWorker(torch.device("cuda" if "GPU" in sweep.resources else "cpu"))
@@ -255,7 +257,7 @@ def _start_workers(index: int, sweep: Sweep) -> None:
     import ray.tune
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    workers, name = sweep.options.config.compute.workers, f"train-{ray.tune.get_context().get_trial_id()}"
+    workers, name = sweep.options.config.compute.num_workers, f"train-{ray.tune.get_context().get_trial_id()}"
     scaling, folder = ray_worker.scaling(workers, sweep.resources), f"{sweep.output}/{RAY_FOLDER}"
     loop = {"index": index, "sweep": sweep}
     for attempt in range(ray_worker.MAX_DEATHS):
@@ -263,7 +265,7 @@ def _start_workers(index: int, sweep: Sweep) -> None:
         try:
             return ray_worker.fit(_train_loop, loop, scaling, settings, timeout_s=1800)
         except Exception as error:
-            loss = nodes.loss_of(error)  # raises what no other group would do better
+            loss = nodes.classify_failure(error)  # raises what no other group would do better
             log.warning("trial %d: %s", index, loss.line)
     raise Interrupted("its workers died again and again: out of memory?")
 

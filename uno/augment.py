@@ -2,9 +2,9 @@
 
 ``uno.presets`` says which operations a recipe uses; their order is always
 
-    crop + flip -> affine -> jitter -> grey -> solarize -> equalize -> blur -> normalise
+    crop + flip -> affine -> jitter -> gray -> solarize -> equalize -> blur -> normalise
 
-:func:`draw_numbers` takes every random number from a generator on the host; :func:`apply` is deterministic.
+:func:`sample_uniforms` takes every random number from a generator on the host; :func:`apply` is deterministic.
 So parameters do not depend on the device, how many rows an operation works on is known without asking it, and
 a worker draws for the whole batch and keeps its rows: its views are those that one worker would make, up to
 the rounding of batched products, 1e-6 of the range.
@@ -36,7 +36,7 @@ BLUR_RADIUS_SIGMAS = 4  # the kernel covers +- this many of the largest standard
 
 
 @dataclass(frozen=True)
-class Draws:
+class AugmentParams:
     """The parameters of N views, on the host; booleans say whether an operation applies to the row."""
 
     box: Tensor  # (N,4) float32: top, left, height, width in whole stored pixels; may reach outside the image
@@ -46,7 +46,7 @@ class Draws:
     jitter: Tensor  # (N,) bool
     factors: Tensor  # (N,4) float32: brightness, contrast, saturation, hue shift
     order: Tensor  # (N,) int64: index into JITTER_ORDERS
-    grey: Tensor  # (N,) bool
+    grayscale: Tensor  # (N,) bool
     solarize: Tensor  # (N,) bool
     threshold: Tensor  # (N,) float32, 0-1
     equalize: Tensor  # (N,) bool
@@ -72,8 +72,8 @@ def augment(
         raise ValueError(f"rows selects {len(chosen)} of {total} rows but there are {len(images)} images")
     views: list[Tensor] = []
     for kind in kinds(config):
-        numbers = draw_numbers(total, kind.num_views, generator)[chosen]
-        batch = apply(images, draws_of(kind, numbers, images.shape[-1]), kind)
+        numbers = sample_uniforms(total, kind.num_views, generator)[chosen]
+        batch = apply(images, to_params(kind, numbers, images.shape[-1]), kind)
         views += [normalize(one, mean, std) for one in batch.unflatten(0, (len(images), -1)).unbind(1)]
     return views
 
@@ -89,7 +89,7 @@ def augment_crops(
     """
     views: list[Tensor] = []
     for kind, crop in zip(kinds(config), crops, strict=True):
-        draws = draws_of(kind, draw_numbers(num_rows, kind.num_views, generator)[rows], side)
+        draws = to_params(kind, sample_uniforms(num_rows, kind.num_views, generator)[rows], side)
         batch = crop.flatten(0, 1) / 255
         _on_rows(batch, draws.flip, lambda images: images.flip(-1))
         with torch.autocast(batch.device.type, enabled=False):
@@ -100,7 +100,7 @@ def augment_crops(
 
 def kinds(config: AugmentConfig) -> list[ViewConfig]:
     """The kinds of views that there are, large ones first; ``weak`` ones without colour."""
-    off = dict.fromkeys(("jitter", "grey", "solarize", "equalize", "blur"), 0.0) if config.weak else {}
+    off = dict.fromkeys(("jitter", "grayscale", "solarize", "equalize", "blur"), 0.0) if config.weak else {}
     return [kind.model_copy(update=off) for kind in (config.large, config.small) if kind.num_views]
 
 
@@ -119,14 +119,14 @@ def eval_view(images: Tensor, size: int, mean: Sequence[float], std: Sequence[fl
     return normalize(images[..., start : start + size, start : start + size] / 255, mean, std)
 
 
-def draw_numbers(num_rows: int, num_views: int, generator: torch.Generator) -> Tensor:
+def sample_uniforms(num_rows: int, num_views: int, generator: torch.Generator) -> Tensor:
     """All numbers that views take, float64 (N,V,42) in 0-1: as many, so equal crops, whatever the config."""
     size = (num_rows, num_views, BOX_NUMBERS + OTHER_NUMBERS)
     return torch.rand(size, generator=generator, dtype=torch.float64)
 
 
-def draws_of(config: ViewConfig, numbers: Tensor, side: int) -> Draws:
-    """What :func:`draw_numbers` (N,V,42) mean: the parameters of N * V views, those of an image together."""
+def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
+    """What :func:`sample_uniforms` (N,V,42) mean: the parameters of N * V views, those of an image together."""
     numbers = numbers.flatten(0, 1)
     column = iter(numbers[:, BOX_NUMBERS:].unbind(1))
 
@@ -138,7 +138,7 @@ def draws_of(config: ViewConfig, numbers: Tensor, side: int) -> Draws:
 
     c = config
     turn, shear, shift = c.affine_degrees, c.affine_shear, c.affine_translate
-    return Draws(
+    return AugmentParams(
         box=_draw_box(c, side, numbers[:, :BOX_NUMBERS]),
         flip=coin(c.flip),
         affine=coin(c.affine),
@@ -150,7 +150,7 @@ def draws_of(config: ViewConfig, numbers: Tensor, side: int) -> Draws:
             [uniform(1 - c.brightness, 1 + c.brightness), uniform(1 - c.contrast, 1 + c.contrast),
              uniform(1 - c.saturation, 1 + c.saturation), uniform(-c.hue, c.hue)], dim=1),
         order=(next(column) * len(JITTER_ORDERS)).long(),
-        grey=coin(c.grey),
+        grayscale=coin(c.grayscale),
         solarize=coin(c.solarize),
         threshold=uniform(0, 1),
         equalize=coin(c.equalize),
@@ -201,7 +201,7 @@ def resized_boxes(scale: tuple[float, float], numbers: np.ndarray, height: int, 
     return boxes
 
 
-def apply(images: Tensor, draws: Draws, config: ViewConfig) -> Tensor:
+def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
     """The views that ``draws`` describes: uint8 (B,3,S,S) -> float32 (N,3,size,size) in 0-1.
 
     N is a multiple of B; the views of image b are the N/B rows from b*N/B. ValueError as in :func:`augment`.
@@ -215,12 +215,12 @@ def apply(images: Tensor, draws: Draws, config: ViewConfig) -> Tensor:
     return out
 
 
-def _finish_(views: Tensor, draws: Draws, config: ViewConfig) -> None:
+def _finish_(views: Tensor, draws: AugmentParams, config: ViewConfig) -> None:
     """Everything after crop and flip, in place: (N,3,size,size) float32 in 0-1."""
     _on_rows(views, draws.affine, affine, draws.pose)
     if len(rows := draws.jitter.nonzero()[:, 0]):
         jitter_(views, rows, draws.factors[rows], draws.order[rows])
-    _on_rows(views, draws.grey, grey)
+    _on_rows(views, draws.grayscale, grayscale)
     _on_rows(views, draws.solarize, solarize, draws.threshold)
     _on_rows(views, draws.equalize, equalize)
     radius = min(math.ceil(BLUR_RADIUS_SIGMAS * config.blur_sigma[1]), config.size - 1)
@@ -237,7 +237,7 @@ def _on_rows(images: Tensor, chosen: Tensor, operation: Callable[..., Tensor], *
     images.index_copy_(0, here, operation(images.index_select(0, here), *arguments))
 
 
-def _crop(images: Tensor, draws: Draws, config: ViewConfig) -> Tensor:
+def _crop(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
     """Crop, resize and flip as two batched products, (B,3,S,S) uint8 -> (N,3,size,size) float32 in 0-1."""
     side, num_views = images.shape[-1], len(draws.flip) // len(images)
     if config.crop == "none" and config.size == side and not draws.flip.any():
@@ -323,7 +323,7 @@ def luma(images: Tensor) -> Tensor:
     return (red * 0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
 
 
-def grey(images: Tensor) -> Tensor:
+def grayscale(images: Tensor) -> Tensor:
     """Each pixel's luma in all three channels, (B,3,H,W)."""
     return luma(images).expand(-1, 3, -1, -1)
 

@@ -2,7 +2,7 @@
 
 :func:`kmeans` is scikit-learn's. The other two hold some rows in their cluster (as DTC does, Han et al., ICCV
 2019), with a seeded generator on the host and sums as matrix products, so the same device gives the same
-clusters again: :func:`constrained_kmeans` draws the free centres one by one, :func:`around_known` starts them
+clusters again: :func:`constrained_kmeans` draws the free centres one by one, :func:`seeded_kmeans` starts them
 from the free rows' own clusters.
 """
 
@@ -55,7 +55,7 @@ def constrained_kmeans(
     return min(runs, key=lambda run: run.inertia)
 
 
-def around_known(points: Tensor, fixed: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clusters:
+def seeded_kmeans(points: Tensor, fixed: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clusters:
     """As :func:`constrained_kmeans`, on the CPU, but started from where the free rows are: their own k-means
     clusters, of which those that match known classes best give way to them.
 

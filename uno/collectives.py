@@ -9,7 +9,7 @@ from torch import Tensor
 in_group = dist.is_initialized if dist.is_available() else bool  # bool() is False
 
 
-def world() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """(rank, world size); (0, 1) outside a process group."""
     return (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
 
@@ -18,7 +18,9 @@ def gather_rows(tensor: Tensor, dim: int) -> Tensor:
     """Concatenate the workers' tensors of equal shape along ``dim``, in rank order, in one collective."""
     if not in_group():
         return tensor
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world()[1])]
+    parts = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(rank_and_world()[1])
+    ]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts, dim=dim)
 
@@ -45,28 +47,28 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return own_rows(sum_(grad.contiguous()), ctx.dim), None
+        return local_shard(all_reduce_sum_(grad.contiguous()), ctx.dim), None
 
 
-def own_rows(tensor: Tensor, dim: int) -> Tensor:
+def local_shard(tensor: Tensor, dim: int) -> Tensor:
     """This worker's share of rows gathered by :func:`gather_rows`."""
-    return tensor.chunk(world()[1], dim=dim)[world()[0]] if in_group() else tensor
+    return tensor.chunk(rank_and_world()[1], dim=dim)[rank_and_world()[0]] if in_group() else tensor
 
 
-def sum_(tensor: Tensor) -> Tensor:
+def all_reduce_sum_(tensor: Tensor) -> Tensor:
     """Sum ``tensor`` over workers, in place."""
     if in_group():
         dist.all_reduce(tensor)
     return tensor
 
 
-def from_first(tensor: Tensor) -> Tensor:
+def broadcast_from_rank0(tensor: Tensor) -> Tensor:
     """Rank 0's tensor, on every worker."""
     tensor = tensor.contiguous()  # of other tensors gloo sums something else, and says nothing
-    return sum_(tensor if world()[0] == 0 else torch.zeros_like(tensor))
+    return all_reduce_sum_(tensor if rank_and_world()[0] == 0 else torch.zeros_like(tensor))
 
 
 def barrier(device: torch.device) -> None:
     """Wait for all workers."""
     if in_group():
-        float(sum_(torch.zeros(1, device=device)))
+        float(all_reduce_sum_(torch.zeros(1, device=device)))

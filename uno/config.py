@@ -2,7 +2,7 @@
 
 Every class is frozen and rejects unknown keys, NaN, infinities and values out of range with the field's name.
 Values come from presets (``uno.presets``); the defaults here are the paper's CIFAR10 settings. What the rest
-of the program must know of a field stands with it (:class:`About`).
+of the program must know of a field stands with it (:class:`FieldTraits`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from uno.limits import MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_VALUES, MA
 from uno.methods import DEFAULT, METHODS, PRETEXTS, load, load_pretext, section, section_model
 
 
-class About(NamedTuple):
+class FieldTraits(NamedTuple):
     """What a field is to the rest of the program; a section's holds for its fields unless they differ.
 
     ``scope``: ``pretrain`` changes pretraining and what follows, ``discover`` only discovery, ``run`` how a
     run is logged and kept, ``place`` where it executes; the last two may differ when a run resumes.
     ``flag``: its short form on the command line. ``commands``: those that take it besides training.
-    ``decided``: the one that does not take it, since it decides it itself.
+    ``fixed_by``: the one that does not take it, since it decides it itself.
     ``search``: the domain of ``uno tune``'s own spaces; False: the same in all trials of a sweep.
     """
 
     scope: Literal["pretrain", "discover", "run", "place"] = "pretrain"
     flag: str | None = None
     commands: str = ""
-    decided: str = ""
+    fixed_by: str = ""
     search: Mapping[str, Any] | bool = True
 
 
 def field(default: Any, sentence: str = "", **more: Any) -> Any:
-    """A field of the schema; ``more``: members of :class:`About`, and limits as pydantic names them."""
-    about = {name: more.pop(name) for name in About._fields if name in more}
+    """A field of the schema; ``more``: members of :class:`FieldTraits`, and limits as pydantic names them."""
+    about = {name: more.pop(name) for name in FieldTraits._fields if name in more}
     return Field(default, description=sentence, json_schema_extra=about, **more)
 
 
@@ -78,24 +78,24 @@ class DataConfig(Section):
 
     source: str = field("digits",
         "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, tar:DIR, or a path.",
-        flag="data", commands="predict report", decided="reproduce")
+        flag="data", commands="predict report", fixed_by="reproduce")
     labeled: str | None = field(None,
         "Folder with one subfolder per known class; with --unlabeled, not --data.", flag="labeled",
-        commands="predict report", decided="reproduce")
+        commands="predict report", fixed_by="reproduce")
     unlabeled: str | None = field(None, "Folder of images without labels, flat or nested; names are ignored.",
-        flag="unlabeled", commands="predict report", decided="reproduce")
+        flag="unlabeled", commands="predict report", fixed_by="reproduce")
     known_classes: str | None = field(None,
         "Hide the other labels: first:N, names with commas, or a text file of names.", flag="known-classes")
     num_novel: PositiveInt | Literal["auto"] | None = field(None,
         "Classes to discover; auto estimates; default: what --known-classes hides.", flag="num-novel",
         scope="discover")
-    pile: Literal["auto", "novel", "mixed"] = field("auto",
+    setting: Literal["auto", "ncd", "gcd"] = field("auto",
         "What unlabeled rows show. novel: new classes only; mixed: known ones, too; auto: novel where labels "
         "are hidden, mixed where rows truly lack them, the safer choice: a known image in a pile taken for "
-        "novel is forced into a new class; a novel pile taken for mixed loses less. Tell it if you know.",
+        "novel is forced into a new class; the NCD setting taken for mixed loses less. Tell it if you know.",
         scope="discover")
-    unlabel_known: float = field(0.0,
-        "Benchmark of mixed piles: share of each known class's training rows to leave without their label.",
+    unlabeled_known_fraction: float = field(0.0,
+        "Benchmark of the GCD setting: share of each known class's training rows to leave without their label.",
         ge=0, lt=1)
     columns: str | None = field(None,
         "Your names of a table's columns, of image, label, id, split, eval_label: image=file,label=kind.",
@@ -106,21 +106,21 @@ class DataConfig(Section):
         "Use at most this many rows of each split, spread evenly over the classes.", flag="limit",
         commands="predict", ge=1)
     download: bool = field(False, "Let cifar10:DIR and cifar100:DIR download.", commands="predict report")
-    store_size: int = field(32, "Side of the stored square images, in pixels.", ge=4, le=1024)
+    stored_size: int = field(32, "Side of the stored square images, in pixels.", ge=4, le=1024)
     mean: tuple[float, float, float] = field((0.4914, 0.4822, 0.4465),
         "Channel means subtracted after scaling to 0-1.")
     std: tuple[float, float, float] = field((0.2470, 0.2435, 0.2616),
         "Channel standard deviations, divided by after that.")
-    hold_out: float = field(0.0,
+    validation_fraction: float = field(0.0,
         "Where no test row is of a known class: share of labeled rows, by class, that training does not see; "
         "your own images: 0.1.",
         ge=0, lt=1)
     interpolation: Literal["bilinear", "bicubic"] = field("bilinear",
         "How images are resized, with antialiasing.")
-    composition: Literal["proportional", "paired"] = field("proportional",
+    batch_sampling: Literal["proportional", "balanced"] = field("proportional",
         "Labeled to unlabeled rows of a batch: as in the data, or 1:1 (the shorter cycles).",
         scope="discover")
-    ingest: Literal["auto", "resident", "streaming"] = field("auto",
+    loading: Literal["auto", "memory", "streaming"] = field("auto",
         "resident: decode once, keep uint8 images in memory; streaming: decode in every epoch; "
         "auto: resident where the set fits.")
     max_bad_fraction: Probability = field(0.01, "Stop when more than this share of images is unreadable.")
@@ -168,7 +168,7 @@ class ViewConfig(Section):
     contrast: float = field(0.3, "Contrast factor is uniform in 1 +- this.", ge=0, le=1)
     saturation: float = field(0.15, "Saturation factor is uniform in 1 +- this.", ge=0, le=1)
     hue: float = field(0.1, "Hue shift is uniform in +- this share of the colour circle.", ge=0, le=0.5)
-    grey: Probability = field(0.1, "Probability of conversion to grey.")
+    grayscale: Probability = field(0.1, "Probability of conversion to gray.")
     solarize: Probability = field(0.0, "Probability of solarize with a uniform random threshold.")
     equalize: Probability = field(0.0, "Probability of histogram equalization.")
     blur: Probability = field(0.0, "Probability of Gaussian blur.")
@@ -191,15 +191,15 @@ class AugmentConfig(Section):
     large: ViewConfig = ViewConfig()
     small: ViewConfig = ViewConfig(num_views=0, size=18, crop="resized", crop_scale=(0.3, 0.8))
     weak: bool = field(False, "Crop and flip only (the paper's weak augmentation, Tab. 2).")
-    cached_views: int = field(6, "trainable heads: views whose features are kept; a step takes some.",
+    num_cached_views: int = field(6, "finetune none: views whose features are kept; a step takes some.",
         ge=2, le=64, search=False)
 
     @model_validator(mode="after")
     def _check(self) -> AugmentConfig:
         if self.large.num_views < 2:
             raise ValueError("large.num_views must be at least 2: swapped prediction needs two views")
-        if self.cached_views < self.large.num_views:
-            raise ValueError("cached_views must be at least large.num_views")
+        if self.num_cached_views < self.large.num_views:
+            raise ValueError("num_cached_views must be at least large.num_views")
         return self
 
 
@@ -209,7 +209,7 @@ class ModelConfig(Section):
     encoder: str = field("resnet18",
         "resnet_small (He et al. 2016, Sec. 4.2), resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, "
         "or package.module:callable, which returns a module (B, 3, S, S) -> (B, D).")
-    stem: Literal["small", "halved", "imagenet"] = field("small",
+    stem: Literal["cifar", "cifar_stride2", "imagenet"] = field("cifar",
         "3x3 convolution of stride 1 (small images), 4x4 of stride 2, or resnetN: torchvision's 7x7 stem.")
     width: int = field(16, "resnet_small: channels of the first stage.", ge=4, le=512)
     blocks: int = field(1, "resnet_small: residual blocks per stage.", ge=1, le=18)
@@ -226,13 +226,13 @@ class ModelConfig(Section):
     weights: str | None = field(None,
         "Discover from this run directory, an encoder's .safetensors, .pt or .pth, or the library's own "
         "weights (pretrained): no pretraining here.", flag="weights",
-        scope="discover", search=False, decided="reproduce")
-    trainable: Literal["all", "last", "heads"] = field("all",
+        scope="discover", search=False, fixed_by="reproduce")
+    finetune: Literal["full", "last_stage", "none"] = field("full",
         "What learns: everything, the encoder's last stage and the heads, or the heads alone.")
-    start: Literal["random", "kmeans"] = field("random",
+    prototype_init: Literal["random", "kmeans"] = field("random",
         "Prototypes at random (paper), or at the k-means clusters of the encoder's features.",
         scope="discover", search=False)
-    encoder_lr: float = field(1, "The encoder's learning rate, as a multiple of the heads'.", gt=0, le=100)
+    encoder_lr_factor: float = field(1, "The encoder's learning rate, as a multiple of the heads'.", gt=0, le=100)
     mlp_input: Literal["normalized", "raw"] = field("normalized",
         "Projection heads read the l2-normalised feature (paper) or the raw one (v2).", scope="discover")
 
@@ -254,11 +254,11 @@ class ObjectiveConfig(Section):
     epsilon: float = field(0.05, "Entropy weight of Sinkhorn-Knopp.", ge=1e-4, le=10,
         search=dict(low=0.01, high=0.25, scale="log",
         reason="paper .05; below .01 targets are one-hot and swap between clusters, above .25 near uniform"))
-    num_iters: int = field(3, "Sinkhorn-Knopp iterations.", ge=1, le=1000,
+    sinkhorn_iters: int = field(3, "Sinkhorn-Knopp iterations.", ge=1, le=1000,
         search=dict(low=1, high=10, scale="int", reason="paper 3; beyond 10 Sinkhorn has converged"))
     aggregation: Literal["swap", "average_pseudo_labels", "average_logits"] = field("swap",
         "How the views' pseudo-labels are combined (paper, appendix).")
-    prior: Literal["uniform", "clusters"] | None = field(None,
+    class_prior: Literal["uniform", "kmeans"] | None = field(None,
         "How many unlabeled rows an output may expect: all alike, or as many as a k-means cluster of the "
         "features it starts from, as far as those of known classes are right; default: clusters in mixed "
         "piles, else uniform.")
@@ -316,7 +316,7 @@ class TrainConfig(Section):
 class ComputeConfig(Section):
     """Where the run executes; may differ between a run and its resumption."""
 
-    workers: int = field(0, "Ray workers; 0 works in this process without Ray.", ge=0, le=4096,
+    num_workers: int = field(0, "Ray workers; 0 works in this process without Ray.", ge=0, le=4096,
         flag="workers", commands="evaluate predict report")
     device: Literal["auto", "cpu", "cuda"] = field("auto", "auto takes CUDA where there is one.",
         flag="device", commands="evaluate predict report")
@@ -325,7 +325,7 @@ class ComputeConfig(Section):
     cpus_per_worker: float | None = field(None,
         "CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers).", gt=0,
         commands="evaluate predict report")
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field("PACK",
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field("PACK",
         "Ray's strategy: workers on few nodes, or spread over many.")
     wait_minutes: float = field(30,
         "How long a command waits at its start for nodes of a cluster that has no room for its workers yet.",
@@ -348,18 +348,18 @@ class Config(Section):
 
     model_config = ConfigDict(extra="allow")  # of the method's section alone, see _with_method_section
 
-    preset: str = field("custom",
+    preset: str = field("scratch",
         "Settings to start from; default digits, and custom where other data is given.", search=False,
-        decided="reproduce")
+        fixed_by="reproduce")
     recipe: Literal["paper", "v2", "cpu"] = field("paper",
         "The paper's settings, the authors' improved ones, or (cifar10) ours for an hour of a CPU core.",
         search=False)
     method: str = field(DEFAULT,
         f"Discovery method: {', '.join(METHODS)}, or package.module:METHOD of your own.", scope="discover")
     seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False,
-        decided="reproduce")
+        fixed_by="reproduce")
     output: str | None = field(None, "Run directory, a path or a URI; default runs/PRESET-seedSEED.",
-        scope="place", commands="predict", decided="reproduce")
+        scope="place", commands="predict", fixed_by="reproduce")
     data: DataConfig = field(DataConfig(), search=False)
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = ModelConfig()
@@ -400,14 +400,14 @@ class Config(Section):
     def _check(self) -> Config:
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
-        if self.model.start == "kmeans" and load(self.method).novel_head is not None:
-            raise ValueError(f"model.start kmeans needs UNO's heads, which method {self.method} has not")
-        if self.model.trainable == "heads":
+        if self.model.prototype_init == "kmeans" and load(self.method).novel_head is not None:
+            raise ValueError(f"model.prototype_init kmeans needs UNO's heads, which method {self.method} has not")
+        if self.model.finetune == "none":
             if self.augment.small.num_views:
-                raise ValueError("augment.small.num_views must be 0 with model.trainable heads")
+                raise ValueError("augment.small.num_views must be 0 with model.finetune none")
             if self.pretext.epochs:
-                raise ValueError("pretext.epochs must be 0 with model.trainable heads")
-        if self.data.pile == "mixed" and (reason := not_mixed(self)):
+                raise ValueError("pretext.epochs must be 0 with model.finetune none")
+        if self.data.setting == "gcd" and (reason := why_not_gcd(self)):
             raise ValueError(reason)
         for name in EXTENSIONS:
             if getattr(self.objective, name) and not load(self.method).extends:
@@ -419,27 +419,27 @@ EXTENSIONS = ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size")
 """What switches on terms of the objective that methods with ``extends`` add."""
 
 
-def not_mixed(config: Config) -> str | None:
-    """Why ``config`` does not go with mixed piles; None: it does."""
+def why_not_gcd(config: Config) -> str | None:
+    """Why ``config`` does not go with the GCD setting; None: it does."""
     if not load(config.method).gcd:
-        return f"data.pile mixed does not go with method {config.method}"
+        return f"data.setting gcd does not go with method {config.method}"
     if not config.objective.concat:
-        return "data.pile mixed needs objective.concat: known and novel outputs compete"
+        return "data.setting gcd needs objective.concat: known and novel outputs compete"
     for name in ("iic_weight", "iic_view_weight", "queue_size"):
         if getattr(config.objective, name):
-            return f"objective.{name} takes unlabeled rows for novel ones: not with data.pile mixed"
+            return f"objective.{name} takes unlabeled rows for novel ones: not with data.setting gcd"
     return None
 # fmt: on
 
 
-def about(key: str) -> About:
+def field_traits(key: str) -> FieldTraits:
     """What the schema says of a dotted key, a field's or a section's."""
     first, *rest = key.split(".")
     if first in Config.model_fields:
-        found, model, names = About(), Config, [first, *rest]  # type: tuple[About, Any, list[str]]
+        found, model, names = FieldTraits(), Config, [first, *rest]  # type: tuple[FieldTraits, Any, list[str]]
     else:  # a method's section, or a key of another version
         model, names = section_model(first), rest
-        found = About() if model is None else About(scope="discover")
+        found = FieldTraits() if model is None else FieldTraits(scope="discover")
     for name in names:
         info = getattr(model, "model_fields", {}).get(name)
         if info is None:
@@ -462,9 +462,9 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
         load(name)
 
 
-def resumable(key: str) -> bool:
+def may_change_on_resume(key: str) -> bool:
     """Whether a key may differ between a run and its resumption: it does not change what is learnt."""
-    return about(key).scope in ("run", "place")
+    return field_traits(key).scope in ("run", "place")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -551,7 +551,7 @@ def describe(error: ValidationError, name: str = "") -> str:
     return f"{where}: {message}{got}" if where else message
 
 
-AUTOMATIC = ("data.ingest", "data.pile")
+AUTO_KEYS = ("data.loading", "data.setting")
 """Keys whose ``auto`` is decided before a run begins."""
 
 
@@ -561,20 +561,20 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
     """
     a = flatten(to_dict(Config(method=new.method))) | flatten(old)
     b = flatten(to_dict(new))
-    for key in AUTOMATIC:  # a run stores what it was decided to be
+    for key in AUTO_KEYS:  # a run stores what it was decided to be
         if "auto" in (a.get(key), b[key]):
             a[key] = b[key]
-    return [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not resumable(k)]
+    return [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not may_change_on_resume(k)]
 
 
 def config_hash(config: Config) -> str:
     """Hash of everything that changes what is learnt (12 hex digits)."""
-    return hashlib.sha256(json.dumps(learnt_by(config), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(training_settings(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def learnt_by(config: Config) -> dict[str, Any]:
+def training_settings(config: Config) -> dict[str, Any]:
     """Everything that changes what is learnt, by dotted key."""
-    return {key: value for key, value in flatten(to_dict(config)).items() if not resumable(key)}
+    return {key: value for key, value in flatten(to_dict(config)).items() if not may_change_on_resume(key)}
 
 
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C ten times as fast

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uno.augment import BOX_NUMBERS, draw_numbers, draws_of, kinds, resized_boxes
+from uno.augment import BOX_NUMBERS, kinds, resized_boxes, sample_uniforms, to_params
 from uno.config import AugmentConfig, ViewConfig
-from uno.data.decode import BadImage, Interpolation, decode, decode_rgb, quiet
+from uno.data.decode import BadImage, Interpolation, decode, decode_rgb, suppress_pillow_warnings
 from uno.data.images import Image
 from uno.data.plan import augment_generator
 
@@ -64,7 +64,7 @@ class Cropper:
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [[row.unbind(0) for row in part.unbind(0)] for part in self.split(pixels)]
         reasons: list[str | None] = [None] * len(images)
-        with quiet():
+        with suppress_pillow_warnings():
             for step in np.unique(steps):
                 rows = np.flatnonzero(steps == step)
                 planned = self._planned(int(step), positions[rows])
@@ -81,11 +81,11 @@ class Cropper:
         generator, chosen = augment_generator(self.seed, self.stream, step), torch.from_numpy(positions)
         planned = []
         for kind in self.kinds:
-            numbers = draw_numbers(self.num_rows, kind.num_views, generator)[chosen]
+            numbers = sample_uniforms(self.num_rows, kind.num_views, generator)[chosen]
             if kind.crop == "resized":
                 planned.append(numbers[..., :BOX_NUMBERS].numpy())
             else:
-                boxes = draws_of(kind, numbers, self.side).box.int()
+                boxes = to_params(kind, numbers, self.side).box.int()
                 planned.append(boxes.unflatten(0, (-1, kind.num_views)).numpy())
         return planned
 

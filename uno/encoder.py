@@ -32,7 +32,7 @@ class SmallResNet(nn.Module):
 
     def __init__(self, width: int, blocks: int, stages: int = 3, halved: bool = False) -> None:
         super().__init__()
-        self.conv1 = _small_stem(width, "halved" if halved else "small")
+        self.conv1 = _small_stem(width, "cifar_stride2" if halved else "cifar")
         self.bn1 = nn.BatchNorm2d(width)
         self.layer1 = _stage(width, width, blocks, stride=1)
         for i in range(1, stages):
@@ -48,7 +48,7 @@ class SmallResNet(nn.Module):
         return x.mean(dim=(2, 3))
 
 
-SMALL_STEMS = {"small": (3, 1), "halved": (4, 2)}
+SMALL_STEMS = {"cifar": (3, 1), "cifar_stride2": (4, 2)}
 """Kernel and stride of the stems for small images, which pad by 1."""
 
 
@@ -84,7 +84,7 @@ def build_encoder(config: ModelConfig) -> nn.Module:
     ConfigError: no such encoder, its package is missing, or it gives something else than a vector an image.
     """
     if config.encoder == "resnet_small":
-        return SmallResNet(config.width, config.blocks, config.stages, config.stem == "halved")
+        return SmallResNet(config.width, config.blocks, config.stages, config.stem == "cifar_stride2")
     if config.encoder not in OWN_ENCODERS:
         return _library_encoder(config.encoder)
     from torchvision.models import resnet
@@ -226,17 +226,17 @@ def image_side(encoder: nn.Module) -> int:
     return PROBE_SIDE
 
 
-def frozen_parts(encoder: nn.Module, trainable: str) -> tuple[list[str], list[nn.Parameter]]:
-    """What ``model.trainable`` keeps as it is: names of submodules, "" for the whole encoder, and parameters
+def frozen_parts(encoder: nn.Module, finetune: str) -> tuple[list[str], list[nn.Parameter]]:
+    """What ``model.finetune`` keeps as it is: names of submodules, "" for the whole encoder, and parameters
     that are in none of them, as a class token is. ConfigError: ``last`` of an encoder without stages.
     """
-    if trainable == "all":
+    if finetune == "full":
         return [], []
-    if trainable == "heads":
+    if finetune == "none":
         return [""], []
     path = _last_stage(encoder)
     if not path:
-        raise ConfigError("model.trainable last: the encoder has no stages or blocks; take all or heads")
+        raise ConfigError("model.finetune last_stage: the encoder has no stages or blocks; take full or none")
     modules, parameters, outer = list[str](), list[nn.Parameter](), ""
     for name in path:
         module = encoder.get_submodule(outer)

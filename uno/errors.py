@@ -8,7 +8,7 @@ RAY = "'ray[default,train,tune,data]>=2.60'"  # as pyproject.toml has it
 
 
 class UnoError(Exception):
-    """An end that is foreseen; ``exit_code`` is what the process returns."""
+    """An end that is as_user_error; ``exit_code`` is what the process returns."""
 
     exit_code = 1
 
@@ -59,7 +59,7 @@ def did_you_mean(
     return f"; {hint}" if hint else ""
 
 
-def foreseen(error: Exception) -> UnoError | None:
+def as_user_error(error: Exception) -> UnoError | None:
     """What an error from elsewhere means to the user: a package or space is missing; None: a defect."""
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from uno.augment import eval_view
 from uno.config import Config, ModelConfig
-from uno.data.kept import Kept
+from uno.data.row_blocks import RowBlocks
 from uno.encoder import build_encoder, frozen_parts
 from uno.heads import Prototypes, StackedProjector, unit
 
@@ -35,7 +35,7 @@ class UnoModel(nn.Module):
 
     ``num_novel`` C_u of 0 builds the encoder and the known head of C_l outputs only (pretraining).
     ``novel_head`` builds, from (C_u, D), a baseline's one novel head, which reads the feature: (N, D) -> (1,
-    N, C_u); default: UNO's projection heads. What ``config.trainable`` freezes has no gradient and stays in
+    N, C_u); default: UNO's projection heads. What ``config.finetune`` freezes has no gradient and stays in
     eval mode.
     """
 
@@ -59,7 +59,7 @@ class UnoModel(nn.Module):
             )
             self.novel = Prototypes(heads, num_novel, projection)
             self.over = Prototypes(heads, factor * num_novel, projection) if factor else None
-        self._frozen, single = frozen_parts(self.encoder, config.trainable)
+        self._frozen, single = frozen_parts(self.encoder, config.finetune)
         frozen = [p for name in self._frozen for p in self.encoder.get_submodule(name).parameters()]
         for parameter in [*frozen, *single]:
             parameter.requires_grad_(False)
@@ -135,7 +135,7 @@ def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
     return model([eval_view(images, side, config.data.mean, config.data.std)])
 
 
-def features_of(model: UnoModel, images: Tensor | Kept, config: Config) -> Tensor:
+def features_of(model: UnoModel, images: Tensor | RowBlocks, config: Config) -> Tensor:
     """Pooled features z (N, D) float32, on the model's device, of images uint8 (N, 3, S, S), N >= 1,
     or of their cached features.
     """

@@ -45,18 +45,20 @@ V2: Values = {
 V2_COLOR: Values = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2}
 CIFAR_V2: Values = {
     **V2,
-    **_views("large", **V2_COLOR, crop_scale=(0.5, 1.0), jitter=0.6, grey=0.0, solarize=0.1, equalize=0.1),
-    **_views("small", **V2_COLOR, num_views=2, jitter=0.8, grey=0.0, solarize=0.2, equalize=0.2),
+    **_views(
+        "large", **V2_COLOR, crop_scale=(0.5, 1.0), jitter=0.6, grayscale=0.0, solarize=0.1, equalize=0.1
+    ),
+    **_views("small", **V2_COLOR, num_views=2, jitter=0.8, grayscale=0.0, solarize=0.2, equalize=0.2),
 }
 IMAGENET: Values = {  # views [release]; the rest as for CIFAR [paper]
-    "data.source": "imagenet:data", "data.store_size": 256, "data.composition": "paired",
+    "data.source": "imagenet:data", "data.stored_size": 256, "data.batch_sampling": "balanced",
     "data.mean": (0.485, 0.456, 0.406), "data.std": (0.229, 0.224, 0.225),
     **_views("large", size=224, crop="resized", crop_scale=(0.5, 1.0), blur=0.2), **_views("small", size=96),
     "model.stem": "imagenet", "train.checkpoint_every_epochs": 1,
 }  # fmt: skip
 IMAGENET_V2: Values = {
-    **V2, **_views("large", **V2_COLOR, grey=0.2),
-    **_views("small", **V2_COLOR, num_views=2, crop_scale=(0.08, 0.5), jitter=0.8, grey=0.2, blur=0.5),
+    **V2, **_views("large", **V2_COLOR, grayscale=0.2),
+    **_views("small", **V2_COLOR, num_views=2, crop_scale=(0.08, 0.5), jitter=0.8, grayscale=0.2, blur=0.5),
     "model.overcluster_factor": 4, "pretrain.epochs": 100, "discover.epochs": 60, "discover.base_lr": 0.2,
     "pretrain.warmup_epochs": 5, "discover.warmup_epochs": 5,
 }  # fmt: skip
@@ -64,22 +66,22 @@ IMAGENET_V2: Values = {
 # benchmarks/records/2026-11-22_caltech24 says how the values were chosen. 224 px, and mean and std of
 # torchvision's encoders; others bring their own (uno.weights).
 PHOTOS: Values = {
-    "data.store_size": 256, "data.mean": (0.485, 0.456, 0.406), "data.std": (0.229, 0.224, 0.225),
-    "data.hold_out": 0.1,
-    **_views("large", size=224, crop="resized", crop_scale=(0.4, 1.0), jitter=0.0, grey=0.0),
-    "model.encoder": "torchvision:efficientnet_b0", "model.weights": "pretrained", "model.trainable": "heads",
-    "model.start": "kmeans", "objective.prior": "clusters", "model.hidden_dim": 256,
+    "data.stored_size": 256, "data.mean": (0.485, 0.456, 0.406), "data.std": (0.229, 0.224, 0.225),
+    "data.validation_fraction": 0.1,
+    **_views("large", size=224, crop="resized", crop_scale=(0.4, 1.0), jitter=0.0, grayscale=0.0),
+    "model.encoder": "torchvision:efficientnet_b0", "model.weights": "pretrained", "model.finetune": "none",
+    "model.prototype_init": "kmeans", "objective.class_prior": "kmeans", "model.hidden_dim": 256,
     "model.projection_dim": 128, "train.batch_size": 512, "train.eval_batch_size": 128,
     "discover.base_lr": 0.06, "discover.epochs": 30, "discover.warmup_epochs": 3,
 }  # fmt: skip
 DIGIT_VIEW = dict(
     crop="none", flip=0.0, affine=1.0, affine_degrees=15.0, affine_translate=0.12, affine_shear=10.0,
-    affine_scale=(0.85, 1.15), jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.0, hue=0.0, grey=0.0,
+    affine_scale=(0.85, 1.15), jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.0, hue=0.0, grayscale=0.0,
     size=8,
 )  # fmt: skip
 DIGITS: Values = {
     **_views("large", **DIGIT_VIEW), **_views("small", **DIGIT_VIEW),
-    "data.source": "digits", "data.known_classes": "first:5", "data.store_size": 8,
+    "data.source": "digits", "data.known_classes": "first:5", "data.stored_size": 8,
     "data.mean": (0.3053, 0.3053, 0.3053), "data.std": (0.3761, 0.3761, 0.3761),
     "model.encoder": "resnet_small", "model.hidden_dim": 512, "model.projection_dim": 128,
     "train.batch_size": 128, "pretrain.epochs": 30, "pretrain.warmup_epochs": 3,
@@ -90,7 +92,7 @@ DIGITS: Values = {
 # CIFAR10 in an hour of a CPU core. Ours: chosen by the rows of benchmarks/records/2026-11-23_cpu-track.
 CIFAR_CPU: Values = {
     "recipe": "cpu", "model.encoder": "resnet_small", "model.width": 24, "model.stages": 4,
-    "model.stem": "halved", "model.hidden_dim": 512, "model.projection_dim": 128, "train.batch_size": 256,
+    "model.stem": "cifar_stride2", "model.hidden_dim": 512, "model.projection_dim": 128, "train.batch_size": 256,
     "train.checkpoint_every_epochs": 1, "pretrain.epochs": 8, "pretrain.warmup_epochs": 1,
     "pretrain.base_lr": 0.4, "pretrain.weight_decay": 5e-4,
     "discover.epochs": 12, "discover.warmup_epochs": 0.5, "discover.base_lr": 0.4,
@@ -111,7 +113,7 @@ PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values (Tab. 1), an
     "imagenet": (IMAGENET, IMAGENET_V2),
     "photos": (PHOTOS, {"recipe": "v2", "model.mlp_input": "raw"}),
     # Of one's own images uno.data.defaults decides size, stem, batch, epochs, mean and std.
-    "custom": ({}, CIFAR_V2),
+    "scratch": ({}, CIFAR_V2),
 }  # fmt: skip
 CPU: dict[str, Values] = {"cifar10": CIFAR_CPU}
 """What the recipe ``cpu`` changes in the paper's values."""
@@ -119,18 +121,20 @@ CPU: dict[str, Values] = {"cifar10": CIFAR_CPU}
 BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")  # kinds of sources with presets of their own
 
 
-def own_images(given: Mapping[str, Any]) -> bool:
+def is_custom_data(given: Mapping[str, Any]) -> bool:
     """Whether the data of dotted keys is the user's, not that of a benchmark, whose rows are the paper's."""
     kind = str(given.get("data.source", "digits")).partition(":")[0]
     return given.get("data.labeled") is not None or kind not in BENCHMARKS
 
 
 IMAGE_SIZE = "image_size"
-"""One key for the side of images in pixels; what it sets is :func:`sized`."""
-SIZES = ("augment.large.size", "data.store_size", "augment.small.size")
+"""One key for the side of images in pixels; what it sets is :func:`apply_image_size`."""
+SIZES = ("augment.large.size", "data.stored_size", "augment.small.size")
 
 
-def sized(config: Config, given: Mapping[str, Any], described: Mapping[str, Any] | None = None) -> Values:
+def apply_image_size(
+    config: Config, given: Mapping[str, Any], described: Mapping[str, Any] | None = None
+) -> Values:
     """``given`` with its one size of images spelled out: all lengths in pixels, in the proportions of
     ``config``, unless ``described`` by an encoder's maker. ConfigError: another size is given, too.
     """
@@ -141,7 +145,7 @@ def sized(config: Config, given: Mapping[str, Any], described: Mapping[str, Any]
     scale = override(config, {SIZES[0]: size}).augment.large.size / large.size
     found = {
         "augment.large.size": size, "augment.small.size": max(4, round(small.size * scale)),
-        "data.store_size": max(4, min(round(config.data.store_size * scale), 1024)),
+        "data.stored_size": max(4, min(round(config.data.stored_size * scale), 1024)),
         "augment.large.crop_padding": round(large.crop_padding * scale),
         "augment.small.crop_padding": round(small.crop_padding * scale), **(described or {}),
     }  # fmt: skip

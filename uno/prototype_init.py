@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from uno.clustering import FREE, around_known, kmeans, whiten
+from uno.clustering import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
-from uno.data.decode import decoded, readable
+from uno.data.decode import decoded, ok_mask
 from uno.data.images import evenly_spaced
-from uno.data.kept import part
 from uno.data.resident import TrainSet
+from uno.data.row_blocks import part
 from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
@@ -33,25 +33,25 @@ class Clustering(NamedTuple):
 
 
 def clusters_of(
-    unlabeled: Tensor, labeled: Tensor, labels: Tensor, num_novel: int, pile: str | None, seed: int
+    unlabeled: Tensor, labeled: Tensor, labels: Tensor, num_novel: int, setting: str | None, seed: int
 ) -> Clustering:
     """Cluster features ``unlabeled`` (N_u, D), on the CPU: K = C_l + C_u in a ``mixed`` pile, by k-means with
     the rows ``labeled`` (N_l, D) fixed to their classes ``labels`` (N_l,), in whitened principal directions;
     in any other K = C_u by plain k-means.
 
-    Directions count, so every row is scaled to length one. In a mixed pile of Caltech-24 the K - 1 leading
-    directions give 95 % of the rows' classes, features as they are 94 %, 96 directions 83 %. In a novel pile
+    Directions count, so every row is scaled to length one. In the GCD setting of Caltech-24 the K - 1 leading
+    directions give 95 % of the rows' classes, features as they are 94 %, 96 directions 83 %. In the NCD setting
     rows are scaled once more around the mean of all: with what all rows share left in, ten starts miss the
     best optimum under one seed in six. A cluster without rows counts as one row in the prior, so that its
     output is not closed for good.
     """
     rest = F.normalize(unlabeled.cpu().float(), dim=1)
     points, labels = torch.cat([F.normalize(labeled.cpu().float(), dim=1), rest]), labels.cpu()
-    if pile == "mixed":
+    if setting == "gcd":
         num_clusters = int(labels.max()) + 1 + num_novel
         fixed = torch.cat([labels, torch.full((len(rest),), FREE)])
         white = F.normalize(whiten(points, num_clusters - 1), dim=1)
-        assignment = around_known(white, fixed, num_clusters, NUM_STARTS, seed).assignment
+        assignment = seeded_kmeans(white, fixed, num_clusters, NUM_STARTS, seed).assignment
     else:
         num_clusters = num_novel
         centered, points = F.normalize(rest - points.mean(dim=0), dim=1), rest
@@ -62,7 +62,7 @@ def clusters_of(
     return Clustering(assignment, F.normalize(centers, dim=1), sizes / sizes.sum())
 
 
-def believed(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
+def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
     """Shares (K,) of k-means clusters, drawn towards equal ones as far as k-means may be mistaken.
 
     Known classes tell how far: clusters of their labeled rows, matched with them, have shares ``found`` (C,)
@@ -77,7 +77,7 @@ def believed(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
 
 def known_shares(labeled: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Shares (C_l,) of labeled rows in k-means clusters that match known classes best, and in these classes:
-    what :func:`believed` compares, of features (N_l, D) and labels (N_l,).
+    what :func:`shrink_prior` compares, of features (N_l, D) and labels (N_l,).
     """
     num_known = int(labels.max()) + 1
     rows = F.normalize(labeled.cpu().float(), dim=1)
@@ -88,32 +88,34 @@ def known_shares(labeled: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Te
 
 
 @torch.no_grad()
-def start_(
+def init_prototypes_(
     config: Config, model: UnoModel, train: TrainData, extra: dict[str, Tensor], keep_known: bool = False
 ) -> dict[str, Tensor]:
     """What discovery begins with besides the weights of ``model``: ``extra``, a method's, and where the run
-    has one the ``prior`` (C_u,) or, for a mixed pile, (C,) that :func:`uno.steps.global_targets` takes.
+    has one the ``prior`` (C_u,) or, for the GCD setting, (C,) that :func:`uno.steps.global_targets` takes.
 
-    With ``model.start`` kmeans prototypes are moved, in place, to clusters of the training rows' features:
+    With ``model.prototype_init`` kmeans prototypes are moved, in place, to clusters of the training rows' features:
     known ones (unless ``keep_known``) to the means of their classes, every cluster head's to the projected
     means of :func:`clusters_of`, every overclustering head's to those of a k-means of its own.
     """
-    mixed, num_known, num_novel = config.data.pile == "mixed", train.num_known, train.num_novel
-    prior = config.objective.prior or ("clusters" if mixed and load(config.method).extends else "uniform")
+    mixed, num_known, num_novel = config.data.setting == "gcd", train.num_known, train.num_novel
+    prior = config.objective.class_prior or (
+        "clusters" if mixed and load(config.method).extends else "uniform"
+    )
     if prior == "uniform" and mixed:
         extra = extra | {"prior": torch.full((num_known + num_novel,), 1 / (num_known + num_novel))}
-    if prior == "uniform" and config.model.start == "random":
+    if prior == "uniform" and config.model.prototype_init == "random":
         return extra
     model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
-    found = clusters_of(unlabeled, labeled, labels, num_novel, config.data.pile, config.seed)
-    if config.model.start == "kmeans":
+    found = clusters_of(unlabeled, labeled, labels, num_novel, config.data.setting, config.seed)
+    if config.model.prototype_init == "kmeans":
         cluster = found.assignment - num_known if mixed else found.assignment  # a known class is below 0
         _move_prototypes_(model, labeled, None if keep_known else labels, unlabeled, cluster, config.seed)
     model.train()
     if prior == "uniform":
         return extra
-    shares = found.prior if mixed else believed(found.prior, *known_shares(labeled, labels, config.seed))
+    shares = found.prior if mixed else shrink_prior(found.prior, *known_shares(labeled, labels, config.seed))
     return extra | {"prior": shares}
 
 
@@ -122,16 +124,16 @@ def _move_prototypes_(
 ) -> None:
     device, num_heads, is_novel = model.known.weight.device, model.num_heads, cluster >= 0
     if labels is not None:
-        at_means_(model.known.weight, unit(labeled).to(device), labels)
+        set_to_class_means_(model.known.weight, unit(labeled).to(device), labels)
     projections = _projections_(model, torch.cat([unlabeled, labeled]).to(device))[:, : len(unlabeled)]
     for h in range(num_heads):
-        at_means_(model.novel.weight[h], projections[h], cluster)
+        set_to_class_means_(model.novel.weight[h], projections[h], cluster)
     if model.over is not None:
         rows, num = unit(unlabeled[is_novel]), model.over.weight.shape[1]
         for h in range(num_heads if len(rows) >= num else 0):
             own = torch.full_like(cluster, -1)
             own[is_novel] = kmeans(rows, num, 1, seed + h).assignment
-            at_means_(model.over.weight[h], projections[num_heads + h], own)
+            set_to_class_means_(model.over.weight[h], projections[num_heads + h], own)
 
 
 def training_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,9 +163,9 @@ def _features(
     data, batch = config.data, config.train.eval_batch_size
     batches = np.split(rows, range(batch, len(rows), batch))
     features, ok = list[Tensor](), list[Tensor]()
-    how = data.store_size, config.compute.threads, data.interpolation
+    how = data.stored_size, config.compute.threads, data.interpolation
     for _, pixels, reasons in decoded(train.images, batches, *how):
-        ok.append(torch.from_numpy(readable(reasons)))
+        ok.append(torch.from_numpy(ok_mask(reasons)))
         if ok[-1].any():
             features.append(features_of(model, pixels[ok[-1]], config).cpu())
     if not features:
@@ -182,7 +184,7 @@ def _projections_(model: UnoModel, features: Tensor) -> Tensor:
     return projections
 
 
-def at_means_(prototypes: Tensor, directions: Tensor, group: Tensor) -> None:
+def set_to_class_means_(prototypes: Tensor, directions: Tensor, group: Tensor) -> None:
     """Each prototype (K, P) to the mean direction of its ``group`` (N,), in place; one without rows stays."""
     member = F.one_hot(group.clamp(min=0), len(prototypes)) * (group >= 0)[:, None]  # (N, K); -1 is in none
     member = member.to(directions)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from uno.config import PhaseConfig
 from uno.model import UnoModel
 
-COUNTERS = ("epoch_losses", "head_losses", "line_loss", "skipped")
+COUNTERS = ("epoch_losses", "head_losses", "window_loss", "skipped")
 
 
 @dataclass
@@ -17,7 +17,7 @@ class TrainState:
     """Model, optimizer and the running head losses after ``step`` optimizer steps.
 
     ``epoch_losses`` (H + 1,) sums the cluster loss of each head over this worker's current epoch, and counts
-    its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers; ``line_loss``
+    its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers; ``window_loss``
     (2,) the sum and count of the total loss since the last line of metrics. Skipped steps enter none of them.
     The sums are float64: adding float32 numbers in another order, as a resumed run does, changes no bit of
     them.
@@ -30,7 +30,7 @@ class TrainState:
     autocast: bool
     epoch_losses: Tensor
     head_losses: Tensor
-    line_loss: Tensor
+    window_loss: Tensor
     skipped: Tensor  # () steps skipped for non-finite gradients
     step: int = 0
     total_steps: int = 1  # of the phase's schedule and its warm-up; set by uno.train.fit
@@ -51,18 +51,18 @@ class TrainState:
 
 def new_state(
     model: UnoModel, forward: nn.Module, phase: PhaseConfig, device: torch.device, autocast: bool,
-    encoder_lr: float = 1.0,
+    encoder_lr_factor: float = 1.0,
 ) -> TrainState:  # fmt: skip
-    """State at step 0, with SGD as in the paper, over what is trained; the encoder's rate is ``encoder_lr``
+    """State at step 0, with SGD as in the paper, over what is trained; the encoder's rate is ``encoder_lr_factor``
     times that of the rest. The fused kernel skips non-finite steps without waiting. Another optimizer is
     named here alone, with all that it keeps of a parameter: checkpoints hold that, whatever it is.
     """
     trained, num_heads = trained_parameters(model), model.num_heads if model.num_novel else 1
     groups: list[dict[str, Any]] = [{"params": list(trained.values()), "factor": 1.0}]
-    if encoder_lr != 1:
+    if encoder_lr_factor != 1:
         encoder = {name: p for name, p in trained.items() if name.startswith("encoder.")}
         rest = [p for name, p in trained.items() if name not in encoder]
-        slow = [{"params": list(encoder.values()), "factor": encoder_lr}] if encoder else []
+        slow = [{"params": list(encoder.values()), "factor": encoder_lr_factor}] if encoder else []
         groups = [*slow, {"params": rest, "factor": 1.0}]
     optimizer = torch.optim.SGD(
         groups, phase.base_lr, phase.momentum, weight_decay=phase.weight_decay, fused=True
@@ -74,7 +74,7 @@ def new_state(
         model, forward, optimizer, device, autocast,
         epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
         head_losses=torch.full((num_heads,), float("inf"), device=device),
-        line_loss=torch.zeros(2, dtype=torch.float64, device=device),
+        window_loss=torch.zeros(2, dtype=torch.float64, device=device),
         skipped=torch.zeros((), device=device),
     )  # fmt: skip
 

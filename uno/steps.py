@@ -68,13 +68,13 @@ def global_targets(
         counts = [f.shape[-1] - len(old) for f in families]
         priors = [prior, *(torch.cat([old, (1 - old.sum()).expand(n) / n]) for n in counts[1:])]
     own = [family.detach()[:num_large, :, num_labeled:] for family in families]
-    everyones = collectives.gather_rows(torch.cat(own, dim=-1), dim=2)
+    global_rows = collectives.gather_rows(torch.cat(own, dim=-1), dim=2)
     targets = []
-    for i, logits in enumerate(everyones.split([family.shape[-1] for family in families], dim=-1)):
+    for i, logits in enumerate(global_rows.split([family.shape[-1] for family in families], dim=-1)):
         seen = logits if past is None else torch.cat([logits, past[i]], dim=2)
         o, hard = objective, objective.pseudo_labels == "hard"
-        found = pseudo_labels(seen, o.epsilon, o.num_iters, o.aggregation, hard, priors[i])
-        targets.append(collectives.own_rows(found[:, :, : logits.shape[2]], dim=2))
+        found = pseudo_labels(seen, o.epsilon, o.sinkhorn_iters, o.aggregation, hard, priors[i])
+        targets.append(collectives.local_shard(found[:, :, : logits.shape[2]], dim=2))
     return targets
 
 
@@ -95,6 +95,6 @@ def update_(state: TrainState, loss: Tensor, lr: float, head_losses: Tensor | No
     total, one, skip = loss.detach().unsqueeze(0), loss.new_ones(1), broken > 0
     heads = total if head_losses is None else head_losses.detach()
     state.epoch_losses += torch.where(skip, 0.0, torch.cat([heads, one]))
-    state.line_loss += torch.where(skip, 0.0, torch.cat([total, one]))
+    state.window_loss += torch.where(skip, 0.0, torch.cat([total, one]))
     state.step += 1
     return total

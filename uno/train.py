@@ -144,7 +144,7 @@ def fit(
             if at_epoch_end:
                 _finish_epoch_(state)
             if to_log:
-                metrics = _line_(phase, state, lr, *line_start)
+                metrics = _collect_metrics_(phase, state, lr, *line_start)
                 line_start, last_report = (state.step, time.perf_counter()), time.monotonic()
                 if at_epoch_end:
                     metrics["head_losses"] = state.head_losses.tolist()
@@ -193,10 +193,12 @@ def _position(phase: Phase, step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _line_(phase: Phase, state: TrainState, lr: float, start: int, start_time: float) -> dict[str, Any]:
+def _collect_metrics_(
+    phase: Phase, state: TrainState, lr: float, start: int, start_time: float
+) -> dict[str, Any]:
     """Metrics of the steps from ``start``; ``loss`` is their mean, NaN where every step was skipped."""
-    total, count = collectives.sum_(state.line_loss.clone()).tolist()
-    state.line_loss.zero_()
+    total, count = collectives.all_reduce_sum_(state.window_loss.clone()).tolist()
+    state.window_loss.zero_()
     seconds = time.perf_counter() - start_time
     return {
         **_position(phase, state.step),
@@ -220,7 +222,7 @@ def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
 
 def _finish_epoch_(state: TrainState) -> None:
     """Move the epoch's mean head losses over all workers to ``head_losses`` and start counting anew."""
-    *_, count = sums = collectives.sum_(state.epoch_losses)
+    *_, count = sums = collectives.all_reduce_sum_(state.epoch_losses)
     state.head_losses.copy_(torch.where(count > 0, sums[:-1] / count, state.head_losses))
     state.epoch_losses.zero_()
 
@@ -229,7 +231,7 @@ def _finite(state: TrainState) -> bool:
     """Whether weights and running statistics are finite, on all ranks alike."""
     tensors = [t for t in state.model.state_dict().values() if t.is_floating_point()]
     finite = torch.stack([t.isfinite().all() for t in tensors]).all()
-    return not bool(collectives.sum_((~finite).float().reshape(1)))
+    return not bool(collectives.all_reduce_sum_((~finite).float().reshape(1)))
 
 
 def _save(
@@ -237,11 +239,11 @@ def _save(
 ) -> None:
     """Store the state as it is: nothing in it changes, so an extra checkpoint never changes the run."""
     tensors = state_tensors(state)
-    for name in ("epoch_losses", "line_loss"):
-        tensors[name] = collectives.sum_(tensors[name].clone()) / worker.world_size
+    for name in ("epoch_losses", "window_loss"):
+        tensors[name] = collectives.all_reduce_sum_(tensors[name].clone()) / worker.world_size
     if worker.rank == 0:
         checkpoint = Checkpoint(state.step, tensors, dump_yaml(config))
         # Its lines first: a run that resumes from here drops later ones, and writes none of these again.
         save_checkpoint(storage, phase.name, checkpoint, journal.flush)
-        journal.later(partial(prune, storage, phase.name, state.step, config.train.keep_checkpoints))
+        journal.enqueue(partial(prune, storage, phase.name, state.step, config.train.keep_checkpoints))
     collectives.barrier(state.device)  # nobody looks for a checkpoint that rank 0 is still writing

@@ -46,7 +46,7 @@ class Description(NamedTuple):
         store = size and min(int(size / self.crop_share + 1e-6), 1024)
         interpolation = self.interpolation and ("bicubic" if self.interpolation == "bicubic" else "bilinear")
         values = {
-            "augment.large.size": size, "data.store_size": store,
+            "augment.large.size": size, "data.stored_size": store,
             "data.mean": self.mean, "data.std": self.std, "data.interpolation": interpolation,
         }  # fmt: skip
         return {key: value for key, value in values.items() if value is not None}
@@ -119,13 +119,13 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
         load_encoder_(encoder, tensors, str(config.model.weights))
     kinds = (kind for kind in (config.augment.large, config.augment.small) if kind.num_views)
     for side in sorted(
-        {kind.size for kind in kinds} | {min(config.augment.large.size, config.data.store_size)}
+        {kind.size for kind in kinds} | {min(config.augment.large.size, config.data.stored_size)}
     ):
         try:
             with torch.no_grad():
                 encoder(torch.zeros(1, 3, side, side))
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            keys = "--augment.large.size and --data.store-size"
+            keys = "--augment.large.size and --data.stored-size"
             why = one_line(error)[:120]
             raise ConfigError(f"model.encoder {name} takes no images of {side} px ({keys}): {why}") from None
 

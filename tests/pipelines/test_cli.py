@@ -92,7 +92,7 @@ def test_a_wrong_command_is_one_line(commands, capsys, name, line):
     ],
 )  # fmt: skip
 def test_every_end_is_one_line_and_its_exit_code(capsys, error, code, line):
-    assert cli.guard(raiser(error), []) == code
+    assert cli.run_guarded(raiser(error), []) == code
     assert capsys.readouterr() == ("", f"uno: {line}\n" if line else "")
 
 
@@ -103,7 +103,7 @@ def test_every_end_is_one_line_and_its_exit_code(capsys, error, code, line):
 )  # fmt: skip
 def test_a_defect_is_one_line_and_a_file(capsys, tmp_path, monkeypatch, error):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert cli.guard(raiser(error), []) == 1
+    assert cli.run_guarded(raiser(error), []) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     (file,) = tmp_path.glob("uno-error-*.txt")
@@ -111,7 +111,7 @@ def test_a_defect_is_one_line_and_a_file(capsys, tmp_path, monkeypatch, error):
     assert err.startswith(start) and f"(traceback in {file})" in err
     assert "Traceback (most recent call last)" in file.read_text() and "raise error" in file.read_text()
     monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")  # nor can the file be written
-    assert cli.guard(raiser(error), []) == 1 and capsys.readouterr().err.startswith(start)
+    assert cli.run_guarded(raiser(error), []) == 1 and capsys.readouterr().err.startswith(start)
 
 
 def python(code: str) -> subprocess.CompletedProcess:
@@ -150,7 +150,7 @@ def test_a_reader_that_left_ends_quietly(stream, ends):
         "import os, sys; from pipelines import cli\n"
         f"stream = sys.{stream}\n"
         f"read, write = {ends}; os.dup2(write, stream.fileno()); os.close(read); os.close(write)\n"
-        "sys.exit(cli.guard(lambda argv: print('x' * 100_000, file=stream), []))"
+        "sys.exit(cli.run_guarded(lambda argv: print('x' * 100_000, file=stream), []))"
     )
     done = python(code)
     assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
@@ -159,7 +159,7 @@ def test_a_reader_that_left_ends_quietly(stream, ends):
 def test_no_output_at_all_is_no_defect(monkeypatch):
     """``uno ... >&-``."""
     monkeypatch.setattr(sys, "stdout", None)
-    assert cli.guard(lambda argv: console.say("one line") or 0, []) == 0
+    assert cli.run_guarded(lambda argv: console.print_line("one line") or 0, []) == 0
     sys.stdout.close()
 
 
@@ -206,15 +206,15 @@ def test_a_notebook_gets_the_bar_and_silence_nothing(capsys):
     notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     console.Progress(notebook)(metrics(66))
     assert "\r" in notebook.getvalue()
-    with console.silence():
+    with console.suppress_output():
         assert shown_on(io.StringIO()) == ""
-        console.say("a line")
-        console.say("warning: look at this")
+        console.print_line("a line")
+        console.print_line("warning: look at this")
     assert capsys.readouterr().out == "warning: look at this\n"
 
 
 def test_say_escapes_what_would_steer_a_terminal_or_cannot_be_encoded():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    console.say("class \x1b[31mred\u202e Žluť\ttab\nnext", stream)
+    console.print_line("class \x1b[31mred\u202e Žluť\ttab\nnext", stream)
     assert raw.getvalue() == b"class \\x1b[31mred\\u202e \\u017dlu\\u0165\ttab\nnext\n"

@@ -204,4 +204,4 @@ def test_submitted_commands_parse_and_name_what_all_nodes_see(name, words):
     for place in (data, config.output):
         shared = any(PurePosixPath(place).is_relative_to(mount) for mount in mounts(name))
         assert place.startswith("s3://") or shared, place
-    assert config.compute.device == "cuda" and config.compute.workers
+    assert config.compute.device == "cuda" and config.compute.num_workers

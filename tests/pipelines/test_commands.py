@@ -54,7 +54,7 @@ def finished(tmp_path_factory) -> Path:
     (["--workers", "0", "--device", "cuda"], "CUDA"),
     (["--compute.threads", "900"], "compute.threads is 900, more than"),
     (["--model.width", "512", "--model.blocks", "18", "--batch-size", "64"], "this run needs at least"),
-    (["--augment.large.size", "1024", "--data.store-size", "1024", "--batch-size", "64"], "activations"),
+    (["--augment.large.size", "1024", "--data.stored-size", "1024", "--batch-size", "64"], "activations"),
     (["--objective.queue-size", "1000000", "--model.projection-dim", "4096"], "queue "),
 ])  # fmt: skip
 def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says, monkeypatch):
@@ -85,7 +85,7 @@ def test_unreadable_images_are_left_out_and_listed_or_stop_the_run(tmp_path, cap
     listed = tmp_path / "run/bad_samples.jsonl"
     argv = [
         "discover", "--data", f"folder:{folder}", "--output", str(tmp_path / "run"), "--known-classes",
-        "cat,dog", "--batch-size", "16", "--data.store-size", "8", "--augment.large.size", "8",
+        "cat,dog", "--batch-size", "16", "--data.stored-size", "8", "--augment.large.size", "8",
         "--augment.large.crop", "none", "--model.encoder", "resnet_small", "--model.width", "4",
         "--model.hidden-dim", "16", "--max-steps", "1", "--pretrain.epochs", "1", "--discover.epochs", "1",
     ]  # fmt: skip
@@ -94,7 +94,7 @@ def test_unreadable_images_are_left_out_and_listed_or_stop_the_run(tmp_path, cap
     (bad,) = map(json.loads, listed.read_text().splitlines())
     assert bad["id"].endswith("emu/7.png") and "not a readable" in bad["reason"]
     assert not (tmp_path / "run/checkpoints").exists()
-    assert cli.main([*argv, "--data.max-bad-fraction", "0.02", "--fresh"]) == 0
+    assert cli.main([*argv, "--data.max-bad-fraction", "0.02", "--overwrite"]) == 0
     assert f"1 unreadable images are left out; see {listed}" in capsys.readouterr().out
 
 
@@ -159,7 +159,7 @@ def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monke
     """Kills: Ray for a run of two workers; a checkpoint promised where none is made; metrics half written."""
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     config = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(config.replace("workers: 0", "workers: 2"))
+    (run / "config.yaml").write_text(config.replace("num_workers: 0", "num_workers: 2"))
     before = (run / "metrics.json").read_bytes()
     monkeypatch.setattr(ray_env, "connect", lambda *_, **__: pytest.fail("no Ray for an evaluation"))
     assert cli.main(["evaluate", str(run)]) == 0 and (run / "metrics.json").read_bytes() == before
@@ -181,7 +181,7 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(finished, 
     """Kills: a device of the run's workers that the machine of a later command must have, too."""
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     tree = yaml.safe_load((run / "config.yaml").read_text())
-    tree["compute"] |= {"workers": 2, "device": "cuda"}
+    tree["compute"] |= {"num_workers": 2, "device": "cuda"}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     assert cli.main(["evaluate", str(run)]) == 0
     assert cli.main(["report", str(run)]) == 0
@@ -202,7 +202,7 @@ def test_a_dry_run_names_no_file_that_it_deletes(finished, tmp_path, capsys):
     """Kills: bad_samples.jsonl in a folder that is gone; pretraining in the plan of a run with weights."""
     source = write_images(tmp_path / "in", {f"class {i}": 15 for i in range(10)})
     (source / "class 0" / "broken.png").write_bytes(b"no image")
-    words = ["--data", f"folder:{source}", "--known-classes", "first:5", "--data.ingest", "resident"]
+    words = ["--data", f"folder:{source}", "--known-classes", "first:5", "--data.loading", "memory"]
     assert cli.main([*DISCOVER, *words, "--dry-run"]) == 0
     said = "".join(capsys.readouterr())
     assert "1 unreadable images are left out; the first: class 0/broken.png" in said and "jsonl" not in said
@@ -235,7 +235,7 @@ def test_the_librarys_own_weights_are_fetched_once_and_kept(finished, tmp_path, 
     """Kills: a resumed run, or a dry one of it, that fetches; weights that are fetched and not used."""
     theirs, fetched, run = finished / "model" / "encoder.safetensors", [], tmp_path / "run"
     monkeypatch.setattr(resolve, "fetch_pretrained", lambda name: fetched.append(name) or theirs.read_bytes())
-    argv = [*DISCOVER, "--weights", "pretrained", "--model.trainable", "heads", "--max-steps", "1"]
+    argv = [*DISCOVER, "--weights", "pretrained", "--model.finetune", "none", "--max-steps", "1"]
     argv += ["--output", str(run)]
     assert cli.main(argv) == 0 and {line["phase"] for line in lines_of(run)} == {"discover"}
     (run / "metrics.json").unlink()
@@ -250,14 +250,14 @@ def test_fresh_starts_over(finished, tmp_path):
     output = tmp_path / "run"
     assert cli.main([*DISCOVER, "--output", str(output), "--max-steps", "2"]) == 0
     (output / "old-report.html").write_text("")
-    assert cli.main([*DISCOVER, "--output", str(output), "--fresh"]) == 0
+    assert cli.main([*DISCOVER, "--output", str(output), "--overwrite"]) == 0
     assert not (output / "old-report.html").exists()
     assert_same_weights(output, finished)
 
 
 def test_a_directory_that_is_no_run_is_not_touched(tmp_path, capsys, nothing_starts):
     (tmp_path / "thesis.tex").write_text("years of work")
-    for switch in ([], ["--fresh"]):
+    for switch in ([], ["--overwrite"]):
         assert "holds no run" in refused(capsys, 2, *DISCOVER, "--output", tmp_path, *switch)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -315,11 +315,11 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatc
 
 
 def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeypatch):
-    """The second is refused while the first runs; not even --fresh touches the directory."""
+    """The second is refused while the first runs; not even --overwrite touches the directory."""
     monkeypatch.setattr(lock, "RENEW_S", 0.2)
     output = tmp_path / "run"
-    with lock.claim(Storage(str(output)), on_wait=print):
-        line = refused(capsys, 2, *DISCOVER, "--output", output, "--fresh")
+    with lock.lock_run(Storage(str(output)), on_wait=print):
+        line = refused(capsys, 2, *DISCOVER, "--output", output, "--overwrite")
     assert f"{output} is in use by process {os.getpid()} on" in line
     assert list(output.iterdir()) == []
 

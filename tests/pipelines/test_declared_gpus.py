@@ -54,8 +54,8 @@ def test_a_run_and_predictions_on_gpus_that_only_workers_have(tmp_path):
         "pipelines",
         "discover",
         *SMALL,
-        "--model.trainable",
-        "heads",
+        "--model.finetune",
+        "none",
         "--augment.small.num-views",
         "0",
     ]

@@ -18,7 +18,7 @@ from uno.errors import ConfigError, Interrupted, StorageError
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps
 from uno.session import api, job
-from uno.session.console import say
+from uno.session.console import print_line
 from uno.session.settings import configured, from_keywords
 
 TINY = SMALL | {"preset": "digits", "pretrain.epochs": 1, "discover.epochs": 2, "compute.threads": 1}
@@ -40,8 +40,8 @@ def of_keywords(**settings: Any) -> dict[str, Any]:
     ({"data": "digits", "batch_size": 64, "seed": 3}, "--data digits --batch-size 64 --seed 3"),
     ({"labeled": Path("a"), "unlabeled": "b", "num_novel": np.int64(4)},
      "--labeled a --unlabeled b --num-novel 4"),
-    ({"objective.epsilon": 0.1, "objective": {"num_iters": 5}, "model": {"num_heads": 2}},
-     "--objective.epsilon 0.1 --objective.num-iters 5 --model.num-heads 2"),
+    ({"objective.epsilon": 0.1, "objective": {"sinkhorn_iters": 5}, "model": {"num_heads": 2}},
+     "--objective.epsilon 0.1 --objective.sinkhorn-iters 5 --model.num-heads 2"),
     ({"data": {"source": "folder:x"}, "known_classes": ["0", "1"], "max_steps": None},
      "--data folder:x --known-classes 0,1 --max-steps None"),
     ({"image_size": 12, "data": "digits"}, "--data digits --image-size 12"),
@@ -162,7 +162,7 @@ def test_it_trains_in_a_thread(tmp_path, capsys):
     thread.join()
     assert isinstance(found[0], uno.Model), found
     assert "discover  epoch" in capsys.readouterr().err
-    say("lines are back")
+    print_line("lines are back")
     assert "lines are back" in capsys.readouterr().out
 
 

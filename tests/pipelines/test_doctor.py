@@ -8,7 +8,7 @@ from uno.runs.checkpoint import checkpoint_steps
 
 
 def run(*argv: str) -> int:
-    return cli.guard(commands.doctor, argv)
+    return cli.run_guarded(commands.doctor, argv)
 
 
 def test_the_machine(capsys, monkeypatch):
@@ -50,7 +50,7 @@ def test_a_run_damaged_and_repaired(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "nothing is repaired" in out and "error    none of the 2 checkpoints" in out
     assert cli.main(pretrain) == 4
-    assert "use --fresh" in capsys.readouterr().err
+    assert "use --overwrite" in capsys.readouterr().err
 
 
 def test_no_run_is_code_2(tmp_path, capsys):

@@ -76,15 +76,15 @@ def test_pretraining_is_kept_and_shared(tmp_path, monkeypatch):
 def test_command(tmp_path, capsys, monkeypatch):
     """Table, warning, JSON; the default output stands beside the run directory."""
     monkeypatch.chdir(tmp_path)
-    assert cli.guard(commands.estimate, [*FLAGS, "--data.limit", "400"]) == 0
+    assert cli.run_guarded(commands.estimate, [*FLAGS, "--data.limit", "400"]) == 0
     shown = capsys.readouterr().out
     found = json.loads((tmp_path / "runs/digits-seed0-estimate/estimate.json").read_text())
     assert f"novel classes: {found['num_novel']}, between {found['low']} and {found['high']}" in shown
     assert "too few classes merge real ones" in shown and f"--num-novel {found['suggested']}" in shown
     assert "  <- estimate" in shown and " F1 " in shown
-    assert cli.guard(commands.estimate, [*FLAGS, "--print-config"]) == 0
+    assert cli.run_guarded(commands.estimate, [*FLAGS, "--print-config"]) == 0
     assert "known_classes: first:6" in capsys.readouterr().out
-    assert cli.guard(commands.estimate, [*FLAGS, "--dry-run", "--output", "other"]) == 0
+    assert cli.run_guarded(commands.estimate, [*FLAGS, "--dry-run", "--output", "other"]) == 0
     assert not (tmp_path / "other").exists()
 
 
@@ -94,19 +94,19 @@ def test_command(tmp_path, capsys, monkeypatch):
     (["--num-splits", "two"], "--num-splits: Input should be a valid integer"),
 ])  # fmt: skip
 def test_refusals_are_one_line(tmp_path, capsys, argv, message):
-    code = cli.guard(commands.estimate, [*argv, "--output", str(tmp_path / "x"), "--device", "cpu"])
+    code = cli.run_guarded(commands.estimate, [*argv, "--output", str(tmp_path / "x"), "--device", "cpu"])
     lines = capsys.readouterr().err.splitlines()
     assert code == 2 and len(lines) == 1 and message in lines[0]
 
 
-@pytest.mark.parametrize("kind", ["novel", "mixed"])
+@pytest.mark.parametrize("kind", ["ncd", "gcd"])
 def test_features_of_a_frozen_encoder_are_clustered_as_they_are(tmp_path, monkeypatch, kind):
     """Ten blobs, of which two are novel, in the cache's place: no pretraining, the evaluation view alone.
-    Kills: an encoder pretrained for each split, features of random views, known rows of a mixed pile counted.
+    Kills: an encoder pretrained for each split, features of random views, known rows of the GCD setting counted.
     """
-    words = ["--known-classes", "first:8", "--device", "cpu", "--model.trainable", "heads", "--data.limit"]
-    words += ["240", "--data.pile", kind, "--output", str(tmp_path), "--max-novel", "5"]
-    words += ["--data.unlabel-known", "0.5"] if kind == "mixed" else []
+    words = ["--known-classes", "first:8", "--device", "cpu", "--model.finetune", "none", "--data.limit"]
+    words += ["240", "--data.setting", kind, "--output", str(tmp_path), "--max-novel", "5"]
+    words += ["--data.unlabeled-known-fraction", "0.5"] if kind == "gcd" else []
     options = parse(words, commands.ESTIMATE)
 
     def features(config, task, storage, show, compute):
@@ -124,7 +124,7 @@ def test_features_of_a_frozen_encoder_are_clustered_as_they_are(tmp_path, monkey
 
 def test_weights_of_a_library_are_kept_beside_the_estimate(tmp_path, monkeypatch):
     """Kills: weights that are fetched again, features of an encoder at random; an encoder nobody trained."""
-    words = [*FLAGS, "--model.trainable", "heads", "--data.limit", "120", "--compute.cache", str(tmp_path)]
+    words = [*FLAGS, "--model.finetune", "none", "--data.limit", "120", "--compute.cache", str(tmp_path)]
     config = parse([*words, "--num-novel", "1"], commands.ESTIMATE).config
     data = safetensors.torch.save(build_encoder(config.model).state_dict())
     (tmp_path / "theirs.safetensors").write_bytes(data)

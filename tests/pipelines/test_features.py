@@ -24,7 +24,7 @@ from tests.uno.models import write_digits
 from tests.uno.small_run import assert_same, small_config
 from uno.config import to_dict
 from uno.data import features as cached
-from uno.data.features import FeatureCache, compute_here, feature_job, pack_shard
+from uno.data.features import FeatureCache, compute_local, feature_job, pack_shard
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
@@ -35,8 +35,8 @@ from uno.runs.hooks import VARIABLE
 from uno.session import job
 
 HEADS = [
-    "discover", *SMALL, "--preset", "digits", "--model.trainable", "heads", "--model.start", "kmeans",
-    "--augment.small.num-views", "0", "--augment.cached-views", "3", "--discover.epochs", "2",
+    "discover", *SMALL, "--preset", "digits", "--model.finetune", "none", "--model.prototype_init", "kmeans",
+    "--augment.small.num-views", "0", "--augment.num-cached-views", "3", "--discover.epochs", "2",
 ]  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_a_dry_run_computes_one_step_and_keeps_nothing(weights, tmp_path, empty_
 def test_what_exceeds_the_memory_is_encoded_in_every_epoch(weights, tmp_path, empty_cache):
     """Streaming: no cache, and an encoder that stays as it is, statistics too."""
     run = tmp_path / "run"
-    argv = [*HEADS, "--weights", str(weights), "--data.ingest", "streaming", "--output", str(run)]
+    argv = [*HEADS, "--weights", str(weights), "--data.loading", "streaming", "--output", str(run)]
     assert cli.main(argv) == 0
     given, kept = map(safetensors.torch.load_file, (weights, run / "model" / "encoder.safetensors"))
     assert all(torch.equal(kept[k], given[k]) for k in given) and not empty_cache.exists()
@@ -168,11 +168,11 @@ def test_what_exceeds_the_memory_is_encoded_in_every_epoch(weights, tmp_path, em
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (["--weights", "None"], "model.trainable heads needs --weights: an encoder that has learnt nothing"),
-    (["--pretext.epochs", "1"], "pretext.epochs must be 0 with model.trainable heads"),
-    (["--method", "dtc", "--model.start", "random", "--data.ingest", "streaming"], "--data.ingest resident"),
+    (["--weights", "None"], "model.finetune none needs --weights: an encoder that has learnt nothing"),
+    (["--pretext.epochs", "1"], "pretext.epochs must be 0 with model.finetune none"),
+    (["--method", "dtc", "--model.prototype_init", "random", "--data.loading", "streaming"], "--data.loading memory"),
     (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),
-    (["--augment.cached-views", "2", "--augment.large.num-views", "3"], "cached_views must be at least"),
+    (["--augment.num-cached-views", "2", "--augment.large.num-views", "3"], "num_cached_views must be at least"),
 ])  # fmt: skip
 def test_what_means_nothing_with_frozen_features_is_one_line(weights, tmp_path, capsys, words, says):
     run = tmp_path / "run"
@@ -211,7 +211,7 @@ def test_unreadable_images_of_the_cache_are_listed_by_every_run(
 def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
     folder = write_images(tmp_path / "images", {"cat": 20, "dog": 10, "emu": 30})
     argv = ["data", "check", "--data", f"folder:{folder}", "--known-classes", "cat,dog", "--batch-size", "12"]
-    assert cli.main([*argv, "--data.hold-out", "0.2", "--data.store-size", "8"]) == 0
+    assert cli.main([*argv, "--data.validation-fraction", "0.2", "--data.stored-size", "8"]) == 0
     out = capsys.readouterr().out
     assert "rows         60 (48 train, 12 test)" in out
     words = map(str.split, out.splitlines())
@@ -226,13 +226,13 @@ def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
     """
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))
     monkeypatch.setattr(cached, "SHARD_ROWS", 32)
-    config = small_config(model__trainable="heads", augment__small__num_views=0, augment__cached_views=2)
+    config = small_config(model__finetune="none", augment__small__num_views=0, augment__num_cached_views=2)
     task = make_task(read_digits(), config.data.model_copy(update={"limit": 40}))
     images = [task.rows.images[row] for row in range(80)]
     images[33] = b"no image"
     task, encoder = replace(task, rows=replace(task.rows, images=images)), build_encoder(config.model).eval()
     job, here, there = feature_job(config, task, encoder), Storage(str(tmp_path / "a")), tmp_path / "b"
-    computed = compute_here(job, encoder, range(3), 2)
+    computed = compute_local(job, encoder, range(3), 2)
     shards = [(number, pack_shard(job.key, number, shard)) for number, shard in computed]
     assert list(FeatureCache(here, job).keep(shards)) == shards
     parts, numbers = [], []
@@ -267,12 +267,12 @@ def test_two_ray_workers_compute_the_same_features(
     broken["conv1.weight"][0] = float("nan")
     safetensors.torch.save_file(broken, tmp_path / "nan.safetensors")
     argv = [*HEADS, "--workers", "2", "--output", str(tmp_path / "run"), "--weights"]
-    assert cli.main([*argv, str(tmp_path / "nan.safetensors"), "--fresh"]) == 2
+    assert cli.main([*argv, str(tmp_path / "nan.safetensors"), "--overwrite"]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err
     assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small gives numbers that are not finite"
     shutil.rmtree(empty_cache)
-    assert cli.main([*argv, str(weights), "--fresh"]) == 0
+    assert cli.main([*argv, str(weights), "--overwrite"]) == 0
     (ours,) = empty_cache.glob("features/*")
     here = finished.parent / "cache" / "features" / ours.name
     assert stored(ours) == stored(here)

@@ -16,14 +16,14 @@ from pipelines import nodes, ray_env, worker
 from tests.uno.small_run import small_config
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.kept import Kept
+from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
 from uno.runs import STOP_FILE, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
-from uno.runs.lock import claim
-from uno.session.place import Job
+from uno.runs.lock import lock_run
+from uno.session.place import TrainingJob
 
 
 @pytest.fixture
@@ -46,16 +46,16 @@ def group(tmp_path, monkeypatch):
                 raise outcome
             return outcome
 
-        def await_place(config, give_up):
+        def wait_for_resources(config, give_up):
             if give_up():
                 raise Interrupted("stopped while waiting for nodes")
             return next(shares)
 
         monkeypatch.setattr(worker, "_fit_in_thread", fit)
-        monkeypatch.setattr(worker.nodes, "await_place", await_place)
-        config = override(Config(), {"compute.workers": 2})
-        with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
-            job = Job(config, None, (), True, mine)
+        monkeypatch.setattr(worker.nodes, "wait_for_resources", wait_for_resources)
+        config = override(Config(), {"compute.num_workers": 2})
+        with lock_run(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
+            job = TrainingJob(config, None, (), True, mine)
             return worker.run_workers(None, job, {}, lambda: None, lambda: bool(stopped))
 
     run_group.started = started
@@ -150,7 +150,7 @@ def test_a_node_that_leaves_is_left_and_a_user_who_stops_is_obeyed(group, monkey
         on_poll()
         files.append(storage.exists(STOP_FILE))
 
-    monkeypatch.setattr(worker.nodes, "Notices", Notices)
+    monkeypatch.setattr(worker.nodes, "DrainWatcher", Notices)
     told[:] = [True, False]
     assert group({"interrupted": "step 4"}, {"metrics": {}}, polls=[poll]) == {}
     assert files == [False, True, False, False] and "told to leave" in capsys.readouterr().out
@@ -168,14 +168,14 @@ def test_a_cluster_that_has_lost_its_gpus_is_no_cluster_without_gpus(group, monk
     group(DEATH, {"metrics": {}})
     devices, found = [], iter([{"CPU": 1.0, "GPU": 1.0}] * 2)
 
-    def await_place(config, give_up):
+    def wait_for_resources(config, give_up):
         devices.append(config.compute.device)
         return next(found)
 
     real = worker.run_workers
 
     def with_gpus(*arguments):
-        monkeypatch.setattr(worker.nodes, "await_place", await_place)
+        monkeypatch.setattr(worker.nodes, "wait_for_resources", wait_for_resources)
         return real(*arguments)
 
     monkeypatch.setattr(worker, "run_workers", with_gpus)
@@ -226,27 +226,27 @@ def test_the_cause_is_not_the_lost_peer():
 @pytest.mark.parametrize(
     ("overrides", "cluster", "expected"),
     [
-        ({"compute.workers": 2}, {"CPU": 2}, {"CPU": 0.5}),
-        ({"compute.workers": 2}, {"CPU": 64}, {"CPU": 1.0}),
-        ({"compute.workers": 3, "compute.cpus_per_worker": 1}, {"CPU": 4}, {"CPU": 1}),
-        ({"compute.workers": 2}, {"CPU": 8, "GPU": 4}, {"CPU": 1.0, "GPU": 1.0}),
-        ({"compute.workers": 2, "compute.device": "cpu"}, {"CPU": 8, "GPU": 4}, {"CPU": 1.0}),
-        ({"compute.workers": 8, "compute.gpus_per_worker": 0.5}, {"CPU": 9, "GPU": 4}, {"CPU": 1, "GPU": .5}),
+        ({"compute.num_workers": 2}, {"CPU": 2}, {"CPU": 0.5}),
+        ({"compute.num_workers": 2}, {"CPU": 64}, {"CPU": 1.0}),
+        ({"compute.num_workers": 3, "compute.cpus_per_worker": 1}, {"CPU": 4}, {"CPU": 1}),
+        ({"compute.num_workers": 2}, {"CPU": 8, "GPU": 4}, {"CPU": 1.0, "GPU": 1.0}),
+        ({"compute.num_workers": 2, "compute.device": "cpu"}, {"CPU": 8, "GPU": 4}, {"CPU": 1.0}),
+        ({"compute.num_workers": 8, "compute.gpus_per_worker": 0.5}, {"CPU": 9, "GPU": 4}, {"CPU": 1, "GPU": .5}),
     ],
 )  # fmt: skip
 def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
     found = ray_env.worker_resources(override(Config(), overrides), cluster)
     assert found == expected
-    assert found["CPU"] * overrides["compute.workers"] + 1 <= cluster["CPU"]
+    assert found["CPU"] * overrides["compute.num_workers"] + 1 <= cluster["CPU"]
 
 
 @pytest.mark.parametrize(("overrides", "cluster", "says"), [
-    ({"compute.workers": 4, "compute.cpus_per_worker": 1}, {"CPU": 4}, "4 workers of 1 CPUs and one CPU"),
-    ({"compute.workers": 2}, {"CPU": 1}, "need more than the cluster's 1"),
-    ({"compute.workers": 1}, {}, "need more than the cluster's 0"),
-    ({"compute.workers": 4}, {"CPU": 8, "GPU": 2}, "4 workers need 4 GPUs, the cluster has 2"),
-    ({"compute.workers": 1, "compute.device": "cuda"}, {"CPU": 8}, "need 1 GPUs, the cluster has 0"),
-    ({"compute.workers": 1, "compute.gpus_per_worker": 1.5}, {"CPU": 8, "GPU": 2}, "is 1.5: Ray gives"),
+    ({"compute.num_workers": 4, "compute.cpus_per_worker": 1}, {"CPU": 4}, "4 workers of 1 CPUs and one CPU"),
+    ({"compute.num_workers": 2}, {"CPU": 1}, "need more than the cluster's 1"),
+    ({"compute.num_workers": 1}, {}, "need more than the cluster's 0"),
+    ({"compute.num_workers": 4}, {"CPU": 8, "GPU": 2}, "4 workers need 4 GPUs, the cluster has 2"),
+    ({"compute.num_workers": 1, "compute.device": "cuda"}, {"CPU": 8}, "need 1 GPUs, the cluster has 0"),
+    ({"compute.num_workers": 1, "compute.gpus_per_worker": 1.5}, {"CPU": 8, "GPU": 2}, "is 1.5: Ray gives"),
 ])  # fmt: skip
 def test_too_many_workers_are_one_line(overrides, cluster, says):
     with pytest.raises(ConfigError, match=says):
@@ -350,12 +350,12 @@ def test_a_private_cluster_uses_no_token(monkeypatch):
     assert [options.get("_system_config") for *_, options in started] == [None, {"num_workers_soft_limit": 0}]
 
 
-@pytest.mark.parametrize("ingest", ["resident", "streaming"])
-def test_images_stay_in_rays_store_as_long_as_they_are_used(tmp_path, monkeypatch, ingest):
+@pytest.mark.parametrize("loading", ["memory", "streaming"])
+def test_images_stay_in_rays_store_as_long_as_they_are_used(tmp_path, monkeypatch, loading):
     """Kills: a store that is gone, or another's, while rows are predicted; a copy of it; a cluster that idles
     where nothing is in it; processes that decoded and stay, or that crop and go.
     """
-    events, kept = [], Kept([torch.zeros(400, 3, 8, 8, dtype=torch.uint8)])
+    events, kept = [], RowBlocks([torch.zeros(400, 3, 8, 8, dtype=torch.uint8)])
 
     @contextmanager
     def connect(store, workers, keep_idle):
@@ -364,17 +364,17 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(tmp_path, monkeypatc
 
     monkeypatch.setattr(worker.ray_env, "connect", connect)
     monkeypatch.setattr(worker.ray_env, "worker_resources", lambda *_: {"CPU": 1.0})
-    monkeypatch.setattr(worker.nodes, "await_place", lambda *_: None)
+    monkeypatch.setattr(worker.nodes, "wait_for_resources", lambda *_: None)
     for name, found in (("advice", []), ("crop_rate", 1.0), ("run_workers", {})):
         monkeypatch.setattr(worker, name, lambda *_, found=found: found)
     facts = {"decode_task": (None, [None] * 400), "shared": {"images": []}, "pixels_of": kept}
     for name, found in facts.items():
         monkeypatch.setattr(worker.ray_data, name, lambda *_, found=found: found)
-    config = small_config(compute__workers=2, data__ingest=ingest)
+    config = small_config(compute__num_workers=2, data__loading=loading)
     task = make_task(read_rows(config.data), config.data)
-    with claim(Storage(str(tmp_path)), on_wait=pytest.fail) as mine, ExitStack() as until:
-        _, found = worker.run_on_ray(Job(config, task, (), True, mine), lambda metrics: None, until)
-        streams = ingest == "streaming"
+    with lock_run(Storage(str(tmp_path)), on_wait=pytest.fail) as mine, ExitStack() as until:
+        _, found = worker.run_on_ray(TrainingJob(config, task, (), True, mine), lambda metrics: None, until)
+        streams = loading == "streaming"
         assert events == ([("closed", True)] if streams else [])
         assert found is task if streams else found.rows.images.ready.values is kept
     assert events == [("closed", streams)]

@@ -10,8 +10,8 @@ from unittest.mock import Mock, call
 import pytest
 
 from pipelines import nodes, ray_private
-from pipelines.nodes import Node, Notices, Waits, await_place, no_images, shortage
-from pipelines.partitions import through_model
+from pipelines.nodes import DrainWatcher, Node, StallWarner, no_images, shortage, wait_for_resources
+from pipelines.partitions import map_through_model
 from tests.conftest import NUM_CPUS
 from tests.pipelines.small import wait_for
 from uno.config import Config, override
@@ -42,7 +42,7 @@ def cluster(monkeypatch):
 
         monkeypatch.setattr(nodes, "read_nodes", look)
         monkeypatch.setattr(nodes, "launches", lambda: [])
-        monkeypatch.setattr(nodes, "Place", Mock(return_value=place))
+        monkeypatch.setattr(nodes, "PlacementProbe", Mock(return_value=place))
         monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
         return place
 
@@ -50,7 +50,7 @@ def cluster(monkeypatch):
 
 
 def config_of(**overrides):
-    return override(Config(), {"compute.workers": 2, **{f"compute.{k}": v for k, v in overrides.items()}})
+    return override(Config(), {"compute.num_workers": 2, **{f"compute.{k}": v for k, v in overrides.items()}})
 
 
 def test_a_head_that_does_not_answer_has_no_nodes(monkeypatch):
@@ -91,26 +91,26 @@ def test_no_answer_is_no_lack_of_nodes(cluster, monkeypatch, capsys):
     """Kills: "more than the cluster's 0" at the start of a run on a busy machine."""
     monkeypatch.setattr(nodes, "POLL_S", 0)
     cluster(([], None), ([node("a", BIG)], True))
-    assert await_place(config_of(), lambda: False, 0.0) == {"CPU": 1.0}
+    assert wait_for_resources(config_of(), lambda: False, 0.0) == {"CPU": 1.0}
     assert capsys.readouterr().out == ""
 
 
 def test_shares_are_those_of_the_nodes_that_stay(cluster):
     """Kills: the shares of the start, of which two fill the node that is left, and Ray Data gets nothing."""
     place = cluster(([node("a", SMALL), node("b", SMALL)], True))
-    assert await_place(config_of(), lambda: False) == {"CPU": 1.0}
-    assert nodes.Place.call_args == call("PACK")
+    assert wait_for_resources(config_of(), lambda: False) == {"CPU": 1.0}
+    assert nodes.PlacementProbe.call_args == call("PACK")
     assert place.mock_calls == [call.fits([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 0.9}), call.release()]
     for other in ([], [node("b", BIG, leaving=True)]):
         cluster(([node("a", SMALL), *other], True))
-        assert await_place(config_of(), lambda: False) == {"CPU": 0.5}
+        assert wait_for_resources(config_of(), lambda: False) == {"CPU": 0.5}
 
 
 def test_nodes_are_waited_for_with_a_line_every_30_s(cluster, capsys):
     """Kills: one line and then silence, a line a second, an end while nodes may come."""
     few, more = ([node("a", SMALL)], False), ([node("a", SMALL), node("b", SMALL)], True)
     place = cluster(*[few] * 96, more)
-    assert await_place(config_of(cpus_per_worker=1.0), lambda: False) == {"CPU": 1.0}
+    assert wait_for_resources(config_of(cpus_per_worker=1.0), lambda: False) == {"CPU": 1.0}
     lines = capsys.readouterr().out.splitlines()
     wanted = "wanted are 2 workers of 1 CPU and one CPU for Ray Data; there are 2 CPU (2 free) on 1 node"
     assert lines == [f"waiting for nodes: {wanted}"] * 4  # after 0, 30, 60 and 90 of 96 seconds
@@ -123,10 +123,10 @@ def test_a_place_that_others_have_is_waited_for(cluster, capsys):
     """
     busy, free = (([node("a", BIG, {"CPU": cpus})], cpus > 3) for cpus in (1.5, 4.0))
     cluster(*[busy] * 10, free)
-    assert await_place(config_of(), lambda: False) == {"CPU": 1.0}
+    assert wait_for_resources(config_of(), lambda: False) == {"CPU": 1.0}
     assert capsys.readouterr().out == ""
     cluster(*[busy] * 70, free)
-    await_place(config_of(), lambda: False, 0.0)  # whose cluster does not grow
+    wait_for_resources(config_of(), lambda: False, 0.0)  # whose cluster does not grow
     assert capsys.readouterr().out.count("there are 4 CPU (1.5 free) on 1 node") == 2
 
 
@@ -137,20 +137,20 @@ def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, m
     place = cluster(([node("a", BIG)], False))
     stops = iter([False] * 40 + [True])
     with pytest.raises(Interrupted, match="resume with the same command"):
-        await_place(gpus, lambda: next(stops))
+        wait_for_resources(gpus, lambda: next(stops))
     assert place.fits.call_args == call([{"CPU": 1.0, "GPU": 1.0}] * 2, {"CPU": 0.9})
     assert place.release.called
     assert "0 GPU (0 free) on 1 node" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
-        await_place(gpus, lambda: False, nodes.growth_s(gpus))
-    assert nodes.growth_s(gpus) == 0 and capsys.readouterr().out == ""
+        wait_for_resources(gpus, lambda: False, nodes.startup_timeout_s(gpus))
+    assert nodes.startup_timeout_s(gpus) == 0 and capsys.readouterr().out == ""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
-        await_place(gpus, lambda: False, nodes.growth_s(gpus))
+        wait_for_resources(gpus, lambda: False, nodes.startup_timeout_s(gpus))
     assert capsys.readouterr().out.count("waiting up to 10 minutes for nodes: wanted are 2 workers") == 20
     cluster(([node("a", BIG, {"CPU": 1.5})], False))
     with pytest.raises(ConfigError, match=r"there are 4 CPU \(1.5 free\)"):
-        await_place(config_of(), lambda: False, nodes.growth_s(gpus))
+        wait_for_resources(config_of(), lambda: False, nodes.startup_timeout_s(gpus))
 
 
 def test_why_nodes_do_not_come_is_said(cluster, capsys, monkeypatch):
@@ -159,7 +159,7 @@ def test_why_nodes_do_not_come_is_said(cluster, capsys, monkeypatch):
     why = ["1 node starting", "cannot start gpu: InsufficientInstanceCapacity"]
     monkeypatch.setattr(nodes, "launches", lambda: why)
     with pytest.raises(ConfigError, match="has 0; 1 node starting; cannot start gpu: Insufficient"):
-        await_place(config_of(device="cuda"), lambda: False, 40.0)
+        wait_for_resources(config_of(device="cuda"), lambda: False, 40.0)
     assert capsys.readouterr().out.count("; ".join(why)) == 2  # after 0 and 30 s
 
 
@@ -192,7 +192,7 @@ def test_a_strict_strategy_is_one_of_the_workers(monkeypatch, strategy, groups):
 
     monkeypatch.setattr("ray.util.placement_group", placement_group)
     monkeypatch.setattr("ray.util.remove_placement_group", removed.append)
-    place = nodes.Place(strategy)
+    place = nodes.PlacementProbe(strategy)
     for _ in range(2):
         assert place.fits([{"GPU": 1}] * 2, {"CPU": 0.9})
     assert asked == [(bundles, strategy) for bundles in groups]
@@ -203,13 +203,13 @@ def test_a_strict_strategy_is_one_of_the_workers(monkeypatch, strategy, groups):
 def test_predictions_and_features_wait_for_nodes_too(monkeypatch):
     """Kills: a run that ends after training because idle nodes left while its model was aligned."""
 
-    def await_place(config, give_up, limit_s):
+    def wait_for_resources(config, give_up, limit_s):
         raise ConfigError(f"no room within {limit_s:g} s")
 
-    monkeypatch.setattr(nodes, "await_place", await_place)
+    monkeypatch.setattr(nodes, "wait_for_resources", wait_for_resources)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     storage, config = Storage("unused"), config_of(wait_minutes=2)
-    stored = through_model(None, config, storage, iter([]), None, object, (), None, 512, 512, 192)
+    stored = map_through_model(None, config, storage, iter([]), None, object, (), None, 512, 512, 192)
     with pytest.raises(ConfigError, match="no room within 120 s"):
         next(stored)
 
@@ -218,7 +218,7 @@ def test_workers_of_one_run_do_not_share_a_gpu():
     """NCCL ends with "Duplicate GPU detected", after three groups. Predictions may share one."""
     halves = config_of(gpus_per_worker=0.5)
     nodes.check_shares(halves, {"CPU": 1.0})
-    nodes.check_shares(override(halves, {"compute.workers": 1}), {"CPU": 1.0, "GPU": 0.5})
+    nodes.check_shares(override(halves, {"compute.num_workers": 1}), {"CPU": 1.0, "GPU": 0.5})
     with pytest.raises(ConfigError, match="NCCL takes one worker a GPU: use --gpus-per-worker 1"):
         nodes.check_shares(halves, {"CPU": 1.0, "GPU": 0.5})
     with pytest.raises(ConfigError, match="NCCL"):
@@ -243,7 +243,7 @@ def test_a_node_that_leaves_is_noticed_once_and_only_where_workers_are(monkeypat
 
     monkeypatch.setattr(nodes, "read_nodes", look)
     monkeypatch.setattr(nodes, "LOOK_S", 5)
-    notices = Notices(lambda: hosts, lambda: now[0])
+    notices = DrainWatcher(lambda: hosts, lambda: now[0])
     for now[0] in range(1, 11):
         assert not notices.new()
     assert looks == [5, 10]
@@ -270,7 +270,7 @@ def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkey
     )
     monkeypatch.setattr(nodes, "read_nodes", lambda: [node("a", BIG)])
     assert no_images(60).endswith("takes 0.9 CPU, a node has 4 free")
-    waits, told = Waits(lambda waited: f"waited {waited:.2f}", every_s=0.03), []
+    waits, told = StallWarner(lambda waited: f"waited {waited:.2f}", every_s=0.03), []
     time.sleep(0.1)
     assert not caplog.records
     with waits:
@@ -308,16 +308,16 @@ def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, 
     monkeypatch.setattr(resources, "free_host_bytes", lambda: int(1e9))
     monkeypatch.setattr(resources, "free_device_bytes", lambda config: None)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    config = override(Config(), {"compute.workers": 2})
+    config = override(Config(), {"compute.num_workers": 2})
     assert nodes.free_memory(config) == expected
     assert ray.cancel.call_args_list == [call("late")] * answers.count("late") and ask.call_count == len(
         answers
     )
     for options, asked in zip(ray.remote.call_args_list, ask.call_args_list, strict=False):
         assert (options.kwargs["num_cpus"], options.kwargs["num_gpus"]) == (1, 1)
-        assert asked.args[0]["compute"]["workers"] == 2
+        assert asked.args[0]["compute"]["num_workers"] == 2
     ask.reset_mock()
-    assert nodes.free_memory(override(config, {"compute.workers": 0})) == (1e9, None) and not ask.called
+    assert nodes.free_memory(override(config, {"compute.num_workers": 0})) == (1e9, None) and not ask.called
     monkeypatch.delenv("RAY_ADDRESS")
     assert nodes.free_memory(config) == (1e9, None) and not ask.called
 
@@ -341,9 +341,9 @@ def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     assert line.startswith("no images for 31 s: a task of Ray Data takes 0.9 CPU, ")
     (found,) = nodes.read_nodes()
     assert found.total["CPU"] == NUM_CPUS and not found.leaving and ray_private.worker_hosts() == set()
-    place = nodes.Place("PACK")
+    place = nodes.PlacementProbe("PACK")
     data = {"CPU": 0.9}
     assert place.fits([{"CPU": 1.0}], data) and not place.fits([{"CPU": NUM_CPUS + 1.0}], data)
     place.release()
-    assert await_place(config_of(), lambda: False)["CPU"] == 1.0
+    assert wait_for_resources(config_of(), lambda: False)["CPU"] == 1.0
     wait_for(lambda: nodes.read_nodes()[0].free["CPU"] == NUM_CPUS)

@@ -34,24 +34,36 @@ def file(tmp_path):
 def test_no_arguments_are_the_digits():
     got = parse([], DISCOVER)
     assert config_hash(got.config) == config_hash(preset("digits"))
-    assert (got.own.print_config, got.own.dry_run, got.own.fresh, got.given) == (False, False, False, {})
-    got = parse(["--dry-run", "--print-config", "--fresh", "--seed", "3"], DEMO)
-    assert (got.own.dry_run, got.own.print_config, got.own.fresh, got.config.seed) == (True, True, True, 3)
+    assert (got.args.print_config, got.args.dry_run, got.args.overwrite, got.overrides) == (
+        False,
+        False,
+        False,
+        {},
+    )
+    got = parse(["--dry-run", "--print-config", "--overwrite", "--seed", "3"], DEMO)
+    assert (got.args.dry_run, got.args.print_config, got.args.overwrite, got.config.seed) == (
+        True,
+        True,
+        True,
+        3,
+    )
 
 
 def test_each_layer_overrides_the_one_before(file):
     """defaults < preset < YAML < later YAML < command line; kills any swapped pair of layers."""
-    first = file("preset: cifar10\nobjective: {epsilon: 0.2, num_iters: 7}\ndiscover.epochs: 5\n", "1.yaml")
-    second = file("objective.num_iters: 8\ndiscover:\n  epochs: 6\n", "2.yaml")
+    first = file(
+        "preset: cifar10\nobjective: {epsilon: 0.2, sinkhorn_iters: 7}\ndiscover.epochs: 5\n", "1.yaml"
+    )
+    second = file("objective.sinkhorn_iters: 8\ndiscover:\n  epochs: 6\n", "2.yaml")
     got = config("--config", first, "--config", second, "--discover.epochs", "9", "--recipe", "v2")
     assert got.objective.temperature == 0.1  # default
     assert got.discover.base_lr == 0.4  # preset, whose recipe comes from the command line
     assert got.objective.epsilon == 0.2  # first file
-    assert got.objective.num_iters == 8  # second file
+    assert got.objective.sinkhorn_iters == 8  # second file
     assert got.discover.epochs == 9  # command line
     path = file("preset: cifar10\nrecipe: v2\n")
     assert config("--config", path).discover.base_lr == 0.4
-    assert config("--config", path, "--preset", "imagenet").data.store_size == 256
+    assert config("--config", path, "--preset", "imagenet").data.stored_size == 256
     assert config("--config", path, "--recipe=paper").discover.base_lr == 0.1
     got = config("--seed", "1", "--data.num-novel", "3", "--seed=2", "--num-novel", "4")
     assert (got.seed, got.data.num_novel) == (2, 4)
@@ -63,12 +75,12 @@ def test_each_layer_overrides_the_one_before(file):
     ("--labeled a --unlabeled b --weights pretrained", False, "photos"),
     ("--data d --model.encoder torchvision:resnet18 --weights w.safetensors", False, "photos"),
     ("--data d --model.encoder torchvision:resnet18 --weights w.pth", True, "photos"),
-    ("--data d --weights w.safetensors", True, "custom"),  # of an encoder of ours
-    ("--data d --weights runs/before", True, "custom"),
-    ("--data d --model.encoder resnet18", True, "custom"),
-    ("--data d --model.trainable all", True, "custom"),
-    ("--data cifar10:d", True, "custom"),
-    ("--data imagenet:d --weights pretrained", True, "custom"),
+    ("--data d --weights w.safetensors", True, "scratch"),  # of an encoder of ours
+    ("--data d --weights runs/before", True, "scratch"),
+    ("--data d --model.encoder resnet18", True, "scratch"),
+    ("--data d --model.finetune full", True, "scratch"),
+    ("--data cifar10:d", True, "scratch"),
+    ("--data imagenet:d --weights pretrained", True, "scratch"),
     ("", True, "digits"),
 ])  # fmt: skip
 def test_own_images_start_from_pretrained_weights_where_there_are_any(
@@ -83,17 +95,17 @@ def test_own_images_start_from_pretrained_weights_where_there_are_any(
 
 
 def test_presets_of_own_images_need_images():
-    for name in ("custom", "photos"):
+    for name in ("scratch", "photos"):
         with pytest.raises(ConfigError, match=f"^the preset '{name}' needs --data SOURCE"):
             config("--preset", name)
 
 
 @pytest.mark.parametrize(("argv", "name", "known"), [
     ("", "digits", "first:5"),
-    ("--data folder:d --num-novel 7", "custom", None),
-    ("--data photos", "custom", None),
-    ("--labeled a --unlabeled b", "custom", None),
-    ("--data folder:d --known-classes first:3", "custom", "first:3"),
+    ("--data folder:d --num-novel 7", "scratch", None),
+    ("--data photos", "scratch", None),
+    ("--labeled a --unlabeled b", "scratch", None),
+    ("--data folder:d --known-classes first:3", "scratch", "first:3"),
     ("--preset cifar10", "cifar10", "first:5"),
     ("--preset cifar10 --data cifar10:/d", "cifar10", "first:5"),
     ("--preset cifar10 --data cifar100:/d", "cifar10", None),
@@ -101,7 +113,7 @@ def test_presets_of_own_images_need_images():
     ("--preset cifar10 --data parquet:/d --known-classes first:5", "cifar10", "first:5"),
     ("--preset cifar10 --labeled a --unlabeled b", "cifar10", None),
     ("--preset digits --labeled a --unlabeled b --known-classes first:2", "digits", "first:2"),
-    ("--preset custom --data digits --known-classes first:5", "custom", "first:5"),
+    ("--preset scratch --data digits --known-classes first:5", "scratch", "first:5"),
     ("--known-classes none", "digits", None),
 ])  # fmt: skip
 def test_preset_and_known_classes_follow_the_data(argv, name, known):
@@ -113,29 +125,29 @@ def test_preset_and_known_classes_follow_the_data(argv, name, known):
 
 def test_the_rule_holds_for_files_and_a_source_replaces_two_folders(file):
     got = config("--config", file("data:\n  source: folder:d\n"))
-    assert (got.preset, got.data.known_classes, got.data.store_size) == ("custom", None, 32)
+    assert (got.preset, got.data.known_classes, got.data.stored_size) == ("scratch", None, 32)
     kept = config("--config", file("preset: cifar10\ndata:\n  source: folder:d\n  known_classes: first:2\n"))
     assert kept.data.known_classes == "first:2"
     path = file("data: {labeled: a, unlabeled: b}\n")
     assert config("--config", path).data.labeled == "a"
     got = config("--config", path, "--data", "folder:d").data
     assert (got.source, got.labeled, got.unlabeled) == ("folder:d", None, None)
-    assert parse(["run", "--config", path, "--data", "d"], PREDICT).given == {"data.source": "d"}
+    assert parse(["run", "--config", path, "--data", "d"], PREDICT).overrides == {"data.source": "d"}
 
 
 @pytest.mark.parametrize(("argv", "share"), [
     ("--labeled a --unlabeled b", 0.1),
     ("--data folder:d", 0.1),
     ("--data d --preset cifar10", 0.1),
-    ("--data d --data.hold-out 0", 0),
-    ("--data d --data.hold-out 0.3 --preset photos", 0.3),
+    ("--data d --data.validation-fraction 0", 0),
+    ("--data d --data.validation-fraction 0.3 --preset photos", 0.3),
     ("--data digits", 0),
-    ("--data cifar10:d --preset custom", 0),
+    ("--data cifar10:d --preset scratch", 0),
     ("--preset imagenet", 0),
 ])  # fmt: skip
 def test_labeled_rows_of_own_images_are_held_out(argv, share):
     """Whatever the preset. Kills: a default that is not to be changed, a share of a benchmark's rows."""
-    assert config(*argv.split()).data.hold_out == share
+    assert config(*argv.split()).data.validation_fraction == share
 
 
 def test_every_field_is_a_flag_and_short_forms_are_frozen():
@@ -146,13 +158,13 @@ def test_every_field_is_a_flag_and_short_forms_are_frozen():
         "--data": "data.source", "--labeled": "data.labeled", "--unlabeled": "data.unlabeled",
         "--known-classes": "data.known_classes", "--num-novel": "data.num_novel", "--limit": "data.limit",
         "--batch-size": "train.batch_size", "--max-steps": "train.max_steps", "--device": "compute.device",
-        "--workers": "compute.workers", "--gpus-per-worker": "compute.gpus_per_worker",
+        "--workers": "compute.num_workers", "--gpus-per-worker": "compute.gpus_per_worker",
         "--weights": "model.weights",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(("argv", "key", "value"), [
-    ("--objective.num_iters 5", "objective.num_iters", 5),
+    ("--objective.sinkhorn_iters 5", "objective.sinkhorn_iters", 5),
     ("--objective.epsilon=1e-3", "objective.epsilon", 1e-3),
     ("--data.std 0.1 0.2 0.3", "data.std", [0.1, 0.2, 0.3]),
     ("--objective.no-concat", "objective.concat", False),
@@ -177,16 +189,16 @@ MISTAKES = [
     ("--seed " + "9" * 5000, "seed: Input should be a finite number (got inf)"),
     ("--device tpu", "compute.device: Input should be 'auto', 'cpu' or 'cuda' (got 'tpu')"),
     ("--objective.no-concat true", "--objective.no-concat takes no value, got 'true'"),
-    ("--fresh=1", "--fresh takes no value, got '1'"),
+    ("--overwrite=1", "--overwrite takes no value, got '1'"),
     ("--output=", "--output needs one value"),
     ("--recipe v3", "digits has no recipe 'v3'; choose from paper, v2"),
     ("--preset cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
-    ("--preset custom", "the preset 'custom' needs --data SOURCE, or --labeled DIR and --unlabeled DIR"),
+    ("--preset scratch", "the preset 'scratch' needs --data SOURCE, or --labeled DIR and --unlabeled DIR"),
     ("--labeled a", "data: labeled and unlabeled must be given together"),
     ("--labeled a --unlabeled b --data c", "give either --data or --labeled and --unlabeled, not both"),
     ("--augment.large.num-views 1", "augment: large.num_views must be at least 2: swapped prediction"),
     ("--objective.epsilonn 1", "unknown option --objective.epsilonn; did you mean --objective.epsilon?"),
-    ("--objectiv.num_iters 1", "unknown option --objectiv.num-iters; did you mean --objective.num-iters?"),
+    ("--objectiv.sinkhorn_iters 1", "unknown option --objectiv.sinkhorn-iters; did you mean --objective.sinkhorn-iters?"),
     ("--base-lr 1", "unknown option --base-lr; did you mean --pretext.base-lr or --pretrain.base-lr or "),
     ("--dryrun", "unknown option --dryrun; did you mean --dry-run?"),
     ("--", "unknown option --; see --help-all"),
@@ -238,7 +250,7 @@ OWN = Command("export", {
     "--format a r 7 --go --count=5 --names x y",
 ])  # fmt: skip
 def test_own_arguments_in_any_order(argv):
-    own = parse(argv.split(), OWN).own
+    own = parse(argv.split(), OWN).args
     assert (own.run, own.format, own.names, own.count, own.go) == ("r", "a", ["x", "y"], 5, True)
 
 
@@ -255,7 +267,7 @@ def test_a_mistake_in_own_arguments_is_one_line(argv, message):
 
 
 def test_a_trained_model_fixes_all_but_where_it_runs():
-    given = parse(["run", "--device", "cpu", "--data", "d"], PREDICT).given
+    given = parse(["run", "--device", "cpu", "--data", "d"], PREDICT).overrides
     assert given == {"compute.device": "cpu", "data.source": "d"}
     with pytest.raises(ConfigError, match=r"objective\.epsilon is fixed by the trained model"):
         parse(["run", "--objective.epsilon", "0.1"], PREDICT)
@@ -295,7 +307,7 @@ def test_help_is_short_first(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], DISCOVER)
     text = capsys.readouterr().out
-    needed = "--data --labeled --num-novel --image-size --output --fresh --dry-run --help-all"
+    needed = "--data --labeled --num-novel --image-size --output --overwrite --dry-run --help-all"
     for name in needed.split():
         assert f"{name} " in text or f"{name}\n" in text, name
     assert "--objective.epsilon" not in text and text.count("\n") < 120
@@ -313,7 +325,7 @@ def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):
     assert "twice the gradient. (default: 0.4)" in text
     assert "\x1b" not in text
     assert "usage: uno demo" in help_text("--nonsense", command=DEMO)  # whatever the mistake
-    assert "--fresh" not in help_text(command=DATA)
+    assert "--overwrite" not in help_text(command=DATA)
 
 
 @pytest.mark.parametrize(
@@ -335,13 +347,13 @@ def test_an_encoders_description_stands_between_preset_and_file(tmp_path):
     file.write_text("data: {mean: [0.1, 0.1, 0.1]}\n")
     words = ["--preset", "cifar10", "--model.encoder", name, "--config", str(file)]
     config = parse(words, DISCOVER).config
-    assert (config.augment.large.size, config.data.store_size) == (8, 8)
+    assert (config.augment.large.size, config.data.stored_size) == (8, 8)
     assert (config.data.mean, config.data.std) == ((0.1,) * 3, (0.4,) * 3)
     assert config.data.interpolation == "bicubic"
     config = parse(
         [*words, "--augment.large.size", "12", "--data.interpolation", "bilinear"], DISCOVER
     ).config
-    assert (config.augment.large.size, config.data.store_size) == (12, 12)
+    assert (config.augment.large.size, config.data.stored_size) == (12, 12)
     assert config.data.interpolation == "bilinear"
 
 
@@ -356,7 +368,7 @@ IMAGES, VIT = "--data folder:d --num-novel 3", "--preset cifar10 --model.encoder
     (IMAGES, "image_size: 48\ndata: {num_novel: 3}\n", (48, 48)),
     (f"{IMAGES} --image-size 40", "image_size: 48\ndata: {num_novel: 3}\n", (40, 40)),
     (f"{IMAGES} --image-size 40", "augment: {large: {size: 20}}\n", (40, 40)),
-    (f"{IMAGES} --image-size 64 --augment.large.crop-padding 1 --data.store-size 64", None, (64, 64, 36, 1)),
+    (f"{IMAGES} --image-size 64 --augment.large.crop-padding 1 --data.stored-size 64", None, (64, 64, 36, 1)),
 ])  # fmt: skip
 def test_one_size_of_images_sets_all_that_is_in_pixels(argv, text, sizes, file):
     """Kills: a square that is stored too small for the view, small crops larger than the image, a size that
@@ -364,12 +376,12 @@ def test_one_size_of_images_sets_all_that_is_in_pixels(argv, text, sizes, file):
     """
     found = config(*argv.split(), *([] if text is None else ["--config", file(text)]))
     large, small = found.augment.large, found.augment.small
-    assert (large.size, found.data.store_size, small.size, large.crop_padding)[: len(sizes)] == sizes
+    assert (large.size, found.data.stored_size, small.size, large.crop_padding)[: len(sizes)] == sizes
 
 
 @pytest.mark.parametrize(("argv", "message", "command"), [
-    (f"{IMAGES} --image-size 64 --data.store-size 80",
-     "image_size 64 sets data.store_size to 64, not 80: give one of them", DISCOVER),
+    (f"{IMAGES} --image-size 64 --data.stored-size 80",
+     "image_size 64 sets data.stored_size to 64, not 80: give one of them", DISCOVER),
     (f"{IMAGES} --image-size 64 --augment.small.size 18",
      "image_size 64 sets augment.small.size to 36, not 18: give one of them", DISCOVER),
     ("--image-size 2", "augment.large.size: Input should be greater than or equal to 4", DISCOVER),

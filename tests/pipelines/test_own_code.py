@@ -14,7 +14,7 @@ import uno
 from pipelines import cli
 from tests.pipelines.small import ROOT, SMALL, lines_of, refused
 from tune.spaces import load_space
-from uno.config import about, override
+from uno.config import field_traits, override
 from uno.methods import uno as plain
 from uno.presets import preset
 from uno.reproduce.experiments import build, cells
@@ -108,7 +108,7 @@ def test_its_section_is_as_the_schemas(here, capsys):
     assert cli.main(["discover", "--config", "mine.yaml", "--print-config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["distill"]["entropy_weight"] == 4
     config = configured(from_keywords({"method": OWN[1], "distill": {"entropy_weight": 3}}))
-    assert config.method_options.entropy_weight == 3 and about(key).scope == "discover"
+    assert config.method_options.entropy_weight == 3 and field_traits(key).scope == "discover"
     assert "distill" not in override(config, {"method": "uno"}).model_extra
     pickled = pickle.dumps(config)
     assert b"Constants" not in pickled  # whose module another process finds through the method alone
@@ -128,7 +128,7 @@ def test_its_section_is_as_the_schemas(here, capsys):
         (["--method", "my_method:step"], "my_method:step is of type function, not uno.methods.Method"),
         (["--method", "my_method"], "method must be one of uno, .* or package.module:METHOD"),
         (["--pretext.task", "my_method:METHOD", "--pretext.epochs", "1"], "not uno.methods.Pretext"),
-        ([*OWN, "--data.pile", "mixed"], "data.pile mixed does not go with method my_method:METHOD"),
+        ([*OWN, "--data.setting", "gcd"], "data.setting gcd does not go with method my_method:METHOD"),
         (["--ncl.threshold", ".5"], "ncl.threshold belongs to method ncl, not to uno"),
         (["--objective.min-cosine", ".5"], "it is --ncl.threshold or openmix.threshold now"),
         (["--rotation.epochs", "5"], "it is --pretext.epochs now"),

@@ -33,7 +33,7 @@ def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
         rows = Rows(*facts, "six", classes, ("b",), eval_labels=given)
         shard = ShardRows("train-00000-of-00001.parquet", np.array([2, 3]), np.array([5, 0, 3, 1, 2]))
         here, there = Storage(str(tmp_path / "a")), tmp_path / "b"
-        expected = store_shard(here, rows, shard, images.fetch(shard.rows), 2)
+        expected = store_shard(here, rows, shard, images.read_images(shard.rows), 2)
         found = write_shard(shard_block(shard, rows), str(there), (without_images(rows), None)).to_pylist()
         assert found == [{"name": shard.name, "rows": 5, "bad": expected.bad}]
         assert [row["id"] for row in expected.bad] == ["3.png"] * num_bad
@@ -50,7 +50,7 @@ def test_ray_packs_the_same_shards(tmp_path, ray_cluster, capsys):
     for source, name in ((str(tmp_path / "in"), "files"), ("digits", "pixels")):
         for place, more in (("here", []), ("ray", ["--workers", "2"])):
             words = ["pack", "--data", source, "--output", str(tmp_path / name / place), *more]
-            assert cli.guard(commands.data, words) == 0
+            assert cli.run_guarded(commands.data, words) == 0
         here, there = (Storage(str(tmp_path / name / place)) for place in ("here", "ray"))
         assert here.list() == there.list() and len(here.list()) > 1
         assert all(here.read(file) == there.read(file) for file in here.list())

@@ -27,15 +27,27 @@ def said(capsys, *argv):
     return "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("ingest", ["resident", pytest.param("streaming", marks=pytest.mark.slow)])
-def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, ingest):
+@pytest.mark.parametrize("loading", ["memory", pytest.param("streaming", marks=pytest.mark.slow)])
+def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
     """All, Old and New beside the present keys, in metrics, table and page; both ways in. Kills: an
     evaluation that takes unlabeled known rows for novel or leaves them out, an ``auto`` that is stored.
     """
-    argv = ["discover", *TINY, "--data.unlabel-known", "0.5", "--data.ingest", ingest, "--output", tmp_path]
+    argv = [
+        "discover",
+        *TINY,
+        "--data.unlabeled-known-fraction",
+        "0.5",
+        "--data.loading",
+        loading,
+        "--output",
+        tmp_path,
+    ]
     text = said(capsys, *argv)
-    assert "pile: mixed, as --data.unlabel-known asks: unlabeled rows may be of known classes" in text
-    assert "unlabeled rows, %" in text and "pile: mixed" in (tmp_path / "config.yaml").read_text()
+    assert (
+        "setting: gcd, as --data.unlabeled-known-fraction asks: unlabeled rows may be of known classes"
+        in text
+    )
+    assert "unlabeled rows, %" in text and "setting: gcd" in (tmp_path / "config.yaml").read_text()
     values = json.loads((tmp_path / "metrics.json").read_text())
     first, second = str(verdict(values)).splitlines()
     right = values["test/known/task_agnostic_strict/acc/best"]
@@ -53,13 +65,15 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, ingest):
     page = (tmp_path / "report.html").read_text()
     assert page.index('id="trust"') < page.index('class="tiles"')
     assert "One matching" in page and 'data-key="train/unlabeled/gcd/old/avg"' in page
-    table = pq.read_table(tmp_path / "predictions.parquet", columns=["known_mass", "kind", "probability"])
+    table = pq.read_table(
+        tmp_path / "predictions.parquet", columns=["known_probability", "kind", "probability"]
+    )
     for row in table.to_pylist():
-        mass = row["known_mass"] if row["kind"] == "known" else 1 - row["known_mass"]
+        mass = row["known_probability"] if row["kind"] == "known" else 1 - row["known_probability"]
         assert mass >= row["probability"] - 1e-5  # the class is one of its kind
     again = said(capsys, *argv[:-2], "--output", tmp_path)
-    assert "pile: mixed, as it began" in again and "nothing is trained again" in again
-    assert "other settings: data.pile" in refused(capsys, 2, *argv, "--data.pile", "novel")
+    assert "setting: gcd, as it began" in again and "nothing is trained again" in again
+    assert "other settings: data.setting" in refused(capsys, 2, *argv, "--data.setting", "ncd")
 
 
 def test_rows_that_truly_lack_labels_are_taken_for_mixed(tmp_path, capsys):
@@ -67,13 +81,15 @@ def test_rows_that_truly_lack_labels_are_taken_for_mixed(tmp_path, capsys):
     names = [f"known/{c}/{i}.png" for c in "ab" for i in range(20)] + [f"pile/{i}.png" for i in range(30)]
     write_images(tmp_path, names)
     argv = ["--labeled", tmp_path / "known", "--unlabeled", tmp_path / "pile", "--num-novel", "2"]
-    argv += ["--train.batch-size", "32", "--data.store-size", "8"]
-    (line,) = [line for line in said(capsys, "data", "check", *argv).splitlines() if line.startswith("pile:")]
-    assert line.startswith("pile: mixed, as nobody knows") and "--data.pile novel" in line
+    argv += ["--train.batch-size", "32", "--data.stored-size", "8"]
+    (line,) = [
+        line for line in said(capsys, "data", "check", *argv).splitlines() if line.startswith("setting:")
+    ]
+    assert line.startswith("setting: gcd, as nobody knows") and "--data.setting ncd" in line
     text = said(capsys, "data", "check", *argv, "--method", "rs")
-    assert "pile: novel, the only kind here (data.pile mixed does not go with method rs)" in text
-    assert "as told: every unlabeled row" in said(capsys, "data", "check", *argv, "--data.pile", "novel")
-    refused(capsys, 2, "discover", *argv, "--method", "rs", "--data.pile", "mixed")
+    assert "setting: ncd, the only kind here (data.setting gcd does not go with method rs)" in text
+    assert "as told: every unlabeled row" in said(capsys, "data", "check", *argv, "--data.setting", "ncd")
+    refused(capsys, 2, "discover", *argv, "--method", "rs", "--data.setting", "gcd")
 
 
 def test_a_run_that_goes_on_holds_out_what_it_held_out(tmp_path):
@@ -81,25 +97,27 @@ def test_a_run_that_goes_on_holds_out_what_it_held_out(tmp_path):
     folder = tmp_path / "data"
     write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(12)])
     data = {"data.source": f"folder:{folder}"}
-    data |= {"data.known_classes": "a", "data.hold_out": 0.1, "data.store_size": 8}
+    data |= {"data.known_classes": "a", "data.validation_fraction": 0.1, "data.stored_size": 8}
     config = override(Config(), {**data, "output": str(tmp_path / "run"), "compute.device": "cpu"})
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("data: {ingest: auto, pile: novel, hold_out: 0.2}")
-    found = [resolve(config, given, fresh).config for fresh, given in ((0, ()), (0, data), (1, ()))]
-    assert [one.data.hold_out for one in found] == [0.2, 0.1, 0.1]
+    (tmp_path / "run" / "config.yaml").write_text(
+        "data: {loading: auto, setting: ncd, validation_fraction: 0.2}"
+    )
+    found = [resolve(config, given, overwrite).config for overwrite, given in ((0, ()), (0, data), (1, ()))]
+    assert [one.data.validation_fraction for one in found] == [0.2, 0.1, 0.1]
 
 
 def test_a_batch_of_the_preset_photos_fits_the_data(tmp_path):
     """Kills: 300 photographs that are refused for the preset's batch; a size given or begun with, changed."""
     folder, run = tmp_path / "data", tmp_path / "run"
     write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(20)])
-    data = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.hold_out": 0.1}
-    config = override(preset("photos"), data | {"output": str(run), "data.store_size": 8})
+    data = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.validation_fraction": 0.1}
+    config = override(preset("photos"), data | {"output": str(run), "data.stored_size": 8})
     found, lines, _ = resolve(config, ())
     assert found.train.batch_size == 36 and any("batch: 36 of 36 rows" in line for line in lines)
     assert resolve(config, ["train.batch_size"]).config.train.batch_size == 512
     run.mkdir()
-    (run / "config.yaml").write_text("{data: {ingest: auto, pile: novel}, train: {batch_size: 20}}")
+    (run / "config.yaml").write_text("{data: {loading: auto, setting: ncd}, train: {batch_size: 20}}")
     assert resolve(config, ()).config.train.batch_size == 20
 
 
@@ -113,23 +131,23 @@ def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, mo
 
     def found(*more):
         options = parse([*argv, "--output", str(run), *more], DISCOVER)
-        config, lines, _ = resolve(options.config, options.given, options.own.fresh)
+        config, lines, _ = resolve(options.config, options.overrides, options.args.overwrite)
         return config, "\n".join(lines)
 
     first, text = found()
-    assert first.data.store_size == 8 and "size: 8 px of images that are usually" in text
+    assert first.data.stored_size == 8 and "size: 8 px of images that are usually" in text
     assert all(f"\n{word}: " in text for word in ("batch", "epochs", "mean and std"))
     assert first.pretrain.epochs == 30 and first.data.mean != Config().data.mean
     assert cli.main(["discover", *argv, "--output", str(run), "--print-config"]) == 0
     printed = override(Config(), yaml.safe_load(capsys.readouterr().out))
-    assert differing_keys(to_dict(first), printed) == [] and printed.data.ingest == "auto"
+    assert differing_keys(to_dict(first), printed) == [] and printed.data.loading == "auto"
     run.mkdir()
     (run / "config.yaml").write_text(dump_yaml(first))
     monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 7})
     assert found()[0] == first and differing_keys(to_dict(first), found()[0]) == []
-    assert found("--fresh")[0].discover.epochs == 7
+    assert found("--overwrite")[0].discover.epochs == 7
     assert differing_keys(to_dict(first), found("--image-size", "16")[0])
-    before = override(first, {"data.store_size": 32, "augment.large.size": 32, "discover.epochs": 200})
+    before = override(first, {"data.stored_size": 32, "augment.large.size": 32, "discover.epochs": 200})
     (run / "config.yaml").write_text(dump_yaml(before))  # of a run that began with the preset's
     assert found()[0] == before
     (run / "config.yaml").write_text(dump_yaml(first))

@@ -147,7 +147,7 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     assert "1,797 rows predicted again" in capsys.readouterr().out
     merged = table_of(run).to_pandas()
     assert not set(merged["class_index"]) & {6, 7, 8}
-    assert (merged["known_mass"] >= before["known_mass"] - 1e-5).all()
+    assert (merged["known_probability"] >= before["known_probability"] - 1e-5).all()
     same = merged["class_index"] == before["class_index"]
     assert (merged["probability"][same] >= before["probability"][same] - 1e-5).all()
     uno("predict", run)  # complete: the names in the table are those of the model
@@ -244,7 +244,7 @@ def test_a_run_of_gpu_workers_is_predicted_by_a_head_without_a_gpu(run):
     """Kills: a run that ends with an error after training, because its driver has no CUDA."""
     model = load_classifier(Storage(str(run)))
     task = read_task(model.config.data)
-    config = override(model.config, {"compute.workers": 2, "compute.device": "cuda"})
+    config = override(model.config, {"compute.num_workers": 2, "compute.device": "cuda"})
     assert predict_run(config, Storage(str(run)), task, model)[1].ok == 1797
 
 

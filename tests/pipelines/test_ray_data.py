@@ -21,10 +21,10 @@ from uno.data import decode, stream
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns
-from uno.data.pack import pack, store_here
+from uno.data.pack import pack, store_local
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.stream import CropJob, crop_here, stream_facts, streaming_set
+from uno.data.stream import CropJob, crop_local, stream_facts, streaming_set
 from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.presets import preset
@@ -33,10 +33,10 @@ from uno.session import job, resources
 
 BROKEN = (3, 8, 14)
 CONFIG = override(
-    preset("custom"),
+    preset("scratch"),
     {
-        "data.known_classes": "cat,dog", "data.ingest": "streaming", "data.store_size": 8,
-        "data.composition": "paired", "train.batch_size": 12, "augment.large.size": 8,
+        "data.known_classes": "cat,dog", "data.loading": "streaming", "data.stored_size": 8,
+        "data.batch_sampling": "balanced", "train.batch_size": 12, "augment.large.size": 8,
         "augment.large.crop": "resized", "augment.small.num_views": 1, "augment.small.size": 6,
     },
 )  # fmt: skip
@@ -55,9 +55,9 @@ def folder_of(tmp_path):
 def words_of(tmp_path):
     """Options of a small run on that folder."""
     return [
-        *SMALL[2:], "--preset", "custom", "--data", f"folder:{folder_of(tmp_path)}",
+        *SMALL[2:], "--preset", "scratch", "--data", f"folder:{folder_of(tmp_path)}",
         "--known-classes", "cat,dog", "--limit", "70", "--batch-size", "12",
-        "--data.store-size", "8", "--augment.large.size", "8", "--model.encoder", "resnet_small",
+        "--data.stored-size", "8", "--augment.large.size", "8", "--model.encoder", "resnet_small",
         "--data.max-bad-fraction", "0.1",
     ]  # fmt: skip
 
@@ -94,7 +94,7 @@ def parquet_task(tmp_path):
     """Row groups of a few images."""
     rows = task_of(f"folder:{folder_of(tmp_path)}").rows
     labeled = np.array([label != "emu" for label in rows.labels])
-    pack(rows, labeled, Storage(str(tmp_path / "out")), 4000, store_here(1))
+    pack(rows, labeled, Storage(str(tmp_path / "out")), 4000, store_local(1))
     return task_of(f"parquet:{tmp_path / 'out'}")
 
 
@@ -148,7 +148,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         chunks = list(crop(job))
         assert len(chunks) >= 12 * 6 / 5  # they leave a task one by one
         pixels, why = joined(chunks)
-        expected, expected_why = joined(crop_here(job, 1))
+        expected, expected_why = joined(crop_local(job, 1))
         assert (pixels == expected).all() and why == expected_why and len(pixels) == 12 * 6
         rest, _ = joined(crop(job_of(train, rank, 2, first=7)))
         assert (rest == expected[7 * 6 :]).all()
@@ -180,7 +180,7 @@ def test_bad_images_of_a_streaming_run_are_listed_once(ray_cluster, tmp_path, ca
     """And with or without Ray it is one run; no block was spilled."""
     from ray._private.internal_api import memory_summary
 
-    argv = ["discover", *words_of(tmp_path), "--data.ingest", "streaming"]
+    argv = ["discover", *words_of(tmp_path), "--data.loading", "streaming"]
     for workers in ("0", "1"):
         assert cli.main([*argv, "--workers", workers, "--output", str(tmp_path / workers)]) == 0
     assert_same_weights(tmp_path / "1", tmp_path / "0")
@@ -218,7 +218,7 @@ def test_what_workers_get_holds_no_hidden_label(tmp_path):
     hidden = (task.labels < 0) & task.is_train
     shuffled = task.eval_labels.copy()
     shuffled[hidden] = -1
-    for config in (CONFIG, override(CONFIG, {"data.ingest": "resident"})):
+    for config in (CONFIG, override(CONFIG, {"data.loading": "memory"})):
         found = []
         for truth in (task.eval_labels, shuffled):
             put: list[object] = []
@@ -244,7 +244,7 @@ def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, n
         {"NodeID": "own", "Alive": alive, "Resources": {"CPU": cpus_here}},
         {"NodeID": "head", "Alive": True, "Resources": {}},
     ]
-    assert ray_data.near(nodes, "own", 2.0, neighbours, 1.0) == ("own" if stays else None)
+    assert ray_data.preferred_node(nodes, "own", 2.0, neighbours, 1.0) == ("own" if stays else None)
 
 
 @pytest.mark.ray
@@ -316,11 +316,11 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
     assert "data: streaming, 76.8 kB decoded, in memory 870 MB with all programs, budget 0 bytes (60%" in said
-    assert "ingest: streaming" in (output / "config.yaml").read_text()
+    assert "loading: streaming" in (output / "config.yaml").read_text()
     monkeypatch.setattr("uno.session.resources.free_memory", lambda config: (10**12, None))
     assert cli.main(argv) == 0
-    assert "other settings: data.ingest" in refused(capsys, 2, *argv, "--data.ingest", "resident")
-    assert cli.main([*argv, "--fresh"]) == 0
+    assert "other settings: data.loading" in refused(capsys, 2, *argv, "--data.loading", "memory")
+    assert cli.main([*argv, "--overwrite"]) == 0
     assert "with all programs, budget 599 GB" in capsys.readouterr().out
 
 
@@ -331,7 +331,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
     assert cli.main(["data", "pack", "--data", "digits", "--limit", "200", "--output", "out"]) == 0
     assert "400 rows, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
     monkeypatch.setattr("uno.data.resident.train_set", pytest.fail)
-    words = ["--data", "parquet:out", "--known-classes", "first:5", "--data.ingest", "streaming"]
+    words = ["--data", "parquet:out", "--known-classes", "first:5", "--data.loading", "streaming"]
     assert cli.main(["discover", *SMALL, *words, "--output", "run"]) == 0
     assert "test/novel/task_agnostic_strict/acc/avg" in (tmp_path / "run/metrics.json").read_text()
     assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()

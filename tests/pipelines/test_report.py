@@ -29,5 +29,5 @@ def test_report_writes_the_page(run, tmp_path, capsys):
 
 
 def test_report_refuses_what_is_no_run(capsys):
-    assert cli.guard(commands.report, ["/nowhere"]) == 2
+    assert cli.run_guarded(commands.report, ["/nowhere"]) == 2
     assert "is not a run directory" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipelines import cells, cli, reproduce, tables
-from pipelines.cells import Job, RayProcess, read_attempts, run_jobs, start_here
+from pipelines.cells import CellProcess, RayProcess, read_attempts, run_jobs, start_local
 from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.forked import forked
@@ -88,9 +88,9 @@ def run(request, codes=None):
     (["ablation", "--seed", "3"], "seed is for the table to choose"),
     (["ablation", "--data", "digits"], "data.source is for the table to choose"),
     (["ablation", "--weights", "x.safetensors"], "model.weights is for the table to choose"),
-    (["ablation", "--model.trainable", "heads"], "needs --weights FILE"),
-    (["ablation", "--model.trainable", "heads", "--weights", "x"], "needs --weights FILE"),
-    (["ablation", "--model.trainable", "heads", "--weights", "x.pt"], "no such file"),
+    (["ablation", "--model.finetune", "none"], "needs --weights FILE"),
+    (["ablation", "--model.finetune", "none", "--weights", "x"], "needs --weights FILE"),
+    (["ablation", "--model.finetune", "none", "--weights", "x.pt"], "no such file"),
     (["ablation", "--objective.epsilom", "1"], "unknown option --objective.epsilom"),
     (["ablation", "--output", "s3://a/b"], "must be a directory"),
     (["ablation", "--cifar10-jpeg", "/nowhere"], "/nowhere"),
@@ -99,7 +99,7 @@ def run(request, codes=None):
 def test_mistakes_are_one_line_and_nothing_starts(words, message, capsys, tmp_path, monkeypatch):
     """Kills: a traceback, and a run that starts before everything is known to be there."""
     monkeypatch.chdir(tmp_path)
-    assert cli.guard(reproduce.main, words) == 2
+    assert cli.run_guarded(reproduce.main, words) == 2
     err = capsys.readouterr().err.strip()
     assert "\n" not in err
     assert re.search(message, err), err
@@ -187,7 +187,7 @@ def frozen_request(request_of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     encoder = build_encoder(request_of().cells[0].config.model)
     save_file(encoder.state_dict(), "encoder.safetensors")
-    words = ["--model.trainable", "heads", "--weights", "encoder.safetensors", "--compute.cache", "cache"]
+    words = ["--model.finetune", "none", "--weights", "encoder.safetensors", "--compute.cache", "cache"]
     return lambda *more: request_of(*words, "--discover.epochs", "1", *more)
 
 
@@ -237,12 +237,15 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
     assert asked.table.benchmarks[0].name == "My Photos (4 / 2)"
     assert asked.output == Path("runs/reproduce-sota-my-photos").absolute()
     for key, config in found.items():
-        assert config.data.source == str(tmp_path / "My Photos") and config.data.pile == "novel"
-        assert config.data.known_classes == str(tmp_path / "known.txt") and config.data.hold_out == 0.1
+        assert config.data.source == str(tmp_path / "My Photos") and config.data.setting == "ncd"
+        assert (
+            config.data.known_classes == str(tmp_path / "known.txt")
+            and config.data.validation_fraction == 0.1
+        )
         assert (config.discover.epochs, config.train.batch_size) == (2, 66) and config.output is None
         ours = config.method == "uno"
-        assert config.model.start == ("kmeans" if ours else "random"), key
-        assert config.objective.prior == ("clusters" if ours else None)
+        assert config.model.prototype_init == ("kmeans" if ours else "random"), key
+        assert config.objective.class_prior == ("clusters" if ours else None)
         assert config.model.weights == str(tmp_path / "encoder.safetensors")
     assert len({cell.pretraining for cell in asked.cells}) == 1
     assert len({dump_yaml(config) for config in found.values()}) == len(found)
@@ -252,8 +255,10 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
     assert [job.name.partition("/")[0] for job in jobs] == ["features", *["cells"] * 11]
     assert found["uno"].discover.base_lr == found["iic"].discover.base_lr < found["rs"].discover.base_lr
     assert {cell.config.discover.base_lr for cell in request(["sota"]).cells} == {0.1}
-    rs = own_request("sota", "--model.start", "random", "--discover.base-lr", "0.5", "--rows", "rs").cells[0]
-    assert (rs.config.model.start, rs.config.discover.base_lr) == ("random", 0.5)
+    rs = own_request(
+        "sota", "--model.prototype_init", "random", "--discover.base-lr", "0.5", "--rows", "rs"
+    ).cells[0]
+    assert (rs.config.model.prototype_init, rs.config.discover.base_lr) == ("random", 0.5)
 
 
 def test_rows_that_own_images_refuse_are_told(own_request):
@@ -280,7 +285,7 @@ def test_images_without_truth_cannot_be_counted(own_request, tmp_path):
     write_images(tmp_path / "new", {"": 12})
     words = ["sota", "--labeled", "My Photos", "--unlabeled", "new", "--num-novel", "2"]
     with pytest.raises(ConfigError, match="no unlabeled row has a true class to count by"):
-        request([*words, "--preset", "custom"])
+        request([*words, "--preset", "scratch"])
 
 
 def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
@@ -344,7 +349,7 @@ def test_a_pretraining_goes_on_for_other_rows(request_of):
 
 def test_a_signal_stops_the_queue(tmp_path):
     """Kills: a driver that starts the next cell after SIGTERM."""
-    jobs = [Job(f"cells/{i}", Config(), str(i)) for i in range(3)]
+    jobs = [CellProcess(f"cells/{i}", Config(), str(i)) for i in range(3)]
     (tmp_path / "cells").mkdir()
     processes = Processes()
     with pytest.raises(Interrupted):
@@ -379,7 +384,7 @@ def test_a_process_ends_with_its_driver(tmp_path):
     child += "threading.Thread(target=e, daemon=True).start(); time.sleep(200)"
 
     def driver():
-        started = start_here([sys.executable, "-c", child], tmp_path / "log")
+        started = start_local([sys.executable, "-c", child], tmp_path / "log")
         print(started.pid, file=sys.stderr)
         return started
 
@@ -406,7 +411,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     assert 1 <= len(before) < 4
     recorded = (tmp_path / "record" / "cells.jsonl").read_text().splitlines()
     assert {json.loads(line)["cell"].split("/")[-1] for line in recorded} == {p.parent.name for p in before}
-    assert cli.guard(reproduce.main, words) == 0
+    assert cli.run_guarded(reproduce.main, words) == 0
     assert all(path.stat().st_mtime == time_of for path, time_of in before.items())
     assert len(list(out.glob("cells/*/metrics.json"))) == 4
     text = (out / "ablation.md").read_text()

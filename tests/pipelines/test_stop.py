@@ -17,7 +17,7 @@ from tests.forked import forked
 from uno import collectives
 from uno.errors import Interrupted, StorageError
 from uno.session import console
-from uno.session.console import STOP_SIGNALS, on_stop, stopped_at_once
+from uno.session.console import STOP_SIGNALS, interrupt_on_signal, on_stop
 
 
 def test_ray_does_not_take_sigterm_from_us(monkeypatch):
@@ -72,7 +72,7 @@ def test_a_line_that_nobody_can_read_does_not_keep_it_from_saving(monkeypatch):
     def closed(*_):
         raise BrokenPipeError
 
-    monkeypatch.setattr(console, "say", closed)
+    monkeypatch.setattr(console, "print_line", closed)
     asked = []
     with on_stop(lambda: asked.append(1), "stopping"):
         signal.raise_signal(signal.SIGHUP)
@@ -80,7 +80,7 @@ def test_a_line_that_nobody_can_read_does_not_keep_it_from_saving(monkeypatch):
 
 
 def test_a_stop_that_a_library_swallows_is_said_at_the_end():
-    with pytest.raises(Interrupted, match="resume"), stopped_at_once("resume"), suppress(Exception):
+    with pytest.raises(Interrupted, match="resume"), interrupt_on_signal("resume"), suppress(Exception):
         signal.raise_signal(signal.SIGTERM)
 
 
@@ -116,7 +116,7 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
 
     monkeypatch.setattr(worker, "STOP_LOOK_S", 0.001)
     monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(collectives, "sum_", lambda vote: votes.append(vote.clone()) or vote)
+    monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: votes.append(vote.clone()) or vote)
     first = StopVotes(0, torch.device("cpu"), look)
     asked = []
     while not (asked and asked[-1]):
@@ -129,7 +129,7 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
     assert max(int(vote[1]) for vote in votes) == most
     assert len(votes) >= len(asked) / most
     seen = iter(votes)
-    monkeypatch.setattr(collectives, "sum_", lambda vote: next(seen) + vote)
+    monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: next(seen) + vote)
     other = StopVotes(1, torch.device("cpu"), pytest.fail)
     for answer in asked:
         clock[0] += 7 * step_s  # another clock

@@ -13,7 +13,7 @@ from uno.runs.checkpoint import checkpoint_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SPREAD = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement", "SPREAD"]
+SPREAD = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement_strategy", "SPREAD"]
 WAITS = "waiting for nodes: wanted are 2 workers of 1 CPU"
 
 
@@ -38,7 +38,7 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     trained twice after a notice, workers that keep the share of before, which leaves Ray Data no CPU.
     """
     storage = Storage(str(tmp_path / "run"))
-    argv = [*SPREAD, "--data.ingest", "streaming", "--output", storage.root]
+    argv = [*SPREAD, "--data.loading", "streaming", "--output", storage.root]
     narrow = [*argv, "--compute.cpus-per-worker", "1"]
     env = nodes.env | {faults.VARIABLE: "kill-node:step=2"}
 

@@ -21,9 +21,9 @@ def test_options_are_its_own_and_those_of_a_run():
     words = "--space full --trials 5 --objective.epsilon 0.2 --score loss"
     options = tiny_options("/x", *words.split())
     assert (options.trials, options.score, options.space_name) == (5, "loss", "full")
-    assert options.config.objective.epsilon == options.given["objective.epsilon"] == 0.2
-    assert options.given["preset"] == "digits" and not any(
-        key.startswith(("output", "compute")) for key in options.given
+    assert options.config.objective.epsilon == options.overrides["objective.epsilon"] == 0.2
+    assert options.overrides["preset"] == "digits" and not any(
+        key.startswith(("output", "compute")) for key in options.overrides
     )
     assert options.asha == {"grace_epochs": 1, "reduction": 3}
     assert tiny_options("/x", "--no-stopping").asha is None
@@ -68,7 +68,7 @@ def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
     for words, name in ((["--folds", "1"], "folds"), (["--objective.epsilon", "0.3"], "objective.epsilon")):
         with pytest.raises(ConfigError, match=name):
             driver.open_sweep(tiny_options(tmp_path, *words), storage, "0" * 64, 3)
-    same = tiny_options(tmp_path, "--trials", "99", "--concurrent", "1", "--compute.workers", "0")
+    same = tiny_options(tmp_path, "--trials", "99", "--concurrent", "1", "--compute.num_workers", "0")
     driver.open_sweep(same, storage, "0" * 64, 3)
     storage.write("sweep.yaml", b"- damaged")
     with pytest.raises(ConfigError, match=r"sweep\.yaml"):
@@ -78,9 +78,9 @@ def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
 def test_a_sweep_that_goes_on_holds_out_what_it_held_out(tmp_path):
     """Kills: an old sweep refused for a changed default, a share that was asked for and is ignored."""
     fake_sweep(tmp_path, tiny_options(tmp_path), [])
-    by_default, asked = tiny_options(tmp_path), tiny_options(tmp_path, "--data.hold-out", "0.1")
+    by_default, asked = tiny_options(tmp_path), tiny_options(tmp_path, "--data.validation-fraction", "0.1")
     by_default = by_default._replace(config=asked.config)
-    found = [driver._resolved(options)[0].config.data.hold_out for options in (by_default, asked)]
+    found = [driver._resolved(options)[0].config.data.validation_fraction for options in (by_default, asked)]
     assert found == [0, 0.1]
 
 
@@ -109,7 +109,7 @@ def test_a_sweep_waits_for_the_nodes_of_its_first_trial(tmp_path, monkeypatch):
     """Kills: "the cluster has 0" on a cluster whose workers start when they are asked for."""
     options, found, waited = tiny_options(tmp_path), [{"CPU": 0.0}, {"CPU": 4.0}], []
     ray = SimpleNamespace(cluster_resources=lambda: found.pop(0))
-    monkeypatch.setattr(driver.nodes, "await_place", lambda *facts: waited.append(facts[2]))
+    monkeypatch.setattr(driver.nodes, "wait_for_resources", lambda *facts: waited.append(facts[2]))
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert driver.room(ray, options, lambda: False)[1]["CPU"] == 1.0 and waited == [1800]
     monkeypatch.setenv("RAY_ADDRESS", "local")
@@ -132,7 +132,7 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 18})
     options = sweep_options(parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE))
     found, task = driver._resolved(options)
-    assert found.config.augment.large.size == found.given["data.store_size"] == 12
+    assert found.config.augment.large.size == found.overrides["data.stored_size"] == 12
     assert (found.config.discover.epochs, found.asha["grace_epochs"]) == (18, 3)
     folds = make_folds(driver.load_data(found, task, None), "folds", 2, 0)
     fitted = driver._fitted(found._replace(config=override(found.config, {"train.batch_size": 500})), folds)

@@ -14,7 +14,7 @@ from tune.score import make_folds
 from uno.config import override
 from uno.data import features
 from uno.session import resources
-from uno.session.job import prepare
+from uno.session.job import preflight
 from uno.session.resources import SHARE
 from uno.weights import PRETRAINED
 
@@ -35,7 +35,7 @@ def computed(monkeypatch):
 
 
 def load(options, own_weights=None):
-    return load_data(options, prepare(override(options.config, HERE)), own_weights)
+    return load_data(options, preflight(override(options.config, HERE)), own_weights)
 
 
 def test_trials_and_later_sweeps_share_features_that_are_computed_once(tmp_path, computed):
@@ -88,18 +88,18 @@ def test_what_would_change_the_features_is_not_searched(tmp_path):
     path = tmp_path / "mine.yaml"
     for key, choices in {
         "augment.large.jitter": "[0.0, 0.5]", "augment.weak": "[false, true]", "model.width": "[4, 8]",
-        "model.trainable": "[heads, all]", "model.encoder": "[resnet_small, resnet18]",
+        "model.finetune": "[none, full]", "model.encoder": "[resnet_small, resnet18]",
     }.items():  # fmt: skip
         path.write_text(f"{key}: {{choices: {choices}}}\n")
         said = failure(spaces.load_space, str(path), config)
-        assert said.startswith(f"{key} cannot be searched with model.trainable heads")
-        assert spaces.load_space(str(path), override(config, {"model.trainable": "all"}))
+        assert said.startswith(f"{key} cannot be searched with model.finetune none")
+        assert spaces.load_space(str(path), override(config, {"model.finetune": "full"}))
     path.write_text("augment.large.num_views: {choices: [2, 3]}\nmodel.hidden_dim: {choices: [8, 16]}\n")
     assert len(spaces.load_space(str(path), config)) == 2
 
 
 @pytest.mark.parametrize(("weights", "says"), [
-    (None, "model.trainable heads needs --weights"),
+    (None, "model.finetune none needs --weights"),
     ("/no/such/run", "may have been trained on the classes that a fold hides"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_before_anything_starts(tmp_path, monkeypatch, weights, says):
@@ -123,12 +123,12 @@ def test_what_does_not_fit_is_refused_before_an_image_is_read(tmp_path, monkeypa
 
     monkeypatch.setattr(driver, "load_data", started)
     needed = 400 * row_bytes * 4  # here, in Ray's store, and in two trials
-    for ingest, free, refused in (
+    for loading, free, refused in (
         ("auto", needed / SHARE + 100, False), ("auto", needed / SHARE - 100, True),
-        ("resident", 0, False), ("streaming", 10**12, True),
+        ("memory", 0, False), ("streaming", 10**12, True),
     ):  # fmt: skip
         monkeypatch.setattr(resources, "free_host_bytes", lambda free=free: free)
-        words = ("--trials", "9", "--concurrent", "2", "--data.ingest", ingest)
+        words = ("--trials", "9", "--concurrent", "2", "--data.loading", loading)
         options = make(tmp_path, *words)
         if not refused:
             with pytest.raises(InterruptedError):
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_before_an_image_is_read(tmp_path, monkeypa
             continue
         said = failure(run_sweep, options)
         assert says in said and "400 rows are " in said and "(4 copies)" in said and "\n" not in said
-        assert ("do not stream" in said) == (ingest == "streaming")
+        assert ("do not stream" in said) == (loading == "streaming")
         assert ("shares" in said) == (make is tiny_options)
     assert not list(tmp_path.rglob("sweep.yaml"))
 

@@ -61,7 +61,7 @@ EPSILON, HEADS = "objective.epsilon", "model.num_heads"
     ("data.source", "{choices: [digits]}", "cannot be searched"),
     ("seed", "{low: 0, high: 5, scale: int}", "cannot be searched"),
     ("discover.epochs", "{low: 1, high: 5, scale: int}", "cannot be searched"),
-    ("compute.workers", "{low: 0, high: 2, scale: int}", "cannot be searched"),
+    ("compute.num_workers", "{low: 0, high: 2, scale: int}", "cannot be searched"),
     ("model.weights", "{choices: [a, b]}", "cannot be searched"),
 ])  # fmt: skip
 def test_a_bad_domain_is_one_line_naming_it(tmp_path, key, entry, words):

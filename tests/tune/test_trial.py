@@ -12,7 +12,7 @@ from tune import records, trial
 from tune.records import PartStorage
 from tune.score import make_folds
 from tune.trial import Leases, note_failure, pretrain_key, shared_pretraining
-from uno.config import about, field_names, override
+from uno.config import field_names, field_traits, override
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
 from uno.runs import run
@@ -82,17 +82,17 @@ def test_a_trial_of_a_sweep_that_was_taken_over_writes_nothing(options, storage)
 
 CHANGES = {
     "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
-    "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2, "objective.num_iters": 5,
+    "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2, "objective.sinkhorn_iters": 5,
     "objective.aggregation": "average_logits", "objective.concat": False, "objective.pseudo_labels": "hard",
-    "data.composition": "paired", "data.num_novel": 2, "data.pile": "novel", "objective.prior": "clusters",
+    "data.batch_sampling": "balanced", "data.num_novel": 2, "data.setting": "ncd", "objective.class_prior": "kmeans",
     "objective.iic_weight": 0.1, "objective.iic_view_weight": 0.1, "objective.rkd_weight": 0.1,
-    "objective.rkd_temperature": 2.0, "objective.queue_size": 8, "model.start": "kmeans",
+    "objective.rkd_temperature": 2.0, "objective.queue_size": 8, "model.prototype_init": "kmeans",
 }  # fmt: skip
 
 
 def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, fold, tmp_path):
     """Kills: a key that changes pretraining and is left out: a trial would start from another's weights."""
-    covered = {key for key in field_names() if about(key).scope == "discover"}
+    covered = {key for key in field_names() if field_traits(key).scope == "discover"}
     phase = {key for key in covered if key.startswith("discover.")}
     assert covered - phase == {*CHANGES, "method", "model.weights"} - phase
     found, keys = [], set()
@@ -158,7 +158,7 @@ def test_a_group_that_dies_is_started_again_from_its_checkpoint(monkeypatch):
     monkeypatch.setattr("ray.tune.integration.ray_train.TuneReportCallback", Mock)
     monkeypatch.setattr(ray.tune, "get_context", lambda: Mock(get_trial_id=lambda: "a"))
     options = Mock()
-    options.config.compute.workers = 2
+    options.config.compute.num_workers = 2
     sweep = trial.Sweep(options, 1, "/tmp", "token", {"CPU": 1.0}, None, None)
     trial._start_workers(0, sweep)
     assert names == ["train-a-0", "train-a-1", "train-a-2"]

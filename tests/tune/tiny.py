@@ -19,7 +19,7 @@ from tune.trial import Leases, SweepOptions, run_trial
 from uno.config import Config
 from uno.data.files import Storage
 from uno.encoder import build_encoder
-from uno.runs.lock import ClaimedStorage, claim
+from uno.runs.lock import ClaimedStorage, lock_run
 from uno.train import LocalWorker
 
 TINY = (
@@ -53,8 +53,8 @@ def frozen_options(folder: Path, *more: str) -> SweepOptions:
     torch.manual_seed(0)
     encoder = build_encoder(tiny_options(folder).config.model)
     save_file(encoder.state_dict(), weights)
-    words = ["--model.trainable", "heads", "--weights", str(weights), "--model.start", "kmeans"]
-    words += ["--objective.prior", "clusters", "--augment.cached-views", "3"]
+    words = ["--model.finetune", "none", "--weights", str(weights), "--model.prototype_init", "kmeans"]
+    words += ["--objective.class_prior", "kmeans", "--augment.num-cached-views", "3"]
     words += ["--compute.cache", str(folder / "cache")]
     return tiny_options(folder / "s", *words, *more)
 
@@ -62,7 +62,7 @@ def frozen_options(folder: Path, *more: str) -> SweepOptions:
 @contextmanager
 def claimed(folder: Path) -> Iterator[ClaimedStorage]:
     """A directory under a claim."""
-    with claim(Storage(str(folder)), on_wait=print) as mine:
+    with lock_run(Storage(str(folder)), on_wait=print) as mine:
         yield mine.storage
 
 

@@ -33,7 +33,7 @@ READ, COPY, COPY_ = aten._local_scalar_dense.default, aten._to_copy.default, ate
 BY_VALUES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 TINY = {key: value for key, value in SMALL.items() if key.startswith("model.")} | {
     "model.encoder": "tests.uno.fake_cuda:narrow", "model.weights": None, "train.batch_size": 32,
-    "data.composition": "paired",
+    "data.batch_sampling": "balanced",
 }  # fmt: skip
 
 
@@ -179,8 +179,8 @@ def train_steps(
             assert (loss.device.type, loss.dtype, loss.shape) == (device.type, torch.float32, (1,))
             mode.strict = False
 
-    side = max(config.augment.large.size, config.augment.small.size, config.data.store_size)
-    train = rows_of(1 + 4, 8) if config.model.trainable == "heads" else rows_of(3, side, side)
+    side = max(config.augment.large.size, config.augment.small.size, config.data.stored_size)
+    train = rows_of(1 + 4, 8) if config.model.finetune == "none" else rows_of(3, side, side)
     there = fake_cuda(world_size) if device == DEVICE else nullcontext(RealCuda())
     with there as mode, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "fit", fit)

@@ -51,7 +51,7 @@ def write_model(run: Path, aligned: bool = True, num_novel: int = 5, **overrides
 def _spread_prototypes_(model: UnoModel, config: Config) -> None:
     """Point prototypes from the mean to single images, so that every class is predicted for some digits."""
     digits = torch.from_numpy(read_digits().images.items[:40]).permute(0, 3, 1, 2) / 255
-    size = config.data.store_size
+    size = config.data.stored_size
     images = F.interpolate(digits, size=(size, size), mode="bilinear")
     features = model.features(normalize(images, config.data.mean, config.data.std))
     inputs = F.normalize(features, dim=-1) if model.normalize_input else features
@@ -109,7 +109,7 @@ def write_damaged(folder: Path) -> dict[str, bool]:
         "png-named.jpg": png, "jpeg-named.png": jpeg, "palette.gif": gif, "alpha.png": encoded(rgba),
         "sixteen-bit.png": encoded((np.arange(1200).reshape(40, 30) * 50).astype(np.uint16)),
         "palette.png": encoded(picture.convert("P")), "one-bit.png": encoded(picture.convert("1")),
-        "grey.jpg": encoded(picture.convert("L"), "JPEG"),
+        "gray.jpg": encoded(picture.convert("L"), "JPEG"),
         "cmyk.jpg": encoded(picture.convert("CMYK"), "JPEG"),
         "rotated.jpg": encoded(noise, "JPEG", exif=exif), "trailing.jpg": jpeg + b"garbage" * 100,
         "broken-exif.jpg": jpeg[:2] + b"\xff\xe1\x00\x10Exif\x00\x00garbage!" + jpeg[2:],

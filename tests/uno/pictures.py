@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from uno.augment import Draws, apply, draw_numbers, draws_of
+from uno.augment import AugmentParams, apply, sample_uniforms, to_params
 from uno.config import ViewConfig
 
 LEVEL = 1 / 255
@@ -11,9 +11,9 @@ MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 EVERYTHING = ViewConfig(
     size=24, crop="resized", crop_scale=(0.3, 1.0), flip=0.5, affine=0.5, affine_degrees=20,
     affine_translate=0.1, affine_scale=(0.8, 1.2), affine_shear=10, jitter=0.8, brightness=0.4, contrast=0.5,
-    saturation=0.6, hue=0.3, grey=0.2, solarize=0.3, equalize=0.3, blur=0.5, blur_sigma=(0.1, 1.5),
+    saturation=0.6, hue=0.3, grayscale=0.2, solarize=0.3, equalize=0.3, blur=0.5, blur_sigma=(0.1, 1.5),
 )  # fmt: skip
-NOTHING = ViewConfig(size=32, crop="none", flip=0, jitter=0, grey=0)
+NOTHING = ViewConfig(size=32, crop="none", flip=0, jitter=0, grayscale=0)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -21,16 +21,16 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def photos(num: int, side: int = 32, seed: int = 0) -> torch.Tensor:
-    """Smooth colourful images with black, white and grey patches, uint8."""
+    """Smooth colourful images with black, white and gray patches, uint8."""
     noise = torch.randn(num, 3, 8, 8, generator=seeded(seed))
     images = (F.interpolate(noise, side, mode="bicubic") * 70 + 128).clamp(0, 255)
     images[:, :, :4, :4], images[:, :, -4:, -4:], images[:, :, :4, -4:] = 0, 255, 90
     return images.round().to(torch.uint8)
 
 
-def draw(config: ViewConfig, num_rows: int, side: int, seed: int = 0) -> Draws:
+def draw(config: ViewConfig, num_rows: int, side: int, seed: int = 0) -> AugmentParams:
     """Parameters of one view of each of ``num_rows`` images."""
-    return draws_of(config, draw_numbers(num_rows, 1, seeded(seed)), side)
+    return to_params(config, sample_uniforms(num_rows, 1, seeded(seed)), side)
 
 
 def view(images: torch.Tensor, config: ViewConfig, seed: int = 0) -> torch.Tensor:

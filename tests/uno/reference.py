@@ -48,7 +48,7 @@ def targets_of(novel: np.ndarray, num_labeled: int, num_large: int, options: dic
     return np.array(targets)
 
 
-def loss_of(known, novel, labels, targets, temperature: float, concat: bool) -> float:
+def classify_failure(known, novel, labels, targets, temperature: float, concat: bool) -> float:
     """Eq. 1-3 for one head: known (V, B, C_l), novel (V, B, K), targets (V_large, B_u, K)."""
     terms, num_known, num_clusters = [], known.shape[2], novel.shape[2]
     for v, w in itertools.permutations(range(len(known)), 2):  # the view that teaches, the one that predicts
@@ -60,7 +60,7 @@ def loss_of(known, novel, labels, targets, temperature: float, concat: bool) -> 
                 alone, logits = targets[v, b - len(labels)], novel[w, b]
                 nothing = (
                     num_known + num_clusters - len(alone)
-                )  # in a mixed pile the target is over all outputs
+                )  # in the GCD setting the target is over all outputs
                 target = np.concatenate([np.zeros(nothing), alone])  # Eq. 2, lower row
             if concat:
                 terms.append(cross_entropy(np.concatenate([known[w, b], novel[w, b]]), target, temperature))

@@ -16,7 +16,7 @@ from uno.data.resident import EvalSet, TrainSet
 from uno.errors import Interrupted
 from uno.methods import registry
 from uno.presets import preset
-from uno.prototype_init import start_
+from uno.prototype_init import init_prototypes_
 from uno.runs import run
 from uno.runs.journal import read_journal
 from uno.runs.run import plans
@@ -58,10 +58,10 @@ def fresh_state(
     model = registry.build_network(config, 5, num_novel, config.seed).to(dtype).train()
     train = train or small_sets()[0]
     extra = method.start(config, model, train) if method.start and num_novel else {}
-    extra = start_(config, model, train, extra) if num_novel else {}
+    extra = init_prototypes_(config, model, train, extra) if num_novel else {}
     phase = config.discover if num_novel else config.pretrain
-    state = new_state(model, worker.wrap(model), phase, CPU, False, config.model.encoder_lr)
-    state.extra = {name: collectives.from_first(tensor) for name, tensor in extra.items()}
+    state = new_state(model, worker.wrap(model), phase, CPU, False, config.model.encoder_lr_factor)
+    state.extra = {name: collectives.broadcast_from_rank0(tensor) for name, tensor in extra.items()}
     state.total_steps = 18
     return state
 

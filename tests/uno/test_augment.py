@@ -14,7 +14,7 @@ from uno.augment import apply, augment, eval_view
 from uno.config import AugmentConfig, ViewConfig
 from uno.presets import preset
 
-COINS = ("flip", "affine", "jitter", "grey", "solarize", "equalize", "blur")
+COINS = ("flip", "affine", "jitter", "grayscale", "solarize", "equalize", "blur")
 PLAIN = ((0, 0, 0), (1, 1, 1))  # statistics that leave 0-1
 IMAGENET = preset("imagenet", "v2").augment  # at a size that the CPU does quickly
 SMALL_IMAGENET = IMAGENET.model_copy(update={"large": IMAGENET.large.model_copy(update={"size": 38})})
@@ -57,7 +57,7 @@ PRESET_SIZES = {
 def test_views_of_the_presets(name, recipe):
     """Kills: small before large, a missing view, views not normalised, not contiguous or all equal."""
     config = preset(name, recipe)
-    images = photos(4, config.data.store_size)
+    images = photos(4, config.data.stored_size)
     views = augment(images, config.augment, seeded(), config.data.mean, config.data.std)
     assert [tuple(v.shape) for v in views] == [(4, 3, size, size) for size in PRESET_SIZES[name, recipe]]
     for v in views:
@@ -102,7 +102,7 @@ def test_only_the_generator_decides():
 
 def test_weak_keeps_the_crops_and_drops_the_colours():
     """Kills: weak ignored, weak without flip or crop, other crops than strong, digits without affine map."""
-    off = dict(jitter=0.0, grey=0.0, solarize=0.0, equalize=0.0, blur=0.0)
+    off = dict(jitter=0.0, grayscale=0.0, solarize=0.0, equalize=0.0, blur=0.0)
     for name in ("cifar-v2", "digits", "everything"):
         config, side = BATCHES[name]
         images = photos(100, side)
@@ -127,7 +127,7 @@ def test_eval_view_is_the_centre():
 
 
 def test_wrong_input_is_named():
-    """Kills: floats scaled twice, grey or oblong images, a mismatch of rows, a crop beyond the padding."""
+    """Kills: floats scaled twice, gray or oblong images, a mismatch of rows, a crop beyond the padding."""
     config = AugmentConfig(large=NOTHING)
     images = photos(4)
     for bad in (images / 255, images[:, :1], images[..., :-1], images[:0]):
@@ -157,7 +157,7 @@ def test_parameters_and_probabilities_follow_the_recipe(name, recipe, kind):
     """
     config = None if name == "everything" else preset(name, recipe)
     c = EVERYTHING if config is None else getattr(config.augment, kind)
-    draws = draw(c, NUM_DRAWS, 32 if config is None else config.data.store_size, 5)
+    draws = draw(c, NUM_DRAWS, 32 if config is None else config.data.stored_size, 5)
     ranges = [
         (draws.factors[:, 0], 1 - c.brightness, 1 + c.brightness),
         (draws.factors[:, 1], 1 - c.contrast, 1 + c.contrast),

@@ -46,7 +46,7 @@ def test_resized_crop_equals_torchvision(size):
 def test_crop_after_padding_copies_pixels():
     """Kills: reflected or replicated border, shift off by one, interpolation in a copy, axes swapped."""
     images = photos(81, 16)
-    config = ViewConfig(size=16, crop="pad", crop_padding=4, flip=0, jitter=0, grey=0)
+    config = ViewConfig(size=16, crop="pad", crop_padding=4, flip=0, jitter=0, grayscale=0)
     draws = draw(config, len(images), 16)
     padded = tv.pad(images, [4, 4, 4, 4])
     places = draws.box[:, :2].long() + 4
@@ -59,7 +59,7 @@ def test_crop_after_padding_copies_pixels():
 def test_flip(crop):
     """Kills: a flip at probability 0, no flip at 1, vertical flip, flip of the box in place of the pixels."""
     images = photos(64)
-    off = ViewConfig(size=20 if crop == "resized" else 32, crop=crop, flip=0, jitter=0, grey=0)
+    off = ViewConfig(size=20 if crop == "resized" else 32, crop=crop, flip=0, jitter=0, grayscale=0)
     plain, mirrored = (view(images, off.model_copy(update=dict(flip=p))) for p in (0.0, 1.0))
     torch.testing.assert_close(mirrored, plain.flip(3), atol=1e-6, rtol=0)
     assert (mirrored - plain).abs().mean() > 0.02
@@ -96,7 +96,7 @@ def test_blends_equal_torchvision(operation):
 
 
 def test_hue_equals_torchvision():
-    """Kills: turn the other way, sixths swapped, no wrap around red, NaN or a colour cast on grey pixels."""
+    """Kills: turn the other way, sixths swapped, no wrap around red, NaN or a colour cast on gray pixels."""
     images = photos(48)
     shift = torch.cat([uniform(44, -0.5, 0.5), torch.tensor([0.5, -0.5, 1 / 3, -1 / 6])])
     check_both_dtypes(color.hue_, tv.adjust_hue, images, shift, atol=1e-5)
@@ -112,7 +112,7 @@ def test_grey_solarize_equal_torchvision():
     images = photos(20)
     floats = images / 255
     reference = torch.stack([tv.rgb_to_grayscale(image, num_output_channels=3) for image in floats])
-    torch.testing.assert_close(color.grey(floats), reference, atol=1e-6, rtol=0)
+    torch.testing.assert_close(color.grayscale(floats), reference, atol=1e-6, rtol=0)
 
     def solarized(image, threshold):
         return tv.solarize(image, threshold if image.is_floating_point() else 255 * threshold)
@@ -197,7 +197,7 @@ def reference_view(image: torch.Tensor, draws, row: int, config: ViewConfig) -> 
     if draws.jitter[row]:
         for op in color.JITTER_ORDERS[int(draws.order[row])]:
             x = ADJUST[op](x, draws.factors[row, op].item())
-    x = tv.rgb_to_grayscale(x, num_output_channels=3) if draws.grey[row] else x
+    x = tv.rgb_to_grayscale(x, num_output_channels=3) if draws.grayscale[row] else x
     x = tv.solarize(x, draws.threshold[row].item()) if draws.solarize[row] else x
     x = tv.equalize((255 * x).round().to(torch.uint8)) / 255 if draws.equalize[row] else x
     if draws.blur[row]:

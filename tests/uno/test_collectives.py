@@ -38,9 +38,13 @@ OPTIONS = {
 }  # fmt: skip
 
 
-MIXED = {"data__pile": "mixed", "objective__rkd_weight": 0.5}
-VIT = {"model__encoder": "tests.uno.toy_encoders:vit", "model__trainable": "last", "model__encoder_lr": 0.5}
-OF_UNO = {"uno": OPTIONS, "mixed": MIXED, "last": {"model__trainable": "last"}, "vit": VIT}
+MIXED = {"data__setting": "gcd", "objective__rkd_weight": 0.5}
+VIT = {
+    "model__encoder": "tests.uno.toy_encoders:vit",
+    "model__finetune": "last_stage",
+    "model__encoder_lr_factor": 0.5,
+}
+OF_UNO = {"uno": OPTIONS, "gcd": MIXED, "last": {"model__finetune": "last_stage"}, "vit": VIT}
 
 
 class GlooWorker(StopAt):
@@ -136,7 +140,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
-    assert collectives.world() == (rank, world_size)
+    assert collectives.rank_and_world() == (rank, world_size)
     worker = GlooWorker(rank, world_size)
     parts = {"step": one_step(worker)}
     if world_size <= 2:
@@ -152,9 +156,9 @@ def main(rank: int, world_size: int, folder: Path) -> None:
 def test_one_process_is_the_identity():
     """Kills: a copy, a reduction or a process group where there is one worker."""
     tensor = torch.rand(3, 4)
-    assert collectives.world() == (0, 1)
-    assert collectives.gather_rows(tensor, 0) is collectives.own_rows(tensor, 1) is tensor
-    assert collectives.sum_(tensor) is tensor
+    assert collectives.rank_and_world() == (0, 1)
+    assert collectives.gather_rows(tensor, 0) is collectives.local_shard(tensor, 1) is tensor
+    assert collectives.all_reduce_sum_(tensor) is tensor
     collectives.barrier(CPU)
 
 

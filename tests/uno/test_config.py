@@ -7,7 +7,16 @@ import pytest
 import yaml
 
 from uno import config as schema
-from uno.config import Config, about, config_hash, differing_keys, dump_yaml, load_yaml, override, to_dict
+from uno.config import (
+    Config,
+    config_hash,
+    differing_keys,
+    dump_yaml,
+    field_traits,
+    load_yaml,
+    override,
+    to_dict,
+)
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
 from uno.methods import METHODS
 from uno.presets import preset
@@ -44,7 +53,7 @@ def test_scopes():
         "discover": ("method", "data.num_novel", "model.num_heads", "objective.epsilon", "discover.epochs"),
     }
     for scope, keys in scopes.items():
-        assert {about(key).scope for key in keys} == {scope}
+        assert {field_traits(key).scope for key in keys} == {scope}
 
 
 @pytest.mark.parametrize(
@@ -79,9 +88,9 @@ def test_a_mistake_is_one_short_line_that_names_the_field(overrides, message):
 
 
 def test_nested_and_dotted_keys_mean_the_same_and_comments_nothing(yaml_file):
-    nested = load_yaml(yaml_file("objective:\n  epsilon: 0.1\n  num_iters: 5\n"))
-    dotted = load_yaml(yaml_file("objective.epsilon: 0.1\nobjective.num_iters: 5\n"))
-    assert nested == dotted == {"objective.epsilon": 0.1, "objective.num_iters": 5}
+    nested = load_yaml(yaml_file("objective:\n  epsilon: 0.1\n  sinkhorn_iters: 5\n"))
+    dotted = load_yaml(yaml_file("objective.epsilon: 0.1\nobjective.sinkhorn_iters: 5\n"))
+    assert nested == dotted == {"objective.epsilon": 0.1, "objective.sinkhorn_iters": 5}
     values = load_yaml(yaml_file("discover:\n  weight_decay: 1e-4\n"))  # YAML 1.1 reads a string
     assert override(Config(), values).discover.weight_decay == 1e-4
     values = load_yaml(yaml_file("objective:\n  # epsilon: 0.1\nseed: 3\n"))
@@ -89,7 +98,7 @@ def test_nested_and_dotted_keys_mean_the_same_and_comments_nothing(yaml_file):
     assert load_yaml(yaml_file("# nothing\n")) == {}
 
 
-@pytest.mark.parametrize("name", ["digits", "cifar100_20", "imagenet", "custom"])
+@pytest.mark.parametrize("name", ["digits", "cifar100_20", "imagenet", "scratch"])
 def test_a_dumped_config_loads_to_the_same_one(name, yaml_file):
     config = preset(name, "v2")
     assert override(Config(), load_yaml(yaml_file(dump_yaml(config)))) == config
@@ -132,7 +141,7 @@ def test_an_unreadable_file_is_one_line(path, reason):
 
 def test_where_a_run_executes_does_not_change_what_it_is():
     config = Config()
-    moved = override(config, {"compute.workers": 8, "output": "elsewhere", "train.log_every": 1})
+    moved = override(config, {"compute.num_workers": 8, "output": "elsewhere", "train.log_every": 1})
     other = override(config, {"objective.epsilon": 0.1})
     older = to_dict(config)
     del older["model"]["width"], older["objective"]["epsilon"]  # fields that a run of before did not have
@@ -141,10 +150,10 @@ def test_where_a_run_executes_does_not_change_what_it_is():
     assert differing_keys(to_dict(config), moved) == []
     assert config_hash(moved) == config_hash(config) != config_hash(other)
     assert differing_keys(to_dict(config), other) == ["objective.epsilon"]
-    decided = override(config, {"data.ingest": "streaming"})
+    decided = override(config, {"data.loading": "streaming"})
     assert differing_keys(to_dict(config), decided) == differing_keys(to_dict(decided), config) == []
-    assert differing_keys(to_dict(decided), override(config, {"data.ingest": "resident"})) == ["data.ingest"]
-    mixed, novel = (override(config, {"data.pile": pile}) for pile in ("mixed", "novel"))
+    assert differing_keys(to_dict(decided), override(config, {"data.loading": "memory"})) == ["data.loading"]
+    mixed, novel = (override(config, {"data.setting": setting}) for setting in ("gcd", "ncd"))
     assert differing_keys(to_dict(mixed), config) == [] != differing_keys(to_dict(mixed), novel)
 
 
@@ -157,8 +166,8 @@ def test_where_a_run_executes_does_not_change_what_it_is():
 )  # fmt: skip
 def test_what_takes_unlabeled_rows_for_novel_refuses_mixed_piles(key, value):
     override(Config(), {key: value})
-    with pytest.raises(ConfigError, match=r"^[^\n]*data\.pile mixed[^\n]*$"):
-        override(Config(), {key: value, "data.pile": "mixed"})
+    with pytest.raises(ConfigError, match=r"^[^\n]*data\.setting gcd[^\n]*$"):
+        override(Config(), {key: value, "data.setting": "gcd"})
 
 
 def test_exit_codes_are_those_of_the_design():

@@ -9,12 +9,12 @@ from torchvision.transforms import v2
 
 from tests.uno.data.builders import encoded
 from uno import crops
-from uno.augment import BOX_NUMBERS, augment, augment_crops, draw_numbers, resized_boxes
+from uno.augment import BOX_NUMBERS, augment, augment_crops, resized_boxes, sample_uniforms
 from uno.config import AugmentConfig, ViewConfig
 from uno.crops import Cropper, crop_
 from uno.data.plan import augment_generator
 
-PLAIN = dict(flip=0.0, jitter=0.0, grey=0.0)
+PLAIN = dict(flip=0.0, jitter=0.0, grayscale=0.0)
 RESIZED = ViewConfig(size=24, crop="resized", crop_scale=(0.3, 1.0), **PLAIN)
 STATS = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
@@ -44,7 +44,7 @@ def test_crops_are_torchvisions(box):
 
 def test_boxes_of_any_shape_are_inside_and_uniform():
     """Area and ratio in their ranges, position uniform. Kills: height and width exchanged."""
-    numbers = draw_numbers(2000, 1, torch.Generator().manual_seed(2))[:, 0, :BOX_NUMBERS].numpy()
+    numbers = sample_uniforms(2000, 1, torch.Generator().manual_seed(2))[:, 0, :BOX_NUMBERS].numpy()
     top, left, height, width = resized_boxes((0.3, 0.8), numbers, 300, 400).T
     area, ratio = height * width / 120_000, width / height
     limits = (top, 0, 300 - height), (left, 0, 400 - width), (area, 0.295, 0.81), (ratio, 0.74, 1.35)
@@ -58,7 +58,7 @@ def test_boxes_of_any_shape_are_inside_and_uniform():
 )
 def test_extreme_shapes_take_the_middle(height, width, expected):
     """torchvision's fallback: no box of that area fits."""
-    numbers = draw_numbers(1, 1, torch.Generator().manual_seed(0))[0, :, :BOX_NUMBERS].numpy()
+    numbers = sample_uniforms(1, 1, torch.Generator().manual_seed(0))[0, :, :BOX_NUMBERS].numpy()
     assert resized_boxes((0.99, 1.0), numbers, height, width).tolist() == [list(expected)]
 
 
@@ -109,7 +109,7 @@ def test_crops_of_the_stored_square_give_the_resident_views(crop):
     """
     kind = ViewConfig(
         size=16 if crop == "none" else 12, crop=crop, crop_padding=2, crop_scale=(0.5, 1.0), jitter=0.7,
-        grey=0.3, blur=0.3,
+        grayscale=0.3, blur=0.3,
     )  # fmt: skip
     config = AugmentConfig(large=kind, small=kind.model_copy(update={"num_views": 1}))
     images = [smooth(16, 16, seed=i) for i in range(6)]

@@ -13,7 +13,7 @@ from uno.encoder import build_encoder, frozen_parts
 from uno.errors import ConfigError
 
 
-def encoder_of(name: str, stem: str = "small", **options):
+def encoder_of(name: str, stem: str = "cifar", **options):
     torch.manual_seed(0)
     return build_encoder(ModelConfig(encoder=name, stem=stem, **options))
 
@@ -29,7 +29,7 @@ def layer_shapes(encoder: nn.Module, size: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("stem", ["small", "halved", "imagenet"])
+@pytest.mark.parametrize("stem", ["cifar", "cifar_stride2", "imagenet"])
 @pytest.mark.parametrize(("name", "num_features"), [("resnet18", 512), ("resnet34", 512), ("resnet50", 2048)])
 def test_keys_are_torchvisions(name, num_features, stem):
     """Kills: renamed layers, a classifier left in the encoder, the wrong feature size."""
@@ -39,7 +39,7 @@ def test_keys_are_torchvisions(name, num_features, stem):
     expected = {key: value.shape for key, value in theirs.state_dict().items() if not key.startswith("fc.")}
     found = {key: value.shape for key, value in ours.state_dict().items()}
     if stem != "imagenet":
-        assert found["conv1.weight"] == {"small": (64, 3, 3, 3), "halved": (64, 3, 4, 4)}[stem]
+        assert found["conv1.weight"] == {"cifar": (64, 3, 3, 3), "cifar_stride2": (64, 3, 4, 4)}[stem]
         found["conv1.weight"] = expected["conv1.weight"]
     assert found == expected
     assert ours.num_features == num_features
@@ -56,13 +56,13 @@ def test_weights_load_into_torchvision_and_give_its_features():
     images = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
         torch.testing.assert_close(ours(images), theirs.eval()(images))
-    for stem, first, last in (("small", 32, 4), ("halved", 16, 2), ("imagenet", 8, 1)):
+    for stem, first, last in (("cifar", 32, 4), ("cifar_stride2", 16, 2), ("imagenet", 8, 1)):
         shapes = layer_shapes(encoder_of("resnet18", stem).eval(), 32)
         assert [shapes[name][-1] for name in ("layer1", "layer4")] == [first, last]
 
 
 @pytest.mark.parametrize(
-    ("name", "stem"), [("resnet18", "small"), ("resnet18", "imagenet"), ("resnet_small", "small")]
+    ("name", "stem"), [("resnet18", "cifar"), ("resnet18", "imagenet"), ("resnet_small", "cifar")]
 )
 def test_convolutions_start_kaiming_fan_out(name, stem):
     """Kills: fan-in (differs where channels or strides change), PyTorch's default (sqrt(1 / (3 fan_in)))."""
@@ -78,7 +78,7 @@ def test_convolutions_start_kaiming_fan_out(name, stem):
 
 @pytest.mark.parametrize(("width", "blocks", "size", "options"), [
     (4, 1, 8, {}), (16, 1, 8, {}), (16, 3, 32, {}), (8, 2, 5, {}),
-    (8, 1, 32, {"stages": 4, "stem": "halved"}),
+    (8, 1, 32, {"stages": 4, "stem": "cifar_stride2"}),
 ])  # fmt: skip
 def test_small_resnet_shapes(width, blocks, size, options):
     """He et al., Sec. 4.2, has 6n + 2 layers with the classifier and without the shortcuts.
@@ -224,6 +224,6 @@ def test_last_trains_the_last_stage_and_what_follows(name, trained):
 
 
 def test_last_of_an_encoder_without_stages_is_one_line():
-    with pytest.raises(ConfigError, match=r"^model\.trainable last: .*; take all or heads$"):
+    with pytest.raises(ConfigError, match=r"^model\.finetune last_stage: .*; take full or none$"):
         frozen_parts(encoder_of(f"{TOYS}:maps"), "last")
     assert frozen_parts(encoder_of(f"{TOYS}:maps"), "heads") == ([""], [])

@@ -31,15 +31,15 @@ pytestmark = pytest.mark.fakecuda
 WORLDS = pytest.mark.parametrize("world_size", [1, 4])
 EXTENDED = {
     "rotation": {"pretext.epochs": 1},
-    "resnet18": {"model.encoder": "resnet18", "model.trainable": "last"},
+    "resnet18": {"model.encoder": "resnet18", "model.finetune": "last_stage"},
     "queue": {"objective.queue_size": 40},
     "rkd": {"objective.rkd_weight": 1.0},
     "iic": {"objective.iic_weight": 1.0, "objective.iic_view_weight": 1.0},
     "hard": {"objective.pseudo_labels": "hard", "objective.concat": False},
     "average logits": {"objective.aggregation": "average_logits", "model.overcluster_factor": 0},
     "average labels": {"objective.aggregation": "average_pseudo_labels"},
-    "prior": {"objective.prior": "clusters", "model.start": "kmeans"},
-    "mixed": {"data.pile": "mixed", "model.start": "kmeans"},
+    "prior": {"objective.class_prior": "kmeans", "model.prototype_init": "kmeans"},
+    "gcd": {"data.setting": "gcd", "model.prototype_init": "kmeans"},
 } | {name: {"method": name} for name in METHODS if name != "uno"}
 
 
@@ -67,7 +67,7 @@ def steps_of(name, recipe):
     """What two presets of equal steps have in common."""
     config, usual = (override(preset(*each), TINY) for each in ((name, recipe), ("cifar10",)))
     same = {name: getattr(usual, name) for name in ("preset", "recipe", "pretrain", "discover")}
-    data = usual.data.model_copy(update={"store_size": config.data.store_size})
+    data = usual.data.model_copy(update={"stored_size": config.data.stored_size})
     return dump_yaml(config.model_copy(update=same | {"data": data}))
 
 
@@ -84,7 +84,7 @@ def test_the_steps_of_a_preset(name, recipe):
 @pytest.fixture
 def streamed(tmp_path):
     """``streamed(device, world_size)``: its batches of crops that are made on the host."""
-    config = small_config(**TINY | {"data.ingest": "streaming", "compute.threads": 1})
+    config = small_config(**TINY | {"data.loading": "streaming", "compute.threads": 1})
     task = make_task(read_rows(config.data), config.data)
 
     def batches(device, world_size):
@@ -141,8 +141,8 @@ def test_evaluation_counts_without_waiting():
 def test_a_whole_evaluation_reads_back_where_it_may(monkeypatch):
     """Protocols, baselines and signs of trust: no device is mixed."""
     config = small_config(**TINY)
-    for pile in ("novel", "mixed"):
-        config = override(config, {"data.pile": pile})
+    for setting in ("ncd", "gcd"):
+        config = override(config, {"data.setting": setting})
         with fake_cuda() as mode:
             model = registry.build_network(config, 5, 5, 0).eval()
             monkeypatch.setattr(evaluate, "load_trained", lambda *_, model=model: (model, 0))

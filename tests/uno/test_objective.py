@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.uno.reference import loss_of, padded_loss, scale_matrix, targets_of
+from tests.uno.reference import classify_failure, padded_loss, scale_matrix, targets_of
 from uno.objective import discovery_loss, labeled_loss, pseudo_labels
 
 AGGREGATIONS = ["swap", "average_pseudo_labels", "average_logits"]
@@ -27,7 +27,9 @@ def compare(shape, num_large, aggregation, hard, concat, seed=0, temperature=0.1
     expected = []
     for head in novel.unbind(1):
         targets = targets_of(head.numpy(), len(labels), num_large, options)
-        expected.append(loss_of(known.numpy(), head.numpy(), labels.numpy(), targets, temperature, concat))
+        expected.append(
+            classify_failure(known.numpy(), head.numpy(), labels.numpy(), targets, temperature, concat)
+        )
     for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 2e-4)):
         own_known, own_novel = known.to(dtype), novel.to(dtype)
         targets = pseudo_labels(own_novel[:num_large, :, len(labels) :], **options)
@@ -125,7 +127,7 @@ def test_a_mixed_pile_equals_the_naive_loop(views):
     for own, family, target in zip(losses, families, targets, strict=True):
         for h in range(2):
             given = known.numpy(), family[:, h].numpy(), labels.numpy(), target[:, h].numpy()
-            assert float(own[h]) == pytest.approx(loss_of(*given, 0.1, True), rel=1e-9)
+            assert float(own[h]) == pytest.approx(classify_failure(*given, 0.1, True), rel=1e-9)
 
 
 def test_gradients_of_a_mixed_pile_equal_autograd_through_the_padded_form():

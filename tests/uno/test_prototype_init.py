@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import normalize
 
 from tests.uno.small_run import small_config, small_sets
-from uno.clustering import FREE, around_known, constrained_kmeans, whiten
+from uno.clustering import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
@@ -15,10 +15,10 @@ from uno.data.splits import make_task
 from uno.data.stream import StreamSet, stream_facts
 from uno.model import UnoModel, build_model
 from uno.prototype_init import (
-    believed,
     clusters_of,
+    init_prototypes_,
     known_shares,
-    start_,
+    shrink_prior,
     training_features,
 )
 from uno.results.metrics import cluster_accuracy, confusion, purity
@@ -26,7 +26,7 @@ from uno.results.metrics import cluster_accuracy, confusion, purity
 SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
 
 
-def pile(seed=0, dims=40, noise=0.35, sizes=SIZES, num_known=4):
+def blobs(seed=0, dims=40, noise=0.35, sizes=SIZES, num_known=4):
     """Features, true classes, which rows are labeled: half of each known class. Noise hides in all dims."""
     generator = torch.Generator().manual_seed(seed)
     truth = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
@@ -40,8 +40,8 @@ def test_a_mixed_pile_falls_into_its_classes():
     """Kills: known outputs counted after novel ones, labeled rows not fixed, shares of labeled rows in the
     prior, centres of the whitened points.
     """
-    points, truth, labeled = pile()
-    start = clusters_of(points[~labeled], points[labeled], truth[labeled], 4, "mixed", seed=0)
+    points, truth, labeled = blobs()
+    start = clusters_of(points[~labeled], points[labeled], truth[labeled], 4, "gcd", seed=0)
     true = truth[~labeled]
     assert torch.equal(start.assignment[true < 4], true[true < 4])
     novel = [set(start.assignment[true == c].tolist()) for c in range(4, 8)]
@@ -57,10 +57,10 @@ def test_a_mixed_pile_falls_into_its_classes():
 
 
 def test_a_novel_pile_has_novel_clusters_alone():
-    """Kills: known clusters in the prior of a novel pile, centres of another order than the assignment."""
-    points, truth, _ = pile()
+    """Kills: known clusters in the prior of the NCD setting, centres of another order than the assignment."""
+    points, truth, _ = blobs()
     rest = truth >= 4
-    start = clusters_of(points[rest], points[~rest], truth[~rest], 4, "novel", seed=0)
+    start = clusters_of(points[rest], points[~rest], truth[~rest], 4, "ncd", seed=0)
     assert start.prior.sort().values.tolist() == pytest.approx(sorted(n / 80 for n in SIZES[4:]))
     unit = normalize(points[rest], dim=1)
     assert torch.equal((unit @ start.centers.T).argmax(dim=1), start.assignment)
@@ -68,8 +68,8 @@ def test_a_novel_pile_has_novel_clusters_alone():
 
 def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
     """Kills: global randomness; clusters by the position of rows."""
-    points, truth, labeled = pile(noise=0.6)
-    given = points[labeled], truth[labeled], 4, "mixed", 3
+    points, truth, labeled = blobs(noise=0.6)
+    given = points[labeled], truth[labeled], 4, "gcd", 3
     first = clusters_of(points[~labeled], *given)
     torch.manual_seed(5)
     np.random.seed(5)
@@ -79,11 +79,11 @@ def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
 
 def test_a_start_from_the_free_rows_beats_centres_drawn_one_by_one():
     """The sum of squares, which both minimise. Kills: known clusters that keep the centre of their rivals."""
-    points, truth, labeled = pile(noise=1.2, sizes=[20] * 16, num_known=8)
+    points, truth, labeled = blobs(noise=1.2, sizes=[20] * 16, num_known=8)
     points, fixed = normalize(whiten(points, 15), dim=1), torch.where(labeled, truth, FREE)
 
     pairs = [
-        (around_known(points, fixed, 16, 3, s).inertia, constrained_kmeans(points, fixed, 16, 3, s).inertia)
+        (seeded_kmeans(points, fixed, 16, 3, s).inertia, constrained_kmeans(points, fixed, 16, 3, s).inertia)
         for s in range(4)
     ]
     assert np.mean([a < b + 1e-3 for a, b in pairs]) >= 0.75, pairs
@@ -93,9 +93,9 @@ def test_few_or_equal_rows_are_clustered_too():
     """Fewer unlabeled rows than outputs, rows without a difference. Kills: k-means of fewer rows than
     clusters, NaN, an output whose prior is zero.
     """
-    points, truth, labeled = pile()
+    points, truth, labeled = blobs()
     for rows in (points[~labeled][:5], torch.ones(20, 40)):
-        start = clusters_of(rows, points[labeled], truth[labeled], 4, "mixed", seed=0)
+        start = clusters_of(rows, points[labeled], truth[labeled], 4, "gcd", seed=0)
         assert len(start.assignment) == len(rows) and start.prior.shape == (8,)
         assert start.prior.min() > 0 and start.centers.isfinite().all()
         assert float(start.prior.sum()) == pytest.approx(1)
@@ -130,12 +130,12 @@ def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
     mine = {"queue": torch.zeros(3)}
 
     def found(extra, **options):
-        return start_(small_config(**options), model, train, extra)
+        return init_prototypes_(small_config(**options), model, train, extra)
 
     assert found({}) == {} and list(found(mine)) == ["queue"]
-    assert found({}, data__pile="novel", objective__prior="clusters")["prior"].shape == (5,)
-    assert found({}, data__pile="mixed")["prior"].shape == (10,)
-    uniform = found(mine, data__pile="mixed", objective__prior="uniform")
+    assert found({}, data__setting="ncd", objective__class_prior="kmeans")["prior"].shape == (5,)
+    assert found({}, data__setting="gcd")["prior"].shape == (10,)
+    uniform = found(mine, data__setting="gcd", objective__class_prior="uniform")
     assert uniform["prior"].tolist() == pytest.approx([0.1] * 10) and "queue" in uniform
     assert model.training
 
@@ -145,19 +145,19 @@ def test_sizes_of_clusters_are_believed_as_far_as_known_ones_are_right():
     or a share below 0 of the spread; the spread of the known classes in place of the clusters'.
     """
     prior, true = torch.tensor([0.4, 0.2, 0.2, 0.2]), torch.tensor([0.75, 0.25])
-    torch.testing.assert_close(believed(prior, true, true), prior)
-    torch.testing.assert_close(believed(prior, true.flip(0), true), torch.full((4,), 0.25))
+    torch.testing.assert_close(shrink_prior(prior, true, true), prior)
+    torch.testing.assert_close(shrink_prior(prior, true.flip(0), true), torch.full((4,), 0.25))
     # spread .6, -.2, -.2, -.2: variance .12; error of +-.1 of .5: .2 ** 2 = .04; a third is not believed
-    half = believed(prior, true + torch.tensor([0.1, -0.1]), true)
+    half = shrink_prior(prior, true + torch.tensor([0.1, -0.1]), true)
     torch.testing.assert_close(half, torch.tensor([0.35, 0.65 / 3, 0.65 / 3, 0.65 / 3]))
     equal = torch.full((4,), 0.25)
-    torch.testing.assert_close(believed(equal, true, true), equal)
+    torch.testing.assert_close(shrink_prior(equal, true, true), equal)
 
 
 def test_shares_of_known_classes_and_of_the_clusters_that_match_them():
     """Kills: clusters that are not matched, shares in another order than the classes'."""
     sizes = [40, 10, 25]
-    points, truth, _ = pile(dims=20, noise=0.1, sizes=sizes, num_known=3)
+    points, truth, _ = blobs(dims=20, noise=0.1, sizes=sizes, num_known=3)
     found, true = known_shares(points, truth, seed=0)
     torch.testing.assert_close(true, torch.tensor(sizes) / 75)
     torch.testing.assert_close(found, true)
@@ -168,24 +168,24 @@ def test_shares_of_known_classes_and_of_the_clusters_that_match_them():
     torch.testing.assert_close(found, torch.tensor(sizes) / 75)
 
 
-@pytest.mark.parametrize("kind", ["novel", "mixed"])
+@pytest.mark.parametrize("kind", ["ncd", "gcd"])
 def test_prototypes_start_at_the_clusters_of_the_features(kind):
     """On clusters that leave no doubt every head's argmax is the clustering before the first step, and the
     known head's the label. Kills: prototypes at random, of other projections, statistics of BatchNorm
     that evaluation does not have, known rows among the novel clusters.
     """
-    config = small_config(model__start="kmeans", data__pile=kind, model__overcluster_factor=2)
+    config = small_config(model__prototype_init="kmeans", data__setting=kind, model__overcluster_factor=2)
     generator = torch.Generator().manual_seed(0)
     width = UnoModel(config.model, 5, 5).known.weight.shape[1]
     centers = torch.eye(width)[:10] * 4
-    truth = torch.arange(5, 10).repeat_interleave(30) if kind == "novel" else torch.arange(10).repeat(15)
+    truth = torch.arange(5, 10).repeat_interleave(30) if kind == "ncd" else torch.arange(10).repeat(15)
     rows = {"labeled": torch.arange(5).repeat(12), "unlabeled": truth}
     features = {k: centers[c] + torch.randn(len(c), width, generator=generator) / 5 for k, c in rows.items()}
     views = {name: some[:, None].expand(-1, 4, -1) for name, some in features.items()}
     train = TrainSet(views["labeled"], rows["labeled"], views["unlabeled"], 5, 5)
     model = build_model(config.model, 5, 5, 1)
-    extra = start_(config, model, train, {})
-    assert model.training and ("prior" in extra) == (kind == "mixed")
+    extra = init_prototypes_(config, model, train, {})
+    assert model.training and ("prior" in extra) == (kind == "gcd")
     logits = model.eval()([features["unlabeled"]])
     novel = truth >= 5
     for head in logits.novel[0]:
@@ -196,5 +196,5 @@ def test_prototypes_start_at_the_clusters_of_the_features(kind):
     assert purity(confusion(truth[novel] - 5, over, 5, 10)) > 0.95
     kept = build_model(config.model, 5, 5, 1)
     before = kept.known.weight.clone()
-    start_(config, kept, train, {}, keep_known=True)
+    init_prototypes_(config, kept, train, {}, keep_known=True)
     assert torch.equal(kept.known.weight, before)

@@ -81,19 +81,19 @@ def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("trainable", "encoder", "frozen"), [
-    ("last", "resnet_small", ("encoder.conv1.", "encoder.bn1.", "encoder.layer1.", "encoder.layer2.")),
-    ("heads", "resnet_small", ("encoder.",)),
-    ("last", "tests.uno.toy_encoders:vit", ("encoder.class_token", "encoder.conv_proj.",
+@pytest.mark.parametrize(("finetune", "encoder", "frozen"), [
+    ("last_stage", "resnet_small", ("encoder.conv1.", "encoder.bn1.", "encoder.layer1.", "encoder.layer2.")),
+    ("none", "resnet_small", ("encoder.",)),
+    ("last_stage", "tests.uno.toy_encoders:vit", ("encoder.class_token", "encoder.conv_proj.",
      "encoder.encoder.pos_embedding", "encoder.encoder.layers.encoder_layer_0.")),
 ])  # fmt: skip
-def test_what_is_frozen_stays_to_the_bit(trainable, encoder, frozen):
+def test_what_is_frozen_stays_to_the_bit(finetune, encoder, frozen):
     """Running statistics too, with weight decay, in both phases; the rest learns, and nothing else is stored.
 
     Kills: BatchNorm of a frozen stage in training mode after ``train()``, decay of frozen weights, momentum
     kept for them.
     """
-    config = small_config(model__trainable=trainable, model__encoder=encoder, train__batch_size=16)
+    config = small_config(model__finetune=finetune, model__encoder=encoder, train__batch_size=16)
     for num_novel, phase, step in ((0, "pretrain", pretrain_step), (5, "discover", discovery_step)):
         state, batches = fresh_state(config, num_novel), batches_of(config, phase)
         state.model.train()
@@ -108,7 +108,7 @@ def test_what_is_frozen_stays_to_the_bit(trainable, encoder, frozen):
         assert not moved & {f"model/{name}" for name in kept}
         assert {f"model/{name}" for name, _ in state.model.named_parameters() if name in learnt} <= moved
         assert not {f"optimizer/{name}/momentum_buffer" for name in kept} & before.keys()
-        if trainable == "last":
+        if finetune == "last_stage":
             assert any(name.startswith("encoder.") for name in learnt)
 
 
@@ -118,7 +118,7 @@ def test_the_encoder_learns_at_its_own_rate():
     """
     moved = {}
     for factor in (1.0, 0.5):
-        config = small_config(model__encoder_lr=factor, discover__weight_decay=0.0)
+        config = small_config(model__encoder_lr_factor=factor, discover__weight_decay=0.0)
         state, batches = fresh_state(config), batches_of(config)
         state.model.normalize_prototypes_()
         before = copied_tensors(state)
@@ -133,7 +133,7 @@ def test_the_encoder_learns_at_its_own_rate():
 
 @pytest.mark.slow
 def test_a_run_with_frozen_stages_resumes_to_the_bit(tmp_path):
-    config = small_config(model__trainable="last", model__encoder_lr=0.3)
+    config = small_config(model__finetune="last_stage", model__encoder_lr_factor=0.3)
     tensors = check_resumes(config, tmp_path, stops=(2, 9))
     assert "optimizer/encoder.layer3.0.conv1.weight/momentum_buffer" in tensors
     assert "optimizer/encoder.layer2.0.conv1.weight/momentum_buffer" not in tensors
@@ -141,7 +141,7 @@ def test_a_run_with_frozen_stages_resumes_to_the_bit(tmp_path):
 
 def test_synchronised_batch_norms_of_a_frozen_stage_stay_in_eval_mode():
     """DDP on GPUs converts the model. Kills: a norm of a frozen stage that goes back to training mode."""
-    state = fresh_state(small_config(model__trainable="last"))
+    state = fresh_state(small_config(model__finetune="last_stage"))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(state.model)
     assert model is state.model  # the module that DDP wraps, and checkpoints keep
     model.train()

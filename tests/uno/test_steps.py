@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.uno.reference import loss_of, scale_matrix, targets_of
+from tests.uno.reference import classify_failure, scale_matrix, targets_of
 from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config
 from uno.data.columns import Labels
-from uno.data.decode import decode_many, readable
+from uno.data.decode import decode_many, ok_mask
 from uno.data.resident import assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -87,12 +87,14 @@ def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
     losses = []
     for heads in (family.numpy().transpose(1, 0, 2, 3) for family in families):
         targets = [targets_of(head, len(labels), 2, options) for head in heads]
-        losses.append([loss_of(known, h, labels, t, 0.1, True) for h, t in zip(heads, targets, strict=True)])
+        losses.append(
+            [classify_failure(known, h, labels, t, 0.1, True) for h, t in zip(heads, targets, strict=True)]
+        )
     found = discovery_step(state, batch, config, 0.1)
     assert float(found) == pytest.approx(np.mean(losses), rel=1e-4)
     *heads, count = state.epoch_losses.tolist()
     assert heads == pytest.approx(losses[0], rel=1e-4)
-    assert state.line_loss.tolist() == [pytest.approx(float(found)), 1] and count == 1 and state.step == 1
+    assert state.window_loss.tolist() == [pytest.approx(float(found)), 1] and count == 1 and state.step == 1
 
 
 def test_prototypes_are_normalised_before_the_forward():
@@ -141,10 +143,10 @@ def test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs():
     torch.testing.assert_close(novel[1], plain[1])
 
 
-@pytest.mark.parametrize("prior", ["uniform", "clusters"])
+@pytest.mark.parametrize("prior", ["uniform", "kmeans"])
 def test_a_step_on_a_mixed_pile_teaches_known_prototypes_by_unlabeled_rows(prior):
     """Kills: unlabeled rows without a say in known outputs, a prior that is not in the checkpoint."""
-    config = small_config(data__pile="mixed", objective__prior=prior)
+    config = small_config(data__setting="gcd", objective__class_prior=prior)
     state, batch = fresh_state(config), batches_of(config)(0)
     assert state.extra["prior"].shape == (10,) and float(state.extra["prior"].sum()) == pytest.approx(1)
     assert (prior == "uniform") == bool((state.extra["prior"] == state.extra["prior"][0]).all())
@@ -201,7 +203,9 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
     discovery_step(state, batches(good_steps), CONFIG, 0.1)
     remove()
     after = copied_tensors(state)
-    kept = [name for name in before if name.startswith("optimizer/") or name in ("epoch_losses", "line_loss")]
+    kept = [
+        name for name in before if name.startswith("optimizer/") or name in ("epoch_losses", "window_loss")
+    ]
     kept += [f"model/{name}" for name, _ in state.model.named_parameters()]
     for name in kept:  # normalising prototypes twice moves them by an ulp
         atol = 1e-6 if name in ("model/known.weight", "model/novel.weight", "model/over.weight") else 0
@@ -214,13 +218,13 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
     assert not torch.equal(state.model.encoder.conv1.weight, after["model/encoder.conv1.weight"])
 
 
-@pytest.mark.parametrize("unlabel_known", [0.0, 0.5])
-def test_permuted_hidden_labels_change_no_training_tensor(unlabel_known):
-    """The truth of novel rows is permuted among them, in a mixed pile that of all unlabeled rows. Kills: any
+@pytest.mark.parametrize("unlabeled_known_fraction", [0.0, 0.5])
+def test_permuted_hidden_labels_change_no_training_tensor(unlabeled_known_fraction):
+    """The truth of novel rows is permuted among them, in the GCD setting that of all unlabeled rows. Kills: any
     look at novel labels: in the split, the order of rows, the mask of unlabeled rows, the batches, the prior.
     """
-    run_config = small_config(data__pile="mixed" if unlabel_known else "novel")
-    changes = {"limit": None, "unlabel_known": unlabel_known}
+    run_config = small_config(data__setting="gcd" if unlabeled_known_fraction else "ncd")
+    changes = {"limit": None, "unlabeled_known_fraction": unlabeled_known_fraction}
     config, states, truths = run_config.data.model_copy(update=changes), [], []
     for permute in (False, True):
         rows = read_rows(config)
@@ -231,11 +235,11 @@ def test_permuted_hidden_labels_change_no_training_tensor(unlabel_known):
                 labels[i] = rows.labels[j]
             rows = replace(rows, labels=Labels.of(labels))
         task = make_task(rows, config)
-        if permute and unlabel_known:
+        if permute and unlabeled_known_fraction:
             hidden = np.flatnonzero(task.is_train & (task.labels < 0))
             task.eval_labels[hidden] = np.random.default_rng(0).permutation(task.eval_labels[hidden])
-        images, reasons = decode_many(task.rows.images, config.store_size, 1)
-        train = assemble(task, images, readable(reasons))
+        images, reasons = decode_many(task.rows.images, config.stored_size, 1)
+        train = assemble(task, images, ok_mask(reasons))
         state, batches = fresh_state(run_config, train=train), batches_of(run_config, train=train)
         for step in range(4):
             discovery_step(state, batches(step), run_config, 0.1)

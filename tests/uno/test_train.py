@@ -144,7 +144,9 @@ def test_a_finished_phase_is_not_trained_again(storage, clean):
 ])  # fmt: skip
 def test_saving_and_logging_do_not_change_the_run(storage, clean, overrides):
     """Kills: prototypes normalised for saving, counters cleared by a look, random numbers for a line."""
-    assert_same(discover(storage, small_config(**overrides)) | {"line_loss": clean[0]["line_loss"]}, clean[0])
+    assert_same(
+        discover(storage, small_config(**overrides)) | {"window_loss": clean[0]["window_loss"]}, clean[0]
+    )
 
 
 def test_max_steps_ends_a_phase_and_keeps_its_schedule(storage, clean):
@@ -206,7 +208,7 @@ def scripted(per_step: list[list[float]]):
 
     def step(state, batch, config, lr):
         state.epoch_losses += torch.tensor([*per_step[state.step], 1.0])
-        state.line_loss += torch.tensor([1.0, 1.0])
+        state.window_loss += torch.tensor([1.0, 1.0])
         state.step += 1
 
     return step
@@ -303,7 +305,7 @@ def test_a_passing_fault_is_rolled_back(storage, clean, caplog, kind, log_every)
     with caplog.at_level(logging.WARNING):
         found = discover(storage, config, step=failing_at(range(7, 11) if kind == "gradient" else [7], kind))
     assert "rolled back to step 6" in caplog.text
-    assert_same(found | {"line_loss": clean[0]["line_loss"]}, clean[0])
+    assert_same(found | {"window_loss": clean[0]["window_loss"]}, clean[0])
     steps = [line["step"] for line in lines(storage)]
     assert steps == (list(range(1, 19)) if log_every == 1 else [6, 12, 18])
     assert all_checkpoints_are_finite(storage)

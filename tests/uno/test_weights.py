@@ -112,10 +112,10 @@ def test_descriptions_are_the_libraries():
     """Kills: the crop's share left out, CIFAR's mean, the interpolation of another library."""
     found = describe_encoder("torchvision:efficientnet_b0")
     assert (found.size, found.interpolation, found.mean) == (224, "bicubic", (0.485, 0.456, 0.406))
-    assert found.settings()["data.store_size"] == 256
-    assert found.settings(112) | {"data.store_size": 128} == found.settings(112)
+    assert found.settings()["data.stored_size"] == 256
+    assert found.settings(112) | {"data.stored_size": 128} == found.settings(112)
     assert found.weights == "torchvision IMAGENET1K_V1"
-    own = {"augment.large.size": 8, "data.store_size": 8, "data.mean": (0.3,) * 3, "data.std": (0.4,) * 3}
+    own = {"augment.large.size": 8, "data.stored_size": 8, "data.mean": (0.3,) * 3, "data.std": (0.4,) * 3}
     assert describe_encoder(f"{TOYS}:vit").settings() == own | {"data.interpolation": "bicubic"}
     assert describe_encoder(f"{TOYS}:maps").settings() == describe_encoder("resnet_small").settings() == {}
 
@@ -128,7 +128,7 @@ def test_descriptions_are_the_libraries():
 def test_descriptions_of_timm(name, size, store, weights):
     pytest.importorskip("timm")
     found = describe_encoder(f"timm:{name}")
-    assert (found.size, found.settings()["data.store_size"], found.weights) == (size, store, weights)
+    assert (found.size, found.settings()["data.stored_size"], found.weights) == (size, store, weights)
     assert (found.license, found.interpolation) == ("apache-2.0", "bicubic")
 
 
@@ -136,7 +136,7 @@ def test_an_encoder_that_takes_other_images_is_one_line():
     """Kills: an assertion of torchvision's in the first step, hours later."""
     config = small_config(model__encoder=f"{TOYS}:vit")
     check_encoder(config)
-    wrong = small_config(model__encoder=f"{TOYS}:vit", augment__large__size=12, data__store_size=12)
+    wrong = small_config(model__encoder=f"{TOYS}:vit", augment__large__size=12, data__stored_size=12)
     with pytest.raises(ConfigError, match=r"^model\.encoder .*:vit takes no images of 12 px \(--augment"):
         check_encoder(wrong)
 

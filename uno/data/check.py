@@ -67,7 +67,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
         lines.append(f"images       {sizes} ({formats}; sample of {len(headers)})")
     if size is not None:
-        lines.append(f"used         as {size} x {size} pixels (--data.store-size)")
+        lines.append(f"used         as {size} x {size} pixels (--data.stored-size)")
     names = [printable(name) for name in task.known + task.novel] + ["(no truth)"]
     kinds_of = ["known"] * len(task.known) + ["novel"] * len(task.novel) + [""]
     width = min(max(map(len, names)), 40)
@@ -98,7 +98,7 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
     if task.num_known == 1:
         text = f"only one known class, {task.known[0]!r}: pretraining has nothing to tell apart"
         yield Problem("warning", text)
-    if task.num_novel == 1 and config.data.pile != "mixed":
+    if task.num_novel == 1 and config.data.setting != "gcd":
         yield Problem("warning", "num_novel is 1: every unlabeled row will fall into the one novel class")
     if task.num_novel < len(task.novel):
         hidden = f"the {len(task.novel)} hidden classes"
@@ -116,8 +116,8 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
 
 def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
     labeled, unlabeled = task.sizes
-    size, workers = config.train.batch_size, config.compute.workers
-    mixed = config.data.pile == "mixed"  # then known classes need their rows, too
+    size, workers = config.train.batch_size, config.compute.num_workers
+    mixed = config.data.setting == "gcd"  # then known classes need their rows, too
     num_novel = task.num_novel
     num_classes = num_novel + (task.num_known if mixed else 0)
     factor = max(1, config.model.overcluster_factor)
@@ -129,7 +129,7 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
         yield Problem("warning", f"{text}; lower --model.overcluster-factor (now {factor})")
     try:
         make_pretrain_plan(config.seed, size, labeled, workers)
-        plan = make_plan(config.seed, config.data.composition, size, labeled, unlabeled, workers)
+        plan = make_plan(config.seed, config.data.batch_sampling, size, labeled, unlabeled, workers)
     except ConfigError as error:
         yield Problem("error", str(error))
         return
@@ -149,12 +149,14 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
     """What is read together is mixed by windows of it: where it is sorted by class, batches hold few."""
     images = task.rows.images
     all_groups = images.groups(np.arange(len(images)))
-    if all_groups is None or config.data.ingest != "streaming":
+    if all_groups is None or config.data.loading != "streaming":
         return
     window = window_rows(images)
-    workers = max(1, config.compute.workers)
+    workers = max(1, config.compute.num_workers)
     with suppress(ConfigError):  # batches that do not work are a problem of their own
-        plan = make_plan(config.seed, config.data.composition, config.train.batch_size, *task.sizes, workers)
+        plan = make_plan(
+            config.seed, config.data.batch_sampling, config.train.batch_size, *task.sizes, workers
+        )
         labeled, unlabeled = task.is_train & (task.labels >= 0), task.is_train & (task.labels < 0)
         kinds = (
             (labeled, task.labels, plan.labeled_size),
@@ -186,7 +188,7 @@ def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
 
 
 def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterator[Problem]:
-    side = min(config.data.store_size, config.augment.large.size)
+    side = min(config.data.stored_size, config.augment.large.size)
     usual = int(np.median([min(width, height) for _, width, height in headers] or [side]))
     if usual > SHRUNK * side:
         text = f"images of usually {usual} pixels are made {side} x {side}: most of what they show is lost; "
@@ -207,7 +209,7 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
 def _of_pixels(task: Task, config: Config, seconds: float) -> Iterator[Problem]:
     """Decode every image, as a run would, until the time is up."""
     num, end, bad, looked = len(task.rows), time.monotonic() + seconds, list[str](), 0
-    size, threads = config.data.store_size, config.compute.threads
+    size, threads = config.data.stored_size, config.compute.threads
     batches = (np.arange(i, min(i + BATCH, num)) for i in range(0, num, BATCH) if time.monotonic() < end)
     for rows, _, reasons in decoded(task.rows.images, batches, size, threads):
         looked += len(rows)

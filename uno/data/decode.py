@@ -45,7 +45,7 @@ BAD_SAMPLES = "bad_samples.jsonl"
 
 Result = TypeVar("Result")
 Interpolation = Literal["bilinear", "bicubic"]
-Decoded = tuple[np.ndarray, Tensor, list[str | None]]
+DecodedBatch = tuple[np.ndarray, Tensor, list[str | None]]
 """Rows (b,), images uint8 (b,3,S,S), why a row has none: of :func:`decoded`."""
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ _lock, _muted, _num_inside = threading.Lock(), ExitStack(), 0
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def suppress_pillow_warnings() -> Iterator[None]:
     """Mute Pillow's warnings while any thread is inside: filters belong to the process."""
     global _num_inside
     with _lock:
@@ -75,7 +75,7 @@ def quiet() -> Iterator[None]:
                 _muted.close()
 
 
-@quiet()
+@suppress_pillow_warnings()
 def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -> np.ndarray:
     """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size`` (antialiased), centre
     crop. Raises BadImage.
@@ -95,7 +95,7 @@ def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -
 
 def decode_rgb(image: Image, side: int) -> np.ndarray:
     """``image`` -> uint8 (H,W,3 or 4), not to be written to: upright, RGB, whole, a JPEG maybe at a smaller
-    scale (:data:`DRAFT`). A fourth channel means nothing. Call it inside :func:`quiet`. Raises BadImage.
+    scale (:data:`DRAFT`). A fourth channel means nothing. Call it inside :func:`suppress_pillow_warnings`. Raises BadImage.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
@@ -115,15 +115,15 @@ def decode_many(
 
     def fill(piece: tuple[np.ndarray, Images]) -> None:
         rows, some = piece
-        for row, image in zip(rows.tolist(), some.fetch(np.arange(len(rows))), strict=True):
+        for row, image in zip(rows.tolist(), some.read_images(np.arange(len(rows))), strict=True):
             try:
                 out[row] = decode(image, size, interpolation)
             except BadImage as error:
                 reasons[row] = str(error)
 
     threads = threads or torch.get_num_threads()
-    with quiet():
-        deque(ahead(fill, pieces(as_images(images)), threads, 2 * threads), maxlen=0)
+    with suppress_pillow_warnings():
+        deque(prefetch_map(fill, pieces(as_images(images)), threads, 2 * threads), maxlen=0)
     return pixels, reasons
 
 
@@ -140,7 +140,7 @@ def pieces(images: Images) -> Iterator[tuple[np.ndarray, Images]]:
         return
     order = np.argsort(groups, kind="stable")
     parts = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
-    for part, found in ahead(lambda part: (part, images.fetch(part)), parts, READERS, READERS):
+    for part, found in prefetch_map(lambda part: (part, images.read_images(part)), parts, READERS, READERS):
         for start in range(0, len(part), PIECE_ROWS):
             end = start + PIECE_ROWS
             yield part[start:end], InMemory(found[start:end])
@@ -149,23 +149,23 @@ def pieces(images: Images) -> Iterator[tuple[np.ndarray, Images]]:
 def decoded(
     images: Images | Sequence[Image], batches: Iterable[np.ndarray], size: int, threads: int | None = None,
     interpolation: Interpolation = "bilinear",
-) -> Iterator[Decoded]:  # fmt: skip
+) -> Iterator[DecodedBatch]:  # fmt: skip
     """Batches of row numbers, decoded ahead of the work on them by ``threads`` (default: all cores); what has
     been prepared is as it is.
     """
 
     source = as_images(images)
 
-    def decode_batch(rows: np.ndarray) -> Decoded:
+    def decode_batch(rows: np.ndarray) -> DecodedBatch:
         ready = source.prepared(rows)
         if ready is None:
             ready = decode_many(source.take(rows), size, threads or os.cpu_count(), interpolation)
         return rows, *ready
 
-    return ahead(decode_batch, batches, 1, BATCHES_AHEAD)
+    return prefetch_map(decode_batch, batches, 1, BATCHES_AHEAD)
 
 
-def ahead(
+def prefetch_map(
     function: Callable[[Any], Result], items: Iterable[Any], threads: int, depth: int
 ) -> Generator[Result, None, None]:
     """``map(function, items)`` in threads, in order, at most ``depth`` results ahead of the consumer."""
@@ -182,7 +182,7 @@ def ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def readable(reasons: Sequence[str | None]) -> np.ndarray:
+def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
     """bool (N,): which images have pixels, from the reasons of :func:`decode_many`."""
     return np.array([reason is None for reason in reasons], dtype=bool)
 
@@ -192,7 +192,7 @@ def check_bad(
 ) -> list[dict[str, str]]:
     """The unreadable images of N, which rank 0 lists in ``storage``; ConfigError beyond ``max_fraction``."""
     bad = [{"id": str(ids[i]), "reason": why} for i, why in enumerate(reasons) if why is not None]
-    if bad and storage is not None and collectives.world()[0] == 0:
+    if bad and storage is not None and collectives.rank_and_world()[0] == 0:
         storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
     if len(bad) > max_fraction * len(reasons):
         text = f"{len(bad)} of {len(reasons)} images are unreadable, more than data.max_bad_fraction "
@@ -222,11 +222,13 @@ class BadRows:
         """
         alone = not collectives.in_group()
         device = torch.device("cpu") if alone else device
-        if not collectives.sum_(torch.tensor([float(len(self._reasons) > self._synced)], device=device)):
+        if not collectives.all_reduce_sum_(
+            torch.tensor([float(len(self._reasons) > self._synced)], device=device)
+        ):
             return
         flags = torch.zeros(len(self._ids), device=device)
         flags[torch.tensor(list(self._reasons), dtype=torch.int64, device=device)] = 1
-        rows = collectives.sum_(flags).nonzero()[:, 0].tolist()
+        rows = collectives.all_reduce_sum_(flags).nonzero()[:, 0].tolist()
         for row in rows:
             if row not in self._reasons:  # another worker's: no need to send text around
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
@@ -252,7 +254,7 @@ def read_header(image: Image) -> tuple[str, int, int]:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return "pixels", image.shape[1], image.shape[0]
-    with quiet(), _open(image) as picture:
+    with suppress_pillow_warnings(), _open(image) as picture:
         return str(picture.format), *picture.size
 
 
@@ -277,7 +279,7 @@ def _square(picture: Pillow.Image, size: int, interpolation: Interpolation) -> P
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:
-    """Any mode -> RGB; transparent pixels become white, 16-bit grey is scaled to 8 bits."""
+    """Any mode -> RGB; transparent pixels become white, 16-bit gray is scaled to 8 bits."""
     if picture.mode.startswith("I;16") or picture.mode == "I":
         values = np.asarray(picture).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:

@@ -11,13 +11,13 @@ import torch
 
 from uno.config import OWN_ENCODERS, Config, flatten, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
-from uno.data.decode import decode_many, readable
+from uno.data.decode import decode_many, ok_mask
 from uno.data.images import evenly_spaced
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
-from uno.presets import IMAGE_SIZE, SIZES, own_images, preset, sized
+from uno.presets import IMAGE_SIZE, SIZES, apply_image_size, is_custom_data, preset
 
-MOST_PIXELS = {"small": 64, "halved": 128, "imagenet": 128}
+MOST_PIXELS = {"cifar": 64, "cifar_stride2": 128, "imagenet": 128}
 """A side by stem. ResNet-18: 2.2, 2.2 and .59 billion multiplications an image; the paper's 32 pixels .56."""
 IMAGENET_STEM_FROM = 96  # pixels, below which its last maps would be 2 x 2
 EPOCHS = {"pretrain": 30, "discover": 60}  # of the preset digits, whose 1,437 rows are few, too
@@ -44,10 +44,10 @@ def keys_from_images(config: Config) -> tuple[str, ...]:
     """The keys of ``config`` that its images decide unless they are given; none for a benchmark's."""
     if config.preset == "photos":
         return ("train.batch_size",)
-    return FROM_IMAGES if config.preset == "custom" and own_images(flatten(to_dict(config))) else ()
+    return FROM_IMAGES if config.preset == "scratch" and is_custom_data(flatten(to_dict(config))) else ()
 
 
-def from_images(config: Config, task: Task, given: Container[str], pile: str) -> Found:
+def from_images(config: Config, task: Task, given: Container[str], setting: str) -> Found:
     """What the images of ``task`` suggest for keys that are not ``given``, where ``pile`` is what unlabeled
     rows show; 512 training images are decoded.
     """
@@ -57,10 +57,10 @@ def from_images(config: Config, task: Task, given: Container[str], pile: str) ->
         return _batch(config, task, given, 0, config.train.batch_size)
     alone = config.model.weights is None and config.model.encoder in OWN_ENCODERS
     values, lines = _size(config, task, given) if alone else ({}, [])
-    num_classes = task.num_novel + (task.num_known if pile == "mixed" else 0)
+    num_classes = task.num_novel + (task.num_known if setting == "gcd" else 0)
     batch = _batch(config, task, given, num_classes, sum(task.sizes) // STEPS_OF_EPOCH)
     size = batch[0].get("train.batch_size", config.train.batch_size)
-    side = values.get("data.store_size", config.data.store_size)
+    side = values.get("data.stored_size", config.data.stored_size)
     statistics = _statistics(config, task, given, side) if alone else ({}, [])
     for found, said in (batch, _epochs(config, task, given, size), statistics):
         values |= found
@@ -74,16 +74,16 @@ def _size(config: Config, task: Task, given: Container[str]) -> Found:
     if IMAGE_SIZE in given or (large and store):
         return {}, []
     if large or store:
-        size = config.augment.large.size if large else config.data.store_size
+        size = config.augment.large.size if large else config.data.stored_size
         return {key: size for key in SIZES[:2] if key not in given}, []
-    usual = int(np.median([min(side) for _, *side in headers_of(task)[0]] or [config.data.store_size]))
+    usual = int(np.median([min(side) for _, *side in headers_of(task)[0]] or [config.data.stored_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":
-        stem = "small" if stem == "imagenet" else stem
+        stem = "cifar" if stem == "imagenet" else stem
     elif "model.stem" not in given and usual >= IMAGENET_STEM_FROM:
         stem = "imagenet"
     size = max(8, min(usual, MOST_PIXELS[stem]) // 4 * 4)
-    found = sized(config, {IMAGE_SIZE: size, "model.stem": stem})
+    found = apply_image_size(config, {IMAGE_SIZE: size, "model.stem": stem})
     why = "as more takes longer" if usual > size else "as they are"
     line = f"size: {size} px of images that are usually {usual}, {why}; --image-size takes another"
     return {key: value for key, value in found.items() if key not in given}, [line]
@@ -96,7 +96,7 @@ def _batch(config: Config, task: Task, given: Container[str], num_classes: int, 
     (labeled, unlabeled), most = task.sizes, config.train.batch_size
     least = math.ceil(MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1))
     wanted = min(most, max(32, least, wanted))
-    size = largest_batch(config.data.composition, wanted, labeled, unlabeled, config.compute.workers)
+    size = largest_batch(config.data.batch_sampling, wanted, labeled, unlabeled, config.compute.num_workers)
     if size == most:
         return {}, []
     line = f"batch: {size} of {labeled + unlabeled:,} rows; --batch-size takes another"
@@ -105,7 +105,7 @@ def _batch(config: Config, task: Task, given: Container[str], num_classes: int, 
 
 def _epochs(config: Config, task: Task, given: Container[str], batch_size: int) -> Found:
     """As many as of the digits, fewer where they would be too many steps; a tenth of them is warm-up."""
-    usual = preset("custom", config.recipe)
+    usual = preset("scratch", config.recipe)
     values, said = dict[str, Any](), []
     for name, most in EPOCHS.items():
         if name == "pretrain" and config.model.weights is not None:
@@ -123,15 +123,15 @@ def _epochs(config: Config, task: Task, given: Container[str], batch_size: int) 
     return {key: value for key, value in values.items() if key not in given}, [line]
 
 
-def _statistics(config: Config, task: Task, given: Container[str], store_size: int) -> Found:
+def _statistics(config: Config, task: Task, given: Container[str], stored_size: int) -> Found:
     """Of the channels of training images, as they are stored."""
     if "data.mean" in given and "data.std" in given:
         return {}, []
     rows = np.flatnonzero(task.is_train)
     rows = rows[evenly_spaced(STATISTICS_ROWS, len(rows))]
-    side = min(store_size, STATISTICS_PIXELS)
+    side = min(stored_size, STATISTICS_PIXELS)
     images, reasons = decode_many(task.rows.images.take(rows), side, config.compute.threads)
-    images = images[torch.from_numpy(readable(reasons))]
+    images = images[torch.from_numpy(ok_mask(reasons))]
     if not len(images):
         return {}, []  # the checks say so
     moments = torch.zeros(2, 3, dtype=torch.float64)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from uno.augment import augment_crops, eval_view
 from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
-from uno.data.decode import ahead, decode_many, readable
-from uno.data.files import Storage, normal
+from uno.data.decode import decode_many, ok_mask, prefetch_map
+from uno.data.files import Storage, normalize_path
 from uno.data.images import Image
 from uno.data.output import seal, unseal
 from uno.data.plan import FEATURES, augment_generator
@@ -65,7 +65,7 @@ class FeatureJob(NamedTuple):
     def load(self, number: int) -> tuple[list[Image], np.ndarray]:
         """The images of a shard as they are stored, and bool (n,): which are training rows."""
         rows = self.rows(number)
-        return self.task.rows.images.fetch(rows), self.task.is_train[rows]
+        return self.task.rows.images.read_images(rows), self.task.is_train[rows]
 
 
 def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
@@ -90,13 +90,13 @@ def settings(config: Config) -> dict[str, Any]:
     return {
         "encoder": config.model.encoder, "views": _views(config).model_dump(mode="json"),
         "bf16": config.compute.precision == "bf16",
-        "transform": [data.store_size, data.mean, data.std, data.interpolation],
+        "transform": [data.stored_size, data.mean, data.std, data.interpolation],
     }  # fmt: skip
 
 
 def _views(config: Config) -> AugmentConfig:
     """The cached views: those of the run's large kind."""
-    large = config.augment.large.model_copy(update={"num_views": config.augment.cached_views})
+    large = config.augment.large.model_copy(update={"num_views": config.augment.num_cached_views})
     small = config.augment.small.model_copy(update={"num_views": 0})
     return config.augment.model_copy(update={"large": large, "small": small})
 
@@ -111,7 +111,7 @@ def compute_shard(
     for start in range(0, len(images), ROWS_AT_ONCE):
         own, first = slice(start, start + ROWS_AT_ONCE), number * SHARD_ROWS + start
         pixels, viewed, why = decode_rows(config, first, images[own], in_training[own])
-        found.append(encode_rows(config, encoder, first, torch.from_numpy(pixels), viewed, readable(why)))
+        found.append(encode_rows(config, encoder, first, torch.from_numpy(pixels), viewed, ok_mask(why)))
         reasons += why
     joined = torch.cat(found)
     if not joined.isfinite().all():
@@ -132,8 +132,8 @@ def decode_rows(
     row has no features.
     """
     data, cropper, (number, start) = config.data, _cropper(config), divmod(first, SHARD_ROWS)
-    squares, why = decode_many(images, data.store_size, 1, data.interpolation)
-    pixels, viewed = np.zeros((len(images), row_bytes(config)), np.uint8), in_training & readable(why)
+    squares, why = decode_many(images, data.stored_size, 1, data.interpolation)
+    pixels, viewed = np.zeros((len(images), row_bytes(config)), np.uint8), in_training & ok_mask(why)
     pixels[:, : -cropper.row_bytes] = squares.flatten(1)
     if viewed.any():
         chosen = np.flatnonzero(viewed)
@@ -150,15 +150,15 @@ def encode_rows(
 ) -> Tensor:
     """Features (n, 1 + V, D) of the rows of :func:`decode_rows`, zeros of those that are not ``ok`` (n,)."""
     data, augment, cropper = config.data, _views(config), _cropper(config)
-    side, device = min(augment.large.size, data.store_size), next(encoder.parameters()).device
-    squares = pixels[:, : -cropper.row_bytes].unflatten(1, (3, data.store_size, data.store_size))
+    side, device = min(augment.large.size, data.stored_size), next(encoder.parameters()).device
+    squares = pixels[:, : -cropper.row_bytes].unflatten(1, (3, data.stored_size, data.stored_size))
     plain = _encode(config, encoder, eval_view(squares.to(device), side, data.mean, data.std))
     features = plain.new_zeros(len(pixels), 1 + augment.large.num_views, plain.shape[1])
     features[:, 0] = plain
     if viewed.any():
         chosen, (number, start) = torch.from_numpy(np.flatnonzero(viewed)), divmod(first, SHARD_ROWS)
         crops, generator = pixels[chosen, -cropper.row_bytes :], augment_generator(SEED, FEATURES, number)
-        where = data.mean, data.std, start + chosen, SHARD_ROWS, data.store_size
+        where = data.mean, data.std, start + chosen, SHARD_ROWS, data.stored_size
         views = augment_crops(cropper.split(crops.to(device)), augment, generator, *where)
         encoded = _encode(config, encoder, torch.cat(views)).unflatten(0, (len(views), -1))
         features[chosen, 1:] = encoded.transpose(0, 1)
@@ -168,12 +168,12 @@ def encode_rows(
 
 def row_bytes(config: Config) -> int:
     """Of the pixels of a row, its square and its crops."""
-    return int(3 * config.data.store_size**2 + _cropper(config).row_bytes)
+    return int(3 * config.data.stored_size**2 + _cropper(config).row_bytes)
 
 
 def _cropper(config: Config) -> Cropper:
     data = config.data
-    return Cropper(SEED, FEATURES, SHARD_ROWS, _views(config), data.store_size, data.interpolation)
+    return Cropper(SEED, FEATURES, SHARD_ROWS, _views(config), data.stored_size, data.interpolation)
 
 
 def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def compute_here(
+def compute_local(
     job: FeatureJob, encoder: nn.Module, numbers: Sequence[int], threads: int
 ) -> Iterator[tuple[int, Shard]]:
     """The shards ``numbers``, in order, each by one of ``threads`` threads of this process."""
@@ -197,7 +197,7 @@ def compute_here(
         torch.set_num_threads(1)  # of this thread
         return number, compute_shard(job.config, encoder, number, *job.load(number))
 
-    return ahead(compute, numbers, threads, threads)
+    return prefetch_map(compute, numbers, threads, threads)
 
 
 def pack_shard(key: str, number: int, shard: Shard) -> bytes:
@@ -228,7 +228,7 @@ class FeatureCache:
         does not verify is removed.
         """
         job, num_rows = self._job, len(self._job.task.rows)
-        width = 1 + job.config.augment.cached_views, job.num_features
+        width = 1 + job.config.augment.num_cached_views, job.num_features
         features, reasons = torch.zeros(num_rows, *width), [None] * num_rows  # type: Tensor, list[str | None]
         missing, damaged = set(range(job.num_shards)), list[str]()
         for number in sorted(self._stored() & missing):
@@ -276,7 +276,7 @@ class FeatureCache:
         config, task = self._job.config, self._job.task
         facts = {
             "source": task.rows.source, "rows": len(task.rows), "encoder": config.model.encoder,
-            "weights": weights, "cached_views": config.augment.cached_views,
+            "weights": weights, "num_cached_views": config.augment.num_cached_views,
             "num_features": self._job.num_features,
             "note": "features of a frozen encoder; may be deleted at any time, they are computed again",
         }  # fmt: skip
@@ -331,14 +331,14 @@ def cached_features(
 
 def _readable_again(job: FeatureJob, reasons: Sequence[str | None]) -> set[int]:
     """Shards with a row that could not be read when they were computed, and now can: a share was away."""
-    data, bad = job.config.data, np.flatnonzero(~readable(reasons))
+    data, bad = job.config.data, np.flatnonzero(~ok_mask(reasons))
     if not len(bad):
         return set()
-    _, now = decode_many(job.task.rows.images.take(bad), data.store_size, None, data.interpolation)
-    return set((bad[readable(now)] // SHARD_ROWS).tolist())
+    _, now = decode_many(job.task.rows.images.take(bad), data.stored_size, None, data.interpolation)
+    return set((bad[ok_mask(now)] // SHARD_ROWS).tolist())
 
 
 def cache_directory(config: Config) -> str:
     """Where features are kept: ``compute.cache``, $UNO_CACHE, or uno in the user's cache directory."""
     user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
-    return normal(config.compute.cache or os.environ.get(CACHE_VARIABLE) or user)
+    return normalize_path(config.compute.cache or os.environ.get(CACHE_VARIABLE) or user)

@@ -46,7 +46,7 @@ R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
+class FileEntry(NamedTuple):
     """A file below a root: relative path with '/', full path or URI, size in bytes."""
 
     relative: str
@@ -59,7 +59,7 @@ def is_transient(error: object) -> bool:
     return TRANSIENT.search(str(error)) is not None
 
 
-def patient(access: Callable[P, R]) -> Callable[P, R]:
+def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
     """``access`` to storage, tried again for a minute while the error is one that may pass."""
 
     @wraps(access)
@@ -82,7 +82,7 @@ def is_uri(path: str) -> bool:
     return "://" in path
 
 
-def normal(path: str) -> str:
+def normalize_path(path: str) -> str:
     """``path`` with ``~`` expanded and ``file://`` removed; other URIs unchanged, without a last slash."""
     if path.startswith("file://"):
         path = unquote(urlsplit(path).path, errors="surrogateescape")
@@ -94,7 +94,7 @@ def full_path(path: str) -> str:
     return path if is_uri(path) else os.path.abspath(path)
 
 
-def shown(name: str) -> str:
+def valid_text(name: str) -> str:
     """A file name as valid text: bytes that are not UTF-8, and half surrogate pairs, become escapes."""
     half = re.sub("[\ud800-\udc7f\udd00-\udfff]", lambda found: ascii(found[0])[1:-1], name)
     return half.encode(errors="surrogateescape").decode(errors="backslashreplace")
@@ -115,7 +115,7 @@ def require_regular(path: str | bytes) -> None:
         raise OSError("not a regular file")
 
 
-@patient
+@retry_transient
 def kind(path: str) -> str:
     """'file', 'directory' or 'missing'; ConfigError where it cannot be reached."""
     with reading(path):
@@ -124,7 +124,7 @@ def kind(path: str) -> str:
         return {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}.get(found, "missing")
 
 
-def walk(root: str) -> Iterator[Found]:
+def walk(root: str) -> Iterator[FileEntry]:
     """All of :func:`files_below`; ConfigError where a local folder holds more than MAX_ROWS."""
     for number, found in enumerate(files_below(root)):
         if number == MAX_ROWS and not is_uri(root):
@@ -132,7 +132,7 @@ def walk(root: str) -> Iterator[Found]:
         yield found
 
 
-def files_below(root: str) -> Iterator[Found]:
+def files_below(root: str) -> Iterator[FileEntry]:
     """The files below ``root`` but hidden ones, by relative path, one after the other: threads list the next
     :data:`LISTERS` directories (or prefixes, whole from the third level on). Local links must stay below
     ``root``; a directory is walked once. Memory: what is listed ahead.
@@ -140,12 +140,12 @@ def files_below(root: str) -> Iterator[Found]:
     scan = _remote_scan(root) if is_uri(root) else _local_scan(root)
     seen, pool = set[str](), ThreadPoolExecutor(LISTERS, thread_name_prefix="uno-list")
 
-    def walk_one(entries: list[_Entry]) -> Iterator[Found]:
+    def walk_one(entries: list[_Entry]) -> Iterator[FileEntry]:
         folders = (entry for entry in entries if entry.real is not None)
         waiting = deque(pool.submit(scan, entry) for entry in islice(folders, LISTERS))
         for entry in entries:
             if entry.real is None:
-                yield Found(entry.relative, entry.path, entry.size)
+                yield FileEntry(entry.relative, entry.path, entry.size)
                 continue
             inside = waiting.popleft()
             waiting += [pool.submit(scan, following) for following in islice(folders, 1)]
@@ -161,7 +161,7 @@ def files_below(root: str) -> Iterator[Found]:
         pool.shutdown(cancel_futures=True)
 
 
-@patient
+@retry_transient
 def children(root: str) -> tuple[list[str], list[str]]:
     """Names directly below a directory, sorted: (folders, files). Raises as :func:`walk`."""
     with reading(root):
@@ -195,7 +195,7 @@ def split(path: str) -> tuple[str, str]:
     return folder + mark + options, unquote(name)
 
 
-@patient
+@retry_transient
 def read_bytes(path: str, max_bytes: int) -> bytes:
     """At most ``max_bytes`` + 1 bytes of a file. Raises OSError."""
     if not is_uri(path):
@@ -223,7 +223,7 @@ def read_text(path: str, max_bytes: int, what: str = "") -> str:
         return read_whole(path, max_bytes, what).decode("utf-8-sig")
 
 
-def below(root: str) -> Callable[[str], str | None]:
+def resolver(root: str) -> Callable[[str], str | None]:
     """What gives the full path of a relative one below ``root``, or None where '..', a link or a full path
     leaves it. The links of a folder are followed once.
     """
@@ -293,7 +293,7 @@ def _remote_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
         with reading(root):
             files, inner = locate(root)
             top, deep = inner.strip("/"), folder.relative.count("/") >= PREFIX_LEVELS
-            infos = patient(files.get_file_info)(
+            infos = retry_transient(files.get_file_info)(
                 pa.fs.FileSelector(f"{inner}/{folder.relative}".rstrip("/"), recursive=deep)
             )
         found = []
@@ -355,7 +355,7 @@ class Storage:
     """
 
     def __init__(self, root: str) -> None:
-        with refusing(StorageError, f"open {shown(root)}"):
+        with refusing(StorageError, f"open {valid_text(root)}"):
             os.fsencode(root)
             if is_uri(root):
                 self._fs, self.root = pa.fs.FileSystem.from_uri(_one_upload(root))
@@ -387,7 +387,7 @@ class Storage:
             found += [os.path.normpath(f"{below}/{file}") for file in files if TEMPORARY.fullmatch(file)]
         return found
 
-    @patient
+    @retry_transient
     def list(self, name: str = "") -> list[str]:
         """Sorted base names in a directory; empty where there is none."""
         if self.is_local and not self.exists(name):
@@ -395,13 +395,13 @@ class Storage:
         with self._errors("list", name):
             return [entry for entry, _ in _entries(self._fs, self._inner(name))]
 
-    @patient
+    @retry_transient
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
         """Content of a file; StorageError where it has more than ``max_bytes``."""
         with self.open(name) as file:
             return self._content(file, name, max_bytes)
 
-    @patient
+    @retry_transient
     def find(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """As :meth:`read`; None where there is no such file, which takes no look of its own."""
         with self._errors("read", name), suppress(FileNotFoundError), self._opened(name) as file:
@@ -414,7 +414,7 @@ class Storage:
         with self._errors("read", name), self._opened(name) as file:
             yield file
 
-    @patient
+    @retry_transient
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; after return it is on the disk, whole."""
         with self.create(name) as file:
@@ -473,7 +473,7 @@ class Storage:
             with path.open("ab") as file:
                 file.write(data)
 
-    @patient
+    @retry_transient
     def delete(self, name: str) -> None:
         """Remove a file or a directory with all in it; nothing happens where there is none."""
         self.check()
@@ -499,7 +499,7 @@ class Storage:
     def _inner(self, name: str) -> str | bytes:
         return os.fsencode(self.path(name)) if self.is_local else self.path(name)
 
-    @patient
+    @retry_transient
     def _info(self, name: str) -> Any:
         with self._errors("look up", name):
             return self._fs.get_file_info(self._inner(name))

@@ -14,8 +14,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from uno.data.files import full_path, shown
-from uno.data.kept import Kept
+from uno.data.files import full_path, valid_text
+from uno.data.row_blocks import RowBlocks
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
@@ -29,16 +29,16 @@ class Images(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch(self, rows: np.ndarray) -> list[Image]:
+    def read_images(self, rows: np.ndarray) -> list[Image]:
         """The images of ``rows`` int64 (n,), in that order; what is read together is read once."""
         ...
 
     def __getitem__(self, row: int) -> Image:
-        return self.fetch(np.array([row]))[0]
+        return self.read_images(np.array([row]))[0]
 
-    def take(self, rows: np.ndarray) -> Chosen:
+    def take(self, rows: np.ndarray) -> ImageSubset:
         """Only ``rows`` int64 (n,), in that order; nothing is read or copied."""
-        return Chosen(self, rows)
+        return ImageSubset(self, rows)
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
         """int64 (n,): rows of one number are read together. None: each is read by itself."""
@@ -48,16 +48,16 @@ class Images(Protocol):
         """int64 (n,): bytes of each image as it is stored, -1 where they are not known; of images that are
         read together their mean.
         """
-        found = self.fetch(rows)
+        found = self.read_images(rows)
         return np.fromiter((getattr(image, "nbytes", len(image)) for image in found), np.int64, len(found))
 
-    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
         """What the fingerprint of a data set has of each row: its content, or what stands for it unread."""
-        return map(content_of, self.fetch(rows))
+        return map(content_of, self.read_images(rows))
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """The path of each image as text, None where it is not a file of its own."""
-        return [path_of(image) for image in self.fetch(rows)]
+        return [path_of(image) for image in self.read_images(rows)]
 
     def reader(self) -> Images | None:
         """What reads them on any node from :meth:`numbers`; None: images travel themselves."""
@@ -77,12 +77,12 @@ class Images(Protocol):
 class Ready(NamedTuple):
     """What has been made of images: ``values`` of N rows, and why a row has none."""
 
-    values: Kept
+    values: RowBlocks
     reasons: Sequence[str | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen(Images):
+class ImageSubset(Images):
     """Rows ``index`` int64 (N,) of other images, maybe with what has been made of them."""
 
     images: Images
@@ -92,20 +92,20 @@ class Chosen(Images):
     def __len__(self) -> int:
         return len(self.index)
 
-    def fetch(self, rows: np.ndarray) -> list[Image]:
+    def read_images(self, rows: np.ndarray) -> list[Image]:
         """Those of the others, as all that follows."""
-        return self.images.fetch(self.index[rows])
+        return self.images.read_images(self.index[rows])
 
     def __getitem__(self, row: int) -> Image:
         return self.images[int(self.index[row])]
 
-    def take(self, rows: np.ndarray) -> Chosen:
+    def take(self, rows: np.ndarray) -> ImageSubset:
         """Never a choice of a choice."""
         ready = self.ready
         if ready is not None:
             reasons = [ready.reasons[row] for row in np.arange(len(self))[rows].tolist()]
-            ready = Ready(ready.values.part(torch.tensor(rows)), reasons)
-        return Chosen(self.images, self.index[rows], ready)
+            ready = Ready(ready.values.select_rows(torch.tensor(rows)), reasons)
+        return ImageSubset(self.images, self.index[rows], ready)
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
         """As of the others."""
@@ -115,9 +115,9 @@ class Chosen(Images):
         """As of the others."""
         return self.images.sizes(self.index[rows])
 
-    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
         """As of the others: decoding does not make another data set of them."""
-        return self.images.facts(self.index[rows])
+        return self.images.content_keys(self.index[rows])
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """As of the others."""
@@ -147,7 +147,7 @@ class InMemory(Images):
     def __len__(self) -> int:
         return len(self.items)
 
-    def fetch(self, rows: np.ndarray) -> list[Image]:
+    def read_images(self, rows: np.ndarray) -> list[Image]:
         """They are here."""
         return [self.items[row] for row in rows.tolist()]
 
@@ -175,7 +175,7 @@ class Files(Images):
     def __len__(self) -> int:
         return len(self.column)
 
-    def fetch(self, rows: np.ndarray) -> list[Image]:
+    def read_images(self, rows: np.ndarray) -> list[Image]:
         """Paths: whoever decodes a file reads it."""
         return [os.fsdecode(path) for path in self.column.take(pa.array(rows)).to_pylist()]
 
@@ -183,7 +183,7 @@ class Files(Images):
         """Those of the files."""
         return self.file_sizes[rows]
 
-    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
         """Sizes: a moved data set is the same one."""
         return (str(size).encode() for size in self.file_sizes[rows].tolist())
 
@@ -193,7 +193,7 @@ def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
     return InMemory(images) if isinstance(images, Sequence | np.ndarray) else images
 
 
-def with_ready(images: Images, values: Kept, reasons: Sequence[str | None]) -> Images:
+def with_ready(images: Images, values: RowBlocks, reasons: Sequence[str | None]) -> Images:
     """``images`` with what has been made of all N: pixels uint8 (N,3,S,S) or features (N,D)."""
     return replace(images.take(np.arange(len(images))), ready=Ready(values, reasons))
 
@@ -218,7 +218,7 @@ def content_of(image: Image) -> bytes:
 
 def path_of(image: Image) -> str | None:
     """The path of an image that is a file, as text."""
-    return shown(full_path(image)) if isinstance(image, str) and image else None
+    return valid_text(full_path(image)) if isinstance(image, str) and image else None
 
 
 def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
     if images.reader() is not None:
         return {"number": pa.array(images.numbers(rows))}
     data, shapes = list[bytes](), list[list[int] | None]()
-    for image in images.fetch(rows):
+    for image in images.read_images(rows):
         if isinstance(image, np.ndarray):
             data.append(image.tobytes())
             shapes.append(list(image.shape))
@@ -244,7 +244,7 @@ def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
 def from_columns(block: pa.Table, reader: Images | None) -> list[Image]:
     """The images of :func:`to_columns`, in another process."""
     if reader is not None:
-        return reader.fetch(block["number"].to_numpy())
+        return reader.read_images(block["number"].to_numpy())
     found = list[Image]()
     for data, shape in zip(block["image"].to_pylist(), block["shape"].to_pylist(), strict=True):
         if shape is None:

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from uno.config import DataConfig
-from uno.data.files import Found, files_below, shown
+from uno.data.files import FileEntry, files_below, valid_text
 from uno.data.images import Files, Images, is_image
-from uno.data.rows import Part, Rows
+from uno.data.rows import Partition, Rows
 from uno.data.sources import locate_source, read_images, read_rows
 from uno.data.tables import ParquetTable
 from uno.errors import ConfigError
@@ -38,16 +38,16 @@ class Inputs(Protocol):
 
     def __len__(self) -> int: ...
 
-    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
         """The partitions with the row ``numbers`` (n,), which grow from one to the next."""
         ...
 
-    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
+    def read(self, part: Partition, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
         """Ids and images of a part, ``sizes`` rows at a time."""
-        return cut(part, sizes)
+        return split_batches(part, sizes)
 
 
-Read = Callable[[Part, Iterable[int]], Iterator[tuple[pa.Array, Images]]]
+Read = Callable[[Partition, Iterable[int]], Iterator[tuple[pa.Array, Images]]]
 """What :meth:`Inputs.read` is."""
 
 
@@ -89,10 +89,10 @@ def open_inputs(config: DataConfig) -> Inputs:
 
 def evenly(inputs: Inputs, limit: int) -> Inputs:
     """At most ``limit`` rows, evenly spaced."""
-    return inputs if limit >= len(inputs) else Evenly(inputs, limit)
+    return inputs if limit >= len(inputs) else EvenSample(inputs, limit)
 
 
-def cut(part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
+def split_batches(part: Partition, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
     """A part whose images are in it, ``sizes`` rows at a time."""
     start = 0
     assert part.ids is not None and part.images is not None
@@ -110,11 +110,11 @@ class RowInputs(Inputs):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
         """As of :class:`Inputs`; images are not copied."""
         for rows in numbers:
             ids = pa.array(self.rows.ids.take(rows), pa.string())
-            yield Part(rows, ids, self.rows.images.take(rows))
+            yield Partition(rows, ids, self.rows.images.take(rows))
 
 
 class ImageFolder(Inputs):
@@ -133,32 +133,32 @@ class ImageFolder(Inputs):
     def __len__(self) -> int:
         return self._num
 
-    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
         """As of :class:`Inputs`. ConfigError, at the end: files came, went or changed."""
         digest = hashlib.sha256()
         listed, at = self._listed(digest), 0
         for rows in numbers:
-            own = list[Found]()
+            own = list[FileEntry]()
             for row in rows.tolist():
                 own += islice(listed, row - at, row - at + 1)
                 at = row + 1
             if len(own) == len(rows):
-                ids = pa.array([shown(f.relative) for f in own], pa.string())
-                yield Part(rows, ids, Files.of([f.path for f in own], [f.size for f in own]))
+                ids = pa.array([valid_text(f.relative) for f in own], pa.string())
+                yield Partition(rows, ids, Files.of([f.path for f in own], [f.size for f in own]))
         deque(listed, maxlen=0)
         if digest.hexdigest() != self.fingerprint:
             raise ConfigError(
                 f"images below {self._root} have changed meanwhile; repeat it with a new --output"
             )
 
-    def _listed(self, digest: Any) -> Iterator[Found]:
+    def _listed(self, digest: Any) -> Iterator[FileEntry]:
         for found in files_below(self._root):
             if is_image(found.relative):
                 digest.update(f"{found.size} {found.relative}\0".encode(errors="surrogateescape"))
                 yield found
 
 
-class Evenly(Inputs):
+class EvenSample(Inputs):
     """``num`` rows of others, evenly spaced. The fingerprint is that of all; a table of predictions says how
     many rows it has.
     """
@@ -170,10 +170,10 @@ class Evenly(Inputs):
     def __len__(self) -> int:
         return self._num
 
-    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
         """As of :class:`Inputs`."""
         return self._inputs.parts(rows * len(self._inputs) // self._num for rows in numbers)
 
-    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
+    def read(self, part: Partition, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
         """As of :class:`Inputs`."""
         return self._inputs.read(part, sizes)

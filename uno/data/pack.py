@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image as Pillow
 
-from uno.data.decode import BAD_SAMPLES, BadImage, ahead, decode_rgb, quiet
+from uno.data.decode import BAD_SAMPLES, BadImage, decode_rgb, prefetch_map, suppress_pillow_warnings
 from uno.data.files import Storage, read_bytes
 from uno.data.images import Image
 from uno.data.output import begin, sweep
@@ -65,7 +65,7 @@ def store_shard(
     output: Storage, rows: Rows, shard: ShardRows, images: list[Image], threads: int = 1
 ) -> Shard:
     """Store a shard of ``rows`` with its n ``images``, which are decoded by ``threads``, in any process."""
-    with ThreadPoolExecutor(threads) as pool, quiet():
+    with ThreadPoolExecutor(threads) as pool, suppress_pillow_warnings():
         encoded = list(pool.map(_encode, images))
     ids = rows.ids.take(shard.rows)
     bad = [{"id": i, "reason": one} for i, one in zip(ids, encoded, strict=True) if isinstance(one, str)]
@@ -113,12 +113,12 @@ Store = Callable[[Storage, Rows, Iterator[ShardRows]], Iterator[Shard]]
 """Stores shards, in any order."""
 
 
-def store_here(threads: int) -> Store:
+def store_local(threads: int) -> Store:
     """One shard after the other, decoded by ``threads`` of this process."""
 
     def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
         for shard in shards:
-            yield store_shard(output, rows, shard, rows.images.fetch(shard.rows), threads)
+            yield store_shard(output, rows, shard, rows.images.read_images(shard.rows), threads)
 
     return store
 
@@ -141,7 +141,7 @@ def pack(
     there = [name for name in output.list() if name in shards]
     bad = {
         name: found
-        for name, found in ahead(partial(_bad_of, output), there, FOOTERS, FOOTERS)
+        for name, found in prefetch_map(partial(_bad_of, output), there, FOOTERS, FOOTERS)
         if found is not None
     }
     done = sum(len(group) for name in bad for group in shards[name])

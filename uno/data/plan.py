@@ -48,7 +48,12 @@ class Plan:
 
 
 def make_plan(
-    seed: int, composition: str, batch_size: int, num_labeled: int, num_unlabeled: int, num_workers: int = 1
+    seed: int,
+    batch_sampling: str,
+    batch_size: int,
+    num_labeled: int,
+    num_unlabeled: int,
+    num_workers: int = 1,
 ) -> Plan:
     """The plan of the discovery phase; the workers must divide B_l and B_u of the global ``batch_size``.
 
@@ -59,7 +64,7 @@ def make_plan(
     if num_labeled < 1 or num_unlabeled < 1:
         found = f"{num_labeled} labeled, {num_unlabeled} unlabeled rows"
         raise ConfigError(f"discovery needs both kinds: {found}")
-    sizes_of = partial(_sizes, composition, num_labeled, num_unlabeled, max(1, num_workers))
+    sizes_of = partial(_sizes, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers))
     sizes = sizes_of(batch_size)
     if not isinstance(sizes, str):
         return Plan(seed, num_labeled, num_unlabeled, *sizes)
@@ -71,23 +76,25 @@ def make_plan(
     raise ConfigError(f"batch_size {batch_size}: {sizes}; {fix}")
 
 
-def largest_batch(composition: str, most: int, num_labeled: int, num_unlabeled: int, num_workers: int) -> int:
+def largest_batch(
+    batch_sampling: str, most: int, num_labeled: int, num_unlabeled: int, num_workers: int
+) -> int:
     """The largest batch size, at most ``most``, that :func:`make_plan` takes; ``most`` if none."""
-    sizes_of = partial(_sizes, composition, num_labeled, num_unlabeled, max(1, num_workers))
+    sizes_of = partial(_sizes, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers))
     from_largest = range(min(most, 2 * (num_labeled + num_unlabeled)), 1, -1)
     return next((size for size in from_largest if not isinstance(sizes_of(size), str)), most)
 
 
 def _sizes(
-    composition: str, num_labeled: int, num_unlabeled: int, workers: int, batch_size: int
+    batch_sampling: str, num_labeled: int, num_unlabeled: int, workers: int, batch_size: int
 ) -> tuple[int, int, int] | str:
     """B_l, B_u and the steps of an epoch, or why this batch size does not work."""
-    if composition == "paired" and batch_size % 2:
+    if batch_sampling == "paired" and batch_size % 2:
         return "paired batches need an even size"
-    parts = (1, 1) if composition == "paired" else (num_labeled, num_unlabeled)
+    parts = (1, 1) if batch_sampling == "paired" else (num_labeled, num_unlabeled)
     labeled = min(max(round(batch_size * parts[0] / sum(parts)), 1), batch_size - 1)
     unlabeled = batch_size - labeled
-    longest = max if composition == "paired" else min
+    longest = max if batch_sampling == "paired" else min
     steps = longest(num_labeled // labeled, num_unlabeled // unlabeled) if labeled else 0
     if steps < 1:
         rows = f"{num_labeled} labeled and {num_unlabeled} unlabeled rows"

@@ -12,8 +12,8 @@ from torch import Tensor
 from uno.augment import augment
 from uno.config import Config
 from uno.data.images import with_ready
-from uno.data.kept import Kept, part
 from uno.data.plan import PRETEXT, Batch, Order, Plan, augment_generator
+from uno.data.row_blocks import RowBlocks, part
 from uno.data.splits import Task, train_rows, truth_rows
 
 
@@ -24,9 +24,9 @@ class TrainSet:
     label of a novel class, not even hidden somewhere.
     """
 
-    labeled_images: Tensor | Kept
+    labeled_images: Tensor | RowBlocks
     labels: Tensor
-    unlabeled_images: Tensor | Kept
+    unlabeled_images: Tensor | RowBlocks
     num_known: int
     num_novel: int
 
@@ -60,7 +60,7 @@ class EvalSet:
     not the row. Only evaluation reads this.
     """
 
-    images: Tensor | Kept
+    images: Tensor | RowBlocks
     truth: Tensor
     index: Tensor
     unlabeled: Tensor
@@ -77,27 +77,32 @@ class EvalSet:
         return ((some, of) for some, of in zip(images, truth, strict=False) if len(of))
 
 
-def keep_pixels(task: Task, images: Tensor | Kept, reasons: list[str | None]) -> Task:
+def keep_pixels(task: Task, images: Tensor | RowBlocks, reasons: list[str | None]) -> Task:
     """``task`` with the result of :func:`~uno.data.decode.decode_many`: what comes later decodes nothing; or
     with cached features: what comes later needs no encoder.
     """
     if images.ndim != 4:
         images = images[:, 0].clone()  # the evaluation view
-    values = images if isinstance(images, Kept) else Kept([images])
+    values = images if isinstance(images, RowBlocks) else RowBlocks([images])
     return replace(task, rows=replace(task.rows, images=with_ready(task.rows.images, values, reasons)))
 
 
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
     """The training rows of ``task`` with images uint8 (N,3,S,S) that decoded (``ok`` bool (N,))."""
-    return train_set(Kept([images]), **train_rows(task, ok))
+    return train_set(RowBlocks([images]), **train_rows(task, ok))
 
 
 def train_set(
-    images: Kept, labeled: np.ndarray, labels: Tensor, unlabeled: np.ndarray, num_known: int, num_novel: int
+    images: RowBlocks,
+    labeled: np.ndarray,
+    labels: Tensor,
+    unlabeled: np.ndarray,
+    num_known: int,
+    num_novel: int,
 ) -> TrainSet:
     """:func:`assemble` from :func:`~uno.data.splits.train_rows`, where the task itself is not at hand."""
     known, rest = (
-        images.part(torch.tensor(rows)) for rows in (labeled, unlabeled)
+        images.select_rows(torch.tensor(rows)) for rows in (labeled, unlabeled)
     )  # Ray's arrays are read-only
     return TrainSet(known, labels, rest, num_known, num_novel)
 
@@ -105,8 +110,8 @@ def train_set(
 def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
     """{"train", "test"} -> the rows with a true class, known and novel, in row order; possibly none."""
     found = truth_rows(task, ok).items()
-    pixels = Kept([images if images.ndim == 4 else images[:, 0]])  # of features the evaluation view
-    return {split: EvalSet(pixels.part(own), truth, own, free) for split, (own, truth, free) in found}
+    pixels = RowBlocks([images if images.ndim == 4 else images[:, 0]])  # of features the evaluation view
+    return {split: EvalSet(pixels.select_rows(own), truth, own, free) for split, (own, truth, free) in found}
 
 
 class ResidentBatches:

@@ -20,7 +20,7 @@ SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "val
 """What sources call their splits -> ours."""
 
 
-class Part(NamedTuple):
+class Partition(NamedTuple):
     """A partition: numbers of its rows int64 (n,), in order; their ids and images, which travel with it, or
     none, where any node can read them.
     """
@@ -101,6 +101,6 @@ class Rows:
             digest.update(b"]")
         digest.update(b"]")
         for part in parts:
-            for content in self.images.facts(np.array(part)):
+            for content in self.images.content_keys(np.array(part)):
                 digest.update(len(content).to_bytes(8, "little") + content)
         return digest.hexdigest()

@@ -16,7 +16,7 @@ from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data.cifar import CIFAR10, CIFAR100, read_cifar
 from uno.data.columns import Labels, Text, chunks
-from uno.data.files import Found, children, join, shown
+from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
@@ -71,7 +71,9 @@ SOURCES = {
 def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given."""
     if config.labeled is not None and config.unlabeled is not None:
-        return read_two_folders(filesystem.normal(config.labeled), filesystem.normal(config.unlabeled))
+        return read_two_folders(
+            filesystem.normalize_path(config.labeled), filesystem.normalize_path(config.unlabeled)
+        )
     kind, path = locate_source(config)
     return read_digits() if kind == "digits" else SOURCES[kind].read(path, config, images_only)
 
@@ -89,7 +91,7 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
             known = f"known are digits, {':, '.join(SOURCES)}:"
             hint = did_you_mean(prefix.lower(), SOURCES, known, lambda near: f"{near}:{path}")
             raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
-    path = filesystem.normal(path)
+    path = filesystem.normalize_path(path)
     may_lack = prefix in SOURCES and SOURCES[prefix].may_lack(path, config)
     if filesystem.kind(path) == "missing" and not may_lack:
         names = {name: repr(f"{name}:DIR") for name in SOURCES} | {"digits": repr("digits")}
@@ -147,12 +149,15 @@ def _digits() -> Any:
 def read_digits() -> Rows:
     """scikit-learn's 1,797 handwritten digits as uint8 (8,8,3); every fifth of a class is a test row."""
     digits = _digits()
-    grey = np.round(digits.images * 255 / 16).astype(np.uint8)
-    is_train = np.full(len(grey), True)
+    grayscale = np.round(digits.images * 255 / 16).astype(np.uint8)
+    is_train = np.full(len(grayscale), True)
     for value in range(10):
         is_train[np.flatnonzero(digits.target == value)[4::5]] = False
-    ids, labels = Text.of(f"digits-{i:04d}" for i in range(len(grey))), Labels.of(map(str, digits.target))
-    return Rows(ids, InMemory(np.repeat(grey[..., None], 3, axis=3)), labels, is_train, "digits")
+    ids, labels = (
+        Text.of(f"digits-{i:04d}" for i in range(len(grayscale))),
+        Labels.of(map(str, digits.target)),
+    )
+    return Rows(ids, InMemory(np.repeat(grayscale[..., None], 3, axis=3)), labels, is_train, "digits")
 
 
 def read_folder(root: str) -> Rows:
@@ -232,7 +237,7 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
     """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class."""
     filled, notes = set[str](), list[str]()
 
-    def below() -> Iterator[tuple[Found, str | None, bool]]:
+    def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
         outside = 0
         for found in _images(root, notes):
             prefix = next(filter(found.relative.startswith, splits), None)
@@ -241,7 +246,7 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
                 continue
             folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
             filled.add(prefix + folder)
-            yield found, shown(folder) if slash else None, splits[prefix] == "train"
+            yield found, valid_text(folder) if slash else None, splits[prefix] == "train"
         if outside:
             notes.append(f"{outside} images outside {', '.join(splits)} are left out")
 
@@ -249,7 +254,7 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
     for prefix in splits:
         for folder in children(join(root, prefix) if prefix else root)[0]:
             if prefix + folder not in filled:
-                path = shown(join(root, prefix + folder))
+                path = valid_text(join(root, prefix + folder))
                 raise ConfigError(f"class folder {path} holds no images; fill or remove it")
     loose = int((~rows.labels.given).sum())
     if 0 < loose < len(rows):
@@ -257,13 +262,13 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
     return replace(rows, notes=tuple(notes))
 
 
-def _rows(listed: Iterable[tuple[Found, str | None, bool]], source: str, notes: list[str]) -> Rows:
+def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, notes: list[str]) -> Rows:
     """Rows of (file, label, whether it is for training) each; ``notes`` are complete when all are listed."""
     parts = list[tuple[Text, Files, Labels, np.ndarray]]()
     for some in chunks(listed):
         found, labels, is_train = zip(*some, strict=True)
         files = Files.of([f.path for f in found], [f.size for f in found])
-        ids = Text.of(shown(f.relative) for f in found)
+        ids = Text.of(valid_text(f.relative) for f in found)
         parts.append((ids, files, Labels.of(labels), np.array(is_train)))
     if not parts:
         root = source.partition(":")[2]
@@ -274,7 +279,7 @@ def _rows(listed: Iterable[tuple[Found, str | None, bool]], source: str, notes: 
     return Rows(*columns, source, notes=tuple(notes))
 
 
-def _images(root: str, notes: list[str]) -> Iterator[Found]:
+def _images(root: str, notes: list[str]) -> Iterator[FileEntry]:
     """Images below ``root``; at the end ``notes`` say what else is there."""
     others = Counter[str]()
     for found in filesystem.walk(_directory(root)):

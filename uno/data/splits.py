@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from uno.config import Config, DataConfig, not_mixed
+from uno.config import Config, DataConfig, why_not_gcd
 from uno.data.files import read_text
 from uno.data.images import evenly_spaced
 from uno.data.plan import HELD_OUT, UNLABEL
@@ -23,9 +23,9 @@ from uno.errors import ConfigError, did_you_mean
 from uno.limits import MAX_CLASSES
 
 MAX_NAMES_BYTES = 1_000_000
-PILES = {
-    "novel": "every unlabeled row is taken for one of the new classes",
-    "mixed": "unlabeled rows may be of known classes, too, and all classes compete for them",
+SETTINGS = {
+    "ncd": "every unlabeled row is taken for one of the new classes",
+    "gcd": "unlabeled rows may be of known classes, too, and all classes compete for them",
 }
 
 
@@ -112,15 +112,15 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     if config.limit is not None:
         kept = limit_rows(rows, config.limit)
         rows, is_train = rows.take(kept), is_train[kept]
-    if config.hold_out and not rows.labels.pick(~is_train).present & chosen:
-        is_train = is_train & ~held_out(rows, is_train, known, config.hold_out)
+    if config.validation_fraction and not rows.labels.pick(~is_train).present & chosen:
+        is_train = is_train & ~held_out(rows, is_train, known, config.validation_fraction)
     labels = np.where(is_train, rows.labels.places(known), -1)
-    if config.unlabel_known:
+    if config.unlabeled_known_fraction:
         if _known_classes(rows, config, classes) is None:
             raise ConfigError(
-                "data.unlabel_known needs --known-classes: it leaves their rows without a label"
+                "data.unlabeled_known_fraction needs --known-classes: it leaves their rows without a label"
             )
-        labels = unlabel(labels, config.unlabel_known)
+        labels = unlabel(labels, config.unlabeled_known_fraction)
     eval_labels = rows.truth.places([*known, *novel])
     return Task(rows, known, novel, num_novel, labels, eval_labels, is_train, rows.notes)
 
@@ -148,29 +148,32 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
     return left
 
 
-def decide_pile(
+def decide_setting(
     config: Config, declared: Sequence[str], began: bool = False
-) -> tuple[Literal["novel", "mixed"], str]:
-    """What ``data.pile`` means, and a sentence that says why. ``declared``: the classes that the source says
+) -> tuple[Literal["ncd", "gcd"], str]:
+    """What ``data.setting`` means, and a sentence that says why. ``declared``: the classes that the source says
     are known; ``began``: it is that of a run that goes on.
 
     Of rows that truly lack a label nobody knows the classes, so mixed is the safe answer: a known image in a
     pile taken for novel is forced into a new class. What knows only novel piles takes them for that.
     """
     data = config.data
-    if data.pile != "auto":
-        return data.pile, f"pile: {data.pile}, as {'it began' if began else 'told'}: {PILES[data.pile]}"
+    if data.setting != "auto":
+        return (
+            data.setting,
+            f"setting: {data.setting}, as {'it began' if began else 'told'}: {SETTINGS[data.setting]}",
+        )
     told = data.known_classes is not None or bool(declared)
-    if data.unlabel_known:
-        pile, why = "mixed", "as --data.unlabel-known asks"  # type: tuple[Literal["novel", "mixed"], str]
+    if data.unlabeled_known_fraction:
+        setting, why = "gcd", "as --data.unlabeled-known-fraction asks"  # type: tuple[Literal["ncd", "gcd"], str]
     elif told:
-        pile, why = "novel", "as only labels of other classes are hidden"
-    elif no := not_mixed(config):
-        pile, why = "novel", f"the only kind here ({no})"
+        setting, why = "ncd", "as only labels of other classes are hidden"
+    elif no := why_not_gcd(config):
+        setting, why = "ncd", f"the only kind here ({no})"
     else:
-        pile, why = "mixed", "as nobody knows what rows without a label show"
-    other = " (--data.pile novel if none is of a known class)" if pile == "mixed" and not told else ""
-    return pile, f"pile: {pile}, {why}: {PILES[pile]}{other}"
+        setting, why = "gcd", "as nobody knows what rows without a label show"
+    other = " (--data.setting ncd if none is of a known class)" if setting == "gcd" and not told else ""
+    return setting, f"setting: {setting}, {why}: {SETTINGS[setting]}{other}"
 
 
 def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from uno.augment import augment_crops
 from uno.config import Config
 from uno.crops import Cropper
-from uno.data.decode import BATCHES_AHEAD, BadRows, Decoded, ahead, decoded, readable
+from uno.data.decode import BATCHES_AHEAD, BadRows, DecodedBatch, decoded, ok_mask, prefetch_map
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory
 from uno.data.plan import Batch, Order, Plan, augment_generator
@@ -82,7 +82,7 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
     """The training rows of ``task``, cropped by threads of this process."""
     facts = stream_facts(task)
     bad = BadRows(facts.pop("ids"), task.rows.images, config.data.max_bad_fraction, storage)
-    crop = partial(crop_here, threads=config.compute.threads or os.cpu_count() or 1)
+    crop = partial(crop_local, threads=config.compute.threads or os.cpu_count() or 1)
     return StreamSet(**facts, bad=bad, crop=crop)
 
 
@@ -116,7 +116,7 @@ class StreamBatches:
         if step % SYNC_STEPS == 0 or step % plan.steps_per_epoch == 0:
             train.sync()
         if bad:
-            chosen = stand_ins(~np.isin(np.arange(len(rows)), list(bad)), len(labels))
+            chosen = replacement_rows(~np.isin(np.arange(len(rows)), list(bad)), len(labels))
             if chosen is None:
                 why = next(iter(bad.values()))
                 raise ConfigError(f"no readable image of a kind in a batch (step {step}): {why}")
@@ -124,7 +124,7 @@ class StreamBatches:
         crops = self._job.cropper.split(pixels.to(train.device, non_blocking=True))
         generator = augment_generator(config.seed, plan.labeled_stream, step)
         data, size = config.data, plan.labeled_size + plan.unlabeled_size
-        where = data.mean, data.std, torch.from_numpy(self._job.order.positions), size, data.store_size
+        where = data.mean, data.std, torch.from_numpy(self._job.order.positions), size, data.stored_size
         views = augment_crops(crops, config.augment, generator, *where)
         labels = labels.to(train.device, non_blocking=True)
         return Batch(views, labels, config.augment.large.num_views)
@@ -140,7 +140,7 @@ class StreamBatches:
         chunks = self._running.enter_context(closing(self._train.crop(job)))
         pin = self._train.device.type == "cuda"
         packed = self._running.enter_context(closing(pack(chunks, job.rows_per_step, job.row_bytes, pin)))
-        in_order = ahead(lambda _: next(packed), range(step, self._last), 1, BATCHES_AHEAD)
+        in_order = prefetch_map(lambda _: next(packed), range(step, self._last), 1, BATCHES_AHEAD)
         self._packed = self._running.enter_context(closing(in_order))
 
 
@@ -163,7 +163,7 @@ def pack(
                 filled = 0
 
 
-def stand_ins(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
+def replacement_rows(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
     """int64 (B,): which row takes each place of a batch: itself if ``ok`` bool (B,), else the next one of its
     kind that is (the first ``num_labeled`` are one kind), going round. None where a kind has none.
     """
@@ -186,7 +186,7 @@ class CropJob:
         self.images = train.images
         self.first, self.last, self._train = first, last, train
         num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
-        how = config.augment, data.store_size, data.interpolation
+        how = config.augment, data.stored_size, data.interpolation
         self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, *how)
         self.row_bytes = self.cropper.row_bytes
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))
@@ -218,14 +218,14 @@ def window_rows(images: Images) -> int:
     return max(1, min(MAX_WINDOW_ROWS, WINDOW_BYTES // row_bytes))
 
 
-def crop_here(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
+def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
     """Crop in ``threads`` threads of this process."""
 
     def crop(item: tuple[np.ndarray, np.ndarray, Images]) -> Chunk:
         steps, positions, images = item
-        return job.cropper.crop(steps, positions, images.fetch(np.arange(len(images))))
+        return job.cropper.crop(steps, positions, images.read_images(np.arange(len(images))))
 
-    return ahead(crop, _with_images(job), threads, threads + 1)
+    return prefetch_map(crop, _with_images(job), threads, threads + 1)
 
 
 def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]]:
@@ -233,7 +233,7 @@ def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]
     size = min(job.chunk_rows, THREAD_ROWS)
     for steps, positions, rows in job.references(job.fetch_rows or size):
         images = job.images.take(rows)
-        found = images if job.fetch_rows is None else InMemory(images.fetch(np.arange(len(rows))))
+        found = images if job.fetch_rows is None else InMemory(images.read_images(np.arange(len(rows))))
         for start in range(0, len(rows), size):
             own = np.arange(start, min(start + size, len(rows)))
             yield steps[own], positions[own], found.take(own)
@@ -247,7 +247,7 @@ class StreamedEvalSet:
     index: Tensor
     unlabeled: Tensor
     side: int
-    decode: Callable[[Iterable[np.ndarray]], Iterator[Decoded]]
+    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]
     bad: BadRows
 
     def where(self, chosen: Tensor) -> StreamedEvalSet:
@@ -261,7 +261,7 @@ class StreamedEvalSet:
         own = np.array_split(self.index.numpy(), world_size)[rank]
         truth_of = dict(zip(self.index.tolist(), self.truth.tolist(), strict=True))
         for rows, images, reasons in self.decode(own[i : i + size] for i in range(0, len(own), size)):
-            ok = readable(reasons)
+            ok = ok_mask(reasons)
             for i in np.flatnonzero(~ok).tolist():
                 self.bad.add(int(rows[i]), str(reasons[i]))
             truth = torch.tensor([truth_of[row] for row in rows[ok].tolist()], dtype=torch.int64)
@@ -271,7 +271,7 @@ class StreamedEvalSet:
 
 def streaming_eval_sets(config: Config, task: Task, bad: BadRows) -> dict[str, StreamedEvalSet]:
     """{"train", "test"} -> the rows of ``task`` with a true class, decoded by threads of this process."""
-    side = config.data.store_size
+    side = config.data.stored_size
     threads, how = config.compute.threads, config.data.interpolation
     decode = partial(decoded, task.rows.images, size=side, threads=threads, interpolation=how)
     found = truth_rows(task).items()

@@ -26,7 +26,7 @@ import pyarrow.parquet
 from uno.data import files as filesystem
 from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, chunks
 from uno.data.images import Files, Image, Images, InMemory
-from uno.data.rows import SPLITS, Part, Rows
+from uno.data.rows import SPLITS, Partition, Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
 
@@ -67,7 +67,7 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
         _labels(source, table[c], class_names[0]) if c in table.column_names else None
         for c in ("label", "eval_label")
     )
-    places, starts = [filesystem.shown(f.relative) for f in files], np.cumsum([0, *map(len, tables)])
+    places, starts = [filesystem.valid_text(f.relative) for f in files], np.cumsum([0, *map(len, tables)])
     ids: Ids = Numbered(places, starts)
     if "id" in table.column_names:
         ids = Text.of(chain.from_iterable(map(_ids, tables, places, starts.tolist())))
@@ -94,11 +94,11 @@ def _values(column: Any) -> Iterator[Any]:
     return chain.from_iterable(column.slice(start, ROWS_AT_ONCE).to_pylist() for start in starts)
 
 
-def _parquet_files(path: str) -> tuple[str, list[filesystem.Found]]:
+def _parquet_files(path: str) -> tuple[str, list[filesystem.FileEntry]]:
     """The folder, and the Parquet files in it."""
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
-        return root, [filesystem.Found(name, path, filesystem.size_of(path))]
+        return root, [filesystem.FileEntry(name, path, filesystem.size_of(path))]
     found = list(filesystem.walk(path))
     files = [f for f in found if f.relative.endswith(".parquet")]
     packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
@@ -132,12 +132,12 @@ class ParquetImages(Images):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def fetch(self, rows: np.ndarray) -> list[Image]:
+    def read_images(self, rows: np.ndarray) -> list[Image]:
         """The images of ``rows`` int64 (n,), in that order; every row group they are in is read once. One of
         which only a part is wanted is remembered for the next call.
         """
         groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
-        inside = filesystem.below(self.root)
+        inside = filesystem.resolver(self.root)
         for group in map(int, np.unique(groups)):
             at, first = np.flatnonzero(groups == group), int(self._starts[group])
             if len(at) == self._starts[group + 1] - first:
@@ -160,7 +160,7 @@ class ParquetImages(Images):
         number, total, num = rows - self._starts[groups], self._bytes[groups], np.diff(self._starts)[groups]
         return (number + 1) * total // num - number * total // num
 
-    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
         """Of each row its row group's bytes and its number there."""
         groups = self.groups(rows)
         pairs = zip((rows - self._starts[groups]).tolist(), self._bytes[groups].tolist(), strict=True)
@@ -197,7 +197,7 @@ class _Parquet:
         if sum(groups) != num or min(groups, default=0) < 0:
             raise ConfigError(f"{path}: its row groups have {sum(groups):,} rows, {num:,} by its footer")
 
-    @filesystem.patient
+    @filesystem.retry_transient
     def read(self, columns: Sequence[str], group: int | None = None) -> Any:
         """Those columns, of one row group or all; their text is UTF-8."""
         with self.errors("Parquet file" if group is None else f"row group {group} of"):
@@ -261,7 +261,7 @@ class _Parquet:
 _known: dict[tuple[str, int], _Parquet] = {}  # by path and size: every footer of a set, however many files
 
 
-@filesystem.patient
+@filesystem.retry_transient
 def _parquet(path: str, size: int, anew: bool = False) -> _Parquet:
     """The file, as it was when its footer was last read by this process."""
     if anew or (path, size) not in _known:
@@ -269,7 +269,7 @@ def _parquet(path: str, size: int, anew: bool = False) -> _Parquet:
     return _known[path, size]
 
 
-_open_anew = filesystem.patient(_Parquet)  # for who reads a file once: the footer is not kept
+_open_anew = filesystem.retry_transient(_Parquet)  # for who reads a file once: the footer is not kept
 
 
 def _read_group(path: str, size: int, number: int, column: str) -> Any:
@@ -306,13 +306,13 @@ class ParquetTable:
     def __len__(self) -> int:
         return int(self._groups[-1])
 
-    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Part]:
+    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
         """As of :class:`~uno.data.inputs.Inputs`."""
-        return map(Part, numbers)
+        return map(Partition, numbers)
 
-    def read(self, part: Part, sizes: Iterable[int]) -> Iterator[tuple[Any, Images]]:
+    def read(self, part: Partition, sizes: Iterable[int]) -> Iterator[tuple[Any, Images]]:
         """As of :class:`~uno.data.inputs.Inputs`. ConfigError: a file is damaged, or a path leads out."""
-        inside, tables = filesystem.below(self._root), self._read(part.rows)
+        inside, tables = filesystem.resolver(self._root), self._read(part.rows)
         ids, images = list[str](), list[Image]()
         for size in sizes:
             while len(ids) < size:
@@ -370,12 +370,12 @@ def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
 
 
 def _describe(
-    file: filesystem.Found, own: Mapping[str, str]
+    file: filesystem.FileEntry, own: Mapping[str, str]
 ) -> tuple[tuple[str, str, int, str | None], list[int], str, str]:
     """Of a file to predict: (name, path, size, id column), rows of each row group, a hash of name and footer,
     the image column.
     """
-    path, name, parquet = file.path, filesystem.shown(file.relative), _open_anew(file.path, file.size)
+    path, name, parquet = file.path, filesystem.valid_text(file.relative), _open_anew(file.path, file.size)
     schema, metadata, footer = parquet.schema, parquet.metadata, io.BytesIO()
     _check_names(path, own, schema.names, True)
     image, kept = _image_column(path, own, schema.names), own.get("id", "id")
@@ -389,7 +389,7 @@ def _describe(
     return (name, path, file.size, kept if kept in schema.names else None), rows, digest, image
 
 
-def _read_file(file: filesystem.Found, own: Mapping[str, str]) -> tuple[Any, Names, Names, str]:
+def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any, Names, Names, str]:
     """One Parquet file as columns is_train and, where it has them, id, label, eval_label, and image if these
     are paths; the class names and known classes of its metadata; the name of the image column if that was
     left in the file, because it holds bytes, else ''.
@@ -423,7 +423,7 @@ def _read_file(file: filesystem.Found, own: Mapping[str, str]) -> tuple[Any, Nam
     names = json_at(metadata.get(b"huggingface", ""), "info", "features", label or "", "names")
     if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
         raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
-    return found, tuple(filesystem.shown(str(name)) for name in names or ()), known, left
+    return found, tuple(filesystem.valid_text(str(name)) for name in names or ()), known, left
 
 
 def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> str:
@@ -569,7 +569,7 @@ def _splits(source: str, given: Labels) -> np.ndarray:
 
 
 def _files(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> Files:
-    inside, parts, row, first = filesystem.below(root), list[Files](), 0, None
+    inside, parts, row, first = filesystem.resolver(root), list[Files](), 0, None
     for some in chunks(relatives):
         paths = []
         for relative in some:

@@ -18,7 +18,7 @@ import numpy as np
 
 from uno.data import files as filesystem
 from uno.data.columns import Labels, Text, chunks
-from uno.data.files import Found, is_uri, shown
+from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images, is_image
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import class_name
@@ -55,7 +55,7 @@ class TarImages(Images):
     def __len__(self) -> int:
         return len(self.shard)
 
-    def fetch(self, rows: np.ndarray) -> list[Image]:
+    def read_images(self, rows: np.ndarray) -> list[Image]:
         """The images of ``rows`` int64 (n,), in that order; neighbors are read in one piece."""
         shard, start = self.shard[rows], self.offset[rows]
         end = start + np.minimum(self.size[rows], MAX_IMAGE_BYTES + 1)  # of one that is refused anyway
@@ -76,7 +76,7 @@ class TarImages(Images):
         """Those of the members."""
         return self.size[rows]
 
-    def facts(self, rows: np.ndarray) -> Iterator[bytes]:
+    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
         """Sizes, as of files."""
         return (str(size).encode() for size in self.size[rows].tolist())
 
@@ -154,8 +154,8 @@ class Told(NamedTuple):
 class Shard:
     """A tar file whose headers are read in order. Errors are ConfigErrors that name it."""
 
-    def __init__(self, found: Found) -> None:
-        self.path, self.name, self.is_cut = found.path, shown(found.relative), False
+    def __init__(self, found: FileEntry) -> None:
+        self.path, self.name, self.is_cut = found.path, valid_text(found.relative), False
         with filesystem.reading(self.path):
             self._file = _open(self.path)
             self.size = self._file.size()
@@ -236,7 +236,7 @@ class Shard:
             raise ConfigError(f"{self.path}: {what} has {size:,} bytes, more than {MAX_MEMBER_BYTES:,}")
         return self.read(at, size)
 
-    @filesystem.patient
+    @filesystem.retry_transient
     def read(self, at: int, num: int) -> bytes:
         """``num`` bytes, fewer at the end."""
         if not self._start <= at <= at + num <= self._start + len(self._data):
@@ -253,7 +253,7 @@ class _Scan(NamedTuple):
     notes: list[str]
 
 
-def _scan(found: Found, images_only: bool) -> _Scan:
+def _scan(found: FileEntry, images_only: bool) -> _Scan:
     shard, scan, num_rows = Shard(found), _Scan([], Counter(), []), 0
     for some in chunks(_rows(shard, scan.others, images_only)):
         names, offsets, sizes, labels = zip(*some, strict=True)
@@ -276,18 +276,18 @@ def _rows(
         for member in members:
             if is_image(f".{member.suffix}") and "." not in member.suffix:
                 if image is not None:
-                    both = f"{one_line(repr(shown(image.name)))} and {one_line(repr(shown(member.name)))}"
+                    both = f"{one_line(repr(valid_text(image.name)))} and {one_line(repr(valid_text(member.name)))}"
                     raise ConfigError(f"{shard.path}: two images of one key, {both}")
                 image = member
             elif member.suffix in ("cls", "json"):
                 labels[member.suffix] = member
             else:
-                others[shown(member.suffix)[:12] or "without a suffix"] += 1
+                others[valid_text(member.suffix)[:12] or "without a suffix"] += 1
         if image is None:
             others.update(labels.keys())
             continue
         place = (image.offset, image.size) if image.is_plain else (0, 0)
-        yield f"{shard.name}#{shown(key)}", *place, None if images_only else _class(shard, labels)
+        yield f"{shard.name}#{valid_text(key)}", *place, None if images_only else _class(shard, labels)
 
 
 def _class(shard: Shard, members: dict[str, Member]) -> str | None:
@@ -296,7 +296,7 @@ def _class(shard: Shard, members: dict[str, Member]) -> str | None:
     if suffix not in members:
         return None
     member = members[suffix]
-    where = f"{shard.path}: {one_line(repr(shown(member.name)))}"
+    where = f"{shard.path}: {one_line(repr(valid_text(member.name)))}"
     if not member.is_plain:
         raise ConfigError(f"{where} is a link or sparse; write it as a file")
     text = shard.text(member.offset, member.size, where)
@@ -311,10 +311,10 @@ def _class(shard: Shard, members: dict[str, Member]) -> str | None:
             raise ConfigError(f"{where} must be an object, not {type(value).__name__}")
         value = next((value[name] for name in LABELS if name in value), None)
     name = class_name(where, value)
-    return None if name is None else shown(name)
+    return None if name is None else valid_text(name)
 
 
-@filesystem.patient
+@filesystem.retry_transient
 def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
     """The bytes from ``start`` to ``end``, int64 (n,) each, in order; neighbors in one piece."""
     far = start[1:] - end[:-1] > GAP_BYTES[is_uri(path)]
@@ -342,18 +342,18 @@ def _split(name: str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
-def _shards(path: str) -> list[Found]:
+def _shards(path: str) -> list[FileEntry]:
     """The tar files that a path or pattern names, in order."""
     kind = filesystem.kind(path)
     if kind == "file":
-        return [Found(filesystem.split(path)[1], path, filesystem.size_of(path))]
+        return [FileEntry(filesystem.split(path)[1], path, filesystem.size_of(path))]
     if kind == "missing":
         return _matching(path)
     found = list(filesystem.walk(path))
     shards = [file for file in found if file.relative.lower().endswith(".tar")]
     if not shards:
         packed = (file.relative for file in found if PACKED.search(file.relative))
-        why = next((f"; {shown(name)} is compressed, unpack it to a plain .tar" for name in packed), "")
+        why = next((f"; {valid_text(name)} is compressed, unpack it to a plain .tar" for name in packed), "")
         raise ConfigError(f"no *.tar files below {path}{why}")
     return shards
 
@@ -363,14 +363,14 @@ def is_pattern(path: str) -> bool:
     return any(mark in path for mark in "*{")
 
 
-def _matching(pattern: str) -> list[Found]:
+def _matching(pattern: str) -> list[FileEntry]:
     base, mark, options = pattern.partition("?") if is_uri(pattern) else (pattern, "", "")
     root = re.split(r"[*{]", base)[0].rpartition("/")[0]
     folder = (root or ("/" if base.startswith("/") else ".")) + mark + options
     names = list(islice(_expanded(base[len(root) :].lstrip("/")), MAX_SHARDS + 1))
     if len(names) > MAX_SHARDS:
         raise ConfigError(f"{pattern} names more than {MAX_SHARDS:,} files")
-    found = list[Found]()
+    found = list[FileEntry]()
     below = list(filesystem.walk(folder)) if any("*" in name for name in names) else []
     for name in names:
         if "*" in name:
@@ -378,7 +378,7 @@ def _matching(pattern: str) -> list[Found]:
             found += [file for file in below if wanted.fullmatch(file.relative)]
         else:
             path = filesystem.join(folder, name)
-            found.append(Found(name, path, filesystem.size_of(path)))
+            found.append(FileEntry(name, path, filesystem.size_of(path)))
     if not found:
         raise ConfigError(f"tar:{pattern}: no such file")
     return found

@@ -34,7 +34,7 @@ from uno.heads import unit
 from uno.methods import Method
 from uno.methods.method import forward_two_views
 from uno.model import UnoModel, features_of
-from uno.prototype_init import at_means_, labeled_features
+from uno.prototype_init import labeled_features, set_to_class_means_
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -110,9 +110,11 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
     """Principal components, k-means centres; q and p (N_u, K) of all unlabeled rows. ConfigError: too few."""
     images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
     features = features_of(model.eval(), images, config)
-    if config.model.trainable == "heads":  # whose file knows no class
+    if config.model.finetune == "none":  # whose file knows no class
         labeled, labels = labeled_features(config, model, train)
-        at_means_(model.known.weight, unit(labeled).to(model.known.weight), labels.to(features.device))
+        set_to_class_means_(
+            model.known.weight, unit(labeled).to(model.known.weight), labels.to(features.device)
+        )
     model.train()
     if num_novel > min(found := tuple(features.shape)):
         raise ConfigError(f"method dtc needs {num_novel} rows and features at least, got {found}")

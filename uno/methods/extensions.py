@@ -131,6 +131,6 @@ def rkd_loss(
     scale = temperature * distillation_temperature
     cross_entropy = -((teacher / scale).softmax(dim=-1) * (known / scale).log_softmax(dim=-1)).sum(dim=-1)
     log_known = (known / scale).logsumexp(dim=-1).unsqueeze(1)  # (V, 1, B_u)
-    known_mass = torch.sigmoid(log_known - (novel / scale).logsumexp(dim=-1))  # (V, H, B_u)
-    weight = known_mass / mean_with_grad(known_mass.mean())
+    known_probability = torch.sigmoid(log_known - (novel / scale).logsumexp(dim=-1))  # (V, H, B_u)
+    weight = known_probability / mean_with_grad(known_probability.mean())
     return distillation_temperature**2 * (weight * cross_entropy.unsqueeze(1)).mean()

@@ -67,7 +67,7 @@ def contrast_loss(features: Tensor, labels: Tensor) -> Tensor:
     Unit features (2, B, D), the first B_l rows of the classes ``labels`` (B_l,); a scalar, of this worker's
     rows against those of all workers.
     """
-    rank, world_size = collectives.world()
+    rank, world_size = collectives.rank_and_world()
     num_rows = features.shape[1]
     place = rank * num_rows + torch.arange(num_rows, device=labels.device)
     ids = torch.cat([labels, -1 - place[len(labels) :]])  # a class, or a row of its own

@@ -69,7 +69,7 @@ def pair_likelihood_loss(probabilities: Tensor, others: Tensor, similar: Tensor)
     return -torch.where(similar, together + 1e-7, 1 - together + 1e-7).log().mean()
 
 
-def alike(features: Tensor, threshold: float) -> Tensor:
+def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
     """Which unlabeled rows (N, D) have a cosine above ``threshold``: (N, M) bool, M of all workers."""
     directions = unit(features.detach())
     return directions @ collectives.gather_rows(directions, 0).T > threshold

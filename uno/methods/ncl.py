@@ -37,7 +37,7 @@ from uno import collectives
 from uno.config import Config, field
 from uno.heads import unit
 from uno.methods import Method, rs
-from uno.methods.method import AdaptedHead, NovelHead, alike, forward_two_views, learnt_features
+from uno.methods.method import AdaptedHead, NovelHead, forward_two_views, learnt_features, similar_by_cosine
 from uno.model import UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -63,13 +63,16 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     num_labeled, extra = len(batch.labels), state.extra
     known, novel, features = forward_two_views(state, batch)
     features = learnt_features(state.model, features)
-    similar = alike(features[0, num_labeled:], config.method_options.threshold)
+    similar = similar_by_cosine(features[0, num_labeled:], config.method_options.threshold)
     loss = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
     query, key = unit(features[0]), unit(features[1]).detach()
     past, past_labeled, classes = extra["memory"], extra["labeled_memory"], extra["labeled_classes"]
     pulled = class_loss(query[:num_labeled], key[:num_labeled], batch.labels, past_labeled, classes)
     loss = loss + LABELED_WEIGHT * pulled
-    full = [state.step * collectives.world()[1] * n >= len(m) for n, m in _pairs(state, num_labeled, query)]
+    full = [
+        state.step * collectives.rank_and_world()[1] * n >= len(m)
+        for n, m in _pairs(state, num_labeled, query)
+    ]
     if state.progress >= START and full[1]:
         hard = None
         if state.progress >= HARD_START and all(full):
@@ -116,10 +119,10 @@ def _hard(state: TrainState, query: Tensor, num_novel: int) -> Tensor:
     memory, labeled = state.extra["memory"], state.extra["labeled_memory"]
     far = NUM_FAR_OF_FIVE if num_novel == 5 else NUM_FAR
     far, kept = (max(1, min(n, len(memory) * n // SIZE)) for n in (far, NUM_HARD))
-    shape = (len(query) * collectives.world()[1], DRAWS, far)
+    shape = (len(query) * collectives.rank_and_world()[1], DRAWS, far)
     generator = torch.Generator().manual_seed(state.step)
     chosen = torch.randint(len(labeled), shape, generator=generator).to(query.device, non_blocking=True)
-    return hard_negatives(query, memory, labeled, collectives.own_rows(chosen, 0), kept)
+    return hard_negatives(query, memory, labeled, collectives.local_shard(chosen, 0), kept)
 
 
 def hard_negatives(query: Tensor, memory: Tensor, labeled: Tensor, chosen: Tensor, kept: int) -> Tensor:

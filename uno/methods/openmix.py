@@ -26,7 +26,7 @@ from uno import collectives
 from uno.config import Config, field
 from uno.data.stream import TrainData
 from uno.methods import Method, rs
-from uno.methods.method import NovelHead, alike
+from uno.methods.method import NovelHead, similar_by_cosine
 from uno.model import UnoModel
 from uno.prototype_init import clusters_of, training_features
 from uno.state import TrainState
@@ -55,7 +55,7 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     logits = forward(state, batch._replace(views=[*batch.views[:2], mixed], num_large=3))
     assert logits.novel is not None and logits.features is not None
     known, novel = logits.known, logits.novel[:, 0]
-    similar = alike(logits.features[0, num_labeled:], config.method_options.threshold)
+    similar = similar_by_cosine(logits.features[0, num_labeled:], config.method_options.threshold)
     pairs = rs.loss_of_pairs(state, batch.labels, config, known[:2], novel[:2], similar)
     joint = (torch.cat([known[2], novel[2]], dim=-1) / tau).softmax(dim=-1)
     own = (novel[0, num_labeled:].detach() / tau).softmax(dim=-1)
@@ -68,7 +68,7 @@ def plan(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """For each of a worker's rows the unlabeled row of the global batch (B,) that is mixed in, and its own
     share (B,) from .5 to 1: the same for a row on any number of workers.
     """
-    rank, world_size = collectives.world()
+    rank, world_size = collectives.rank_and_world()
     random, found = np.random.default_rng(step), []
     num_unlabeled = (num_rows - num_labeled) * world_size
     for size in (num_labeled, num_rows - num_labeled):
@@ -89,13 +89,13 @@ def mixed_targets(
     ``labels`` (B_l,); ``own`` (B_u, C_u), what the novel head says of unlabeled rows; ``partner`` (B,) counts
     those of all workers.
     """
-    everyones = collectives.gather_rows(own, 0)
+    global_rows = collectives.gather_rows(own, 0)
     first = torch.cat([
         F.one_hot(labels, num_known + own.shape[1]).to(own.dtype), F.pad(own, (num_known, 0)),
     ])  # fmt: skip
     share = share.to(own.dtype)[:, None]
     counts = torch.cat([torch.ones_like(labels, dtype=torch.bool), own.amax(dim=1) > ANCHOR])
-    return share * first + (1 - share) * F.pad(everyones[partner], (num_known, 0)), counts
+    return share * first + (1 - share) * F.pad(global_rows[partner], (num_known, 0)), counts
 
 
 def mixed_loss(joint: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def start(config: Config, model: UnoModel, train: TrainData) -> dict[str, Tensor
     model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
     model.train()
-    found = clusters_of(unlabeled, labeled, labels, train.num_novel, "novel", config.seed)
+    found = clusters_of(unlabeled, labeled, labels, train.num_novel, "ncd", config.seed)
     model.novel.weight.copy_(found.centers.to(model.novel.weight)[None])
     return {}
 

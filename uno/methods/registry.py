@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # it imports torch, which the command line does without
 def load(config: Config) -> Method:
     """The method of a run, with the head that its encoder leaves it."""
     method = methods.load(config.method)
-    if config.model.trainable == "heads" and method.frozen_head is not None:
+    if config.model.finetune == "none" and method.frozen_head is not None:
         return replace(method, novel_head=method.frozen_head)
     return method
 
@@ -29,7 +29,7 @@ def settings(name: str, preset: str) -> dict[str, Any]:
     method = methods.load(name)
     values: dict[str, Any] = {"method": name}
     if preset == "photos" and method.novel_head is not None:
-        values |= {"model.start": "random", "objective.prior": None}
+        values |= {"model.prototype_init": "random", "objective.class_prior": None}
     return values | {f"{method.name}.{key}": v for key, v in method.settings.get(preset, {}).items()}
 
 

@@ -12,8 +12,8 @@ its length, and k the same share of the features (:func:`num_top`).
 
 What differs:
 - Ranks are those of an augmented view, as the authors', but their views are crops and flips alone.
-- The whole encoder learns, where theirs is frozen but for the last stage: ``--weights RUN --model.trainable
-  last`` freezes it. For their self-supervised pretraining see ``--pretext.epochs``.
+- The whole encoder learns, where theirs is frozen but for the last stage: ``--weights RUN --model.finetune
+  last_stage`` freezes it. For their self-supervised pretraining see ``--pretext.epochs``.
 - Both heads are cosines over tau; the known loss has both views, theirs one; the learning rate has one
   schedule (theirs 0.1, divided by 10 after 170 of 200 epochs); their batches have 128 rows.
 """

@@ -6,8 +6,8 @@ import numpy as np
 
 from uno.config import Config
 from uno.methods import load
-from uno.report.facts import Facts
-from uno.report.findings import SIMILAR, Findings
+from uno.report.facts import RunData
+from uno.report.findings import SIMILAR, SampleSummary
 from uno.report.sample import Sample
 from uno.results.accuracy_table import ACCURACY, GENERALIZED
 from uno.runs import PHASES
@@ -27,7 +27,7 @@ CHECKED = (  # for the page
     f"classes of fewer than {MIN_ROWS} images, classes more alike than {SIMILAR:g}, "
     f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, a chosen head that stands alone, "
     f"median confidence below {LOW_CONFIDENCE:.0%}, "
-    f"more than {ABSORBED:.0%} of the images of a novel pile taken for known classes, "
+    f"more than {ABSORBED:.0%} of the images of the NCD setting taken for known classes, "
     "accuracy not above k-means, skipped training steps, unfinished phases, unreadable images"
 )
 
@@ -35,16 +35,18 @@ Warnings = Iterator[tuple[str, str]]
 """What was seen, and what it may mean or what to do. Class names are in quotes and not escaped."""
 
 
-def warnings(config: Config, facts: Facts, sample: Sample | None, findings: Findings | None) -> Warnings:
+def warnings(
+    config: Config, facts: RunData, sample: Sample | None, findings: SampleSummary | None
+) -> Warnings:
     """All warnings, the gravest first."""
     if sample is not None and findings is not None and findings.num_unlabeled:
         if len(findings.clusters) > 1:
             yield from _sizes(config, sample, findings)
-        yield from _doubts(sample, findings, config.data.pile == "mixed")
+        yield from _doubts(sample, findings, config.data.setting == "gcd")
     yield from _run(facts)
 
 
-def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
+def _sizes(config: Config, sample: Sample, findings: SampleSummary) -> Warnings:
     clusters, total, num = findings.clusters, findings.num_unlabeled, len(findings.clusters)
     equal = sum(c.count for c in clusters) / num
     used = [c for c in clusters if c.count > UNUSED * max(equal, 1)]
@@ -76,7 +78,7 @@ def _sizes(config: Config, sample: Sample, findings: Findings) -> Warnings:
         )
 
 
-def _doubts(sample: Sample, findings: Findings, mixed: bool) -> Warnings:
+def _doubts(sample: Sample, findings: SampleSummary, mixed: bool) -> Warnings:
     num_known = len(sample.classes) - len(sample.novel[0, 0])
     pairs = np.triu(findings.likeness[num_known:, num_known:], k=1)
     if num := (pairs > SIMILAR).sum():
@@ -113,12 +115,12 @@ def _doubts(sample: Sample, findings: Findings, mixed: bool) -> Warnings:
     if findings.absorbed > ABSORBED and not mixed:
         yield (
             f"{findings.absorbed:.0%} of the unlabeled images are taken for known classes",
-            "If the unlabeled images really contain known classes, train with --data.pile mixed; otherwise "
+            "If the unlabeled images really contain known classes, train with --data.setting gcd; otherwise "
             "novel ones are being absorbed.",
         )
 
 
-def _run(facts: Facts) -> Warnings:
+def _run(facts: RunData) -> Warnings:
     for phase in PHASES:
         last = (facts.entries(phase) or [{}])[-1]
         step, total, skipped = (last.get(key, 0) for key in ("step", "total_steps", "skipped_steps"))

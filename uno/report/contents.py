@@ -16,12 +16,12 @@ from uno.methods import description
 from uno.methods.registry import num_heads
 from uno.report import charts, facts
 from uno.report.checks import CHECKED, warnings
-from uno.report.findings import Cluster, Findings, find
+from uno.report.findings import Cluster, SampleSummary, summarize
 from uno.report.page import render
 from uno.report.pictures import SHEET_COLUMNS, Album
-from uno.report.sample import Sample, look, open_model
+from uno.report.sample import Sample, open_model, score_sample
 from uno.results.accuracy_table import filled_tables
-from uno.results.classes import REJECTED, fates
+from uno.results.classes import REJECTED, edits_of
 from uno.results.infer import Classifier, decoder
 from uno.results.metrics import confusion, hungarian, joint_matching
 from uno.results.trust import verdict
@@ -46,12 +46,12 @@ def write_report(
     if task is not None:
         try:
             model = open_model(config, storage, task, device) if model is None else model.to(device)
-            sample = look(task, model, decoder(model, task.rows, config.compute.threads), max_rows)
+            sample = score_sample(task, model, decoder(model, task.rows, config.compute.threads), max_rows)
         except (StorageError, RuntimeError, ValueError) as error:  # RuntimeError: of another shape
             notes.append(f"No predictions: {' '.join(str(error).split())[:300]}.")
             log.warning("report without predictions: %s", error)
         else:
-            looked |= _looked(task, sample, find(task, sample), config.seed)
+            looked |= _looked(task, sample, summarize(task, sample), config.seed)
     metrics = found.metrics
     context = looked | {
         "config": config, "uri": storage.uri, "task": task, "notes": notes, "facts": found,
@@ -80,7 +80,7 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
     return None, "The data has changed since the run (its fingerprint differs), so nothing here shows images."
 
 
-def _looked(task: Task, sample: Sample, findings: Findings, seed: int) -> dict[str, Any]:
+def _looked(task: Task, sample: Sample, findings: SampleSummary, seed: int) -> dict[str, Any]:
     """What the page shows of a sample, and the ``data`` that its script reads."""
     true_names, truth, unlabeled = [*task.known, *task.novel], findings.truth, findings.unlabeled
     labeled = task.labels[sample.index] >= 0
@@ -114,7 +114,7 @@ def _looked(task: Task, sample: Sample, findings: Findings, seed: int) -> dict[s
         "cards": [card(c.output, c) for c in by_size],
         "rejected": card(-1) | {"name": REJECTED} if -1 in rows_of else None,
         "known_cards": [card(k) for k in range(task.num_known)], "album": album, "side": album.side,
-        "fates": fates(sample.classes), "matrices": matrices, "data": data,
+        "fates": edits_of(sample.classes), "matrices": matrices, "data": data,
         **_maps(task, sample, truth, album, seed, data),
     }  # fmt: skip
 

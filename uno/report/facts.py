@@ -21,7 +21,7 @@ from uno.runs.journal import read_journal
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunData:
     """A run directory's contents; ``bad`` are (id, reason) of images, ``unreadable`` names damaged files."""
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Facts:
         return [row for row in rows if len(row) == len(rows[-1])]
 
 
-def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> Facts:
+def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> RunData:
     """Read what is there, ``metrics`` unless they are given."""
     unreadable: list[str] = []
 
@@ -62,7 +62,7 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
         return nothing
 
     results = read(runs.RESULTS_FILE, {}) if metrics is None else metrics
-    return Facts(
+    return RunData(
         {key: float(value) for key, value in results.items() if is_number(value)},
         read(runs.ENVIRONMENT_FILE, {}), read(runs.METRICS_FILE, []),
         [(str(entry.get("id", "")), str(entry.get("reason", ""))) for entry in read(BAD_SAMPLES, [])],
@@ -75,7 +75,7 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def curves(facts: Facts) -> list[Chart]:
+def curves(facts: RunData) -> list[Chart]:
     """Loss and learning rate of every phase there was, and the loss of every head."""
     drawn = []
     for phase, title in runs.PHASES.items():
@@ -89,7 +89,7 @@ def curves(facts: Facts) -> list[Chart]:
     return [chart for chart in drawn if chart is not None]
 
 
-def estimate_chart(facts: Facts) -> Chart | None:
+def estimate_chart(facts: RunData) -> Chart | None:
     """The curves of ``uno estimate-classes`` over k, where the run has them."""
     ks, stored = facts.estimate.get("ks"), facts.estimate.get("curves")
     if not isinstance(ks, list) or not isinstance(stored, dict):
@@ -102,7 +102,7 @@ def estimate_chart(facts: Facts) -> Chart | None:
     return line_chart("How well k clusters find held-out known classes", "k, novel classes", series)
 
 
-def times(config: Config, facts: Facts, task: Task | None) -> list[tuple[str, str]]:
+def times(config: Config, facts: RunData, task: Task | None) -> list[tuple[str, str]]:
     """What each phase took, as label and text."""
     found = []
     for phase, title in runs.PHASES.items():
@@ -139,7 +139,7 @@ def command_line(config: Config) -> str:
     for key, value in flatten(to_dict(config)).items():
         if key in ("preset", "recipe", "output") or (key == "data.source" and folders):
             continue
-        if base.get(key, ...) != value or key in ("data.source", "data.hold_out"):
+        if base.get(key, ...) != value or key in ("data.source", "data.validation_fraction"):
             section, dot, leaf = key.replace("_", "-").rpartition(".")
             if isinstance(value, bool):
                 words.append(f"--{section}.{leaf}" if value else f"--{section}.no-{leaf}")

@@ -37,12 +37,12 @@ class Cluster:
 
 
 @dataclass(frozen=True, eq=False)
-class Findings:
+class SampleSummary:
     """What a sample says of the discovered classes; numbers over the unlabeled rows, NaN without any.
 
     ``truth`` (M,): index into known + true novel names or -1; ``agreement`` (M,): share of heads that put a
     row into its class; ``pairs`` (H,H): share of rows that two heads put into the same; ``unsure``: below one
-    half; ``absorbed``: taken for known classes; ``likeness`` (C,C) of all outputs, as :func:`alike` has it.
+    half; ``absorbed``: taken for known classes; ``likeness`` (C,C) of all outputs, as :func:`similar_by_cosine` has it.
     """
 
     truth: NDArray[np.int64]
@@ -58,14 +58,14 @@ class Findings:
     likeness: NDArray[np.float32]
 
 
-def find(task: Task, sample: Sample) -> Findings:
+def summarize(task: Task, sample: Sample) -> SampleSummary:
     """Summarise ``sample``."""
     rows, output, num_known = sample.index, sample.output, task.num_known
     unlabeled = task.is_train[rows] & (task.labels[rows] < 0)
     truth, true_names = task.eval_labels[rows], [*task.known, *task.novel]
     agreement = (sample.votes == output[:, None]).mean(axis=1)
     features, member = torch.from_numpy(sample.features), torch.from_numpy(sample.member(task))
-    likeness = alike(features, member, len(sample.classes)).numpy()
+    likeness = class_similarity(features, member, len(sample.classes)).numpy()
     clusters = []
     for k in (k for k in sample.kept if k >= num_known):
         mine = unlabeled & (output == k)
@@ -77,7 +77,7 @@ def find(task: Task, sample: Sample) -> Findings:
         clusters.append(Cluster(k, name, count, sure, agreed, majority, like_known, like_novel))
     votes, confidence = sample.votes[unlabeled], sample.confidence[unlabeled]
     pairs = (votes[:, :, None] == votes[:, None, :]).sum(axis=0) / max(1, len(votes))
-    return Findings(
+    return SampleSummary(
         truth, unlabeled, agreement, pairs, clusters, len(votes), _over(np.mean, agreement[unlabeled]),
         _over(np.median, confidence), _over(np.mean, confidence < 0.5),
         _over(np.mean, output[unlabeled] < num_known), likeness,
@@ -88,7 +88,7 @@ def _over(statistic: Callable[..., Any], values: NDArray[Any]) -> float:
     return float(statistic(values)) if len(values) else math.nan
 
 
-def alike(features: Tensor, member: Tensor, num_classes: int) -> Tensor:
+def class_similarity(features: Tensor, member: Tensor, num_classes: int) -> Tensor:
     """How alike classes are, (C, C), by ``features`` (N, D) of rows that ``member`` int64 (N,) puts into
     them: cosines of their mean directions as seen from the middle of all classes. 1: the same; 0 or less: no
     more alike than any two; -inf: itself, or a class without rows.
@@ -107,7 +107,7 @@ def nearest(likeness: NDArray[np.float32], start: int = 0) -> list[tuple[int, fl
     return [(start + int(i), float(likeness[i])) for i in order if np.isfinite(likeness[i])]
 
 
-def suggestions(sample: Sample, findings: Findings) -> dict[int, Suggestion]:
+def suggestions(sample: Sample, findings: SampleSummary) -> dict[int, Suggestion]:
     """What every discovered class looks like, to somebody who has to name it."""
     found = {}
     for c in findings.clusters:

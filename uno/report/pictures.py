@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from uno.data.decode import BadImage, ahead, decode, decode_many, read_header
+from uno.data.decode import BadImage, decode, decode_many, prefetch_map, read_header
 from uno.data.images import Image, evenly_spaced
 from uno.data.rows import Rows
 from uno.report.sample import Sample
@@ -69,7 +69,7 @@ class Album:
         if len(ranked) > self.most:
             ranked = ranked[np.linspace(0, len(ranked) - 1, self.most).round().astype(int)]
         threads = os.cpu_count() or 1
-        tiles = list(ahead(self._tile, ranked.tolist(), threads, 2 * threads))
+        tiles = list(prefetch_map(self._tile, ranked.tolist(), threads, 2 * threads))
         last = tiles[NUM_FIRST:][-NUM_LAST:]
         rest = tiles[NUM_FIRST : len(tiles) - len(last)]
         return Gallery(tiles[:NUM_FIRST], rest, last, len(members) - len(tiles))

@@ -50,7 +50,7 @@ class Sample:
     @property
     def names(self) -> list[str]:
         """What predictions call each output."""
-        return [c.called[0] for c in self.classes]
+        return [c.display_name[0] for c in self.classes]
 
     @property
     def kept(self) -> list[int]:
@@ -110,7 +110,7 @@ def open_model(config: Config, storage: Storage, task: Task, device: torch.devic
     return Classifier(module.to(device), config, classes, best_head, None, "", torch.device(device))
 
 
-def look(task: Task, model: Classifier, decode: Decode, max_rows: int | None = None) -> Sample:
+def score_sample(task: Task, model: Classifier, decode: Decode, max_rows: int | None = None) -> Sample:
     """What ``model`` says of at most ``max_rows`` rows, by default as many as take a minute; ValueError if no
     image can be read. Clusters of heads are renumbered as in ``predictions.parquet``.
     """

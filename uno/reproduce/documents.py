@@ -19,7 +19,7 @@ MINUS = "−"  # noqa: RUF001
 Grid = list[list[str]]  # a table of texts, its head first
 
 
-def spread(value: float, sd: float | None = None, signed: bool = False) -> str:
+def format_mean_sd(value: float, sd: float | None = None, signed: bool = False) -> str:
     """``98.1 ± 0.8``, or the mean alone."""
     text = f"{value:.1f}"
     if signed:
@@ -40,7 +40,7 @@ def results_grid(found: Results) -> Grid:
             texts = []
             for title in titles:
                 paper = found.find(row=row.key, evaluation=evaluation.name, source=title)
-                numbers = (spread(line["published"], line["published_sd"]) for line in paper)
+                numbers = (format_mean_sd(line["published"], line["published_sd"]) for line in paper)
                 texts.append(" / ".join(numbers) or DASH)
             for benchmark in table.benchmarks:
                 texts += _measured(found, benchmark, row, evaluation)
@@ -54,7 +54,7 @@ def _measured(found: Results, benchmark: Benchmark, row: Row, evaluation: Evalua
     if f"{benchmark.key}-{row.trained}" in found.refused:
         return ["refused", "0", ""]
     lines = found.find(benchmark=benchmark.key, row=row.key, evaluation=evaluation.name)
-    texts = {line["group"]: spread(line["mean"], line["sd"]) for line in lines}
+    texts = {line["group"]: format_mean_sd(line["mean"], line["sd"]) for line in lines}
     text = " / ".join(texts.get(group, DASH) for group in found.table.groups) if texts else DASH
     cell = f"cells/{benchmark.key}-{row.trained}-seed"
     if num_failed := sum(name.startswith(cell) for name in found.failures):
@@ -74,8 +74,8 @@ def effects_grid(found: Results) -> Grid:
         several = f", {effect['data']}" if len(found.table.benchmarks) > 1 else ""
         counted = f"{effect['group']}, {effect['evaluation']}, {effect['split']}"
         paper = (effect["published_effects"].get(title) for title in titles)
-        texts = [DASH if value is None else spread(value, signed=True) for value in paper]
-        texts.append(spread(effect["effect"], effect["effect_sd"], signed=True))
+        texts = [DASH if value is None else format_mean_sd(value, signed=True) for value in paper]
+        texts.append(format_mean_sd(effect["effect"], effect["effect_sd"], signed=True))
         grid.append([effect["name"] + several, counted, *texts, str(effect["effect_n"]), effect["verdict"]])
     return grid
 

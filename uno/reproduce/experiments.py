@@ -18,7 +18,7 @@ from uno.config import Config, flatten, override, to_dict
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import METHODS
 from uno.methods.registry import settings
-from uno.presets import preset, sized
+from uno.presets import apply_image_size, preset
 
 DATA_OPTIONS = {
     "cifar10": "CIFAR10 in torchvision's layout",
@@ -189,7 +189,7 @@ class Cell(NamedTuple):
         from uno.runs.run import pretrain_hash
 
         config = self.config
-        if config.model.trainable == "heads":
+        if config.model.finetune == "none":
             facts = [settings_of_features(config), config.data.model_dump(mode="json"), config.model.weights]
             return f"features/{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
         return f"pretrain/{pretrain_hash(self.config)}"
@@ -224,8 +224,8 @@ def cells(
         source = benchmark.source.format(directories.get(benchmark.option or "", ""))
         base = preset(benchmark.preset, str(changes.get("recipe", "paper")))
         base = override(base, {"data.source": source, **benchmark.overrides})
-        own_changes = sized(base, changes)
-        frozen = own_changes.get("model.trainable", base.model.trainable) == "heads"
+        own_changes = apply_image_size(base, changes)
+        frozen = own_changes.get("model.finetune", base.model.finetune) == "none"
         for row in (row for row in table.rows if row.of is None):
             method = str(row.overrides.get("method", changes.get("method", base.method)))
             own = {**settings(method, benchmark.preset), **(row.frozen if frozen else {})}

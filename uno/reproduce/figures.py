@@ -12,7 +12,7 @@ from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.report.charts import COLOURS, Map, choose_points, draw_map, map_groups
-from uno.report.sample import Sample, look, open_model
+from uno.report.sample import Sample, open_model, score_sample
 from uno.reproduce.experiments import REFERENCE, Cell
 from uno.results.infer import decoder
 from uno.runs.directory import read_config_tree
@@ -47,7 +47,7 @@ def draw(cells: Sequence[Cell], output: Path, say: Callable[[str], None]) -> lis
             config = override(Config(), read_config_tree(storage))
             task = make_task(read_rows(config.data), config.data)
             model = open_model(config, storage, task, "cpu")
-            found, seed = look(task, model, decoder(model, task.rows)), config.seed
+            found, seed = score_sample(task, model, decoder(model, task.rows)), config.seed
             novel = found.novel.reshape(len(found.novel), -1)
             spaces = {
                 f"{cell.row.name}: shared feature space": found.features,

@@ -37,7 +37,7 @@ def baselines(
     """The baselines of the training ``rows``: :func:`novel_baselines` of those of novel classes, and of a
     mixed pile :func:`generalized_baselines`; {} where fewer rows than clusters have truth.
     """
-    mixed, novel = config.data.pile == "mixed", rows.where(rows.truth >= train.num_known)
+    mixed, novel = config.data.setting == "gcd", rows.where(rows.truth >= train.num_known)
     enough = len(novel.truth) >= train.num_novel
     mixed = mixed and int(rows.unlabeled.sum()) >= train.num_known + train.num_novel
     if not enough and not mixed:
@@ -92,7 +92,7 @@ def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, se
 def generalized_baselines(
     config: Config, model: UnoModel, train: TrainData, rows: EvalData
 ) -> dict[str, float]:
-    """`baseline/{kmeans|constrained_kmeans}/gcd/{all|old|new}`: C clusters of a mixed pile, without and with
+    """`baseline/{kmeans|constrained_kmeans}/gcd/{all|old|new}`: C clusters of the GCD setting, without and with
     the labeled rows fixed to their classes, scored as its heads are; {} where fewer unlabeled rows than there
     are outputs can be read.
     """
@@ -101,10 +101,10 @@ def generalized_baselines(
     num_outputs = train.num_known + train.num_novel
     if len(truth) < num_outputs or not len(labels):
         return {}
-    kinds = {"kmeans": ("novel", num_outputs), "constrained_kmeans": ("mixed", train.num_novel)}
+    kinds = {"kmeans": ("ncd", num_outputs), "constrained_kmeans": ("gcd", train.num_novel)}
     values: dict[str, float] = {}
-    for name, (pile, num_novel) in kinds.items():
-        clusters = clusters_of(unlabeled, labeled, labels, num_novel, pile, config.seed).assignment
+    for name, (setting, num_novel) in kinds.items():
+        clusters = clusters_of(unlabeled, labeled, labels, num_novel, setting, config.seed).assignment
         num_true = max(num_outputs, int(truth.max()) + 1)
         counts = metrics.confusion(truth.numpy(), clusters.numpy(), num_true, num_outputs)
         found = metrics.generalized(counts, train.num_known)

@@ -41,7 +41,7 @@ class OutputClass:
     into: int | None  # the class that gets its probability: itself, or what it was merged into; None: dropped
 
     @property
-    def called(self) -> tuple[str, str]:
+    def display_name(self) -> tuple[str, str]:
         """Name and kind of the rows that fall into it."""
         return (REJECTED, REJECTED) if self.into is None else (self.name, self.kind)
 
@@ -90,7 +90,7 @@ def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
     return json.dumps(parse_json(data) | {"classes": entries}, indent=1).encode()
 
 
-def route(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
+def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
     """(..., C) -> (..., C): merged classes added up; a dropped one stays an outcome of its own."""
     into = [c.index if c.into is None else c.into for c in classes]
     if into == [*range(len(classes))]:
@@ -104,7 +104,7 @@ def unedited(classes: Sequence[OutputClass]) -> list[OutputClass]:
     return [replace(c, into=c.index) for c in classes]
 
 
-def fates(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
+def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
     """Every discovered class and what becomes of it: "", "merged into cat" or "dropped"."""
     found = []
     for c in classes:

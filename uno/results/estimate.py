@@ -49,7 +49,7 @@ Tasks = Callable[[Callable[..., Any], tuple[Any, ...], Sequence[Any]], Results]
 """Runs independent tasks: (position, ``function(*shared, items[position])``) of all items, in any order."""
 
 
-def run_here(function: Callable[..., Any], shared: tuple[Any, ...], items: Sequence[Any]) -> Results:
+def run_local(function: Callable[..., Any], shared: tuple[Any, ...], items: Sequence[Any]) -> Results:
     """:data:`Tasks` in this process, one after the other."""
     return ((position, function(*shared, item)) for position, item in enumerate(items))
 
@@ -104,7 +104,7 @@ class Estimate:
 
 def estimate_num_novel(
     config: Config, train: TrainSet, known: Sequence[str], storage: Storage,
-    device: torch.device | str = "cpu", settings: Settings | None = None, tasks: Tasks = run_here,
+    device: torch.device | str = "cpu", settings: Settings | None = None, tasks: Tasks = run_local,
     report: Callable[[str], None] = lambda line: None,
 ) -> Estimate:  # fmt: skip
     """Estimate the number of classes among the unlabeled rows, and store it as ``estimate.json``.
@@ -115,7 +115,7 @@ def estimate_num_novel(
     same results; ``report`` gets a line a split. ConfigError: too few known classes or unlabeled rows.
     """
     settings, num_unlabeled = settings or Settings(), len(train.unlabeled_images)
-    frozen = config.model.trainable == "heads"
+    frozen = config.model.finetune == "none"
     present = sorted(set(train.labels.tolist()))
     if len(present) < MIN_KNOWN:
         needs = f"estimating the number of classes needs at least {MIN_KNOWN} known classes with rows"
@@ -129,8 +129,8 @@ def estimate_num_novel(
         only = {"known_classes": ",".join(known[c] for c in split.pretrain), "num_novel": None}
         own = {"data": config.data.model_copy(update=only), "discover": PhaseConfig(), "output": None}
         configs.append(config.model_copy(update=own))
-        own_rows = [ks[-1] if frozen else settings.variance, settings.max_rows]
-        keys.append(_digest(config_hash(configs[-1]), data, split, own_rows))
+        local_shard = [ks[-1] if frozen else settings.variance, settings.max_rows]
+        keys.append(_digest(config_hash(configs[-1]), data, split, local_shard))
     key = _digest(keys, asdict(settings), ks)
     if storage.exists(ESTIMATE_FILE):
         with suppress(ValueError, TypeError, AttributeError):  # damaged: estimated anew
@@ -231,7 +231,7 @@ def anchor_choices(split: Split, settings: Settings, seed: int) -> list[tuple[in
 def pretrain_split(
     train: TrainSet, settings: Settings, device: str, job: tuple[Split, Config, str]
 ) -> Features:
-    """Pretrain on the classes of a split and take the features of all the other rows, in a mixed pile of all
+    """Pretrain on the classes of a split and take the features of all the other rows, in the GCD setting of all
     rows; kept in its folder. ``job``: the split, the configuration of its pretraining, the folder's URI.
     Of a frozen encoder these are the first views of ``train``, whitened, of any length.
     """
@@ -240,7 +240,7 @@ def pretrain_split(
     if storage.exists(FEATURES):
         return Features(**safetensors.numpy.load(storage.read(FEATURES)))
     with _threads(config):
-        frozen = config.model.trainable == "heads"
+        frozen = config.model.finetune == "none"
         if not frozen:
             own = torch.isin(train.labels, pretrain)
             labels = torch.tensor(_positions(train.labels[own], split.pretrain))
@@ -258,7 +258,7 @@ def pretrain_split(
         white = whiten(points, most) if frozen else whiten(points, variance=settings.variance)
         if not frozen:
             white = F.normalize(white, dim=1)
-        rest = ~torch.isin(labels, pretrain) | (config.data.pile == "mixed")
+        rest = ~torch.isin(labels, pretrain) | (config.data.setting == "gcd")
         found = Features(white[rest].numpy(), labels[rest].numpy())
     storage.write(FEATURES, safetensors.numpy.save(found._asdict()))
     return found
@@ -292,10 +292,10 @@ def score_clusters(
     index, k = item
     split, labels = splits[index], torch.tensor(features[index].labels)
     points = torch.tensor(features[index].points, device=device)
-    if config.model.trainable == "heads":
+    if config.model.finetune == "none":
         num_directions = len(split.pretrain) + len(split.probe) + k - 1
         points = F.normalize(points[:, :num_directions], dim=1)
-    more_anchors = split.pretrain if config.data.pile == "mixed" else ()
+    more_anchors = split.pretrain if config.data.setting == "gcd" else ()
     num_clusters, results = k + len(split.probe) + len(more_anchors), []
     with _threads(config):
         for role, anchors in enumerate(anchor_choices(split, settings, config.seed)):

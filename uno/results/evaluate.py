@@ -38,7 +38,7 @@ def evaluate_run(
     model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
     model, edits = model.to(worker.device), read_edits(storage)
     values: dict[str, float] = {}
-    mixed = config.data.pile == "mixed"
+    mixed = config.data.setting == "gcd"
     for split, rows in sets.items():
         kinds = [rows.where(rows.unlabeled), rows.where(~rows.unlabeled)] if mixed else [rows]
         share = config.train.eval_batch_size, worker.rank, worker.world_size
@@ -142,7 +142,7 @@ def count(
             found = outcomes(known, novel, config.objective.temperature, *edits)  # (H, b, C)
             known, novel = found[..., : model.num_known], found[..., model.num_known :]
         counts.add_(known, novel, truth.to(device, non_blocking=True))
-    return Confusions(*map(collectives.sum_, counts))
+    return Confusions(*map(collectives.all_reduce_sum_, counts))
 
 
 def protocol_metrics(
@@ -180,7 +180,7 @@ def protocol_metrics(
 def gcd_metrics(
     joint: Tensor, num_known: int, best_head: int, split: str, edits: Edits | None = None
 ) -> dict[str, float]:
-    """`{split}/unlabeled/gcd/{all|old|new}/{avg|best}` of a mixed pile; {} where no row has truth. ``joint``
+    """`{split}/unlabeled/gcd/{all|old|new}/{avg|best}` of the GCD setting; {} where no row has truth. ``joint``
     (H, C_l + C_u, C_l + K): the unlabeled rows of :class:`Confusions`.
     """
     dropped = [] if edits is None else edits.dropped

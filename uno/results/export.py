@@ -24,7 +24,7 @@ from uno.methods import description
 from uno.methods.registry import build_network
 from uno.model import UnoModel
 from uno.results.accuracy_table import SPLITS, filled_tables
-from uno.results.classes import dump_classes, fates, route
+from uno.results.classes import dump_classes, edits_of, merge_outputs
 from uno.results.infer import Classifier
 from uno.results.trust import verdict
 from uno.weights import PRETRAINED, describe_encoder
@@ -70,7 +70,7 @@ class Program(nn.Module):
             projections = network.projector(unit if network.normalize_input else features)[0]
             novel = F.normalize(projections, dim=-1) @ network.novel.weight[0].T
         joint = torch.cat([unit @ network.known.weight.T, novel], dim=-1)
-        return route((joint / self.config.objective.temperature).softmax(dim=-1), self.classes)
+        return merge_outputs((joint / self.config.objective.temperature).softmax(dim=-1), self.classes)
 
 
 def _one_head(model: Classifier, head: int) -> UnoModel:
@@ -178,7 +178,7 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
 
         with torch.device("meta"):
             classifier = classifier_of(get_model(name))
-    edits = [f"`{c.name}` {fate}" for c, fate in fates(model.classes) if fate]
+    edits = [f"`{c.name}` {fate}" for c, fate in edits_of(model.classes) if fate]
     if any(c.into is None for c in model.classes):
         edits.append("what falls into a dropped one is `rejected`")
     environment = Environment(

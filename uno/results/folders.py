@@ -52,7 +52,7 @@ def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, in
         sizes = [len(rows[i : i + GROUP]) for i in range(0, len(rows), GROUP)]
         each = zip(rows.tolist(), names, kinds, index, strict=True)
         for ids, images in inputs.read(part, sizes):
-            found = images.fetch(np.arange(len(ids)))
+            found = images.read_images(np.arange(len(ids)))
             for name, image, (row, label, kind, number) in zip(ids.to_pylist(), found, each, strict=False):
                 data, suffix = _encoded(image)
                 stem = _safe(name.rpartition("/")[2])

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from uno.config import Config, dump_yaml, override, parse_yaml, require_code
-from uno.data.decode import decoded, readable
+from uno.data.decode import decoded, ok_mask
 from uno.data.files import Storage, parse_json
 from uno.data.images import evenly_spaced
 from uno.data.rows import Rows
@@ -28,7 +28,7 @@ from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.methods.registry import build_network
 from uno.model import Logits, UnoModel, forward
-from uno.results.classes import OutputClass, dump_classes, first_classes, parse_classes, route
+from uno.results.classes import OutputClass, dump_classes, first_classes, merge_outputs, parse_classes
 from uno.results.metrics import confusion, hungarian
 from uno.state import with_prefix
 
@@ -52,7 +52,7 @@ class Scores(NamedTuple):
     margin: Tensor  # (B,) lead over the second class
     entropy: Tensor  # (B,) nats, of all outcomes
     head_agreement: Tensor  # (B,) share of heads with the same class; NaN where the heads are not aligned
-    known_mass: Tensor  # (B,) probability that it is of a known class, whichever; novel is the rest
+    known_probability: Tensor  # (B,) probability that it is of a known class, whichever; novel is the rest
     probabilities: Tensor  # (B, C) float32
     features: Tensor  # (B, D) pooled features z
 
@@ -80,7 +80,7 @@ class Classifier:
     @property
     def size(self) -> int:
         """Side S of the images it takes, in pixels."""
-        return self.config.data.store_size
+        return self.config.data.stored_size
 
     @property
     def batch_rows(self) -> int:
@@ -117,9 +117,11 @@ def score(
     first, second = probabilities.topk(2, dim=-1).values.unbind(dim=-1)
     entropy = torch.special.entr(probabilities).sum(dim=-1)
     agreement = (votes == class_index).float().mean(dim=0) if alignment is not None else first * torch.nan
-    known_mass = probabilities[:, : known.shape[1]].sum(dim=-1)
+    known_probability = probabilities[:, : known.shape[1]].sum(dim=-1)
     features = logits.features[0].float()
-    return Scores(class_index, first, first - second, entropy, agreement, known_mass, probabilities, features)
+    return Scores(
+        class_index, first, first - second, entropy, agreement, known_probability, probabilities, features
+    )
 
 
 def outcomes(
@@ -133,7 +135,7 @@ def outcomes(
         own = alignment.to(novel.device, non_blocking=True)
         novel = novel.gather(2, own[:, None].expand(novel.shape))
     joint = torch.cat([known.expand(len(novel), *known.shape), novel], dim=-1) / temperature
-    return route(joint.softmax(dim=-1), classes)
+    return merge_outputs(joint.softmax(dim=-1), classes)
 
 
 def taken_for_novel(logits: Logits, best_head: int) -> Tensor:
@@ -246,7 +248,7 @@ def _load_network(config: Config, classes: Sequence[OutputClass], files: Mapping
 def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
     """Of all that fixes probabilities: the transform, the temperature and the weights."""
     data, side = config.data, config.augment.large.size
-    parts = [data.store_size, side, data.mean, data.std, data.interpolation, config.objective.temperature]
+    parts = [data.stored_size, side, data.mean, data.std, data.interpolation, config.objective.temperature]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for name in WEIGHTS:
         digest.update(hashlib.sha256(files[name]).digest())
@@ -266,7 +268,7 @@ def score_rows(
 ) -> Iterator[tuple[np.ndarray, Sequence[str | None], Scores | None]]:
     """Batches of row numbers (b,) -> them, why a row could not be read, scores of the others or None."""
     for index, pixels, reasons in decode(batches):
-        ok = readable(reasons)
+        ok = ok_mask(reasons)
         yield index, reasons, model.score(pixels[torch.from_numpy(ok)]) if ok.any() else None
 
 
@@ -279,7 +281,7 @@ def sample_logits(
     chosen, size = rows[evenly_spaced(limit, len(rows))], model.batch_rows
     indices, parts = [], []
     for index, pixels, reasons in decode(chosen[i : i + size] for i in range(0, len(chosen), size)):
-        ok = readable(reasons)
+        ok = ok_mask(reasons)
         if ok.any():
             logits = forward(model.module, pixels[torch.from_numpy(ok)], model.config)
             indices.append(index[ok])
@@ -298,7 +300,7 @@ def with_alignment(model: Classifier, storage: Storage, decode: Decode, unlabele
     if sample is None or sample[1].novel is None:
         return model
     novel = sample[1].novel[0]
-    if model.config.data.pile == "mixed":  # rows of known classes say nothing of novel clusters
+    if model.config.data.setting == "gcd":  # rows of known classes say nothing of novel clusters
         novel = novel[:, taken_for_novel(sample[1], model.best_head)]
     alignment = align_heads(novel, model.best_head)
     name = model_folder(storage) + "classes.json"

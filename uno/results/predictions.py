@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from uno.data import output
-from uno.data.decode import BATCHES_AHEAD, Interpolation, ahead, decode_many, readable
+from uno.data.decode import BATCHES_AHEAD, Interpolation, decode_many, ok_mask, prefetch_map
 from uno.data.files import Storage
 from uno.data.images import Images, path_of
 from uno.data.inputs import Inputs, Read, batch_sizes, chunk_rows, partition_rows
-from uno.data.rows import Part
+from uno.data.rows import Partition
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, hashes
 from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
@@ -70,7 +70,7 @@ class Summary(NamedTuple):
     bad: int
 
 
-class Take(NamedTuple):
+class InputSpec(NamedTuple):
     """How a model takes images: square, ``size`` pixels a side; ``chunk_rows`` are decoded at once."""
 
     size: int
@@ -78,7 +78,7 @@ class Take(NamedTuple):
     interpolation: Interpolation
 
     @classmethod
-    def of(cls, model: Classifier, part_rows: int) -> Take:
+    def of(cls, model: Classifier, part_rows: int) -> InputSpec:
         """How ``model`` takes partitions of ``part_rows``: decoded 64 MiB of pixels at a time, at most."""
         rows = chunk_rows(part_rows, max(1, BATCH_BYTES // (3 * model.size**2)))
         return cls(model.size, rows, model.config.data.interpolation)
@@ -99,19 +99,19 @@ def predict_rows(
     """Classify what ``writer`` lacks, here, decoded ahead by ``threads`` (default: one a core), and finish;
     ``on_progress`` gets (rows done, N) after a batch.
     """
-    how, missing = Take.of(model, writer.part_rows), writer.missing
+    how, missing = InputSpec.of(model, writer.part_rows), writer.missing
     rows = [writer.rows_of(number) for number in missing]
     parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
     chunks = (chunk for own, part in parts for chunk in read_part(writer.inputs.read, part, own.start, how))
     decode = partial(decode_chunk, how=how, threads=threads or os.cpu_count())
-    for facts, pixels in ahead(decode, chunks, 1, BATCHES_AHEAD):
+    for facts, pixels in prefetch_map(decode, chunks, 1, BATCHES_AHEAD):
         for results in classify(model, facts, pixels, writer.embedding):
             writer.add(results)
             on_progress(writer.num_done, writer.num_rows)
     return writer.finish()
 
 
-def read_part(read: Read, part: Part, first: int, how: Take) -> Iterator[Chunk]:
+def read_part(read: Read, part: Partition, first: int, how: InputSpec) -> Iterator[Chunk]:
     """A partition whose first row is ``first``, cut into chunks."""
     whole, rest = divmod(len(part.rows), how.chunk_rows)
     for ids, images in read(part, [how.chunk_rows] * whole + [rest] * (rest > 0)):
@@ -119,7 +119,7 @@ def read_part(read: Read, part: Part, first: int, how: Take) -> Iterator[Chunk]:
         first += len(ids)
 
 
-def decode_chunk(chunk: Chunk, how: Take, threads: int | None = None) -> tuple[pa.Table, Tensor]:
+def decode_chunk(chunk: Chunk, how: InputSpec, threads: int | None = None) -> tuple[pa.Table, Tensor]:
     """What is known of n rows: row, id, uri, reason (why it has no pixels); and uint8 (n, 3, S, S), or their
     features (n, D), where a run has just computed them.
     """
@@ -128,7 +128,7 @@ def decode_chunk(chunk: Chunk, how: Take, threads: int | None = None) -> tuple[p
     if ready is not None:
         (pixels, reasons), places = ready, chunk.images.paths(rows)
     else:
-        found = chunk.images.fetch(rows)
+        found = chunk.images.read_images(rows)
         pixels, reasons = decode_many(found, how.size, threads, how.interpolation)
         places = [path_of(image) for image in found]
     text = {"id": chunk.ids, "uri": pa.array(places, pa.string()), "reason": pa.array(reasons, pa.string())}
@@ -137,7 +137,7 @@ def decode_chunk(chunk: Chunk, how: Take, threads: int | None = None) -> tuple[p
 
 def classify(model: Classifier, facts: pa.Table, pixels: Tensor, embedding: bool) -> Iterator[pa.Table]:
     """What a model says of :func:`decode_chunk`, batch by batch, with ``embedding`` the features, too."""
-    ok, start = readable(facts["reason"].to_pylist()), 0
+    ok, start = ok_mask(facts["reason"].to_pylist()), 0
     for size in batch_sizes(facts["row"][0].as_py(), len(facts), model.batch_rows):
         own = slice(start, start + size)
         fine = torch.from_numpy(ok[own])
@@ -180,7 +180,7 @@ class PartWriter(NamedTuple):
         columns = {
             **{name: results[name] for name in results.column_names},
             "class_name": _names(self.classes).take(index),
-            "kind": pa.array([c.called[1] for c in self.classes], pa.string()).take(index),
+            "kind": pa.array([c.display_name[1] for c in self.classes], pa.string()).take(index),
             "status": pa.compute.if_else(pa.compute.is_valid(results["reason"]), "bad", "ok"),
             "model_hash": pa.repeat(self.model_hash, len(results)),
         }
@@ -242,7 +242,7 @@ class PredictionWriter:
         """Join the partitions into ``predictions.parquet``, some at a time, and count."""
         if not self.complete:
             assert not self._parts and not self._missing
-            parts = ahead(self._read, range(self._num_parts), READERS, READERS)
+            parts = prefetch_map(self._read, range(self._num_parts), READERS, READERS)
             _write(self.storage, self.part_writer.schema, self.identity, _row_groups(parts))
             self.complete = True
         self.storage.delete(SHARDS)
@@ -281,7 +281,7 @@ class PredictionWriter:
         """Partitions that are there whole; a damaged one is made again."""
         names = {SHARD.format(number).rpartition("/")[2]: number for number in range(self._num_parts)}
         there = [names[name] for name in self.storage.list(SHARDS) if name in names]
-        return {number for number, whole in ahead(self._is_whole, there, READERS, READERS) if whole}
+        return {number for number, whole in prefetch_map(self._is_whole, there, READERS, READERS) if whole}
 
     def _is_whole(self, number: int) -> tuple[int, bool]:
         with suppress(StorageError), _reading(self.storage, SHARD.format(number)) as file:
@@ -331,7 +331,7 @@ def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
 
 
 def _names(classes: Sequence[OutputClass]) -> pa.Array:
-    return pa.array([c.called[0] for c in classes], pa.string())
+    return pa.array([c.display_name[0] for c in classes], pa.string())
 
 
 def _write(storage: Storage, schema: pa.Schema, identity: dict[str, Any], tables: Iterator[pa.Table]) -> None:

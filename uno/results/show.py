@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from uno.config import Config, override
-from uno.data.decode import decode_many, readable
+from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage, is_uri
 from uno.data.images import Image
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import UnoError
 from uno.results import predictions
-from uno.results.classes import OutputClass, fates
+from uno.results.classes import OutputClass, edits_of
 from uno.text import visible
 
 MAX_BYTES = 300_000
@@ -48,8 +48,8 @@ def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
     num, _, side, _ = images.shape
     filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)]).reshape(-1, columns, 3, side, side)
     pixels = filled.transpose(0, 3, 1, 4, 2).reshape(-1, columns * side, 3)
-    grey = bool((pixels == pixels[..., :1]).all())
-    picture = Pillow.fromarray(pixels[..., 0] if grey else pixels)
+    gray = bool((pixels == pixels[..., :1]).all())
+    picture = Pillow.fromarray(pixels[..., 0] if gray else pixels)
     return data_uri(picture, "png" if side <= SMALL else "jpeg", optimize=True, quality=quality)
 
 
@@ -83,7 +83,7 @@ def members(storage: Storage, config: Config) -> dict[int, Members]:
             lazy = override(config, {"data.download": False}).data
             rows, made_from = make_task(read_rows(lazy), lazy).rows, predictions.read_identity(storage)
             if made_from is not None and made_from["data"] == rows.fingerprint:
-                images = rows.images.fetch(row[chosen])
+                images = rows.images.read_images(row[chosen])
     found, at = {}, 0
     for group in groups:
         num = len(group[:NUM_PICTURES])
@@ -99,7 +99,7 @@ def model_html(
     some = classes[:MAX_CLASSES]
     strips = _strips([found[c.index].images if c.index in found else [] for c in some], side)
     rows = []
-    fate_of = {c.index: fate for c, fate in fates(classes)}
+    fate_of = {c.index: fate for c, fate in edits_of(classes)}
     for c, picture in zip(some, strips, strict=True):
         number = f"{found[c.index].rows:,}" if c.index in found else "0" if found else "–"  # noqa: RUF001
         rows.append([picture, f"<b>{_text(c.name)}</b>", c.kind, number, _text(fate_of.get(c.index, ""))])
@@ -129,7 +129,7 @@ def _strips(groups: Sequence[Sequence[Image]], side: int) -> list[str]:
     flat = [image for group in groups for image in group]
     side = min(side, SIZES[0][0], *(max(i.shape[:2]) for i in flat if isinstance(i, np.ndarray)))
     pixels, reasons = decode_many(flat, side)
-    ok, ends = readable(reasons), np.cumsum([len(group) for group in groups])
+    ok, ends = ok_mask(reasons), np.cumsum([len(group) for group in groups])
     for small, quality in SIZES:
         shown = pixels.numpy()
         if small < side:

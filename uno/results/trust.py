@@ -85,11 +85,11 @@ def trust_metrics(
     """
     labeled, labels, unlabeled = training_features(config, model, train)
     unlabeled = unlabeled[torch.from_numpy(evenly_spaced(MAX_ROWS, len(unlabeled)))]
-    if len(unlabeled) < train.num_novel + (train.num_known if config.data.pile == "mixed" else 0):
+    if len(unlabeled) < train.num_novel + (train.num_known if config.data.setting == "gcd" else 0):
         return {}
     outputs = _outputs(model, unlabeled, best_head)
     clusters = clusters_of(
-        unlabeled, labeled, labels, train.num_novel, config.data.pile, config.seed
+        unlabeled, labeled, labels, train.num_novel, config.data.setting, config.seed
     ).assignment
     num = train.num_known + train.num_novel
     counts = metrics.confusion(outputs.numpy(), clusters.numpy(), num, num)

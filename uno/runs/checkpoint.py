@@ -59,7 +59,7 @@ def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
     names = storage.list(f"checkpoints/{phase}")
     if any(re.fullmatch("step_[0-9]{8,18}", name) for name in names):
         problem = f"{storage.path(f'checkpoints/{phase}')} has format version 1, not {FORMAT_VERSION}"
-        raise StorageError(f"{problem}; use --fresh, or another directory")
+        raise StorageError(f"{problem}; use --overwrite, or another directory")
     found = (re.fullmatch(r"step_([0-9]{8,18})\.safetensors", name) for name in names)
     return sorted(int(match[1]) for match in found if match is not None)
 
@@ -87,7 +87,7 @@ def read_checkpoints(
             break
     if problems and newest is None:
         none = f"none of the {len(problems)} checkpoints in {storage.path(f'checkpoints/{phase}')} verifies"
-        raise StorageError(f"{none} ({problems[max(problems)]}); use --fresh to start over")
+        raise StorageError(f"{none} ({problems[max(problems)]}); use --overwrite to start over")
     return newest, problems
 
 

@@ -35,16 +35,16 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
         return
     known = output.find_mapping(storage, ENVIRONMENT_FILE)
     if known is None:
-        raise ConfigError(f"{storage.path(ENVIRONMENT_FILE)} is missing or damaged; use --fresh")
+        raise ConfigError(f"{storage.path(ENVIRONMENT_FILE)} is missing or damaged; use --overwrite")
     if (found := known.get("format_version")) != FORMAT_VERSION:
-        raise ConfigError(f"{storage.uri} has format version {found}, not {FORMAT_VERSION}; use --fresh")
+        raise ConfigError(f"{storage.uri} has format version {found}, not {FORMAT_VERSION}; use --overwrite")
     if keys := differing_keys(read_config_tree(storage), config):
-        raise output.other_settings(storage.uri, "a run", keys, "use those, --fresh, or another --output")
+        raise output.other_settings(storage.uri, "a run", keys, "use those, --overwrite, or another --output")
     if known.get("data_fingerprint") != fingerprint:
-        raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --fresh")
+        raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --overwrite")
 
 
-def clear(storage: Storage) -> None:
+def empty(storage: Storage) -> None:
     """Empty a run directory except for its lock; ``config.yaml`` goes last, so that a rest is still a run."""
     for name in sorted(storage.list(), key=lambda name: name == CONFIG_FILE):
         if not output.is_lock(name):
@@ -76,7 +76,7 @@ def read_results(storage: Storage) -> dict[str, float] | None:
     return output.find_mapping(storage, RESULTS_FILE)
 
 
-def heal(storage: Storage, thorough: bool = False) -> list[str]:
+def repair(storage: Storage, thorough: bool = False) -> list[str]:
     """Remove leftovers and damaged checkpoints newer than the newest valid one; ``thorough``: all damaged
     ones, and a damaged configuration is replaced by that of the newest checkpoint. Returns a line for each of
     these. StorageError: a phase has checkpoints and none verifies.
@@ -114,7 +114,7 @@ class Finding(NamedTuple):
         return f"{self.level:8} {self.text}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-def examine(storage: Storage) -> Iterator[Finding]:
+def diagnose(storage: Storage) -> Iterator[Finding]:
     """All that can be told of a run directory without its data; it takes WATCH_S where a lock is watched."""
     require_run(storage)
     if problem := _config_problem(storage):
@@ -134,7 +134,7 @@ def examine(storage: Storage) -> Iterator[Finding]:
         yield Finding("ok", "finished: the same command shows the results")
     else:
         yield Finding("warning", f"{RESULTS_FILE} is damaged", "the same command writes it again")
-    who, lives = lock.holder(storage) or ("no command", True)
+    who, lives = lock.lock_owner(storage) or ("no command", True)
     gone = Finding("warning", f"{who} held the directory and is gone", "the next command takes over")
     yield Finding("ok", f"{who} is at work here") if lives else gone
     for name in _leftovers(storage):
@@ -157,10 +157,13 @@ def _of_environment(storage: Storage) -> Finding:
         known = output.find_mapping(storage, ENVIRONMENT_FILE) or {}
     versions = known.get("versions")
     if not isinstance(versions, dict):
-        text, remedy = f"{ENVIRONMENT_FILE} is missing or damaged", "the run cannot prove its data: --fresh"
+        text, remedy = (
+            f"{ENVIRONMENT_FILE} is missing or damaged",
+            "the run cannot prove its data: --overwrite",
+        )
         return Finding("error", text, remedy)
     if (found := known.get("format_version")) != FORMAT_VERSION:
-        return Finding("error", f"format version {found}, not {FORMAT_VERSION}", "--fresh")
+        return Finding("error", f"format version {found}, not {FORMAT_VERSION}", "--overwrite")
     now = environment("")["versions"]
     pairs = [(name, versions.get(name, now[name])) for name in ("torch", "torchvision", "numpy")]
     changed = ", ".join(f"{name} {then} is {now[name]} now" for name, then in pairs if then != now[name])

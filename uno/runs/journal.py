@@ -34,7 +34,7 @@ class Journal:
         self._lines: deque[tuple[str, dict[str, Any]]] = deque()
         self._writer = ThreadPoolExecutor(1, "uno-journal")
         self._last: Future[None] | None = None  # of the jobs so far: once it is done, all are
-        self._hurry = threading.Event()  # somebody waits for the jobs
+        self._flush_requested = threading.Event()  # somebody waits for the jobs
         self._error: Exception | None = None
         self.rewind(step)
 
@@ -73,29 +73,29 @@ class Journal:
         if len(self._lines) >= MAX_LINES:
             self.flush()
         self._lines.append((line, metrics))
-        self.later(self._write_lines)
+        self.enqueue(self._write_lines)
 
-    def later(self, job: Callable[[], None]) -> None:
+    def enqueue(self, job: Callable[[], None]) -> None:
         """``job`` after the lines so far, in the same thread; at once where nothing is written."""
         self._raise()
         if self._storage is None:
             job()
         else:
-            self._last = self._writer.submit(self._do, job)
+            self._last = self._writer.submit(self._run_job, job)
 
     def flush(self) -> None:
         """Return when all lines are in storage, and all jobs done."""
-        self._hurry.set()
+        self._flush_requested.set()
         if self._last is not None:
             self._last.result()
-        self._hurry.clear()
+        self._flush_requested.clear()
         self._raise()
 
     def close(self) -> None:
         """Flush, TensorBoard too, and end the thread."""
-        self._hurry.set()
+        self._flush_requested.set()
         self._writer.shutdown()
-        self._hurry.clear()
+        self._flush_requested.clear()
         if self._events is not None:
             self._events.close()
             self._events = None
@@ -107,7 +107,7 @@ class Journal:
         if self._error is not None:
             raise self._error
 
-    def _do(self, job: Callable[[], None]) -> None:
+    def _run_job(self, job: Callable[[], None]) -> None:
         try:
             if self._error is None:
                 job()
@@ -128,7 +128,7 @@ class Journal:
         else:
             self._text += new
             self._storage.write(METRICS_FILE, self._text)
-            self._hurry.wait(PAUSE_S)
+            self._flush_requested.wait(PAUSE_S)
         for _, metrics in found:
             self._draw(metrics)
 

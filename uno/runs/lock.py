@@ -41,7 +41,7 @@ class ClaimedStorage(Storage):
             raise StorageError(f"{self.uri} was taken over by {_who(found)}; this run stops writing")
 
 
-class Claim:
+class RunLock:
     """The holder's side: renews the lock file from a thread until it is released. ConfigError: ``free`` was
     the directory, and another command has just taken it.
     """
@@ -95,21 +95,21 @@ class Claim:
 
 
 @contextmanager
-def claim(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[Claim]:
+def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLock]:
     """Hold the run directory ``storage``; ConfigError: another command does. ``on_wait`` gets one line where
     a claim is found whose holder may be dead.
     """
-    found = holder(storage, on_wait)
+    found = lock_owner(storage, on_wait)
     if found is not None and found[1]:
         raise _in_use(storage, found[0])
-    mine = Claim(storage.uri, free=found is None)
+    mine = RunLock(storage.uri, free=found is None)
     try:
         yield mine
     finally:
         mine.release()
 
 
-def holder(storage: Storage, on_wait: Callable[[str], None] | None = None) -> tuple[str, bool] | None:
+def lock_owner(storage: Storage, on_wait: Callable[[str], None] | None = None) -> tuple[str, bool] | None:
     """Who holds the directory, if anybody, and whether they live (watched until known, at most WATCH_S)."""
     found = now = _read(storage)
     if found is not None and on_wait is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from uno import collectives
-from uno.config import Config, PhaseConfig, about, config_hash, flatten, override, to_dict
+from uno.config import Config, PhaseConfig, config_hash, field_traits, flatten, override, to_dict
 from uno.data.files import Storage
 from uno.data.plan import PRETEXT as PRETEXT_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
@@ -14,7 +14,7 @@ from uno.data.stream import TrainData
 from uno.errors import ConfigError, StorageError
 from uno.methods import load_pretext, registry
 from uno.model import UnoModel, build_model
-from uno.prototype_init import start_
+from uno.prototype_init import init_prototypes_
 from uno.runs import DISCOVER, PRETEXT, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.runs.hardware import prepare_compiler
@@ -29,7 +29,7 @@ def phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
     from supervised pretraining where the method wants it, after the pretext task where there is one.
     """
     method, scratch = registry.load(config), config.model.weights is None
-    if method.teacher(config) and config.model.trainable == "heads":
+    if method.teacher(config) and config.model.finetune == "none":
         pretrain = True  # of the known head alone, on features of the encoder whose weights are given
     else:
         pretrain = scratch and (method.pretrain or last == PRETRAIN)
@@ -44,7 +44,7 @@ def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int
     seed, size, workers = config.seed, config.train.batch_size, max(1, num_workers)
     found = {
         PRETRAIN: make_pretrain_plan(seed, size, num_labeled, workers),
-        DISCOVER: make_plan(seed, config.data.composition, size, num_labeled, num_unlabeled, workers),
+        DISCOVER: make_plan(seed, config.data.batch_sampling, size, num_labeled, num_unlabeled, workers),
     }
     if config.pretext.epochs:
         rows = num_labeled + num_unlabeled
@@ -55,7 +55,9 @@ def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int
 def pretrain_hash(config: Config) -> str:
     """Equal for configurations that lead to the same pretraining (12 hex digits)."""
     defaults = flatten(to_dict(Config()))
-    return config_hash(override(config, {k: v for k, v in defaults.items() if about(k).scope == "discover"}))
+    return config_hash(
+        override(config, {k: v for k, v in defaults.items() if field_traits(k).scope == "discover"})
+    )
 
 
 def run_phase(config: Config, name: str, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
@@ -79,13 +81,13 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     if name == DISCOVER and not checkpoint_steps(storage, name):
         start = registry.load(config).start
         extra = start(config, model, train) if start is not None else {}
-        extra = start_(config, model, train, extra, has_known)
+        extra = init_prototypes_(config, model, train, extra, has_known)
     if config.compute.compile:
         prepare_compiler()
         model.encoder.compile()
-    forward, encoder_lr = worker.wrap(model), config.model.encoder_lr
-    state = new_state(model, forward, settings, worker.device, autocast, encoder_lr)
-    state.extra = {key: collectives.from_first(t.to(worker.device)) for key, t in extra.items()}
+    forward, encoder_lr_factor = worker.wrap(model), config.model.encoder_lr_factor
+    state = new_state(model, forward, settings, worker.device, autocast, encoder_lr_factor)
+    state.extra = {key: collectives.broadcast_from_rank0(t.to(worker.device)) for key, t in extra.items()}
     if name == DISCOVER and registry.load(config).teacher(config):
         state.teacher = _teacher(config, train, storage).to(worker.device)
     views = config if name == DISCOVER else override(config, {"augment.small.num_views": 0})
@@ -115,7 +117,7 @@ def _initial_network(config: Config, phase: str, train: TrainData, storage: Stor
         return build_model(config.model, load_pretext(config.pretext.task).num_outputs, 0, config.seed), False
     if phase == PRETRAIN:
         model = build_model(config.model, train.num_known, 0, config.seed)
-        if config.model.trainable == "heads":
+        if config.model.finetune == "none":
             load_weights_(model, config, storage)
         elif config.pretext.epochs:
             _load_phase_(model, storage, PRETEXT)
@@ -144,7 +146,7 @@ def _teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:
 
 
 def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
-    """The encoder that a run with ``model.trainable`` heads starts from and ends with, in eval mode."""
+    """The encoder that a run with ``model.finetune`` heads starts from and ends with, in eval mode."""
     model = build_model(config.model, 1, 0, config.seed)
     load_weights_(model, config, storage)
     return model.encoder.eval().to(memory_format=torch.channels_last)

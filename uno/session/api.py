@@ -14,16 +14,16 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.data.decode import BadImage, decoded, readable, to_rgb
+from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
 from uno.data.files import Storage
 from uno.data.images import Image
-from uno.errors import ConfigError, StorageError, foreseen
+from uno.errors import ConfigError, StorageError, as_user_error
 from uno.results import show
 from uno.results.classes import OutputClass
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
-from uno.session.console import silence
+from uno.session.console import suppress_output
 from uno.session.place import Place
 from uno.session.settings import configured, from_keywords
 
@@ -42,7 +42,7 @@ class Prediction:
     margin: float
     entropy: float
     head_agreement: float
-    known_mass: float
+    known_probability: float
     reason: str | None
 
 
@@ -60,7 +60,7 @@ class Predictions:
     margin: np.ndarray
     entropy: np.ndarray  # nats
     head_agreement: np.ndarray
-    known_mass: np.ndarray
+    known_probability: np.ndarray
     probabilities: np.ndarray  # (N, C)
     embedding: np.ndarray  # (N, D)
     reason: list[str | None]
@@ -165,7 +165,7 @@ class Model:
         found = zip(items, (reason for _, some, _ in parts for reason in some), strict=True)
         reasons = [str(item) if isinstance(item, BadImage) else reason for item, reason in found]
         scores = [some for *_, some in parts if some is not None]
-        ok = readable(reasons)
+        ok = ok_mask(reasons)
 
         def column(name: str, *width: int) -> np.ndarray:
             full = np.full((len(items), *width), -1 if name == "class_index" else np.float32("nan"))
@@ -174,7 +174,7 @@ class Model:
             return full
 
         index = column("class_index")
-        called = [self.classes[i].called if i >= 0 else (None, None) for i in index.tolist()]
+        called = [self.classes[i].display_name if i >= 0 else (None, None) for i in index.tolist()]
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return Predictions(
             class_index=index, class_name=[name for name, _ in called], reason=reasons,
@@ -192,7 +192,7 @@ def load(run: str | PathLike[str], device: str = "cpu") -> Model:
     return Model(load_classifier(storage, device), storage)
 
 
-def discover(*, fresh: bool = False, quiet: bool = False, **settings: Any) -> Model:
+def discover(*, overwrite: bool = False, quiet: bool = False, **settings: Any) -> Model:
     """``uno discover`` from Python: find the classes in ``unlabeled``, given ``labeled`` images of others.
 
         uno.discover(labeled="photos/known", unlabeled="photos/new", num_novel=12, output="runs/photos")
@@ -209,20 +209,20 @@ def discover(*, fresh: bool = False, quiet: bool = False, **settings: Any) -> Mo
     Where the command ends with a line it raises an UnoError: ConfigError (a ValueError), NumericsError,
     StorageError or Interrupted.
     """
-    return discover_at(None, settings, fresh, quiet)
+    return discover_at(None, settings, overwrite, quiet)
 
 
-def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], fresh: bool, quiet: bool) -> Model:
+def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite: bool, quiet: bool) -> Model:
     """:func:`discover`, whose workers, if ``settings`` ask for some, are ``elsewhere``."""
     from uno.session import job  # it trains: to load a model takes less
 
     given = from_keywords(settings)
     config, threads = configured(given), torch.get_num_threads()
     try:
-        with silence(quiet):
-            job.discover(config, given, fresh, elsewhere=elsewhere)
+        with suppress_output(quiet):
+            job.discover(config, given, overwrite, elsewhere=elsewhere)
     except Exception as error:
-        if (meant := foreseen(error)) is None:
+        if (meant := as_user_error(error)) is None:
             raise
         raise meant from error
     finally:

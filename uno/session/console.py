@@ -27,7 +27,7 @@ SILENT = ContextVar("SILENT", default=False)
 
 
 @contextmanager
-def silence(silent: bool = True) -> Iterator[None]:
+def suppress_output(silent: bool = True) -> Iterator[None]:
     """If ``silent``, no bar and no line but warnings."""
     token = SILENT.set(silent)
     try:
@@ -36,7 +36,7 @@ def silence(silent: bool = True) -> Iterator[None]:
         SILENT.reset(token)
 
 
-def say(line: str, stream: TextIO | None = None) -> None:
+def print_line(line: str, stream: TextIO | None = None) -> None:
     """Print a line, above a bar; what cannot be encoded or would steer a terminal is escaped."""
     if SILENT.get() and not line.startswith("warning: "):
         return
@@ -66,10 +66,10 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
         for each in old:
             signal.signal(each, signal.default_int_handler)
         if number == signal.SIGHUP:
-            reader_is_gone()  # with the terminal
+            output_closed()  # with the terminal
         if line is not None:
             with suppress(OSError):
-                say(line)
+                print_line(line)
         request()
 
     hung_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
@@ -83,7 +83,7 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
 
 
 @contextmanager
-def stopped_at_once(line: str) -> Iterator[None]:
+def interrupt_on_signal(line: str) -> Iterator[None]:
     """Raise Interrupted with ``line`` at those signals, at the end at the latest: libraries swallow some."""
     asked = threading.Event()
 
@@ -104,11 +104,11 @@ def reading() -> Iterator[Callable[[int], None]]:
 
     def tell() -> None:
         while not done.wait(READING_S):
-            say(f"reading the data: {time.monotonic() - start:.0f} s")
+            print_line(f"reading the data: {time.monotonic() - start:.0f} s")
 
     def total(num: int) -> None:
         if (spent := time.monotonic() - start) > READING_S:
-            say(f"read {num:,} rows in {spent:.0f} s ({num / spent:,.0f} rows/s)")
+            print_line(f"read {num:,} rows in {spent:.0f} s ({num / spent:,.0f} rows/s)")
 
     threading.Thread(target=copy_context().run, args=(tell,), name="uno-reading", daemon=True).start()
     try:
@@ -165,7 +165,7 @@ class Progress(AbstractContextManager["Progress"]):
             and now - self._shown >= metrics.get("every_s", self._seconds)
         ):
             self._shown = now
-            say("  ".join(parts), self._stream)
+            print_line("  ".join(parts), self._stream)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -177,7 +177,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.close()
 
 
-def reader_is_gone() -> bool:
+def output_closed() -> bool:
     """Whether nobody reads our output: a closed pipe, a terminal hung up. What is left then goes nowhere."""
     gone = False
     for stream in (sys.stdout, sys.stderr):

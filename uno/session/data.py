@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from uno.config import Config, DataConfig
 from uno.data import features
-from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, readable
+from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, ok_mask
 from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
 from uno.data.files import Storage
 from uno.data.resident import assemble, eval_sets, keep_pixels
@@ -19,7 +19,7 @@ from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
-from uno.session.console import reading, say
+from uno.session.console import print_line, reading
 from uno.session.resources import on_features
 
 INTERVAL_S = 10.0  # between two lines of progress
@@ -53,12 +53,12 @@ def open_sets(
     """The sets of a run in ``storage``, whose unreadable images it lists there if ``keep``; ConfigError: too
     many of them. Interrupted: ``should_stop`` says so.
     """
-    if config.data.ingest == "streaming":
+    if config.data.loading == "streaming":
         stream = streaming_set(config, task, storage)
         return Sets(stream, partial(streaming_eval_sets, config, task, stream.bad), task)
     images, reasons = load_images(config, task, storage, show, should_stop)
     leave_out_unreadable(reasons, config, task, storage if keep else None)
-    task, ok = keep_pixels(task, images, reasons), readable(reasons)
+    task, ok = keep_pixels(task, images, reasons), ok_mask(reasons)
     return Sets(assemble(task, images, ok), partial(eval_sets, task, images, ok), task)
 
 
@@ -71,7 +71,7 @@ def load_images(
     if on_features(config):
         return load_features(config, task, storage, show, should_stop)
     data = config.data
-    return decode_many(task.rows.images, data.store_size, interpolation=data.interpolation)
+    return decode_many(task.rows.images, data.stored_size, interpolation=data.interpolation)
 
 
 def leave_out_unreadable(
@@ -82,28 +82,28 @@ def leave_out_unreadable(
     if bad:
         first = f"the first: {bad[0]['id']} ({bad[0]['reason']})"
         where = f"see {storage.path(BAD_SAMPLES)}" if storage else first
-        say(f"warning: {len(bad)} unreadable images are left out; {where}")
+        print_line(f"warning: {len(bad)} unreadable images are left out; {where}")
 
 
-def compute_here(
+def compute_local(
     job: FeatureJob, encoder: nn.Module, numbers: Sequence[int], cache: Storage
 ) -> Iterator[tuple[int, bytes]]:
     """:data:`Compute` by threads of this process."""
     device, threads = local_device(job.config), num_threads(job.config)
-    shards = features.compute_here(job, encoder.to(device), numbers, threads)
+    shards = features.compute_local(job, encoder.to(device), numbers, threads)
     packed = ((number, pack_shard(job.key, number, shard)) for number, shard in shards)
     return FeatureCache(cache, job).keep(packed)
 
 
 def load_features(
     config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
-    compute: Compute = compute_here,
+    compute: Compute = compute_local,
 ) -> tuple[Tensor, list[str | None]]:  # fmt: skip
     """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by ``compute``, and why
     a row has none. Interrupted: ``should_stop`` says so; ConfigError: nobody has trained the encoder.
     """
     if config.model.weights is None:
-        raise ConfigError("model.trainable heads needs --weights: what trained the encoder that is frozen")
+        raise ConfigError("model.finetune none needs --weights: what trained the encoder that is frozen")
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     place = Storage(features.cache_directory(config))
@@ -112,7 +112,7 @@ def load_features(
     def computed(numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         rows = sum(len(job.rows(number)) for number in numbers)
         have = f", {len(task.rows) - rows:,} are there" if rows < len(task.rows) else ""
-        say(f"features: {rows:,} images through {config.model.encoder}{have}; kept in {cache.path}")
+        print_line(f"features: {rows:,} images through {config.model.encoder}{have}; kept in {cache.path}")
         for number, data in compute(job, encoder, numbers, place):
             yield number, data
             if should_stop():

@@ -5,11 +5,11 @@ from collections.abc import Container
 
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.splits import decide_pile
+from uno.data.splits import decide_setting
 from uno.results.estimate import Estimate, Settings
 from uno.runs import lock
 from uno.runs.hardware import local_device
-from uno.session.console import say, stopped_at_once
+from uno.session.console import interrupt_on_signal, print_line
 from uno.session.data import read_task
 from uno.session.place import Place, place_of
 from uno.session.resolve import from_data, with_data
@@ -21,28 +21,28 @@ def estimate_classes(
 ) -> Estimate | None:  # fmt: skip
     """Read the data of ``config``, estimate into ``config.output`` and show the result; None: a dry run."""
     settings, place = settings or Settings(), place_of(config, elsewhere)
-    if config.compute.workers == 0:
+    if config.compute.num_workers == 0:
         local_device(config)
     # The number is what we are after: 1 stands in for it and is never read.
     task = read_task(with_data(config, num_novel=1).data)
-    pile, reason = decide_pile(config, task.rows.known)
-    values, lines = from_data(config, given, task, pile)
-    config = with_data(override(config, values), pile=pile)
+    setting, reason = decide_setting(config, task.rows.known)
+    values, lines = from_data(config, given, task, setting)
+    config = with_data(override(config, values), setting=setting)
     for line in (reason, *lines):
-        say(line)
+        print_line(line)
     (labeled, unlabeled), known = task.sizes, f"{len(task.known)} known classes"
-    say(f"{task.rows.source}: {labeled:,} labeled rows of {known}, {unlabeled:,} unlabeled rows")
+    print_line(f"{task.rows.source}: {labeled:,} labeled rows of {known}, {unlabeled:,} unlabeled rows")
     if dry_run:
         what = f"pretrain {settings.num_splits} encoders, each on some known classes"
-        what = "cluster the features of the frozen encoder" if config.model.trainable == "heads" else what
-        say(f"would {what}; nothing was done")
+        what = "cluster the features of the frozen encoder" if config.model.finetune == "none" else what
+        print_line(f"would {what}; nothing was done")
         return None
     assert config.output is not None
     storage, start, kept = Storage(config.output), time.perf_counter(), "stopped; finished encoders are kept"
-    with lock.claim(storage, on_wait=say), stopped_at_once(kept):
+    with lock.lock_run(storage, on_wait=print_line), interrupt_on_signal(kept):
         found = place.estimate(config, task, storage, settings)
-    say(format_estimate(found))
-    say(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")
+    print_line(format_estimate(found))
+    print_line(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")
     return found
 
 

@@ -40,18 +40,18 @@ from uno.runs import REPORT_FILE as REPORT
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.hooks import hooked
-from uno.session.console import Progress, say, stopped_at_once
+from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
-from uno.session.place import Job, Place, place_of
+from uno.session.place import Place, TrainingJob, place_of
 from uno.session.predict import predict_run, unlabeled_rows
 from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
-from uno.session.resources import check_demand, forecast, on_features
+from uno.session.resources import check_memory, forecast, on_features
 from uno.weights import PRETRAINED_FILE
 
 
 def discover(
-    config: Config, given: Mapping[str, Any], fresh: bool = False, last: str = DISCOVER,
+    config: Config, given: Mapping[str, Any], overwrite: bool = False, last: str = DISCOVER,
     report: bool = True, dry_run: bool = False, elsewhere: Place | None = None,
 ) -> None:  # fmt: skip
     """Check everything, train the phases up to ``last`` that are not finished and, after discovery, evaluate
@@ -60,12 +60,12 @@ def discover(
     nothing.
     """
     for line in hooked("announced", list[str]()):
-        say(line)
+        print_line(line)
     num_threads(config)  # before the data is read
     config, estimate, place = with_full_path(config), None, place_of(config, elsewhere)
-    if config.compute.workers == 0:
+    if config.compute.num_workers == 0:
         local_device(config)
-    own_weights = starting_weights(config, fresh)
+    own_weights = starting_weights(config, overwrite)
     if config.data.num_novel == "auto":
         if dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
@@ -74,38 +74,38 @@ def discover(
         assert found is not None
         config = override(config, {"data.num_novel": found.suggested})
         estimate = Storage(folder).read(ESTIMATE_FILE)
-    config, lines, read = resolve(config, given, fresh, place.free_memory)
+    config, lines, read = resolve(config, given, overwrite, place.free_memory)
     for line in lines:
-        say(line)
-    task = prepare(config, read)
+        print_line(line)
+    task = preflight(config, read)
     phases = run.phases(config, last)
-    check_demand(config, task)
+    check_memory(config, task)
     if dry_run:
         return _dry_run(config, task, phases, own_weights)
     assert config.output is not None
     storage, evaluate = Storage(config.output), last == DISCOVER
-    if directory.is_run(storage) and not fresh:
+    if directory.is_run(storage) and not overwrite:
         directory.open_run(config, storage, task.rows.fingerprint)
         if evaluate and (finished := directory.read_results(storage)) is not None:
-            say(f"{storage.uri} is finished; nothing is trained again (--fresh starts over)")
+            print_line(f"{storage.uri} is finished; nothing is trained again (--overwrite starts over)")
             return _show(storage, finished)
-    with lock.claim(storage, on_wait=say) as claim:
-        if fresh:
-            directory.clear(claim.storage)
+    with lock.lock_run(storage, on_wait=print_line) as claim:
+        if overwrite:
+            directory.empty(claim.storage)
         directory.open_run(config, claim.storage, task.rows.fingerprint)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             claim.storage.write(PRETRAINED_FILE, own_weights)  # workers and a resumed run fetch nothing
         if estimate is not None:
             claim.storage.write(ESTIMATE_FILE, estimate)
         for line in forecast(config, task, claim.storage, phases):
-            say(line)
-        job = Job(config, task, phases, evaluate, claim)
+            print_line(line)
+        job = TrainingJob(config, task, phases, evaluate, claim)
         with ExitStack() as until:
             with _watched(job) as show:
                 values, task = place.train(job, show, until)
             if not evaluate:
-                return say(f"finished: {storage.uri}")
-            with stopped_at_once("stopped before the run was finished; resume with the same command"):
+                return print_line(f"finished: {storage.uri}")
+            with interrupt_on_signal("stopped before the run was finished; resume with the same command"):
                 _finish(config, claim.storage, task, values, report, elsewhere)
     _show(storage, values)
 
@@ -116,23 +116,23 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
     """
     storage = Storage(target)
     config = with_full_path(stored_config(storage, given))
-    if config.compute.workers == 0:
+    if config.compute.num_workers == 0:
         local_device(config)
     require_encoder(config.model.encoder, storage.uri)
-    task = prepare(config)
+    task = preflight(config)
     directory.open_run(config, storage, task.rows.fingerprint)
-    with lock.claim(storage, on_wait=say) as claim:
+    with lock.lock_run(storage, on_wait=print_line) as claim:
         edits = read_edits(storage)
         if edits is not None and edits.alignment is None:
             model = load_classifier(storage)
             with_alignment(model, claim.storage, decoder(model, task.rows), unlabeled_rows(task))
         before = directory.read_results(storage)
-        job = Job(config, task, (), True, claim)
+        job = TrainingJob(config, task, (), True, claim)
         with ExitStack() as until:
             with _watched(job) as show:
                 values, task = place_of(config, elsewhere).train(job, show, until)
             if values != before and storage.exists(REPORT):
-                with stopped_at_once("stopped; nothing was changed"):
+                with interrupt_on_signal("stopped; nothing was changed"):
                     write_report(config, claim.storage, task, device=local_device(config), metrics=values)
         _write_results(claim.storage, values)
         if storage.exists(f"model/{CARD_FILE}"):
@@ -140,12 +140,14 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
     _show(storage, values)
 
 
-def apply_classes(claim: lock.Claim, model: Classifier, edited: list[OutputClass]) -> None:
+def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputClass]) -> None:
     """Make ``edited`` the classes of a run's ``model``, and bring what the run holds in line: predictions,
     metrics, report, card, exports. Raises, before anything is written, where the data that takes is gone.
     """
     storage, folder = claim.storage, model_folder(claim.storage)
-    config = override(model.config, {"compute.workers": 0, "compute.device": "auto", "output": storage.uri})
+    config = override(
+        model.config, {"compute.num_workers": 0, "compute.device": "auto", "output": storage.uri}
+    )
     values, found = directory.read_results(storage), predictions.read_identity(storage)
     data = dump_classes(storage.read(f"{folder}classes.json"), edited)
     same = {"model_hash": model.model_hash, "routes": hashes(edited)["routes"]}
@@ -156,19 +158,19 @@ def apply_classes(claim: lock.Claim, model: Classifier, edited: list[OutputClass
     if predict or measure:
         task = read_task(config.data)
     elif has_report and (task := open_task(config, storage)[0]) is None:
-        say(f"warning: {REPORT} stays as it is: the run's data is gone or has changed")
+        print_line(f"warning: {REPORT} stays as it is: the run's data is gone or has changed")
     storage.write(f"{folder}classes.json", data)
     model = replace(model, classes=edited)
     if task is not None:
         model = with_alignment(model, storage, decoder(model, task.rows), unlabeled_rows(task))
-        job = Job(config, task, (), measure, claim)
+        job = TrainingJob(config, task, (), measure, claim)
         with ExitStack() as until, _watched(job) as show:
             measured, task = Place().train(job, show, until)
         values = measured or values
     if predict:
         assert task is not None
         model, summary = predict_run(config, storage, task, model)
-        say(f"{summary.rows:,} rows predicted again: {summary.path}")
+        print_line(f"{summary.rows:,} rows predicted again: {summary.path}")
         done.append(predictions.FILE)
     elif predictions.rename(storage, edited):
         done.append(predictions.FILE)
@@ -186,11 +188,11 @@ def apply_classes(claim: lock.Claim, model: Classifier, edited: list[OutputClass
                 storage.write(name, export(model, format))
                 done.append(name)
             except ConfigError as error:
-                say(f"warning: {name} has the classes of before: {error}")
-    say(f"applied to {', '.join(done)}")
+                print_line(f"warning: {name} has the classes of before: {error}")
+    print_line(f"applied to {', '.join(done)}")
 
 
-def prepare(config: Config, task: Task | None = None) -> Task:
+def preflight(config: Config, task: Task | None = None) -> Task:
     """Read the rows' table unless it is there, and run the preflight checks: their first error is raised, all
     else is said.
     """
@@ -198,33 +200,33 @@ def prepare(config: Config, task: Task | None = None) -> Task:
     for problem in check(task, config):
         if problem.level == "error":
             raise ConfigError(problem.message)
-        say(f"warning: {problem.message}")
+        print_line(f"warning: {problem.message}")
     labeled, unlabeled = task.sizes
-    run.plans(config, labeled, unlabeled, config.compute.workers)
-    if config.compute.workers == 0:
+    run.plans(config, labeled, unlabeled, config.compute.num_workers)
+    if config.compute.num_workers == 0:
         local_device(config)
     rows = f"{labeled:,} labeled rows of {len(task.known)} known classes, {unlabeled:,} unlabeled rows"
     test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
     for count, what in ((test, "test rows"), (unseen - test, "rows held out")):
         rows += f", {count:,} {what}" if count else ""
-    say(f"{task.rows.source}: {rows}, {task.num_novel} classes to discover")
+    print_line(f"{task.rows.source}: {rows}, {task.num_novel} classes to discover")
     return task
 
 
 @contextmanager
-def _watched(job: Job) -> Iterator[Show]:
+def _watched(job: TrainingJob) -> Iterator[Show]:
     """Heal the directory and say what is resumed; show metrics while ``job`` is trained and evaluated."""
     config, storage = job.config, job.claim.storage
-    for line in directory.heal(storage):
-        say(f"warning: {line}")
+    for line in directory.repair(storage):
+        print_line(f"warning: {line}")
     reached = [(phase, steps[-1]) for phase in job.phases if (steps := checkpoint_steps(storage, phase))]
     if reached:
-        say("resuming at {} step {}".format(*reached[-1]))
+        print_line("resuming at {} step {}".format(*reached[-1]))
     with Progress(interval=config.train.log_every) as progress:
         yield hooked("in_driver", progress, storage)
-    if config.data.ingest == "streaming" and storage.exists(BAD_SAMPLES):
+    if config.data.loading == "streaming" and storage.exists(BAD_SAMPLES):
         count = len(storage.read(BAD_SAMPLES).splitlines())
-        say(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")
+        print_line(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")
 
 
 def _finish(
@@ -236,7 +238,7 @@ def _finish(
     model = save_model(config, storage, *trained, task.known)
     _write_card(storage, model, values, f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}")
     if report:
-        say("predicting every row and writing the report")
+        print_line("predicting every row and writing the report")
         model, _ = predict_run(config, storage, task, model, elsewhere)
         _mark_measured(storage)
         write_report(config, storage, task, device=local_device(config), model=model, metrics=values)
@@ -265,28 +267,30 @@ def _write_card(storage: Storage, model: Classifier, values: Mapping[str, float]
 
 def _show(storage: Storage, values: dict[str, float]) -> None:
     if (found := verdict(values)) is not None:
-        say(f"\n{found}")
-    say(f"\n{format_table(values)}\n\nresults in {storage.uri}")
+        print_line(f"\n{found}")
+    print_line(f"\n{format_table(values)}\n\nresults in {storage.uri}")
     if storage.exists(REPORT):
-        say(f"report:    {storage.path(REPORT)}")
+        print_line(f"report:    {storage.path(REPORT)}")
 
 
 def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None) -> None:
     """The data report, one step of each phase in a scratch directory, and the plan."""
-    say(format_report(task, check(task, config)))
-    for name, plan in run.plans(config, *task.sizes, config.compute.workers).items():
+    print_line(format_report(task, check(task, config)))
+    for name, plan in run.plans(config, *task.sizes, config.compute.num_workers).items():
         if name in phases:
             epochs = f"{getattr(config, name).epochs} epochs of {plan.steps_per_epoch} steps"
-            say(f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled rows")
+            print_line(
+                f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled rows"
+            )
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
-        once = override(config, {"train.max_steps": 1, "compute.workers": 0, "output": folder})
+        once = override(config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder})
         if on_features(config):  # which take minutes, and would be kept
             if registry.load(config).needs_images:
-                return say(f"no step ran: method {config.method} begins with the features of all rows")
-            once = override(once, {"data.ingest": "streaming"})
-        with lock.claim(Storage(folder), on_wait=say) as claim:
+                return print_line(f"no step ran: method {config.method} begins with the features of all rows")
+            once = override(once, {"data.loading": "streaming"})
+        with lock.lock_run(Storage(folder), on_wait=print_line) as claim:
             if own_weights is not None:
                 claim.storage.write(PRETRAINED_FILE, own_weights)
-            job = Job(once, task, phases, False, claim)
+            job = TrainingJob(once, task, phases, False, claim)
             Place().train(job, lambda metrics: None, ExitStack(), keep=False)
-    say("one step of each phase ran; nothing was kept")
+    print_line("one step of each phase ran; nothing was kept")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from uno.config import Config
-from uno.data.decode import decode_many, readable
+from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.resident import TrainSet, assemble
 from uno.data.splits import Task
@@ -21,24 +21,24 @@ from uno.results.infer import Classifier
 from uno.results.predictions import PredictionWriter, Summary, predict_rows
 from uno.runs import run
 from uno.runs.hardware import local_device, num_threads
-from uno.runs.lock import Claim
+from uno.runs.lock import RunLock
 from uno.session import resources
-from uno.session.console import Progress, on_stop, say
-from uno.session.data import Compute, Show, compute_here, leave_out_unreadable, load_features, open_sets
+from uno.session.console import Progress, on_stop, print_line
+from uno.session.data import Compute, Show, compute_local, leave_out_unreadable, load_features, open_sets
 from uno.train import LocalWorker
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 STOPPING = "stopping: saving a checkpoint first"
 
 
-class Job(NamedTuple):
+class TrainingJob(NamedTuple):
     """What to train and to evaluate, and whose directory it fills."""
 
     config: Config
     task: Task
     phases: tuple[str, ...]
     evaluate: bool
-    claim: Claim
+    claim: RunLock
 
 
 class Place:
@@ -49,7 +49,7 @@ class Place:
         return resources.free_memory(config)
 
     def train(
-        self, job: Job, show: Show, until: ExitStack, keep: bool = True
+        self, job: TrainingJob, show: Show, until: ExitStack, keep: bool = True
     ) -> tuple[dict[str, float], Task]:
         """Train the phases of ``job`` and evaluate: metrics, and the task with its images, which may be gone
         when ``until`` is closed. Unless ``keep``, unreadable images are listed in no file.
@@ -84,7 +84,7 @@ class Place:
 
     def estimate(
         self, config: Config, task: Task, storage: Storage, settings: Settings | None = None,
-        report: Callable[[str], None] = say,
+        report: Callable[[str], None] = print_line,
     ) -> Estimate:  # fmt: skip
         """:func:`uno.results.estimate.estimate_num_novel` of a task."""
         data = config, estimated_set(config, task, storage), task.known, storage
@@ -93,7 +93,7 @@ class Place:
 
 def place_of(config: Config, elsewhere: Place | None) -> Place:
     """Where ``config`` has its work done; ConfigError: by workers, and nobody brought them."""
-    if not config.compute.workers:
+    if not config.compute.num_workers:
         return Place()
     if elsewhere is None:
         raise ConfigError(
@@ -102,9 +102,9 @@ def place_of(config: Config, elsewhere: Place | None) -> Place:
     return elsewhere
 
 
-def estimated_set(config: Config, task: Task, storage: Storage, compute: Compute = compute_here) -> TrainSet:
+def estimated_set(config: Config, task: Task, storage: Storage, compute: Compute = compute_local) -> TrainSet:
     """The training rows decoded, or of a frozen encoder the features of their evaluation views (N,1,D)."""
-    if config.model.trainable == "heads":
+    if config.model.finetune == "none":
         if config.model.weights == PRETRAINED and not storage.exists(PRETRAINED_FILE):
             storage.write(PRETRAINED_FILE, fetch_pretrained(config.model.encoder))
         with Progress() as show:
@@ -112,6 +112,6 @@ def estimated_set(config: Config, task: Task, storage: Storage, compute: Compute
         images = features[:, :1]
     else:
         data = config.data
-        images, reasons = decode_many(task.rows.images, data.store_size, interpolation=data.interpolation)
+        images, reasons = decode_many(task.rows.images, data.stored_size, interpolation=data.interpolation)
     leave_out_unreadable(reasons, config, task)
-    return assemble(task, images, readable(reasons))
+    return assemble(task, images, ok_mask(reasons))

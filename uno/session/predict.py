@@ -17,7 +17,7 @@ from uno.results.folders import sort_images, write_csv
 from uno.results.infer import Classifier, decoder, with_alignment
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs.hardware import local_device, num_threads
-from uno.session.console import Progress, reading, say, stopped_at_once
+from uno.session.console import Progress, interrupt_on_signal, print_line, reading
 from uno.session.data import read_task
 from uno.session.place import Place, place_of
 
@@ -33,9 +33,9 @@ def predict(
     storage = Storage(target)
     model = infer.load_classifier(storage)
     compute, data = ({k: given[k] for k in given if k.startswith(s)} for s in ("compute.", "data."))
-    config = override(model.config, {"compute.workers": 0, "compute.device": "auto", **compute})
+    config = override(model.config, {"compute.num_workers": 0, "compute.device": "auto", **compute})
     num_threads(config)
-    if config.compute.workers == 0:
+    if config.compute.num_workers == 0:
         local_device(config)
     if data and "output" not in given:
         raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
@@ -53,23 +53,23 @@ def predict(
             decode = decoder(model, task.rows, config.compute.threads)
             model = with_alignment(model, storage, decode, unlabeled_rows(task))
     except UnoError as error:
-        say(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
+        print_line(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
     output = Storage(str(given.get("output", storage.uri)))
     writer = PredictionWriter(output, inputs, model, embedding, replace="output" not in given)
 
     kept = "stopped; finished shards are kept"
-    with stopped_at_once(kept):
+    with interrupt_on_signal(kept):
         summary = _predict(config, model, storage, writer, elsewhere)
-    say(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
+    print_line(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
     if csv:
-        say(f"as CSV: {write_csv(output)}")
+        print_line(f"as CSV: {write_csv(output)}")
     if folders:
-        with stopped_at_once(kept), Progress(seconds=INTERVAL_S) as progress:
+        with interrupt_on_signal(kept), Progress(seconds=INTERVAL_S) as progress:
 
             def show(done: int, total: int) -> None:
                 progress({"phase": "copy", "step": done, "total_steps": total})
 
-            say(f"sorted: {sort_images(output, inputs, show)}")
+            print_line(f"sorted: {sort_images(output, inputs, show)}")
 
 
 def predict_run(
@@ -80,7 +80,7 @@ def predict_run(
     """
     is_prepared = task.rows.images.prepared(np.arange(0)) is not None
     if is_prepared or len(task.rows) < RAY_PAYS_ROWS:
-        config = override(config, {"compute.workers": 0, "compute.device": local_device(config).type})
+        config = override(config, {"compute.num_workers": 0, "compute.device": local_device(config).type})
     decode = decoder(model, task.rows, config.compute.threads)
     model = with_alignment(model, storage, decode, unlabeled_rows(task))
     writer = PredictionWriter(storage, RowInputs(task.rows), model, embedding=False, replace=True)
@@ -99,7 +99,7 @@ def _predict(
     if writer.complete:
         return writer.finish()
     if writer.num_done:
-        say(f"{writer.num_done:,} of {writer.num_rows:,} rows are there already; continuing")
+        print_line(f"{writer.num_done:,} of {writer.num_rows:,} rows are there already; continuing")
     num_before, start = writer.num_done, time.monotonic()
     with Progress(seconds=INTERVAL_S) as progress:
 

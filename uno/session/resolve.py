@@ -11,8 +11,8 @@ import safetensors.torch
 from uno import weights
 from uno.config import OWN_ENCODERS, Config, flatten, override
 from uno.data.defaults import OF_ENCODER, from_images, keys_from_images
-from uno.data.files import Storage, full_path, normal, split
-from uno.data.splits import Task, decide_pile
+from uno.data.files import Storage, full_path, normalize_path, split
+from uno.data.splits import Task, decide_setting
 from uno.errors import ConfigError
 from uno.presets import IMAGE_SIZE, SIZES
 from uno.runs import CONFIG_FILE, PRETRAIN, directory
@@ -32,22 +32,28 @@ class Resolved(NamedTuple):
     task: Task | None = None
 
 
-def resolve(config: Config, given: Iterable[str], fresh: bool = False, free: Free = free_memory) -> Resolved:
+def resolve(
+    config: Config, given: Iterable[str], overwrite: bool = False, free: Free = free_memory
+) -> Resolved:
     """``config``, of which ``given`` keys were set by somebody, as its run will have it: the way in and the
     pile are no longer ``auto``. A run in its ``output`` goes on as it began unless ``fresh``; else the data
     is read. ``free``: the bytes that workers have. ConfigError: bad data.
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
-    if config.output is not None and not fresh and (storage := Storage(config.output)).exists(CONFIG_FILE):
+    if (
+        config.output is not None
+        and not overwrite
+        and (storage := Storage(config.output)).exists(CONFIG_FILE)
+    ):
         began = as_begun(config, given, flatten(directory.read_config_tree(storage)))
-        return Resolved(began, [decide_pile(began, [], config.data.pile == "auto")[1]])
+        return Resolved(began, [decide_setting(began, [], config.data.setting == "auto")[1]])
     task = read_task(config.data)
-    pile, reason = decide_pile(config, task.rows.known)
-    values, lines = from_data(config, given, task, pile)
-    found = with_data(override(config, values) if values else config, pile=pile)
-    told = config.data.ingest != "auto"
-    ingest, why = choose(found, len(task.rows), row_bytes(found), *(free_memory if told else free)(found))
-    found = with_data(found, ingest=ingest)
+    setting, reason = decide_setting(config, task.rows.known)
+    values, lines = from_data(config, given, task, setting)
+    found = with_data(override(config, values) if values else config, setting=setting)
+    told = config.data.loading != "auto"
+    loading, why = choose(found, len(task.rows), row_bytes(found), *(free_memory if told else free)(found))
+    found = with_data(found, loading=loading)
     return Resolved(found, [reason, *lines, f"data: {why}"], task)
 
 
@@ -56,7 +62,7 @@ def stored_config(storage: Storage, given: Mapping[str, Any]) -> Config:
     keys say otherwise: its workers may have been elsewhere. StorageError or ConfigError: no run, a damaged
     one.
     """
-    here = {"compute.workers": 0, "compute.device": "auto"}
+    here = {"compute.num_workers": 0, "compute.device": "auto"}
     stored = flatten(directory.read_config_tree(storage))
     return override(Config(), {**stored, **here, **given, "output": storage.uri})
 
@@ -70,18 +76,18 @@ def as_begun(config: Config, given: Container[str], stored: Mapping[str, Any]) -
     """``config`` as a run that goes on: with what the flat tree ``stored`` says was chosen for it, by its
     data or by whoever began it, unless ``given``.
     """
-    keys = [key for key in (*keys_from_images(config), "data.hold_out") if key not in given]
-    keys += [f"data.{name}" for name in ("pile", "ingest") if getattr(config.data, name) == "auto"]
+    keys = [key for key in (*keys_from_images(config), "data.validation_fraction") if key not in given]
+    keys += [f"data.{name}" for name in ("setting", "loading") if getattr(config.data, name) == "auto"]
     return override(config, {key: stored[key] for key in keys if key in stored})
 
 
 def from_data(
-    config: Config, given: Container[str], task: Task, pile: str
+    config: Config, given: Container[str], task: Task, setting: str
 ) -> tuple[dict[str, Any], list[str]]:
     """What is not ``given`` of a new run on ``task``, by dotted key, and why: images are as the run took them
     whose encoder this one starts from, else as they are themselves.
     """
-    values, lines = from_images(config, task, given, pile)
+    values, lines = from_images(config, task, given, setting)
     source = config.model.weights
     if source in (None, PRETRAINED) or weights.is_file(source) or not keys_from_images(config):
         return values, lines
@@ -91,12 +97,12 @@ def from_data(
     return learnt | values, [f"size: {size} px, mean and std: as {source} learnt them", *lines]
 
 
-def as_printed(config: Config, given: Iterable[str], fresh: bool) -> Config:
+def as_printed(config: Config, given: Iterable[str], overwrite: bool) -> Config:
     """``config`` with what own images decide, unless the number of their classes is to be found first."""
     if not keys_from_images(config) or config.data.num_novel == "auto":
         return config
-    found = resolve(config, given, fresh).config
-    return with_data(found, ingest=config.data.ingest)  # which is the machine's affair
+    found = resolve(config, given, overwrite).config
+    return with_data(found, loading=config.data.loading)  # which is the machine's affair
 
 
 def with_full_path(config: Config) -> Config:
@@ -105,7 +111,7 @@ def with_full_path(config: Config) -> Config:
     """
     if config.model.weights in (None, PRETRAINED):
         return config
-    source = full_path(normal(config.model.weights))
+    source = full_path(normalize_path(config.model.weights))
     folder, name = split(source)
     if weights.is_file(source):
         if not Storage(folder).exists(name):
@@ -117,17 +123,17 @@ def with_full_path(config: Config) -> Config:
     return override(config, {"model.weights": source})
 
 
-def starting_weights(config: Config, fresh: bool) -> bytes | None:
+def starting_weights(config: Config, overwrite: bool) -> bytes | None:
     """The library's own weights as a safetensors file, where a run starts from them: those it keeps, or else
     fetched. An encoder or weights that do not fit are a ConfigError here, before any data is read.
     """
     source, own, tensors = config.model.weights, None, None
-    if config.model.trainable == "heads" and source is None:
+    if config.model.finetune == "none" and source is None:
         raise ConfigError(
-            "model.trainable heads needs --weights: an encoder that has learnt nothing finds nothing"
+            "model.finetune none needs --weights: an encoder that has learnt nothing finds nothing"
         )
     if source == PRETRAINED:
-        storage = Storage(config.output) if config.output and not fresh else None
+        storage = Storage(config.output) if config.output and not overwrite else None
         if storage is not None and storage.exists(PRETRAINED_FILE):
             return storage.read(PRETRAINED_FILE)
         own = fetch_pretrained(config.model.encoder)

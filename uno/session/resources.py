@@ -23,7 +23,7 @@ from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.methods import registry
 from uno.objective import labeled_loss
-from uno.presets import own_images, preset
+from uno.presets import is_custom_data, preset
 from uno.results.export import origin
 from uno.runs import DISCOVER, run
 from uno.runs.checkpoint import checkpoint_steps
@@ -46,7 +46,7 @@ TIMED_ROWS = 16  # images of a timed batch of pixels
 MIN_GPU_ROWS = 64  # of a batch; below, starting kernels takes longer than they do. Ours; no GPU was measured
 H100_PIXELS_S = 1060 * 2 * 224**2  # of views, by ResNet18 in bf16 with its stem for photographs: calculated
 
-Ingest = Literal["resident", "streaming"]
+Loading = Literal["memory", "streaming"]
 
 
 # What there is.
@@ -92,23 +92,23 @@ def own_bytes() -> int:
 
 def on_features(config: Config) -> bool:
     """Whether a run trains on cached features: its encoder is frozen, and they are to be kept in memory."""
-    return config.model.trainable == "heads" and config.data.ingest != "streaming"
+    return config.model.finetune == "none" and config.data.loading != "streaming"
 
 
 def row_bytes(config: Config) -> int:
     """Of one image that a resident run keeps: decoded, or as the features of a frozen encoder."""
-    return feature_bytes(config) if config.model.trainable == "heads" else 3 * config.data.store_size**2
+    return feature_bytes(config) if config.model.finetune == "none" else 3 * config.data.stored_size**2
 
 
 def feature_bytes(config: Config) -> int:
     """Of one row's features in memory."""
     width = build_encoder(config.model).num_features
-    return 4 * (1 + config.augment.cached_views) * int(width)  # type: ignore[arg-type]
+    return 4 * (1 + config.augment.num_cached_views) * int(width)  # type: ignore[arg-type]
 
 
 def choose(
     config: Config, num_rows: int, row_bytes: int, host_bytes: int, device_bytes: int | None
-) -> tuple[Ingest, str]:
+) -> tuple[Loading, str]:
     """The way in for ``num_rows`` images, and a sentence that says why. ``row_bytes``: of one in memory,
     decoded or as the features of a frozen encoder; ``host_bytes`` are free on a node, ``device_bytes`` on a
     GPU, which holds one copy. ConfigError: images that are needed in memory are to be streamed.
@@ -118,18 +118,18 @@ def choose(
     budget, where = SHARE * room / _num_copies(config), "of the host memory that they leave"
     if device_bytes is not None and SHARE * device_bytes < budget:
         budget, where = SHARE * device_bytes, "of free device memory"
-    what = "of features" if config.model.trainable == "heads" else "decoded"
+    what = "of features" if config.model.finetune == "none" else "decoded"
     sizes = f"{_size(needed)} {what}, in memory {_size(peak)} with all programs, "
     sizes += f"budget {_size(budget)} ({SHARE:.0%} {where})"
     method = f"method {config.method}" if registry.load(config).needs_images else None
-    needs, told = "pretext.epochs" if config.pretext.epochs else method, config.data.ingest
+    needs, told = "pretext.epochs" if config.pretext.epochs else method, config.data.loading
     if needs and told == "streaming":
-        raise ConfigError(f"{needs} needs the images in memory; use --data.ingest resident")
+        raise ConfigError(f"{needs} needs the images in memory; use --data.loading memory")
     if told != "auto":
         return told, f"{told}, as told ({sizes})"
     if needs:
-        return "resident", f"resident, which {needs} needs ({sizes})"
-    fits: Ingest = "resident" if needed <= budget else "streaming"
+        return "memory", f"resident, which {needs} needs ({sizes})"
+    fits: Loading = "memory" if needed <= budget else "streaming"
     return fits, f"{fits}, {sizes}"
 
 
@@ -145,7 +145,7 @@ def _program_bytes(config: Config, num_rows: int, cpus: int | None = None) -> in
     """As ``benchmarks.memory`` measured them on CPUs (x86, Python 3.11, torch 2.15 built for CUDA 13, Ray
     2.60; not on GPUs): Ray's decode first and go, then there are workers.
     """
-    workers = config.compute.workers
+    workers = config.compute.num_workers
     tasks = min(cpus or os.cpu_count() or 1, -(-num_rows // ROWS_PER_BLOCK))
     more = max(tasks * TASK_BYTES, TRAINER_BYTES + workers * WORKER_BYTES)
     return RAY_BYTES + more if workers else ALONE_BYTES
@@ -153,18 +153,18 @@ def _program_bytes(config: Config, num_rows: int, cpus: int | None = None) -> in
 
 def _num_copies(config: Config) -> int:
     """Of the set, on a node: all workers see that of Ray's store; this process also keeps features."""
-    return 2 if config.compute.workers and config.model.trainable == "heads" else 1
+    return 2 if config.compute.num_workers and config.model.finetune == "none" else 1
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
     """The object store that a run asks for on this machine: for streams a worker; for a resident set as
     images came and as they stay, and a task's on top; None: Ray's own default, for cached features.
     """
-    if config.data.ingest == "streaming":
-        return min(config.compute.workers * STORE_BYTES, int(0.3 * free_host_bytes()))
+    if config.data.loading == "streaming":
+        return min(config.compute.num_workers * STORE_BYTES, int(0.3 * free_host_bytes()))
     if on_features(config):
         return None
-    images = num_rows * 3 * config.data.store_size**2
+    images = num_rows * 3 * config.data.stored_size**2
     return min(RESIDENT_STORE * images + STORE_BYTES // 2, int(0.6 * free_host_bytes()))
 
 
@@ -173,19 +173,19 @@ def check_sweep(config: Config, num_rows: int, at_once: int) -> None:
     or to stream. A lower bound: this process, Ray's store and every process that trains at the same time, for
     ``at_once`` trials, have a copy.
     """
-    told, frozen = config.data.ingest, config.model.trainable == "heads"
-    copies = 2 + at_once * max(1, config.compute.workers)
+    told, frozen = config.data.loading, config.model.finetune == "none"
+    copies = 2 + at_once * max(1, config.compute.num_workers)
     needed, budget = num_rows * row_bytes(config) / GB, SHARE * free_host_bytes() / copies / GB
-    if told == "resident" or (told == "auto" and needed <= budget):
+    if told == "memory" or (told == "auto" and needed <= budget):
         return
     what = "of features" if frozen else "decoded"
     sizes = f"{num_rows:,} rows are {needed:.3g} GB {what}, {budget:.3g} GB fit ({copies} copies)"
     problem, advice = "in memory", "--limit takes fewer rows"
     if told == "streaming":
-        problem, advice = "in memory and do not stream", "leave --data.ingest out"
+        problem, advice = "in memory and do not stream", "leave --data.loading out"
     if not frozen:
         cached = num_rows * feature_bytes(config) / GB
-        advice += f", --model.trainable heads with --weights shares {cached:.3g} GB of features instead"
+        advice += f", --model.finetune none with --weights shares {cached:.3g} GB of features instead"
     raise ConfigError(f"the trials of a sweep share its images {problem}: {sizes}; {advice}")
 
 
@@ -205,28 +205,28 @@ def on_a_cluster() -> bool:
 # What the network and its batches take.
 
 
-def check_demand(config: Config, task: Task) -> None:
+def check_memory(config: Config, task: Task) -> None:
     """ConfigError: more threads than the cores can bear, or more memory than is free here, with the images of
     a resident run, without what :func:`peak_bytes` counts for programs. On other machines and on GPUs that
     this one lacks nothing is known beforehand.
     """
     compute = config.compute
-    if compute.workers and (on_a_cluster() or compute.device == "cuda"):
+    if compute.num_workers and (on_a_cluster() or compute.device == "cuda"):
         return
     num_threads(config)
     free, where, num_rows = free_host_bytes(), "memory", len(task.rows)
-    if not compute.workers and local_device(config).type == "cuda":
+    if not compute.num_workers and local_device(config).type == "cuda":
         free, where, num_rows = free_device_bytes(config) or free, "device memory", sum(task.sizes)
     parts = needed_bytes(config, task, free)
-    images = num_rows * row_bytes(config) if config.data.ingest == "resident" else 0
-    needed = sum(parts.values()) * max(1, compute.workers) + images
+    images = num_rows * row_bytes(config) if config.data.loading == "memory" else 0
+    needed = sum(parts.values()) * max(1, compute.num_workers) + images
     if needed > free:
         listed = ", ".join(f"{name} {spent / GB:.1f} GB" for name, spent in parts.items() if spent > 1e8)
-        listed += f" in each of {compute.workers} workers" if compute.workers > 1 else ""
+        listed += f" in each of {compute.num_workers} workers" if compute.num_workers > 1 else ""
         advice = "lower --batch-size, --augment.large.size, the encoder or --objective.queue-size"
         if images > needed / 2:
             listed = f"{num_rows:,} images {images / GB:.1f} GB"
-            advice = "use --data.ingest streaming, or --limit"
+            advice = "use --data.loading streaming, or --limit"
         text = f"this run needs at least {needed / GB:.1f} GB of {where} ({listed}), "
         raise ConfigError(f"{text}{free / GB:.1f} GB are free; {advice}")
 
@@ -237,7 +237,7 @@ def needed_bytes(config: Config, task: Task, free: float = float("inf")) -> dict
     Of an encoder that is the user's own code nothing is known.
     """
     model, large, small = config.model, config.augment.large, config.augment.small
-    workers = max(1, config.compute.workers)
+    workers = max(1, config.compute.num_workers)
     if model.encoder.partition(":")[0] not in (*OWN_ENCODERS, "torchvision", "timm"):
         return {}
     plan = run.plans(config, *task.sizes, workers)[DISCOVER]
@@ -289,13 +289,17 @@ def _kept_bytes(encoder: nn.Module, side: int) -> int:
 
 def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ...]) -> Iterator[str]:
     """Lines for the console: the run, its encoder, and the time of what is left of it on this machine."""
-    model, side = config.model, min(config.augment.large.size, config.data.store_size)
-    what = {"all": "encoder and heads", "last": "the encoder's last stage and the heads", "heads": "heads"}
-    how = f" on {config.augment.cached_views} cached views an image" if on_features(config) else ""
+    model, side = config.model, min(config.augment.large.size, config.data.stored_size)
+    what = {
+        "full": "encoder and heads",
+        "last_stage": "the encoder's last stage and the heads",
+        "none": "heads",
+    }
+    how = f" on {config.augment.num_cached_views} cached views an image" if on_features(config) else ""
     epochs = ", ".join(f"{getattr(config, name).epochs} epochs of {name}" for name in phases)
-    yield f"run: preset {config.preset}, {epochs}, {what[model.trainable]} learn{how}, {side} px"
+    yield f"run: preset {config.preset}, {epochs}, {what[model.finetune]} learn{how}, {side} px"
     yield f"encoder: {model.encoder}, weights {origin(model)}"
-    if model.weights is None and own_images(flatten(to_dict(config))):
+    if model.weights is None and is_custom_data(flatten(to_dict(config))):
         name = preset("photos").model.encoder
         better = f"--weights pretrained fetches those of {name}, for the preset photos"
         yield f"no pretrained weights are at hand: all is learnt from these images, at {side} px; {better}"
@@ -314,7 +318,7 @@ def advice(config: Config, cpus: float, each: dict[str, float], rate: float | No
     ``each`` worker its resources: rows of a batch for each, and CPU cores for each where images are streamed,
     of which one core crops ``rate`` a second.
     """
-    workers, size, on_gpus = config.compute.workers, config.train.batch_size, "GPU" in each
+    workers, size, on_gpus = config.compute.num_workers, config.train.batch_size, "GPU" in each
     if on_gpus and size < MIN_GPU_ROWS * workers and not on_features(config):
         text = (
             f"batches of {size:,} rows are {size / workers:g} for each of {workers} GPUs, which wait for one"
@@ -334,13 +338,13 @@ def advice(config: Config, cpus: float, each: dict[str, float], rate: float | No
 
 def _cropper(config: Config) -> Cropper:
     data = config.data
-    return Cropper(config.seed, LABELED, TIMED_ROWS, config.augment, data.store_size, data.interpolation)
+    return Cropper(config.seed, LABELED, TIMED_ROWS, config.augment, data.stored_size, data.interpolation)
 
 
 def crop_rate(config: Config, task: Task) -> float:
     """Training images that a core of this machine decodes and crops in a second, from a few of them."""
     cropper, rows = _cropper(config), np.flatnonzero(task.is_train)[:TIMED_ROWS]
-    images = task.rows.images.fetch(rows)
+    images = task.rows.images.read_images(rows)
 
     def crop(num: int) -> None:
         cropper.crop(np.zeros(num, np.int64), np.arange(num), images[:num])
@@ -355,7 +359,7 @@ def _seconds(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     """
     compute, found = config.compute, dict[str, float]()
     elsewhere = on_a_cluster() or (compute.device == "cuda" and not torch.cuda.is_available())
-    if compute.workers and elsewhere:
+    if compute.num_workers and elsewhere:
         return found
     device = local_device(config)
     threads = num_threads(config)
@@ -366,7 +370,7 @@ def _seconds(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
         left = FeatureCache(Storage(features.cache_directory(config)), job).num_missing()
         if left:
             found["features"] = left * _shard_row(job, encoder.to(device), threads)
-    plans = run.plans(config, *task.sizes, config.compute.workers)
+    plans = run.plans(config, *task.sizes, config.compute.num_workers)
     for name in phases:
         steps, plan = getattr(config, name).epochs * plans[name].steps_per_epoch, plans[name]
         last = min(steps, config.train.max_steps or steps) - max(checkpoint_steps(storage, name), default=0)

@@ -13,13 +13,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from uno.config import MOVED, OWN_ENCODERS, Config, about, field_names, flatten, load_yaml, override
+from uno.config import MOVED, OWN_ENCODERS, Config, field_names, field_traits, flatten, load_yaml, override
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
 from uno.methods.registry import settings as method_settings
-from uno.presets import IMAGE_SIZE, SIZES, own_images, preset, preset_values, sized
+from uno.presets import IMAGE_SIZE, SIZES, apply_image_size, is_custom_data, preset, preset_values
 
-HOLD_OUT = 0.1  # of the labeled rows of one's own images, where no test row is of a known class
+VALIDATION_FRACTION = 0.1  # of the labeled rows of one's own images, where no test row is of a known class
 OUTPUT = "runs/{preset}-seed{seed}"
 HELP_ALL = "--help-all"
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
@@ -33,18 +33,18 @@ def configured(given: Mapping[str, Any], output: str | None = OUTPUT) -> Config:
     source, two_folders = own.get("data.source"), own.get("data.labeled") is not None
     own_data = two_folders or source not in (None, "digits")
     name = str(own.pop("preset", own_preset(own) if own_data else "digits"))
-    if name in ("custom", "photos") and source is None and not two_folders:
+    if name in ("scratch", "photos") and source is None and not two_folders:
         raise ConfigError(f"the preset {name!r} needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
     values = preset_values(name, str(own.pop("recipe", "paper")))
     values |= method_settings(str(own.get("method", DEFAULT)), name)
     kinds = {str(data).partition(":")[0] for data in (source, values.get("data.source", "digits"))}
     if two_folders or (source is not None and len(kinds) > 1):
         values["data.known_classes"] = None
-    if own_images(own):
-        values["data.hold_out"] = values.get("data.hold_out") or HOLD_OUT
+    if is_custom_data(own):
+        values["data.validation_fraction"] = values.get("data.validation_fraction") or VALIDATION_FRACTION
     base = override(Config(), values) if IMAGE_SIZE in own else Config()  # in whose proportions sizes are
     encoder, size = (values | own).get("model.encoder"), own.get(IMAGE_SIZE, own.get(SIZES[0]))
-    config = override(Config(), values | sized(base, own, _described(encoder, size)))
+    config = override(Config(), values | apply_image_size(base, own, _described(encoder, size)))
     place = config.output or (output and output.format(preset=name, seed=config.seed))
     return config.model_copy(update={"output": place and checked_output(place)})
 
@@ -64,12 +64,12 @@ def _described(encoder: Any, size: Any) -> dict[str, Any]:
 def own_preset(given: Mapping[str, Any]) -> str:
     """The preset of one's own data: ``photos`` where an encoder's pretrained weights are given or at hand."""
     encoder, weights = given.get("model.encoder"), given.get("model.weights")
-    if not own_images(given):
-        return "custom"
-    if weights is None and encoder is None and given.get("model.trainable") is None:
-        return "photos" if weights_at_hand() else "custom"
+    if not is_custom_data(given):
+        return "scratch"
+    if weights is None and encoder is None and given.get("model.finetune") is None:
+        return "photos" if weights_at_hand() else "scratch"
     file = str(weights).endswith((".safetensors", ".pt", ".pth")) and ":" in str(encoder)
-    return "photos" if file or weights == "pretrained" else "custom"
+    return "photos" if file or weights == "pretrained" else "scratch"
 
 
 def weights_at_hand() -> bool:
@@ -113,7 +113,7 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
     keys = {"image-size": IMAGE_SIZE}
     for key in field_names(str(settings.get("method", file.get("method", DEFAULT)))):
         keys[dashed(key)] = key
-        if (short := about(key).flag) is not None:
+        if (short := field_traits(key).flag) is not None:
             keys[short] = key
     for name, value in settings.items():
         if name == "config":
@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value  # a number of numpy's
 
 
-HABITS = {
+ALIASES = {
     "lr": ("discover.base-lr", "pretrain.base-lr"),
     "learning-rate": ("discover.base-lr", "pretrain.base-lr"),
     "epochs": ("discover.epochs", "pretrain.epochs"),
@@ -155,7 +155,7 @@ def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
     word, known = dashed(name), list(names)
     if new := MOVED.get(word.replace("-", "_")):
         return f"; it is {new if keyword else f'--{dashed(new)}'} now"
-    likely = [flag for flag in HABITS.get(word, ()) if flag in known]
+    likely = [flag for flag in ALIASES.get(word, ()) if flag in known]
     likely = likely or [flag for flag in known if flag.endswith(f".{word}")][:3]
     likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]
     if keyword:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from uno.data.cifar import Layout
-from uno.data.decode import check_bad, decode_many, readable
+from uno.data.decode import check_bad, decode_many, ok_mask
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
@@ -84,6 +84,6 @@ def write_hf(root: Path, names: list[str], train: int = 12, test: int = 4) -> No
 def load_resident(config, threads=None):
     """Read, split and decode: (task, images uint8 (N,3,S,S), ok bool (N,), bad [{"id", "reason"}, ...])."""
     task = make_task(read_rows(config), config)
-    images, reasons = decode_many(task.rows.images, config.store_size, threads)
+    images, reasons = decode_many(task.rows.images, config.stored_size, threads)
     bad = check_bad(task.rows.ids, reasons, config.max_bad_fraction)
-    return task, images, readable(reasons), bad
+    return task, images, ok_mask(reasons), bad

@@ -52,7 +52,7 @@ def test_good_data_has_no_problems():
 def test_images_that_are_made_tiny_are_named():
     """Kills: 32 pixels in silence, the stored size where the views are smaller, a warning of every size."""
     images = [np.zeros((100, 200, 3), np.uint8)] * 40
-    small, large = ({"augment.large.size": side, "data.store_size": 256} for side in (33, 34))
+    small, large = ({"augment.large.size": side, "data.stored_size": 256} for side in (33, 34))
     base = config_of(known="first:2")
     task = task_of(LABELS, base, images)
     for values, found in ((small, ["100 pixels are made 33 x 33"]), (large, [])):
@@ -68,7 +68,7 @@ def test_images_that_are_made_tiny_are_named():
     (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "3 unlabeled rows are fewer than the 4"),
     (["a"] * 9 + [None] * 7, {"data__num_novel": 4}, "warning", "fewer than the 12 clusters"),
     (LABELS, {"known": "a,b", "train__batch_size": 64}, "error", "works: 40"),
-    (LABELS, {"known": "a,b", "compute__workers": 3}, "error", "3 workers"),
+    (LABELS, {"known": "a,b", "compute__num_workers": 3}, "error", "3 workers"),
     (LABELS, {"known": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
     (LABELS, {"known": "a,b", "data__num_novel": 1}, "warning", "share a cluster"),
 ])  # fmt: skip
@@ -104,13 +104,13 @@ def test_a_table_that_is_sorted_by_class_is_named(tmp_path, monkeypatch, how, ki
         labels = np.random.default_rng(1).permutation(labels)
     table = pa.table({"image": [b"x"] * 128, "label": [f"c{label}" for label in labels]})
     pq.write_table(table, tmp_path / "train.parquet", row_group_size=16)
-    for ingest in ("streaming", "resident"):
-        values = {"data__source": f"parquet:{tmp_path}", "data__ingest": ingest, "compute__workers": 2}
+    for loading in ("streaming", "memory"):
+        values = {"data__source": f"parquet:{tmp_path}", "data__loading": loading, "compute__num_workers": 2}
         config = config_of("first:4", train__batch_size=32, **values)
         task = make_task(read_rows(config.data), config.data)
         found = [m for m in messages(task, config, "warning") if "sorted by class" in m]
         assert [m.partition("a batch's ")[2].split(" ")[0] for m in found] == (
-            kinds if ingest == "streaming" else []
+            kinds if loading == "streaming" else []
         )
         if found:  # 16 rows, eight from each worker's window of one class
             assert re.search(r"has (\d+)%", found[0]) and int(re.search(r"has (\d+)%", found[0])[1]) >= 50

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from uno.data import decode as decode_module
-from uno.data.decode import BadImage, check_bad, decode, decode_many, decoded, read_header, readable
+from uno.data.decode import BadImage, check_bad, decode, decode_many, decoded, ok_mask, read_header
 from uno.data.files import Storage
 from uno.errors import ConfigError
 
@@ -65,15 +65,15 @@ def test_exif_orientation(orientation):
 
 
 def test_modes_become_rgb():
-    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    grayscale = np.arange(256, dtype=np.uint8).reshape(16, 16)
     for mode in ("L", "1", "P", "LA", "RGBA"):
-        out = decode(encoded(Image.fromarray(grey).convert(mode), "PNG"), 16)
+        out = decode(encoded(Image.fromarray(grayscale).convert(mode), "PNG"), 16)
         assert out.shape == (3, 16, 16) and np.ptp(out) > 200
     cmyk = decode(encoded(Image.fromarray(smooth(16, 16)).convert("CMYK"), "JPEG", quality=95), 16)
     assert np.abs(cmyk.astype(int) - smooth(16, 16).transpose(2, 0, 1)).mean() < 12
-    deep = Image.fromarray(grey.astype(np.uint16) * 257)
+    deep = Image.fromarray(grayscale.astype(np.uint16) * 257)
     for format in ("PNG", "TIFF"):
-        assert (decode(encoded(deep, format), 16)[0] == grey).all()  # kills: clipping 16 bits at 255
+        assert (decode(encoded(deep, format), 16)[0] == grayscale).all()  # kills: clipping 16 bits at 255
 
 
 def test_transparent_pixels_become_white_and_the_first_frame_counts():
@@ -152,12 +152,12 @@ def test_decode_many_counts_every_row():
     for threads in (1, 3, None):
         out, reasons = decode_many(images, 8, threads)
         assert out.shape == (150, 3, 8, 8) and len(reasons) == 150
-        assert np.flatnonzero(~readable(reasons)).tolist() == list(range(3, 150, 10))
+        assert np.flatnonzero(~ok_mask(reasons)).tolist() == list(range(3, 150, 10))
         for i in (0, 64, 149):
             np.testing.assert_array_equal(out[i], pixels(i).transpose(2, 0, 1))
         assert (out[3] == 0).all()
     out, reasons = decode_many([], 8)
-    assert out.shape == (0, 3, 8, 8) and reasons == [] and readable(reasons).dtype == bool
+    assert out.shape == (0, 3, 8, 8) and reasons == [] and ok_mask(reasons).dtype == bool
 
 
 def test_budget_of_bad_images(tmp_path):

@@ -12,35 +12,35 @@ from uno.data.splits import make_task
 from uno.presets import preset
 
 
-def fitted(folder, *given, name="custom", num=24, side=120, **overrides):
+def fitted(folder, *given, name="scratch", num=24, side=120, **overrides):
     """The configuration for two classes of ``num`` images each, one known, and what is said of it."""
     if not folder.exists():
         for i in range(2 * num):
             path = folder / "ab"[i % 2] / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encoded(pixels(i, side, side), "PNG"))
-    values = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.pile": "novel"}
+    values = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.setting": "ncd"}
     config = override(preset(name), values | {k.replace("__", "."): v for k, v in overrides.items()})
     task = make_task(read_rows(config.data), config.data)
-    values, lines = from_images(config, task, set(given), config.data.pile)
+    values, lines = from_images(config, task, set(given), config.data.setting)
     assert not values.keys() & set(given)
     return override(config, values), lines, task
 
 
 @pytest.mark.parametrize(("side", "encoder", "size", "stem"), [
-    (300, "resnet18", 128, "imagenet"), (97, "resnet18", 96, "imagenet"), (80, "resnet18", 64, "small"),
-    (300, "resnet_small", 64, "small"), (29, "resnet18", 28, "small"), (5, "resnet18", 8, "small"),
+    (300, "resnet18", 128, "imagenet"), (97, "resnet18", 96, "imagenet"), (80, "resnet18", 64, "cifar"),
+    (300, "resnet_small", 64, "cifar"), (29, "resnet18", 28, "cifar"), (5, "resnet18", 8, "cifar"),
 ])  # fmt: skip
 def test_the_size_is_that_of_the_images_up_to_what_is_affordable(tmp_path, side, encoder, size, stem):
     """Kills: 32 px for photographs; 300 px with a stem for small images, which takes 90 times as long."""
     config, lines, _ = fitted(tmp_path / "d", num=2, side=side, model__encoder=encoder)
-    assert (config.augment.large.size, config.data.store_size, config.model.stem) == (size, size, stem)
+    assert (config.augment.large.size, config.data.stored_size, config.model.stem) == (size, size, stem)
     assert f"size: {size} px of images that are usually {side}" in lines[0]
 
 
 def test_mean_and_std_are_those_of_training_images(tmp_path):
     """Kills: CIFAR's constants, test rows, a variance of sums."""
-    config, lines, task = fitted(tmp_path / "d", side=16, data__hold_out=0.2)
+    config, lines, task = fitted(tmp_path / "d", side=16, data__validation_fraction=0.2)
     rows = np.flatnonzero(task.is_train)
     pixels = np.stack([decode(task.rows.images[i], 16) for i in rows]) / 255
     np.testing.assert_allclose(config.data.mean, pixels.mean(axis=(0, 2, 3)), atol=1e-4)
@@ -72,7 +72,7 @@ def test_a_large_set_gets_no_more_steps_than_the_papers(tmp_path, monkeypatch):
 def test_what_is_given_stays(tmp_path):
     """Each key by itself. Kills: a flag of the user's that is overruled."""
     told = {
-        "augment.large.size": 24, "data.store_size": 20, "train.batch_size": 10, "pretrain.epochs": 2,
+        "augment.large.size": 24, "data.stored_size": 20, "train.batch_size": 10, "pretrain.epochs": 2,
         "discover.epochs": 3, "data.mean": (0.1,) * 3, "data.std": (0.2,) * 3,
     }  # fmt: skip
     for key, value in told.items():
@@ -81,22 +81,22 @@ def test_what_is_given_stays(tmp_path):
         for part in key.split("."):
             got = getattr(got, part)
         assert got == value
-        if key in ("augment.large.size", "data.store_size"):  # one of the two sets the other
-            assert config.augment.large.size == config.data.store_size == value
+        if key in ("augment.large.size", "data.stored_size"):  # one of the two sets the other
+            assert config.augment.large.size == config.data.stored_size == value
     config, lines, _ = fitted(tmp_path / "d", *told, **{k.replace(".", "__"): v for k, v in told.items()})
-    assert not lines and config.augment.large.size == 24 and config.data.store_size == 20
+    assert not lines and config.augment.large.size == 24 and config.data.stored_size == 20
 
 
 @pytest.mark.parametrize("values", [
     {"name": "cifar10"}, {"data__source": "cifar10:d"}, {"name": "digits"}, {"name": "photos"},
 ])  # fmt: skip
 def test_benchmarks_and_encoders_with_weights_are_as_they_were(tmp_path, values):
-    name, source = values.get("name", "custom"), values.get("data__source", "folder:d")
+    name, source = values.get("name", "scratch"), values.get("data__source", "folder:d")
     keys = keys_from_images(override(preset(name), {"data.source": source}))
     assert keys == (("train.batch_size",) if name == "photos" else ())
     assert "train.batch_size" in FROM_IMAGES
-    own = "folder:d" if name == "custom" else source
-    assert name != "custom" or keys_from_images(override(preset(name), {"data.source": own})) == FROM_IMAGES
+    own = "folder:d" if name == "scratch" else source
+    assert name != "scratch" or keys_from_images(override(preset(name), {"data.source": own})) == FROM_IMAGES
 
 
 def test_an_encoder_of_a_library_brings_its_own_size_and_statistics(tmp_path):

@@ -23,7 +23,7 @@ from uno.crops import Cropper
 from uno.data import features
 from uno.data.columns import Labels
 from uno.data.decode import decode
-from uno.data.features import FeatureCache, cached_features, compute_here, feature_job, pack_shard
+from uno.data.features import FeatureCache, cached_features, compute_local, feature_job, pack_shard
 from uno.data.files import Storage
 from uno.data.output import seal
 from uno.data.plan import FEATURES, augment_generator
@@ -36,7 +36,7 @@ from uno.errors import ConfigError, StorageError
 from .builders import pixels
 
 SHARD = 16
-HEADS = {"model__trainable": "heads", "augment__small__num_views": 0, "augment__cached_views": 3}
+HEADS = {"model__finetune": "none", "augment__small__num_views": 0, "augment__num_cached_views": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def computed(job, encoder=None, threads=1, seen=None, folder=None):
     def compute(numbers):
         if seen is not None:
             seen.append(list(numbers))
-        found = compute_here(job, encoder or encoder_of(job.config), numbers, threads)
+        found = compute_local(job, encoder or encoder_of(job.config), numbers, threads)
         packed = ((number, pack_shard(job.key, number, shard)) for number, shard in found)
         return packed if folder is None else cache_of(folder, job).keep(packed)
 
@@ -105,7 +105,7 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     test rows, mean and std forgotten.
     """
     config = config_of(
-        augment__large__crop=crop, augment__large__crop_scale=[0.3, 0.9], data__store_size=side
+        augment__large__crop=crop, augment__large__crop_scale=[0.3, 0.9], data__stored_size=side
     )
     more = {"augment.large.jitter": 0.5, "augment.large.flip": 0.5, "data.interpolation": "bicubic"}
     config = override(config, more)
@@ -159,11 +159,11 @@ def test_training_reads_no_row_of_the_test(tmp_path):
 
 @pytest.mark.parametrize(("values", "same"), [
     ({"seed": 3, "model.num_heads": 5, "model.projection_dim": 4, "discover.epochs": 9}, True),
-    ({"compute.workers": 2, "compute.threads": 2, "train.batch_size": 64, "compute.cache": "/x"}, True),
-    ({"augment.large.num_views": 3, "model.start": "kmeans", "objective.prior": "clusters"}, True),
-    ({"data.unlabel_known": 0.5}, True),
-    ({"model.width": 8}, False), ({"augment.cached_views": 4}, False), ({"augment.large.flip": 0.5}, False),
-    ({"augment.large.size": 6}, False), ({"data.store_size": 10}, False),
+    ({"compute.num_workers": 2, "compute.threads": 2, "train.batch_size": 64, "compute.cache": "/x"}, True),
+    ({"augment.large.num_views": 3, "model.prototype_init": "kmeans", "objective.class_prior": "kmeans"}, True),
+    ({"data.unlabeled_known_fraction": 0.5}, True),
+    ({"model.width": 8}, False), ({"augment.num_cached_views": 4}, False), ({"augment.large.flip": 0.5}, False),
+    ({"augment.large.size": 6}, False), ({"data.stored_size": 10}, False),
     ({"data.mean": (0.3, 0.3, 0.4)}, False), ({"data.std": (0.3, 0.3, 0.4)}, False),
     ({"data.interpolation": "bicubic"}, False), ({"data.limit": 21}, False),
     ({"compute.precision": "bf16"}, False),
@@ -180,7 +180,7 @@ def test_the_key_changes_with_weights_test_rows_and_pixels():
     encoder.layer2[0].conv1.weight.data.view(torch.int32)[0, 0, 0, 0] ^= 1
     keys = {job.key, feature_job(job.config, job.task, encoder).key}
     is_train = job.task.is_train.copy()
-    is_train[0] ^= True  # as data.hold_out does
+    is_train[0] ^= True  # as data.validation_fraction does
     keys.add(feature_job(job.config, replace(job.task, is_train=is_train), encoder_of(job.config)).key)
     images = job.task.rows.images.images.items.copy()
     images[job.task.rows.images.index[3], 0, 0, 0] ^= 1
@@ -347,7 +347,7 @@ def test_an_image_that_goes_away_between_two_reads_is_unreadable(tmp_path, monke
 
 
 def computed_all(job):
-    shards = [shard for _, shard in compute_here(job, encoder_of(job.config), range(job.num_shards), 1)]
+    shards = [shard for _, shard in compute_local(job, encoder_of(job.config), range(job.num_shards), 1)]
     return torch.cat([part for part, _ in shards]), [why for _, part in shards for why in part]
 
 

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import fs
 
 from uno.data import files
-from uno.data.files import Storage, full_path, parse_json, read_whole, shown
+from uno.data.files import Storage, full_path, parse_json, read_whole, valid_text
 from uno.errors import ConfigError, StorageError
 
 MEMORY = "mock:///run"  # pyarrow's file system in memory: neither local nor an object store
@@ -139,14 +139,14 @@ def test_what_may_pass_is_tried_again_for_half_a_minute(monkeypatch, caplog, err
     failures = 2
     if not passes:
         with pytest.raises(OSError):
-            files.patient(access)("a")
+            files.retry_transient(access)("a")
         assert asked == ["a"] and not paused
         return
-    assert files.patient(access)("a") == "data" and paused == [1, 2] and "again in 2 s" in caplog.text
+    assert files.retry_transient(access)("a") == "data" and paused == [1, 2] and "again in 2 s" in caplog.text
     asked.clear(), paused.clear()
     failures = 99
     with pytest.raises(OSError):
-        files.patient(access)("a")
+        files.retry_transient(access)("a")
     assert sum(paused) == 31 and len(asked) == len(paused) + 1
 
 
@@ -236,7 +236,7 @@ def test_of_two_first_writers_one_writes(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_any_name_can_be_shown(name, text):
     """Kills: half a surrogate pair, of a JSON or a command line, that no output can hold."""
-    assert shown(name) == text and shown(name).encode()
+    assert valid_text(name) == text and valid_text(name).encode()
 
 
 def test_a_path_that_is_no_text_is_one_line():

@@ -9,7 +9,7 @@ import torch
 
 from uno.data.decode import PIECE_ROWS, decode_many, decoded, pieces
 from uno.data.images import Images, InMemory, evenly_spaced, from_columns, to_columns, with_ready
-from uno.data.kept import Kept
+from uno.data.row_blocks import RowBlocks
 
 from .builders import encoded, pixels
 
@@ -24,7 +24,7 @@ class Grouped(Images):
     def __len__(self) -> int:
         return self.num
 
-    def fetch(self, rows):
+    def read_images(self, rows):
         self.read += np.unique(rows // self.size).tolist()
         return [encoded(pixels(row)) for row in rows.tolist()]
 
@@ -38,9 +38,9 @@ def test_a_source_says_how_many_and_how_to_read():
     chosen = images.take(np.array([4, 3, 2, 1])).take(np.array([2, 0, 3, 1]))
     assert chosen.images is images and chosen.index.tolist() == [2, 4, 1, 3]
     rows = np.array([3, 0, 2])
-    assert chosen[2] == b"bcd" and [len(image) for image in chosen.fetch(rows)] == [2, 10, 3]
+    assert chosen[2] == b"bcd" and [len(image) for image in chosen.read_images(rows)] == [2, 10, 3]
     assert chosen.sizes(rows).tolist() == [18, 10, 3] and chosen.paths(rows) == [None, "/dir/e.png", None]
-    assert [fact[:4] for fact in chosen.facts(rows)] == [b"(2, ", b"/dir", b"bcd"]
+    assert [fact[:4] for fact in chosen.content_keys(rows)] == [b"(2, ", b"/dir", b"bcd"]
     assert chosen.groups(rows) is None and chosen.reader() is None and chosen.prepared(rows) is None
 
 
@@ -69,7 +69,7 @@ def test_what_is_read_together_is_read_once_and_decoded_by_all_threads(monkeypat
 
     order = np.random.default_rng(0).permutation(len(images))[:20]
     found, reasons = decode_many(images.take(order), 8, 2)
-    expected, _ = decode_many(images.fetch(order), 8, 2)
+    expected, _ = decode_many(images.read_images(order), 8, 2)
     assert (found == expected).all() and not any(reasons)
     monkeypatch.setattr("uno.data.decode.decode", decode)
     decode_many(Grouped(2 * PIECE_ROWS, 2 * PIECE_ROWS), 8, 2)
@@ -80,11 +80,14 @@ def test_what_is_ready_is_not_decoded_again():
     """Kills: what is ready of other rows after a choice, an image that hides that it could not be read."""
     values, reasons = torch.arange(12.0).view(4, 3), [None, "broken", None, None]
     turned = InMemory([b"a", b"b", b"c", b"d"]).take(np.array([3, 2, 1, 0]))
-    images = with_ready(turned, Kept([values]), reasons)
+    images = with_ready(turned, RowBlocks([values]), reasons)
     some = images.take(np.array([2, 1]))
     found, why = some.prepared(np.array([1, 0]))
     assert found.equal(values[[1, 2]]) and why == ["broken", None]
-    assert some.fetch(np.arange(2)) == [b"b", b"c"] and [*some.facts(np.arange(2))] == [b"b", b"c"]
+    assert some.read_images(np.arange(2)) == [b"b", b"c"] and [*some.content_keys(np.arange(2))] == [
+        b"b",
+        b"c",
+    ]
     (rows, batch, reasons), *_ = decoded(images, [np.array([3, 1])], 8, 1)
     assert rows.tolist() == [3, 1] and batch.equal(values[[3, 1]]) and reasons == [None, "broken"]
 

@@ -24,7 +24,7 @@ def all_of(inputs, num_rows: int = 7, sizes: int = 3):
     for rows, part in zip(numbers, inputs.parts(numbers), strict=True):
         chunks = [len(rows[i : i + sizes]) for i in range(0, len(rows), sizes)]
         for ids, images in inputs.read(part, chunks):
-            found += zip(ids.to_pylist(), images.fetch(np.arange(len(ids))), strict=True)
+            found += zip(ids.to_pylist(), images.read_images(np.arange(len(ids))), strict=True)
     return found
 
 

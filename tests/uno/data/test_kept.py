@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from uno.data.kept import Kept, part
+from uno.data.row_blocks import RowBlocks, part
 
 ROWS = torch.arange(7 * 2 * 3).view(7, 2, 3)
 PLACE = torch.tensor([4, 0, 6, 5, 1, 3, 2])
@@ -12,7 +12,7 @@ PLACE = torch.tensor([4, 0, 6, 5, 1, 3, 2])
 @pytest.fixture(params=[[7], [2, 1, 0, 4]])
 def kept(request):
     """In one block and in four, one of them empty, in another order."""
-    return Kept(ROWS.split(request.param), PLACE)
+    return RowBlocks(ROWS.split(request.param), PLACE)
 
 
 def test_some_rows_are_those_of_a_copy(kept):
@@ -23,16 +23,16 @@ def test_some_rows_are_those_of_a_copy(kept):
     none = torch.tensor([], dtype=torch.int64)
     assert all(torch.equal(kept.row(i), expected[i]) for i in range(7))
     for rows in (slice(None), slice(1, 6, 2), mask, torch.tensor([6, 0, 0, 3]), none):
-        for found in (kept[rows], kept.part(rows)[:], part(kept, rows)[:], part(expected, rows)):
+        for found in (kept[rows], kept.select_rows(rows)[:], part(kept, rows)[:], part(expected, rows)):
             assert torch.equal(found, expected[rows])
-    assert torch.equal(torch.cat([*kept.part(slice(1, None)).split(4)]), expected[1:])
-    assert kept.to("cpu") is kept and kept.part(slice(1, None)).to("meta").shape == (6, 2, 3)
+    assert torch.equal(torch.cat([*kept.select_rows(slice(1, None)).split(4)]), expected[1:])
+    assert kept.to("cpu") is kept and kept.select_rows(slice(1, None)).to("meta").shape == (6, 2, 3)
 
 
 def test_a_part_is_no_copy():
     """Kills: a set that holds its own images, so that memory holds them twice."""
     rows = ROWS.clone()
-    some = Kept([rows]).part(slice(2, None)).part(torch.tensor([0, 3]))
+    some = RowBlocks([rows]).select_rows(slice(2, None)).select_rows(torch.tensor([0, 3]))
     rows += 100
     assert torch.equal(some[:], rows[[2, 5]]) and some.row(1).data_ptr() == rows[5].data_ptr()
     assert torch.equal(some[torch.tensor([1]), torch.tensor([0])], rows[5:6, 0])

@@ -10,9 +10,9 @@ import pytest
 
 from uno.config import Config, override
 from uno.data import pack as module
-from uno.data.decode import decode_many, readable
+from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage
-from uno.data.pack import pack, store_here
+from uno.data.pack import pack, store_local
 from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, limit_rows, make_task
 
@@ -39,13 +39,13 @@ def packed(source, output, shard_bytes=1000, **more):
     config = config_of(source, **more)
     rows = read_rows(config)
     labeled = labeled_rows(rows, config) & rows.is_train
-    return pack(rows, labeled, Storage(str(output)), shard_bytes, store_here(2))
+    return pack(rows, labeled, Storage(str(output)), shard_bytes, store_local(2))
 
 
 def by_id(task):
     """What a task says of each id, pixels included."""
     pixels, reasons = decode_many(task.rows.images, 8, 1)
-    assert readable(reasons).all()
+    assert ok_mask(reasons).all()
     raw = [one.tobytes() for one in pixels.numpy()]
     columns = (task.labels.tolist(), task.eval_labels.tolist(), task.is_train.tolist(), raw)
     return dict(zip(task.rows.ids, zip(*columns, strict=True), strict=True))
@@ -93,7 +93,7 @@ def test_the_same_rows_go_where_they_always_went(tmp_path, monkeypatch):
     config = config_of("digits", **{"data.known_classes": "first:5"})
     rows = read_rows(config)
     rows = rows.take(limit_rows(rows, 200))
-    pack(rows, labeled_rows(rows, config) & rows.is_train, Storage(str(tmp_path)), 3000, store_here(1))
+    pack(rows, labeled_rows(rows, config) & rows.is_train, Storage(str(tmp_path)), 3000, store_local(1))
     plan = json.loads((tmp_path / "pack.json").read_text())
     assert len(plan["shards"]) == 20
     assert plan["fingerprint"].startswith("a562e099774791e9a73568542c377a1c")
@@ -108,7 +108,9 @@ def test_a_damaged_page_is_one_line(tmp_path):
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
     rows = read_rows(config_of(f"parquet:{tmp_path}/out"))
-    assert re.search(r"cannot read row group \d+ of .*CRC", failure(rows.images.fetch, np.arange(len(rows))))
+    assert re.search(
+        r"cannot read row group \d+ of .*CRC", failure(rows.images.read_images, np.arange(len(rows)))
+    )
 
 
 def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
@@ -181,10 +183,10 @@ def test_a_pack_can_be_packed_again(tmp_path):
     """From Parquet, by reference, known classes of the source and all. Kills: declared classes lost."""
     source = images(tmp_path / "images")
     packed(source, tmp_path / "one", **FEW)
-    config = config_of(f"parquet:{tmp_path}/one", **{"data.ingest": "streaming"})
+    config = config_of(f"parquet:{tmp_path}/one", **{"data.loading": "streaming"})
     rows = read_rows(config)
     object.__setattr__(rows, "known", ("cat", "dog"))
-    pack(rows, labeled_rows(rows, config), Storage(str(tmp_path / "two")), 2000, store_here(1))
+    pack(rows, labeled_rows(rows, config), Storage(str(tmp_path / "two")), 2000, store_local(1))
     again = read_rows(config_of(f"parquet:{tmp_path}/two"))
     assert again.known == ("cat", "dog") and sorted(again.ids) == sorted(rows.ids)
     assert make_task(again, config_of("x")).known == ["cat", "dog"]

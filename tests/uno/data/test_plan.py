@@ -23,16 +23,16 @@ compositions = st.sampled_from(["proportional", "paired"])
 
 @st.composite
 def plans(draw):
-    """(plan, composition, number of workers, how rows are grouped)."""
-    composition, world, seed = draw(compositions), draw(workers), draw(st.integers(0, 99))
+    """(plan, batch_sampling, number of workers, how rows are grouped)."""
+    batch_sampling, world, seed = draw(compositions), draw(workers), draw(st.integers(0, 99))
     size, num_l, num_u = draw(st.integers(2, 12)) * world, draw(counts), draw(counts)
     try:
-        plan = make_plan(seed, composition, size, num_l, num_u, world)
+        plan = make_plan(seed, batch_sampling, size, num_l, num_u, world)
     except ConfigError:
         assume(False)
     random = np.random.default_rng(seed)
     groups = tuple(np.sort(random.integers(0, 5, n)) for n in (num_l, num_u)) if draw(st.booleans()) else None
-    return plan, composition, world, groups
+    return plan, batch_sampling, world, groups
 
 
 def epoch(plan, number=0, world=1, groups=None, first=0):
@@ -42,33 +42,33 @@ def epoch(plan, number=0, world=1, groups=None, first=0):
     return [np.concatenate(kind) for kind in zip(*(o.rows(s) for s in steps for o in orders), strict=True)]
 
 
-@pytest.mark.parametrize(("composition", "size", "labeled", "unlabeled", "expected"), [
+@pytest.mark.parametrize(("batch_sampling", "size", "labeled", "unlabeled", "expected"), [
     ("proportional", 512, 40_000, 10_000, (410, 102)),  # CIFAR100-20: 80/20
     ("proportional", 512, 25_000, 25_000, (256, 256)),  # CIFAR10 and CIFAR100-50
     ("paired", 512, 1_100_000, 39_000, (256, 256)),  # ImageNet
     ("proportional", 8, 1, 1000, (1, 7)),
     ("proportional", 8, 1000, 1, (7, 1)),
 ])  # fmt: skip
-def test_sizes_of_the_published_protocols(composition, size, labeled, unlabeled, expected):
+def test_sizes_of_the_published_protocols(batch_sampling, size, labeled, unlabeled, expected):
     """Kills: halves for everything, a share of zero, labeled and unlabeled swapped."""
-    assert batch_sizes(composition, size, labeled, unlabeled) == expected
+    assert batch_sizes(batch_sampling, size, labeled, unlabeled) == expected
 
 
 @few
 @given(plans(), st.integers(0, 3))
 def test_rows_of_an_epoch_are_exact(drawn, number):
     """Kills: sampling with replacement, shares that overlap, a worker's tail lost."""
-    plan, composition, world, groups = drawn
+    plan, batch_sampling, world, groups = drawn
     sizes, totals = (plan.labeled_size, plan.unlabeled_size), (plan.num_labeled, plan.num_unlabeled)
     for rows, size, total in zip(epoch(plan, number, world, groups), sizes, totals, strict=True):
         full, rest = divmod(plan.steps_per_epoch * size, total)
         often = np.bincount(rows, minlength=total)
         assert sorted(often) == [full] * (total - rest) + [full + 1] * rest
-        assert composition == "paired" or max(often) <= 1
+        assert batch_sampling == "paired" or max(often) <= 1
         passes = [rows[i : i + total] for i in range(0, len(rows) - total + 1, total)]
         assert world > 1 or all(len(set(one)) == total for one in passes)  # not shuffled across cycles
     steps = [total // size for total, size in zip(totals, sizes, strict=True)]
-    assert plan.steps_per_epoch == (max if composition == "paired" else min)(steps)
+    assert plan.steps_per_epoch == (max if batch_sampling == "paired" else min)(steps)
 
 
 @few
@@ -87,19 +87,19 @@ def test_workers_together_hold_the_global_batch(drawn, step):
 @few
 @given(counts, counts, st.integers(2, 40), workers, compositions)
 def test_sizes_do_not_depend_on_workers_and_errors_name_sizes_that_work(
-    labeled, unlabeled, size, workers, composition
+    labeled, unlabeled, size, workers, batch_sampling
 ):
     """Kills: rounding B_l to the workers, suggestions that fail themselves."""
     try:
-        sizes = batch_sizes(composition, size, labeled, unlabeled, workers)
+        sizes = batch_sizes(batch_sampling, size, labeled, unlabeled, workers)
     except ConfigError as error:
         assert "\n" not in str(error) and f"batch_size {size}: " in str(error)
         for nearest in str(error).partition("works: ")[2].split(" or ") if "nearest" in str(error) else ():
-            assert batch_sizes(composition, int(nearest), labeled, unlabeled, workers)
+            assert batch_sizes(batch_sampling, int(nearest), labeled, unlabeled, workers)
         return
-    assert sizes == batch_sizes(composition, size, labeled, unlabeled)
+    assert sizes == batch_sizes(batch_sampling, size, labeled, unlabeled)
     assert sum(sizes) == size and all(part % workers == 0 and part > 0 for part in sizes)
-    assert make_plan(0, composition, size, labeled, unlabeled, workers).steps_per_epoch >= 1
+    assert make_plan(0, batch_sampling, size, labeled, unlabeled, workers).steps_per_epoch >= 1
 
 
 def test_order_is_a_pure_function_of_seed_and_epoch():

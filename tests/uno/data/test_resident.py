@@ -9,7 +9,6 @@ import torch
 from tests.uno.small_run import small_config, small_sets
 from uno.config import DataConfig
 from uno.data.columns import Labels
-from uno.data.kept import Kept
 from uno.data.resident import (
     FeatureBatches,
     ResidentBatches,
@@ -19,6 +18,7 @@ from uno.data.resident import (
     keep_pixels,
     train_set,
 )
+from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.errors import ConfigError
@@ -26,7 +26,7 @@ from uno.runs import run
 
 from .builders import load_resident, write_images
 
-DIGITS = DataConfig(known_classes="first:5", store_size=8)
+DIGITS = DataConfig(known_classes="first:5", stored_size=8)
 
 
 def test_sets_of_the_digits():
@@ -44,7 +44,7 @@ def test_sets_of_the_digits():
 
 
 def contents(train):
-    return {name: value[:] if isinstance(value, Kept) else value for name, value in vars(train).items()}
+    return {name: value[:] if isinstance(value, RowBlocks) else value for name, value in vars(train).items()}
 
 
 def test_hidden_labels_never_reach_training():
@@ -72,7 +72,7 @@ def test_hidden_labels_of_a_mixed_pile_never_reach_training():
     """
     rows = read_digits()
     images = torch.from_numpy(rows.images.items.transpose(0, 3, 1, 2).copy())
-    task = make_task(rows, DIGITS.model_copy(update={"unlabel_known": 0.5}))
+    task = make_task(rows, DIGITS.model_copy(update={"unlabeled_known_fraction": 0.5}))
     hidden = np.flatnonzero(task.is_train & (task.labels < 0))
     permuted = task.eval_labels.copy()
     permuted[hidden] = np.random.default_rng(0).permutation(permuted[hidden])
@@ -91,7 +91,7 @@ def test_bad_images_are_left_out_of_every_set(tmp_path):
     write_images(tmp_path, [f"test/{c}/0.png" for c in "abc"])
     for name in ("train/a/1.png", "train/c/2.png"):
         (tmp_path / name).write_bytes(b"broken")
-    config = DataConfig(source=str(tmp_path), known_classes="first:2", store_size=8, max_bad_fraction=0.2)
+    config = DataConfig(source=str(tmp_path), known_classes="first:2", stored_size=8, max_bad_fraction=0.2)
     task, images, ok, bad = load_resident(config)
     assert [entry["id"] for entry in bad] == ["train/a/1.png", "train/c/2.png"]
     train, sets = assemble(task, images, ok), eval_sets(task, images, ok)
@@ -105,7 +105,7 @@ def test_bad_images_are_left_out_of_every_set(tmp_path):
 def test_rows_without_truth_are_not_evaluated(tmp_path):
     write_images(tmp_path, ["known/a/1.png", "known/b/2.png", "new/3.png", "new/4.png"])
     folders = {"labeled": f"{tmp_path}/known", "unlabeled": f"{tmp_path}/new"}
-    task, images, ok, _ = load_resident(DataConfig(**folders, num_novel=2, store_size=8))
+    task, images, ok, _ = load_resident(DataConfig(**folders, num_novel=2, stored_size=8))
     sets = eval_sets(task, images, ok)
     assert sets["train"].index.tolist() == [0, 1] and len(sets["test"].truth) == 0
     assert assemble(task, images, ok).unlabeled_images.shape == (2, 3, 8, 8)
@@ -116,7 +116,7 @@ def test_rows_that_are_read_only_are_taken_silently():
     rows = np.arange(3)
     rows.flags.writeable = False
     images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1).expand(-1, 3, 4, 4)
-    found = train_set(Kept([images]), rows, torch.zeros(3, dtype=torch.int64), rows, 1, 1)
+    found = train_set(RowBlocks([images]), rows, torch.zeros(3, dtype=torch.int64), rows, 1, 1)
     assert found.labeled_images[:][:, 0, 0, 0].tolist() == [0, 1, 2]
 
 
@@ -181,7 +181,7 @@ def test_labels_belong_to_their_images():
 
 VIEWS = 5
 HEADS = small_config(
-    model__trainable="heads", augment__small__num_views=0, augment__cached_views=VIEWS,
+    model__finetune="none", augment__small__num_views=0, augment__num_cached_views=VIEWS,
     augment__large__num_views=3, train__batch_size=24,
 )  # fmt: skip
 

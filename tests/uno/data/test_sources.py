@@ -269,7 +269,7 @@ def test_names_that_are_not_utf8(tmp_path):
     os.rename(os.path.join(root, "tables"), root + "-tables")
     rows = read(root)
     assert rows.ids == ["c\\xff/\\xff.png"] and rows.labels == ["c\\xff"] and rows.fingerprint
-    tables = [read(f"parquet:{root}-tables", ingest=ingest) for ingest in ("resident", "streaming")]
+    tables = [read(f"parquet:{root}-tables", loading=loading) for loading in ("memory", "streaming")]
     assert {(rows.ids[0], rows.split[0]) for rows in tables} == {("test-\\xff.parquet#0", "test")}
     assert all(decode(some.images[0], 8).shape == (3, 8, 8) for some in (rows, *tables))
 

@@ -12,7 +12,7 @@ from uno.config import Config, DataConfig
 from uno.data.columns import Labels, Text
 from uno.data.rows import Rows
 from uno.data.sources import read_digits
-from uno.data.splits import decide_pile, make_task, order_classes, parse_known_classes, unlabel
+from uno.data.splits import decide_setting, make_task, order_classes, parse_known_classes, unlabel
 from uno.errors import ConfigError
 
 from .builders import failure
@@ -166,7 +166,7 @@ def test_a_share_of_each_known_class_loses_its_label():
     taken, a share of the whole instead of each class, another choice for another seed.
     """
     plain = task_of(read_digits(), known_classes="first:5")
-    mixed = task_of(read_digits(), known_classes="first:5", unlabel_known=0.25)
+    mixed = task_of(read_digits(), known_classes="first:5", unlabeled_known_fraction=0.25)
     lost = (plain.labels >= 0) & (mixed.labels < 0)
     for c in range(5):
         had = int((plain.labels == c).sum())
@@ -174,31 +174,36 @@ def test_a_share_of_each_known_class_loses_its_label():
     assert np.array_equal(mixed.labels[~lost], plain.labels[~lost])
     assert np.array_equal(mixed.eval_labels, plain.eval_labels) and mixed.known == plain.known
     assert np.array_equal(
-        task_of(read_digits(), known_classes="first:5", unlabel_known=0.25).labels, mixed.labels
+        task_of(read_digits(), known_classes="first:5", unlabeled_known_fraction=0.25).labels, mixed.labels
     )
     assert unlabel(np.array([0, 0, 1]), 0.99).tolist().count(-1) == 1  # one label a class stays
     rows = replace(read_digits(), labels=Labels.of(["0", "1", None] * 599))
-    with pytest.raises(ConfigError, match="unlabel_known needs --known-classes"):
-        task_of(rows, num_novel=2, unlabel_known=0.5)
+    with pytest.raises(ConfigError, match="unlabeled_known_fraction needs --known-classes"):
+        task_of(rows, num_novel=2, unlabeled_known_fraction=0.5)
 
 
 @pytest.mark.parametrize(
-    ("config", "declared", "pile", "why"),
+    ("config", "declared", "setting", "why"),
     [
-        ({"num_novel": 2, "method": "rs"}, (), "novel", "the only kind here .*does not go with method rs"),
-        ({"known_classes": "first:5"}, (), "novel", "only labels of other classes are hidden"),
-        ({}, ("0", "1"), "novel", "only labels"),
-        ({"known_classes": "first:5", "unlabel_known": 0.5}, (), "mixed", "unlabel-known asks"),
-        ({"num_novel": 2}, (), "mixed", "nobody knows .*--data.pile novel if none is"),
-        ({"num_novel": 2, "pile": "novel"}, (), "novel", "as told: every unlabeled row"),
-        ({"known_classes": "first:5", "pile": "mixed"}, (), "mixed", "as told: unlabeled rows may be"),
+        ({"num_novel": 2, "method": "rs"}, (), "ncd", "the only kind here .*does not go with method rs"),
+        ({"known_classes": "first:5"}, (), "ncd", "only labels of other classes are hidden"),
+        ({}, ("0", "1"), "ncd", "only labels"),
+        (
+            {"known_classes": "first:5", "unlabeled_known_fraction": 0.5},
+            (),
+            "gcd",
+            "unlabeled-known-fraction asks",
+        ),
+        ({"num_novel": 2}, (), "gcd", "nobody knows .*--data.setting ncd if none is"),
+        ({"num_novel": 2, "setting": "ncd"}, (), "ncd", "as told: every unlabeled row"),
+        ({"known_classes": "first:5", "setting": "gcd"}, (), "gcd", "as told: unlabeled rows may be"),
     ],
 )
-def test_the_pile_is_decided_by_where_the_labels_went(config, declared, pile, why):
+def test_the_pile_is_decided_by_where_the_labels_went(config, declared, setting, why):
     method = {"method": config["method"]} if "method" in config else {}
     data = DataConfig(**{key: value for key, value in config.items() if key != "method"})
-    found, reason = decide_pile(Config(data=data, **method), declared)
-    assert found == pile and re.search(why, reason) and "\n" not in reason
+    found, reason = decide_setting(Config(data=data, **method), declared)
+    assert found == setting and re.search(why, reason) and "\n" not in reason
 
 
 def test_rows_of_each_known_class_and_hidden_ones_are_held_out():
@@ -210,21 +215,23 @@ def test_rows_of_each_known_class_and_hidden_ones_are_held_out():
     hidden = np.flatnonzero(labels >= "5")
     labels[hidden] = np.random.default_rng(0).permutation(labels[hidden])
     for share in (0.1, 0.5):
-        task = task_of(rows, known_classes="first:5", hold_out=share)
+        task = task_of(rows, known_classes="first:5", validation_fraction=share)
         truth, chosen = task.eval_labels, ~task.is_train
         for c in range(5):
             assert int(chosen[truth == c].sum()) == round(share * int((truth == c).sum()))
         assert int(chosen[hidden].sum()) == round(share * len(hidden))
         assert (task.labels[chosen] == -1).all() and (task.labels[task.is_train & (truth < 5)] >= 0).all()
-        other = task_of(replace(rows, labels=Labels.of(labels)), known_classes="first:5", hold_out=share)
+        other = task_of(
+            replace(rows, labels=Labels.of(labels)), known_classes="first:5", validation_fraction=share
+        )
         assert not np.array_equal(other.eval_labels, truth)
         assert np.array_equal(other.is_train, task.is_train) and np.array_equal(other.labels, task.labels)
     assert not all(np.diff(np.flatnonzero(chosen)) == 2)  # at random
     split = task_of(read_digits(), known_classes="first:5")
     assert np.array_equal(
-        task_of(read_digits(), known_classes="first:5", hold_out=0.5).is_train, split.is_train
+        task_of(read_digits(), known_classes="first:5", validation_fraction=0.5).is_train, split.is_train
     )
-    own = task_of(rows_of(["a"] * 10 + ["b"] + [None] * 10), num_novel=2, hold_out=0.6)
+    own = task_of(rows_of(["a"] * 10 + ["b"] + [None] * 10), num_novel=2, validation_fraction=0.6)
     assert [int((~own.is_train)[part].sum()) for part in (slice(10), slice(10, 11), slice(11, 21))] == [
         6,
         0,
@@ -238,8 +245,8 @@ def test_rows_are_held_out_where_no_test_row_is_of_a_known_class():
     a pile's row held out.
     """
     labels, split = ["a"] * 10 + ["b", "b"] + [None] * 4, ["train"] * 10 + ["test"] * 2 + ["train"] * 4
-    task = task_of(rows_of(labels, split), known_classes="a", hold_out=0.2)
+    task = task_of(rows_of(labels, split), known_classes="a", validation_fraction=0.2)
     held = ~task.is_train
     assert [int(held[part].sum()) for part in (slice(10), slice(10, 12), slice(12, 16))] == [2, 2, 0]
-    kept = task_of(rows_of(labels, split), known_classes="a,b", num_novel=1, hold_out=0.2)
+    kept = task_of(rows_of(labels, split), known_classes="a,b", num_novel=1, validation_fraction=0.2)
     assert np.flatnonzero(~kept.is_train).tolist() == [10, 11]

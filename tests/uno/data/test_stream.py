@@ -13,7 +13,7 @@ from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_c
 from uno.config import DataConfig, override
 from uno.data import stream as module
 from uno.data.columns import Labels, Text
-from uno.data.decode import BadRows, ahead
+from uno.data.decode import BadRows, prefetch_map
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
@@ -25,7 +25,7 @@ from uno.train import LocalWorker
 from .builders import encoded, pixels
 from .test_resident import same
 
-CONFIG = small_config(train__batch_size=24, data__ingest="streaming", compute__threads=2)
+CONFIG = small_config(train__batch_size=24, data__loading="streaming", compute__threads=2)
 
 
 def digits_task():
@@ -108,7 +108,7 @@ def test_every_row_once_in_an_epoch(tmp_path, world_size):
         for first, last in ((0, 2), (2, plan.steps_per_epoch)):  # a stop in between
             job = module.CropJob(config, train, plan, rank, world_size, first, last)
             seen.update(row for _, _, rows in job.references(5) for row in rows.tolist())
-            cropped = sum(len(found) for found, _ in module.crop_here(job, 2))
+            cropped = sum(len(found) for found, _ in module.crop_local(job, 2))
             assert cropped == (last - first) * job.rows_per_step
     assert set(seen.values()) == {1} and len(seen) == plan.steps_per_epoch * 12
 
@@ -144,7 +144,7 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
         ok = ~np.isin(rows, (3, 30))
         hit = np.flatnonzero(~ok)
         replaced += len(hit)
-        assert torch.equal(batch.labels, line.labels[torch.from_numpy(module.stand_ins(ok, 6)[:6])])
+        assert torch.equal(batch.labels, line.labels[torch.from_numpy(module.replacement_rows(ok, 6)[:6])])
         kept = torch.from_numpy(np.flatnonzero(ok))
         assert all(torch.equal(a[kept], b[kept]) for a, b in zip(batch.views, line.views, strict=True))
         assert all(float(view[i].std()) > 0.1 for view in batch.views for i in hit)
@@ -166,9 +166,9 @@ def test_too_many_bad_images_end_the_run(tmp_path):
 def test_stand_ins():
     """Kills: a labeled row that stands in for an unlabeled one, the previous row instead of the next."""
     ok = np.array([True, False, True, False, True, True, False])
-    assert module.stand_ins(ok, 4).tolist() == [0, 2, 2, 0, 4, 5, 4]
-    assert module.stand_ins(np.array([False, False, True]), 2) is None
-    assert module.stand_ins(np.ones(3, bool), 1).tolist() == [0, 1, 2]
+    assert module.replacement_rows(ok, 4).tolist() == [0, 2, 2, 0, 4, 5, 4]
+    assert module.replacement_rows(np.array([False, False, True]), 2) is None
+    assert module.replacement_rows(np.ones(3, bool), 1).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -199,9 +199,9 @@ def test_ahead_keeps_order_and_stops():
             raise ValueError("fifty")
         return item
 
-    results = ahead(work, iter(range(100)), 3, 4)
+    results = prefetch_map(work, iter(range(100)), 3, 4)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     results.close()
     assert len(started) <= 3 + 4 + 1
     with pytest.raises(ValueError, match="fifty"):
-        list(ahead(work, iter(range(100)), 2, 3))
+        list(prefetch_map(work, iter(range(100)), 2, 3))

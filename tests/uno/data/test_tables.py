@@ -169,7 +169,7 @@ def test_rows_are_what_they_are_when_all_is_read(shards):
     assert [rows.images[i] for i in range(17)] == expected
     order = np.random.default_rng(0).permutation(17)
     for images in (rows.images, pickle.loads(pickle.dumps(rows.images)), rows.images.take(np.arange(17))):
-        assert images.fetch(order) == [expected[i] for i in order]
+        assert images.read_images(order) == [expected[i] for i in order]
     found = rows.images.paths(np.arange(17))
     assert [i for i, path in enumerate(found) if path] == [5] and found[5] == expected[5]
 
@@ -181,7 +181,7 @@ def test_a_row_group_is_read_once(shards, monkeypatch):
     tables._recent.cache_clear()
     images = read_parquet(str(shards)).images
     assert images.groups(np.arange(17)).tolist() == [0] * 4 + [1] * 4 + [2] * 2 + [3] * 4 + [4] * 3
-    images.fetch(np.array([16, 0, 3, 15, 1]))
+    images.read_images(np.array([16, 0, 3, 15, 1]))
     assert read == [0, 1]
     assert len([images[row] for row in range(17)]) == 17
     assert read == [0, 1, 1, 2, 0, 1] and tables._recent.cache_info().currsize == 2
@@ -211,8 +211,8 @@ def test_a_footer_is_read_once_and_beside_others(monkeypatch):
     monkeypatch.setattr(tables, "_known", {})
     files = [f"s3://bucket/{i}.parquet" for i in range(1100)]
     images = ParquetImages("s3://bucket", files, "image", [9] * 1100)
-    assert images.fetch(np.arange(len(images))) == [b"1", b"2"] * 1100
-    assert pickle.loads(pickle.dumps(images)).fetch(np.array([3])) == [b"2"]
+    assert images.read_images(np.arange(len(images))) == [b"1", b"2"] * 1100
+    assert pickle.loads(pickle.dumps(images)).read_images(np.array([3])) == [b"2"]
     assert sorted(read) == sorted((file, 9) for file in files)
 
 
@@ -260,7 +260,7 @@ def test_a_column_with_fewer_rows_than_its_footer_counts_is_one_line():
     path = str(Path(__file__).parents[2] / "corpus" / "parquet_images-fewer-than-rows")
     fewer, rows = f"{path}: its columns have 0 rows, 3 by its footer", read_parquet(path)
     assert len(rows) == 6 and len(rows.images[3]) > 0  # the other row group is whole
-    assert failure(rows.images.fetch, np.arange(3)) == failure(rows.images.__getitem__, 1) == fewer
+    assert failure(rows.images.read_images, np.arange(3)) == failure(rows.images.__getitem__, 1) == fewer
     assert failure(ParquetTable, path) == fewer
 
 

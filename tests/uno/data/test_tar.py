@@ -20,11 +20,11 @@ from uno.data.check import check, format_report
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.inputs import open_inputs
-from uno.data.pack import pack, store_here
+from uno.data.pack import pack, store_local
 from uno.data.resident import keep_pixels
 from uno.data.sources import read_rows, recognise
 from uno.data.splits import labeled_rows, make_task
-from uno.data.stream import CropJob, crop_here, streaming_set
+from uno.data.stream import CropJob, crop_local, streaming_set
 from uno.results.predictions import PredictionWriter, predict_rows, read_columns
 from uno.runs import run
 
@@ -91,7 +91,9 @@ def test_the_layout(tmp_path):
         **dict(zip(keys, ["cat", "7", None, None, None, "emu"], strict=True)), "val/0.tar#1": "Łódź",
     }  # fmt: skip
     assert dict(zip(rows.ids, rows.split, strict=True))["val/0.tar#1"] == "test"
-    assert rows.images.fetch(np.arange(7)) == [image] * 7 and rows.images.paths(np.arange(7)) == [None] * 7
+    assert (
+        rows.images.read_images(np.arange(7)) == [image] * 7 and rows.images.paths(np.arange(7)) == [None] * 7
+    )
     assert rows.notes == ("3 members of the tar files are not read: 1 .seg.png, 1 .txt, 1 .cls",)
     assert read(f"tar:{tmp_path}").fingerprint == rows.fingerprint
     unlabeled = read_rows(DataConfig(source=f"tar:{tmp_path}"), images_only=True)
@@ -106,7 +108,7 @@ def test_names_of_any_length_and_letters(tmp_path, format):
     members = [(name, encoded(pixels(i))) for i, name in enumerate(names)]
     rows = read(f"tar:{write_tar(tmp_path / 'a.tar', members, format)}")
     assert rows.ids == [f"a.tar#{name[:-4]}" for name in names]
-    assert rows.images.fetch(np.array([2, 0])) == [members[2][1], members[0][1]]
+    assert rows.images.read_images(np.array([2, 0])) == [members[2][1], members[0][1]]
 
 
 def test_patterns(tmp_path):
@@ -144,8 +146,8 @@ def test_the_rows_of_a_folder(both):
     assert (a == b).all() and not any(reasons)
     order = np.random.default_rng(0).permutation(30)
     expected = [shards.images[i] for i in order]
-    assert shards.images.fetch(order) == expected
-    assert pickle.loads(pickle.dumps(shards.images)).fetch(order) == expected
+    assert shards.images.read_images(order) == expected
+    assert pickle.loads(pickle.dumps(shards.images)).read_images(order) == expected
     data = [DataConfig(source=source, known_classes="cat,dog") for source in both]
     first, second = (make_task(read_rows(one), one) for one in data)
     assert (first.known, first.num_novel) == (second.known, second.num_novel)
@@ -154,14 +156,14 @@ def test_the_rows_of_a_folder(both):
 
 def test_streamed_as_a_folder(both, tmp_path):
     """The same crops in the same order. Kills: windows of what is read by itself."""
-    more = {"train.batch_size": 4, "data.store_size": 8, "data.known_classes": "cat,dog"}
-    config = override(Config(), {**more, "augment.large.size": 8, "data.composition": "paired"})
+    more = {"train.batch_size": 4, "data.stored_size": 8, "data.known_classes": "cat,dog"}
+    config = override(Config(), {**more, "augment.large.size": 8, "data.batch_sampling": "balanced"})
     found = []
     for name, source in zip(("folder", "tar"), both, strict=True):
         data = override(config, {"data.source": source}).data
         train = streaming_set(config, make_task(read_rows(data), data), Storage(str(tmp_path / name)))
         plan = run.plans(config, len(train.labels), train.num_unlabeled, 1)[run.DISCOVER]
-        chunks = list(crop_here(CropJob(config, train, plan, 0, 1, 0, 5), 1))
+        chunks = list(crop_local(CropJob(config, train, plan, 0, 1, 0, 5), 1))
         found.append(np.concatenate([pixels for pixels, _ in chunks]))
     assert (found[0] == found[1]).all() and found[0].any()
 
@@ -180,11 +182,11 @@ def test_predicted_checked_and_packed_as_a_folder(both, tmp_path):
     task = make_task(read_rows(config.data), config.data)
     assert "30 train, 0 test" in format_report(task, check(task, config, seconds=30))
     rows = task.rows
-    done = pack(rows, labeled_rows(rows, config.data), Storage(str(tmp_path / "out")), 2000, store_here(1))
+    done = pack(rows, labeled_rows(rows, config.data), Storage(str(tmp_path / "out")), 2000, store_local(1))
     assert (done.packed, done.bad) == (30, 0) and done.shards > 1
     packed, number = read(f"parquet:{tmp_path}/out"), {name: i for i, name in enumerate(rows.ids)}
     order = np.array([number[name] for name in packed.ids])
-    assert packed.images.fetch(np.arange(30)) == rows.images.fetch(order)
+    assert packed.images.read_images(np.arange(30)) == rows.images.read_images(order)
     decoded, reasons = decode_many(rows.images, 8)
     kept = keep_pixels(task, decoded, reasons).rows.images
     assert kept.prepared(np.array([3]))[0].equal(decoded[3:4]) and kept.paths(np.arange(2)) == [None] * 2
@@ -201,12 +203,12 @@ def test_objects_are_read_in_pieces(both, tmp_path, monkeypatch):
     everything, opened = np.arange(30), []
     assert there.images.groups(everything).tolist() == np.repeat(range(5), 7)[:30].tolist()
     assert here.images.groups(everything) is None
-    expected, real = here.images.fetch(everything), tar._open
+    expected, real = here.images.read_images(everything), tar._open
     monkeypatch.setattr(tar, "_open", lambda path: opened.append(path) or real(path))
-    assert there.images.fetch(everything) == expected and len(opened) == 5
+    assert there.images.read_images(everything) == expected and len(opened) == 5
     monkeypatch.setattr(tar, "SPAN_BYTES", 1000)
     again = read("tar:s3://bucket/shards/train-{000..004}.tar")
-    assert again.ids == here.ids and again.images.fetch(everything) == expected
+    assert again.ids == here.ids and again.images.read_images(everything) == expected
     assert len(np.unique(again.images.groups(everything))) > 5
     assert read("tar:s3://bucket/shards/train-*4.tar").ids == ["train-004.tar#emu/08", "train-004.tar#emu/09"]
 
@@ -246,7 +248,7 @@ def test_old_sparse_files(tmp_path):
     data = bytes(block) + extension + bytes(512) + image + bytes(-len(image) % 512) + rest.getvalue()
     (tmp_path / "a.tar").write_bytes(data)
     rows = read(f"tar:{tmp_path / 'a.tar'}")
-    assert rows.ids == ["a.tar#1", "a.tar#2"] and rows.images.fetch(np.arange(2)) == [b"", image]
+    assert rows.ids == ["a.tar#1", "a.tar#2"] and rows.images.read_images(np.arange(2)) == [b"", image]
 
 
 def test_cut_off_anywhere(tmp_path):
@@ -260,7 +262,7 @@ def test_cut_off_anywhere(tmp_path):
             assert "no members KEY.jpg" in failure(read, f"tar:{path}")
             continue
         rows = read(f"tar:{path}")
-        *before, last = rows.images.fetch(np.arange(len(rows)))
+        *before, last = rows.images.read_images(np.arange(len(rows)))
         number = len(before)
         assert before == images[:number] and images[number].startswith(last)
         if last != images[number]:
@@ -305,7 +307,7 @@ def test_files_that_are_no_tar(tmp_path):
     assert "b.tar.gz is compressed" in failure(read, f"tar:{tmp_path / 'gz'}")
     rows = read(f"tar:{good}")
     (tmp_path / "good.tar").unlink()
-    assert "cannot read" in failure(rows.images.fetch, np.arange(1))
+    assert "cannot read" in failure(rows.images.read_images, np.arange(1))
     random = np.random.default_rng(1)
     for _ in range(300):  # a bit or three of the header
         damaged = bytearray(data)
@@ -338,7 +340,7 @@ def test_requests_to_s3(both, tmp_path, monkeypatch):
         before = len(requests_of(log))
         rows = read(f"tar:{place.uri}/shards")
         scanned = len(requests_of(log))
-        assert rows.images.fetch(np.arange(30)) == read(both[1]).images.fetch(np.arange(30))
+        assert rows.images.read_images(np.arange(30)) == read(both[1]).images.read_images(np.arange(30))
         fetched = [method for _, method, _ in requests_of(log)[scanned:]]
         assert sorted(fetched) == ["GET"] * 5 + ["HEAD"] * 5
         assert scanned - before <= 5 * 2 + 5  # and what is there, twice, and a list

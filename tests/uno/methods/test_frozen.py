@@ -19,7 +19,7 @@ from uno.methods.pairs import PairSimilarity
 from uno.runs import DISCOVER, PRETRAIN, run
 from uno.runs.checkpoint import checkpoint_steps
 
-FROZEN = {"model__trainable": "heads", "augment__small__num_views": 0, "augment__cached_views": 3}
+FROZEN = {"model__finetune": "none", "augment__small__num_views": 0, "augment__num_cached_views": 3}
 
 
 def config_of(**changes) -> Config:

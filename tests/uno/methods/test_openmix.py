@@ -73,7 +73,7 @@ def test_a_row_has_the_same_partner_on_any_number_of_workers(monkeypatch):
     whole = openmix.plan(5, 8, 20)
     parts = []
     for rank in (0, 1):
-        monkeypatch.setattr(collectives, "world", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(collectives, "rank_and_world", lambda rank=rank: (rank, 2))
         parts.append(openmix.plan(5, 4, 10))
     for one, first, second in zip(whole, *parts, strict=True):
         torch.testing.assert_close(torch.cat([first[:4], second[:4], first[4:], second[4:]]), one)

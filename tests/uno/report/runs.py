@@ -8,7 +8,7 @@ import torch
 
 from uno.config import Config, dump_yaml, override
 from uno.data.columns import Labels, Text
-from uno.data.files import Storage, shown
+from uno.data.files import Storage, valid_text
 from uno.data.rows import Rows
 from uno.data.splits import Task, make_task
 from uno.model import build_model
@@ -33,7 +33,7 @@ def hostile_task(config: Config, rows_per_class: int = 8, test: bool = True, tru
     """Noise of ten classes whose names, and the rows' ids, mean harm; the first five are known."""
     num = rows_per_class * len(HOSTILE)
     rows = Rows(
-        ids=Text.of(shown(f"{i} {HOSTILE[(i * 7) % 10]}") for i in range(num)),
+        ids=Text.of(valid_text(f"{i} {HOSTILE[(i * 7) % 10]}") for i in range(num)),
         images=np.random.default_rng(0).integers(0, 255, (num, 8, 8, 3), dtype=np.uint8),
         labels=Labels.of(HOSTILE[i % 10] if truth or i % 10 < 5 else None for i in range(num)),
         is_train=np.array([not (test and i // 10 % 4 == 0) for i in range(num)]),

@@ -15,14 +15,14 @@ from pipelines.options import parse
 from tests.uno.report.runs import hostile_task, small_config, write_run
 from uno.config import flatten, override, to_dict
 from uno.data.images import InMemory, with_ready
-from uno.data.kept import Kept
+from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.presets import preset
 from uno.report import charts, checks, facts, page, pictures
-from uno.report.facts import Facts
-from uno.report.findings import alike, find, nearest, suggestions
-from uno.report.sample import Sample, choose_rows, look, open_model
+from uno.report.facts import RunData
+from uno.report.findings import class_similarity, nearest, suggestions, summarize
+from uno.report.sample import Sample, choose_rows, open_model, score_sample
 from uno.results.classes import OutputClass
 from uno.results.infer import decoder, load_classifier, save_model, score_rows, with_alignment
 from uno.runs import PHASES
@@ -52,14 +52,17 @@ def digits() -> Task:
     return make_task(read_rows(config.data), config.data)
 
 
-def warned(task, sample: Sample, known: Facts | None = None) -> list[str]:
-    return [seen for seen, _ in checks.warnings(small_config(), known or Facts(), sample, find(task, sample))]
+def warned(task, sample: Sample, known: RunData | None = None) -> list[str]:
+    return [
+        seen
+        for seen, _ in checks.warnings(small_config(), known or RunData(), sample, summarize(task, sample))
+    ]
 
 
 def test_classes_are_those_of_the_best_head(digits):
     sample = sample_of(digits, digits.eval_labels)
     sample.votes[:, 1] = 0  # another head's
-    found = find(digits, sample)
+    found = summarize(digits, sample)
     unlabeled = (digits.labels < 0) & digits.is_train
     sizes = [int((unlabeled & (digits.eval_labels == 5 + k)).sum()) for k in range(5)]
     assert [c.count for c in found.clusters] == sizes
@@ -73,7 +76,7 @@ def test_likeness_finds_the_nearest():
     shared = torch.tensor([5.0, 0, 0, 0])  # what all images have in common says nothing
     axes = torch.eye(4)
     rows = [axes[1], axes[2], axes[3], axes[1] + 0.2 * axes[3], axes[1], axes[3] - axes[1]]
-    likeness = alike(shared + torch.stack(rows), torch.tensor([0, 1, 2, 3, 4, 6]), 7).numpy()
+    likeness = class_similarity(shared + torch.stack(rows), torch.tensor([0, 1, 2, 3, 4, 6]), 7).numpy()
     known = nearest(likeness[3, :3])
     assert len(known) == 3 and known[0][0] == 0 and known[0][1] > 0.9 > 0.1 > known[1][1]
     assert [output for output, _ in nearest(likeness[3, 3:], 3)] == [4, 6]  # neither itself nor the empty one
@@ -83,7 +86,7 @@ def test_likeness_finds_the_nearest():
 def test_suggestions_are_of_unlabeled_rows(digits):
     """Kills: labeled rows counted, indices for names."""
     sample = sample_of(digits, digits.eval_labels)
-    found = suggestions(sample, find(digits, sample))
+    found = suggestions(sample, summarize(digits, sample))
     unlabeled = (digits.labels < 0) & digits.is_train
     assert (
         found[6].rows == (unlabeled & (digits.eval_labels == 6)).sum() and found[6].total == unlabeled.sum()
@@ -99,16 +102,16 @@ def test_agreement_is_that_of_the_predictions(tmp_path):
     storage = write_run(tmp_path, config, task)
     model = open_model(config, storage, task, "cpu")
     decode, unlabeled = decoder(model, task.rows), np.flatnonzero(task.is_train & (task.labels < 0))
-    sample = look(task, model, decode)
+    sample = score_sample(task, model, decode)
     save_model(config, storage, model.module, model.best_head, task.known)
     aligned = with_alignment(load_classifier(storage), storage, decode, unlabeled)
-    again = look(task, open_model(config, storage, task, "cpu"), decode)
+    again = score_sample(task, open_model(config, storage, task, "cpu"), decode)
     [(_, _, scores)] = score_rows(aligned, decode, [np.arange(len(task.rows))])
     assert scores is not None
     for found in (sample, again):  # an unfinished run and a finished one
         assert (found.output == scores.class_index.numpy()).all()
         assert np.allclose(found.confidence, scores.probability.numpy(), atol=1e-6)
-        assert np.allclose(find(task, found).agreement, scores.head_agreement.numpy())
+        assert np.allclose(summarize(task, found).agreement, scores.head_agreement.numpy())
 
 
 def moved(sample: Sample, source: int, target: int, but: int = 0) -> Sample:
@@ -162,14 +165,14 @@ def test_warnings_about_classes(digits, change, seen):
 def test_warnings_about_a_phase(phase):
     """Kills: a phase that no check knows, such as rotation."""
     lines = [{"phase": phase, "step": s, "total_steps": 10, "skipped_steps": 2, "epochs": 1} for s in (1, 5)]
-    found = [seen for seen, _ in checks.warnings(small_config(), Facts(journal=lines), None, None)]
+    found = [seen for seen, _ in checks.warnings(small_config(), RunData(journal=lines), None, None)]
     assert f"Unfinished: the {phase} phase stopped at step 5 of 10" in found
     assert f"2 steps of {phase} skipped because the loss was not finite" in found
 
 
 def test_warnings_about_training(digits):
     line = {"phase": "discover", "step": 5, "total_steps": 10, "skipped_steps": 2, "epochs": 1}
-    known = Facts({"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5}, journal=[line])
+    known = RunData({"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5}, journal=[line])
     one_head = disagreeing(sample_of(digits, digits.eval_labels, 1))
     titles = " ".join(warned(digits, one_head, known))
     assert "Heads disagree" not in titles
@@ -187,7 +190,7 @@ def test_a_sample_keeps_the_shares(digits):
     {}, {"objective.concat": False, "train.max_steps": 3, "data.limit": 7},
     {"data.source": "folder:/a b/'c'", "data.mean": (0.1, 0.2, 0.3), "data.known_classes": "first:2"},
     {"data.labeled": "/x/one", "data.unlabeled": "/x/two", "data.known_classes": None},
-    {"preset": "custom", "data.source": "parquet:/d", "data.known_classes": None, "data.num_novel": 4},
+    {"preset": "scratch", "data.source": "parquet:/d", "data.known_classes": None, "data.num_novel": 4},
 ])  # fmt: skip
 def test_the_printed_command_leads_to_the_configuration(changes):
     """Kills: a flag that the command line does not know, a lost quote, a difference left out."""
@@ -271,5 +274,5 @@ def test_pictures_are_those_of_the_source(tmp_path):
     """Kills: tiles of the pixels that a small run keeps, where the files hold more."""
     large = np.random.default_rng(0).integers(0, 255, (2, 300, 200, 3), dtype=np.uint8)
     chosen = InMemory(large).take(np.array([1, 0]))
-    images = with_ready(chosen, Kept([torch.zeros(2, 3, 8, 8)]), [None, None]).take(np.array([1]))
+    images = with_ready(chosen, RowBlocks([torch.zeros(2, 3, 8, 8)]), [None, None]).take(np.array([1]))
     assert len(images) == 1 and images[0].shape == (300, 200, 3) and (images[0] == large[0]).all()

@@ -163,7 +163,7 @@ def test_a_page_of_many_pictures_stays_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(Sample, "output", property(lambda self: self.index % 100))
     monkeypatch.setattr(charts, "draw_map", lambda *_: None)
     monkeypatch.setattr(pictures, "BUDGET_BYTES", 600_000)
-    values = {"data.store_size": 32, "augment.large.size": 8, "data.known_classes": "first:50"}
+    values = {"data.stored_size": 32, "augment.large.size": 8, "data.known_classes": "first:50"}
     config, num = small_config(**values), 1000
     ids = Text.of(f"some/folder/with a long name/photo {i:06d}.png" for i in range(num))
     images = np.random.default_rng(0).integers(0, 255, (num, 32, 32, 3), dtype=np.uint8)

@@ -29,7 +29,7 @@ def test_numbers_agree_in_all_formats(results, tmp_path):
     measured = [line for line in lines if "mean" in line]
     assert len(measured) == 4 * 9 + 1
     for line in measured:
-        shown, name = documents.spread(line["mean"], line["sd"]), f"| {line['name']} |"
+        shown, name = documents.format_mean_sd(line["mean"], line["sd"]), f"| {line['name']} |"
         assert any(row.startswith(name) and shown in row for row in text.splitlines()) and shown in html
         assert line["n"] == len(line["values"]) == len(line["seeds"])
     published = [line for line in lines if "published" in line]
@@ -42,7 +42,7 @@ def test_numbers_agree_in_all_formats(results, tmp_path):
 
 def test_paper_and_measurement_stand_side_by_side(results):
     differences = (-1.26, 0.5), (1.2, None), (-0.04, None)
-    assert [documents.spread(*number, signed=True) for number in differences] == [
+    assert [documents.format_mean_sd(*number, signed=True) for number in differences] == [
         f"{documents.MINUS}1.3 ± 0.5",
         "+1.2",
         "0.0",

@@ -114,4 +114,6 @@ def test_full_scale_takes_the_constants_of_a_methods_authors(name):
 def test_one_size_of_images_holds_for_every_cell():
     """Each in the proportions of its data set. Kills: a key that no run has, a size for the digits alone."""
     found = {cell.config.augment.large.size for cell in plan("ablation", image_size=12)}
-    assert found == {12} and {cell.config.data.store_size for cell in plan("ablation", image_size=12)} == {12}
+    assert found == {12} and {cell.config.data.stored_size for cell in plan("ablation", image_size=12)} == {
+        12
+    }

@@ -7,7 +7,7 @@ import pytest
 from tests.uno.reproduce.finished import finished, small
 from uno.data.files import Storage
 from uno.errors import ConfigError
-from uno.reproduce import kept
+from uno.reproduce import cell_store
 from uno.reproduce.effects import read
 from uno.reproduce.experiments import cells
 from uno.runs import NUMERICS
@@ -27,21 +27,21 @@ def record_of(tmp_path, table=TABLE, seeds=2):
         environment = {"numerics": NUMERICS, "command": "uno /home/me/secret", "processor": "Testium"}
         (tmp_path / "runs" / cell.name / "environment.json").write_text(json.dumps(environment))
     record = Storage(str(tmp_path / "record"))
-    kept.write(record, todo, tmp_path / "runs", {cell.name: 60.0 for cell in todo})
+    cell_store.write(record, todo, tmp_path / "runs", {cell.name: 60.0 for cell in todo})
     return record, found
 
 
 def test_a_record_goes_on_where_its_runs_are_gone(tmp_path):
     """With more seeds too. Kills: rounded numbers, seconds lost, paths of a machine published."""
     record, found = record_of(tmp_path)
-    assert b"secret" not in record.read(kept.CELLS)
+    assert b"secret" not in record.read(cell_store.CELLS)
     todo, there = cells(TABLE, 3, {}, {})[0], tmp_path / "there"
     (there / todo[0].name).mkdir(parents=True)
-    seconds = dict(kept.restore(record, todo, there))
+    seconds = dict(cell_store.restore(record, todo, there))
     assert sum(name.startswith("cells/") for name in seconds) == len(todo) * 2 // 3 - 1
     assert not list((there / todo[0].name).iterdir()), "a run that is there is left alone"
     (there / todo[0].name).rmdir()
-    seconds |= kept.restore(record, todo, there)
+    seconds |= cell_store.restore(record, todo, there)
     again = read(TABLE, todo, there, {}, seconds, {}, {})
     machine = {"numerics": NUMERICS, "hardware": "Testium"}
     one, other = ([line | machine for line in results.lines] for results in (again, found))
@@ -53,37 +53,37 @@ def test_a_record_goes_on_where_its_runs_are_gone(tmp_path):
 def test_only_cells_of_the_same_settings_are_taken(tmp_path, changes):
     """Kills: cells of another objective or data set taken for these."""
     record, _ = record_of(tmp_path)
-    taken = list(kept.restore(record, cells(TABLE, 2, {}, changes)[0], tmp_path / "there"))
+    taken = list(cell_store.restore(record, cells(TABLE, 2, {}, changes)[0], tmp_path / "there"))
     assert bool(taken) == (not changes)
 
 
 def test_a_smaller_table_loses_no_cell(tmp_path):
     """Kills: --seeds 1 into a record of two seeds that costs the second."""
     record, _ = record_of(tmp_path)
-    before = sorted(record.read(kept.CELLS).splitlines())
+    before = sorted(record.read(cell_store.CELLS).splitlines())
     todo = cells(TABLE, 1, {}, {})[0]
-    kept.write(record, todo, tmp_path / "runs", {cell.name: 60.0 for cell in todo})
-    assert sorted(record.read(kept.CELLS).splitlines()) == before
+    cell_store.write(record, todo, tmp_path / "runs", {cell.name: 60.0 for cell in todo})
+    assert sorted(record.read(cell_store.CELLS).splitlines()) == before
 
 
 def test_where_the_data_lie_does_not_matter(tmp_path):
     names = ("cifar10:/a/b/cats", "cifar10:/c/cats", "folder:/c/cats", "cifar10:/c/dogs")
     one, other, *rest = (
-        kept._settings(cells(TABLE, 1, {}, {"data.source": name})[0][0].config) for name in names
+        cell_store._settings(cells(TABLE, 1, {}, {"data.source": name})[0][0].config) for name in names
     )
     assert one == other and len({one, *rest}) == 3
 
 
 def test_cells_of_other_numerics_are_run_again(tmp_path, monkeypatch):
     record, _ = record_of(tmp_path)
-    monkeypatch.setattr(kept, "NUMERICS", NUMERICS + 1)
-    assert not list(kept.restore(record, cells(TABLE, 2, {}, {})[0], tmp_path / "there"))
+    monkeypatch.setattr(cell_store, "NUMERICS", NUMERICS + 1)
+    assert not list(cell_store.restore(record, cells(TABLE, 2, {}, {})[0], tmp_path / "there"))
 
 
 @pytest.mark.parametrize("damage", [b"{", b"\xff", b"[]", b"{}", b'{"cell": 1, "settings": 2}'])
 def test_a_damaged_record_is_one_line(tmp_path, damage):
     record, _ = record_of(tmp_path)
-    record.append(kept.CELLS, damage + b"\n")
-    number = len(record.read(kept.CELLS).splitlines())
+    record.append(cell_store.CELLS, damage + b"\n")
+    number = len(record.read(cell_store.CELLS).splitlines())
     with pytest.raises(ConfigError, match=f"line {number} of cells.jsonl is damaged"):
-        list(kept.restore(record, cells(TABLE, 2, {}, {})[0], tmp_path / "there"))
+        list(cell_store.restore(record, cells(TABLE, 2, {}, {})[0], tmp_path / "there"))

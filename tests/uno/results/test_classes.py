@@ -9,7 +9,14 @@ import yaml
 
 from uno.errors import ConfigError, StorageError
 from uno.results import classes as naming
-from uno.results.classes import OutputClass, Suggestion, dump_classes, parse_classes, read_edits, route
+from uno.results.classes import (
+    OutputClass,
+    Suggestion,
+    dump_classes,
+    merge_outputs,
+    parse_classes,
+    read_edits,
+)
 
 HASH = "0123456789abcdef"
 KNOWN = [OutputClass(i, name, "known", i) for i, name in enumerate(["cat", "dog", "007"])]
@@ -115,12 +122,12 @@ def test_route_adds_merged_and_keeps_dropped():
     into = [0, 1, 2, 0, 0, None, 6]
     classes = [OutputClass(i, str(i), "novel", t) for i, t in enumerate(into)]
     probabilities = torch.rand(5, 7).softmax(dim=-1)
-    found = route(probabilities, classes)
+    found = merge_outputs(probabilities, classes)
     torch.testing.assert_close(found[:, 0], probabilities[:, [0, 3, 4]].sum(dim=-1))
     rest = [1, 2, 5, 6]
     assert not found[:, [3, 4]].any() and torch.equal(found[:, rest], probabilities[:, rest])
-    assert route(probabilities, CLASSES) is probabilities
-    assert [c.called for c in classes[4:6]] == [("4", "novel"), ("rejected", "rejected")]
+    assert merge_outputs(probabilities, CLASSES) is probabilities
+    assert [c.display_name for c in classes[4:6]] == [("4", "novel"), ("rejected", "rejected")]
 
 
 def test_metrics_know_the_classes_they_are_of():

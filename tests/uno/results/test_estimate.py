@@ -46,8 +46,8 @@ def estimate(tmp_path):
         def tasks(function, shared, items):
             run.calls.append(function)
             if function is not estimating.pretrain_split:
-                return estimating.run_here(function, shared, items)
-            mixed = config.data.pile == "mixed"  # then every second row of a known class has no label
+                return estimating.run_local(function, shared, items)
+            mixed = config.data.setting == "gcd"  # then every second row of a known class has no label
             hidden = np.arange(len(truth)) % 2 == 1 if mixed else False
             labels = np.where((truth < 6) & ~hidden, truth, -1)
             rests = [~np.isin(labels, split.pretrain) | mixed for split, *_ in items]
@@ -91,7 +91,7 @@ def test_unlabeled_rows_of_known_classes_are_not_counted_as_novel(estimate, num_
     """Half of each of 6 known classes is in the pile. Kills: the classes of pretraining left out of the
     clusters that are fixed, or fixed without a cluster of their own.
     """
-    config = override(preset("digits"), {"data.pile": "mixed"})
+    config = override(preset("digits"), {"data.setting": "gcd"})
     found = estimate(*synthetic(6 + num_novel, rows=24), QUICK, config)
     assert found.low == found.num_novel == num_novel <= found.high
     assert max(found.curves["f1"]) > found.curves["f1"][0] + 0.01
@@ -102,13 +102,13 @@ def test_unlabeled_rows_of_known_classes_are_not_counted_as_novel(estimate, num_
 def test_features_of_a_mixed_pile_are_those_of_all_rows(tmp_path, monkeypatch):
     """Kills: rows of the classes of pretraining left out, whose unlabeled ones nobody would then claim."""
     train, settings, counts = train_set(), replace(QUICK, num_splits=1, max_novel=1, num_roles=1), []
-    for pile in ("novel", "mixed"):
+    for setting in ("ncd", "gcd"):
         config = override(
             preset("digits"),
-            {"data.pile": pile, "train.batch_size": 10, "train.max_steps": 1, "model.width": 4},
+            {"data.setting": setting, "train.batch_size": 10, "train.max_steps": 1, "model.width": 4},
         )
         split = Split((0, 1), (2, 3, 4, 5))
-        found = estimating.pretrain_split(train, settings, "cpu", (split, config, str(tmp_path / pile)))
+        found = estimating.pretrain_split(train, settings, "cpu", (split, config, str(tmp_path / setting)))
         counts.append(np.bincount(found.labels + 1).tolist())
     assert counts == [[12, 0, 0, 4, 4, 4, 4], [12, 4, 4, 4, 4, 4, 4]]
 

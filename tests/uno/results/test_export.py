@@ -24,14 +24,14 @@ from uno.results.export import export, model_card
 from uno.results.infer import load_classifier, save_model
 from uno.runs import run
 
-RESNET18 = {"model__encoder": "resnet18", "data__store_size": 16, "augment__large__size": 16}
+RESNET18 = {"model__encoder": "resnet18", "data__stored_size": 16, "augment__large__size": 16}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", ["small", "imagenet"])
+@pytest.mark.parametrize("stem", ["cifar", "imagenet"])
 def test_encoder_loads_into_plain_torchvision(tmp_path, stem):
     model, encoder = tiny_model(tmp_path, **RESNET18, model__stem=stem), torchvision.models.resnet18()
-    if stem == "small":  # the two layers that the model card names
+    if stem == "cifar":  # the two layers that the model card names
         encoder.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
         encoder.maxpool = nn.Identity()
     state = safetensors.torch.load(export(model, "encoder"))
@@ -119,12 +119,12 @@ METRICS = {
 
 CARDS = (
     {},
-    {**RESNET18, "model__stem": "small"},
-    {**RESNET18, "model__stem": "halved"},
+    {**RESNET18, "model__stem": "cifar"},
+    {**RESNET18, "model__stem": "cifar_stride2"},
     {**RESNET18, "model__stem": "imagenet"},
-    {"model__stages": 4, "model__stem": "halved"},
+    {"model__stages": 4, "model__stem": "cifar_stride2"},
     {"model__encoder": "torchvision:mobilenet_v3_small", "model__weights": "pretrained"},
-    {"model__encoder": "timm:test_efficientnet", "model__weights": "pretrained", "data__store_size": 32},
+    {"model__encoder": "timm:test_efficientnet", "model__weights": "pretrained", "data__stored_size": 32},
     {"model__encoder": f"{TOYS}:vit", "model__weights": "/some/where/vit.pth"},
 )
 
@@ -177,14 +177,14 @@ def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainable", ["last", "all"])
+@pytest.mark.parametrize("finetune", ["last_stage", "full"])
 @pytest.mark.parametrize("what", ["vit", "timm_vit"])
-def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, trainable):
+def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, finetune):
     """Kills: an encoder that is built but not trained, a program for one batch size, a hook that is lost."""
     if what == "timm_vit":
         pytest.importorskip("timm")
     encoder, storage = f"{TOYS}:{what}", Storage(str(tmp_path))
-    config = small_config(model__encoder=encoder, model__trainable=trainable, train__max_steps=2)
+    config = small_config(model__encoder=encoder, model__finetune=finetune, train__max_steps=2)
     run.run_phase(config, run.PRETRAIN, small_sets()[0], HERE, storage)
     run.run_phase(config, run.DISCOVER, small_sets()[0], HERE, storage)
     save_model(config, storage, *run.load_trained(config, storage, 5, 5), list("01234"))

@@ -18,7 +18,7 @@ from uno.data import decode as decoding
 from uno.data.files import Storage
 from uno.data.images import with_ready
 from uno.data.inputs import GROUP_ROWS, Inputs, RowInputs, open_inputs
-from uno.data.kept import Kept
+from uno.data.row_blocks import RowBlocks
 from uno.data.rows import Rows
 from uno.data.sources import read_digits, read_images
 from uno.errors import ConfigError, StorageError
@@ -209,7 +209,7 @@ def test_every_digit_and_every_damaged_file_has_a_row(tmp_path, model):
     assert {row["status"] for name, row in by_id.items() if "damaged" not in name} == {"ok"}
     rows = read_images(str(tmp_path / "in"))  # as at the end of a run: paths and reasons stay
     pixels, reasons = decoding.decode_many(rows.images, model.size)
-    rows = replace(rows, images=with_ready(rows.images, Kept(pixels.split(7)), reasons))
+    rows = replace(rows, images=with_ready(rows.images, RowBlocks(pixels.split(7)), reasons))
     assert predict_all(model, rows, tmp_path / "again", embedding=True).equals(table)
 
 

@@ -60,7 +60,7 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     """An untrained network and one whose outputs are the clusters of its features. Kills: another head than
     the best, known outputs left out, a matching of rows to themselves, more rows than the limit.
     """
-    config, (train, _) = small_config(data__pile="novel"), small_sets()
+    config, (train, _) = small_config(data__setting="ncd"), small_sets()
     model = build_model(config.model, 5, 5, 0).eval()
     values = {"test/known/task_agnostic_strict/acc/best": 0.5}
     found = trust_metrics(config, model, 0, train, values, 30)
@@ -68,8 +68,8 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     assert found[trust.SCORE] == 0.5 * min(found[trust.KMEANS], found[trust.NEAR])
     seen = []
 
-    def clusters(unlabeled, labeled, labels, num_novel, pile, seed):
-        seen.append((len(unlabeled), len(labeled), len(labels), num_novel, pile))
+    def clusters(unlabeled, labeled, labels, num_novel, setting, seed):
+        seen.append((len(unlabeled), len(labeled), len(labels), num_novel, setting))
         outputs = trust._outputs(model, unlabeled, 1)
         return type("Found", (), {"assignment": (outputs + 3) % 10})
 
@@ -77,6 +77,6 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
     own, other = (trust_metrics(config, model, head, train, {}, 0) for head in (1, 0))
     assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {trust.KMEANS, trust.NEAR}
-    assert seen == [(60, 100, 100, 5, "novel")] * 2
+    assert seen == [(60, 100, 100, 5, "ncd")] * 2
     few = train.__class__(train.labeled_images, train.labels, train.unlabeled_images[:4], 5, 5)
     assert trust_metrics(config, model, 0, few, values, 30) == {}

@@ -85,7 +85,7 @@ def test_the_newest_valid_one_is_taken(storage, caplog, how):
     assert "step_00000020" in record.getMessage()
     for step in (3, 12):
         damage(storage, step, how)
-    with pytest.raises(StorageError, match=r"^none of the 3 checkpoints .*discover verifies.*--fresh.*$"):
+    with pytest.raises(StorageError, match=r"^none of the 3 checkpoints .*discover verifies.*--overwrite.*$"):
         load_newest(storage, "discover")
 
 
@@ -106,7 +106,7 @@ def test_a_file_that_verifies_is_still_checked(storage):
 def test_the_form_before_is_refused(storage):
     """Kills: a run of then that silently starts at step 0."""
     storage.write("checkpoints/discover/step_00000012/manifest.json", b"{}")
-    says = r"^.*discover has format version 1, not 2; use --fresh, or another directory$"
+    says = r"^.*discover has format version 1, not 2; use --overwrite, or another directory$"
     for ask in (load_newest, checkpoint_steps):
         with pytest.raises(StorageError, match=says):
             ask(storage, "discover")

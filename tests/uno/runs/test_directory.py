@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.uno.small_run import small_config, train_both
-from uno.config import Config, dump_yaml, field_names, override, resumable
+from uno.config import Config, dump_yaml, field_names, may_change_on_resume, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.presets import PRESETS, preset
@@ -57,17 +57,17 @@ def test_what_does_not_fit_the_run_is_refused(empty):
     """Kills: a run continued under other settings or on other data, keys that are not named."""
     open_run(CONFIG, empty, "print")
     changed = override(CONFIG, {"objective.epsilon": 0.1, "discover.epochs": 4})
-    keys = r"other settings: discover\.epochs, objective\.epsilon; use those, --fresh"
+    keys = r"other settings: discover\.epochs, objective\.epsilon; use those, --overwrite"
     with pytest.raises(ConfigError, match=keys):
         open_run(changed, empty, "print")
     with pytest.raises(ConfigError, match=r"\.\.\."):
         open_run(preset("cifar10"), empty, "print")
     changes = {
-        "output": "elsewhere", "compute.workers": 2, "compute.device": "cpu", "compute.threads": 3,
+        "output": "elsewhere", "compute.num_workers": 2, "compute.device": "cpu", "compute.threads": 3,
         "train.log_every": 7, "train.keep_checkpoints": 5, "train.checkpoint_every_epochs": 3,
         "train.eval_batch_size": 64,
     }  # fmt: skip
-    free = {key for key in field_names() if resumable(key) and not key.startswith("compute.")}
+    free = {key for key in field_names() if may_change_on_resume(key) and not key.startswith("compute.")}
     assert free == {key for key in changes if not key.startswith("compute.")}
     open_run(override(CONFIG, changes), empty, "print")
     with pytest.raises(ConfigError, match="trained on other data"):
@@ -75,7 +75,7 @@ def test_what_does_not_fit_the_run_is_refused(empty):
     facts = json.loads(empty.read("environment.json"))
     assert facts["data_fingerprint"] == "print" and "torch" in facts["versions"]
     empty.write("environment.json", json.dumps(facts | {"format_version": 99}).encode())
-    with pytest.raises(ConfigError, match="format version 99, not 2; use --fresh"):
+    with pytest.raises(ConfigError, match="format version 99, not 2; use --overwrite"):
         open_run(CONFIG, empty, "print")
 
 
@@ -101,7 +101,7 @@ def test_a_directory_of_something_else_is_left_alone(empty):
         open_run(CONFIG, empty, "print")
     assert empty.list() == ["thesis.tex"]
     with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.yaml"):
-        list(directory.examine(empty))
+        list(directory.diagnose(empty))
     # what a kill between the two writes leaves does not block the directory
     empty.delete("thesis.tex")
     empty.write("environment.json", b"{")
@@ -112,7 +112,7 @@ def test_a_directory_of_something_else_is_left_alone(empty):
 
 
 def levels(storage: Storage, level: str) -> list[str]:
-    return [str(finding) for finding in directory.examine(storage) if finding.level == level]
+    return [str(finding) for finding in directory.diagnose(storage) if finding.level == level]
 
 
 NEWEST = "checkpoints/discover/step_00000012.safetensors"
@@ -124,7 +124,7 @@ def test_a_sound_run(storage):
     for said in ("pretrain: checkpoints of step 3, 6 verify", "discover: checkpoints of step 6, 12 verify",
                  "not finished", "no command is at work"):  # fmt: skip
         assert said in text
-    with lock.claim(storage, on_wait=pytest.fail):
+    with lock.lock_run(storage, on_wait=pytest.fail):
         assert any("process" in line and "is at work here" in line for line in levels(storage, "ok"))
 
 
@@ -174,8 +174,8 @@ def test_what_a_run_survives_is_a_warning_and_the_rest_an_error(storage, case):
 def test_a_damaged_configuration_comes_back_from_the_newest_checkpoint(storage):
     """Only when asked for. Kills: settings of another run, a repair that needs the file it repairs."""
     storage.write("config.yaml", b"- 1")
-    assert directory.heal(storage) == [] and storage.read("config.yaml") == b"- 1"
-    (line,) = directory.heal(storage, thorough=True)
+    assert directory.repair(storage) == [] and storage.read("config.yaml") == b"- 1"
+    (line,) = directory.repair(storage, thorough=True)
     assert line == "wrote config.yaml as the checkpoint of step 12 has it" and levels(storage, "error") == []
     open_run(CONFIG, storage, "f" * 64)
 
@@ -184,7 +184,7 @@ def test_a_run_of_the_form_before_is_refused(empty):
     """Kills: settings that a newer schema has named as the reason."""
     empty.write("config.yaml", b"of: then")
     empty.write("environment.json", b'{"format_version": 1, "versions": {}}')
-    with pytest.raises(ConfigError, match=r"^.*empty has format version 1, not 2; use --fresh$"):
+    with pytest.raises(ConfigError, match=r"^.*empty has format version 1, not 2; use --overwrite$"):
         open_run(CONFIG, empty, "print")
 
 
@@ -193,7 +193,7 @@ def test_repairs_lose_nothing(storage):
     for case in ("a truncated checkpoint", "a temporary file", "Ray's folder", "a STOP file"):
         WARNINGS[case][0](storage)
     assert len(levels(storage, "warning")) == 4
-    (line,) = directory.heal(storage, thorough=True)
+    (line,) = directory.repair(storage, thorough=True)
     assert "removed the damaged checkpoint of discover step 12 (it is damaged" in line
     assert levels(storage, "warning") == levels(storage, "error") == []
     assert checkpoint_steps(storage, "discover") == [6] and checkpoint_steps(storage, "pretrain") == [3, 6]
@@ -201,6 +201,6 @@ def test_repairs_lose_nothing(storage):
         cut(storage, file_name(phase, step))
     for thorough in (False, True):
         with pytest.raises(StorageError, match="none of the 1 checkpoints"):
-            directory.heal(storage, thorough)
+            directory.repair(storage, thorough)
         assert checkpoint_steps(storage, "discover") == [6]
         assert checkpoint_steps(storage, "pretrain") == ([6] if thorough else [3, 6])

@@ -9,7 +9,7 @@ from uno.data.files import Storage
 from uno.data.output import is_lock
 from uno.errors import ConfigError, StorageError
 from uno.runs import lock
-from uno.runs.lock import Claim, ClaimedStorage, claim
+from uno.runs.lock import ClaimedStorage, RunLock, lock_run
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def storage(tmp_path):
 
 
 def test_a_free_directory_is_held_and_given_back_even_after_an_error(storage):
-    with pytest.raises(ZeroDivisionError), claim(storage, on_wait=pytest.fail) as mine:
+    with pytest.raises(ZeroDivisionError), lock_run(storage, on_wait=pytest.fail) as mine:
         mine.storage.write("a.txt", b"1")
         mine.storage.append("a.txt", b"2")
         assert storage.read("a.txt") == b"12"
@@ -43,15 +43,18 @@ def test_what_killed_holders_left_of_their_locks_goes_and_nothing_else(storage):
         ".a.json.0c448410",
     ):
         storage.write(name, b"{")
-    with claim(storage, on_wait=pytest.fail):
+    with lock_run(storage, on_wait=pytest.fail):
         pass
     assert storage.list() == [".a.json.0c448410", "lock.json.mine"]
 
 
 def test_a_living_holder_is_left_alone(storage):
     lines = []
-    with claim(storage, on_wait=lines.append) as first:
-        with pytest.raises(ConfigError, match="is in use by process"), claim(storage, on_wait=lines.append):
+    with lock_run(storage, on_wait=lines.append) as first:
+        with (
+            pytest.raises(ConfigError, match="is in use by process"),
+            lock_run(storage, on_wait=lines.append),
+        ):
             pytest.fail("entered")
         first.storage.write("still.txt", b"mine")
     assert len(lines) == 1 and "watching 0.5 s" in lines[0]
@@ -62,7 +65,7 @@ def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
     storage.write(lock.LOCK_FILE, b'{"host": "gone", "pid": 1, "token": "old", "renewals": 7}')
     orphan = ClaimedStorage(storage.uri, "old")
     orphan.write("by-orphan.txt", b"while nobody else has it")
-    with claim(storage, on_wait=lambda line: None):
+    with lock_run(storage, on_wait=lambda line: None):
         for change, *data in ((orphan.write, b"late"), (orphan.append, b"late"), (orphan.delete,)):
             with pytest.raises(StorageError, match="was taken over by process"):
                 change("by-orphan.txt", *data)
@@ -74,17 +77,17 @@ def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
 )
 def test_a_damaged_lock_is_of_a_dead_holder_a_released_one_is_free(storage, content):
     storage.write(lock.LOCK_FILE, content)
-    with claim(storage, on_wait=lambda line: None) as mine:
+    with lock_run(storage, on_wait=lambda line: None) as mine:
         mine.storage.write("a.txt", b"1")
-    holder = Claim(storage.uri)  # one that is released while watched is taken at once
-    with claim(storage, on_wait=lambda line: holder.release()):
+    holder = RunLock(storage.uri)  # one that is released while watched is taken at once
+    with lock_run(storage, on_wait=lambda line: holder.release()):
         pass
     assert storage.list() == ["a.txt"]
 
 
 def test_a_holder_that_lost_its_claim_does_not_take_it_back(storage):
     """Kills: a sleeper (laptop, paused container) that wakes up and renews over its successor."""
-    sleeper = Claim(storage.uri)
+    sleeper = RunLock(storage.uri)
     storage.write(lock.LOCK_FILE, json.dumps({"token": "successor"}).encode())
     time.sleep(0.4)
     sleeper.release()
@@ -94,7 +97,7 @@ def test_a_holder_that_lost_its_claim_does_not_take_it_back(storage):
 
 
 def test_a_new_token_shuts_out_the_workers_of_the_old_one(storage):
-    with claim(storage, on_wait=pytest.fail) as mine:
+    with lock_run(storage, on_wait=pytest.fail) as mine:
         worker = ClaimedStorage(storage.uri, mine.replace_token())
         worker.check()
         mine.replace_token()
@@ -110,8 +113,8 @@ def test_a_new_token_shuts_out_the_workers_of_the_old_one(storage):
 
 def test_of_two_commands_in_the_same_moment_one_is_told_of_the_other(storage, monkeypatch):
     """Both have found the directory free. Kills: the second that takes over, and ends the first."""
-    with claim(storage, on_wait=pytest.fail) as first:
-        monkeypatch.setattr(lock, "holder", lambda *_: None)
-        with pytest.raises(ConfigError, match="is in use by process"), claim(storage, on_wait=pytest.fail):
+    with lock_run(storage, on_wait=pytest.fail) as first:
+        monkeypatch.setattr(lock, "lock_owner", lambda *_: None)
+        with pytest.raises(ConfigError, match="is in use by process"), lock_run(storage, on_wait=pytest.fail):
             pytest.fail("entered")
         first.storage.write("still.txt", b"mine")

@@ -53,4 +53,4 @@ def test_requests_to_s3(monkeypatch, tmp_path):
         images = []
         described = costs(lambda: images.append(read_parquet(f"{storage.uri}/table").images))
         assert described <= (7, 0)  # the size of both files is known by the listing
-        assert costs(lambda: images[0].fetch(np.array([0, 3, 5]))) == (3, 0)  # one of a group of rows
+        assert costs(lambda: images[0].read_images(np.array([0, 3, 5]))) == (3, 0)  # one of a group of rows

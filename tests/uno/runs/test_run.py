@@ -65,7 +65,7 @@ def test_torchvision_weights(storage):
     model = build_model(config.model, 5, 5, seed=1)
     run.load_weights_(model, config, storage)
     assert torch.equal(model.encoder.layer4[1].conv2.weight, theirs.layer4[1].conv2.weight)
-    small_stem = override(config, {"model.stem": "small"})
+    small_stem = override(config, {"model.stem": "cifar"})
     with pytest.raises(ConfigError, match=r"^model\.weights: .* does not fit the encoder: .*conv1.*$"):
         run.load_weights_(build_model(small_stem.model, 5, 5, seed=1), small_stem, storage)
 

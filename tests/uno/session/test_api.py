@@ -41,9 +41,9 @@ def test_every_kind_of_image_gives_the_same(model, tmp_path):
     assert model.size == 8 and [c.name for c in model.classes][4:6] == ["4", "novel-1"]
     expected = model.predict(pixels)
     opened = [Image.open(path) for path in paths]
-    encoded, grey = [path.read_bytes() for path in paths], [image[..., 0] for image in pixels]
+    encoded, grayscale = [path.read_bytes() for path in paths], [image[..., 0] for image in pixels]
     tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-    for images in (paths, list(map(str, paths)), encoded, list(pixels), grey, opened, tensor):
+    for images in (paths, list(map(str, paths)), encoded, list(pixels), grayscale, opened, tensor):
         found = model.predict(images)
         np.testing.assert_array_equal(found.class_index, expected.class_index)
         np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-6)
@@ -67,9 +67,9 @@ def test_unreadable_images_are_rows_with_a_reason(model, tmp_path):
     readable = write_damaged(tmp_path)
     found = model.predict([tmp_path / name for name in readable])
     assert [reason is None for reason in found.reason] == list(readable.values())
-    grey = np.zeros((9, 5, 3), np.uint8)
+    grayscale = np.zeros((9, 5, 3), np.uint8)
     with Image.open(tmp_path / "truncated-half.jpg") as truncated:
-        found = model.predict([truncated, grey, Image.new("F", (4, 4)), "/no/such/file"])
+        found = model.predict([truncated, grayscale, Image.new("F", (4, 4)), "/no/such/file"])
     assert found.class_index.tolist()[::2] == [-1, -1] and found.class_index[1] >= 0
     assert found[2].class_name is None and "floating-point" in found[2].reason
     assert np.isnan(found[0].probability) and found[3].reason == "No such file or directory"

@@ -16,7 +16,7 @@ from uno.runs import hardware
 from uno.session import resources
 from uno.session.resources import (
     advice,
-    check_demand,
+    check_memory,
     choose,
     crop_rate,
     forecast,
@@ -31,7 +31,9 @@ ROW = 3 * 100**2  # bytes of an image
 
 
 def config(**values):
-    return override(Config(), {"data.store_size": 100} | {k.replace("__", "."): v for k, v in values.items()})
+    return override(
+        Config(), {"data.stored_size": 100} | {k.replace("__", "."): v for k, v in values.items()}
+    )
 
 
 @pytest.fixture
@@ -44,22 +46,22 @@ def programs(monkeypatch):
 
 
 @pytest.mark.parametrize(("workers", "host", "device", "expected", "words"), [
-    (0, 1e9, None, "resident", "300 MB decoded, in memory 400 MB with all programs, budget 564 MB"),
+    (0, 1e9, None, "memory", "300 MB decoded, in memory 400 MB with all programs, budget 564 MB"),
     (0, 4e8, None, "streaming", "budget 204 MB (60% of the host memory that they leave)"),
     (2, 7e8, None, "streaming", "in memory 650 MB with all programs, budget 234 MB"),
-    (2, 9e8, None, "resident", "budget 354 MB (60% of the host memory that they leave)"),
+    (2, 9e8, None, "memory", "budget 354 MB (60% of the host memory that they leave)"),
     (2, 2e8, None, "streaming", "budget 0 bytes"),
     (0, 1e9, 4e8, "streaming", "budget 240 MB (60% of free device memory)"),
-    (2, 1.2e9, 1e12, "resident", "budget 534 MB (60% of the host"),
+    (2, 1.2e9, 1e12, "memory", "budget 534 MB (60% of the host"),
 ])  # fmt: skip
 def test_auto_takes_what_fits(programs, workers, host, device, expected, words):
     """10,000 images of 100 px. Kills: programs forgotten, or counted that run already, the larger of two
     budgets, less than nothing.
     """
-    found, reason = choose(config(compute__workers=workers), 10_000, ROW, host, device)
+    found, reason = choose(config(compute__num_workers=workers), 10_000, ROW, host, device)
     assert found == expected and reason.startswith(expected) and words in reason
-    for told in ("resident", "streaming"):
-        found, reason = choose(config(data__ingest=told), 10_000, ROW, 1, None)
+    for told in ("memory", "streaming"):
+        found, reason = choose(config(data__loading=told), 10_000, ROW, 1, None)
         assert found == told and reason.startswith(f"{told}, as told")
 
 
@@ -67,12 +69,14 @@ def test_the_peak_is_where_most_is_held(programs):
     """One copy, and what decodes or what trains, whichever is more. Kills: both at once, a process for a CPU
     that has nothing to decode, a copy for each worker, features counted once where there are two.
     """
-    of = lambda workers, *facts, **more: peak_bytes(config(compute__workers=workers, **more), *facts) // 10**6  # noqa: E731
+    of = lambda workers, *facts, **more: (
+        peak_bytes(config(compute__num_workers=workers, **more), *facts) // 10**6
+    )  # noqa: E731
     assert of(0, 1000, 10**6) == 100 + 1000 and of(0, 1000, 10**6, 64) == 1100
     assert [of(w, 1000, 10**6, 64) - 1000 for w in (1, 2, 3)] == [290, 350, 410]  # one block: one task
     assert [of(2, 100_000, 10**4, cpus) - 1000 for cpus in (8, 64)] == [200 + 8 * 50, 200 + 49 * 50]
-    assert of(2, 1000, 10**6, model__trainable="heads") == 350 + 2000
-    assert of(0, 1000, 10**6, model__trainable="heads") == 1100
+    assert of(2, 1000, 10**6, model__finetune="none") == 350 + 2000
+    assert of(0, 1000, 10**6, model__finetune="none") == 1100
 
 
 def test_free_memory_is_the_containers(tmp_path, monkeypatch):
@@ -100,9 +104,9 @@ def test_own_memory(monkeypatch):
 def test_what_needs_the_images_keeps_them(values):
     """Kills: a set that does not fit streamed into a method that looks rows up."""
     found, reason = choose(config(**values), 10_000, ROW, 1, None)
-    assert found == "resident" and "needs" in reason
-    with pytest.raises(ConfigError, match="ingest resident"):
-        choose(config(data__ingest="streaming", **values), 10_000, ROW, 1, None)
+    assert found == "memory" and "needs" in reason
+    with pytest.raises(ConfigError, match="loading memory"):
+        choose(config(data__loading="streaming", **values), 10_000, ROW, 1, None)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +127,7 @@ def test_the_estimate_is_that_of_the_network_and_its_views(task):
     views, heads, directions = 2, 2, 2 * 8  # of both families
     queue = needed_bytes(small_config(objective__queue_size=1000), task)["queue"]
     assert queue == 4 * views * heads * 1000 * (2 * directions + 5 + 10)
-    half = needed_bytes(small_config(compute__workers=2), task)["a step's activations"]
+    half = needed_bytes(small_config(compute__num_workers=2), task)["a step's activations"]
     assert half == pytest.approx(found["a step's activations"] / 2, rel=0.05)
     large = needed_bytes(small_config(augment__large__size=256), task)["a step's activations"]
     assert large > 200 * found["a step's activations"]
@@ -136,24 +140,24 @@ def test_more_than_there_is_is_refused_and_elsewhere_nothing_is_known(task, monk
     needed = sum(needed_bytes(config, task).values())
     for free, workers in ((needed, 0), (2 * needed, 2)):
         monkeypatch.setattr(resources, "free_host_bytes", lambda free=free: free)
-        check_demand(small_config(compute__workers=workers), task)
+        check_memory(small_config(compute__num_workers=workers), task)
     monkeypatch.setattr(resources, "free_host_bytes", lambda: needed - 1)
     with pytest.raises(ConfigError, match=r"this run needs at least .* GB are free; lower --batch-size"):
-        check_demand(config, task)
+        check_memory(config, task)
     with pytest.raises(ConfigError, match="in each of 2 workers"):
-        check_demand(small_config(compute__workers=2), task)
+        check_memory(small_config(compute__num_workers=2), task)
     images = len(task.rows) * 3 * 1000**2  # which two workers share
-    kept = {"data__ingest": "resident", "data__store_size": 1000, "compute__workers": 2}
+    kept = {"data__loading": "memory", "data__stored_size": 1000, "compute__num_workers": 2}
     monkeypatch.setattr(resources, "free_host_bytes", lambda: images + 2 * needed)
-    check_demand(small_config(**kept), task)
+    check_memory(small_config(**kept), task)
     monkeypatch.setattr(resources, "free_host_bytes", lambda: images)
     with pytest.raises(
-        ConfigError, match=r"\(400 images 1\.2 GB\), 1\.2 GB are free; use --data\.ingest str"
+        ConfigError, match=r"\(400 images 1\.2 GB\), 1\.2 GB are free; use --data\.loading str"
     ):
-        check_demand(small_config(**kept), task)
-    check_demand(small_config(data__ingest="streaming", data__store_size=1000), task)
+        check_memory(small_config(**kept), task)
+    check_memory(small_config(data__loading="streaming", data__stored_size=1000), task)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    check_demand(small_config(compute__workers=2), task)
+    check_memory(small_config(compute__num_workers=2), task)
 
 
 def test_threads(monkeypatch):
@@ -190,7 +194,7 @@ def test_a_run_says_what_it_will_do(tmp_path, monkeypatch):
 def test_without_weights_it_says_how_to_get_some_and_how_long_it_takes(tmp_path, monkeypatch):
     """The time follows the number of steps. Kills: a time of one phase, of one step, of a finished run."""
     monkeypatch.setattr("uno.session.resources._step", lambda *args: 2.0)
-    monkeypatch.setattr("uno.session.resources.own_images", lambda given: True)
+    monkeypatch.setattr("uno.session.resources.is_custom_data", lambda given: True)
     found = lines(tmp_path)
     assert "--weights pretrained fetches those of torchvision:efficientnet_b0" in found[2]
     assert found[3] == "time: about 54 s here (pretrain 18 s, discover 36 s), from a timed batch"
@@ -211,16 +215,16 @@ def test_a_driver_that_lacks_the_workers_gpus_times_nothing(tmp_path, monkeypatc
     """Often so on a GPU cluster. Kills: a run that ends before it begins; another machine's time."""
     monkeypatch.setattr("uno.session.resources._step", lambda *args: 2.0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert len(lines(tmp_path, compute__workers=2)) == 3
-    assert len(lines(tmp_path, compute__workers=2, compute__device="cuda")) == 2
+    assert len(lines(tmp_path, compute__num_workers=2)) == 3
+    assert len(lines(tmp_path, compute__num_workers=2, compute__device="cuda")) == 2
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert len(lines(tmp_path, compute__workers=2)) == 2
+    assert len(lines(tmp_path, compute__num_workers=2)) == 2
 
 
-@pytest.mark.parametrize("trainable", ["all", "last"])
-def test_a_step_is_timed_with_gradient(trainable, tmp_path, monkeypatch):
+@pytest.mark.parametrize("finetune", ["full", "last_stage"])
+def test_a_step_is_timed_with_gradient(finetune, tmp_path, monkeypatch):
     monkeypatch.setattr("uno.session.resources._minutes", lambda seconds: f"{seconds:.9f}")
-    found = lines(tmp_path, ("discover",), model__trainable=trainable, discover__epochs=100_000)[-1]
+    found = lines(tmp_path, ("discover",), model__finetune=finetune, discover__epochs=100_000)[-1]
     assert re.match(r"time: about \d+\.\d+ here \(discover \d+\.\d+\), from a timed batch$", found)
 
 
@@ -237,7 +241,7 @@ CLUSTER = {"CPU": 296.0, "GPU": 32.0}
 ])  # fmt: skip
 def test_what_would_keep_gpus_waiting(overrides, cluster, rate, says):
     """Kills: rows of the batch for those of a GPU, cores that workers use, CPUs warned of."""
-    config = override(preset("imagenet"), {"compute.workers": 32, **overrides})
+    config = override(preset("imagenet"), {"compute.num_workers": 32, **overrides})
     each = worker_resources(config, cluster)
     found = list(advice(config, cluster["CPU"], each, rate))
     assert len(found) == len(says) and all(re.search(*pair) for pair in zip(says, found, strict=True)), found

@@ -84,7 +84,7 @@ def test_from_a_folder_to_the_loss_one_reads_30_functions_in_14_files(tmp_path):
         PIL.Image.fromarray(np.full((8, 8, 3), 6 * i, np.uint8)).save(path)
     config = small_config(
         data__source=f"folder:{tmp_path / 'in'}", data__known_classes="a", data__num_novel=1,
-        data__limit=None, data__ingest="resident", train__batch_size=20, pretrain__epochs=0,
+        data__limit=None, data__loading="memory", train__batch_size=20, pretrain__epochs=0,
     )  # fmt: skip
     storage, worker = Storage(str(tmp_path / "run")), LocalWorker(torch.device("cpu"))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from uno.config import Config, dump_yaml, learnt_by
+from uno.config import Config, dump_yaml, training_settings
 from uno.data.files import Storage, parse_json
 from uno.errors import ConfigError
 from uno.reproduce.effects import read_json
@@ -70,6 +70,6 @@ def _lines(record: Storage) -> Iterator[dict[str, Any]]:
 
 def _settings(config: Config) -> str:
     """A hash of what decides the numbers of a cell, wherever its data lie."""
-    kept = learnt_by(config)
+    kept = training_settings(config)
     kept |= {key: re.sub("/.*/", "", str(kept[key])) for key in PLACES}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]

@@ -11,7 +11,7 @@ from torch import Tensor
 COPY_BYTES = 64 * 2**20  # that are on the way to a device at once
 
 
-class Kept:
+class RowBlocks:
     """Rows, uint8 (N,3,S,S) or the features that stand for them, in the ``blocks`` (n,...) that hold them on
     the host: to take some rows is their first copy. ``place`` int64 (N,) counts rows over all blocks;
     default: each once, in order.
@@ -40,12 +40,12 @@ class Kept:
         """The host."""
         return self._blocks[0].device
 
-    def part(self, rows: Tensor | slice) -> Kept:
+    def select_rows(self, rows: Tensor | slice) -> RowBlocks:
         """These rows, int64 (n,), bool (N,) or a slice; nothing is copied."""
-        return Kept(self._blocks, self._place[rows])
+        return RowBlocks(self._blocks, self._place[rows])
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """A tensor of these rows, as :meth:`part`; or, of a tuple, of what else it says of each row."""
+        """A tensor of these rows, as :meth:`select_rows`; or, of a tuple, of what else it says of each row."""
         rows, *rest = rows if isinstance(rows, tuple) else (rows,)
         place = self._place[rows]
         if len(self._blocks) == 1:
@@ -73,7 +73,7 @@ class Kept:
         """All rows, ``size`` at a time."""
         return (self[i : i + size] for i in range(0, len(self), size))
 
-    def to(self, device: torch.device | str) -> Tensor | Kept:
+    def to(self, device: torch.device | str) -> Tensor | RowBlocks:
         """Itself on the host; elsewhere a tensor of these rows."""
         if torch.device(device).type == self.device.type:
             return self
@@ -84,6 +84,6 @@ class Kept:
         return found
 
 
-def part(images: Tensor | Kept, rows: Tensor | slice) -> Tensor | Kept:
+def part(images: Tensor | RowBlocks, rows: Tensor | slice) -> Tensor | RowBlocks:
     """Rows of either."""
-    return images.part(rows) if isinstance(images, Kept) else images[rows]
+    return images.select_rows(rows) if isinstance(images, RowBlocks) else images[rows]
