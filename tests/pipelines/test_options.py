@@ -157,6 +157,7 @@ def test_every_field_is_a_flag_and_short_forms_are_frozen():
     assert short == {
         "--data": "data.source", "--labeled": "data.labeled", "--unlabeled": "data.unlabeled",
         "--known-classes": "data.known_classes", "--num-novel": "data.num_novel", "--limit": "data.limit",
+        "--setting": "data.setting",
         "--batch-size": "train.batch_size", "--max-steps": "train.max_steps", "--device": "compute.device",
         "--workers": "compute.num_workers", "--gpus-per-worker": "compute.gpus_per_worker",
         "--weights": "model.weights",
