@@ -249,13 +249,13 @@ def resolver(root: str) -> Callable[[str], str | None]:
 
 
 def stat_of(path: str) -> tuple[int, int]:
-    """Size in bytes and time of the last change in ns, -1 for a missing local file and any remote one (one
-    request each is too slow).
+    """Size in bytes and time of the last change in ns; -1 and 0 for a missing local file, -1 and -1 for any
+    remote one (one request each is too slow).
     """
     try:
         found = None if is_uri(path) else os.stat(path)
     except OSError:
-        found = None
+        return -1, 0
     return (-1, -1) if found is None else (found.st_size, _changed(found))
 
 

@@ -590,6 +590,6 @@ def _files(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> 
             paths.append(path)
         parts.append(Files.of(paths, map(filesystem.stat_of, paths)))
     found = Files.join(parts or [Files.of([], ())])
-    if row and not filesystem.is_uri(root) and found.stats.max() < 0:
+    if row and not filesystem.is_uri(root) and found.stats[:, 0].max() < 0:
         raise ConfigError(f"{source}: none of its {row} images is below {root}, e.g. {one_line(repr(first))}")
     return found

@@ -54,10 +54,9 @@ def check_images(storage: Storage, rows: Rows) -> None:
         return
     suspects, looked, different = found = snapshot.compare(rows, then)
     if len(different):
-        what = f"{len(different):,} of {len(looked):,} images that were compared have changed"
-        raise ConfigError(
-            f"{storage.uri} was trained on other data ({what}, e.g. {rows.ids[different[0]]}); use --overwrite"
-        )
+        what = f"{len(different):,} of {len(looked):,} images that were compared have changed, e.g. "
+        what += rows.ids[different[0]]
+        raise ConfigError(f"{storage.uri} was trained on other data ({what}); use --overwrite")
     if not found.believed:
         text = "%s images were written to since the run began; the %s that could be compared are the same"
         log.warning(text, f"{len(suspects):,}", f"{len(looked):,}")

@@ -506,6 +506,20 @@ def test_features_of_images_that_were_moved_copied_or_touched_are_kept(tmp_path,
     assert not seen and not caplog.messages
 
 
+def test_files_that_are_not_there_do_not_make_a_cache_stale(tmp_path):
+    """Of a table. Kills: shards that are computed at every start."""
+    write_bitmaps(tmp_path, range(40))
+    names = "".join(f"{'abcd'[i // 10]}/{i:02}.bmp,{'ab'[i // 10] if i < 20 else ''}\n" for i in range(40))
+    (tmp_path / "rows.csv").write_text(f"path,label\n{names}")
+    (tmp_path / "c" / "25.bmp").unlink()
+    config, seen = config_of(data__source=str(tmp_path / "rows.csv"), data__known_classes=None), []
+    config = override(config, {"data.num_novel": 2, "data.limit": None})
+    for _ in range(2):
+        job = feature_job(config, make_task(read_rows(config.data), config.data), encoder_of(config))
+        kept(tmp_path / "cache", job, seen)
+    assert seen == [[0, 1, 2]]
+
+
 def test_features_without_a_snapshot_are_computed_again(tmp_path, caplog):
     job, seen = job_of(), []
     kept(tmp_path, job)

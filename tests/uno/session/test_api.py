@@ -144,7 +144,8 @@ def test_a_column_of_paths_and_grey_images_are_taken(model, tmp_path):
     expected = model.predict(paths)
     for images in (
         np.array(words), np.array(words, object), np.array(paths), pd.DataFrame({"path": words})["path"],
-        pd.Series(paths), pd.Series(words, dtype="string"), pa.chunked_array([words]), tuple(words), grayscale,
+        pd.Series(paths), pd.Series(words, dtype="string"), pa.chunked_array([words]), tuple(words),
+        grayscale,
     ):  # fmt: skip
         found = model.predict(images)
         np.testing.assert_array_equal(found.probabilities, expected.probabilities)
