@@ -17,6 +17,7 @@ import yaml
 import uno as api
 from pipelines import cli
 from tests.pipelines.small import ROOT, SMALL, refused, write_images
+from tests.uno.data.builders import encoded, pixels
 from uno.config import Config, override
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -254,3 +255,22 @@ def test_known_classes_may_have_the_names_of_discovered_ones(tmp_path):
     assert pairs <= {*known, ("rejected-1", "rejected"), ("owl", "novel")}
     folders = {path.name for path in (tmp_path / "out" / "by_class").iterdir() if path.is_dir()}
     assert folders <= {"000-novel-1", "001-rejected", "rejected", "003-owl"}
+
+
+def test_an_edit_predicts_no_other_images_than_the_runs(tmp_path, capsys):
+    """Overwritten with others of their size. Kills: a table of two data sets."""
+    source, run = tmp_path / "in", tmp_path / "run"
+    paths = [source / f"{'abcd'[i // 20]}" / f"{i}.bmp" for i in range(80)]
+    for seed, path in enumerate(paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(pixels(seed), "BMP"))
+    data = ["--data", f"folder:{source}", "--known-classes", "a,b", "--limit", "80", "--batch-size", "20"]
+    uno("discover", *SMALL, *data, "--discover.epochs", "1", "--output", run)
+    uno("classes", run)
+    paths[5].write_bytes(encoded(pixels(999), "BMP"))
+    before = (run / "predictions.parquet").read_bytes()
+    tree = yaml.safe_load((run / "classes.yaml").read_text())
+    tree["classes"][0]["action"] = "drop"
+    (run / "classes.yaml").write_text(yaml.safe_dump(tree))
+    assert "1 of 1 images that were compared have changed" in refused(capsys, 2, "classes", run, "--apply")
+    assert (run / "predictions.parquet").read_bytes() == before

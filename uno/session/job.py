@@ -160,6 +160,7 @@ def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputCla
     task, done = None, ["the model"]
     if predict or measure:
         task = read_task(config.data)
+        directory.check_images(storage, task.rows)
     elif has_report and (task := open_task(config, storage)[0]) is None:
         print_line(f"warning: {REPORT} stays as it is: the run's data is gone or has changed")
     storage.write(f"{folder}classes.json", data)
