@@ -42,7 +42,7 @@ HEADS = [
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
-    """A file of an encoder that has learnt nothing, with running statistics of its own."""
+    """A file of an encoder that has learned nothing, with running statistics of its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         encoder = build_encoder(small_config().model)
@@ -168,7 +168,7 @@ def test_what_exceeds_the_memory_is_encoded_in_every_epoch(weights, tmp_path, em
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (["--weights", "None"], "model.finetune none needs --weights: an encoder that has learnt nothing"),
+    (["--weights", "None"], "model.finetune none needs --weights: an encoder that has learned nothing"),
     (["--pretext.epochs", "1"], "pretext.epochs must be 0 with model.finetune none"),
     (["--method", "dtc", "--model.prototype_init", "random", "--data.loading", "streaming"], "--data.loading memory"),
     (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),

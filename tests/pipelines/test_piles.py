@@ -53,7 +53,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
     right = values["test/known/task_agnostic_strict/acc/best"]
     assert (
         text.index(first) < text.index(second) < text.index("accuracy, %")
-        and f": {100 * right:.1f} % of" in first
+        and f": {100 * right:.1f}% of" in first
     )
     assert first in (tmp_path / "model/README.md").read_text()
     for split in ("train", "test"):
@@ -152,4 +152,4 @@ def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, mo
     assert found()[0] == before
     (run / "config.yaml").write_text(dump_yaml(first))
     again, text = found("--weights", str(run), "--output", str(tmp_path / "other"))
-    assert (again.data, again.augment) == (first.data, first.augment) and f"as {run} learnt them" in text
+    assert (again.data, again.augment) == (first.data, first.augment) and f"as {run} learned them" in text

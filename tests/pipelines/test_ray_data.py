@@ -232,10 +232,10 @@ def test_what_workers_get_holds_no_hidden_label(tmp_path):
         assert len(truth["train"][0]) > len(other_truth["train"][0])
 
 
-@pytest.mark.parametrize(("cpus_here", "alive", "neighbours", "stays"), [
+@pytest.mark.parametrize(("cpus_here", "alive", "neighbors", "stays"), [
     (3, True, 1, True), (4, True, 2, False), (2.7, True, 1, False), (3, False, 1, False), (6, True, 2, True),
 ])  # fmt: skip
-def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, neighbours, stays):
+def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, neighbors, stays):
     """Workers of a CPU whose share of the cluster is two more. Kills: tasks that wait for ever on a node
     whose CPUs are taken, CPUs of other nodes that idle, a node that has gone.
     """
@@ -244,7 +244,7 @@ def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, n
         {"NodeID": "own", "Alive": alive, "Resources": {"CPU": cpus_here}},
         {"NodeID": "head", "Alive": True, "Resources": {}},
     ]
-    assert ray_data.preferred_node(nodes, "own", 2.0, neighbours, 1.0) == ("own" if stays else None)
+    assert ray_data.preferred_node(nodes, "own", 2.0, neighbors, 1.0) == ("own" if stays else None)
 
 
 @pytest.mark.ray

@@ -101,7 +101,7 @@ def shards(folder):
 @pytest.mark.parametrize(("crop", "side"), [("pad", 8), ("resized", 10)])
 def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     """Stored squares may be larger than the views, images are. Kills: views of another row's numbers,
-    numbers that depend on the share of training rows, an evaluation view that is not the centre, views of
+    numbers that depend on the share of training rows, an evaluation view that is not the center, views of
     test rows, mean and std forgotten.
     """
     config = config_of(

@@ -15,7 +15,7 @@ from uno.config import DataConfig
 from uno.data.cifar import CIFAR10, CIFAR100
 from uno.data.decode import decode
 from uno.data.rows import Rows
-from uno.data.sources import imagenet_wnids, read_folder, read_images, read_rows, read_two_folders, recognise
+from uno.data.sources import imagenet_wnids, read_folder, read_images, read_rows, read_two_folders, recognize
 from uno.errors import ConfigError
 
 from .builders import SHARED, failure, write_cifar, write_hf, write_images
@@ -68,7 +68,7 @@ def test_cifar_pickles_read_as_torchvision_does(tmp_path, layout, protocol, fort
     np.testing.assert_array_equal(rows.images[3], first[3].reshape(3, 32, 32).transpose(1, 2, 0))
     np.testing.assert_array_equal(decode(rows.images[3], 32), first[3].reshape(3, 32, 32))
     assert rows.labels[7] == "class 7" and rows.class_names[2] == "class 2"
-    assert recognise(str(tmp_path)) == layout.prefix
+    assert recognize(str(tmp_path)) == layout.prefix
     assert read(tmp_path / layout.folder).fingerprint == rows.fingerprint
 
 
@@ -156,15 +156,15 @@ def test_missing_cifar_and_its_download(tmp_path, monkeypatch):
     assert "no network" in failure(read, f"cifar10:{tmp_path}/other", download=True)
 
 
-def test_a_bare_path_is_recognised_by_content_not_by_name(tmp_path):
+def test_a_bare_path_is_recognized_by_content_not_by_name(tmp_path):
     """Kills: dispatch by substring (a folder named cifar10 that holds class folders)."""
     write_images(tmp_path / "cifar10-parquet-imagenet", ["cat/a.png", "dog/b.png"])
     write_hf(tmp_path / "folder" / "data", ["a", "b"])
     write_images(tmp_path / "x", ["train/n01440764/a.png", "train/n01530575/b.png"])
     write_images(tmp_path / "y", ["train/cat/a.png", "train/dog/b.png"])
     for name, kind in (("cifar10-parquet-imagenet", "folder"), ("folder", "parquet"), ("x", "imagenet")):
-        assert recognise(str(tmp_path / name)) == kind
-    assert recognise(str(tmp_path / "y")) == "folder" and recognise(f"{tmp_path}/folder/data") == "parquet"
+        assert recognize(str(tmp_path / name)) == kind
+    assert recognize(str(tmp_path / "y")) == "folder" and recognize(f"{tmp_path}/folder/data") == "parquet"
     assert len(read(tmp_path / "folder" / "data" / "train-00000-of-00001.parquet")) == 12
     for layout in (CIFAR10, CIFAR100):
         write_cifar(tmp_path / "z", layout, rows=1)

@@ -22,7 +22,7 @@ from uno.data.files import Storage
 from uno.data.inputs import open_inputs
 from uno.data.pack import pack, store_local
 from uno.data.resident import keep_pixels
-from uno.data.sources import read_rows, recognise
+from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.stream import CropJob, crop_local, streaming_set
 from uno.results.predictions import PredictionWriter, predict_rows, read_columns
@@ -129,12 +129,12 @@ def test_patterns(tmp_path):
     assert "no *.tar files below" in failure(read, f"tar:{tmp_path}/empty")
 
 
-def test_a_folder_of_shards_is_recognised(tmp_path, both):
+def test_a_folder_of_shards_is_recognized(tmp_path, both):
     """Kills: an archive beside class folders taken for the data."""
-    assert recognise(str(tmp_path / "shards")) == "tar"
-    assert recognise(str(tmp_path / "shards" / "train-000.tar")) == "tar"
+    assert recognize(str(tmp_path / "shards")) == "tar"
+    assert recognize(str(tmp_path / "shards" / "train-000.tar")) == "tar"
     write_tar(tmp_path / "images" / "original.tar", [])
-    assert recognise(str(tmp_path / "images")) == "folder"
+    assert recognize(str(tmp_path / "images")) == "folder"
 
 
 def test_the_rows_of_a_folder(both):

@@ -21,7 +21,7 @@ QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
 
 
 def synthetic(num_classes, rows=20, noise=0.25, dims=12, seed=0):
-    """(classes' centres + noise, class of each row): unit vectors around well separated directions."""
+    """(classes' centers + noise, class of each row): unit vectors around well separated directions."""
     generator = np.random.default_rng(seed)
     centers = np.linalg.qr(generator.standard_normal((dims, dims)))[0][:num_classes]
     truth = np.repeat(np.arange(num_classes), rows)
