@@ -23,7 +23,7 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
     "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
     "data": "Check a data set before a run, or pack it into shards: `uno data check --data SOURCE`.",
     "pretrain": "Train the encoder and the known head on the labeled images.",
-    "discover": "Find the novel classes among the unlabeled images; pretrains first unless --weights is given.",
+    "discover": "Find the new classes among the unlabeled images; pretrains first without --weights.",
     "evaluate": "Compute the metrics of a finished run.",
     "predict": "Predict a class for every image of a source.",
     "classes": "Name, merge or drop the discovered classes of a run.",

@@ -33,7 +33,7 @@ SORTED = {
 APPLY = {
     "--apply": switch("Apply classes.yaml to the model and all files of the run."),
     "--file": Argument(
-        "Another classes.yaml, such as the one that the report saves; it replaces RUN/classes.yaml when applied.",
+        "Another classes.yaml, such as the one that the report saves; it replaces RUN/classes.yaml.",
         str | None,
     ),
     "--rename": Argument("Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []),
@@ -43,12 +43,12 @@ TRAINING = PRINT_CONFIG | DRY_RUN | FRESH
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
 DISCOVER = Command("discover", TRAINING)
-EVALUATE = Command("evaluate", RUN, "few", text="Computes RUN/metrics.json again from the checkpoints and the data.")
+EVALUATE = Command("evaluate", RUN, "few", text="Computes RUN/metrics.json from checkpoints and data.")
 PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "few", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
-model_hash. kind is that of the most probable class; known_probability is the total probability of all known classes.
-An unreadable image has status bad and a reason. Labels are ignored. After an interruption the same
+model_hash. kind is that of the most probable class; known_probability is the total probability of all
+known classes. An unreadable image has status bad and a reason. Labels are ignored. After an interruption the same
 command continues.
 
 Without --data it predicts the data that RUN was trained on, into RUN/predictions.parquet; --data needs

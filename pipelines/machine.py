@@ -66,6 +66,7 @@ def _space() -> Iterator[Finding]:
         try:
             free = shutil.disk_usage(folder).free
             text = f"{free / GIB:.0f} GiB free at {folder}"
-            yield Finding("warning", text, "free disk space") if free < LOW_DISK_BYTES else Finding("ok", text)
+            low = Finding("warning", text, "free disk space")
+            yield low if free < LOW_DISK_BYTES else Finding("ok", text)
         except OSError as error:
             yield Finding("error", f"{folder}: {error.strerror}")

@@ -43,7 +43,8 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
 
         store = store_on_ray(ray, workers) if workers else store_local(num_threads(config))
         found = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, store, show)
-    counts = f"{plural(found.rows, 'image')}, {found.packed:,} packed, {found.bad:,} bad, {plural(found.shards, 'shard')}"
+    counts = f"{plural(found.rows, 'image')}, {found.packed:,} packed, {found.bad:,} bad, "
+    counts += plural(found.shards, "shard")
     print_line(f"{counts}: {config.output}")
     return 0
 

@@ -98,9 +98,7 @@ def _with_tokens(error: Exception) -> str:
     """One line; Ray's own does not say that a token is missing or wrong, which is what it mostly is."""
     mode = os.environ.get(AUTH_MODE, "")
     if mode.lower() != "token":
-        wanted = (
-            f"{AUTH_MODE}=token and its token in ~/.ray/auth_token ({AUTH_MODE} is {mode or 'unset'})"
-        )
+        wanted = f"{AUTH_MODE}=token and its token in ~/.ray/auth_token ({AUTH_MODE} is {mode or 'unset'})"
         return f"{one_line(error)}; a cluster with tokens needs {wanted}"
     return f"{one_line(error)}; check that ~/.ray/auth_token holds the token of the cluster"
 
@@ -164,7 +162,9 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
         return {"CPU": cpus}
     each, has = config.compute.gpus_per_worker, cluster.get("GPU", 0)
     if each > 1 and each % 1:
-        raise ConfigError(f"compute.gpus_per_worker is {each:g}: it must be a fraction of one GPU or a whole number")
+        raise ConfigError(
+            f"compute.gpus_per_worker is {each:g}: use a fraction of one GPU, or a whole number"
+        )
     if workers * each > has:
         raise ConfigError(f"{workers} workers need {workers * each:g} GPUs, the cluster has {has:g}")
     return {"CPU": cpus, "GPU": each}

@@ -46,8 +46,8 @@ from uno.session.console import print_line
 from uno.session.data import read_task
 from uno.session.resolve import resolve, with_full_path
 from uno.session.settings import checked_output
-from uno.weights import is_file
 from uno.text import plural
+from uno.weights import is_file
 
 
 class Request(NamedTuple):

@@ -122,7 +122,7 @@ class SweepSearcher(Searcher):
             return
         complete = trial.last_epoch >= self._num_epochs
         if failure or (error and not self._stopping()):
-            trial.status, trial.reason = FAILED, failure.get("reason", "the process died; it may be out of memory")
+            trial.status, trial.reason = FAILED, failure.get("reason", "the process died (out of memory?)")
         elif error or (not complete and (self._stopping() or not trial.epochs)):
             return
         else:

@@ -120,7 +120,7 @@ def _from_torchvision(what: str) -> nn.Module:
 
     check_name("torchvision", what)
     if what in ("googlenet", "inception_v3"):
-        raise ConfigError(f"model.encoder torchvision:{what} returns several outputs in training; choose another")
+        raise ConfigError(f"model.encoder torchvision:{what} returns several outputs; choose another")
     encoder = models.get_model(what, weights=None)
     name = classifier_of(encoder)
     if not name:
@@ -213,7 +213,7 @@ def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
             has_token = any(getattr(module, name, None) is not None for name in ("cls_token", "class_token"))
             return output[:, 0] if has_token else output.mean(dim=1)
     what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    raise ConfigError(f"the encoder returns {what}, not vectors (B, D), tokens (B, T, D) or maps (B, D, h, w)")
+    raise ConfigError(f"the encoder returns {what}, not vectors (B, D), tokens (B, T, D) or (B, D, h, w)")
 
 
 def image_side(encoder: nn.Module) -> int:

@@ -127,7 +127,7 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
             keys = "--augment.large.size and --data.stored-size"
             why = one_line(error)[:120]
-            raise ConfigError(f"model.encoder {name} does not accept images of {side} px ({keys}): {why}") from None
+            raise ConfigError(f"model.encoder {name} does not accept {side} px ({keys}): {why}") from None
 
 
 def is_file(source: str | None) -> bool:

@@ -103,7 +103,7 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
         yield Problem("warning", "num_novel is 1: every unlabeled image will be in the single novel class")
     if task.num_novel < len(task.novel):
         hidden = f"the {len(task.novel)} hidden classes"
-        yield Problem("warning", f"num_novel {task.num_novel} is below {hidden}: some classes share a cluster")
+        yield Problem("warning", f"num_novel {task.num_novel} is below {hidden}: classes share clusters")
     in_training = _counts(task)[:-1, :2].sum(axis=1).tolist()
     classes = list(zip(map(printable, task.known + task.novel), in_training, strict=True))
     for kind, members in (("known", classes[: task.num_known]), ("novel", classes[task.num_known :])):
@@ -112,7 +112,8 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
             if found:
                 listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
                 level = "error" if kind == "known" and num == 0 else "warning"
-                yield Problem(level, f"{plural(len(found), f'{kind} class has', f'{kind} classes have')} {what}: {listed}")
+                num = plural(len(found), f"{kind} class has", f"{kind} classes have")
+                yield Problem(level, f"{num} {what}: {listed}")
 
 
 def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
@@ -135,12 +136,12 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
         yield Problem("error", str(error))
         return
     if labeled < size and config.model.weights is None:
-        text = f"fewer labeled images ({labeled}) than batch_size ({size}): a pretraining batch holds all of them"
+        text = f"fewer labeled images ({labeled}) than batch_size ({size}): pretraining batches hold all"
         yield Problem("warning", text)
     each = plan.unlabeled_size / num_classes
     if each < MIN_ROWS_PER_CLUSTER:
         text = (
-            f"a batch has {plan.unlabeled_size} unlabeled images for {num_classes} classes, {each:.1f} per class; "
+            f"a batch has {plan.unlabeled_size} unlabeled images for {num_classes} classes, {each:.1f} each; "
         )
         text += f"pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size"
         yield Problem("warning", text)
@@ -169,10 +170,8 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
             shuffled = np.random.default_rng(config.seed).permutation(len(members))
             usual, found = (largest_share(classes[members[o]], size, workers) for o in (shuffled, order))
             if found > SORTED * usual:
-                text = f"the images are sorted by class: when streamed, one class has {found:.0%} of a batch's "
-                text += (
-                    f"{'un' if kind is unlabeled else ''}labeled images ({usual:.0%} if shuffled), "
-                )
+                text = f"images are sorted by class: when streamed, one class has {found:.0%} of a batch's "
+                text += f"{'un' if kind is unlabeled else ''}labeled images ({usual:.0%} if shuffled), "
                 yield Problem(
                     "warning", text + "which breaks clustering with equal sizes; shuffle with uno data pack"
                 )

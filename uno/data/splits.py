@@ -101,7 +101,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         if not chosen:
             raise ConfigError(f"{source}: no training image has a label; known classes need labeled images")
         if in_training.given.all():
-            fix = "--known-classes first:N to hide the other labels (benchmark), or add images without a label"
+            fix = "--known-classes first:N to hide the other labels (benchmark), or add unlabeled images"
             raise ConfigError(f"{source}: every training image is labeled: nothing to discover; pass {fix}")
         novel = [name for name in order_classes(rows.truth.present, rows.class_names) if name not in chosen]
     if num_novel is None:
@@ -151,8 +151,8 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
 def decide_setting(
     config: Config, declared: Sequence[str], began: bool = False
 ) -> tuple[Literal["ncd", "gcd"], str]:
-    """What ``data.setting`` means, and a sentence that says why. ``declared``: the classes that the source says
-    are known; ``began``: it is that of a run that goes on.
+    """What ``data.setting`` means, and a sentence that says why. ``declared``: the classes that the source
+    says are known; ``began``: it is that of a run that goes on.
 
     Of rows that truly lack a label nobody knows the classes, so mixed is the safe answer: a known image in a
     pile taken for novel is forced into a new class. What knows only novel piles takes them for that.
@@ -161,7 +161,8 @@ def decide_setting(
     if data.setting != "auto":
         return (
             data.setting,
-            f"setting: {data.setting.upper()} ({'of the stored run' if began else '--data.setting'}): {SETTINGS[data.setting]}",
+            f"setting: {data.setting.upper()} ({'of the stored run' if began else '--data.setting'}): "
+            f"{SETTINGS[data.setting]}",
         )
     told = data.known_classes is not None or bool(declared)
     if data.unlabeled_known_fraction:

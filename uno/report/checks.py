@@ -25,7 +25,7 @@ CHECKED = (  # for the page
     f"collapse (classes with less than {UNUSED:.0%} of an equal share), "
     f"imbalance (largest more than {UNEVEN:g} times the smallest), "
     f"classes of fewer than {MIN_ROWS} images, classes more similar than {SIMILAR:g}, "
-    f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, a chosen head that disagrees with the others, "
+    f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, a best head unlike the others, "
     f"median confidence below {LOW_CONFIDENCE:.0%}, "
     f"more than {ABSORBED:.0%} of the images of the NCD setting assigned to known classes, "
     "accuracy not above k-means, skipped training steps, unfinished phases, unreadable images"
@@ -92,7 +92,7 @@ def _doubts(sample: Sample, findings: SampleSummary, mixed: bool) -> Warnings:
         yield (
             f"Heads disagree: on average only {findings.mean_agreement:.0%} of the heads assign an image to "
             "the same class",
-            "The clusters depend on the initialization of a head: train longer or try another number of classes.",
+            "Clusters depend on the initialization: train longer or try another number of classes.",
         )
     elif sample.num_heads > 2:
         shares = np.delete(findings.pairs, sample.best_head, axis=1)  # (H, H - 1)
@@ -103,8 +103,8 @@ def _doubts(sample: Sample, findings: SampleSummary, mixed: bool) -> Warnings:
             yield (
                 f"Heads disagree: the chosen one agrees with each of the others on {own:.1%} of the images, "
                 f"they with each other on {theirs:.1%}",
-                "The head with the lowest training loss disagrees with the others: look at images of a low head_agreement "
-                "in predictions.parquet, or compare with another --seed.",
+                "The head with the lowest training loss disagrees with the others: look at images with low "
+                "head_agreement in predictions.parquet, or compare with another --seed.",
             )
     if findings.median_confidence < LOW_CONFIDENCE:
         yield (

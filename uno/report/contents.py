@@ -77,7 +77,7 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
         return None, f"The data of the run cannot be read, so this report shows no images: {error}"
     if recorded in (None, task.rows.fingerprint):
         return task, ""
-    return None, "The data has changed since the run (its fingerprint differs), so this report shows no images."
+    return None, "The data has changed (its fingerprint differs), so this report shows no images."
 
 
 def _looked(task: Task, sample: Sample, findings: SampleSummary, seed: int) -> dict[str, Any]:

@@ -82,7 +82,7 @@ NOVEL_BASELINES = [
 ]  # fmt: skip
 ACCURACY = Table("accuracy, %", {"known": "known", "novel": "novel", "all": "all"}, accuracy_rows())
 GENERALIZED = Table("unlabeled images, %", {"all": "All", "old": "Old", "new": "New"}, [
-    Row("One matching", "Old: known classes; new: novel classes. Every unlabeled image can be assigned to any "
+    Row("One matching", "Old: known classes; new: novel classes. Any unlabeled image can be assigned to any "
         "output; one matching of all classes to all outputs.",
         "{split}/unlabeled/gcd/{group}/{which}"),
     Row("k-means on features", "As many clusters as classes, no labels.", "baseline/kmeans/gcd/{group}"),

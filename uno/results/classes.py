@@ -220,11 +220,12 @@ def with_names(
         if not (equals and new):
             raise ConfigError(f"--rename expects INDEX=NAME or NAME=NAME, such as 5=nine, got {word!r}")
         if index is None:
-            hint = did_you_mean(old, now, f"discovered classes are {min(now.values())} to {max(now.values())}")
+            hint = did_you_mean(old, now, f"they are {min(now.values())} to {max(now.values())}")
             raise ConfigError(f"--rename {word}: there is no discovered class {old!r}{hint}")
         entry = re.search(rf"^- index: {index}(?: .*)?\n  name: (.*)$", text, re.M)
         if entry is None:
-            raise ConfigError(f"{where}: cannot edit class {index} automatically: its entry was changed by hand; edit the name in the file")
+            why = "its entry was changed by hand; edit the name in the file"
+        raise ConfigError(f"{where}: cannot edit class {index} automatically: {why}")
         text = text[: entry.start(1)] + _scalar(new) + text[entry.end(1) :]
     return text.encode()
 

@@ -99,7 +99,7 @@ class Metric(NamedTuple):
 METRICS = {
     "acc": Metric(cluster_accuracy, "accuracy", "images that agree under the best matching", is_share=True),
     "nmi": Metric(nmi, "NMI", "normalized mutual information of clusters and classes"),
-    "ari": Metric(ari, "ARI", "adjusted Rand index: pairs of images in the same or in different clusters, 0 by chance"),
+    "ari": Metric(ari, "ARI", "adjusted Rand index: pairs of images together or apart, 0 by chance"),
     "purity": Metric(purity, "purity", "images in the majority class of their cluster", is_share=True),
 }
 """By their names in the paths of ``metrics.json``. Console, model card and report show every entry."""

@@ -54,8 +54,9 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
     elif values.get(HELD_OUT, 1.0) < min(values[KMEANS], values[NEAR]):
         advice = "known classes are not separated either: try pretrained weights or larger images"
     else:
-        advice = "the features do not separate these classes: try another number of classes or longer training"
-    return Verdict(word, (first, f"k-means agrees on {kmeans} of the unlabeled images, nearest neighbors on {near} ({advice})"))
+        advice = "the features do not separate these classes: try another number of them or longer training"
+    second = f"k-means agrees on {kmeans} of the unlabeled images, nearest neighbors on {near} ({advice})"
+    return Verdict(word, (first, second))
 
 
 def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
@@ -66,7 +67,7 @@ def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
         text += f" (training images: {100 * values[TRAINING]:.1f}%)" if TRAINING in values else ""
         return "not trustworthy" if signs < DOUBTED else "doubtful", text
     rows, score = round(values[HELD_OUT_ROWS]), values[SCORE]
-    text = f"{100 * values[HELD_OUT]:.1f}% of {plural(rows, 'held-out labeled image')} are classified correctly"
+    text = f"{100 * values[HELD_OUT]:.1f}% of {plural(rows, 'held-out labeled image')} are correct"
     if score < DOUBTED:
         return "not trustworthy", text
     if rows < MIN_HELD_OUT:

@@ -127,7 +127,8 @@ def diagnose(storage: Storage) -> Iterator[Finding]:
         yield from _of_checkpoints(storage, phase)
     lines = len(read_journal(storage))
     damaged = len(storage.read(METRICS_FILE).splitlines()) - lines if storage.exists(METRICS_FILE) else 0
-    cut = Finding("warning", f"{METRICS_FILE}: {plural(damaged, 'unreadable line')}", "the next start removes them")
+    found = f"{METRICS_FILE}: {plural(damaged, 'unreadable line')}"
+    cut = Finding("warning", found, "the next start removes them")
     yield cut if damaged else Finding("ok", f"{METRICS_FILE}: {plural(lines, 'line')}")
     if not storage.exists(RESULTS_FILE):
         yield Finding("ok", "not finished: the same command resumes")
@@ -136,7 +137,7 @@ def diagnose(storage: Storage) -> Iterator[Finding]:
     else:
         yield Finding("warning", f"{RESULTS_FILE} is damaged", "the same command rewrites it")
     who, lives = lock.lock_owner(storage) or ("no command", True)
-    gone = Finding("warning", f"{who} locked the directory and no longer runs", "the next command removes the lock")
+    gone = Finding("warning", f"{who} has the lock and no longer runs", "the next command removes it")
     yield Finding("ok", f"{who} is using this directory") if lives else gone
     for name in _leftovers(storage):
         what = LEFTOVERS.get(name, "an unfinished write")

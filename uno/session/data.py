@@ -113,7 +113,8 @@ def load_features(
     def computed(numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         rows = sum(len(job.rows(number)) for number in numbers)
         have = f" ({len(task.rows) - rows:,} cached)" if rows < len(task.rows) else ""
-        print_line(f"features: {plural(rows, 'image')} through {config.model.encoder}{have}; cache: {cache.path}")
+        found = f"{plural(rows, 'image')} through {config.model.encoder}{have}"
+        print_line(f"features: {found}; cache: {cache.path}")
         for number, data in compute(job, encoder, numbers, place):
             yield number, data
             if should_stop():

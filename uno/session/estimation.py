@@ -32,7 +32,8 @@ def estimate_classes(
     for line in (reason, *lines):
         print_line(line)
     (labeled, unlabeled), known = task.sizes, f"{len(task.known)} known classes"
-    print_line(f"data: {task.rows.source}: {plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled")
+    found = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
+    print_line(f"data: {task.rows.source}: {found}")
     if dry_run:
         what = f"pretrain {settings.num_splits} encoders, each on some known classes"
         what = "cluster the features of the frozen encoder" if config.model.finetune == "none" else what

@@ -47,8 +47,8 @@ from uno.session.place import Place, TrainingJob, place_of
 from uno.session.predict import predict_run, unlabeled_rows
 from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
 from uno.session.resources import check_memory, forecast, on_features
-from uno.weights import PRETRAINED_FILE
 from uno.text import plural
+from uno.weights import PRETRAINED_FILE
 
 
 def discover(
@@ -206,8 +206,8 @@ def preflight(config: Config, task: Task | None = None) -> Task:
     run.plans(config, labeled, unlabeled, config.compute.num_workers)
     if config.compute.num_workers == 0:
         local_device(config)
-    rows = f"{plural(labeled, 'labeled image')} of {plural(len(task.known), 'known class', 'known classes')}, "
-    rows += f"{unlabeled:,} unlabeled"
+    known = plural(len(task.known), "known class", "known classes")
+    rows = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
     test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
     for count, what in ((test, "test"), (unseen - test, "held out for validation")):
         rows += f", {count:,} {what}" if count else ""
@@ -280,7 +280,8 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
     print_line(format_report(task, check(task, config)))
     for name, plan in run.plans(config, *task.sizes, config.compute.num_workers).items():
         if name in phases:
-            epochs = f"{plural(getattr(config, name).epochs, 'epoch')} of {plural(plan.steps_per_epoch, 'step')}"
+            steps = plural(plan.steps_per_epoch, "step")
+            epochs = f"{plural(getattr(config, name).epochs, 'epoch')} of {steps}"
             print_line(
                 f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled images"
             )
@@ -288,7 +289,8 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
         once = override(config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder})
         if on_features(config):  # which take minutes, and would be kept
             if registry.load(config).needs_images:
-                return print_line(f"dry run: no step was taken, because method {config.method} first computes features of all images")
+                why = f"method {config.method} first computes features of all images"
+                return print_line(f"dry run: no step was taken, because {why}")
             once = override(once, {"data.loading": "streaming"})
         with lock.lock_run(Storage(folder), on_wait=print_line) as claim:
             if own_weights is not None:

@@ -118,7 +118,7 @@ def with_full_path(config: Config) -> Config:
             raise ConfigError(f"model.weights: no such file {source}")
     elif not checkpoint_steps(Storage(source), PRETRAIN):
         raise ConfigError(
-            f"model.weights: {source} is neither a {', '.join(weights.SUFFIXES)} file nor a run with a pretrained encoder"
+            f"model.weights: {source} is neither a {', '.join(weights.SUFFIXES)} file nor a pretrained run"
         )
     return override(config, {"model.weights": source})
 

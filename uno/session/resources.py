@@ -320,10 +320,9 @@ def advice(config: Config, cpus: float, each: dict[str, float], rate: float | No
     """
     workers, size, on_gpus = config.compute.num_workers, config.train.batch_size, "GPU" in each
     if on_gpus and size < MIN_GPU_ROWS * workers and not on_features(config):
-        text = (
-            f"batches of {size:,} images are {size / workers:g} per GPU on {workers} GPUs; below {MIN_GPU_ROWS} the"
-        )
-        yield f"warning: {text} GPUs wait for each other: use fewer --workers, or a larger --batch-size"
+        text = f"batches of {size:,} images are {size / workers:g} for each of {workers} GPUs"
+        advice = "use fewer --workers, or a larger --batch-size"
+        yield f"warning: {text}, which wait for each other below {MIN_GPU_ROWS}; {advice}"
     if rate is None:
         return
     cores = (cpus - workers * each["CPU"]) / workers

@@ -91,7 +91,7 @@ def rkd(tmp_path: Path) -> Config:
 
 
 def test_the_teacher_of_rkd_is_a_known_head_on_the_features(rkd, tmp_path):
-    """Kills: a teacher that has learned nothing, one that starts the student, one that is lost in a resume."""
+    """Kills: an untrained teacher, one that starts the student, one that is lost in a resume."""
     train, whole = feature_set(), Storage(str(tmp_path / "whole"))
     assert run.phases(rkd) == (PRETRAIN, DISCOVER)
     run.run_phase(rkd, PRETRAIN, train, HERE, whole)
