@@ -46,7 +46,7 @@ def finished(tmp_path_factory) -> Path:
     (["--objective.epsilonn", "1"], "did you mean --objective.epsilon?"),
     (["--data", "folder:/no/such/place"], "/no/such/place"),
     (["--known-classes", "0,1,eleven"], "eleven"),
-    (["--known-classes", "first:10"], "none is left to discover"),
+    (["--known-classes", "first:10"], "nothing to discover"),
     (["--num-novel", "1000"], "fewer than the 1000 classes to discover"),
     (["--batch-size", "34"], "divide by 2 workers"),
     (["--weights", "/no/such/run"], "model.weights: /no/such/run"),
@@ -68,7 +68,7 @@ def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says, 
 
 @pytest.mark.parametrize(("counts", "argv", "says"), [
     ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
-    ({"cat": 40}, ["--known-classes", "first:1"], "none is left to discover"),
+    ({"cat": 40}, ["--known-classes", "first:1"], "nothing to discover"),
     ({"cat": 40}, [], "every training row is labeled"),
     ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "fewer than the 9"),
 ])  # fmt: skip

@@ -168,7 +168,7 @@ def test_what_exceeds_the_memory_is_encoded_in_every_epoch(weights, tmp_path, em
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (["--weights", "None"], "model.finetune none needs --weights: an encoder that has learned nothing"),
+    (["--weights", "None"], "model.finetune none needs pretrained weights"),
     (["--pretext.epochs", "1"], "pretext.epochs must be 0 with model.finetune none"),
     (["--method", "dtc", "--model.prototype-init=random", "--data.loading", "streaming"], "loading memory"),
     (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),
@@ -270,7 +270,7 @@ def test_two_ray_workers_compute_the_same_features(
     assert cli.main([*argv, str(tmp_path / "nan.safetensors"), "--overwrite"]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small gives numbers that are not finite"
+    assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small returns non-finite numbers"
     shutil.rmtree(empty_cache)
     assert cli.main([*argv, str(weights), "--overwrite"]) == 0
     (ours,) = empty_cache.glob("features/*")

@@ -106,7 +106,7 @@ def test_what_is_nobodys_fault_may_happen_any_number_of_times(group, end, caplog
 
 
 @pytest.mark.parametrize(("end", "code", "says"), [
-    (DIED, 75, "again and again before a new checkpoint .ActorDiedError: ActorDiedError of Ray.: is"),
+    (DIED, 75, "keep dying before a new checkpoint .ActorDiedError: ActorDiedError of Ray.: is"),
     (LOST, 75, "WorkerHealthCheckFailedError"), (SLOW, 4, "SLOW_DOWN"),
 ], ids=["died", "lost", "slow"])  # fmt: skip
 def test_what_goes_on_without_a_checkpoint_ends_as_one_line_of_ours(group, end, code, says):

@@ -28,7 +28,7 @@ def node(name, total, free=None, leaving=False):
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """``cluster((nodes, fits), ...)``: what the head says each second, the last of them again and again, and
+    """``cluster((nodes, fits), ...)``: what the head says each second, the last of them keep dying, and
     whether all that is wanted fits; the place that is asked.
     """
 
@@ -112,7 +112,7 @@ def test_nodes_are_waited_for_with_a_line_every_30_s(cluster, capsys):
     place = cluster(*[few] * 96, more)
     assert wait_for_resources(config_of(cpus_per_worker=1.0), lambda: False) == {"CPU": 1.0}
     lines = capsys.readouterr().out.splitlines()
-    wanted = "wanted are 2 workers of 1 CPU and one CPU for Ray Data; there are 2 CPU (2 free) on 1 node"
+    wanted = "need 2 workers with 1 CPU each, and 1 CPU for Ray Data; available: 2 CPU (2 free) on 1 node"
     assert lines == [f"waiting for nodes: {wanted}"] * 4  # after 0, 30, 60 and 90 of 96 seconds
     assert place.release.called
 
@@ -147,7 +147,7 @@ def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, m
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
         wait_for_resources(gpus, lambda: False, nodes.startup_timeout_s(gpus))
-    assert capsys.readouterr().out.count("waiting up to 10 minutes for nodes: wanted are 2 workers") == 20
+    assert capsys.readouterr().out.count("waiting up to 10 minutes for nodes: need 2 workers") == 20
     cluster(([node("a", BIG, {"CPU": 1.5})], False))
     with pytest.raises(ConfigError, match=r"there are 4 CPU \(1.5 free\)"):
         wait_for_resources(config_of(), lambda: False, nodes.startup_timeout_s(gpus))
@@ -230,7 +230,7 @@ def test_what_is_there_is_said_without_the_nodes_that_leave():
         {"CPU": 1.0, "GPU": 1.0}, 1, [node("a", BIG, {"CPU": 0.1}), node("b", BIG, leaving=True)]
     )
     there = "there are 4 CPU (0.1 free), 0 GPU (0 free) on 1 node, 1 more told to leave"
-    assert found == f"wanted are 1 worker of 1 CPU, 1 GPU and one CPU for Ray Data; {there}"
+    assert found == f"need 1 worker with 1 CPU, 1 GPU each, and 1 CPU for Ray Data; {there}"
 
 
 def test_a_node_that_leaves_is_noticed_once_and_only_where_workers_are(monkeypatch):

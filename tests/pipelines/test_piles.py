@@ -44,7 +44,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
     ]
     text = said(capsys, *argv)
     assert (
-        "setting: gcd, as --data.unlabeled-known-fraction asks: unlabeled rows may be of known classes"
+        "setting: gcd, as --data.--data.unlabeled-known-fraction: unlabeled rows may be of known classes"
         in text
     )
     assert "unlabeled rows, %" in text and "setting: gcd" in (tmp_path / "config.yaml").read_text()
@@ -72,7 +72,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
         mass = row["known_probability"] if row["kind"] == "known" else 1 - row["known_probability"]
         assert mass >= row["probability"] - 1e-5  # the class is one of its kind
     again = said(capsys, *argv[:-2], "--output", tmp_path)
-    assert "setting: gcd, as it began" in again and "nothing is trained again" in again
+    assert "setting: gcd, of the stored run" in again and "nothing is trained again" in again
     assert "other settings: data.setting" in refused(capsys, 2, *argv, "--data.setting", "ncd")
 
 
@@ -88,7 +88,9 @@ def test_rows_that_truly_lack_labels_are_taken_for_mixed(tmp_path, capsys):
     assert line.startswith("setting: gcd, as nobody knows") and "--data.setting ncd" in line
     text = said(capsys, "data", "check", *argv, "--method", "rs")
     assert "setting: ncd, the only kind here (data.setting gcd does not go with method rs)" in text
-    assert "as told: every unlabeled row" in said(capsys, "data", "check", *argv, "--data.setting", "ncd")
+    assert "--data.setting.: unlabeled images belong to new" in said(
+        capsys, "data", "check", *argv, "--data.setting", "ncd"
+    )
     refused(capsys, 2, "discover", *argv, "--method", "rs", "--data.setting", "gcd")
 
 

@@ -14,7 +14,7 @@ from uno.runs.checkpoint import checkpoint_steps
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SPREAD = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement_strategy", "SPREAD"]
-WAITS = "waiting for nodes: wanted are 2 workers of 1 CPU"
+WAITS = "waiting for nodes: need 2 workers with 1 CPU"
 
 
 @pytest.fixture

@@ -112,8 +112,8 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
             if found:
                 listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
                 level = "error" if kind == "known" and num == 0 else "warning"
-                num = plural(len(found), f"{kind} class has", f"{kind} classes have")
-                yield Problem(level, f"{num} {what}: {listed}")
+                few = plural(len(found), f"{kind} class has", f"{kind} classes have")
+                yield Problem(level, f"{few} {what}: {listed}")
 
 
 def _of_batches(task: Task, config: Config) -> Iterator[Problem]:

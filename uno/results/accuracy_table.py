@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from uno.results.metrics import METRICS, PROTOCOLS
 
-SPLITS = {"train": "training images", "test": "images not trained on"}
+SPLITS = {"train": "training images", "test": "unseen images"}
 LEGEND = """\
 avg / best: mean over heads / the head with the lowest training cluster loss
-official: novel images matched to any output    joint: one matching of all images
+official: novel images matched to any output   joint: one matching of all images
 strict: novel images matched to novel outputs only, predicted known = error"""
 
 

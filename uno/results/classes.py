@@ -225,7 +225,7 @@ def with_names(
         entry = re.search(rf"^- index: {index}(?: .*)?\n  name: (.*)$", text, re.M)
         if entry is None:
             why = "its entry was changed by hand; edit the name in the file"
-        raise ConfigError(f"{where}: cannot edit class {index} automatically: {why}")
+            raise ConfigError(f"{where}: cannot edit class {index} automatically: {why}")
         text = text[: entry.start(1)] + _scalar(new) + text[entry.end(1) :]
     return text.encode()
 

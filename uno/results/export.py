@@ -199,7 +199,8 @@ def origin(net: ModelConfig) -> str:
     if net.weights is None:
         library = net.encoder.partition(":")[0]
         random = library in ("torchvision", "timm", *OWN_ENCODERS)
-        return f"trained in this run, from {'random' if random else 'the weights of the callable'}"
+        start = "random initialization" if random else "the weights of the callable"
+        return f"trained in this run from {start}"
     if net.weights == PRETRAINED:
         about = describe_encoder(net.encoder)
         terms = f", license {about.license}" if about.license else ""

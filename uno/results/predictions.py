@@ -266,7 +266,7 @@ class PredictionWriter:
             foreign.append(FILE)
         if foreign:
             advice = "choose another --output"
-        raise ConfigError(f"{storage.path(foreign[0])} was not written by uno predict; {advice}")
+            raise ConfigError(f"{storage.path(foreign[0])} was not written by uno predict; {advice}")
         if begun == claim:
             return False
         if not replace and (finished is not None or claimed):

@@ -114,7 +114,7 @@ def lock_owner(storage: Storage, on_wait: Callable[[str], None] | None = None) -
     found = now = _read(storage)
     if found is not None and on_wait is not None:
         why = f"waiting {WATCH_S:g} s to see whether that process is alive"
-    on_wait(f"{storage.uri} is locked by {_who(found)}; {why}")
+        on_wait(f"{storage.uri} is locked by {_who(found)}; {why}")
     end = time.monotonic() + WATCH_S
     while now is not None and now == found and time.monotonic() < end:
         time.sleep(RENEW_S / 4)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from uno.config import RENAMED, OWN_ENCODERS, Config, field_names, field_traits, flatten, load_yaml, override
+from uno.config import OWN_ENCODERS, RENAMED, Config, field_names, field_traits, flatten, load_yaml, override
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
 from uno.methods.registry import settings as method_settings

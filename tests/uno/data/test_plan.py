@@ -145,7 +145,7 @@ def test_windows_read_few_row_groups_at_a_time():
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    (("proportional", 512, 40_000, 10_000, 4), "410 labeled + 102 unlabeled rows do not divide by 4"),
+    (("proportional", 512, 40_000, 10_000, 4), "410 labeled + 102 unlabeled images do not divide by 4"),
     (("proportional", 512, 100, 100), "nearest batch_size that works: 200"),
     (("balanced", 7, 100, 100), "even size"),
     (("balanced", 300, 100, 100), "nearest batch_size that works: 200"),
@@ -166,4 +166,4 @@ def test_pretraining_takes_labeled_rows_only():
     discovery = make_plan(0, "proportional", 8, 30, 30)
     assert (Order(plan).rows(0)[0][:4] != Order(discovery).rows(0)[0][:4]).any()
     assert "nearest: 8 or 10" in failure(make_pretrain_plan, 0, 9, 30, 2)
-    assert "1 labeled rows are too few for 2 workers" in failure(make_pretrain_plan, 0, 8, 1, 2)
+    assert "too few labeled images (1) for 2 workers" in failure(make_pretrain_plan, 0, 8, 1, 2)

@@ -176,7 +176,7 @@ def test_a_bare_path_is_recognized_by_content_not_by_name(tmp_path):
 def test_unknown_prefix_suggests_the_nearest(tmp_path):
     assert "did you mean cifar10:/x" in failure(read, "cifar-10:/x")
     assert "did you mean imagenet:/x" in failure(read, "imagnet:/x")
-    assert "known are digits, cifar10:" in failure(read, "qqq:/x")
+    assert "choose from digits, cifar10:" in failure(read, "qqq:/x")
     assert "did you mean 'digits'?" in failure(read, "digit")
     write_images(tmp_path / "odd:name", ["cat/a.png"])
     assert len(read(tmp_path / "odd:name")) == 1
@@ -210,7 +210,7 @@ def test_train_and_test_folders(tmp_path, name):
     rows = read(tmp_path)
     assert rows.ids == sorted(["train/cat/b.png", "train/dog/a.png", f"{name}/dog/a.png"])
     assert sorted(zip(rows.split, rows.labels, strict=True))[0] == ("test", "dog")
-    assert "1 images outside" in rows.notes[0]
+    assert "ignored 1 image outside" in rows.notes[0]
 
 
 def test_odd_folders(tmp_path):
@@ -253,7 +253,7 @@ def test_links_stay_inside(tmp_path):
     assert "cat/again.png" in rows.ids and len(rows) == 4
     for target, link in (("outside/secret.png", "cat/b.png"), ("data", "loop")):
         os.symlink(tmp_path / target, tmp_path / "data" / link)
-        assert "leads outside" in failure(read, tmp_path / "data")
+        assert "points outside" in failure(read, tmp_path / "data")
         os.unlink(tmp_path / "data" / link)
 
 
@@ -283,7 +283,7 @@ def test_imagenet_split(tmp_path):
         write_images(tmp_path, map(place.format, ("n01440764", a[0], only_b)))
     rows = read(f"imagenet:{tmp_path}", imagenet_split="A")
     assert rows.known == ("n01440764",) and set(rows.labels) == {"n01440764", a[0]}
-    assert rows.notes == ("1 held-out classes that are not in split A are left out",)
+    assert rows.notes == ("ignored 1 held-out class not in split A",)
     assert (~rows.is_train).sum() == 2
     other = read(f"imagenet:{tmp_path}", imagenet_split="B")
     assert set(other.labels) == {"n01440764", only_b} | ({a[0]} & set(b))
@@ -319,8 +319,11 @@ def test_what_is_no_image_is_named(tmp_path):
         (tmp_path / name).write_bytes(b"x")
     rows = read_two_folders(str(tmp_path / "known"), str(tmp_path / "new"))
     assert len(rows) == 3
-    assert rows.notes[0].endswith("known are left out: 1 .heic (photographs; save them as JPEG)")
-    assert rows.notes[1].startswith("4 files below ") and "1 .mov (video; take still images)" in rows.notes[1]
+    assert rows.notes[0].endswith("known: 1 .heic (photographs; save them as JPEG)")
+    assert (
+        rows.notes[1].startswith("ignored 4 files below ")
+        and "1 .mov (video; take still images)" in rows.notes[1]
+    )
     assert "1 .txt" in rows.notes[1] and "1 without a suffix" in rows.notes[1] and "DS_S" not in rows.notes[1]
     assert read_folder(str(tmp_path / "known")).notes == rows.notes[:1]
     (tmp_path / "new" / "3.jpg").unlink()

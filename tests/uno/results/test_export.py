@@ -97,7 +97,7 @@ def test_what_computes_something_else_is_not_handed_out(tmp_path, monkeypatch):
 
 def test_onnx_computes_the_same_or_says_what_is_missing(tmp_path):
     model = tiny_model(tmp_path)
-    with pytest.raises(ConfigError, match="known are encoder, pt2, onnx"):
+    with pytest.raises(ConfigError, match="choose from encoder, pt2, onnx"):
         export(model, "tflite")
     if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
         with pytest.raises(ConfigError, match="pip install onnx onnxscript onnxruntime"):
@@ -158,15 +158,18 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
     [
         (
             {"model__encoder": "resnet18", "model__weights": "pretrained"},
-            "started from the library's own, torchvision ",
+            "- Weights: torchvision ",
         ),
         ({"model__encoder": "torchvision:vit_h_14", "model__weights": "pretrained"}, "license https"),
         (
             {"model__weights": "/home/me/mine.safetensors"},
-            "started from mine.safetensors; what those have seen",
+            "mine.safetensors (pretraining data unknown)",
         ),
-        ({}, "- Weights: trained here, from random ones."),
-        ({"model__encoder": f"{TOYS}:vit"}, "- Weights: trained here, from those that the callable gives."),
+        ({}, "- Weights: trained in this run from random initialization."),
+        (
+            {"model__encoder": f"{TOYS}:vit"},
+            "- Weights: trained in this run from the weights of the callable.",
+        ),
     ],
 )
 def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options, line):

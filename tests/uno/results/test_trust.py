@@ -18,13 +18,13 @@ def signs(held=0.95, rows=40, kmeans=0.9, near=0.85):
 
 
 @pytest.mark.parametrize(("given", "word", "first", "second"), [
-    ({}, "trustworthy", "95.0% of 40 held-out", "supposing the right number"),
-    ({"held": 0.43}, "not trustworthy", "43.0% of 40 held-out", "not even the known classes"),
-    ({"kmeans": 0.5}, "not trustworthy", "95.0% of 40", "the features hold no such classes"),
-    ({"near": 0.7}, "doubtful", "95.0% of 40", "the features hold no such classes"),
-    ({"held": 0.8}, "doubtful", "80.0% of 40", "not even the known classes"),
-    ({"rows": 19}, "doubtful", "so few say little", "k-means agrees on 90% of the pile"),
-    ({"rows": 19, "held": 0.5}, "not trustworthy", "50.0% of 19", "85% of neighbors"),
+    ({}, "trustworthy", "95.0% of 40 held-out", "assuming the number of classes is right"),
+    ({"held": 0.43}, "not trustworthy", "43.0% of 40 held-out", "known classes are not separated either"),
+    ({"kmeans": 0.5}, "not trustworthy", "95.0% of 40", "the features do not separate these classes"),
+    ({"near": 0.7}, "doubtful", "95.0% of 40", "the features do not separate these classes"),
+    ({"held": 0.8}, "doubtful", "80.0% of 40", "known classes are not separated either"),
+    ({"rows": 19}, "doubtful", "too few for a verdict", "k-means agrees on 90% of the unlabeled"),
+    ({"rows": 19, "held": 0.5}, "not trustworthy", "50.0% of 19", "nearest neighbors on 85%"),
     ({"rows": 0}, "doubtful", "no labeled image was held out", ""),
     ({"rows": 0, "kmeans": 0.4}, "not trustworthy", "no labeled image was held out", ""),
 ])  # fmt: skip
@@ -36,7 +36,7 @@ def test_every_sign_must_hold(given, word, first, second):
 
 
 def test_training_rows_are_called_that_and_old_runs_have_no_verdict():
-    assert "(training rows: 100.0%)" in verdict(signs(rows=0) | {trust.TRAINING: 1.0}).reasons[0]
+    assert "(training images: 100.0%)" in verdict(signs(rows=0) | {trust.TRAINING: 1.0}).reasons[0]
     assert verdict({trust.TRAINING: 1.0}) is None
 
 
