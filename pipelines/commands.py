@@ -42,9 +42,12 @@ TRAINING = PRINT_CONFIG | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
-DISCOVER = Command("discover", TRAINING)
-EVALUATE = Command("evaluate", RUN, "few", text="Computes RUN/metrics.json from checkpoints and data.")
-PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "few", text="""
+DISCOVER = Command("discover", TRAINING, examples=(
+    "uno discover --labeled photos/known --unlabeled photos/new --num-novel 5 --weights pretrained",
+    "uno discover --preset cifar10 --data cifar10:DIR",
+))  # fmt: skip
+EVALUATE = Command("evaluate", RUN, "some", text="Computes RUN/metrics.json from checkpoints and data.")
+PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "some", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
 model_hash. kind is that of the most probable class; known_probability is the total probability of all
@@ -54,7 +57,7 @@ same command continues.
 Without --data it predicts the data that RUN was trained on, into RUN/predictions.parquet; --data needs
 --output DIR. --limit N predicts at most N images, evenly spaced.
 """)  # fmt: skip
-REPORT = Command("report", RUN, "few", text="""
+REPORT = Command("report", RUN, "some", text="""
 RUN/report.html opens from disk and needs no network. --data SOURCE is the new place of moved data.
 """)  # fmt: skip
 CLASSES = Command("classes", RUN | APPLY, "none", text="""

@@ -93,8 +93,8 @@ DIGITS: Values = {
 CIFAR_CPU: Values = {
     "recipe": "cpu", "model.encoder": "resnet_small", "model.width": 24, "model.stages": 4,
     "model.stem": "cifar_stride2", "model.hidden_dim": 512, "model.projection_dim": 128,
-    "train.batch_size": 256, "train.checkpoint_every_epochs": 1, "pretrain.epochs": 8, "pretrain.warmup_epochs": 1,
-    "pretrain.base_lr": 0.4, "pretrain.weight_decay": 5e-4,
+    "train.batch_size": 256, "train.checkpoint_every_epochs": 1, "pretrain.epochs": 8,
+    "pretrain.warmup_epochs": 1, "pretrain.base_lr": 0.4, "pretrain.weight_decay": 5e-4,
     "discover.epochs": 12, "discover.warmup_epochs": 0.5, "discover.base_lr": 0.4,
     "discover.weight_decay": 1.5e-4,
 }  # fmt: skip

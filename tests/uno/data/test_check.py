@@ -65,7 +65,7 @@ def test_images_that_are_made_tiny_are_named():
     (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "num_novel is 1"),
     (["a"] * 9 + ["A "] * 9 + ["c"] * 9, {"known": "a"}, "warning", "differ only in case"),
     (["a"] * 9 + ["b"] + ["c"] * 9, {"known": "a,b"}, "warning", "1 known class has a"),
-    (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "fewer unlabeled images (3) than classes to discover (4)"),
+    (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "images (3) than classes to discover (4)"),
     (["a"] * 9 + [None] * 7, {"data__num_novel": 4}, "warning", "overclustering head (12)"),
     (LABELS, {"known": "a,b", "train__batch_size": 64}, "error", "works: 40"),
     (LABELS, {"known": "a,b", "compute__num_workers": 3}, "error", "3 workers"),
