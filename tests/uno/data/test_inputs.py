@@ -98,7 +98,7 @@ def test_the_fingerprint_of_a_table_is_of_its_footers(tmp_path):
 
 
 def test_paths_in_a_table(tmp_path):
-    """Read with the rows they are in. Kills: a path that is outside the folder, one refused where others are."""
+    """Read with the rows they are in. Kills: a path outside the folder, one refused where others are."""
     write_images(tmp_path, ["a.png", "sub/b.png"], 0)
     paths = ["a.png", "sub/b.png", None, "gone.png"]
     pq.write_table(pa.table({"path": paths}), tmp_path / "t.parquet")

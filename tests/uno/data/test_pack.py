@@ -114,7 +114,7 @@ def test_a_damaged_page_is_one_line(tmp_path):
 
 
 def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
-    """Shards that are there are kept, an unfinished pack is refused, half a file goes. Kills: duplicates, lost bad
+    """Finished shards are kept, an unfinished pack is refused, half a file goes. Kills: duplicates, lost bad
     rows, a directory that is blocked by what a kill left of its first file.
     """
     source = images(tmp_path / "images", broken=True)

@@ -327,5 +327,5 @@ def test_what_is_no_image_is_named(tmp_path):
     assert "1 .txt" in rows.notes[1] and "1 without a suffix" in rows.notes[1] and "DS_S" not in rows.notes[1]
     assert read_folder(str(tmp_path / "known")).notes == rows.notes[:1]
     (tmp_path / "new" / "3.jpg").unlink()
-    with pytest.raises(ConfigError, match=r"no images below .*; 4 files .* left out: .*save them as JPEG"):
+    with pytest.raises(ConfigError, match=r"no images below .*; ignored 4 files .*save them as JPEG"):
         read_images(str(tmp_path / "new"))

@@ -135,7 +135,7 @@ def test_too_little_to_go_by(tmp_path):
     storage = Storage(str(tmp_path))
     with pytest.raises(ConfigError, match="at least 4 known classes with images, found 3"):
         estimating.estimate_num_novel(preset("digits"), train_set(3), list("abc"), storage)
-    with pytest.raises(ConfigError, match="1 unlabeled rows"):
+    with pytest.raises(ConfigError, match="1 unlabeled image"):
         estimating.estimate_num_novel(preset("digits"), train_set(unlabeled=1), list("abcdef"), storage)
 
 

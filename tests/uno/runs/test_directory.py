@@ -121,7 +121,7 @@ NEWEST = "checkpoints/discover/step_00000012.safetensors"
 def test_a_sound_run(storage):
     assert levels(storage, "warning") == levels(storage, "error") == []
     text = "\n".join(levels(storage, "ok"))
-    for said in ("pretrain: valid checkpoints of step 3, 6", "discover: checkpoints of step 6, 12 verify",
+    for said in ("pretrain: valid checkpoints of step 3, 6", "discover: valid checkpoints of step 6, 12",
                  "not finished", "no command is at work"):  # fmt: skip
         assert said in text
     with lock.lock_run(storage, on_wait=pytest.fail):
