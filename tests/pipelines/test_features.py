@@ -152,7 +152,7 @@ def test_a_dry_run_computes_one_step_and_keeps_nothing(weights, tmp_path, empty_
     """Kills: a dry run that takes the minutes of the features, files in the user's cache."""
     argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run"), "--dry-run"]
     assert cli.main(argv) == 0
-    assert "one step of each phase ran" in capsys.readouterr().out
+    assert "one step of each phase was taken" in capsys.readouterr().out
     assert not empty_cache.exists() and not (tmp_path / "run").exists()
 
 
@@ -213,7 +213,7 @@ def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
     argv = ["data", "check", "--data", f"folder:{folder}", "--known-classes", "cat,dog", "--batch-size", "12"]
     assert cli.main([*argv, "--data.validation-fraction", "0.2", "--data.stored-size", "8"]) == 0
     out = capsys.readouterr().out
-    assert "rows         60 (48 train, 12 test)" in out
+    assert "images       60 (48 train, 12 test)" in out
     words = map(str.split, out.splitlines())
     counts = {each[0]: list(map(int, each[2:])) for each in words if each[1:2] in (["known"], ["novel"])}
     assert counts["cat"] == [16, 0, 4] and counts["dog"] == [8, 0, 2] and counts["emu"] == [0, 24, 6]

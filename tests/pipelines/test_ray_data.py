@@ -315,7 +315,7 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("uno.session.resources.own_bytes", lambda: 0)
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
-    assert "data: streaming, 76.8 kB decoded, in memory 870 MB with all programs, budget 0 bytes (60%" in said
+    assert "memory: streamed (76.8 kB decoded; process peak about 870 MB, budget 0 bytes (60%" in said
     assert "loading: streaming" in (output / "config.yaml").read_text()
     monkeypatch.setattr("uno.session.resources.free_memory", lambda config: (10**12, None))
     assert cli.main(argv) == 0
@@ -329,7 +329,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
     """Packed digits, end to end without Ray: results, predictions, report; images are never loaded whole."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["data", "pack", "--data", "digits", "--limit", "200", "--output", "out"]) == 0
-    assert "400 rows, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
+    assert "400 images, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
     monkeypatch.setattr("uno.data.resident.train_set", pytest.fail)
     words = ["--data", "parquet:out", "--known-classes", "first:5", "--data.loading", "streaming"]
     assert cli.main(["discover", *SMALL, *words, "--output", "run"]) == 0
