@@ -32,7 +32,7 @@ from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods.registry import num_heads
-from uno.runs import DISCOVER, RAY_FOLDER, lock, run
+from uno.runs import DISCOVER, RAY_FOLDER, directory, lock, run
 from uno.runs.lock import RunLock
 from uno.session.console import Progress, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_images, read_task
@@ -90,6 +90,7 @@ def run_sweep(options: SweepOptions) -> int:
     with lock.lock_run(storage, on_wait=print_line) as claim:
         output.sweep(claim.storage)
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
+        directory.begin_images(claim.storage, task.rows)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             claim.storage.write(PRETRAINED_FILE, own_weights)
         ended = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]

@@ -70,7 +70,8 @@ def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says, 
     ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
     ({"cat": 40}, ["--known-classes", "first:1"], "nothing to discover"),
     ({"cat": 40}, [], "every training image is labeled"),
-    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "than classes to discover (9)"),
+    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"],
+     "than classes to discover (9)"),
 ])  # fmt: skip
 def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
     data = f"folder:{write_images(tmp_path / 'images', counts)}"

@@ -88,12 +88,14 @@ def discover(
     if directory.is_run(storage) and not overwrite:
         directory.open_run(config, storage, task.rows.fingerprint)
         if evaluate and (finished := directory.read_results(storage)) is not None:
+            directory.check_images(storage, task.rows)
             print_line(f"{storage.uri} is finished; nothing is trained again (--overwrite starts over)")
             return _show(storage, finished)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         if overwrite:
             directory.empty(claim.storage)
         directory.open_run(config, claim.storage, task.rows.fingerprint)
+        directory.begin_images(claim.storage, task.rows)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             claim.storage.write(PRETRAINED_FILE, own_weights)  # workers and a resumed run fetch nothing
         if estimate is not None:
@@ -122,6 +124,7 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
     require_encoder(config.model.encoder, storage.uri)
     task = preflight(config)
     directory.open_run(config, storage, task.rows.fingerprint)
+    directory.check_images(storage, task.rows)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         edits = read_edits(storage)
         if edits is not None and edits.alignment is None:
@@ -202,6 +205,8 @@ def preflight(config: Config, task: Task | None = None) -> Task:
         if problem.level == "error":
             raise ConfigError(problem.message)
         print_line(f"warning: {problem.message}")
+    for note in task.notes:
+        print_line(f"note: {note}")
     labeled, unlabeled = task.sizes
     run.plans(config, labeled, unlabeled, config.compute.num_workers)
     if config.compute.num_workers == 0:

@@ -210,7 +210,7 @@ def test_a_footer_is_read_once_and_beside_others(monkeypatch):
     monkeypatch.setattr(tables, "_Parquet", Table)
     monkeypatch.setattr(tables, "_known", {})
     files = [f"s3://bucket/{i}.parquet" for i in range(1100)]
-    images = ParquetImages("s3://bucket", files, "image", [9] * 1100)
+    images = ParquetImages("s3://bucket", files, "image", [(9, -1)] * 1100)
     assert images.read_images(np.arange(len(images))) == [b"1", b"2"] * 1100
     assert pickle.loads(pickle.dumps(images)).read_images(np.array([3])) == [b"2"]
     assert sorted(read) == sorted((file, 9) for file in files)
