@@ -56,8 +56,9 @@ OPTIONS = {
 }  # fmt: skip
 CHOICES: dict[str, Sequence[Any]] = {  # fields of the configuration, drawn for a run
     "model.encoder": ("resnet_small", "timm:test_resnet", "tests.agreement:tokens", "tests.agreement:maps"),
-    "model.num_heads": (1, 2, 3), "model.overcluster_factor": (0, 2), "model.stem": ("small", "halved"),
-    "model.mlp_input": ("normalized", "raw"), "model.finetune": ("all", "all", "heads"),
+    "model.num_heads": (1, 2, 3), "model.overcluster_factor": (0, 2),
+    "model.stem": ("cifar", "cifar_stride2"), "model.mlp_input": ("normalized", "raw"),
+    "model.finetune": ("full", "full", "none"),
     "data.interpolation": ("bilinear", "bicubic"), "data.loading": ("memory", "streaming"),
     "objective.concat": (True, False), "method": ("uno", "uno", "uno", "uno", "rs_plus", "ncl"),
 }  # fmt: skip
@@ -111,7 +112,7 @@ def specs(seed: int) -> Iterator[Spec]:
             del options["objective.concat"], options["model.mlp_input"]
         hidden = options["method"] != "uno" or chance.random() < 0.5
         if options["data.loading"] == "streaming" and (
-            options["model.finetune"] == "heads" or options["method"] == "ncl"
+            options["model.finetune"] == "none" or options["method"] == "ncl"
         ):
             options["data.loading"] = "memory"
         cases = [{
@@ -253,7 +254,7 @@ def train(spec: Spec, folder: Path, workers: int = 0) -> list[Picture]:
 
     words = write(folder / "source", spec["form"], rows, labeled)
     words += ["--known-classes", ",".join(labels[: spec["known"]])] if hidden else []
-    if spec["options"]["model.finetune"] == "heads":
+    if spec["options"]["model.finetune"] == "none":
         path = folder / "encoder.safetensors"
         model = override(Config(), OPTIONS | spec["options"]).model
         torch.manual_seed(0)
@@ -296,7 +297,7 @@ def check(
     new = pictures(spec, range(len(own), len(own) + case["new"]), ["k0", "n0"], "new")
     rows, out = [*own, *new], folder / "out"
     words = write(folder / "source", case["form"], rows, lambda row: False)
-    command("predict", run, *words, *case["more"], "--compute.num_workers", workers, "--output", out)
+    command("predict", run, *words, *case["more"], "--compute.num-workers", workers, "--output", out)
     table = pq.read_table(out / FILE).to_pylist()
     found = by_number(table)
     lines = [] if found.keys() == {*range(len(rows))} else ["uno predict: rows are missing"]
