@@ -145,6 +145,15 @@ def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
     assert (run / "metrics.json").read_bytes() == first
 
 
+@pytest.mark.parametrize("last", ["merge into 3", "drop"])
+def test_no_discovered_class_is_left(finished, tmp_path, last):
+    """Kills: chance of matching no cluster; a report and a card of none."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    uno("classes", run)
+    edit(run, dict.fromkeys(range(5, 9), "merge into 3") | {9: last})
+    assert_agree(run)
+
+
 @pytest.mark.slow
 def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
     """Kills: an exported program left with the classes of before. What programs compute is tested there."""

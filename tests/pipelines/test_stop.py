@@ -1,6 +1,8 @@
 """Signals: who handles them, and for how long."""
 
+import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +40,29 @@ def test_ray_does_not_take_sigterm_from_us(monkeypatch):
     with on_stop(lambda: asked.append(1)), ray_env.connect():
         signal.raise_signal(signal.SIGTERM)
     assert asked == [1] and signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_ray_starts_is_heard_afterwards(monkeypatch, number):
+    """Kills: Ctrl-C that nobody hears, and one that Ray's processes die of."""
+    children, ended, asked = [], [], []
+
+    def init(**_):
+        children.append(subprocess.Popen(["sleep", "60"]))
+        os.kill(children[0].pid, number)
+        os.kill(os.getpid(), number)
+        assert not asked
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: ended.append(1))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    for name, value in ray_env.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with on_stop(lambda: asked.append(1)), ray_env.connect():
+        assert asked == [1] and children[0].poll() is None
+        children[0].kill()
+        assert children[0].wait() == -signal.SIGKILL
+    assert ended and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS)

@@ -333,15 +333,22 @@ class FeatureCache:
             "num_features": self._job.num_features,
             "note": "features of a frozen encoder; can be deleted at any time and are then recomputed",
         }  # fmt: skip
+        _write(self._storage, f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
         with _naming_the_option():
-            self._storage.write(f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
             snapshot.write(*self.snapshot, task.rows)
 
 
 def write_shard(storage: Storage, key: str, number: int, data: bytes) -> None:
     """Keep shard ``number`` of a job in a cache directory, from any process."""
+    _write(storage, shard_name(key, number), data)
+
+
+def _write(storage: Storage, name: str, data: bytes) -> None:
     with _naming_the_option():
-        storage.write(shard_name(key, number), data)
+        try:
+            storage.write(name, data)
+        except StorageError:  # somebody has just emptied the cache
+            storage.write(name, data)
 
 
 def shard_name(key: str, number: int) -> str:

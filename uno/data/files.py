@@ -101,10 +101,10 @@ def valid_text(name: str) -> str:
     return half.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def parse_json(data: str | bytes) -> Any:
-    """JSON of nobody knows whom; ValueError also where it is nested too deeply to be read."""
+def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """JSON of nobody knows whom, objects made by ``pairs``; ValueError also where it is nested too deeply."""
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -135,7 +135,7 @@ def _matrices(task: Task, sample: Sample, all_truth: np.ndarray) -> dict[str, di
         matching = joint_matching(counts[:, :num_kept], num_known)  # nobody is right to be rejected
         title = f"{label}, all classes (task-agnostic, joint matching)"
         drawn[f"{split}-joint"] = charts.matrix(title, counts, (true_names, names), matching, num_known)
-        if (truth >= num_known).any():
+        if (truth >= num_known).any() and num_kept > num_known:
             own, num_novel = places[sample.own] - num_known, num_kept - num_known
             of_novel = np.maximum(truth - num_known, -1)
             counts = confusion(of_novel, own, len(task.novel), len(names) - num_known)

@@ -226,7 +226,7 @@ def with_names(
     index or present name. Whatever else stands there stays. ConfigError: no such class, or not in our form.
     """
     now = {c.name: c.index for c in read_edits(data, where, classes, model_hash) if c.kind == "novel"}
-    text = data.decode()
+    text, merges = data.decode(), dict[str, str]()
     for word in words:
         old, equals, new = word.partition("=")
         index = int(old) if old.isdecimal() and int(old) in now.values() else now.get(old)
@@ -240,7 +240,13 @@ def with_names(
             why = "its entry was changed by hand; edit the name in the file"
             raise ConfigError(f"{where}: cannot edit class {index} automatically: {why}")
         text = text[: entry.start(1)] + _scalar(new) + text[entry.end(1) :]
-    return text.encode()
+        before = next(name for name, own in now.items() if own == index)
+        merges[_scalar(MERGE + before)] = _scalar(MERGE + new)
+
+    def followed(action: re.Match[str]) -> str:
+        return action[1] + merges.get(action[2], action[2])
+
+    return re.sub(r"^(  action: )(.*)$", followed, text, flags=re.M).encode()
 
 
 def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]:

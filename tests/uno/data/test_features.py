@@ -312,6 +312,20 @@ def test_two_at_once_do_no_harm(tmp_path, caplog):
     assert torch.equal(kept(tmp_path, job)[0], found[0]) and not caplog.messages
 
 
+def test_a_cache_that_is_removed_while_it_is_written_costs_nothing(tmp_path, monkeypatch):
+    job, whole, replaced, ours = job_of(), kept(tmp_path / "whole", job_of())[0], [], tmp_path / "cache"
+
+    def replace_(source, target):
+        replaced.append(target)
+        if len(replaced) in (1, 4):  # facts.json and a shard, whose second writing succeeds
+            shutil.rmtree(ours)
+        os_replace(source, target)
+
+    os_replace = os.replace
+    monkeypatch.setattr(os, "replace", replace_)
+    assert torch.equal(kept(ours, job)[0], whole) and len(replaced) == 6
+
+
 def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     job, seen = job_of(), []

@@ -162,6 +162,9 @@ def test_rename_changes_names_and_nothing_else():
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             renamed(word)
+    data = data.replace(b"action: drop", b"action: merge into novel-2")
+    assert [c.into for c in read(renamed("4=yes: no"))][3:5] == [4, 4]
+    assert [c.into for c in read(renamed("novel-2=novel-3", "novel-3=novel-2"))][3:6] == [4, 4, 5]
     with pytest.raises(ConfigError, match="two classes are named"):
         read(renamed("5=cat"))
     with pytest.raises(ConfigError, match="name it there"):
