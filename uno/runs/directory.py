@@ -11,6 +11,7 @@ from uno.data import output
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
+from uno.profile import FOLDER as PROFILES
 from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RAY_FOLDER, RESULTS_FILE, lock
 from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, file_name, read_checkpoints
 from uno.runs.hardware import environment
@@ -128,6 +129,9 @@ def diagnose(storage: Storage) -> Iterator[Finding]:
     damaged = len(storage.read(METRICS_FILE).splitlines()) - lines if storage.exists(METRICS_FILE) else 0
     cut = Finding("warning", f"{METRICS_FILE}: {damaged} unreadable lines", "the next start drops them")
     yield cut if damaged else Finding("ok", f"{METRICS_FILE}: {lines} lines")
+    for name in sorted(storage.list(PROFILES)):
+        if name.endswith(".txt"):
+            yield Finding("ok", storage.read(f"{PROFILES}/{name}").decode())
     if not storage.exists(RESULTS_FILE):
         yield Finding("ok", "not finished: the same command goes on")
     elif read_results(storage) is not None:
