@@ -52,8 +52,8 @@ EVALUATE = Command("evaluate", RUN, "few", text="From its checkpoints and its da
 PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "few", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
-model_hash. kind is that of the most probable class; known_probability is the probability that the image is of a
-known class, whichever. An unreadable image is a row with a reason. Labels, where there are any, mean
+model_hash. kind is that of the most probable class; known_probability is the probability that the image is of
+a known class, whichever. An unreadable image is a row with a reason. Labels, where there are any, mean
 nothing. The same command after an interruption continues.
 
 Without --data: the data that RUN was trained on, and RUN/predictions.parquet; with it --output DIR is

@@ -123,7 +123,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Options:
-    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values`` hold the dotted keys set there."""
+    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values`` hold the dotted keys set
+    there.
+    """
 
     command: Command
     args: SimpleNamespace

@@ -157,6 +157,7 @@ def test_every_field_is_a_flag_and_short_forms_are_frozen():
     assert short == {
         "--data": "data.source", "--labeled": "data.labeled", "--unlabeled": "data.unlabeled",
         "--known-classes": "data.known_classes", "--num-novel": "data.num_novel", "--limit": "data.limit",
+        "--setting": "data.setting",
         "--batch-size": "train.batch_size", "--max-steps": "train.max_steps", "--device": "compute.device",
         "--workers": "compute.num_workers", "--gpus-per-worker": "compute.gpus_per_worker",
         "--weights": "model.weights",
@@ -198,7 +199,8 @@ MISTAKES = [
     ("--labeled a --unlabeled b --data c", "give either --data or --labeled and --unlabeled, not both"),
     ("--augment.large.num-views 1", "augment: large.num_views must be at least 2: swapped prediction"),
     ("--objective.epsilonn 1", "unknown option --objective.epsilonn; did you mean --objective.epsilon?"),
-    ("--objectiv.sinkhorn_iters 1", "unknown option --objectiv.sinkhorn-iters; did you mean --objective.sinkhorn-iters?"),
+    ("--objectiv.sinkhorn_iters 1", 
+     "unknown option --objectiv.sinkhorn-iters; did you mean --objective.sinkhorn-iters?"),
     ("--base-lr 1", "unknown option --base-lr; did you mean --pretext.base-lr or --pretrain.base-lr or "),
     ("--dryrun", "unknown option --dryrun; did you mean --dry-run?"),
     ("--", "unknown option --; see --help-all"),
