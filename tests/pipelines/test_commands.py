@@ -295,8 +295,9 @@ def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch
     expected = {
         "train.batch_size": (8, "file"), "seed": (4, "command line"), "method": ("rs", "command line"),
         "data.mean": ([0.5, 0.5, 0.5], "command line"), "discover.base_lr": (0.4, "recipe v2"),
-        "data.setting": ("novel", "data"), "augment.large.size": (8, "data"), "data.validation_fraction": (0.1, "data"),
-        "objective.epsilon": (0.05, "default"), "output": ("runs/custom-seed4", "default"),
+        "data.setting": ("ncd", "data"), "augment.large.size": (8, "data"),
+        "data.validation_fraction": (0.1, "data"),
+        "objective.epsilon": (0.05, "default"), "output": ("runs/scratch-seed4", "default"),
     }  # fmt: skip
     assert {key: origin[key] for key in expected} == expected
     assert origin.keys() == set(field_names("rs"))

@@ -32,7 +32,7 @@ def test_the_share_of_waiting_is_that_of_data_slowed_on_purpose(tmp_path, clock,
     """Data takes 3 s of 5 in steps 1-4, 1 s of 3 later. Kills: a share of the wrong line or of the whole run,
     augmentation taken for waiting, a step's time for the data's.
     """
-    monkeypatch.setattr(streaming, "ahead", lambda do, items, *_: (do(item) for item in items))
+    monkeypatch.setattr(streaming, "prefetch_map", lambda do, items, *_: (do(item) for item in items))
     train, left = stream(tmp_path), iter([3.0] * 4 + [1.0] * 20)
 
     def slowly(job):
