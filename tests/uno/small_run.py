@@ -27,7 +27,7 @@ from uno.steps import Batch
 from uno.train import LocalWorker, Worker
 
 CPU = torch.device("cpu")
-CLOCKED = re.compile("images_per_s|step_ms|rank_ms|slow_rank|data_wait")
+CLOCKED = re.compile("images_per_s|step_ms|rank_ms|slow_rank|data_wait|peak_memory")
 HERE = LocalWorker(CPU)
 SMALL = {
     "model.width": 4, "model.num_heads": 2, "model.overcluster_factor": 2, "model.hidden_dim": 16,

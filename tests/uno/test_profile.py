@@ -2,14 +2,17 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.uno.small_run import CPU, assert_same, copied_tensors, small_config, small_sets
 from tests.uno.test_train import discover, failing_at
 from uno.config import dump_yaml
 from uno.data.files import Storage
 from uno.errors import ConfigError, NumericsError
+from uno.profile import Profile
 from uno.runs import directory, run
 from uno.train import LocalWorker
 
@@ -63,3 +66,25 @@ def test_an_anomaly_is_named_at_its_step(tmp_path):
     config = small_config(compute__detect_anomaly=True)
     with pytest.raises(NumericsError, match=r"discover step 7: Function '\w+Backward0' returned nan values"):
         discover(Storage(str(tmp_path)), config, step=step)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_on_a_gpu_there_is_a_snapshot_of_its_memory(tmp_path, monkeypatch):
+    """With PyTorch's recorder stood in for. Kills: a recorder that is left on, one that runs on the CPU."""
+    asked = []
+
+    def dump(path):
+        asked.append("dump")
+        Path(path).write_bytes(b"snapshot")
+
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", **_: asked.append(enabled))
+    monkeypatch.setattr(memory, "_dump_snapshot", dump)
+    for kind, expected in (("cpu", []), ("cuda", ["all", "dump", None])):
+        storage = Storage(str(tmp_path / kind))
+        with Profile(range(1, 2), "discover", torch.device(kind), storage) as profile:
+            for step in range(4):
+                profile.before(step)
+                torch.ones(3) + 1
+        assert asked == expected and "steps 1-1" in storage.read("profile/discover.txt").decode()
+        assert storage.find("profile/discover.pickle") == (b"snapshot" if expected else None)

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import queue
+import shutil
 import tempfile
 import threading
 import time
@@ -75,7 +76,7 @@ class TensorBoard:
         for name, value in values.items():
             self._writers[phase].add_scalar(name, value, step)
         self._writers[phase].flush()
-        if time.monotonic() > self._uploaded + UPLOAD_S:
+        if not self._storage.is_local and time.monotonic() > self._uploaded + UPLOAD_S:
             self._upload()
 
     def results(self, values: Mapping[str, float]) -> None:
@@ -86,11 +87,11 @@ class TensorBoard:
         """Write what is left."""
         for writer in self._writers.values():
             writer.close()
-        self._upload()
+        if not self._storage.is_local:
+            self._upload()
+            shutil.rmtree(self._folder)
 
     def _upload(self) -> None:
-        if self._storage.is_local:
-            return
         self._uploaded = time.monotonic()
         for folder, _, names in os.walk(self._folder):
             for name in names:
