@@ -187,7 +187,7 @@ def run_workers(
         def poll(notices: nodes.DrainWatcher = notices) -> None:
             on_poll()
             if notices.new():
-                print_line("a node was told to leave: saving a checkpoint first, then going on elsewhere")
+                print_line("a node is being drained: saving a checkpoint, then continuing on another node")
                 storage.write(STOP_FILE, b"")
 
         try:

@@ -42,7 +42,7 @@ from uno.session.resolve import as_begun, from_data, starting_weights, with_data
 from uno.session.resources import check_sweep
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
-STOPPING = "stopping: unfinished trials go on where they are with the same command"
+STOPPING = "stopping; run the same command again to resume the unfinished trials"
 CPU_OF_A_WAITING_TRIAL = 0.01
 HERE = {"compute.num_workers": 0, "compute.device": "auto"}  # trials may find a GPU that this process lacks
 
@@ -143,10 +143,10 @@ def check_options(options: SweepOptions) -> None:
         needs = "every trial needs two or more, and baselines have one (model.num_heads)"
         raise ConfigError(f"--score agreement compares heads: {needs}")
     model = options.config.model
-    # A file's frozen encoder is taken to have learnt from other images.
+    # A file's frozen encoder is taken to have learned from other images.
     foreign = model.finetune == "none" and (model.weights == PRETRAINED or is_file(model.weights))
     if model.weights is not None and options.score == FOLDS and not foreign:
-        why = "--score folds pretrains anew: --weights may have been trained on the classes that a fold hides"
+        why = "--score folds pretrains anew: --weights may be trained on the classes that a fold hides"
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
         raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
@@ -160,7 +160,7 @@ def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
         try:
             plan = run.plans(config, *sizes, config.compute.num_workers)[DISCOVER]
         except ConfigError as error:
-            where = f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden rows"
+            where = f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden images"
             raise ConfigError(f"{where}: {error}") from None
         steps = min(config.train.max_steps or 10**12, config.discover.epochs * plan.steps_per_epoch)
         epochs = max(epochs, math.ceil(steps / plan.steps_per_epoch))
@@ -224,7 +224,7 @@ def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epo
     print_line(f"score: {SCORES[options.score]}")
     if options.score == FOLDS:
         hidden = f"{len(folds[0].hidden)} of {data.num_known} known classes hidden"
-        print_line(f"{len(folds)} folds: {hidden}; {int(data.unlabeled.sum())} unlabeled rows take no part")
+        print_line(f"{len(folds)} folds: {hidden}; {int(data.unlabeled.sum())} unlabeled images are not used")
 
 
 def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
@@ -265,7 +265,7 @@ def _run_missing(
 ) -> None:
     """Ray Tune over the trials that have not ``ended``."""
     storage, config, stopping = claim.storage, options.config, threading.Event()
-    print_line(f"starting Ray{f'; {len(ended)} trials have a result already' if ended else ''}")
+    print_line(f"starting Ray{f'; {len(ended)} trials already have a result' if ended else ''}")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:

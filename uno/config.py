@@ -375,10 +375,10 @@ class Config(Section):
     model_config = ConfigDict(extra="allow")  # of the method's section alone, see _with_method_section
 
     preset: str = field("scratch",
-        "Settings to start from; default digits, and custom where other data is given.", search=False,
+        "Named settings; default: digits, or for other data photos or scratch.", search=False,
         fixed_by="reproduce")
     recipe: Literal["paper", "v2", "cpu"] = field("paper",
-        "The paper's settings, the authors' improved ones, or (cifar10) ours for an hour of a CPU core.",
+        "The paper's settings, the authors' improved ones, or (cifar10) a one-hour recipe for one CPU core.",
         search=False)
     method: str = field(DEFAULT,
         f"Discovery method: {', '.join(METHODS)}, or package.module:METHOD of your own.", scope="discover")

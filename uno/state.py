@@ -70,7 +70,7 @@ def new_state(
         groups, phase.base_lr, phase.momentum, weight_decay=phase.weight_decay, fused=True
     )
     for parameter in trained.values():
-        # Where the very first step is skipped, the fused kernel leaves buffers it makes itself uninitialised.
+        # Where the very first step is skipped, the fused kernel leaves buffers it makes itself uninitialized.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return TrainState(
         model, forward, optimizer, device, autocast,

@@ -13,7 +13,7 @@ from uno.objective import discovery_loss, labeled_loss, pseudo_labels
 from uno.state import TrainState
 
 Step = Callable[[TrainState, Batch, Config, float], Tensor]
-"""Trains on one batch at a learning rate and returns the loss (1,), without synchronising the device."""
+"""Trains on one batch at a learning rate and returns the loss (1,), without synchronizing the device."""
 
 
 def pretrain_step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
@@ -38,7 +38,7 @@ def discovery_step(state: TrainState, batch: Batch, config: Config, lr: float) -
 
 
 def forward(state: TrainState, batch: Batch) -> Logits:
-    """Normalise the prototypes, then one pass over all views, under autocast where the run has it."""
+    """Normalize the prototypes, then one pass over all views, under autocast where the run has it."""
     state.model.normalize_prototypes_()
     with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
         return state.forward(batch.views)

@@ -24,6 +24,7 @@ from uno.runs.journal import Journal
 from uno.schedule import warmup_cosine
 from uno.state import TrainState, load_state_, state_tensors
 from uno.steps import Batch, Step
+from uno.text import plural
 
 MAX_SKIPPED_STEPS = 3  # non-finite steps tolerated before rolling back
 QUIET_S = 10.0  # after which somebody wants to know how far it is
@@ -190,7 +191,8 @@ class Health:
         if self._skipped == before:
             self._tolerated = before
         else:
-            log.warning("skipped %d non-finite steps before step %d", self._skipped - before, state.step)
+            skipped = plural(self._skipped - before, "non-finite step")
+            log.warning("skipped %s before step %d", skipped, state.step)
         return not _finite(state) or self._skipped - self._tolerated > MAX_SKIPPED_STEPS
 
     def roll_back_(self, state: TrainState, storage: Storage, phase: Phase) -> None:

@@ -120,7 +120,7 @@ def assert_agree(run: Path) -> None:
 
 @pytest.mark.slow
 def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
-    """Kills: metrics, report, card that know of no merge; dropped rows handed to neighbours, or right."""
+    """Kills: metrics, report, card that know of no merge; dropped rows handed to neighbors, or right."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     before = pq.read_table(run / "predictions.parquet").to_pandas()

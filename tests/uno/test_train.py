@@ -144,7 +144,7 @@ def test_a_finished_phase_is_not_trained_again(storage, clean):
     pytest.param({"train__keep_checkpoints": 1}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_saving_and_logging_do_not_change_the_run(storage, clean, overrides):
-    """Kills: prototypes normalised for saving, counters cleared by a look, random numbers for a line."""
+    """Kills: prototypes normalized for saving, counters cleared by a look, random numbers for a line."""
     assert_same(
         discover(storage, small_config(**overrides)) | {"window_loss": clean[0]["window_loss"]}, clean[0]
     )

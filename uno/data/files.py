@@ -70,7 +70,7 @@ def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
             except (OSError, pa.ArrowException, UnoError) as error:
                 if not is_transient(error):
                     raise
-                log.warning("%s; again in %d s", one_line(error), pause)
+                log.warning("%s; retrying in %d s", one_line(error), pause)
                 time.sleep(pause)
         return access(*args, **kwargs)
 
@@ -277,7 +277,9 @@ def _local_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
                     continue
                 real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
                 if entry.is_symlink() and not real.startswith(base):
-                    raise ConfigError(f"link {entry.path} leads outside the data folder {root}; copy it")
+                    raise ConfigError(
+                        f"link {entry.path} points outside the data folder {root}; copy the file"
+                    )
                 relative = folder.relative + entry.name
                 if entry.is_file():
                     found.append(_Entry(relative, entry.path, entry.stat().st_size, None))

@@ -103,7 +103,7 @@ def _parquet_files(path: str) -> tuple[str, list[filesystem.FileEntry]]:
     files = [f for f in found if f.relative.endswith(".parquet")]
     packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
     if any(json_at(pack, "finished") is False for pack in packs):
-        raise ConfigError(f"parquet:{path} is half a pack; run the same uno data pack again to finish it")
+        raise ConfigError(f"parquet:{path} is an unfinished pack; run the same uno data pack command again")
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
     return path, files
@@ -351,7 +351,7 @@ class ParquetTable:
         found = _images_in(column, inside)
         for image, path in zip(found, column.to_pylist() if column.type in TEXT else (), strict=False):
             if path and not image:
-                leaves = f"leaves the folder {self._root}; move it there"
+                leaves = f"is outside the folder {self._root}; move it there"
                 raise ConfigError(f"{self._name}: {one_line(repr(path))} {leaves}")
         return found
 
@@ -577,7 +577,7 @@ def _files(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> 
                 raise ConfigError(f"{source}: row {row} has no image path")
             path = inside(relative) if relative else ""
             if path is None:
-                leaves = f"{one_line(repr(relative))} leaves the folder {root}; move it there"
+                leaves = f"{one_line(repr(relative))} is outside the folder {root}; move it there"
                 raise ConfigError(f"{source}: row {row}: {leaves}")
             first, row = first if row else relative, row + 1
             paths.append(path)

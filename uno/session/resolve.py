@@ -56,7 +56,7 @@ def resolve(
     told = config.data.loading != "auto"
     loading, why = choose(found, len(task.rows), row_bytes(found), *(free_memory if told else free)(found))
     found = with_data(found, loading=loading)
-    return Resolved(found, [reason, *lines, f"data: {why}"], task)
+    return Resolved(found, [reason, *lines, f"memory: {why}"], task)
 
 
 def stored_config(storage: Storage, given: Mapping[str, Any]) -> Config:
@@ -94,9 +94,9 @@ def from_data(
     if source in (None, PRETRAINED) or weights.is_file(source) or not keys_from_images(config):
         return values, lines
     stored = flatten(directory.read_config_tree(Storage(str(source))))
-    learnt = {key: stored[key] for key in OF_ENCODER if key in stored and key not in given}
-    size = learnt.get(SIZES[0], config.augment.large.size)
-    return learnt | values, [f"size: {size} px, mean and std: as {source} learnt them", *lines]
+    learned = {key: stored[key] for key in OF_ENCODER if key in stored and key not in given}
+    size = learned.get(SIZES[0], config.augment.large.size)
+    return learned | values, [f"image size: {size} px; image size, mean and std: taken from {source}", *lines]
 
 
 def as_printed(config: Config, given: Iterable[str], overwrite: bool) -> Config:
@@ -150,7 +150,7 @@ def with_full_path(config: Config) -> Config:
             raise ConfigError(f"model.weights: no such file {source}")
     elif not checkpoint_steps(Storage(source), PRETRAIN):
         raise ConfigError(
-            f"model.weights: {source} is no {', '.join(weights.SUFFIXES)} and no run that has pretrained"
+            f"model.weights: {source} is neither a {', '.join(weights.SUFFIXES)} file nor a pretrained run"
         )
     return override(config, {"model.weights": source})
 
@@ -162,7 +162,7 @@ def starting_weights(config: Config, overwrite: bool) -> bytes | None:
     source, own, tensors = config.model.weights, None, None
     if config.model.finetune == "none" and source is None:
         raise ConfigError(
-            "model.finetune none needs --weights: an encoder that has learnt nothing finds nothing"
+            "model.finetune none needs pretrained weights: pass --weights FILE or --weights pretrained"
         )
     if source == PRETRAINED:
         storage = Storage(config.output) if config.output and not overwrite else None

@@ -126,7 +126,7 @@ def test_files_and_folders_name_the_split(tmp_path):
     (pa.table({"image": [b"x"], "label": [1.5]}), "names or numbers"),
     (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
     (pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}), "'same' appears more than once"),
-    (pa.table({"image": ["/etc/passwd"]}), "leaves the folder"),
+    (pa.table({"image": ["/etc/passwd"]}), "is outside the folder"),
     (pa.table({"image": ["missing.png"]}), "none of its 1 images"),
     (pa.table({"image": pa.array([], pa.binary())}), "no rows"),
     (pa.table([[b"x"], ["a"], ["b"]], ["image", "label", "label"]), "two columns have one name"),
@@ -335,7 +335,7 @@ def test_table_paths_are_confined(tmp_path):
     evil = ("../data-evil/b.png", "link.png", str(tmp_path / "data-evil" / "b.png"), "s3://bucket/x.png", ".")
     for path in evil:
         message = failure(read_table, write_csv(tmp_path / "data", f"path\na.png\n{path}\n"))
-        assert "leaves the folder" in message and "row 1" in message
+        assert "is outside the folder" in message and "row 1" in message
     assert len(read_table(write_csv(tmp_path / "data", f"path\n{tmp_path}/data/a.png\n"))) == 1
 
 
@@ -380,7 +380,7 @@ def test_uris(bucket):
     assert rows.fingerprint == read(f"file://{bucket}/pets").fingerprint
     assert read("table:s3://bucket/pets/t.csv").images[0] == "s3://bucket/pets/train/cat/a.png"
     write_csv(bucket / "pets", "path\n../hf/x\n")
-    assert "leaves the folder" in failure(read_table, "s3://bucket/pets/t.csv")
+    assert "is outside the folder" in failure(read_table, "s3://bucket/pets/t.csv")
     assert "no such file" in failure(read, "s3://bucket/nothing")
 
 
