@@ -13,6 +13,7 @@ from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
+from uno.profile import FOLDER as PROFILES
 from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RAY_FOLDER, RESULTS_FILE, lock
 from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, file_name, read_checkpoints
 from uno.runs.hardware import environment
@@ -156,6 +157,9 @@ def diagnose(storage: Storage) -> Iterator[Finding]:
     found = f"{METRICS_FILE}: {plural(damaged, 'unreadable line')}"
     cut = Finding("warning", found, "the next start removes them")
     yield cut if damaged else Finding("ok", f"{METRICS_FILE}: {plural(lines, 'line')}")
+    for name in sorted(storage.list(PROFILES)):
+        if name.endswith(".txt"):
+            yield Finding("ok", storage.read(f"{PROFILES}/{name}").decode())
     if not storage.exists(RESULTS_FILE):
         yield Finding("ok", "not finished: the same command resumes")
     elif read_results(storage) is not None:

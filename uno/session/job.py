@@ -43,6 +43,7 @@ from uno.runs.hooks import hooked
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
+from uno.session.loggers import Loggers, require_loggers
 from uno.session.place import Place, TrainingJob, place_of
 from uno.session.predict import predict_run, unlabeled_rows
 from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
@@ -63,6 +64,7 @@ def discover(
     for line in hooked("announced", list[str]()):
         print_line(line)
     num_threads(config)  # before the data is read
+    require_loggers(config)
     config, estimate, place = with_full_path(config), None, place_of(config, elsewhere)
     if config.compute.num_workers == 0:
         local_device(config)
@@ -104,8 +106,9 @@ def discover(
             print_line(line)
         job = TrainingJob(config, task, phases, evaluate, claim)
         with ExitStack() as until:
-            with _watched(job) as show:
+            with Loggers(config, claim.storage) as loggers, _watched(job, loggers) as show:
                 values, task = place.train(job, show, until)
+                loggers.results(values)
             if not evaluate:
                 return print_line(f"finished: {storage.uri}")
             with interrupt_on_signal("stopped before the run was finished; resume with the same command"):
@@ -221,8 +224,10 @@ def preflight(config: Config, task: Task | None = None) -> Task:
 
 
 @contextmanager
-def _watched(job: TrainingJob) -> Iterator[Show]:
-    """Heal the directory and say what is resumed; show metrics while ``job`` is trained and evaluated."""
+def _watched(job: TrainingJob, also: Show = lambda metrics: None) -> Iterator[Show]:
+    """Heal the directory and say what is resumed; show metrics, to ``also`` too, while ``job`` is trained and
+    evaluated.
+    """
     config, storage = job.config, job.claim.storage
     for line in directory.repair(storage):
         print_line(f"warning: {line}")
@@ -230,7 +235,12 @@ def _watched(job: TrainingJob) -> Iterator[Show]:
     if reached:
         print_line("resuming at {} step {}".format(*reached[-1]))
     with Progress(interval=config.train.log_every) as progress:
-        yield hooked("in_driver", progress, storage)
+
+        def show(metrics: dict[str, Any]) -> None:
+            progress(metrics)
+            also(metrics)
+
+        yield hooked("in_driver", show, storage)
     if config.data.loading == "streaming" and storage.exists(BAD_SAMPLES):
         count = len(storage.read(BAD_SAMPLES).splitlines())
         print_line(f"warning: {plural(count, 'unreadable image')}; see {storage.path(BAD_SAMPLES)}")
