@@ -122,7 +122,7 @@ def assert_agree(run: Path) -> None:
 
 @pytest.mark.slow
 def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
-    """Kills: metrics, report, card that know of no merge; dropped rows handed to neighbours, or right."""
+    """Kills: metrics, report, card that know of no merge; dropped rows handed to neighbors, or right."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     before = pq.read_table(run / "predictions.parquet").to_pandas()
@@ -144,6 +144,15 @@ def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
     assert (run / "metrics.json").read_bytes() == metrics != first
     edit(run, {})
     assert (run / "metrics.json").read_bytes() == first
+
+
+@pytest.mark.parametrize("last", ["merge into 3", "drop"])
+def test_no_discovered_class_is_left(finished, tmp_path, last):
+    """Kills: chance of matching no cluster; a report and a card of none."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    uno("classes", run)
+    edit(run, dict.fromkeys(range(5, 9), "merge into 3") | {9: last})
+    assert_agree(run)
 
 
 @pytest.mark.slow

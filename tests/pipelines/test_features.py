@@ -43,7 +43,7 @@ HEADS = [
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
-    """A file of an encoder that has learnt nothing, with running statistics of its own."""
+    """A file of an encoder that has learned nothing, with running statistics of its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         encoder = build_encoder(small_config().model)
@@ -153,7 +153,7 @@ def test_a_dry_run_computes_one_step_and_keeps_nothing(weights, tmp_path, empty_
     """Kills: a dry run that takes the minutes of the features, files in the user's cache."""
     argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run"), "--dry-run"]
     assert cli.main(argv) == 0
-    assert "one step of each phase ran" in capsys.readouterr().out
+    assert "one step of each phase was taken" in capsys.readouterr().out
     assert not empty_cache.exists() and not (tmp_path / "run").exists()
 
 
@@ -169,7 +169,7 @@ def test_what_exceeds_the_memory_is_encoded_in_every_epoch(weights, tmp_path, em
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (["--weights", "None"], "model.finetune none needs --weights: an encoder that has learnt nothing"),
+    (["--weights", "None"], "model.finetune none needs pretrained weights"),
     (["--pretext.epochs", "1"], "pretext.epochs must be 0 with model.finetune none"),
     (["--method", "dtc", "--model.prototype-init=random", "--data.loading", "streaming"], "loading memory"),
     (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),
@@ -214,7 +214,7 @@ def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
     argv = ["data", "check", "--data", f"folder:{folder}", "--known-classes", "cat,dog", "--batch-size", "12"]
     assert cli.main([*argv, "--data.validation-fraction", "0.2", "--data.stored-size", "8"]) == 0
     out = capsys.readouterr().out
-    assert "rows         60 (48 train, 12 test)" in out
+    assert "images       60 (48 train, 12 test)" in out
     words = map(str.split, out.splitlines())
     counts = {each[0]: list(map(int, each[2:])) for each in words if each[1:2] in (["known"], ["novel"])}
     assert counts["cat"] == [16, 0, 4] and counts["dog"] == [8, 0, 2] and counts["emu"] == [0, 24, 6]
@@ -271,7 +271,7 @@ def test_two_ray_workers_compute_the_same_features(
     assert cli.main([*argv, str(tmp_path / "nan.safetensors"), "--overwrite"]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small gives numbers that are not finite"
+    assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small returns non-finite numbers"
     shutil.rmtree(empty_cache)
     assert cli.main([*argv, str(weights), "--overwrite"]) == 0
     (ours,) = empty_cache.glob("features/*")

@@ -54,4 +54,4 @@ def test_ray_packs_the_same_shards(tmp_path, ray_cluster, capsys):
         here, there = (Storage(str(tmp_path / name / place)) for place in ("here", "ray"))
         assert here.list() == there.list() and len(here.list()) > 1
         assert all(here.read(file) == there.read(file) for file in here.list())
-    assert "40 rows, 39 packed, 1 bad" in capsys.readouterr().out
+    assert "40 images, 39 packed, 1 bad" in capsys.readouterr().out

@@ -64,7 +64,7 @@ def test_report_and_predictions_agree(tmp_path):
 def test_predict_all_digits_and_again(run, tmp_path, capsys):
     command = ["predict", run, "--data", "digits", "--output", tmp_path / "out", "--embedding"]
     uno(*command)
-    assert "1,797 rows, 1,797 ok, 0 bad" in capsys.readouterr().out
+    assert "1,797 images, 1,797 ok, 0 bad" in capsys.readouterr().out
     table = table_of(tmp_path / "out")
     assert len(table) == 1797 and table["head_agreement"].null_count == 0
     assert pa.compute.min(table["head_agreement"]).as_py() >= 1 / 3 - 1e-6
@@ -94,7 +94,7 @@ def test_damaged_files_have_rows(run, tmp_path, capsys):
     readable = write_damaged(tmp_path / "in")
     uno("predict", run, "--data", tmp_path / "in", "--output", tmp_path / "out")
     bad = NUM_DAMAGED - sum(readable.values())
-    assert f"{NUM_DAMAGED} rows, {NUM_DAMAGED - bad} ok, {bad} bad" in capsys.readouterr().out
+    assert f"{NUM_DAMAGED} images, {NUM_DAMAGED - bad} ok, {bad} bad" in capsys.readouterr().out
     assert len(table_of(tmp_path / "out")) == NUM_DAMAGED
 
 
@@ -128,7 +128,7 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
 def test_a_run_whose_data_is_gone_still_predicts(tmp_path, capsys):
     write_model(tmp_path / "run", aligned=False, data__source="folder:/gone")
     uno("predict", tmp_path / "run", "--data", "digits", "--output", tmp_path / "out")
-    assert "head_agreement is left empty" in capsys.readouterr().out
+    assert "head_agreement is empty" in capsys.readouterr().out
     assert table_of(tmp_path / "out")["head_agreement"].null_count == 1797
     uno("classes", tmp_path / "run")
     assert "no suggestions" in capsys.readouterr().out and (tmp_path / "run" / "classes.yaml").exists()
@@ -162,7 +162,7 @@ def test_classes_from_first_look_to_predictions(run, capsys):
 
     edit(run, c6={"action": "merge into sevens"}, c7={"action": "drop"}, c8={"action": "merge into 3"})
     uno("classes", run, "--apply")
-    assert "1,797 rows predicted again" in capsys.readouterr().out
+    assert "predicted 1,797 images again" in capsys.readouterr().out
     merged = table_of(run).to_pandas()
     assert not set(merged["class_index"]) & {6, 7, 8}
     assert (merged["known_probability"] >= before["known_probability"] - 1e-5).all()

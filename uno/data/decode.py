@@ -78,7 +78,7 @@ def suppress_pillow_warnings() -> Iterator[None]:
 
 @suppress_pillow_warnings()
 def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -> np.ndarray:
-    """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size`` (antialiased), centre
+    """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size`` (antialiased), center
     crop. Raises BadImage.
     """
     if isinstance(image, np.ndarray):
@@ -90,7 +90,7 @@ def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -
         rgb = to_rgb(picture)
         orientation = _orientation(picture)  # later: of a PNG it reads the pixels, and forgives errors
         square = _square(rgb, size, interpolation, orientation in SIDEWAYS)
-        if orientation in UPRIGHT:  # a centred square commutes with turns and flips, so turn the small one
+        if orientation in UPRIGHT:  # a centered square commutes with turns and flips, so turn the small one
             square = square.transpose(UPRIGHT[orientation])
         return np.asarray(square).transpose(2, 0, 1)
 
@@ -235,7 +235,7 @@ class BadRows:
         for row in rows:
             if row not in self._reasons:  # another worker's: no need to send text around
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
-                self._reasons[row] = reason or "read once, not another time"
+                self._reasons[row] = reason or "was readable at first, but not when read again"
         self._synced = len(rows)
         reasons = [self._reasons.get(row) for row in range(len(self._ids))]
         check_bad(self._ids, reasons, self._max_fraction, self._storage)
@@ -248,7 +248,7 @@ class BadRows:
                 entries = map(parse_json, self._storage.read(BAD_SAMPLES).splitlines())
                 reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
         except (ValueError, TypeError, KeyError):
-            log.warning("%s is damaged; it is written anew", self._storage.path(BAD_SAMPLES))
+            log.warning("%s is damaged and is rewritten", self._storage.path(BAD_SAMPLES))
         return {row: reasons[name] for row, name in enumerate(map(str, self._ids)) if name in reasons}
 
 

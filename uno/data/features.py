@@ -34,6 +34,7 @@ from uno.data.output import seal, unseal
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
+from uno.text import plural
 
 VERSION = 4  # of what is computed and how it is stored
 SEED = 0  # of the views: not the run's, so that runs of all seeds share them
@@ -142,7 +143,7 @@ def compute_shard(
     config: Config, encoder: nn.Module, number: int, images: Sequence[Image], in_training: np.ndarray
 ) -> Shard:
     """Shard ``number`` of a job: features of its n ``images``, random views only of those ``in_training``
-    (n,). ``encoder`` in eval mode, on any device. ConfigError: it gives numbers that are not finite.
+    (n,). ``encoder`` in eval mode, on any device. ConfigError: it returns non-finite numbers.
     """
     found, reasons = list[Tensor](), list[str | None]()
     for start in range(0, len(images), ROWS_AT_ONCE):
@@ -168,7 +169,7 @@ def oddity(features: Tensor) -> str:
 
 def not_finite(config: Config) -> ConfigError:
     """What is said of such features."""
-    return ConfigError(f"model.encoder {config.model.encoder} gives numbers that are not finite")
+    return ConfigError(f"model.encoder {config.model.encoder} returns non-finite numbers")
 
 
 def decode_rows(
@@ -297,8 +298,8 @@ class FeatureCache:
             features[rows[0] : rows[-1] + 1], reasons[rows[0] : rows[-1] + 1] = shard, why
             missing.discard(number)
         if damaged:
-            text = "%d damaged files in %s are computed again; the first is %s"
-            log.warning(text, len(damaged), self.path, damaged[0])
+            text = "recomputing %s in %s, the first is %s"
+            log.warning(text, plural(len(damaged), "damaged file"), self.path, damaged[0])
         return features, reasons, sorted(missing)
 
     def num_missing(self) -> int:
@@ -330,17 +331,24 @@ class FeatureCache:
             "source": task.rows.source, "rows": len(task.rows), "encoder": config.model.encoder,
             "weights": weights, "num_cached_views": config.augment.num_cached_views,
             "num_features": self._job.num_features,
-            "note": "features of a frozen encoder; may be deleted at any time, they are computed again",
+            "note": "features of a frozen encoder; can be deleted at any time and are then recomputed",
         }  # fmt: skip
+        _write(self._storage, f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
         with _naming_the_option():
-            self._storage.write(f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
             snapshot.write(*self.snapshot, task.rows)
 
 
 def write_shard(storage: Storage, key: str, number: int, data: bytes) -> None:
     """Keep shard ``number`` of a job in a cache directory, from any process."""
+    _write(storage, shard_name(key, number), data)
+
+
+def _write(storage: Storage, name: str, data: bytes) -> None:
     with _naming_the_option():
-        storage.write(shard_name(key, number), data)
+        try:
+            storage.write(name, data)
+        except StorageError:  # somebody has just emptied the cache
+            storage.write(name, data)
 
 
 def shard_name(key: str, number: int) -> str:
@@ -353,7 +361,7 @@ def _naming_the_option() -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        raise StorageError(f"{error}; --compute.cache DIRECTORY keeps features elsewhere") from None
+        raise StorageError(f"{error}; --compute.cache DIRECTORY stores features elsewhere") from None
 
 
 def cached_features(

@@ -71,7 +71,7 @@ def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
             except (OSError, pa.ArrowException, UnoError) as error:
                 if not is_transient(error):
                     raise
-                log.warning("%s; again in %d s", one_line(error), pause)
+                log.warning("%s; retrying in %d s", one_line(error), pause)
                 time.sleep(pause)
         return access(*args, **kwargs)
 
@@ -101,10 +101,10 @@ def valid_text(name: str) -> str:
     return half.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def parse_json(data: str | bytes) -> Any:
-    """JSON of nobody knows whom; ValueError also where it is nested too deeply to be read."""
+def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """JSON of nobody knows whom, objects made by ``pairs``; ValueError also where it is nested too deeply."""
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -287,7 +287,9 @@ def _local_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
                     continue
                 real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
                 if entry.is_symlink() and not real.startswith(base):
-                    raise ConfigError(f"link {entry.path} leads outside the data folder {root}; copy it")
+                    raise ConfigError(
+                        f"link {entry.path} points outside the data folder {root}; copy the file"
+                    )
                 relative = folder.relative + entry.name
                 if entry.is_file():
                     stat = entry.stat()

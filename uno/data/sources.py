@@ -22,6 +22,7 @@ from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import is_pattern, read_tar
 from uno.errors import ConfigError, did_you_mean
+from uno.text import plural
 
 
 class Source(NamedTuple):
@@ -91,7 +92,7 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
     if match and not os.path.exists(source):
         prefix, path = match.groups()
         if prefix not in SOURCES:
-            known = f"known are digits, {':, '.join(SOURCES)}:"
+            known = f"choose from digits, {':, '.join(SOURCES)}:"
             hint = did_you_mean(prefix.lower(), SOURCES, known, lambda near: f"{near}:{path}")
             raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
     path = filesystem.normalize_path(path)
@@ -100,10 +101,10 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         names = {name: repr(f"{name}:DIR") for name in SOURCES} | {"digits": repr("digits")}
         hint = did_you_mean(source.lower(), names, show=names.__getitem__)
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
-    return prefix or recognise(path), path
+    return prefix or recognize(path), path
 
 
-def recognise(path: str) -> str:
+def recognize(path: str) -> str:
     """The kind of source that an existing file or folder is, by its content."""
     if filesystem.kind(path) == "file":
         kind = _kind_of(filesystem.split(path)[1].lower())
@@ -199,7 +200,7 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     known, others = read_folder(labeled, kind, "--labeled"), read_images(unlabeled)
     loose = np.flatnonzero(~known.labels.given)
     if len(loose):
-        found = f"{len(loose)} images are in no class subfolder, e.g. {known.ids[loose[0]]}"
+        found = f"{plural(len(loose), 'image')} in no class subfolder, e.g. {known.ids[loose[0]]}"
         raise ConfigError(f"--labeled {labeled}: {found}")
     both = known, others
     names = ((f"labeled/{name}" for name in known.ids), (f"unlabeled/{name}" for name in others.ids))
@@ -222,7 +223,7 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
     other = np.flatnonzero(rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0)
     if len(other):
         what = f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
-        raise ConfigError(f"imagenet:{root}: {what}; sort it into one, or use folder:{root}")
+        raise ConfigError(f"imagenet:{root}: {what}; move it into one, or use folder:{root}")
     if not use_split:
         return rows
     held_out, novel = set(imagenet_wnids("held_out_118")), set(imagenet_wnids(f"novel_30_{split}"))
@@ -234,7 +235,7 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
         raise ConfigError(f"{rows.source}: none of its {len(present)} classes is a {missing}; choose {fix}")
     left_out = present & held_out - novel
     kept = np.flatnonzero(rows.labels.places([*left_out]) < 0)
-    note = f"{len(left_out)} held-out classes that are not in split {split} are left out"
+    note = f"ignored {plural(len(left_out), 'held-out class', 'held-out classes')} not in split {split}"
     notes = (*rows.notes, note) if left_out else rows.notes
     return replace(rows.take(kept), known=tuple(known), notes=notes)
 
@@ -269,7 +270,7 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list
             filled.add(prefix + folder)
             yield found, valid_text(folder) if slash else None, splits[prefix] == "train"
         if outside:
-            notes.append(f"{outside} images outside {', '.join(splits)} are left out")
+            notes.append(f"ignored {plural(outside, 'image')} outside {', '.join(splits)}")
 
     rows = _rows(below(), source, notes)
     for prefix in splits:
@@ -279,7 +280,7 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list
                 raise ConfigError(f"class folder {path} holds no images; fill or remove it")
     loose = int((~rows.labels.given).sum())
     if 0 < loose < len(rows):
-        notes.append(f"{loose} images outside class subfolders are unlabeled")
+        notes.append(f"{plural(loose, 'image')} outside class subfolders: unlabeled")
     return replace(rows, notes=tuple(notes)), [*others]
 
 
@@ -312,7 +313,7 @@ def _images(root: str, notes: list[str]) -> Iterator[FileEntry]:
         most = others.most_common(8)
         named = ", ".join(f"{number:,} {suffix}{OTHERS.get(suffix, '')}" for suffix, number in most)
         more = ", ..." if len(others) > 8 else ""
-        notes.append(f"{others.total():,} files below {root} are left out: {named}{more}")
+        notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
 
 
 PHOTOGRAPHS, VIDEO = " (photographs; save them as JPEG)", " (video; take still images)"

@@ -24,6 +24,7 @@ from uno.data.rows import SPLITS, Rows
 from uno.data.tables import class_name
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_IMAGE_BYTES, MAX_MEMBER_BYTES, MAX_ROWS
+from uno.text import plural
 
 SCANNED = 16  # shards at once
 WINDOW_BYTES = {False: 2**14, True: 2**20}  # that a scan reads at once, of a local file and of an object
@@ -126,7 +127,7 @@ def read_tar(path: str, images_only: bool = False) -> Rows:
     notes = [note for scan in scans for note in scan.notes]
     if others:
         named = ", ".join(f"{num:,} .{name}" for name, num in others.most_common(8))
-        notes.append(f"{others.total():,} members of the tar files are not read: {named}")
+        notes.append(f"ignored {plural(others.total(), 'member')} of the tar files: {named}")
     classes = Labels.of(chain(*labels))
     return Rows(Text.join(ids), images, classes, is_train, source, notes=tuple(notes))
 
@@ -208,7 +209,7 @@ class Shard:
         except (tarfile.HeaderError, ValueError):
             info = None
         if info is None or info.size < 0:
-            raise ConfigError(f"{self.path} is no tar file: no header at byte {at:,}")
+            raise ConfigError(f"{self.path} is not a tar file: no header at byte {at:,}")
         return info
 
     def _told(self, info: tarfile.TarInfo, at: int) -> Told:
@@ -220,7 +221,7 @@ class Shard:
         while found := RECORD.match(text, start):
             end = start + int(found[1])
             if not found.end() < end <= len(text):
-                raise ConfigError(f"{self.path}: a header that is no list of names and values")
+                raise ConfigError(f"{self.path}: a header that is not a list of names and values")
             fields[found[2]], start = text[found.end() : end - 1], end
         size = fields.get(b"size", b"")
         return Told(
@@ -271,7 +272,7 @@ def _scan(found: FileEntry, images_only: bool) -> _Scan:
         places = np.array(offsets, np.int64), np.array(sizes, np.int64)
         scan.parts.append((Text.of(names), *places, Labels.of(labels)))
     if shard.is_cut:
-        scan.notes.append(f"{shard.name} is cut off: it ends inside a member")
+        scan.notes.append(f"{shard.name} is truncated: it ends inside a member")
     return scan
 
 

@@ -170,7 +170,7 @@ def _comment(suggestion: Suggestion | None) -> str:
     """Names are shown escaped: a line break in one would end the comment."""
     if suggestion is None:
         return ""
-    parts = [f"{suggestion.rows} of {suggestion.total} sampled rows"]
+    parts = [f"{suggestion.rows} of {suggestion.total} sampled images"]
     for title, pairs in (("nearest known", suggestion.known), ("nearest discovered", suggestion.novel)):
         if pairs:
             parts.append(f"{title}: " + ", ".join(f"{name[:80]!a} {cosine:.2f}" for name, cosine in pairs))
@@ -226,20 +226,27 @@ def with_names(
     index or present name. Whatever else stands there stays. ConfigError: no such class, or not in our form.
     """
     now = {c.name: c.index for c in read_edits(data, where, classes, model_hash) if c.kind == "novel"}
-    text = data.decode()
+    text, merges = data.decode(), dict[str, str]()
     for word in words:
         old, equals, new = word.partition("=")
         index = int(old) if old.isdecimal() and int(old) in now.values() else now.get(old)
         if not (equals and new):
-            raise ConfigError(f"--rename takes INDEX=NAME or NAME=NAME, such as 5=nine, got {word!r}")
+            raise ConfigError(f"--rename expects INDEX=NAME or NAME=NAME, such as 5=nine, got {word!r}")
         if index is None:
-            hint = did_you_mean(old, now, f"those are {min(now.values())} to {max(now.values())}")
+            hint = did_you_mean(old, now, f"they are {min(now.values())} to {max(now.values())}")
             raise ConfigError(f"--rename {word}: there is no discovered class {old!r}{hint}")
         entry = re.search(rf"^- index: {index}(?: .*)?\n  name: (.*)$", text, re.M)
         if entry is None:
-            raise ConfigError(f"{where}: class {index} does not stand there as it was written; name it there")
+            why = "its entry was changed by hand; edit the name in the file"
+            raise ConfigError(f"{where}: cannot edit class {index} automatically: {why}")
         text = text[: entry.start(1)] + _scalar(new) + text[entry.end(1) :]
-    return text.encode()
+        before = next(name for name, own in now.items() if own == index)
+        merges[_scalar(MERGE + before)] = _scalar(MERGE + new)
+
+    def followed(action: re.Match[str]) -> str:
+        return action[1] + merges.get(action[2], action[2])
+
+    return re.sub(r"^(  action: )(.*)$", followed, text, flags=re.M).encode()
 
 
 def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]:
@@ -264,12 +271,12 @@ def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]
     if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
         raise ConfigError(f"{where}: action must be keep, drop or merge into NAME, got {action!r}")
     if name == REJECTED and wanted != "drop":
-        raise ConfigError(f"{where}: {name!r} is what the images of dropped classes are called")
+        raise ConfigError(f"{where}: {name!r} is reserved for images of dropped classes")
     return index, name, wanted
 
 
 def _check_keys(tree: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
     for key in tree:
         if key not in known:
-            hint = did_you_mean(str(key), known, f"known are {', '.join(known)}")
+            hint = did_you_mean(str(key), known, f"keys are {', '.join(known)}")
             raise ConfigError(f"{where}: unknown key {key!r}{hint}")

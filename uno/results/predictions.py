@@ -272,7 +272,8 @@ class PredictionWriter:
         if not replace and finished is None and not claimed and storage.exists(FILE):
             foreign.append(FILE)
         if foreign:
-            raise ConfigError(f"{storage.path(foreign[0])} is not ours; choose another --output")
+            advice = "choose another --output"
+            raise ConfigError(f"{storage.path(foreign[0])} was not written by uno predict; {advice}")
         if begun == claim:
             return False
         if not replace and (finished is not None or claimed):

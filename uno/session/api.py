@@ -30,6 +30,7 @@ from uno.runs import REPORT_FILE, directory
 from uno.session.console import suppress_output
 from uno.session.place import Place
 from uno.session.settings import configured, from_keywords
+from uno.text import plural
 
 PROCESS = os.getpid()  # that imported this
 STRICT = "train/novel/task_agnostic_strict/acc/best"
@@ -94,7 +95,7 @@ class Predictions:
         return (self[row] for row in range(len(self)))
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self):,} images: {show.counted(self.class_name)}>"
+        return f"<{type(self).__name__} of {plural(len(self), 'image')}: {show.counted(self.class_name)}>"
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame``, one row an image, without the arrays. ConfigError: pandas is missing."""
@@ -110,7 +111,7 @@ class Predictions:
             (path or f"image {i}", one.class_name, one.kind, one.probability, one.head_agreement, one.reason)
             for i, (path, one, _) in enumerate(zip(self.path, self, self.first, strict=False))
         ]
-        title, facts = f"{len(self):,} images", [show.counted(self.class_name)]
+        title, facts = plural(len(self), "image"), [show.counted(self.class_name)]
         return show.predictions_html(title, facts, self.first, rows, len(self) - len(rows))
 
 
@@ -146,7 +147,7 @@ class Model:
         facts = str(verdict(self.metrics) or "").splitlines()
         facts += [self._counts, f"run: {self.run}", f"report: {self.report}" if self.report else ""]
         if (right := self.metrics.get(STRICT)) is not None:
-            facts.append(f"novel training rows put into the right class: {right:.1%} (strict)")
+            facts.append(f"novel training images in the right class: {right:.1%} (strict)")
         title = f"uno.{type(self).__name__}"
         return show.model_html(title, facts, self.classes, self._members, self.size)
 
@@ -165,7 +166,7 @@ class Model:
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
         """Classify images of any size: a list or column of paths or URIs, encoded bytes, PIL images and uint8
         arrays (H, W, 3) or (H, W); one uint8 array (N, H, W, 3) or (N, H, W); or one uint8 tensor
-        (N, 3, H, W). They are made square as in training: shorter side resized to ``size``, centre crop.
+        (N, 3, H, W). They are made square as in training: shorter side resized to ``size``, center crop.
 
         Unreadable files are rows with a reason; ConfigError, a ValueError: something else was given.
         """

@@ -102,7 +102,7 @@ def shards(folder):
 @pytest.mark.parametrize(("crop", "side"), [("pad", 8), ("resized", 10)])
 def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     """Stored squares may be larger than the views, images are. Kills: views of another row's numbers,
-    numbers that depend on the share of training rows, an evaluation view that is not the centre, views of
+    numbers that depend on the share of training rows, an evaluation view that is not the center, views of
     test rows, mean and std forgotten.
     """
     config = config_of(
@@ -257,7 +257,11 @@ def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
     job = job_of()
     cache = cache_of(tmp_path, job)
     list(cache.keep([(0, seal(features.shard_name(job.key, 0), content, REASONS))]))
-    assert cache.read()[2] == [0, 1, 2] and "1 damaged files" in caplog.text and not shards(tmp_path)
+    assert (
+        cache.read()[2] == [0, 1, 2]
+        and "recomputing 1 damaged file in" in caplog.text
+        and not shards(tmp_path)
+    )
 
 
 def test_what_is_no_shard_is_left_alone(tmp_path, caplog):
@@ -306,6 +310,20 @@ def test_two_at_once_do_no_harm(tmp_path, caplog):
         thread.join()
     assert torch.equal(*found) and len(shards(tmp_path)) == 3
     assert torch.equal(kept(tmp_path, job)[0], found[0]) and not caplog.messages
+
+
+def test_a_cache_that_is_removed_while_it_is_written_costs_nothing(tmp_path, monkeypatch):
+    job, whole, replaced, ours = job_of(), kept(tmp_path / "whole", job_of())[0], [], tmp_path / "cache"
+
+    def replace_(source, target):
+        replaced.append(target)
+        if len(replaced) in (1, 4):  # facts.json and a shard, whose second writing succeeds
+            shutil.rmtree(ours)
+        os_replace(source, target)
+
+    os_replace = os.replace
+    monkeypatch.setattr(os, "replace", replace_)
+    assert torch.equal(kept(ours, job)[0], whole) and len(replaced) == 6
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
@@ -358,7 +376,7 @@ def test_an_encoder_that_gives_nan_is_refused(tmp_path):
     job = job_of()
     encoder = encoder_of(job.config)
     nn.init.constant_(encoder.conv1.weight, float("nan"))
-    with pytest.raises(ConfigError, match=r"^model\.encoder resnet_small gives numbers that are not finite$"):
+    with pytest.raises(ConfigError, match=r"^model\.encoder resnet_small returns non-finite numbers$"):
         kept(tmp_path, job, encoder=encoder)
     assert not shards(tmp_path)
 

@@ -43,7 +43,7 @@ def test_a_fresh_file_changes_nothing():
     similar = (("cat\nname: evil", 0.5), ("</script>", 0.25))
     text = naming.template(CLASSES, HASH, {3: Suggestion(7, 9, similar, similar)})
     assert read(text.encode()) == CLASSES
-    assert "7 of 9 sampled rows" in text and "'cat\\nname: evil' 0.50" in text
+    assert "7 of 9 sampled images" in text and "'cat\\nname: evil' 0.50" in text
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -102,7 +102,7 @@ def test_a_second_edit_can_take_the_first_one_back():
     (edits({"index": 3, "action": "merge into novel-2"}, {"index": 4, "action": "drop"}), "is dropped"),
     (edits({"index": 3, "name": "novel-2"}), "two classes are named 'novel-2'"),
     (edits({"index": 3, "name": "cat"}), "use action: merge into cat"),
-    (edits({"index": 3, "name": "rejected"}), "is what the images of dropped classes are called"),
+    (edits({"index": 3, "name": "rejected"}), "is reserved for images of dropped classes"),
     (edits(*({"index": i, "action": "drop"} for i in range(3, 7))), "all discovered classes are dropped"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(data, words):
@@ -157,11 +157,14 @@ def test_rename_changes_names_and_nothing_else():
     for name in HOSTILE[:-1]:
         assert "\u202e" in name or read(renamed(f"6={name}"))[6].name == name
     for word, says in (
-        ("4", "such as 5=nine"), ("4=", "such as 5=nine"), ("0=x", "class '0'; those are 3 to 6"),
+        ("4", "such as 5=nine"), ("4=", "such as 5=nine"), ("0=x", "class '0'; they are 3 to 6"),
         ("novel=x", "did you mean 'novel-"), ("44=x", "those are 3 to 6"), ("cat=x", "'cat'"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             renamed(word)
+    data = data.replace(b"action: drop", b"action: merge into novel-2")
+    assert [c.into for c in read(renamed("4=yes: no"))][3:5] == [4, 4]
+    assert [c.into for c in read(renamed("novel-2=novel-3", "novel-3=novel-2"))][3:6] == [4, 4, 5]
     with pytest.raises(ConfigError, match="two classes are named"):
         read(renamed("5=cat"))
     with pytest.raises(ConfigError, match="name it there"):

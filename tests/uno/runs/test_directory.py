@@ -72,7 +72,7 @@ def test_what_does_not_fit_the_run_is_refused(empty):
     changes = {
         "output": "elsewhere", "compute.num_workers": 2, "compute.device": "cpu", "compute.threads": 3,
         "train.log_every": 7, "train.keep_checkpoints": 5, "train.checkpoint_every_epochs": 3,
-        "train.eval_batch_size": 64,
+        "train.eval_batch_size": 64, "train.report_to": "jsonl", "train.profile": "3:5",
     }  # fmt: skip
     free = {key for key in field_names() if may_change_on_resume(key) and not key.startswith("compute.")}
     assert free == {key for key in changes if not key.startswith("compute.")}
@@ -128,7 +128,7 @@ NEWEST = "checkpoints/discover/step_00000012.safetensors"
 def test_a_sound_run(storage):
     assert levels(storage, "warning") == levels(storage, "error") == []
     text = "\n".join(levels(storage, "ok"))
-    for said in ("pretrain: checkpoints of step 3, 6 verify", "discover: checkpoints of step 6, 12 verify",
+    for said in ("pretrain: valid checkpoints of step 3, 6", "discover: valid checkpoints of step 6, 12",
                  "not finished", "no command is at work"):  # fmt: skip
         assert said in text
     with lock.lock_run(storage, on_wait=pytest.fail):
@@ -141,20 +141,20 @@ def cut(storage, name):
 
 WARNINGS = {
     "a truncated checkpoint": (lambda s: cut(s, NEWEST), "discover step 12: it is damaged"),
-    "a cut line": (lambda s: cut(s, "metrics.jsonl"), "metrics.jsonl: 1 unreadable lines"),
+    "a cut line": (lambda s: cut(s, "metrics.jsonl"), "metrics.jsonl: 1 unreadable line"),
     "a temporary file": (lambda s: s.write("checkpoints/.x.safetensors.0a1b2c3d", b""), "unfinished"),
     "Ray's folder": (lambda s: s.write("ray/attempt-1/x.json", b""), "ray: Ray Train"),
     "a STOP file": (lambda s: s.write("STOP", b""), "STOP: the request"),
     "damaged results": (lambda s: s.write("metrics.json", b"{"), "metrics.json is damaged"),
     "deep results": (lambda s: s.write("metrics.json", DEEP), "metrics.json is damaged"),
-    "a deep line": (lambda s: s.append("metrics.jsonl", DEEP + b"\n"), "metrics.jsonl: 1 unreadable lines"),
-    "a deep lock": (lambda s: s.write("lock.json", DEEP), "process ? on ? held the directory"),
+    "a deep line": (lambda s: s.append("metrics.jsonl", DEEP + b"\n"), "metrics.jsonl: 1 unreadable line"),
+    "a deep lock": (lambda s: s.write("lock.json", DEEP), "process ? on ? has the lock"),
     "a dead holder": (
-        lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7}'), "process 7 on gone held the directory"
+        lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7}'), "process 7 on gone has the lock"
     ),
     "another torch": (
         lambda s: s.write("environment.json", b'{"format_version": 2, "versions": {"torch": "1.0"}}'),
-        "torch 1.0 is",
+        "torch 1.0 then",
     ),
 }  # fmt: skip
 ERRORS = {
@@ -183,7 +183,7 @@ def test_a_damaged_configuration_comes_back_from_the_newest_checkpoint(storage):
     storage.write("config.yaml", b"- 1")
     assert directory.repair(storage) == [] and storage.read("config.yaml") == b"- 1"
     (line,) = directory.repair(storage, thorough=True)
-    assert line == "wrote config.yaml as the checkpoint of step 12 has it" and levels(storage, "error") == []
+    assert line == "restored config.yaml from the checkpoint of step 12" and levels(storage, "error") == []
     open_run(CONFIG, storage, "f" * 64)
 
 
