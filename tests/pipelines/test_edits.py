@@ -99,7 +99,7 @@ def assert_agree(run: Path) -> None:
     card = (run / "model" / "README.md").read_text()
     table_of_card = card.split("## Measured")[1].split("| accuracy, %")[1].splitlines()
     (aware,) = (line for line in table_of_card if line.startswith("| Task-aware |"))
-    at = table_of_card[0].split(" | ").index("training rows: known")
+    at = table_of_card[0].split(" | ").index("training images: known")
     assert aware.split(" | ")[at] == f"{100 * metrics['train/known/task_aware/acc/best']:.1f}"
     for c in model.classes:
         assert (f"`{c.name}` dropped" in card) == (c.into is None)

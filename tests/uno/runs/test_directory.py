@@ -129,10 +129,10 @@ def test_a_sound_run(storage):
     assert levels(storage, "warning") == levels(storage, "error") == []
     text = "\n".join(levels(storage, "ok"))
     for said in ("pretrain: valid checkpoints of step 3, 6", "discover: valid checkpoints of step 6, 12",
-                 "not finished", "no command is at work"):  # fmt: skip
+                 "not finished", "no command is using this directory"):  # fmt: skip
         assert said in text
     with lock.lock_run(storage, on_wait=pytest.fail):
-        assert any("process" in line and "is at work here" in line for line in levels(storage, "ok"))
+        assert any("process" in line and "is using this directory" in line for line in levels(storage, "ok"))
 
 
 def cut(storage, name):
