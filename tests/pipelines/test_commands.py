@@ -70,7 +70,7 @@ def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says, 
     ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
     ({"cat": 40}, ["--known-classes", "first:1"], "nothing to discover"),
     ({"cat": 40}, [], "every training image is labeled"),
-    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "than classes to discover (9)"),
+    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "to discover (9)"),
 ])  # fmt: skip
 def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
     data = f"folder:{write_images(tmp_path / 'images', counts)}"
@@ -272,8 +272,8 @@ def test_print_config_and_data_check_and_dry_run_leave_nothing(tmp_path, capsys,
     assert "error: fewer unlabeled images (100) than" in capsys.readouterr().out
     assert cli.main([*DISCOVER, "--workers", "2", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "pretrain: 3 epochs of 3 steps of 32 labeled + 0 unlabeled rows" in shown
-    assert "discover: 3 epochs of 6 steps of 16 labeled + 16 unlabeled rows" in shown
+    assert "pretrain: 3 epochs of 3 steps of 32 labeled + 0 unlabeled images" in shown
+    assert "discover: 3 epochs of 6 steps of 16 labeled + 16 unlabeled images" in shown
     assert list(tmp_path.iterdir()) == []
 
 
