@@ -134,7 +134,7 @@ def _print_config(options: Options) -> int:
 
 
 def pretrain(argv: Sequence[str]) -> int:
-    """Train encoder and known head; ``discover`` with the same options goes on from there."""
+    """Train encoder and known head; ``discover`` with the same options continues from there."""
     options = parse(argv, PRETRAIN)
     from pipelines.jobs import OnRay
     from uno.session import job

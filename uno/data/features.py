@@ -310,7 +310,7 @@ def cached_features(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Tensor, list[str | None]]:  # fmt: skip
     """Features (N, 1 + V, D) of a job and why a row has none: what the cache lacks is computed and kept by
-    ``compute``, file by file, so that a killed job goes on. StorageError: the cache cannot be written.
+    ``compute``, file by file, so that a killed job resumes. StorageError: the cache cannot be written.
     """
     features, reasons, missing = cache.read()
     if again := _readable_again(job, reasons):

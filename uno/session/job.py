@@ -294,9 +294,8 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
         if name in phases:
             steps = plural(plan.steps_per_epoch, "step")
             epochs = f"{plural(getattr(config, name).epochs, 'epoch')} of {steps}"
-            print_line(
-                f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled images"
-            )
+            unlabeled = plural(plan.unlabeled_size, "unlabeled image")
+            print_line(f"{name}: {epochs} of {plan.labeled_size} labeled + {unlabeled}")
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder})
         if on_features(config):  # which take minutes, and would be kept
