@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt
@@ -15,12 +16,13 @@ from pydantic import PositiveInt
 from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, Options, parse, switch
 from uno.config import dump_yaml
 from uno.errors import ConfigError, StorageError, UnoError
-from uno.session.settings import checked_output
+from uno.session.settings import checked_output, launched
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
     from uno.results.classes import Suggestion
     from uno.results.infer import Classifier
+    from uno.session.ranks import Ranks
 
 SHARD_MB = 128
 CHECK_S = 60.0  # in which uno data check decodes images
@@ -38,7 +40,10 @@ APPLY = {
     ),
     "--rename": Argument("Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []),
 }
-TRAINING = PRINT_CONFIG | DRY_RUN | FRESH
+EXPLAIN = {
+    "--explain": switch("Print every value and where it comes from (preset, file, data, ...) and stop.")
+}
+TRAINING = PRINT_CONFIG | EXPLAIN | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
@@ -110,8 +115,14 @@ def demo(argv: Sequence[str]) -> int:
     return discover(["--workers", "2", *argv], DEMO)
 
 
-def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
-    """Pretrain unless weights are given, discover, evaluate."""
+def discover(
+    argv: Sequence[str], command: Command = DISCOVER, last: str = "discover", group: Ranks | None = None
+) -> int:
+    """Pretrain unless weights are given, discover, evaluate. ``group``: of torchrun; this is its rank 0."""
+    if group is None and launched():
+        from uno.session.ranks import Ranks
+
+        return Ranks().run(partial(discover, argv, command, last))
     options = parse(argv, command)
     from pipelines.jobs import OnRay
     from uno.session import job
@@ -119,7 +130,14 @@ def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
     own = options.args
     if own.print_config:
         return _print_config(options)
-    job.discover(options.config, options.overrides, own.overwrite, dry_run=own.dry_run, elsewhere=OnRay())
+    if own.explain:
+        from uno.session.resolve import explained
+
+        print(*explained(options.config, options.yaml_values, options.cli_values, own.overwrite), sep="\n")
+        return 0
+    config = options.config if group is None else group.sized(options.config)
+    place = OnRay() if group is None else group
+    job.discover(config, options.overrides, own.overwrite, last, dry_run=own.dry_run, elsewhere=place)
     return 0
 
 
@@ -135,17 +153,7 @@ def _print_config(options: Options) -> int:
 
 def pretrain(argv: Sequence[str]) -> int:
     """Train encoder and known head; ``discover`` with the same options continues from there."""
-    options = parse(argv, PRETRAIN)
-    from pipelines.jobs import OnRay
-    from uno.session import job
-
-    own = options.args
-    if own.print_config:
-        return _print_config(options)
-    job.discover(
-        options.config, options.overrides, own.overwrite, "pretrain", dry_run=own.dry_run, elsewhere=OnRay()
-    )
-    return 0
+    return discover(argv, PRETRAIN, "pretrain")
 
 
 def evaluate(argv: Sequence[str]) -> int:

@@ -175,7 +175,7 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
     workers, share = config.compute.num_workers, (each or _usual(config)).get("GPU", 1)
     if workers > 1 and share < 1:
         raise ConfigError(
-            f"{plural(workers, 'worker')} of {share:g} GPUs would share GPUs, and NCCL accepts one worker per GPU: "
+            f"{plural(workers, 'worker')} of {share:g} GPUs would share GPUs; NCCL accepts one per GPU: "
             "use --gpus-per-worker 1, or --workers 1"
         )
 

@@ -68,9 +68,10 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         if not keep_idle:
             options["_system_config"] = {"num_workers_soft_limit": 0}
     on_term = signal.getsignal(signal.SIGTERM)
-    # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; ignoring is inherited.
-    ours = (signal.SIGINT, signal.SIGHUP) if in_main_thread() else ()
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ours}
+    # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; a mask is inherited.
+    ours, late = (signal.SIGINT, signal.SIGHUP) if in_main_thread() else (), list[int]()
+    handlers = {number: signal.signal(number, lambda number, _: late.append(number)) for number in ours}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
     try:
         ray.init(logging_level=logging.WARNING, **options)
         if callable(on_term) and in_main_thread():
@@ -87,9 +88,12 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         problem = "Ray did not start within its time limit: this machine is too busy"
         raise ConfigError(f"{problem}; try again, or --workers 0") from None
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     try:
+        for number in late:  # came while Ray was starting
+            signal.raise_signal(number)
         yield ray
     finally:
         ray.shutdown()

@@ -66,7 +66,7 @@ def test_pieces_make_the_whole_and_only_what_is_slow_twice_is_a_finding(monkeypa
 
 def test_past_failures_stay_repaired():
     """Kills: a repair that is undone; a file in the corpus that belongs to no kind."""
-    files = sorted(CORPUS.iterdir())
+    files = sorted(set(CORPUS.iterdir()) - set(CORPUS.glob("agreement_*")))  # those are test_agreement's
     names = {name.replace(", ", "-"): name for name in KINDS}
     for path in files:
         kind = KINDS[names[path.name.partition("_")[0]]]

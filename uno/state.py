@@ -36,6 +36,7 @@ class TrainState:
     total_steps: int = 1  # of the phase's schedule and its warm-up; set by uno.train.fit
     warmup_steps: int = 0
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a method keeps from step to step
+    grad_norm: Tensor | None = None  # () of all gradients of the last step; not in checkpoints
     teacher: nn.Module | None = None  # the pretrained network, of methods that ask for it; not in checkpoints
 
     @property

@@ -86,7 +86,8 @@ def update_(state: TrainState, loss: Tensor, lr: float, head_losses: Tensor | No
     state.optimizer.zero_grad(set_to_none=True)
     loss.backward()
     grads = [p.grad for p in state.model.parameters() if p.grad is not None]
-    broken = (~torch.isfinite(torch.nn.utils.get_total_norm(grads))).float()
+    state.grad_norm = torch.nn.utils.get_total_norm(grads)
+    broken = (~torch.isfinite(state.grad_norm)).float()
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["factor"]
     state.optimizer.found_inf = broken  # type: ignore[attr-defined]  # read by the fused kernel: 1 skips the step

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from pipelines import cli, ray_env
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
 from tests.uno.small_run import wasted_steps
+from uno.config import field_names
 from uno.data import resident
 from uno.data.files import Storage
 from uno.runs import lock
@@ -70,7 +71,8 @@ def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says, 
     ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
     ({"cat": 40}, ["--known-classes", "first:1"], "nothing to discover"),
     ({"cat": 40}, [], "every training image is labeled"),
-    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "to discover (9)"),
+    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"],
+     "than classes to discover (9)"),
 ])  # fmt: skip
 def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
     data = f"folder:{write_images(tmp_path / 'images', counts)}"
@@ -275,6 +277,32 @@ def test_print_config_and_data_check_and_dry_run_leave_nothing(tmp_path, capsys,
     assert "pretrain: 3 epochs of 3 steps of 32 labeled + 0 unlabeled images" in shown
     assert "discover: 3 epochs of 6 steps of 16 labeled + 16 unlabeled images" in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch):
+    """Kills: a key without its origin, a line that is no configuration, one given taken for chosen."""
+    monkeypatch.chdir(tmp_path)
+    write_images(Path("known"), {"a": 9, "b": 9})
+    write_images(Path("new"), {"x": 9})
+    Path("mine.yaml").write_text("train: {batch_size: 8}\nseed: 3\n")
+    argv = ["--labeled", "known", "--unlabeled", "new", "--num-novel", "2", "--config", "mine.yaml"]
+    argv += ["--seed", "4", "--method", "rs", "--data.mean", "0.5", "0.5", "0.5", "--recipe", "v2"]
+    assert cli.main(["discover", *argv, "--explain"]) == 0
+    shown = capsys.readouterr().out
+    origin = {}
+    for line in shown.splitlines():
+        key, value = next(iter(yaml.safe_load(line).items()))
+        origin[key] = value, line.rpartition("# ")[2]
+    expected = {
+        "train.batch_size": (8, "file"), "seed": (4, "command line"), "method": ("rs", "command line"),
+        "data.mean": ([0.5, 0.5, 0.5], "command line"), "discover.base_lr": (0.4, "recipe v2"),
+        "data.setting": ("ncd", "data"), "augment.large.size": (8, "data"),
+        "data.validation_fraction": (0.1, "data"),
+        "objective.epsilon": (0.05, "default"), "output": ("runs/scratch-seed4", "default"),
+    }  # fmt: skip
+    assert {key: origin[key] for key in expected} == expected
+    assert origin.keys() == set(field_names("rs"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["known", "mine.yaml", "new"]
 
 
 @pytest.mark.ray  # several processes

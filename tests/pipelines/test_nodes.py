@@ -219,7 +219,7 @@ def test_workers_of_one_run_do_not_share_a_gpu():
     halves = config_of(gpus_per_worker=0.5)
     nodes.check_shares(halves, {"CPU": 1.0})
     nodes.check_shares(override(halves, {"compute.num_workers": 1}), {"CPU": 1.0, "GPU": 0.5})
-    with pytest.raises(ConfigError, match="NCCL accepts one worker per GPU: use --gpus-per-worker 1"):
+    with pytest.raises(ConfigError, match="NCCL accepts one per GPU: use --gpus-per-worker 1"):
         nodes.check_shares(halves, {"CPU": 1.0, "GPU": 0.5})
     with pytest.raises(ConfigError, match="NCCL"):
         nodes.check_shares(override(halves, {"compute.device": "cuda"}))

@@ -23,7 +23,7 @@ def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
     names = [f"{i}.png" for i in range(6)]
     write_images(tmp_path, names)
     (tmp_path / "3.png").write_bytes(b"no image")
-    files = Files.of([str(tmp_path / name) for name in names], [-1] * 6)
+    files = Files.of([str(tmp_path / name) for name in names], [(-1, -1)] * 6)
     pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 6, 3), dtype=np.uint8)
     labels, truth = ("b", None, "a", "b", None, "a"), ("c", None, None, "d", None, None)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))

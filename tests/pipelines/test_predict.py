@@ -18,6 +18,7 @@ import yaml
 
 from pipelines import cli
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
+from tests.uno.data.builders import encoded, pixels
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -70,6 +71,23 @@ def test_predict_all_digits_and_again(run, tmp_path, capsys):
     written = (tmp_path / "out" / FILE).stat().st_mtime_ns
     uno(*command)
     assert (tmp_path / "out" / FILE).stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("kind", ["folder", "table"])
+def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
+    """Of the same names and sizes, to the same place. Kills: a table of images that are gone."""
+    source, tables = tmp_path / "in", []
+    source.mkdir()
+    (source / "rows.csv").write_text("path\n0.bmp\n1.bmp\n")
+    data = source / "rows.csv" if kind == "table" else f"folder:{source}"
+    for seed in (0, 100, None):
+        for i in range(2) if seed is not None else ():
+            (source / f"{i}.bmp").write_bytes(encoded(pixels(seed + i), "BMP"))
+        uno("predict", run, "--data", data, "--output", tmp_path / "out")
+        tables.append(table_of(tmp_path / "out")["probability"].to_pylist())
+    assert tables[0] != tables[1] == tables[2]
+    (line,) = (message for message in caplog.messages if "written to" in message)
+    assert line == "images were written to since they were predicted: all are predicted again"
 
 
 def test_damaged_files_have_rows(run, tmp_path, capsys):

@@ -51,6 +51,8 @@ SOURCES = {
         lambda path, config, _: read_imagenet(path, config.imagenet_split, config.known_classes is None)
     ),
     "folder": Source(lambda path, config, _: read_folder(path)),
+    "classes": Source(lambda path, config, _: read_folder(path, "classes")),
+    "splits": Source(lambda path, config, _: read_folder(path, "splits")),
     "parquet": Source(
         lambda path, config, _: read_parquet(path, config.named_columns),
         suffixes=(".parquet",),
@@ -73,10 +75,11 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given."""
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(
-            filesystem.normalize_path(config.labeled), filesystem.normalize_path(config.unlabeled)
-        )
+            config.labeled, filesystem.normalize_path(config.unlabeled)
+        ).with_composed_names()
     kind, path = locate_source(config)
-    return read_digits() if kind == "digits" else SOURCES[kind].read(path, config, images_only)
+    rows = read_digits() if kind == "digits" else SOURCES[kind].read(path, config, images_only)
+    return rows.with_composed_names()
 
 
 def locate_source(config: DataConfig) -> tuple[str, str]:
@@ -161,13 +164,21 @@ def read_digits() -> Rows:
     return Rows(ids, InMemory(np.repeat(grayscale[..., None], 3, axis=3)), labels, is_train, "digits")
 
 
-def read_folder(root: str) -> Rows:
-    """Class subfolders of ``root``, or of its train/ and test/ (or val/); loose images are unlabeled."""
+def read_folder(root: str, kind: str = "folder", flag: str = "--data") -> Rows:
+    """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or val/ (splits), whichever
+    it is (folder); loose images are unlabeled. ConfigError: it may be both, so that ``flag`` has to choose.
+    """
     folders, _ = children(_directory(root))
-    splits = {"": "train"}
-    if "train" in folders and children(join(root, "train"))[0]:
-        splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
-    return _labeled(root, f"folder:{root}", splits)
+    splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
+    if kind == "classes" or not ("train" in folders and children(join(root, "train"))[0]):
+        splits = {"": "train"}
+    rows, others = _labeled(root, f"folder:{root}", splits)
+    if others and kind == "folder":
+        named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+        ways = f"if train is a class, too, give {flag} classes:{root}; if it is a split and these are to be "
+        ways += f"left out, {flag} splits:{root}"
+        raise ConfigError(f"{root} has train/ with subfolders, and images in {named}: {ways}")
+    return rows
 
 
 def read_images(root: str) -> Rows:
@@ -177,11 +188,16 @@ def read_images(root: str) -> Rows:
 
 
 def read_two_folders(labeled: str, unlabeled: str) -> Rows:
-    """``labeled`` as :func:`read_folder` without loose images; ``unlabeled``: any images below it."""
+    """``labeled`` as :func:`read_folder` without loose images, maybe as KIND:DIR; ``unlabeled``: any images
+    below it.
+    """
+    match = re.match(r"(classes|splits):(?!//)(.*)", labeled, re.DOTALL)
+    kind, labeled = match.groups() if match and not os.path.exists(labeled) else ("folder", labeled)
+    labeled = filesystem.normalize_path(labeled)
     first, second = (os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled))
     if first.startswith(second) or second.startswith(first):
         raise ConfigError(f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate folders")
-    known, others = read_folder(labeled), read_images(unlabeled)
+    known, others = read_folder(labeled, kind, "--labeled"), read_images(unlabeled)
     loose = np.flatnonzero(~known.labels.given)
     if len(loose):
         found = f"{plural(len(loose), 'image')} in no class subfolder, e.g. {known.ids[loose[0]]}"
@@ -203,7 +219,7 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
     if "train" not in folders:
         raise ConfigError(f"imagenet:{root}: no folder train there; expected train/WNID/ and val/WNID/")
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
-    rows = _labeled(root, f"imagenet:{root}", splits)
+    rows, _ = _labeled(root, f"imagenet:{root}", splits)
     other = np.flatnonzero(rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0)
     if len(other):
         what = f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
@@ -234,9 +250,11 @@ def imagenet_wnids(file: str) -> list[str]:
     return (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt").read_text("utf-8").split()
 
 
-def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
-    """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class."""
-    filled, notes = set[str](), list[str]()
+def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list[str]]:
+    """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class. And
+    the other folders that hold images.
+    """
+    filled, notes, others = set[str](), list[str](), dict[str, None]()
 
     def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
         outside = 0
@@ -244,6 +262,9 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
             prefix = next(filter(found.relative.startswith, splits), None)
             if prefix is None:
                 outside += 1
+                folder, slash, _ = found.relative.partition("/")
+                if slash:
+                    others[valid_text(folder)] = None
                 continue
             folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
             filled.add(prefix + folder)
@@ -260,7 +281,7 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
     loose = int((~rows.labels.given).sum())
     if 0 < loose < len(rows):
         notes.append(f"{plural(loose, 'image')} outside class subfolders: unlabeled")
-    return replace(rows, notes=tuple(notes))
+    return replace(rows, notes=tuple(notes)), [*others]
 
 
 def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, notes: list[str]) -> Rows:
@@ -268,7 +289,7 @@ def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, not
     parts = list[tuple[Text, Files, Labels, np.ndarray]]()
     for some in chunks(listed):
         found, labels, is_train = zip(*some, strict=True)
-        files = Files.of([f.path for f in found], [f.size for f in found])
+        files = Files.of([f.path for f in found], [f[2:] for f in found])
         ids = Text.of(valid_text(f.relative) for f in found)
         parts.append((ids, files, Labels.of(labels), np.array(is_train)))
     if not parts:

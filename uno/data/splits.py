@@ -21,6 +21,7 @@ from uno.data.plan import HELD_OUT, UNLABEL
 from uno.data.rows import Rows
 from uno.errors import ConfigError, did_you_mean
 from uno.limits import MAX_CLASSES
+from uno.text import composed
 
 MAX_NAMES_BYTES = 1_000_000
 SETTINGS = {
@@ -209,12 +210,12 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
         if not re.fullmatch(r"[0-9]{1,9}", first[1]) or not 1 <= int(first[1]) <= len(classes):
             raise ConfigError(f"known_classes {value!r}: N must be from 1 to {len(classes)}, the class count")
         return set(classes[: int(first[1])])
-    if value not in classes and ("/" in value or os.path.isfile(value)):
+    if composed(value) not in classes and ("/" in value or os.path.isfile(value)):
         where = f"known_classes file {value}"
         listed = read_text(os.path.expanduser(value), MAX_NAMES_BYTES, where).splitlines()
     else:
         listed, where = value.split(","), "known_classes"
-    names = [name.strip() for name in listed if name.strip()]
+    names = [composed(name.strip()) for name in listed if name.strip()]
     if not names:
         raise ConfigError(f"{where}: no class name given")
     for name in names:

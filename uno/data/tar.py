@@ -46,9 +46,12 @@ RECORD = re.compile(rb"(\d{1,8}) ([^=]+)=")  # of an extended header: LENGTH NAM
 
 @dataclass(frozen=True, eq=False)
 class TarImages(Images):
-    """Images inside ``shards``: of each row its shard int32 (N,), and where it is there, int64 (N,) each."""
+    """Images inside ``shards``, last changed at ``shard_times`` int64; of each row its shard int32 (N,), and
+    where it is there, int64 (N,) each.
+    """
 
     shards: Sequence[str]
+    shard_times: np.ndarray
     shard: np.ndarray
     offset: np.ndarray
     size: np.ndarray
@@ -76,6 +79,10 @@ class TarImages(Images):
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Those of the members."""
         return self.size[rows]
+
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the shards."""
+        return self.shard_times[self.shard[rows]]
 
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
         """Sizes, as of files."""
@@ -111,7 +118,8 @@ def read_tar(path: str, images_only: bool = False) -> Rows:
     ids, offsets, sizes, labels = zip(*parts, strict=True)
     counts = [sum(len(part[0]) for part in scan.parts) for scan in scans]
     images = TarImages(
-        [shard.path for shard in shards], np.repeat(np.arange(len(shards), dtype=np.int32), counts),
+        [shard.path for shard in shards], np.array([shard.time for shard in shards], np.int64),
+        np.repeat(np.arange(len(shards), dtype=np.int32), counts),
         np.concatenate(offsets), np.concatenate(sizes),
     )  # fmt: skip
     is_train = np.repeat([_split(shard.relative) == "train" for shard in shards], counts)
@@ -347,7 +355,7 @@ def _shards(path: str) -> list[FileEntry]:
     """The tar files that a path or pattern names, in order."""
     kind = filesystem.kind(path)
     if kind == "file":
-        return [FileEntry(filesystem.split(path)[1], path, filesystem.size_of(path))]
+        return [FileEntry(filesystem.split(path)[1], path, *filesystem.stat_of(path))]
     if kind == "missing":
         return _matching(path)
     found = list(filesystem.walk(path))
@@ -379,7 +387,7 @@ def _matching(pattern: str) -> list[FileEntry]:
             found += [file for file in below if wanted.fullmatch(file.relative)]
         else:
             path = filesystem.join(folder, name)
-            found.append(FileEntry(name, path, filesystem.size_of(path)))
+            found.append(FileEntry(name, path, *filesystem.stat_of(path)))
     if not found:
         raise ConfigError(f"tar:{pattern}: no such file")
     return found

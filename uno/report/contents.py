@@ -21,11 +21,11 @@ from uno.report.page import render
 from uno.report.pictures import SHEET_COLUMNS, Album
 from uno.report.sample import Sample, open_model, score_sample
 from uno.results.accuracy_table import filled_tables
-from uno.results.classes import REJECTED, edits_of
+from uno.results.classes import edits_of
 from uno.results.infer import Classifier, decoder
 from uno.results.metrics import confusion, hungarian, joint_matching
 from uno.results.trust import verdict
-from uno.runs import REPORT_FILE
+from uno.runs import REPORT_FILE, directory
 from uno.text import visible
 
 log = logging.getLogger(__name__)
@@ -75,9 +75,14 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
         task = make_task(read_rows(config.data), config.data)
     except (ConfigError, OSError) as error:
         return None, f"The data of the run cannot be read, so this report shows no images: {error}"
-    if recorded in (None, task.rows.fingerprint):
+    changed = "" if recorded in (None, task.rows.fingerprint) else "its fingerprint differs"
+    try:
+        directory.check_images(storage, task.rows)
+    except ConfigError:
+        changed = changed or "the content of images differs"
+    if not changed:
         return task, ""
-    return None, "The data has changed (its fingerprint differs), so this report shows no images."
+    return None, f"The data has changed since the run ({changed}), so this report shows no images."
 
 
 def _looked(task: Task, sample: Sample, findings: SampleSummary, seed: int) -> dict[str, Any]:
@@ -112,7 +117,7 @@ def _looked(task: Task, sample: Sample, findings: SampleSummary, seed: int) -> d
     return {
         "sample": sample, "findings": findings, "true_names": true_names,
         "cards": [card(c.output, c) for c in by_size],
-        "rejected": card(-1) | {"name": REJECTED} if -1 in rows_of else None,
+        "rejected": card(-1) | {"name": sample.columns[0][-1]} if -1 in rows_of else None,
         "known_cards": [card(k) for k in range(task.num_known)], "album": album, "side": album.side,
         "fates": edits_of(sample.classes), "matrices": matrices, "data": data,
         **_maps(task, sample, truth, album, seed, data),
@@ -130,7 +135,7 @@ def _matrices(task: Task, sample: Sample, all_truth: np.ndarray) -> dict[str, di
         matching = joint_matching(counts[:, :num_kept], num_known)  # nobody is right to be rejected
         title = f"{label}, all classes (task-agnostic, joint matching)"
         drawn[f"{split}-joint"] = charts.matrix(title, counts, (true_names, names), matching, num_known)
-        if (truth >= num_known).any():
+        if (truth >= num_known).any() and num_kept > num_known:
             own, num_novel = places[sample.own] - num_known, num_kept - num_known
             of_novel = np.maximum(truth - num_known, -1)
             counts = confusion(of_novel, own, len(task.novel), len(names) - num_known)

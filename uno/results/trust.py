@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from uno.config import Config
+from uno.data.features import ODD, oddity
 from uno.data.images import evenly_spaced
 from uno.data.stream import TrainData
 from uno.model import UnoModel
@@ -27,7 +28,10 @@ NEIGHBORS = 10
 BELIEVED, DOUBTED = 0.75, 0.5  # scores from which on a run is trustworthy, doubtful
 MIN_HELD_OUT = 20  # rows; of fewer the share right says little
 HELD_OUT, HELD_OUT_ROWS = "trust/held_out/acc", "trust/held_out/rows"
-KMEANS, NEAR, SCORE = "trust/kmeans/agreement", "trust/neighbours/agreement", "trust/score"
+KMEANS, NEAR, SCORE = "trust/kmeans/agreement", "trust/neighbors/agreement", "trust/score"
+FEATURES = "trust/features/"  # and a word of ODD: 1 where they are so
+LARGEST = "trust/largest_class/share"
+ONE_CLASS = 0.99  # of the pile, from which on it is in one
 TRAINING = "train/known/task_agnostic_strict/acc/best"
 
 Word = Literal["trustworthy", "doubtful", "not trustworthy"]
@@ -49,6 +53,8 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
         return None
     word, first = _on_known(values)
     kmeans, near = (f"{100 * values[key]:.0f}%" for key in (KMEANS, NEAR))
+    if seen := _seen(values):
+        return Verdict("not trustworthy", (first, f"{seen}: another encoder, weights or image size may help"))
     if word == "trustworthy":
         advice = "assuming the number of classes is right"
     elif values.get(HELD_OUT, 1.0) < min(values[KMEANS], values[NEAR]):
@@ -57,6 +63,14 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
         advice = "the features do not separate these classes: try another number of them or longer training"
     second = f"k-means agrees on {kmeans} of the unlabeled images, nearest neighbors on {near} ({advice})"
     return Verdict(word, (first, second))
+
+
+def _seen(values: Mapping[str, float]) -> str:
+    """What makes a run worthless whatever its signs are."""
+    seen = [text for word, text in ODD.items() if FEATURES + word in values]
+    if (share := values.get(LARGEST, 0.0)) >= ONE_CLASS:
+        seen.append(f"{100 * share:.0f}% of the unlabeled images are in one class")
+    return ", and ".join(seen)
 
 
 def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
@@ -80,10 +94,11 @@ def trust_metrics(
     config: Config, model: UnoModel, best_head: int, train: TrainData, values: Mapping[str, float],
     num_held_out: int,
 ) -> dict[str, float]:  # fmt: skip
-    """The signs and the score of a trained ``model``, in eval mode, fractions 0-1 but for a number of rows:
-    `trust/{kmeans|neighbors}/agreement`, and where ``num_held_out`` labeled rows were not seen in training
-    `trust/held_out/{acc|rows}` and `trust/score`; {} with fewer unlabeled rows than outputs. ``values``: the
-    run's metrics so far.
+    """The signs and the score of a trained ``model``, in eval mode, fractions 0-1 but for rows:
+    `trust/{kmeans|neighbors}/agreement`; of features that tell no images apart
+    `trust/features/{zero|constant|huge}`; among several new classes `trust/largest_class/share`; and where
+    ``num_held_out`` labeled rows were not seen in training `trust/held_out/{acc|rows}` and `trust/score`. {}
+    with fewer unlabeled rows than outputs. ``values``: the run's metrics so far.
     """
     labeled, labels, unlabeled = training_features(config, model, train)
     unlabeled = unlabeled[torch.from_numpy(evenly_spaced(MAX_ROWS, len(unlabeled)))]
@@ -96,11 +111,14 @@ def trust_metrics(
     num = train.num_known + train.num_novel
     counts = metrics.confusion(outputs.numpy(), clusters.numpy(), num, num)
     found = {KMEANS: metrics.cluster_accuracy(counts), NEAR: neighbor_agreement(unlabeled, outputs)}
+    signs = {FEATURES + word: 1.0 for word in (oddity(unlabeled),) if word}
+    if train.num_novel > 1:
+        signs[LARGEST] = float(outputs.bincount().max()) / len(outputs)
     right = values.get("test/known/task_agnostic_strict/acc/best")
     if right is not None:
         score = right * min(found.values())
         found |= {HELD_OUT: right, HELD_OUT_ROWS: float(num_held_out), SCORE: score}
-    return found
+    return found | signs
 
 
 def neighbor_agreement(features: Tensor, outputs: Tensor) -> float:

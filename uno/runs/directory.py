@@ -1,22 +1,26 @@
 """A run's directory: who may use it, what is wrong with it, and the repairs that cannot lose anything."""
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from uno import runs
 from uno.config import Config, differing_keys, dump_yaml, override, parse_yaml, require_code
-from uno.data import output
+from uno.data import output, snapshot
 from uno.data.files import Storage
+from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
+from uno.profile import FOLDER as PROFILES
 from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RAY_FOLDER, RESULTS_FILE, lock
 from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, file_name, read_checkpoints
 from uno.runs.hardware import environment
 from uno.runs.journal import read_journal
 from uno.text import plural
 
+log = logging.getLogger(__name__)
 LEFTOVERS = {
     RAY_FOLDER: "Ray Train's bookkeeping of a killed command",
     runs.STOP_FILE: "the request of a stopped command",
@@ -43,6 +47,29 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
         raise output.other_settings(storage.uri, "a run", keys, "use those, --overwrite, or another --output")
     if known.get("data_fingerprint") != fingerprint:
         raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --overwrite")
+
+
+def check_images(storage: Storage, rows: Rows) -> None:
+    """Warn that images may not be those that a run began with. ConfigError: some have other content."""
+    then = snapshot.read(storage, snapshot.FILE, rows)
+    if then is None:
+        return
+    suspects, looked, different = found = snapshot.compare(rows, then)
+    if len(different):
+        what = f"{len(different):,} of {len(looked):,} images that were compared have changed, e.g. "
+        what += rows.ids[different[0]]
+        raise ConfigError(f"{storage.uri} was trained on other data ({what}); use --overwrite")
+    if not found.believed:
+        text = "%s images were written to since the run began; the %s that could be compared are the same"
+        log.warning(text, f"{len(suspects):,}", f"{len(looked):,}")
+
+
+def begin_images(storage: Storage, rows: Rows) -> None:
+    """Note which images a run, or a sweep, begins with, or :func:`check_images` where it goes on."""
+    if storage.exists(snapshot.FILE):
+        check_images(storage, rows)
+    else:
+        snapshot.write(storage, snapshot.FILE, rows)
 
 
 def empty(storage: Storage) -> None:
@@ -130,6 +157,9 @@ def diagnose(storage: Storage) -> Iterator[Finding]:
     found = f"{METRICS_FILE}: {plural(damaged, 'unreadable line')}"
     cut = Finding("warning", found, "the next start removes them")
     yield cut if damaged else Finding("ok", f"{METRICS_FILE}: {plural(lines, 'line')}")
+    for name in sorted(storage.list(PROFILES)):
+        if name.endswith(".txt"):
+            yield Finding("ok", storage.read(f"{PROFILES}/{name}").decode())
     if not storage.exists(RESULTS_FILE):
         yield Finding("ok", "not finished: the same command resumes")
     elif read_results(storage) is not None:

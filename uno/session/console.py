@@ -19,6 +19,7 @@ from uno.text import plural
 PARTS = {
     "epoch": "epoch {epoch}/{epochs}", "step": "step {step}/{total_steps}", "loss": "loss {loss:.3f}",
     "lr": "lr {lr:.4f}", "images_per_s": "{images_per_s:,.0f} images/s",
+    "data_wait": "waits for data {data_wait:.0%}", "slow_rank": "slow rank {slow_rank}",
 }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from uno.config import Config, DataConfig
@@ -12,6 +14,7 @@ from uno.data import features
 from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, ok_mask
 from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
 from uno.data.files import Storage
+from uno.data.images import evenly_spaced
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -24,6 +27,7 @@ from uno.session.resources import on_features
 from uno.text import plural
 
 INTERVAL_S = 10.0  # between two lines of progress
+SAMPLE_ROWS = 4_000  # whose features are looked at before training
 
 Show = Callable[[dict[str, Any]], None]
 Compute = Callable[[FeatureJob, nn.Module, Sequence[int], Storage], Iterable[tuple[int, bytes]]]
@@ -129,4 +133,11 @@ def load_features(
         show({"phase": "features", "step": done, "total_steps": total, "images_per_s": speed,
               "every_s": INTERVAL_S})  # fmt: skip
 
-    return features.cached_features(cache, job, config.model.weights, computed, progress)
+    found, reasons = features.cached_features(cache, job, config.model.weights, computed, progress)
+    rows = np.flatnonzero(ok_mask(reasons))
+    some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
+    if len(some) > 1 and (what := features.oddity(some)):
+        print_line(
+            f"warning: {features.ODD[what]}: {config.model.encoder} does not tell them apart; see its weights"
+        )
+    return found, reasons

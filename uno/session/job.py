@@ -45,6 +45,7 @@ from uno.runs.hooks import hooked
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
+from uno.session.loggers import Loggers, require_loggers
 from uno.session.place import Place, TrainingJob, place_of
 from uno.session.predict import predict_run, unlabeled_rows
 from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
@@ -65,6 +66,7 @@ def discover(
     for line in hooked("announced", list[str]()):
         print_line(line)
     num_threads(config)  # before the data is read
+    require_loggers(config)
     config, estimate, place = with_full_path(config), None, place_of(config, elsewhere)
     if config.compute.num_workers == 0:
         local_device(config)
@@ -90,12 +92,14 @@ def discover(
     if directory.is_run(storage) and not overwrite:
         directory.open_run(config, storage, task.rows.fingerprint)
         if evaluate and (finished := directory.read_results(storage)) is not None:
+            directory.check_images(storage, task.rows)
             print_line(f"{storage.uri} is finished; nothing is trained again (--overwrite starts over)")
             return _show(storage, finished)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         if overwrite:
             directory.empty(claim.storage)
         directory.open_run(config, claim.storage, task.rows.fingerprint)
+        directory.begin_images(claim.storage, task.rows)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             claim.storage.write(PRETRAINED_FILE, own_weights)  # workers and a resumed run fetch nothing
         if estimate is not None:
@@ -104,8 +108,9 @@ def discover(
             print_line(line)
         job = TrainingJob(config, task, phases, evaluate, claim)
         with ExitStack() as until:
-            with _watched(job) as show:
+            with Loggers(config, claim.storage) as loggers, _watched(job, loggers) as show:
                 values, task = place.train(job, show, until)
+                loggers.results(values)
             if not evaluate:
                 return print_line(f"finished: {storage.uri}")
             with interrupt_on_signal("stopped before the run was finished; resume with the same command"):
@@ -124,6 +129,7 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
     require_encoder(config.model.encoder, storage.uri)
     task = preflight(config)
     directory.open_run(config, storage, task.rows.fingerprint)
+    directory.check_images(storage, task.rows)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         edits = read_edits(storage)
         if edits is not None and edits.alignment is None:
@@ -204,6 +210,8 @@ def preflight(config: Config, task: Task | None = None) -> Task:
         if problem.level == "error":
             raise ConfigError(problem.message)
         print_line(f"warning: {problem.message}")
+    for note in task.notes:
+        print_line(f"note: {note}")
     labeled, unlabeled = task.sizes
     run.plans(config, labeled, unlabeled, config.compute.num_workers)
     if config.compute.num_workers == 0:
@@ -218,8 +226,10 @@ def preflight(config: Config, task: Task | None = None) -> Task:
 
 
 @contextmanager
-def _watched(job: TrainingJob) -> Iterator[Show]:
-    """Heal the directory and say what is resumed; show metrics while ``job`` is trained and evaluated."""
+def _watched(job: TrainingJob, also: Show = lambda metrics: None) -> Iterator[Show]:
+    """Heal the directory and say what is resumed; show metrics, to ``also`` too, while ``job`` is trained and
+    evaluated.
+    """
     config, storage = job.config, job.claim.storage
     for line in directory.repair(storage):
         print_line(f"warning: {line}")
@@ -227,7 +237,12 @@ def _watched(job: TrainingJob) -> Iterator[Show]:
     if reached:
         print_line("resuming at {} step {}".format(*reached[-1]))
     with Progress(interval=config.train.log_every) as progress:
-        yield hooked("in_driver", progress, storage)
+
+        def show(metrics: dict[str, Any]) -> None:
+            progress(metrics)
+            also(metrics)
+
+        yield hooked("in_driver", show, storage)
     if config.data.loading == "streaming" and storage.exists(BAD_SAMPLES):
         count = len(storage.read(BAD_SAMPLES).splitlines())
         print_line(f"warning: {plural(count, 'unreadable image')}; see {storage.path(BAD_SAMPLES)}")

@@ -201,3 +201,18 @@ def test_more_pixels_than_bytes_can_hold_are_refused_before_they_are_made():
     with pytest.raises(BadImage, match="9000 x 9000 pixels in 246 bytes"):
         decode(bytes(header), 8)
     assert decode(encoded(Image.new("1", (4000, 3000)), "PNG"), 8).max() == 0
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("shape", [(41, 64), (64, 41), (50, 50)])
+def test_turned_pictures_are_pillows_to_the_level(orientation, interpolation, shape):
+    """Turned first, then resized: the passes round in that order. Kills: a small square that is turned."""
+    picture, exif = Image.fromarray(pixels(orientation, *shape)), Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(picture, "PNG", exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    left, top = ((length - min(shape)) / 2 for length in upright.size)
+    box, how = (left, top, left + min(shape), top + min(shape)), Image.Resampling[interpolation.upper()]
+    expected = np.asarray(upright.resize((16, 16), how, box)).transpose(2, 0, 1)
+    np.testing.assert_array_equal(decode(data, 16, interpolation), expected)

@@ -14,8 +14,10 @@ from sklearn.datasets import load_digits
 from uno.config import DataConfig
 from uno.data.cifar import CIFAR10, CIFAR100
 from uno.data.decode import decode
+from uno.data.inputs import open_inputs
 from uno.data.rows import Rows
 from uno.data.sources import imagenet_wnids, read_folder, read_images, read_rows, read_two_folders, recognize
+from uno.data.splits import make_task, parse_known_classes
 from uno.errors import ConfigError
 
 from .builders import SHARED, failure, write_cifar, write_hf, write_images
@@ -206,11 +208,51 @@ def test_class_subfolders(tmp_path):
 
 @pytest.mark.parametrize("name", ["test", "val", "valid", "validation"])
 def test_train_and_test_folders(tmp_path, name):
-    write_images(tmp_path, ["train/dog/a.png", "train/cat/b.png", f"{name}/dog/a.png", "extra/x.png"])
+    write_images(tmp_path, ["train/dog/a.png", "train/cat/b.png", f"{name}/dog/a.png", "x.png"])
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("no image")
     rows = read(tmp_path)
     assert rows.ids == sorted(["train/cat/b.png", "train/dog/a.png", f"{name}/dog/a.png"])
     assert sorted(zip(rows.split, rows.labels, strict=True))[0] == ("test", "dog")
-    assert "ignored 1 image outside" in rows.notes[0]
+    assert "1 image outside" in rows.notes[1]
+
+
+def test_a_class_folder_that_is_called_like_a_split_is_not_guessed(tmp_path):
+    """Kills: half of the labeled images left out with a note, advice that leads to the next error."""
+    write_images(tmp_path / "a", ["train/steam/a.png", "test/x/b.png", "bus/b.png", "car/c.png"])
+    write_images(tmp_path / "new", ["n.png"])
+    both = f"images in bus, car: if train is a class, too, give {{0}} classes:{tmp_path}/a; if it is a split "
+    both += f"and these are to be left out, {{0}} splits:{tmp_path}/a"
+    assert both.format("--data") in failure(read, tmp_path / "a")
+    assert both.format("--labeled") in failure(read_two, tmp_path / "a", tmp_path / "new")
+    for read_as, labels, note in (
+        (lambda kind: read(f"{kind}:{tmp_path}/a"), ["bus", "car", "test", "train"], 0),
+        (
+            lambda kind: read_two(f"{kind}:{tmp_path}/a", tmp_path / "new"),
+            ["bus", "car", "test", "train", None],
+            0,
+        ),
+    ):
+        assert read_as("classes").labels == labels and not read_as("classes").notes
+        split = read_as("splits")
+        assert [*split.labels[:2]] == ["x", "steam"] and "2 images outside" in split.notes[note]
+    assert len(open_inputs(DataConfig(source=f"classes:{tmp_path}/a"))) == 4
+
+
+def test_names_that_look_the_same_are_one_class(tmp_path):
+    """As Mac and Linux spell them; case makes two classes. Kills: two classes, two silent ones."""
+    mac, linux = "cafe\u0301", "caf\u00e9"
+    write_images(tmp_path / "a", [f"{mac}/a.png", f"{linux}/b.png", "Dog/c.png", "dog/d.png"])
+    rows = read(tmp_path / "a")
+    assert rows.labels == ["Dog", linux, linux, "dog"] and len(rows.labels.classes) == 3
+    assert rows.notes == (
+        r"class names 'cafe\u0301', 'caf\xe9' differ in normalization only: they are one class",
+        "class names 'Dog', 'dog' differ in case only: they stay two classes",
+    )
+    assert parse_known_classes(f"{mac},dog", [*rows.labels.present]) == {linux, "dog"}
+    (tmp_path / "a" / "t.csv").write_text(f"path,label,eval_label\nDog/c.png,{mac},\ndog/d.png,,{linux}\n")
+    table = read(tmp_path / "a" / "t.csv")
+    assert [*table.truth] == [linux, linux] and len(make_task(table, DataConfig(num_novel=1)).known) == 1
 
 
 def test_odd_folders(tmp_path):

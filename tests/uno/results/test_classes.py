@@ -12,7 +12,9 @@ from uno.results import classes as naming
 from uno.results.classes import (
     OutputClass,
     Suggestion,
+    called,
     dump_classes,
+    first_classes,
     merge_outputs,
     parse_classes,
     read_edits,
@@ -127,7 +129,7 @@ def test_route_adds_merged_and_keeps_dropped():
     rest = [1, 2, 5, 6]
     assert not found[:, [3, 4]].any() and torch.equal(found[:, rest], probabilities[:, rest])
     assert merge_outputs(probabilities, CLASSES) is probabilities
-    assert [c.display_name for c in classes[4:6]] == [("4", "novel"), ("rejected", "rejected")]
+    assert called(classes)[4:6] == [("4", "novel"), ("rejected", "rejected")]
 
 
 def test_metrics_know_the_classes_they_are_of():
@@ -160,7 +162,26 @@ def test_rename_changes_names_and_nothing_else():
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             renamed(word)
+    data = data.replace(b"action: drop", b"action: merge into novel-2")
+    assert [c.into for c in read(renamed("4=yes: no"))][3:5] == [4, 4]
+    assert [c.into for c in read(renamed("novel-2=novel-3", "novel-3=novel-2"))][3:6] == [4, 4, 5]
     with pytest.raises(ConfigError, match="two classes are named"):
         read(renamed("5=cat"))
     with pytest.raises(ConfigError, match="name it there"):
         naming.with_names(edits(), "classes.yaml", CLASSES, HASH, ["5=x"])
+
+
+def test_discovered_classes_take_free_names():
+    """Kills: a name that predictions hold twice, a file of our own that is refused."""
+    known = ["novel-1", "NOVEL-3", "rejected"]
+    classes = first_classes(known, 3)
+    assert [c.name for c in classes] == [*known, "novel-2", "novel-4", "novel-5"]
+    text = naming.template(classes, HASH, {})
+    assert read_edits(text.encode(), "classes.yaml", classes, HASH) == classes
+    renamed = naming.with_names(text.encode(), "classes.yaml", classes, HASH, ["novel-4=owl"])
+    edited = read_edits(
+        renamed.replace(b"  action: keep", b"  action: drop", 1), "classes.yaml", classes, HASH
+    )
+    assert [c.name for c in edited[3:]] == ["novel-2", "owl", "novel-5"]
+    assert called(edited)[2:5] == [("rejected", "known"), ("rejected-1", "rejected"), ("owl", "novel")]
+    assert len({*called(edited)}) == 6

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.uno.small_run import small_config, small_sets
+from uno.data.features import oddity
 from uno.model import build_model
 from uno.results import trust
 from uno.results.trust import neighbor_agreement, trust_metrics, verdict
@@ -15,6 +16,29 @@ def signs(held=0.95, rows=40, kmeans=0.9, near=0.85):
         score = held * min(kmeans, near)
         found |= {trust.HELD_OUT: held, trust.HELD_OUT_ROWS: float(rows), trust.SCORE: score}
     return found
+
+
+SEEN = {trust.LARGEST: 0.5}
+
+
+@pytest.mark.parametrize(("given", "text"), [
+    ({"trust/features/zero": 1.0}, "the features of all images are zero"),
+    ({"trust/features/constant": 1.0, trust.LARGEST: 1.0},
+     "the features of all images are the same, and 100% of the unlabeled images are in one class"),
+    ({"trust/features/huge": 1.0}, "the features are larger than 1e+06"),
+    ({trust.LARGEST: 0.995}, "100% of the unlabeled images are in one class"), ({}, None),
+])  # fmt: skip
+def test_a_verdict_says_what_makes_a_run_worthless(given, text):
+    """Whatever its signs are. Kills: a pile in one class that is called trustworthy."""
+    found = verdict(signs() | SEEN | given)
+    assert found.word == ("trustworthy" if text is None else "not trustworthy")
+    assert text is None or found.reasons[1].startswith(text + ": another encoder")
+
+
+def test_features_that_tell_no_images_apart_have_a_word():
+    normal = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    odd = [normal * 0, normal * 0 + 3.7, normal * 1e30, normal * 1e-3, normal + 100]
+    assert list(map(oddity, odd)) == ["zero", "constant", "huge", "", ""]
 
 
 @pytest.mark.parametrize(("given", "word", "first", "second"), [
@@ -76,7 +100,7 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     monkeypatch.setattr(trust, "clusters_of", clusters)
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
     own, other = (trust_metrics(config, model, head, train, {}, 0) for head in (1, 0))
-    assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {trust.KMEANS, trust.NEAR}
+    assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {trust.KMEANS, trust.NEAR, *SEEN}
     assert seen == [(60, 100, 100, 5, "ncd")] * 2
     few = train.__class__(train.labeled_images, train.labels, train.unlabeled_images[:4], 5, 5)
     assert trust_metrics(config, model, 0, few, values, 30) == {}
