@@ -63,7 +63,8 @@ RETIRED = re.compile("|".join([
 PERCENT = re.compile(r"(?<=[\d}]) %(?![\w({])")
 NOUNS = "images classes rows files epochs steps workers nodes cells trials shards warnings errors"
 UNCOUNTED = re.compile(
-    r"(?<!of )(?<!than )(?<!all )(?<!its )(?<!the )(?<!and )(?<!for )(?<!by )\{(?![A-Z_]+[:}]|few\}|kind\})[^{}\"]*\} "
+    r"(?<!of )(?<!than )(?<!all )(?<!its )(?<!the )(?<!and )(?<!for )(?<!by )"
+    r"\{(?![A-Z_]+[:}]|few|kind|flag|self._phase)[^{}\"]*\} "
     rf"(?:(?:un)?labeled |known |novel |hidden )?(?:{NOUNS.replace(' ', '|')})\b(?!/s|, more than)"
 )
 """Of an f-string: a number and a noun that is not from :func:`uno.text.plural`."""

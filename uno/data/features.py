@@ -403,7 +403,7 @@ def _stale(
     if then is not None:
         found = snapshot.compare(rows, then)
         stale = set() if found.believed else stored & {*(found.suspects // SHARD_ROWS).tolist()}
-        why = f"{len(found.suspects):,} images have been written to since"
+        why = f"{plural(len(found.suspects), 'image')} written to since"
         if not stale and (row := _probe(job, features, reasons, stored)) is not None:
             stale, why = stored, f"{job.config.model.encoder} now gives others, of {rows.ids[row]} for one"
     if stale:
