@@ -1,12 +1,12 @@
 #!/bin/sh
-# From labeled photographs and a pile of others to a folder for each class. The pile holds about NUM new classes:
-#   sh examples/session.sh KNOWN_FOLDER PILE_FOLDER RUN_FOLDER NUM [more options of uno discover]
+# From labeled photographs and unlabeled ones to a folder for each class. The unlabeled set has about NUM new classes:
+#   sh examples/session.sh KNOWN_FOLDER UNLABELED_FOLDER RUN_FOLDER NUM [more options of uno discover]
 set -e
-export KNOWN="$1" PILE="$2" RUN="$3" NUM="$4"
+export KNOWN="$1" UNLABELED="$2" RUN="$3" NUM="$4"
 shift 4
 
-uno data check --labeled "$KNOWN" --unlabeled "$PILE" --num-novel "$NUM" "$@"
-uno discover --labeled "$KNOWN" --unlabeled "$PILE" --num-novel "$NUM" --output "$RUN" "$@"
+uno data check --labeled "$KNOWN" --unlabeled "$UNLABELED" --num-novel "$NUM" "$@"
+uno discover --labeled "$KNOWN" --unlabeled "$UNLABELED" --num-novel "$NUM" --output "$RUN" "$@"
 
 # Look: open $RUN/report.html. Its pictures are the classes; it can also save what the next lines do.
 uno classes "$RUN"
@@ -18,4 +18,4 @@ uno classes "$RUN" --apply
 
 uno evaluate "$RUN"
 uno report "$RUN"
-uno predict "$RUN" --data "$PILE" --output "$RUN-sorted" --csv --folders
+uno predict "$RUN" --data "$UNLABELED" --output "$RUN-sorted" --csv --folders

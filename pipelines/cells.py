@@ -72,7 +72,7 @@ def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 class RayProcess:
-    """A process on whatever node has room for its ``resources``, with the methods of a ``Popen``."""
+    """A process on whatever node has free ``resources``, with the methods of a ``Popen``."""
 
     def __init__(self, ray: Any, resources: dict[str, float], command: list[str], log: Path) -> None:
         self._ray, self._stop = ray, log.with_suffix(".stop")

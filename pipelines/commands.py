@@ -152,7 +152,7 @@ def _print_config(options: Options) -> int:
 
 
 def pretrain(argv: Sequence[str]) -> int:
-    """Train encoder and known head; ``discover`` with the same options goes on from there."""
+    """Train encoder and known head; ``discover`` with the same options continues from there."""
     return discover(argv, PRETRAIN, "pretrain")
 
 

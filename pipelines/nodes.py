@@ -1,4 +1,4 @@
-"""Nodes that come and go: a place for a group of workers, waited for; nodes that are told to leave; what the
+"""Nodes that come and go: a place for a group of workers, waited for; nodes that are drained; what the
 end of a group means. Ray's head knows all of it and is asked in one request.
 """
 
@@ -49,7 +49,7 @@ class PlacementProbe:
         self._strategy, self._bundles, self._groups = strategy, list[Resources](), list[Any]()
 
     def fits(self, workers: list[Resources], task: Resources) -> bool:
-        """Whether there is room for all ``workers`` and the ``task``; asked for a second or two. A strict
+        """Whether the cluster can place all ``workers`` and the ``task``; asked for a second or two. A strict
         strategy is one of the workers: the task may be anywhere.
         """
         from ray.util import placement_group
@@ -75,7 +75,7 @@ def wait_for_resources(
     config: Config, give_up: Callable[[], bool], limit_s: float = float("inf")
 ) -> Resources:
     """Resources of each worker, once all workers and a task of Ray Data fit into the cluster as it is now. A
-    line every 30 s says what is wanted and what is there. ConfigError: there was no room within ``limit_s``;
+    line every 30 s says what is wanted and what is there. ConfigError: no place within ``limit_s``;
     where only others' work is in the way, within the minutes that the configuration allows.
     """
     start, place, workers = (
@@ -175,13 +175,13 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
     workers, share = config.compute.num_workers, (each or _usual(config)).get("GPU", 1)
     if workers > 1 and share < 1:
         raise ConfigError(
-            f"{workers} workers of {share:g} GPUs would share GPUs, and NCCL accepts one worker per GPU: "
+            f"{plural(workers, 'worker')} of {share:g} GPUs would share GPUs; NCCL accepts one per GPU: "
             "use --gpus-per-worker 1, or --workers 1"
         )
 
 
 class DrainWatcher:
-    """Whether a node that a worker of ours is on was told to leave (``ray drain-node``)."""
+    """Whether a node that a worker of ours is on is being drained (``ray drain-node``)."""
 
     def __init__(self, hosts: Callable[[], set[str]], clock: Callable[[], float] = time.monotonic) -> None:
         self._hosts, self._clock, self._looked, self.given = hosts, clock, clock(), False
@@ -201,7 +201,7 @@ class WorkerFailure(NamedTuple):
 
     line: str
     last: Exception | None
-    """What to raise if this goes on without a new checkpoint; None: it may happen any number of times."""
+    """What to raise if this recurs without a new checkpoint; None: it may happen any number of times."""
 
 
 def classify_failure(error: Exception) -> WorkerFailure:

@@ -243,7 +243,7 @@ def _crop(block: pa.Table, cropper: Cropper, chunk_rows: int, reader: Images | N
 
 def in_executions(run: Run, blocks: Iterator[pa.Table], max_rows: int) -> Iterator[pa.Table]:
     """``run`` over all blocks, some at a time; the next execution starts half-way through the one before.
-    Whoever waits too long for a block is told what Ray Data lacks.
+    Whoever waits too long for a block learns what Ray Data lacks.
     """
     groups = grouped(blocks, max_rows)
 

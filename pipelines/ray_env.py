@@ -14,6 +14,7 @@ from pipelines.ray_private import current_cluster, job_variables
 from uno.config import Config
 from uno.errors import RAY, ConfigError, Interrupted, one_line
 from uno.session.console import in_main_thread, print_line
+from uno.text import plural
 
 POLL_S = 0.5
 TASK_CPUS = 0.9  # of a task of Ray Data: Ray rounds what workers take, and may leave a little less than one
@@ -42,7 +43,7 @@ AUTH_MODE = "RAY_AUTH_MODE"  # disabled for a private cluster here; of another o
 def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = True) -> Iterator[Any]:
     """The ``ray`` module, connected: to the cluster of :func:`cluster_address`, else to one started here with
     that object store, which ``keep_idle`` processes of tasks, one for each CPU, or ends them a second after
-    their last. What is connected already is left running. ``workers``: the user is told.
+    their last. What is connected already is left running. ``workers``: printed for the user.
     """
     address = cluster_address()
     for name, value in (ENVIRONMENT if address else ENVIRONMENT | {AUTH_MODE: "disabled"}).items():
@@ -159,7 +160,7 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
     workers, total = config.compute.num_workers, cluster.get("CPU", 0)
     cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
     if cpus <= 0 or workers * cpus + 1 > total + 1e-6:
-        need = f"{workers} workers of {max(cpus, 0):g} CPUs and one CPU for Ray Data"
+        need = f"{plural(workers, 'worker')} of {max(cpus, 0):g} CPUs and one CPU for Ray Data"
         advice = "use fewer workers or a smaller --compute.cpus-per-worker"
         raise ConfigError(f"{need} need more than the cluster's {total:g}; {advice}")
     if not use_gpu(config, cluster):
@@ -170,12 +171,14 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
             f"compute.gpus_per_worker is {each:g}: use a fraction of one GPU, or a whole number"
         )
     if workers * each > has:
-        raise ConfigError(f"{workers} workers need {workers * each:g} GPUs, the cluster has {has:g}")
+        raise ConfigError(
+            f"{plural(workers, 'worker')} need {workers * each:g} GPUs, the cluster has {has:g}"
+        )
     return {"CPU": cpus, "GPU": each}
 
 
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
-    """Whether workers run on GPUs: as told, or for ``auto`` where the cluster has any."""
+    """Whether workers run on GPUs: as set, or for ``auto`` where the cluster has any."""
     if config.compute.device == "auto":
         return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0
     return config.compute.device == "cuda"

@@ -71,7 +71,7 @@ def launches() -> list[str]:
 
 def worker_hosts() -> set[str]:
     """Ids of the nodes that this job's training workers run on. Without the private names none: a node that
-    is told to leave is noticed when its workers die.
+    is drained is noticed when its workers die.
     """
     with suppress(*GONE):
         import ray

@@ -267,7 +267,8 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
     """The cells that are missing, and their cost where a cell's is known."""
     todo, num_cells = {job.name for job in jobs}, len(request.cells)
     minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
-    print_line(f"{request.table.title}: {num_cells} cells, {num_cells - len(minutes)} of them have a result")
+    counts = f"{plural(num_cells, 'cell')}, {num_cells - len(minutes)} of them have a result"
+    print_line(f"{request.table.title}: {counts}")
     for name, reason in request.refused.items():
         print_line(f"  {name} is refused: {reason}")
     for job in jobs:
@@ -276,7 +277,9 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
         print_line("no time estimate yet: it is shown after the first run finishes")
     else:
         parallel = request.args.parallel or _default_parallel(request.compute)
-        print_line(f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {parallel} cells at a time")
+        print_line(
+            f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {plural(parallel, 'cell')} at a time"
+        )
 
 
 def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
@@ -350,4 +353,4 @@ def write_tables(request: Request) -> None:
         kind = {2: ConfigError, 3: NumericsError}.get(attempts[name].code, StorageError)
         raise kind(f"{len(found.failures)} of {len(request.cells)} cells failed, {name} first: {reason}")
     if found.missing:
-        raise Interrupted(f"{len(found.missing)} cells have no result yet")
+        raise Interrupted(f"{plural(len(found.missing), 'cell')} without a result")

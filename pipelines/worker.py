@@ -164,8 +164,8 @@ def run_workers(
 ) -> dict[str, float]:
     """Train on Ray workers, with :func:`pipelines.ray_data.shared` facts; returns the metrics of rank 0.
 
-    A group that dies is started again, once the cluster has room for as many workers, and resumes from the
-    newest checkpoint, unless three in a row die without a new one. A group whose node is told to leave saves
+    A group that dies is started again, once the cluster can place as many workers, and resumes from the
+    newest checkpoint, unless three in a row die without a new one. A group whose node is drained saves
     first, and counts for nothing. What a worker raised for the user to act on, and Interrupted, are raised
     at once, and so is Interrupted where ``give_up`` while nodes are waited for.
     """

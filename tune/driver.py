@@ -2,7 +2,7 @@
 
 All state is in the output directory (``tune.records``), written by a driver that holds its claim; Ray Tune
 remembers nothing. So the same command continues a sweep that was killed anywhere: trials with a result are
-not run again, unfinished ones go on at their epoch, early stopping and Optuna are told what happened before.
+not run again, unfinished ones resume at their epoch, early stopping and Optuna get what happened before.
 """
 
 import logging
@@ -40,6 +40,7 @@ from uno.session.job import preflight
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.resolve import as_begun, from_data, starting_weights, with_data, with_full_path
 from uno.session.resources import check_sweep
+from uno.text import plural
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
 STOPPING = "stopping; run the same command again to resume the unfinished trials"
@@ -219,13 +220,16 @@ def _fitted(options: SweepOptions, folds: list[Fold]) -> SweepOptions:
 
 
 def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:
-    print_line(f"{options.trials} trials of up to {num_epochs} epochs over the space {options.space_name}:")
+    trials, epochs = plural(options.trials, "trial"), plural(num_epochs, "epoch")
+    print_line(f"{trials} of up to {epochs} over the space {options.space_name}:")
     for domain in options.space:
         print_line(f"  {domain.key:<28}{domain.describe()}")
     print_line(f"score: {SCORES[options.score]}")
     if options.score == FOLDS:
         hidden = f"{len(folds[0].hidden)} of {data.num_known} known classes hidden"
-        print_line(f"{len(folds)} folds: {hidden}; {int(data.unlabeled.sum())} unlabeled images are not used")
+        print_line(
+            f"{len(folds)} folds: {hidden}; {plural(int(data.unlabeled.sum()), 'unlabeled image')} not used"
+        )
 
 
 def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
@@ -249,7 +253,7 @@ def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, 
 
 
 def room(ray: Any, options: SweepOptions, give_up: Callable[[], bool]) -> tuple[int, dict[str, float]]:
-    """:func:`concurrency`, once the cluster has room for a trial: one that may grow is waited for."""
+    """:func:`concurrency`, once the cluster can place a trial: one that may grow is waited for."""
     config = options.config
     try:
         return concurrency(options, ray.cluster_resources())
@@ -266,7 +270,7 @@ def _run_missing(
 ) -> None:
     """Ray Tune over the trials that have not ``ended``."""
     storage, config, stopping = claim.storage, options.config, threading.Event()
-    print_line(f"starting Ray{f'; {len(ended)} trials already have a result' if ended else ''}")
+    print_line("starting Ray" + (f"; {plural(len(ended), 'result')} already" if ended else ""))
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:

@@ -125,7 +125,7 @@ def ranking(trials: list[Trial]) -> list[Trial]:
 
 
 def best_trial(trials: list[Trial]) -> Trial | None:
-    """The best of the finished trials. Trial 0, the configuration as given, wins unless another is better by
+    """The best of the finished trials. Trial 0, the given configuration, wins unless another is better by
     more than a standard error (the rule of Breiman et al. 1984).
     """
     finished = [trial for trial in ranking(trials) if trial.status == FINISHED]

@@ -19,7 +19,7 @@ from tune.spaces import Domain, Space
 from uno.data.files import Storage
 from uno.report.charts import WIDE, Chart, Dot, Series, line_chart
 from uno.report.page import render
-from uno.text import visible
+from uno.text import plural, visible
 
 NUMBERS = (
     "score", "spread", "known_best", "novel_best", "known_avg", "novel_avg", "loss", "agreement",
@@ -48,7 +48,7 @@ class Summary(NamedTuple):
 
     @property
     def keeps_given(self) -> bool:
-        """Return whether the configuration as given wins although another has a higher score."""
+        """Return whether the given configuration wins although another has a higher score."""
         return self.best is not None and self.best is not self.ranked[0]
 
 
@@ -123,7 +123,7 @@ def best_yaml(summary: Summary, best: Trial) -> str:
 
 
 def format_table(summary: Summary, most: int = 10) -> str:
-    """The console table: the best trials and the one as given, the others counted, the cost."""
+    """The console table: the best trials and trial 0, the others counted, the cost."""
     cost, space = summary.cost, summary.space
     rows = [["trial", "epochs", "score", *(domain.key.rpartition(".")[2] for domain in space)]]
     for rank, trial in enumerate(summary.ranked):
@@ -137,9 +137,10 @@ def format_table(summary: Summary, most: int = 10) -> str:
     lines = ["ORACLE: scored by the true labels of the novel classes; not a result"] * summary.oracle
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     failed = sum(trial.status == FAILED for trial in summary.trials)
+    trials, epochs = plural(len(summary.ranked), "trial"), plural(cost["epochs"], "epoch")
     lines.append(
-        f"{len(summary.ranked)} trials, {failed} failed; {cost['epochs']} epochs, stopping saved "
-        f"{100 * cost['saved']:.0f}%; {cost['pretrainings']} pretrainings; {cost['cpu_seconds']:.0f} CPU s"
+        f"{trials}, {failed} failed; {epochs}, stopping saved {100 * cost['saved']:.0f}%; "
+        f"{plural(cost['pretrainings'], 'pretraining')}; {cost['cpu_seconds']:.0f} CPU s"
     )
     if summary.best is not None and summary.keeps_given:
         kept = f"best.yaml keeps your configuration: no trial beat its {summary.best.score:.4f}"

@@ -31,6 +31,7 @@ from uno.model import UnoModel, forward
 from uno.results.evaluate import count, protocol_metrics
 from uno.results.metrics import cluster_accuracy, confusion
 from uno.state import TrainState
+from uno.text import plural
 from uno.train import Worker
 
 HELD_OUT_EVERY = 5  # of each known class, to measure known accuracy on rows that were not trained on
@@ -126,7 +127,7 @@ def hidden_classes(
     order = np.random.default_rng([seed, TUNE_FOLDS]).permutation(num_known).tolist()
     distinct = num_known // math.gcd(hide, num_known)
     if folds > distinct:
-        what = f"{num_known} known classes, {hide} hidden at once"
+        what = f"{plural(num_known, 'known class', 'known classes')}, {hide} hidden at once"
         raise ConfigError(f"--folds {folds}: {what}, give {distinct}")
     return [tuple(sorted(order[(fold * hide + i) % num_known] for i in range(hide))) for fold in range(folds)]
 

@@ -1,7 +1,7 @@
 """Which configuration comes next, and what became of the last one: Ray Tune's view of the sweep's directory.
 
 Values of a random trial depend on (space, seed, index) alone, so a sweep that was killed, or is given more
-trials, continues as if it had never stopped. Optuna is told what it has seen before. Trial 0 is always the
+trials, continues as if it had never stopped. Optuna gets what it has seen before. Trial 0 is always the
 configuration as it was given, so that the winner is compared with what everybody would have used.
 """
 

@@ -2,7 +2,7 @@
 
 An epoch at a time is ``train.max_steps`` moving on: each call of ``run_phase`` resumes bit for bit from the
 checkpoint of the call before. So all folds reach an epoch together, early stopping compares what is
-comparable, a killed trial goes on where it was, and no model but one is in memory.
+comparable, a killed trial resumes where it was, and no model but one is in memory.
 """
 
 import contextlib

@@ -161,13 +161,13 @@ class ViewConfig(Section):
     affine_translate: Probability = field(0.0, "Shift is uniform in +- this share of the side, per axis.")
     affine_scale: Range = field((1.0, 1.0), "Range of the isotropic zoom.")
     affine_shear: float = field(0.0, "Shear along x is uniform in +- this many degrees.", ge=0, le=60)
-    jitter: Probability = field(0.5, "Probability of colour jitter.",
+    jitter: Probability = field(0.5, "Probability of color jitter.",
         search=dict(choices=(0.0, 0.25, 0.5, 0.8, 1.0),
-        reason="strength of the colour augmentation: the share of views it touches (paper .5)"))
+        reason="strength of the color augmentation: the share of views it touches (paper .5)"))
     brightness: float = field(0.3, "Brightness factor is uniform in 1 +- this.", ge=0, le=1)
     contrast: float = field(0.3, "Contrast factor is uniform in 1 +- this.", ge=0, le=1)
     saturation: float = field(0.15, "Saturation factor is uniform in 1 +- this.", ge=0, le=1)
-    hue: float = field(0.1, "Hue shift is uniform in +- this share of the colour circle.", ge=0, le=0.5)
+    hue: float = field(0.1, "Hue shift is uniform in +- this share of the color circle.", ge=0, le=0.5)
     grayscale: Probability = field(0.1, "Probability of conversion to gray.")
     solarize: Probability = field(0.0, "Probability of solarize with a uniform random threshold.")
     equalize: Probability = field(0.0, "Probability of histogram equalization.")
@@ -352,7 +352,7 @@ class ComputeConfig(Section):
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field("PACK",
         "Ray's strategy: workers on few nodes, or spread over many.")
     wait_minutes: float = field(30,
-        "How long a command waits at its start for nodes of a cluster that has no room for its workers yet.",
+        "How long a command waits at its start for nodes of a cluster that cannot place its workers yet.",
         ge=0, le=10_000, commands="evaluate predict report")
     precision: Literal["auto", "fp32", "bf16"] = field("auto",
         "Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU.")
@@ -489,7 +489,7 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
 
 
 def may_change_on_resume(key: str) -> bool:
-    """Whether a key may differ between a run and its resumption: it does not change what is learnt."""
+    """Whether a key may differ between a run and its resumption: it does not change what is learned."""
     return field_traits(key).scope in ("run", "place")
 
 
@@ -610,12 +610,12 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
 
 
 def config_hash(config: Config) -> str:
-    """Hash of everything that changes what is learnt (12 hex digits)."""
+    """Hash of everything that changes what is learned (12 hex digits)."""
     return hashlib.sha256(json.dumps(training_settings(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def training_settings(config: Config) -> dict[str, Any]:
-    """Everything that changes what is learnt, by dotted key."""
+    """Everything that changes what is learned, by dotted key."""
     return {key: value for key, value in flatten(to_dict(config)).items() if not may_change_on_resume(key)}
 
 

@@ -43,8 +43,8 @@ def discovery_loss(
 
     Cosines, float32 or float64, of B rows: ``known`` (V, B, C_l), ``families`` F times (V, H, B, K_f),
     cluster heads, then overclustering heads. ``labels`` (B_l,) are known-class indices of the first B_l rows,
-    ``targets`` F times (V_large, H, B_u, K_f) the others' pseudo-labels; small views have none. In a mixed
-    pile they are (V_large, H, B_u, C_l + K_f), over known outputs, too, and sum to one over both. ``concat``:
+    ``targets`` F times (V_large, H, B_u, K_f) the others' pseudo-labels; small views have none. In the GCD
+    setting they are (V_large, H, B_u, C_l + K_f), also over known outputs, and sum to one. ``concat``:
     one softmax over known and novel outputs; False is the paper's ablation: cross-entropy of labeled rows
     over known outputs, of unlabeled rows over novel outputs.
 

@@ -25,7 +25,7 @@ MAX_ROWS = 20_000  # of a kind, that are clustered
 
 
 class Clustering(NamedTuple):
-    """Clusters of N_u unlabeled rows: one for each of K outputs, known ones first where the pile is mixed."""
+    """Clusters of N_u unlabeled rows: one for each of K outputs, known ones first in the GCD setting."""
 
     assignment: Tensor  # (N_u,) int64
     centers: Tensor  # (K, D), of the unit features of all rows, of length one
@@ -35,9 +35,9 @@ class Clustering(NamedTuple):
 def clusters_of(
     unlabeled: Tensor, labeled: Tensor, labels: Tensor, num_novel: int, setting: str | None, seed: int
 ) -> Clustering:
-    """Cluster features ``unlabeled`` (N_u, D), on the CPU: K = C_l + C_u in a ``mixed`` pile, by k-means with
-    the rows ``labeled`` (N_l, D) fixed to their classes ``labels`` (N_l,), in whitened principal directions;
-    in any other K = C_u by plain k-means.
+    """Cluster features ``unlabeled`` (N_u, D), on the CPU: K = C_l + C_u in the GCD ``setting``, by k-means
+    with the rows ``labeled`` (N_l, D) fixed to their classes ``labels`` (N_l,), in whitened principal
+    directions; in any other K = C_u by plain k-means.
 
     Directions count, so every row is scaled to length one. In the GCD setting of Caltech-24 the K - 1 leading
     directions give 95% of the rows' classes, features as they are 94%, 96 directions 83%. In the NCD
@@ -67,7 +67,7 @@ def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
 
     Known classes tell how far: clusters of their labeled rows, matched with them, have shares ``found`` (C,)
     where ``true`` (C,) are right. Relative to an equal share, clusters spread by what classes do and by the
-    error besides, so of their variance v, with an error of mean square e, max(0, 1 - e / v) is believed
+    error besides, so of their variance v, with an error of mean square e, max(0, 1 - e / v) is kept
     (James and Stein 1961): 99% of Caltech-24, nothing of CIFAR10 at 96 px.
     """
     spread, error = len(prior) * prior - 1, len(true) * (found - true)

@@ -23,8 +23,8 @@ def pretrain_step(state: TrainState, batch: Batch, config: Config, lr: float) ->
 
 
 def discovery_step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3): mean over families and heads. In mixed
-    piles unlabeled rows choose among all C outputs (UNO+: Vaze et al., CVPR 2022).
+    """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3): mean over families and heads. In the
+    GCD setting unlabeled rows choose among all C outputs (UNO+: Vaze et al., CVPR 2022).
     """
     logits, objective = forward(state, batch), config.objective
     assert logits.novel is not None

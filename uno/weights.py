@@ -182,7 +182,7 @@ CLASSIFIERS = ("fc.", "head.", "heads.", "classifier.", "head_dist.")
 
 
 def load_encoder_(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Load weights under the library's keys, whatever stands before them and whichever classifier follows.
+    """Load weights under the library's keys, without prefixes and classifiers.
     ConfigError: they are not this encoder's; the line names the keys that differ.
     """
     expected = encoder.state_dict()

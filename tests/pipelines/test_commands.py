@@ -274,8 +274,8 @@ def test_print_config_and_data_check_and_dry_run_leave_nothing(tmp_path, capsys,
     assert "error: fewer unlabeled images (100) than" in capsys.readouterr().out
     assert cli.main([*DISCOVER, "--workers", "2", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "pretrain: 3 epochs of 3 steps of 32 labeled + 0 unlabeled rows" in shown
-    assert "discover: 3 epochs of 6 steps of 16 labeled + 16 unlabeled rows" in shown
+    assert "pretrain: 3 epochs of 3 steps of 32 labeled + 0 unlabeled images" in shown
+    assert "discover: 3 epochs of 6 steps of 16 labeled + 16 unlabeled images" in shown
     assert list(tmp_path.iterdir()) == []
 
 

@@ -213,7 +213,7 @@ def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
     known = write_images(tmp_path / "known", dict.fromkeys(("cat", "dog", "emu"), 20))
     pile = write_images(tmp_path, {"pile": 80})
     run = tmp_path / "run"
-    for name, value in {"KNOWN": known, "PILE": pile / "pile", "RUN": run, "NUM": 4}.items():
+    for name, value in {"KNOWN": known, "UNLABELED": pile / "pile", "RUN": run, "NUM": 4}.items():
         monkeypatch.setenv(name, str(value))
     lines = [
         line

@@ -154,7 +154,7 @@ def test_a_node_that_leaves_is_left_and_a_user_who_stops_is_obeyed(group, monkey
     monkeypatch.setattr(worker.nodes, "DrainWatcher", Notices)
     told[:] = [True, False]
     assert group({"interrupted": "step 4"}, {"metrics": {}}, polls=[poll]) == {}
-    assert files == [False, True, False, False] and "told to leave" in capsys.readouterr().out
+    assert files == [False, True, False, False] and "being drained" in capsys.readouterr().out
     with pytest.raises(Interrupted, match="step 5"):
         group({"interrupted": "step 5"}, polls=[poll])
     told[:] = [True]

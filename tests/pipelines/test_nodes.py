@@ -219,7 +219,7 @@ def test_workers_of_one_run_do_not_share_a_gpu():
     halves = config_of(gpus_per_worker=0.5)
     nodes.check_shares(halves, {"CPU": 1.0})
     nodes.check_shares(override(halves, {"compute.num_workers": 1}), {"CPU": 1.0, "GPU": 0.5})
-    with pytest.raises(ConfigError, match="NCCL accepts one worker per GPU: use --gpus-per-worker 1"):
+    with pytest.raises(ConfigError, match="NCCL accepts one per GPU: use --gpus-per-worker 1"):
         nodes.check_shares(halves, {"CPU": 1.0, "GPU": 0.5})
     with pytest.raises(ConfigError, match="NCCL"):
         nodes.check_shares(override(halves, {"compute.device": "cuda"}))
@@ -269,7 +269,7 @@ def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkey
         == "no images for 31 s: a task of Ray Data needs 0.9 CPU, but no node has more than 0.2 free"
     )
     monkeypatch.setattr(nodes, "read_nodes", lambda: [node("a", BIG)])
-    assert no_images(60).endswith("takes 0.9 CPU, a node has 4 free")
+    assert no_images(60).endswith("needs 0.9 CPU, a node has 4 free")
     waits, told = StallWarner(lambda waited: f"waited {waited:.2f}", every_s=0.03), []
     time.sleep(0.1)
     assert not caplog.records

@@ -321,7 +321,7 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     assert cli.main(argv) == 0
     assert "other settings: data.loading" in refused(capsys, 2, *argv, "--data.loading", "memory")
     assert cli.main([*argv, "--overwrite"]) == 0
-    assert "with all programs, budget 599 GB" in capsys.readouterr().out
+    assert "budget 599 GB" in capsys.readouterr().out
 
 
 @pytest.mark.slow

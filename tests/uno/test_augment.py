@@ -133,9 +133,9 @@ def test_wrong_input_is_named():
     for bad in (images / 255, images[:, :1], images[..., :-1], images[:0]):
         with pytest.raises(ValueError, match="images must be uint8"):
             augment(bad, config, seeded(), MEAN, STD)
-    with pytest.raises(ValueError, match="selects 3 of 8 rows but there are 4 images"):
+    with pytest.raises(ValueError, match="selects 3 of 8 rows but got 4"):
         augment(images, config, seeded(), MEAN, STD, rows=slice(5, 8), num_rows=8)
-    with pytest.raises(ValueError, match="8 rows but there are 4 images"):
+    with pytest.raises(ValueError, match="8 rows but got 4"):
         augment(images, config, seeded(), MEAN, STD, num_rows=8)
     with pytest.raises(ValueError, match="crop pad of 41 pixels exceeds the stored side 32 with padding 4"):
         view(images, NOTHING.model_copy(update=dict(crop="pad", size=41)))

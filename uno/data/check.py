@@ -140,9 +140,8 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
         yield Problem("warning", text)
     each = plan.unlabeled_size / num_classes
     if each < MIN_ROWS_PER_CLUSTER:
-        text = (
-            f"a batch has {plan.unlabeled_size} unlabeled images for {num_classes} classes, {each:.1f} each; "
-        )
+        num = plural(plan.unlabeled_size, "unlabeled image")
+        text = f"a batch has {num} for {num_classes} classes, {each:.1f} each; "
         text += f"pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size"
         yield Problem("warning", text)
 

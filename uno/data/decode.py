@@ -275,7 +275,7 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
 def _square(
     picture: Pillow.Image, size: int, interpolation: Interpolation, sideways: bool = False
 ) -> Pillow.Image:
-    """The centred square, resized; ``sideways``: rows first, which Pillow resizes last, so that it rounds as
+    """The centered square, resized; ``sideways``: rows first, which Pillow resizes last, so that it rounds as
     where the picture is turned first.
     """
     if picture.size == (size, size):

@@ -32,7 +32,7 @@ FROM_IMAGES = (
     "pretrain.epochs", "pretrain.warmup_epochs", "discover.epochs", "discover.warmup_epochs",
     "data.mean", "data.std",
 )  # fmt: skip
-"""All keys that :func:`from_images` may set; a run that goes on has them as it began."""
+"""All keys that :func:`from_images` may set; a resumed run keeps its own."""
 OF_ENCODER = (*SIZES, "augment.large.crop_padding", "augment.small.crop_padding", "model.stem", "data.mean",
     "data.std")  # fmt: skip
 """Those that belong to an encoder which has learned with them."""
@@ -49,8 +49,8 @@ def keys_from_images(config: Config) -> tuple[str, ...]:
 
 
 def from_images(config: Config, task: Task, given: Container[str], setting: str) -> Found:
-    """What the images of ``task`` suggest for keys that are not ``given``, where ``pile`` is what unlabeled
-    rows show; 512 training images are decoded.
+    """What the images of ``task`` suggest for keys that are not ``given``, where ``setting`` is that of the
+    run; 512 training images are decoded.
     """
     if not keys_from_images(config):
         return {}, []

@@ -370,7 +370,7 @@ def cached_features(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Tensor, list[str | None]]:  # fmt: skip
     """Features (N, 1 + V, D) of a job and why a row has none: what the cache lacks is computed and kept by
-    ``compute``, file by file, so that a killed job goes on. StorageError: the cache cannot be written.
+    ``compute``, file by file, so that a killed job resumes. StorageError: the cache cannot be written.
     """
     features, reasons, missing = cache.read()
     again = _stale(cache, job, features, reasons, missing)
@@ -403,7 +403,7 @@ def _stale(
     if then is not None:
         found = snapshot.compare(rows, then)
         stale = set() if found.believed else stored & {*(found.suspects // SHARD_ROWS).tolist()}
-        why = f"{len(found.suspects):,} images have been written to since"
+        why = f"{plural(len(found.suspects), 'image')} written to since"
         if not stale and (row := _probe(job, features, reasons, stored)) is not None:
             stale, why = stored, f"{job.config.model.encoder} now gives others, of {rows.ids[row]} for one"
     if stale:

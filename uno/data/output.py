@@ -38,7 +38,7 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
 
 
 def begin(storage: Storage, mark: str, identity: Mapping[str, Any], what: str, **more: Any) -> None:
-    """Begin an output called ``what`` in a free directory, or go on there: the file ``mark`` says what it is
+    """Begin an output called ``what`` in a free directory, or resume there: the file ``mark`` says what it is
     made from, an ``identity`` of JSON values, and ``more`` that may change. ConfigError: the directory is
     another's, or of another identity.
     """

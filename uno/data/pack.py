@@ -1,7 +1,7 @@
 """Parquet shards that stream well: a million small files is slow everywhere.
 
 Rows are shuffled, the same way every time; labeled and unlabeled rows never share a row group, so neither
-is read for the other's sake. Encoded images keep their bytes, pixels become PNG. A killed pack goes on when
+is read for the other's sake. Encoded images keep their bytes, pixels become PNG. A killed pack resumes when
 the command is repeated; until ``pack.json`` says that all shards are there, readers refuse the directory.
 """
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from uno.errors import ConfigError
+from uno.text import plural
 
 # Streams of randomness: the second number of a generator's seed, one for each use of it.
 LABELED, UNLABELED, PRETRAIN, AUGMENT, PRETEXT, FEATURES = range(6)  # FEATURES only after AUGMENT, for views
@@ -100,7 +101,9 @@ def _sizes(
         rows = f"{num_labeled} labeled and {num_unlabeled} unlabeled images"
         return f"an epoch of {rows} does not fill one batch of {labeled} + {unlabeled}"
     if labeled % workers or unlabeled % workers:
-        return f"{labeled} labeled + {unlabeled} unlabeled images do not divide by {workers} workers"
+        return (
+            f"{labeled} labeled + {plural(unlabeled, 'unlabeled image')} do not divide by {workers} workers"
+        )
     return labeled, unlabeled, steps
 
 

@@ -30,6 +30,7 @@ from uno.data.images import Files, Image, Images, InMemory
 from uno.data.rows import SPLITS, Partition, Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
+from uno.text import plural
 
 IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
@@ -202,7 +203,9 @@ class _Parquet:
         groups = [self.metadata.row_group(g).num_rows for g in range(self.metadata.num_row_groups)]
         num = self.metadata.num_rows
         if sum(groups) != num or min(groups, default=0) < 0:
-            raise ConfigError(f"{path}: its row groups have {sum(groups):,} rows, {num:,} by its footer")
+            raise ConfigError(
+                f"{path}: its row groups have {plural(sum(groups), 'row')}, {num:,} by its footer"
+            )
 
     @filesystem.retry_transient
     def read(self, columns: Sequence[str], group: int | None = None) -> Any:
@@ -223,7 +226,9 @@ class _Parquet:
         """ConfigError: the footer counts other rows than ``num``, which were read."""
         counted = self.metadata.num_rows if group is None else self.metadata.row_group(group).num_rows
         if num != counted:
-            raise ConfigError(f"{self.path}: its columns have {num:,} rows, {counted:,} by its footer")
+            raise ConfigError(
+                f"{self.path}: its columns have {plural(num, 'row')}, {counted:,} by its footer"
+            )
 
     def column_bytes(self, group: int, columns: Sequence[str]) -> int:
         """Of those columns in a row group, as they are stored."""

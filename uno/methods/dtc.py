@@ -117,7 +117,7 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
         )
     model.train()
     if num_novel > min(found := tuple(features.shape)):
-        raise ConfigError(f"method dtc needs {num_novel} rows and features at least, got {found}")
+        raise ConfigError(f"method dtc needs as many rows and features as classes ({num_novel}), got {found}")
     centered, _, directions = principal_components(features)
     components = directions[:, :num_novel].T  # (K, D)
     head.reduce.weight.copy_(components)

@@ -1,4 +1,4 @@
-"""What may be wrong with a run, in the words of somebody who has to decide whether to trust it."""
+"""What may be wrong with a run, for somebody who has to decide whether to trust it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -58,7 +58,7 @@ def _sizes(config: Config, sample: Sample, findings: SampleSummary) -> Warnings:
     big, small = (f(used, key=lambda c: c.count, default=clusters[0]) for f in (max, min))
     if big.count > UNEVEN * small.count:
         yield (
-            f"Imbalance: “{big.name}” has {big.count:,} images and “{small.name}” {small.count:,}; "
+            f"Imbalance: “{big.name}” has {plural(big.count, 'image')} and “{small.name}” {small.count:,}; "
             f"an equal share is {equal:,.0f}",
             "Pseudo-labels assume equally frequent classes. If yours are not, a large class may be split "
             "or small ones merged; look at both galleries.",
@@ -73,7 +73,7 @@ def _sizes(config: Config, sample: Sample, findings: SampleSummary) -> Warnings:
     factor = config.model.overcluster_factor if load(config.method).novel_head is None else 0
     if sample.is_whole and total < MIN_ROWS * factor * num:
         yield (
-            f"Few images per cluster: {total:,} unlabeled images for {factor * num} overclusters",
+            f"Few images per cluster: {plural(total, 'unlabeled image')} for {factor * num} overclusters",
             f"Below {MIN_ROWS} images each, lower --model.overcluster-factor (now {factor}).",
         )
 
@@ -131,7 +131,7 @@ def _run(facts: RunData) -> Warnings:
             yield (
                 f"{plural(skipped, 'step')} of {phase} skipped because the loss was not finite",
                 f"Lower --{phase}.base-lr if there are more than a handful "
-                f"({last.get('epochs', 0)} epochs were trained).",
+                f"({plural(last.get('epochs', 0), 'epoch')} trained).",
             )
     if not facts.entries("discover") and not facts.metrics:
         yield "No discovery phase is recorded in this directory", "Run uno discover first."

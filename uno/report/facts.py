@@ -18,6 +18,7 @@ from uno.presets import preset
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import duration
 from uno.runs.journal import read_journal
+from uno.text import plural
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def times(config: Config, facts: RunData, task: Task | None) -> list[tuple[str, 
             if phase == runs.PRETRAIN and task is not None:  # a set smaller than a batch is one batch
                 size = min(size, int((task.labels >= 0).sum()))
             took, last = duration(training_seconds(entries, size)), entries[-1]
-            how_far = f"{last.get('step', 0):,} steps, {last.get('epoch', 0):,} epochs"
+            how_far = f"{plural(last.get('step', 0), 'step')}, {plural(last.get('epoch', 0), 'epoch')}"
             found.append((f"{title} time", f"{took} for {how_far}"))
     return found
 

@@ -1,4 +1,4 @@
-"""Finished cells in a record: their numbers, with which a table goes on where the runs are gone."""
+"""Finished cells in a record: their numbers, with which a table resumes where the runs are gone."""
 
 import hashlib
 import json

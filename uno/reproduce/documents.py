@@ -107,7 +107,7 @@ def explanations(found: Results) -> list[str]:
     said += [f"{name} is refused: {reason}" for name, reason in found.refused.items()]
     said += [f"{name.partition('/')[2]} failed: {reason}" for name, reason in found.failures.items()]
     if found.missing:
-        said.append(f"{len(found.missing)} cells have no result yet: the table is not finished.")
+        said.append(f"Cells without a result: {len(found.missing)}; the table is not finished.")
     return said
 
 

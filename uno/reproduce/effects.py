@@ -96,7 +96,7 @@ def read(
         if cell.config.data.num_novel == "auto":
             estimate = read_json(run / "estimate.json")
             found, plain = estimate.get("suggested", "?"), estimate.get("dtc", {}).get("num_novel", "?")
-            remarks.append(f"{cell.row.name}, seed {cell.seed}: {found} classes; DTC's procedure: {plain}")
+            remarks.append(f"{cell.row.name}, seed {cell.seed}: classes: {found}; DTC's procedure: {plain}")
     pretrainings = {cell.pretraining for cell in cells}
     pretrain_minutes = sum(seconds.get(name, 0.0) for name in pretrainings) / 60
     environments, on_gpu = [run.environment for run in runs], changes.get("compute.device") != "cpu"

@@ -16,6 +16,7 @@ from uno.report.sample import Sample, open_model, score_sample
 from uno.reproduce.experiments import REFERENCE, Cell
 from uno.results.infer import decoder
 from uno.runs.directory import read_config_tree
+from uno.text import plural
 
 Panels = list[tuple[Map, list[dict[str, Any]]]]  # each map with its dots, of uno.report.charts.map_groups
 CAPTION_ALL = (
@@ -74,5 +75,7 @@ def _panels(
     rows = rows[choose_points(len(rows), seed)]
     truth, names = task.eval_labels[found.index[rows]], [*task.known, *task.novel]
     colors = [i % COLORS for i in range(len(names))]
-    drawn = [draw_map(title, f"{len(rows):,} images.", data[rows], seed) for title, data in spaces.items()]
+    drawn = [
+        draw_map(title, f"{plural(len(rows), 'image')}.", data[rows], seed) for title, data in spaces.items()
+    ]
     return [(m, map_groups(truth, names, task.num_known, colors, [m])) for m in drawn if m is not None]

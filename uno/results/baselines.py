@@ -34,8 +34,8 @@ class Rows(NamedTuple):
 def baselines(
     config: Config, storage: Storage, train: TrainData, rows: EvalData, device: torch.device
 ) -> dict[str, float]:
-    """The baselines of the training ``rows``: :func:`novel_baselines` of those of novel classes, and of a
-    mixed pile :func:`generalized_baselines`; {} where fewer rows than clusters have truth.
+    """The baselines of the training ``rows``: :func:`novel_baselines` of those of novel classes, and in the
+    GCD setting :func:`generalized_baselines`; {} where fewer rows than clusters have truth.
     """
     mixed, novel = config.data.setting == "gcd", rows.where(rows.truth >= train.num_known)
     enough = len(novel.truth) >= train.num_novel

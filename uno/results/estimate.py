@@ -283,8 +283,8 @@ def score_clusters(
     splits: Sequence[Split], features: Sequence[Features], config: Config, settings: Settings, device: str,
     item: tuple[int, int],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Cluster split i with k novel classes, ``item`` = (i, k): the scores of every choice of anchors. In a
-    mixed pile the classes of pretraining are anchors, too, with rows among the unlabeled ones.
+    """Cluster split i with k novel classes, ``item`` = (i, k): the scores of every choice of anchors. In the
+    GCD setting the classes of pretraining are anchors, too, with rows among the unlabeled ones.
 
     A frozen encoder's features are clustered, at each k, in as many directions as the centers of all classes
     span: in those that explain 95% of Caltech-24's 1,280 features noise hides the classes (k = 16, the

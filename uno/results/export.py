@@ -169,7 +169,7 @@ def _random_images(model: Classifier, num: int) -> Tensor:
 
 
 def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """The card; ``facts`` are more lines of it, ``metrics`` flat, whichever there are."""
+    """The card; ``facts`` are more lines of it, ``metrics`` flat, those that exist."""
     config, net = model.config, model.config.model
     library, _, name = net.encoder.partition(":")
     classifier = ""

@@ -39,7 +39,7 @@ def write_csv(storage: Storage) -> str:
 def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, int], None]) -> str:
     """Copy the images of ``inputs`` to ``by_class/INDEX-NAME/``, rejected ones to ``by_class/rejected/``, as
     ``predictions.parquet`` has them; unreadable ones are left out. Names keep letters, digits and ``.-_``.
-    Returns the folder's path. The same again goes on. ConfigError: the folder is another's, or of other
+    Returns the folder's path. The same again resumes. ConfigError: the folder is another's, or of other
     predictions.
     """
     output.begin(storage, MARK, read_identity(storage) or {}, "folder of sorted images")

@@ -137,7 +137,7 @@ class Matched(NamedTuple):
 
 # The protocols of joint counts (C_l + C_u, C_l + K), by argmax over the known and the head's novel outputs.
 def task_aware(joint: Counts, num_known: int) -> Matched:
-    """Each row is told whether its class is known or novel: of ``joint`` the known rows over the known
+    """Of each row it is given whether its class is known or novel: of ``joint`` the known rows over the known
     outputs and the novel rows over the head's own outputs, argmax over these alone.
     """
     known, novel = joint[:num_known, :num_known], joint[num_known:, num_known:]

@@ -1,7 +1,7 @@
 """The table of predictions: one row for every input, in input order, in ``predictions.parquet``.
 
 Finished partitions wait in ``_shards/``, a file each, for the last step, which joins them; the same command
-goes on with the missing ones. The schema's metadata says what the table was made from.
+continues with the missing ones. The schema's metadata says what the table was made from.
 """
 
 from __future__ import annotations

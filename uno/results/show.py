@@ -6,7 +6,7 @@ Everything is escaped, nothing is asked of the network, and a page stays below :
 import base64
 import html
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -105,7 +105,7 @@ def model_html(
         rows.append([picture, f"<b>{_text(c.name)}</b>", c.kind, number, _text(fate_of.get(c.index, ""))])
     more = len(classes) - len(some)
     end = plural(more, "more class", "more classes") if more else ""
-    return _page(title, facts, ["", "class", "kind", "rows", ""], rows, end)
+    return _page(title, facts, ["", "class", "kind", "images", ""], rows, end)
 
 
 def predictions_html(
@@ -118,10 +118,11 @@ def predictions_html(
     return _page(title, facts, heads, cells, plural(more, "more image") if more else "")
 
 
-def counted(names: Sequence[str | None]) -> str:
-    """``cat (7), novel-1 (5), unreadable (1)``: the most frequent first."""
-    found = Counter("unreadable" if name is None else visible(name, 40) for name in names).most_common()
-    return ", ".join(f"{name} ({n:,})" for name, n in found[:8]) + (", ..." if len(found) > 8 else "")
+def counted(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
+    """``cat (7), novel-1 (5), unreadable (1)`` of names or their counts: the most frequent first."""
+    found = Counter(names).most_common()
+    shown = (("unreadable" if name is None else visible(name, 40), n) for name, n in found[:8])
+    return ", ".join(f"{name} ({n:,})" for name, n in shown) + (", ..." if len(found) > 8 else "")
 
 
 def _strips(groups: Sequence[Sequence[Image]], side: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Can a run be believed where nobody has named a new class? Three signs that need no such label.
+"""Can a run be trusted without ground truth for the new classes? Three signs that need no such label.
 
 Known classes: the share right, among all outputs, of labeled rows that training did not see. k-means: the
 share of unlabeled rows on which the best head and k-means of the same features agree. Neighbors: how many of

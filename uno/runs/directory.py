@@ -65,7 +65,7 @@ def check_images(storage: Storage, rows: Rows) -> None:
 
 
 def begin_images(storage: Storage, rows: Rows) -> None:
-    """Note which images a run, or a sweep, begins with, or :func:`check_images` where it goes on."""
+    """Note which images a run, or a sweep, begins with, or :func:`check_images` where it resumes."""
     if storage.exists(snapshot.FILE):
         check_images(storage, rows)
     else:

@@ -134,7 +134,7 @@ class Model:
     def _counts(self) -> str:
         kept = [c.kind for c in self.classes if c.into == c.index]
         known, novel = kept.count("known"), kept.count("novel")
-        return f"{known} known and {novel} novel classes, images of {self.size} px"
+        return f"{known} known and {plural(novel, 'novel class', 'novel classes')}, images of {self.size} px"
 
     @cached_property
     def _members(self) -> dict[int, show.Members]:

@@ -31,7 +31,7 @@ def estimate_classes(
     config = with_data(override(config, values), setting=setting)
     for line in (reason, *lines):
         print_line(line)
-    (labeled, unlabeled), known = task.sizes, f"{len(task.known)} known classes"
+    (labeled, unlabeled), known = task.sizes, plural(len(task.known), "known class", "known classes")
     found = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
     print_line(f"data: {task.rows.source}: {found}")
     if dry_run:

@@ -8,7 +8,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
 from uno.data.splits import Task
 from uno.encoder import require_encoder
-from uno.errors import ConfigError
+from uno.errors import ConfigError, StorageError
 from uno.methods import registry
 from uno.report.contents import open_task, write_report
 from uno.results import predictions
@@ -34,6 +34,8 @@ from uno.results.infer import (
     save_model,
     with_alignment,
 )
+from uno.results.predictions import read_columns
+from uno.results.show import counted
 from uno.results.trust import verdict
 from uno.runs import DISCOVER, ESTIMATE_FILE, RESULTS_FILE, directory, lock, run
 from uno.runs import REPORT_FILE as REPORT
@@ -286,9 +288,19 @@ def _write_card(storage: Storage, model: Classifier, values: Mapping[str, float]
 def _show(storage: Storage, values: dict[str, float]) -> None:
     if (found := verdict(values)) is not None:
         print_line(f"\n{found}")
-    print_line(f"\n{format_table(values)}\n\nresults in {storage.uri}")
+    with suppress(StorageError):  # of a damaged table, which the next prediction replaces
+        if (table := read_columns(storage, ("class_name",))) is not None:
+            counts = {
+                pair["values"]: pair["counts"] for pair in table["class_name"].value_counts().to_pylist()
+            }
+            print_line(f"images per class: {counted(counts)}")
+    if any("novel" in key.split("/") for key in values):  # with ground truth
+        print_line(f"\n{format_table(values)}")
+    print_line(f"\nresults in {storage.uri}")
     if storage.exists(REPORT):
         print_line(f"report:    {storage.path(REPORT)}")
+        print_line(f"next: open the report; uno classes {storage.uri} --rename novel-1=NAME; "
+                   f"uno predict {storage.uri} --data SOURCE --output DIR")  # fmt: skip
 
 
 def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None) -> None:
@@ -298,9 +310,8 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
         if name in phases:
             steps = plural(plan.steps_per_epoch, "step")
             epochs = f"{plural(getattr(config, name).epochs, 'epoch')} of {steps}"
-            print_line(
-                f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled images"
-            )
+            unlabeled = plural(plan.unlabeled_size, "unlabeled image")
+            print_line(f"{name}: {epochs} of {plan.labeled_size} labeled + {unlabeled}")
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder})
         if on_features(config):  # which take minutes, and would be kept

@@ -1,5 +1,5 @@
-"""From the settings somebody gave to the configuration of a run: what is given wins, a run that goes on has
-the rest as it began, and of a new one the data decides it. ``discover``, ``tune``, ``reproduce``,
+"""From the settings somebody gave to the configuration of a run: what is given wins, a stored run keeps
+the rest of its values, and of a new one the data decides it. ``discover``, ``tune``, ``reproduce``,
 ``estimate-classes`` and ``data check`` all ask here; each line of what was chosen says why.
 """
 
@@ -37,8 +37,8 @@ class Resolved(NamedTuple):
 def resolve(
     config: Config, given: Iterable[str], overwrite: bool = False, free: Free = free_memory
 ) -> Resolved:
-    """``config``, of which ``given`` keys were set by somebody, as its run will have it: the way in and the
-    pile are no longer ``auto``. A run in its ``output`` goes on as it began unless ``fresh``; else the data
+    """``config``, of which ``given`` keys were set by somebody, as its run will have it: loading and
+    setting are no longer ``auto``. A run in its ``output`` keeps its values unless ``fresh``; else the data
     is read. ``free``: the bytes that workers have. ConfigError: bad data.
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
@@ -75,7 +75,7 @@ def with_data(config: Config, **chosen: Any) -> Config:
 
 
 def as_begun(config: Config, given: Container[str], stored: Mapping[str, Any]) -> Config:
-    """``config`` as a run that goes on: with what the flat tree ``stored`` says was chosen for it, by its
+    """``config`` as a resumed run: with what the flat tree ``stored`` says was chosen for it, by its
     data or by whoever began it, unless ``given``.
     """
     keys = [key for key in (*keys_from_images(config), "data.validation_fraction") if key not in given]

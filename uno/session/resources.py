@@ -114,7 +114,7 @@ HOW = {"memory": "kept in memory", "streaming": "streamed"}
 def choose(
     config: Config, num_rows: int, row_bytes: int, host_bytes: int, device_bytes: int | None
 ) -> tuple[Loading, str]:
-    """The way in for ``num_rows`` images, and a sentence that says why. ``row_bytes``: of one in memory,
+    """The loading of ``num_rows`` images, and a sentence that says why. ``row_bytes``: of one in memory,
     decoded or as the features of a frozen encoder; ``host_bytes`` are free on a node, ``device_bytes`` on a
     GPU, which holds one copy. ConfigError: images that are needed in memory are to be streamed.
     """
@@ -320,7 +320,7 @@ def advice(config: Config, cpus: float, each: dict[str, float], rate: float | No
     """
     workers, size, on_gpus = config.compute.num_workers, config.train.batch_size, "GPU" in each
     if on_gpus and size < MIN_GPU_ROWS * workers and not on_features(config):
-        text = f"batches of {size:,} images are {size / workers:g} for each of {workers} GPUs"
+        text = f"batches of {plural(size, 'image')} are {size / workers:g} for each of {workers} GPUs"
         advice = "use fewer --workers, or a larger --batch-size"
         yield f"warning: {text}, which wait for each other below {MIN_GPU_ROWS}; {advice}"
     if rate is None:

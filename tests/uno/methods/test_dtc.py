@@ -117,5 +117,5 @@ def test_more_classes_than_features_is_one_line():
     """Kills: a traceback of eigh or k-means."""
     config, train = small_config(method="dtc"), replace(small_sets()[0], num_novel=17)
     model = registry.build_network(config, 5, 17, 0)
-    with pytest.raises(ConfigError, match="method dtc needs 17 rows and features at least"):
+    with pytest.raises(ConfigError, match=r"method dtc needs as many rows and features as classes \(17\)"):
         dtc.start(config, model, train)

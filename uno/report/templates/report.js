@@ -60,7 +60,7 @@
 
     const describe = (i) => {
       const truth = maps.truth[i] >= 0 ? `true ${maps.true_names[maps.truth[i]]}\n` : "";
-      return `${maps.ids[i]}\n${truth}predicted ${maps.names[maps.output[i]]}, ${(100 * maps.confidence[i]).toFixed(1)} %`;
+      return `${maps.ids[i]}\n${truth}predicted ${maps.names[maps.output[i]]}, ${(100 * maps.confidence[i]).toFixed(1)}%`;
     };
     const nearest = (xy, x, y) => {
       let best = -1, distance = 30 * 30;

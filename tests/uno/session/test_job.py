@@ -1,0 +1,30 @@
+"""What the console prints at the end of a run."""
+
+import pyarrow as pa
+import pytest
+
+from uno.data.files import Storage
+from uno.results import predictions
+from uno.runs import REPORT_FILE
+from uno.session import job
+
+
+@pytest.mark.parametrize("truth", [False, True])
+def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, truth):
+    """Kills: a table of accuracy without ground truth, counts by file order, no way on from the last line."""
+    values = {"test/known/task_aware/acc/avg": 0.75, "test/known/task_aware/acc/best": 0.75}
+    values |= {"train/novel/task_aware/acc/avg": 0.5, "train/novel/task_aware/acc/best": 0.5} if truth else {}
+    names = pa.table({"class_name": ["cat", "novel-1", "novel-1", None]})
+    identity = dict.fromkeys(predictions.DIFFERENCES, "")
+    predictions._write(Storage(str(tmp_path)), names.schema, identity, iter([names]))
+    (tmp_path / REPORT_FILE).touch()
+    job._show(Storage(str(tmp_path)), values)
+    first, *_, last = filter(str.strip, capsys.readouterr().out.splitlines())
+    assert first == "images per class: novel-1 (2), cat (1), unreadable (1)"
+    assert last.startswith(
+        f"next: open the report; uno classes {tmp_path} --rename novel-1=NAME; uno predict"
+    )
+    (tmp_path / "predictions.parquet").write_bytes(b"damaged")
+    job._show(Storage(str(tmp_path)), values)
+    again = capsys.readouterr().out
+    assert "images per class" not in again and ("accuracy, %" in again) == truth
