@@ -69,7 +69,7 @@ def augment(
     total = len(images) if num_rows is None else num_rows
     chosen = torch.arange(total)[slice(None) if rows is None else rows]
     if len(chosen) != len(images):
-        raise ValueError(f"rows selects {len(chosen)} of {total} rows got {len(images)}")
+        raise ValueError(f"rows selects {len(chosen)} of {total} rows but got {len(images)}")
     views: list[Tensor] = []
     for kind in kinds(config):
         numbers = sample_uniforms(total, kind.num_views, generator)[chosen]

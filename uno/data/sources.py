@@ -165,7 +165,7 @@ def read_digits() -> Rows:
 
 
 def read_folder(root: str, kind: str = "folder", flag: str = "--data") -> Rows:
-    """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or val/ (splits), whichever
+    """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or val/ (splits), the one that
     it is (folder); loose images are unlabeled. ConfigError: it may be both, so that ``flag`` has to choose.
     """
     folders, _ = children(_directory(root))

@@ -67,7 +67,7 @@ def test_a_failure_is_in_the_table_and_inert(results):
     refused = documents.markdown(results._replace(refused={"digits-no-concat": "it makes | no sense"}))
     assert "| refused | 0 |" in refused and "digits-no-concat is refused: it makes \\| no sense" in refused
     unfinished = documents.markdown(results._replace(missing=["cells/x"]))
-    assert "1 cells have no result yet: the table is not finished" in unfinished
+    assert "Cells without a result: 1; the table is not finished" in unfinished
 
 
 def test_the_record(results, tmp_path):
