@@ -505,7 +505,7 @@ def test_features_of_images_that_were_overwritten_are_computed_again(tmp_path, c
     job = folder_job(data)
     found, _ = kept(cache, job, seen)
     (line,) = caplog.messages
-    assert "images have been written to" in line and (seen == [[0]] or keeps_time)
+    assert "images written to" in line and (seen == [[0]] or keeps_time)
     assert torch.equal(found, kept(tmp_path / "anew", job)[0]) and not torch.equal(found, whole)
     assert torch.equal(kept(cache, folder_job(data), seen)[0], found) and len(seen) == 1
 
