@@ -162,8 +162,8 @@ def test_the_table_of_limits_is_the_code():
 
 
 def test_promises_name_their_tests():
-    """Every row of "What survives" names a test that is there."""
-    table = README.partition("## What survives")[2].partition("\n## ")[0]
+    """Every row of "Fault tolerance" names a test that is there."""
+    table = README.partition("## Fault tolerance")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 10
     for row in rows:

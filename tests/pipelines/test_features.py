@@ -334,4 +334,4 @@ def test_features_that_tell_nothing_apart_are_said_before_training(weights, tmp_
     cli.main([str(word) for word in argv])
     out = capsys.readouterr().out
     assert out.index(f"warning: {text}") < (out.index("not trustworthy") if scale == 0 else len(out))
-    assert scale or f"{text}, and 100% of the pile is in one class" in out
+    assert scale or f"{text}, and 100% of the unlabeled images are in one class" in out
