@@ -28,7 +28,7 @@ def misbehave(folder, data):
         raise ConfigError("one line")
 
 
-def test_every_misbehaviour_is_a_finding_and_the_next_input_is_read(monkeypatch):
+def test_every_misbehavior_is_a_finding_and_the_next_input_is_read(monkeypatch):
     """Kills: a child whose death hides the rest of its batch, a cap that does not hold."""
     monkeypatch.setattr(fuzz, "SLOW_S", 1)
     batch = [letter.encode() for letter in "xkrhmtlx"]

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipelines import ray_env, worker
-from pipelines.worker import StopVotes, quiet_exit
+from pipelines import ray_env
+from pipelines.worker import quiet_exit
 from tests.forked import forked
 from uno import collectives
 from uno.errors import Interrupted, StorageError
-from uno.session import console
+from uno.session import console, ranks
 from uno.session.console import STOP_SIGNALS, interrupt_on_signal, on_stop
 
 
@@ -139,10 +139,10 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
             raise StorageError("a moment")
         return len(looks) == 3
 
-    monkeypatch.setattr(worker, "STOP_LOOK_S", 0.001)
-    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ranks, "STOP_LOOK_S", 0.001)
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: votes.append(vote.clone()) or vote)
-    first = StopVotes(0, torch.device("cpu"), look)
+    first = ranks.StopVotes(0, torch.device("cpu"), look)
     asked = []
     while not (asked and asked[-1]):
         clock[0] += step_s
@@ -155,7 +155,7 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
     assert len(votes) >= len(asked) / most
     seen = iter(votes)
     monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: next(seen) + vote)
-    other = StopVotes(1, torch.device("cpu"), pytest.fail)
+    other = ranks.StopVotes(1, torch.device("cpu"), pytest.fail)
     for answer in asked:
         clock[0] += 7 * step_s  # another clock
         assert other.stop() == answer

@@ -51,6 +51,8 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     Images stay in the files until they are wanted.
     """
     source, (root, files) = f"parquet:{path}", _parquet_files(path)
+    with _lock:
+        _recent.cache_clear()  # files may have changed
     with ThreadPoolExecutor(FOOTERS) as pool:
         parts = list(pool.map(lambda file: _read_file(file, names), files))
     tables, class_names, known, left = zip(*parts, strict=True)
@@ -76,7 +78,7 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     if "image" in table.column_names:
         images = _files(source, root, _values(table["image"]), False)
     else:
-        images = ParquetImages(root, [f.path for f in files], left[0], [f.size for f in files])
+        images = ParquetImages(root, [f.path for f in files], left[0], [f[2:] for f in files])
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
     labels = Labels.none(len(table)) if labels is None else labels
     return Rows(ids, images, labels, is_train, source, class_names[0], known, eval_labels=truth)
@@ -99,12 +101,12 @@ def _parquet_files(path: str) -> tuple[str, list[filesystem.FileEntry]]:
     """The folder, and the Parquet files in it."""
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
-        return root, [filesystem.FileEntry(name, path, filesystem.size_of(path))]
+        return root, [filesystem.FileEntry(name, path, *filesystem.stat_of(path))]
     found = list(filesystem.walk(path))
     files = [f for f in found if f.relative.endswith(".parquet")]
     packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
     if any(json_at(pack, "finished") is False for pack in packs):
-        raise ConfigError(f"parquet:{path} is half a pack; run the same uno data pack again to finish it")
+        raise ConfigError(f"parquet:{path} is an unfinished pack; run the same uno data pack command again")
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
     return path, files
@@ -112,15 +114,13 @@ def _parquet_files(path: str) -> tuple[str, list[filesystem.FileEntry]]:
 
 class ParquetImages(Images):
     """The image column ``column`` (bytes or struct<bytes, path below ``root``>) of Parquet ``files``, read
-    when a row is wanted, a whole row group at a time. ``sizes`` in bytes, where they are known, save a
-    request each.
+    when a row is wanted, a whole row group at a time. ``stats``: size in bytes, which saves a request
+    each, and time of the last change, -1 where they are not known.
     """
 
-    def __init__(
-        self, root: str, files: Sequence[str], column: str, sizes: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, root: str, files: Sequence[str], column: str, stats: Sequence[Sequence[int]]) -> None:
         self.root, self.column = root, column
-        sized = list(zip(files, sizes or [-1] * len(files), strict=True))
+        sized = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
         with ThreadPoolExecutor(FOOTERS) as pool:
             opened = list(pool.map(lambda file: _parquet(*file), sized))
         pairs = zip(sized, opened, strict=True)
@@ -128,6 +128,8 @@ class ParquetImages(Images):
         self._groups = [(path, size, g) for (path, size), _, g in groups]
         self._starts = np.cumsum([0, *(file.metadata.row_group(g).num_rows for _, file, g in groups)])
         self._bytes = np.array([file.column_bytes(g, [column]) for _, file, g in groups], np.int64)
+        num_groups = [file.metadata.num_row_groups for file in opened]
+        self._times = np.repeat([stat[1] for stat in stats], num_groups).astype(np.int64)
         self._has_paths = any(file.may_name_files(g, column) for _, file, g in groups)
 
     def __len__(self) -> int:
@@ -166,6 +168,10 @@ class ParquetImages(Images):
         groups = self.groups(rows)
         pairs = zip((rows - self._starts[groups]).tolist(), self._bytes[groups].tolist(), strict=True)
         return (f"{number} of {size}".encode() for number, size in pairs)
+
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the Parquet files, unless rows may be files of their own."""
+        return np.full(len(rows), -1) if self._has_paths else self._times[self.groups(rows)]
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """Nothing is read where no row has a path in the place of bytes."""
@@ -298,6 +304,7 @@ class ParquetTable:
         self._first_group = np.cumsum([0, *map(len, groups)])  # of each file
         self._image = columns[0]
         self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
+        self.times = hashlib.sha256(repr([file.time for file in files]).encode()).hexdigest()
         if not len(self):
             raise ConfigError(f"{self._name}: no rows")
         _, first = next(self._read(np.arange(min(len(self), PATHS_TRIED))))
@@ -352,7 +359,7 @@ class ParquetTable:
         found = _images_in(column, inside)
         for image, path in zip(found, column.to_pylist() if column.type in TEXT else (), strict=False):
             if path and not image:
-                leaves = f"leaves the folder {self._root}; move it there"
+                leaves = f"is outside the folder {self._root}; move it there"
                 raise ConfigError(f"{self._name}: {one_line(repr(path))} {leaves}")
         return found
 
@@ -607,12 +614,12 @@ def _files(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> 
                 raise ConfigError(f"{source}: row {row} has no image path")
             path = inside(relative) if relative else ""
             if path is None:
-                leaves = f"{one_line(repr(relative))} leaves the folder {root}; move it there"
+                leaves = f"{one_line(repr(relative))} is outside the folder {root}; move it there"
                 raise ConfigError(f"{source}: row {row}: {leaves}")
             first, row = first if row else relative, row + 1
             paths.append(path)
-        parts.append(Files.of(paths, [filesystem.size_of(path) for path in paths]))
-    found = Files.join(parts or [Files.of([], [])])
-    if row and not filesystem.is_uri(root) and found.file_sizes.max() < 0:
+        parts.append(Files.of(paths, map(filesystem.stat_of, paths)))
+    found = Files.join(parts or [Files.of([], ())])
+    if row and not filesystem.is_uri(root) and found.stats[:, 0].max() < 0:
         raise ConfigError(f"{source}: none of its {row} images is below {root}, e.g. {one_line(repr(first))}")
     return found

@@ -32,7 +32,7 @@ METHODS = {
     "mcl": "meta classification likelihood (Hsu et al., ICLR 2019)",
     "dtc": "deep transfer clustering (Han et al., ICCV 2019)",
     "kcl": "KLD-based contrastive loss (Hsu et al., ICLR 2018)",
-    "ncl": "neighbourhood contrastive learning (Zhong et al., CVPR 2021)",
+    "ncl": "neighborhood contrastive learning (Zhong et al., CVPR 2021)",
     "openmix": "OpenMix (Zhong et al., CVPR 2021)",
     "jia": "joint representation learning and discovery (Jia et al., ICCV 2021)",
 }
@@ -54,7 +54,7 @@ class Method:
     ``novel_head(K, D)`` builds the head that reads the feature: (N, D) -> (1, N, K) logits, with ``weight``
     (1, K, ...); None: UNO's projection heads. ``frozen_head``: the head in its place where the encoder is
     frozen, of a method that would shape it: see :class:`uno.methods.method.AdaptedHead`. ``start(config,
-    model, train)`` runs once, before the first step, on every worker alike: it may initialise the model in
+    model, train)`` runs once, before the first step, on every worker alike: it may initialize the model in
     place and returns the tensors to keep, by name, in ``state.extra`` and in checkpoints.
 
     ``gcd``: it serves an unlabeled set that holds known classes, too. ``pretrain``: it wants supervised
@@ -85,7 +85,7 @@ class Pretext:
 
     ``step``, a :data:`uno.steps.Step`, is given the large views of labeled and unlabeled rows alike, without
     labels; it may turn or mask them. ``num_outputs``: cosines of the feature, ``known`` of the model's
-    output; that head is dropped afterwards.
+    output; that head is dropped afterward.
     """
 
     name: str
