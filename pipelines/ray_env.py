@@ -92,8 +92,8 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         for number, handler in handlers.items():
             signal.signal(number, handler)
     try:
-        for number in late:  # came while Ray was starting
-            signal.raise_signal(number)
+        for came in late:  # while Ray was starting
+            signal.raise_signal(came)
         yield ray
     finally:
         ray.shutdown()

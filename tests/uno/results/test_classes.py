@@ -158,7 +158,7 @@ def test_rename_changes_names_and_nothing_else():
         assert "\u202e" in name or read(renamed(f"6={name}"))[6].name == name
     for word, says in (
         ("4", "such as 5=nine"), ("4=", "such as 5=nine"), ("0=x", "class '0'; they are 3 to 6"),
-        ("novel=x", "did you mean 'novel-"), ("44=x", "those are 3 to 6"), ("cat=x", "'cat'"),
+        ("novel=x", "did you mean 'novel-"), ("44=x", "they are 3 to 6"), ("cat=x", "'cat'"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             renamed(word)
@@ -167,7 +167,7 @@ def test_rename_changes_names_and_nothing_else():
     assert [c.into for c in read(renamed("novel-2=novel-3", "novel-3=novel-2"))][3:6] == [4, 4, 5]
     with pytest.raises(ConfigError, match="two classes are named"):
         read(renamed("5=cat"))
-    with pytest.raises(ConfigError, match="name it there"):
+    with pytest.raises(ConfigError, match="edit the name in the file"):
         naming.with_names(edits(), "classes.yaml", CLASSES, HASH, ["5=x"])
 
 
