@@ -68,7 +68,7 @@ def rows_of(path: Path, setting: str, encoder: dict[str, str]) -> tuple[Tensor, 
     own |= {"data.unlabeled_known_fraction": 0.5} if setting == "gcd" else {}
     config = with_full_path(configured(own, choose=True))
     task = make_task(read_rows(config.data), config.data)
-    features, _ = load_features(with_data(config, pile="gcd"), task, Storage("."), lambda metrics: None)
+    features, _ = load_features(with_data(config, setting="gcd"), task, Storage("."), lambda metrics: None)
     train = torch.from_numpy(task.is_train)
     labels, truth = torch.from_numpy(task.labels)[train], torch.from_numpy(task.eval_labels)[train]
     return features[train, 0], labels, truth, task.num_known, task.num_novel
@@ -78,19 +78,19 @@ def measure(
     features: Tensor, labels: Tensor, truth: Tensor, num_known: int, num_novel: int, setting: str, seed: int
 ) -> dict[str, Any]:
     """A line's numbers, fractions 0-1 and seconds."""
-    free, mixed, start = labels == FREE, setting == "gcd", time.perf_counter()
+    free, gcd, start = labels == FREE, setting == "gcd", time.perf_counter()
     parts = features[~free], labels[~free], features[free]
-    choice, space, found = find(*parts, num_novel, mixed, seed)
+    choice, space, found = find(*parts, num_novel, gcd, seed)
     cosines = space(features[free]) @ found.T
-    if not mixed:
+    if not gcd:
         cosines[:, :num_known] = -torch.inf
     outputs, seconds = {"choice": cosines.argmax(dim=1)}, time.perf_counter() - start
-    num, first = (num_known + num_novel, 0) if mixed else (num_novel, num_known)
-    plain = clusters_of(parts[2], *parts[:2], num_novel, "gcd" if mixed else "novel", seed)
-    outputs["seeded k-means" if mixed else "k-means"] = first + plain.assignment
+    num, first = (num_known + num_novel, 0) if gcd else (num_novel, num_known)
+    plain = clusters_of(parts[2], *parts[:2], num_novel, "gcd" if gcd else "ncd", seed)
+    outputs["seeded k-means" if gcd else "k-means"] = first + plain.assignment
     rows = F.normalize(principal_space(features)(features), dim=1)
     for kind in (SMOOTHED, SPECTRAL):
-        outputs[kind] = first + partition_of(rows, labels, num, mixed, kind, 10, seed)
+        outputs[kind] = first + partition_of(rows, labels, num, gcd, kind, 10, seed)
     true = truth[free]
     right = {name: matched(true, own, num_known + num_novel).float() for name, own in outputs.items()}
     new = true >= num_known

@@ -107,18 +107,18 @@ def whitener(rows: Tensor, labels: Tensor, shrinkage: float | None) -> Tensor:
 
 
 def partition_of(
-    rows: Tensor, labels: Tensor, num_clusters: int, mixed: bool, kind: str, starts: int, seed: int
+    rows: Tensor, labels: Tensor, num_clusters: int, gcd: bool, kind: str, starts: int, seed: int
 ) -> Tensor:
     """Clusters int64 (N_u,) of the unlabeled rows: unit ``rows`` (N, P) with ``labels`` (N,), or FREE. In a
-    ``mixed`` pile of K = C_l + C_u, and labeled rows stay in their class; else of K = C_u.
+    ``gcd`` set of K = C_l + C_u, and labeled rows stay in their class; else of K = C_u.
     """
     free = labels == FREE
-    rows = rows if mixed else rows[free]
+    rows = rows if gcd else rows[free]
     if kind == SMOOTHED:
         rows = smoothed(rows)
     elif kind == SPECTRAL:
         rows = spectral(rows, num_clusters)
-    if not mixed:
+    if not gcd:
         return kmeans(rows, num_clusters, starts, seed).assignment
     return seeded_kmeans(rows, labels, num_clusters, starts, seed).assignment[free]
 
@@ -129,7 +129,7 @@ def means(rows: Tensor, clusters: Tensor, num: int) -> Tensor:
 
 
 def prototypes(
-    rows: Tensor, labels: Tensor, num_novel: int, mixed: bool, candidate: Candidate, starts: int, seed: int
+    rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, starts: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Of rows (N, P) in the principal space, ``labels`` (N,) or FREE: the whitener (P, P) and the prototypes
     (C_l + C_u, P), known ones first, which classify by the largest cosine.
@@ -137,14 +137,14 @@ def prototypes(
     labeled, num_known = labels != FREE, int(labels.max()) + 1
     white = whitener(rows[labeled], labels[labeled], candidate.shrinkage)
     rows = F.normalize(rows @ white, dim=1)
-    num, first = (num_known + num_novel, 0) if mixed else (num_novel, num_known)
+    num, first = (num_known + num_novel, 0) if gcd else (num_novel, num_known)
     found = labels.clone()
-    found[~labeled] = first + partition_of(rows, labels, num, mixed, candidate.partition, starts, seed)
+    found[~labeled] = first + partition_of(rows, labels, num, gcd, candidate.partition, starts, seed)
     return white, means(rows, found, num_known + num_novel)
 
 
 def find(
-    labeled: Tensor, labels: Tensor, unlabeled: Tensor, num_novel: int, mixed: bool, seed: int
+    labeled: Tensor, labels: Tensor, unlabeled: Tensor, num_novel: int, gcd: bool, seed: int
 ) -> tuple[Choice, Space, Tensor]:
     """What is chosen for features (N_l, D) with ``labels`` (N_l,) and (N_u, D), on the CPU, the space of the
     choice and its prototypes (C_l + C_u, P).
@@ -152,8 +152,8 @@ def find(
     features = torch.cat([labeled, unlabeled])
     space = principal_space(features)
     rows, known = space(features), F.pad(labels, (0, len(unlabeled)), value=FREE)
-    choice = choose(rows[: len(labels)], labels, num_novel, mixed, seed)
-    white, found = prototypes(rows, known, num_novel, mixed, CANDIDATES[choice.candidate], STARTS, seed)
+    choice = choose(rows[: len(labels)], labels, num_novel, gcd, seed)
+    white, found = prototypes(rows, known, num_novel, gcd, CANDIDATES[choice.candidate], STARTS, seed)
     return choice, Space(space.mean, space.directions @ white), found
 
 
@@ -169,13 +169,13 @@ def hidden_draws(num_known: int, num_novel: int, seed: int) -> list[list[int]]:
     return draws[:DRAWS]
 
 
-def choose(rows: Tensor, labels: Tensor, num_novel: int, mixed: bool, seed: int) -> Choice:
+def choose(rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, seed: int) -> Choice:
     """The candidate for rows (N_l, P) of known classes (N_l,) in the principal space, by hidden ones; where
-    the pile is ``mixed`` half of the rows of the other classes are among the unlabeled rows, too.
+    the pile is ``gcd`` half of the rows of the other classes are among the unlabeled rows, too.
     """
     num_known = int(labels.max()) + 1
     draws = hidden_draws(num_known, num_novel, seed)
-    scores = [_scores(*draw, mixed, seed) for draw in _hidden(rows, labels, draws, mixed)]
+    scores = [_scores(*draw, gcd, seed) for draw in _hidden(rows, labels, draws, gcd)]
     num_hidden = len(draws[0]) if draws else 0
     if not scores:
         return Choice(SAFE, torch.zeros(0, len(CANDIDATES)), torch.zeros(0, len(CANDIDATES)), 0)
@@ -187,7 +187,7 @@ def choose(rows: Tensor, labels: Tensor, num_novel: int, mixed: bool, seed: int)
 
 
 def _hidden(
-    rows: Tensor, labels: Tensor, draws: list[list[int]], mixed: bool
+    rows: Tensor, labels: Tensor, draws: list[list[int]], gcd: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of each draw rows, what is known of them (or FREE) and their classes, hidden ones last."""
     for hidden in draws:
@@ -196,7 +196,7 @@ def _hidden(
         truth = torch.tensor(order).argsort()[labels]
         chosen = torch.arange(len(rows))[:: -(-len(rows) // MAX_HIDDEN_ROWS)]
         free = is_hidden[chosen]
-        if mixed:
+        if gcd:
             free = free | (torch.arange(len(chosen)) % 2 == 0)
         seen = truth[chosen].masked_fill(free, FREE)
         if len(seen[seen != FREE].unique()) == len(order) - len(hidden):
@@ -204,16 +204,16 @@ def _hidden(
 
 
 def _scores(
-    rows: Tensor, labels: Tensor, truth: Tensor, mixed: bool, seed: int
+    rows: Tensor, labels: Tensor, truth: Tensor, gcd: bool, seed: int
 ) -> tuple[list[float], list[float]]:
     """Of every candidate the share of unlabeled rows, and of rows of hidden classes, that is right."""
     free, num_known, num = labels == FREE, int(labels.max()) + 1, int(truth.max()) + 1
     hidden, truth = truth[free] >= num_known, truth[free]
     scores, new = list[float](), list[float]()
     for candidate in CANDIDATES:
-        white, found = prototypes(rows, labels, num - num_known, mixed, candidate, DRAW_STARTS, seed)
+        white, found = prototypes(rows, labels, num - num_known, gcd, candidate, DRAW_STARTS, seed)
         cosines = (rows[free] @ white) @ found.T
-        if not mixed:
+        if not gcd:
             cosines[:, :num_known] = -torch.inf
         right = matched(truth, cosines.argmax(dim=1), num)
         scores.append(float(right.float().mean()))

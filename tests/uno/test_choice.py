@@ -25,22 +25,22 @@ def features(num_classes=10, rows=24, noise=8.0, seed=0):
 
 
 @pytest.mark.parametrize("gcd", [False, True])
-def test_whitening_is_chosen_where_it_helps(mixed):
+def test_whitening_is_chosen_where_it_helps(gcd):
     """Kills: a choice by the wrong rows, known clusters among the novel outputs, hidden classes whose labels
     whiten, a whitener that enlarges what varies within classes.
     """
     points, truth = features()
-    free = (truth >= 6) | (mixed & (torch.arange(len(truth)) % 2 == 0))
-    found, space, prototypes = find(points[~free], truth[~free], points[free], 4, mixed, seed=0)
+    free = (truth >= 6) | (gcd & (torch.arange(len(truth)) % 2 == 0))
+    found, space, prototypes = find(points[~free], truth[~free], points[free], 4, gcd, seed=0)
     cosines = space(points[free]) @ prototypes.T
-    outputs = cosines.argmax(dim=1) if mixed else 6 + cosines[:, 6:].argmax(dim=1)
+    outputs = cosines.argmax(dim=1) if gcd else 6 + cosines[:, 6:].argmax(dim=1)
     assert float(matched(truth[free], outputs, 10).float().mean()) > 0.9
     assert CANDIDATES[found.candidate].shrinkage is not None
     mean = found.scores.mean(dim=0)
     assert mean[found.candidate] > mean[PLAIN] + 0.2
     expected, low, high = found.expected()
     assert low <= expected <= high and expected == pytest.approx(float(found.new[:, found.candidate].mean()))
-    if mixed:  # known prototypes keep their classes
+    if gcd:  # known prototypes keep their classes
         old = truth[free] < 6
         assert float((outputs == truth[free])[old].float().mean()) > 0.9
 
@@ -131,8 +131,8 @@ def test_spectral_coordinates_tell_rings_apart(dense, monkeypatch):
 def test_a_free_row_is_never_of_a_hidden_class_by_its_label():
     """Kills: a hidden class among the known ones of a draw, in either pile; rows that keep their labels."""
     points, truth = features(6)
-    for mixed in (False, True):
-        for rows, seen, true in module._hidden(points, truth, hidden_draws(6, 3, 0), mixed):
+    for gcd in (False, True):
+        for rows, seen, true in module._hidden(points, truth, hidden_draws(6, 3, 0), gcd):
             hidden = true >= 3
             assert (seen[hidden] == FREE).all() and (seen[seen != FREE] == true[seen != FREE]).all()
-            assert len(rows) == len(true) and (not mixed or (seen[~hidden] == FREE).any())
+            assert len(rows) == len(true) and (not gcd or (seen[~hidden] == FREE).any())

@@ -43,12 +43,12 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
     model.train()
-    mixed, num_novel = config.data.setting == "gcd", train.num_novel
-    if len(unlabeled) <= (num := num_novel + train.num_known * mixed):
+    gcd, num_novel = config.data.setting == "gcd", train.num_novel
+    if len(unlabeled) <= (num := num_novel + train.num_known * gcd):
         raise ConfigError(
             f"method choice needs more unlabeled rows than {num} clusters, not {len(unlabeled)}"
         )
-    choice, space, found = find(labeled, labels, unlabeled, num_novel, mixed, config.seed)
+    choice, space, found = find(labeled, labels, unlabeled, num_novel, gcd, config.seed)
     _move_(model, space, found)
     return {"chosen": torch.tensor([choice.candidate, choice.num_hidden]), "right": choice.scores,
             "right_new": choice.new}  # fmt: skip

@@ -23,7 +23,14 @@ VALIDATION_FRACTION = 0.1  # of the labeled rows of one's own images, where no t
 CHOICE = "choice"
 OF_UNO = tuple(
     f"model.{name}"
-    for name in ("num_heads", "overcluster_factor", "hidden_dim", "projection_dim", "start", "mlp_input")
+    for name in (
+        "num_heads",
+        "overcluster_factor",
+        "hidden_dim",
+        "projection_dim",
+        "prototype_init",
+        "mlp_input",
+    )
 )
 OUTPUT = "runs/{preset}-seed{seed}"
 HELP_ALL = "--help-all"
@@ -63,7 +70,7 @@ def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
     """
     uno_sections, uno_keys = ("objective.", "discover."), ("method", "recipe", *OF_UNO)
     own = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
-    return preset_name == "photos" and given.get("model.finetune", "none") == "heads" and not own
+    return preset_name == "photos" and given.get("model.finetune", "none") == "none" and not own
 
 
 def _described(encoder: Any, size: Any) -> dict[str, Any]:
