@@ -52,7 +52,7 @@ CANDIDATES = tuple(
     for shrinkage in (SHRINKAGE, None)
 )
 SAFE = 0
-"""The best of the mean of six sets' hidden classes: record ``2026-11-24_sets``."""
+"""The best mean over hidden known classes of five sets: benchmarks/records/2026-11-24_sets."""
 PLAIN = CANDIDATES.index(Candidate(KMEANS, None))
 
 
