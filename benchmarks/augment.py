@@ -3,7 +3,7 @@
     python -m benchmarks.augment --batch 512 --repeats 5
 
 prints one JSON row. An image counts once, however many views the recipe makes of it; every method ends with
-normalised float32 batches, one for each view. The methods take turns; the row has medians and all raw times.
+normalized float32 batches, one for each view. The methods take turns; the row has medians and all raw times.
 ``--clock cpu`` counts processor time, which other processes disturb less.
 """
 

@@ -28,7 +28,7 @@ from uno.runs.journal import read_journal
 from uno.runs.run import load_trained
 
 ROWS = 5_000
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 
 def minutes_of(storage: Storage, phase: str, rows: int) -> dict[int, float]:
@@ -79,10 +79,10 @@ def drawing(chart: Chart) -> str:
     ]
     parts.append(f'<text x="{chart.width}" y="{below + 16}" text-anchor="end" {text}>{chart.x_label}</text>')
     for i, line in enumerate(chart.lines):
-        colour = COLOURS[i % len(COLOURS)]
-        parts.append(f'<path d="{line.path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        color = COLORS[i % len(COLORS)]
+        parts.append(f'<path d="{line.path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         parts.append(
-            f'<text x="{chart.width + 6}" y="{16 * i + 12}" {text.replace("#444", colour)}>'
+            f'<text x="{chart.width + 6}" y="{16 * i + 12}" {text.replace("#444", color)}>'
             f"{line.name} {line.last}</text>"
         )
     box = f"-32 -24 {chart.width + 200} {chart.height + 64}"

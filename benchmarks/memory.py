@@ -151,7 +151,7 @@ def held(numbers: list[int]) -> Counter[str]:
 
 
 def write_set(folder: Path, num_rows: int) -> None:
-    """Rows of ten classes in Parquet, images of one colour and a lighter corner."""
+    """Rows of ten classes in Parquet, images of one color and a lighter corner."""
     folder.mkdir(parents=True)
     labels = np.arange(num_rows) % NUM_CLASSES
     random, encoded = np.random.default_rng(0), []

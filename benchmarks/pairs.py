@@ -32,7 +32,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.heads import unit
 from uno.methods import jia
-from uno.methods.method import MIN_COSINE, learnt_features
+from uno.methods.method import MIN_COSINE, learned_features
 from uno.methods.pairs import PairSimilarity
 from uno.methods.rs import num_top, same_top_features
 from uno.model import UnoModel, features_of, forward
@@ -67,7 +67,7 @@ def of_run(run: Path) -> dict[str, Any]:
     windows, found = jia.start(config, model, None)["windows"], {}
     for name, rows in (("novel", sets["train"]), ("known", sets["test"])):
         rows = rows.where((rows.truth >= task.num_known) == (name == "novel"))
-        features = learnt_features(model, features_of(model, rows.images, config))
+        features = learned_features(model, features_of(model, rows.images, config))
         found[name] = of_features(features, rows.truth, windows, network)
         if name == "novel":
             found[name] |= of_clusters(model, best, config, rows, features)

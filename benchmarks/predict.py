@@ -43,7 +43,7 @@ LOADER_WORKERS = 2
 
 
 class Jpegs(torch.utils.data.Dataset):
-    """Encoded images -> normalised float tensors, as in any tutorial."""
+    """Encoded images -> normalized float tensors, as in any tutorial."""
 
     def __init__(self, encoded: list[bytes], mean: Tensor, std: Tensor) -> None:
         self.encoded, self.mean, self.std = encoded, mean.view(3, 1, 1), std.view(3, 1, 1)

@@ -289,7 +289,7 @@ def _noted(crop: Any, folder: str, block: Any, **how: Any) -> Any:
 
 
 def _photographs(folder: Path) -> list[str]:
-    """Smooth colours with noise, as JPEG of the size of ImageNet's."""
+    """Smooth colors with noise, as JPEG of the size of ImageNet's."""
     from PIL import Image
 
     folder.mkdir()

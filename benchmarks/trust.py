@@ -42,7 +42,7 @@ from uno.train import LocalWorker
 from uno.weights import describe_encoder
 
 ENCODER = "timm:tf_efficientnet_lite0"
-SIGNS = {"held out": HELD_OUT, "k-means": KMEANS, "neighbours": NEAR, "score": SCORE}
+SIGNS = {"held out": HELD_OUT, "k-means": KMEANS, "neighbors": NEAR, "score": SCORE}
 STRICT, NEW = "train/novel/task_agnostic_strict/acc/best", "train/unlabeled/gcd/new/best"
 GROUPS = ("", "photos", "digits", "cifar", "mixed", "novel", "right number")
 
@@ -54,7 +54,7 @@ def pretrained(side: int, epochs: int = 15) -> dict[str, Any]:
 
 
 def untrained(side: int) -> dict[str, Any]:
-    """A frozen ResNet18 that has learnt nothing."""
+    """A frozen ResNet18 that has learned nothing."""
     return {
         "model.encoder": "resnet18", "model.stem": "imagenet", "augment.large.size": side,
         "data.stored_size": side, "augment.num_cached_views": 2, "discover.epochs": 15,

@@ -175,7 +175,7 @@ def write_record(folder: Path, row: dict[str, Any]) -> None:
         "",
         f"- {row['hardware']}, torch {row['torch']}; {row['minutes']} minutes with stopping, "
         f"{row['minutes_without_stopping']} without.",
-        f"- Stopping saved {100 * row['epochs_saved_by_stopping']:.0f} % of the epochs; it chose trial "
+        f"- Stopping saved {100 * row['epochs_saved_by_stopping']:.0f}% of the epochs; it chose trial "
         f"{row['chosen']}, without stopping {row['chosen_without_stopping']}.",
         f"- True novel accuracy ({JUDGE}): chosen {row['true_of_chosen']}, default {row['true_of_default']}, "
         f"worst {row['true_of_worst']}, best {row['true_of_best']}; n = {row['true_seeds']} run each.",

@@ -15,7 +15,7 @@ after it. ``labeled``: labeled rows train the known head on, which theirs do not
 
 Of KCL and MCL: ``first`` trains the similarity network on the pretrained features of labeled rows, then
 freezes it on its own copy of the encoder, and unlabeled rows alone train, as in their code; ``norm``
-normalises features over the batch, in the place of the BatchNorm there. Truth is for this table alone.
+normalizes features over the batch, in the place of the BatchNorm there. Truth is for this table alone.
 
 Of UNO: ``crops`` has two small crops besides, in the proportions of v2 on CIFAR10; ``crops-by-view`` passes
 encoder and heads once a view, as the authors' code, where ours share BatchNorm's statistics.
@@ -121,7 +121,7 @@ def with_dtc(kind: str) -> Method:
 
 
 class NormalizedSimilarity(pairs.PairSimilarity):
-    """Features are normalised over the rows of the batch, not to length one."""
+    """Features are normalized over the rows of the batch, not to length one."""
 
     def forward(self, features: Tensor, others: Tensor) -> Tensor:
         """(N, D) and (M, D) -> (N, M)."""
@@ -134,7 +134,7 @@ class NormalizedSimilarity(pairs.PairSimilarity):
 
 
 def first_start(kept: Kept, config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
-    """A similarity network that has learnt pairs of labeled rows, and its own copy of the encoder."""
+    """A similarity network that has learned pairs of labeled rows, and its own copy of the encoder."""
     network = pairs.PairSimilarity(model.known.weight.shape[1])
     features = features_of(model.eval(), train.labeled_images, config).clone()
     model.train()

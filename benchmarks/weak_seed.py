@@ -5,11 +5,11 @@
 
 trains the digits preset once a seed, looks at every head at the end of every epoch, and prints one JSON row.
 Truth is for this table alone. Of each head: accuracy, the largest mistakes (true class, taken for, rows), the
-epoch from which on 95 % of its rows stay where they end, what Sinkhorn says of all unlabeled rows at once
+epoch from which on 95% of its rows stay where they end, what Sinkhorn says of all unlabeled rows at once
 (``moved``: the share whose cluster it changes; ``moved right``: the share of these that it moves to their
 class), the sizes of clusters. Of a seed, signs without a label, the higher the better: how far the chosen
 head agrees with the others, how far all heads agree, minus the spread of their losses and minus the lowest,
-the silhouette of its clusters, the share that Sinkhorn leaves where it is, the neighbours of
+the silhouette of its clusters, the share that Sinkhorn leaves where it is, the neighbors of
 :mod:`uno.results.trust`; and what other ways to choose would give: the head that agrees most with the others,
 and the mean of all heads' probabilities. Signs are ranked against accuracy (Spearman). ``--held-out``: on
 three labeled digits that play novel instead (:mod:`benchmarks.held_out`), where one may choose; seed s is
@@ -43,7 +43,7 @@ from uno.model import Logits, UnoModel, forward
 from uno.presets import preset
 from uno.results.infer import align_heads
 from uno.results.metrics import cluster_accuracy, confusion, hungarian
-from uno.results.trust import neighbour_agreement
+from uno.results.trust import neighbor_agreement
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.run import run_phase
 from uno.sinkhorn import sinkhorn
@@ -142,7 +142,7 @@ def watch(config: Config, train: TrainSet, truth: Tensor) -> dict[str, Any]:
         "lowest loss": -losses.min(),
         "silhouette": silhouette_score(features.numpy(), outputs[best].numpy(), metric="cosine"),
         "left by Sinkhorn": 1 - heads[best]["moved by Sinkhorn"],
-        "neighbours": neighbour_agreement(features, outputs[best]),
+        "neighbors": neighbor_agreement(features, outputs[best]),
     }
     every = [head["accuracy"] for head in heads]
     return {

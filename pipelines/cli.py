@@ -23,16 +23,16 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
     "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
     "data": "Check a data set before a run, or pack it into shards: `uno data check --data SOURCE`.",
     "pretrain": "Train the encoder and the known head on the labeled images.",
-    "discover": "Find the novel classes among the unlabeled images; pretrains first where needed.",
+    "discover": "Find the new classes among the unlabeled images; pretrains first without --weights.",
     "evaluate": "Compute the metrics of a finished run.",
-    "predict": "Write a class for every image of a source.",
+    "predict": "Predict a class for every image of a source.",
     "classes": "Name, merge or drop the discovered classes of a run.",
     "report": "Write the HTML report of a run.",
-    "estimate-classes": "Estimate how many novel classes the unlabeled images hold.",
-    "reproduce": "Run a table or figure of the paper and write it beside its numbers.",
+    "estimate-classes": "Estimate the number of novel classes among the unlabeled images.",
+    "reproduce": "Reproduce a table or figure of the paper and compare the numbers.",
     "tune": "Search hyper-parameters with Ray Tune.",
-    "export": "Write the model in a format that other tools load.",
-    "doctor": "Check this machine, or what a run directory holds and whether it can resume.",
+    "export": "Export the model for other tools.",
+    "doctor": "Check this machine, or a run directory and whether it can resume.",
 }
 
 
@@ -97,7 +97,7 @@ def _help(commands: dict[str, EntryPoint]) -> str:
     rows = "\n".join(f"  {name:{width}}  {SENTENCES.get(name, '')}".rstrip() for name in names)
     return f"""usage: uno COMMAND [OPTIONS]
 
-Novel class discovery: finds the classes among images that nobody has labeled yet.
+Novel class discovery: find new classes among unlabeled images.
 
 {rows}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt
@@ -15,12 +16,13 @@ from pydantic import PositiveInt
 from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, Options, parse, switch
 from uno.config import dump_yaml
 from uno.errors import ConfigError, StorageError, UnoError
-from uno.session.settings import checked_output
+from uno.session.settings import checked_output, launched
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
     from uno.results.classes import Suggestion
     from uno.results.infer import Classifier
+    from uno.session.ranks import Ranks
 
 SHARD_MB = 128
 CHECK_S = 60.0  # in which uno data check decodes images
@@ -31,14 +33,17 @@ SORTED = {
     "--folders": switch("Also copy every image to DIR/by_class/CLASS/."),
 }
 APPLY = {
-    "--apply": switch("Put classes.yaml into the model and all that the run holds."),
+    "--apply": switch("Apply classes.yaml to the model and all files of the run."),
     "--file": Argument(
-        "A classes.yaml from elsewhere, as the report saves one; it replaces RUN/classes.yaml when applied.",
+        "Another classes.yaml, such as the one that the report saves; it replaces RUN/classes.yaml.",
         str | None,
     ),
     "--rename": Argument("Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []),
 }
-TRAINING = PRINT_CONFIG | DRY_RUN | FRESH
+EXPLAIN = {
+    "--explain": switch("Print every value and where it comes from (preset, file, data, ...) and stop.")
+}
+TRAINING = PRINT_CONFIG | EXPLAIN | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
@@ -46,25 +51,25 @@ DISCOVER = Command("discover", TRAINING, examples=(
     "uno discover --labeled photos/known --unlabeled photos/new --num-novel 5 --weights pretrained",
     "uno discover --preset cifar10 --data cifar10:DIR",
 ))  # fmt: skip
-EVALUATE = Command("evaluate", RUN, "some", text="From its checkpoints and its data: RUN/metrics.json again.")
+EVALUATE = Command("evaluate", RUN, "some", text="Computes RUN/metrics.json from checkpoints and data.")
 PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "some", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
-model_hash. kind is that of the most probable class; known_probability is the probability that the image is of
-a known class, whichever. An unreadable image is a row with a reason. Labels, where there are any, mean
-nothing. The same command after an interruption continues.
+model_hash. kind is that of the most probable class; known_probability is the total probability of all
+known classes. An unreadable image has status bad and a reason. Labels are ignored. After an interruption the
+same command continues.
 
-Without --data: the data that RUN was trained on, and RUN/predictions.parquet; with it --output DIR is
-needed. --limit N takes at most N rows, evenly spaced.
+Without --data it predicts the data that RUN was trained on, into RUN/predictions.parquet; --data needs
+--output DIR. --limit N predicts at most N images, evenly spaced.
 """)  # fmt: skip
 REPORT = Command("report", RUN, "some", text="""
-RUN/report.html opens from disk and needs no network. --data SOURCE says where moved data is now.
+RUN/report.html opens from disk and needs no network. --data SOURCE is the new place of moved data.
 """)  # fmt: skip
 CLASSES = Command("classes", RUN | APPLY, "none", text="""
 Writes RUN/classes.yaml, one entry for each discovered class, to edit by hand: its name, and keep, drop or
-merge into another. A file that is there is checked and left as it is. RUN/report.html shows the pictures and
-saves such a file, too. What falls into a dropped class is "rejected"; --apply brings model, predictions,
-metrics, report, card and exports in line.
+merge into another. An existing file is checked and not changed. RUN/report.html shows the pictures and
+also saves such a file. Images of a dropped class are "rejected"; --apply updates model, predictions,
+metrics, report, card and exports.
 """)  # fmt: skip
 EXPORT = Command("export", {
     "RUN": Argument("The run directory, or a copy of its model/ folder."),
@@ -77,31 +82,31 @@ DATA = Command("data", {
     "ACTION": Argument("check or pack.", Literal["check", "pack"]),
     "--shard-mb": Argument(f"pack: size of a shard; default {SHARD_MB}.", PositiveInt | None),
 }, output=None, text="""
-check: print classes, counts and problems, as a run would find them, files that are left out, and which
+check: print classes, counts, problems, ignored files, and which
 images cannot be read (as many as can be decoded in a minute); exit code 2 if a run could not succeed.
 
-pack: write the rows of any source to --output DIR as Parquet shards with checksums, shuffled, encoded
+pack: write the images of any source to --output DIR as Parquet shards with checksums, shuffled, encoded
 images as they are; --data parquet:DIR then reads the same data. Every image is decoded once: unreadable
-ones are listed in DIR/bad_samples.jsonl and left out. --workers N writes N shards at once, in tasks of Ray.
+ones are left out and listed in DIR/bad_samples.jsonl. --workers N writes N shards at once, in Ray tasks.
 DIR is a path or a URI (s3://, gs://); the same
-command goes on after a kill. With --known-classes the rows that a run with it would see as labeled lie
-together; all labels are kept.
+command continues after a kill. With --known-classes the images of known classes are stored together;
+all labels are kept.
 """)  # fmt: skip
 ESTIMATE = Command("estimate-classes", {
     **PRINT_CONFIG, **DRY_RUN,
     "--max-novel": Argument(
-        "Largest number tried; default: the number of known classes, at least 10.", PositiveInt | None),
+        "Largest number to try; default: the number of known classes, at least 10.", PositiveInt | None),
     "--num-splits": Argument("Splits of the known classes; each pretrains an encoder.", PositiveInt, 3),
 }, output="runs/{preset}-seed{seed}-estimate", text="""
 From at least 4 known classes: some are hidden in turn, and the number of clusters that finds them again is
-the estimate, an interval, in DIR/estimate.json. --known-classes hides the other labels; --output DIR is for
-results and encoders; --workers N tasks run at once on Ray, with the same result.
+the estimate, an interval, in DIR/estimate.json. --known-classes hides the other labels; --output DIR holds
+results and encoders; --workers N runs N tasks at once on Ray, with the same result.
 """)  # fmt: skip
 DOCTOR = Command("doctor", {
     "RUN": Argument("The run directory; without it, the machine is checked.", str | None),
     "--repair": switch(
-        "Remove what is provably of no use: unfinished writes, Ray's bookkeeping, damaged checkpoints where "
-        "an older one verifies; and take a damaged config.yaml from the newest checkpoint."),
+        "Remove what no command needs: unfinished writes, Ray's bookkeeping, damaged checkpoints where "
+        "an older one is valid; and restore a damaged config.yaml from the newest checkpoint."),
 }, "none")  # fmt: skip
 
 
@@ -110,8 +115,14 @@ def demo(argv: Sequence[str]) -> int:
     return discover(["--workers", "2", *argv], DEMO)
 
 
-def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
-    """Pretrain unless weights are given, discover, evaluate."""
+def discover(
+    argv: Sequence[str], command: Command = DISCOVER, last: str = "discover", group: Ranks | None = None
+) -> int:
+    """Pretrain unless weights are given, discover, evaluate. ``group``: of torchrun; this is its rank 0."""
+    if group is None and launched():
+        from uno.session.ranks import Ranks
+
+        return Ranks().run(partial(discover, argv, command, last))
     options = parse(argv, command)
     from pipelines.jobs import OnRay
     from uno.session import job
@@ -119,7 +130,14 @@ def discover(argv: Sequence[str], command: Command = DISCOVER) -> int:
     own = options.args
     if own.print_config:
         return _print_config(options)
-    job.discover(options.config, options.overrides, own.overwrite, dry_run=own.dry_run, elsewhere=OnRay())
+    if own.explain:
+        from uno.session.resolve import explained
+
+        print(*explained(options.config, options.yaml_values, options.cli_values, own.overwrite), sep="\n")
+        return 0
+    config = options.config if group is None else group.sized(options.config)
+    place = OnRay() if group is None else group
+    job.discover(config, options.overrides, own.overwrite, last, dry_run=own.dry_run, elsewhere=place)
     return 0
 
 
@@ -135,17 +153,7 @@ def _print_config(options: Options) -> int:
 
 def pretrain(argv: Sequence[str]) -> int:
     """Train encoder and known head; ``discover`` with the same options goes on from there."""
-    options = parse(argv, PRETRAIN)
-    from pipelines.jobs import OnRay
-    from uno.session import job
-
-    own = options.args
-    if own.print_config:
-        return _print_config(options)
-    job.discover(
-        options.config, options.overrides, own.overwrite, "pretrain", dry_run=own.dry_run, elsewhere=OnRay()
-    )
-    return 0
+    return discover(argv, PRETRAIN, "pretrain")
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -186,7 +194,7 @@ def report(argv: Sequence[str]) -> int:
     task, note = open_task(config, storage)
     if note:
         print_line(f"warning: {note}")
-    print_line(f"report in {write_report(config, storage, task, device=device, note=note)}")
+    print_line(f"report: {write_report(config, storage, task, device=device, note=note)}")
     return 0
 
 
@@ -272,7 +280,7 @@ def doctor(argv: Sequence[str]) -> int:
                 for line in directory.repair(claim.storage, thorough=True):
                     print_line(line)
             except StorageError as error:
-                print_line(f"nothing is repaired: {error}")
+                print_line(f"nothing was repaired: {error}")
     findings = list(machine() if own.run is None else directory.diagnose(Storage(own.run)))
     for finding in findings:
         print_line(str(finding))
@@ -315,7 +323,7 @@ def classes(argv: Sequence[str]) -> int:
             apply_classes(claim, model, edited)
             claim.storage.write(YAML_FILE, data)
     else:
-        print_line(f"{path} is valid; --apply puts it into the model and all that the run holds")
+        print_line(f"{path} is valid; --apply updates the model and all files of the run")
     return 0
 
 

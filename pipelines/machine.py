@@ -35,7 +35,7 @@ def machine() -> Iterator[Finding]:
     yield from _ray()
     yield from _space()
     if os.environ.get("UNO_FAULTS"):
-        yield Finding("warning", "UNO_FAULTS is set: runs will be hurt on purpose", "unset it")
+        yield Finding("warning", "UNO_FAULTS is set: faults will be injected into runs", "unset it")
 
 
 def _ray() -> Iterator[Finding]:
@@ -46,7 +46,7 @@ def _ray() -> Iterator[Finding]:
         yield Finding("warning", "no ray job submit", "pip install 'ray[default]'")
     address = ray_env.cluster_address()
     if address is None:
-        yield Finding("ok", "no Ray cluster is named or runs here: --workers N starts one on this machine")
+        yield Finding("ok", "no Ray cluster (RAY_ADDRESS is unset): --workers N starts one on this machine")
         return
     try:
         ray_env.check_address(address)
@@ -60,12 +60,13 @@ def _space() -> Iterator[Finding]:
     if os.path.isdir("/dev/shm"):
         total = shutil.disk_usage("/dev/shm").total
         text, remedy = f"/dev/shm has {total / GIB:.1f} GiB", "docker: --shm-size=8g"
-        low = Finding("warning", text, f"Ray's object store goes to the disk; {remedy}")
+        low = Finding("warning", text, f"Ray's object store falls back to disk; {remedy}")
         yield low if total < LOW_SHM_BYTES else Finding("ok", text)
     for folder in (os.getcwd(), os.environ.get("RAY_TMPDIR", "/tmp")):
         try:
             free = shutil.disk_usage(folder).free
             text = f"{free / GIB:.0f} GiB free at {folder}"
-            yield Finding("warning", text, "make room") if free < LOW_DISK_BYTES else Finding("ok", text)
+            low = Finding("warning", text, "free disk space")
+            yield low if free < LOW_DISK_BYTES else Finding("ok", text)
         except OSError as error:
             yield Finding("error", f"{folder}: {error.strerror}")

@@ -16,6 +16,7 @@ from uno.config import Config, to_dict
 from uno.data.files import is_transient
 from uno.errors import ConfigError, Interrupted, UnoError, one_line
 from uno.session.console import print_line
+from uno.text import plural
 
 TELL_S = 30.0  # between two lines on what is waited for
 ASK_S = 60.0  # for what is free on the nodes of workers
@@ -161,10 +162,10 @@ def shortage(each: Resources, workers: int, nodes: Sequence[Node]) -> str:
     free = sum((Counter(node.free) for node in staying), Counter[str]())
     has, leaving = total(nodes), len(nodes) - len(staying)
     there = ", ".join(f"{has.get(name, 0):g} {name} ({free[name]:g} free)" for name in each)
-    gone = f", {leaving} more told to leave" if leaving else ""
+    gone = f", {plural(leaving, 'more node')} being drained" if leaving else ""
     one = ", ".join(f"{value:g} {name}" for name, value in each.items())
-    wanted = f"{workers} worker{'s' * (workers > 1)} of {one} and one CPU for Ray Data"
-    return f"wanted are {wanted}; there are {there} on {len(staying)} node{'s' * (len(staying) != 1)}{gone}"
+    wanted = f"{plural(workers, 'worker')} with {one} each, and 1 CPU for Ray Data"
+    return f"need {wanted}; available: {there} on {plural(len(staying), 'node')}{gone}"
 
 
 def check_shares(config: Config, each: Resources | None = None) -> None:
@@ -174,7 +175,7 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
     workers, share = config.compute.num_workers, (each or _usual(config)).get("GPU", 1)
     if workers > 1 and share < 1:
         raise ConfigError(
-            f"{workers} workers of {share:g} GPUs would share GPUs, and NCCL takes one worker a GPU: "
+            f"{workers} workers of {share:g} GPUs would share GPUs, and NCCL accepts one worker per GPU: "
             "use --gpus-per-worker 1, or --workers 1"
         )
 
@@ -214,12 +215,12 @@ def classify_failure(error: Exception) -> WorkerFailure:
     if NEVER in names:
         raise ConfigError(f"the cluster can never hold the workers: {one_line(failure)}") from None
     if NO_PLACE in names:
-        return WorkerFailure("workers found no place: others took it", None)
+        return WorkerFailure("the workers could not be scheduled: another job took the resources", None)
     if LEFT in names or any(map(_was_announced, _failures(error).values())):
-        return WorkerFailure("workers died (their node left, as it was told to)", None)
+        return WorkerFailure("workers stopped: their node was drained", None)
     own = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]  # of the many lines that Ray says
     if names & LOST:
-        text = f"workers died again and again before a new checkpoint ({own}): is their memory enough?"
+        text = f"workers keep dying before a new checkpoint ({own}); they may be out of memory"
         return WorkerFailure("workers died (a worker process or its node was lost)", Interrupted(text))
     return WorkerFailure(f"workers died ({own})", failure)
 
@@ -273,5 +274,5 @@ class StallWarner:
 def no_images(waited: float) -> str:
     """What Ray Data lacks, for the user."""
     most = max((node.free.get("CPU", 0.0) for node in read_nodes() if not node.leaving), default=0.0)
-    has = f"no node has more than {most:g} free" if most < TASK_CPUS else f"a node has {most:g} free"
-    return f"no images for {waited:.0f} s: a task of Ray Data takes {TASK_CPUS:g} CPU, {has}"
+    has = f"but no node has more than {most:g} free" if most < TASK_CPUS else f"a node has {most:g} free"
+    return f"no images for {waited:.0f} s: a task of Ray Data needs {TASK_CPUS:g} CPU, {has}"

@@ -21,6 +21,7 @@ from uno.data.splits import labeled_rows, limit_rows
 from uno.errors import ConfigError
 from uno.runs.hardware import num_threads
 from uno.session.console import Progress, print_line
+from uno.text import plural
 
 BAD = pa.list_(pa.struct({"id": pa.string(), "reason": pa.string()}))
 EXECUTION_ROWS = 2**20  # of shards that are in the object store at once, or where their images are
@@ -42,7 +43,8 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
 
         store = store_on_ray(ray, workers) if workers else store_local(num_threads(config))
         found = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, store, show)
-    counts = f"{found.rows:,} rows, {found.packed:,} packed, {found.bad:,} bad, {found.shards:,} shards"
+    counts = f"{plural(found.rows, 'image')}, {found.packed:,} packed, {found.bad:,} bad, "
+    counts += plural(found.shards, "shard")
     print_line(f"{counts}: {config.output}")
     return 0
 

@@ -88,8 +88,8 @@ def worker_sets(
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
     cpus, store = execution_limits(ray.cluster_resources(), config.compute.num_workers, loop["worker_cpus"])
-    neighbours = ray.train.get_context().get_local_world_size()
-    limits = cpus, store, preferred_node(ray.nodes(), own_node(ray), cpus, neighbours, loop["worker_cpus"])
+    neighbors = ray.train.get_context().get_local_world_size()
+    limits = cpus, store, preferred_node(ray.nodes(), own_node(ray), cpus, neighbors, loop["worker_cpus"])
     bad = BadRows(rows.pop("ids"), rows["images"], config.data.max_bad_fraction, storage)
     decode = decode_on_ray(ray, rows["images"], side, *limits, config.data.interpolation)
     train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
@@ -177,14 +177,14 @@ def own_node(ray: Any) -> str:
 
 
 def preferred_node(
-    nodes: list[dict[str, Any]], own: str, cpus: float, neighbours: int, worker_cpus: float
+    nodes: list[dict[str, Any]], own: str, cpus: float, neighbors: int, worker_cpus: float
 ) -> str | None:
     """The node ``own`` if tasks of a worker there are to stay with it, from where their results need not
     travel: its CPUs, shared by that many workers, are about as many as the ``cpus`` of its share of all
     ``nodes``. Else None: tasks wait for their node, and where it has too few CPUs others do more.
     """
     total = next((n["Resources"].get("CPU", 0.0) for n in nodes if n["NodeID"] == own and n["Alive"]), 0.0)
-    return own if total / neighbours - worker_cpus >= NEAR_SHARE * cpus else None
+    return own if total / neighbors - worker_cpus >= NEAR_SHARE * cpus else None
 
 
 def crop_on_ray(

@@ -48,7 +48,7 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
     for name, value in (ENVIRONMENT if address else ENVIRONMENT | {AUTH_MODE: "disabled"}).items():
         os.environ.setdefault(name, value)
     if workers:
-        what = f"asking the Ray cluster at {address} for" if address else "starting Ray with"
+        what = f"requesting from the Ray cluster at {address}" if address else "starting Ray with"
         plural = "s" if workers > 1 else ""
         print_line(f"{what} {workers} worker{plural}; the first step takes about half a minute")
     try:
@@ -67,9 +67,10 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         if not keep_idle:
             options["_system_config"] = {"num_workers_soft_limit": 0}
     on_term = signal.getsignal(signal.SIGTERM)
-    # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; ignoring is inherited.
-    ours = (signal.SIGINT, signal.SIGHUP) if in_main_thread() else ()
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ours}
+    # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; a mask is inherited.
+    ours, late = (signal.SIGINT, signal.SIGHUP) if in_main_thread() else (), list[int]()
+    handlers = {number: signal.signal(number, lambda number, _: late.append(number)) for number in ours}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
     try:
         ray.init(logging_level=logging.WARNING, **options)
         if callable(on_term) and in_main_thread():
@@ -83,12 +84,15 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         if "timed out during startup" not in str(error):
             raise
         ray.shutdown()
-        problem = "Ray did not start in the time that it gives itself: this machine is too busy"
+        problem = "Ray did not start within its time limit: this machine is too busy"
         raise ConfigError(f"{problem}; try again, or --workers 0") from None
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     try:
+        for number in late:  # came while Ray was starting
+            signal.raise_signal(number)
         yield ray
     finally:
         ray.shutdown()
@@ -98,11 +102,9 @@ def _with_tokens(error: Exception) -> str:
     """One line; Ray's own does not say that a token is missing or wrong, which is what it mostly is."""
     mode = os.environ.get(AUTH_MODE, "")
     if mode.lower() != "token":
-        wanted = (
-            f"{AUTH_MODE}=token and its token in ~/.ray/auth_token here ({AUTH_MODE} is {mode or 'unset'})"
-        )
-        return f"{one_line(error)}; a cluster with tokens wants {wanted}"
-    return f"{one_line(error)}; is the token here (~/.ray/auth_token) the cluster's?"
+        wanted = f"{AUTH_MODE}=token and its token in ~/.ray/auth_token ({AUTH_MODE} is {mode or 'unset'})"
+        return f"{one_line(error)}; a cluster with tokens needs {wanted}"
+    return f"{one_line(error)}; check that ~/.ray/auth_token holds the token of the cluster"
 
 
 def cluster_address() -> str | None:
@@ -137,7 +139,7 @@ def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: N
 def check_address(address: str) -> None:
     """Refuse a ``host:port`` where nobody listens: Ray would try for minutes, without a word."""
     if (error := _silence(address, 10)) is not None:
-        advice = f"{ADDRESS}=local starts one here"
+        advice = f"{ADDRESS}=local starts one on this machine"
         raise ConfigError(f"no Ray cluster answers at {ADDRESS}={address} ({error}); {advice}")
 
 
@@ -164,7 +166,9 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
         return {"CPU": cpus}
     each, has = config.compute.gpus_per_worker, cluster.get("GPU", 0)
     if each > 1 and each % 1:
-        raise ConfigError(f"compute.gpus_per_worker is {each:g}: Ray gives shares of one GPU, or whole GPUs")
+        raise ConfigError(
+            f"compute.gpus_per_worker is {each:g}: use a fraction of one GPU, or a whole number"
+        )
     if workers * each > has:
         raise ConfigError(f"{workers} workers need {workers * each:g} GPUs, the cluster has {has:g}")
     return {"CPU": cpus, "GPU": each}

@@ -19,15 +19,15 @@ REPRODUCE = Command("reproduce", {
     "--rows": Argument("Only these rows, and the reference row.", list[str], ()),
     "--parallel": Argument("Cells at a time; default: cores / threads, or the GPUs.", PositiveInt | None),
     "--runner": Argument("auto: Ray where RAY_ADDRESS is set or there are several GPUs.", RUNNER, "auto"),
-    "--record": Argument("Also write a record there; cells that it has do not run again.", str | None),
+    "--record": Argument("Also write a record to this directory; cells in it do not run again.", str | None),
     "--dry-run": switch("List the cells and what they would cost."),
 }, "changes", text="""
 The other options hold for every cell (--discover.epochs 100, --recipe v2, --device cuda); what a row of the
-table changes wins. Finished cells are read, not repeated; a larger --seeds adds to them.
+table changes has priority. Finished cells are read, not repeated; a larger --seeds adds to them.
 
-On images of your own, in the words of uno discover: uno reproduce sota --data DIR --known-classes FILE
+On your own images, with the options of uno discover: uno reproduce sota --data DIR --known-classes FILE
 --model.encoder timm:NAME --weights FILE. With a frozen encoder (the preset photos) all cells share one set of
-features. A row that makes no sense there is refused, and the table says why.
+features. A row that does not apply is left out, and the table has the reason.
 """)  # fmt: skip
 
 

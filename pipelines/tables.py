@@ -46,6 +46,7 @@ from uno.session.console import print_line
 from uno.session.data import read_task
 from uno.session.resolve import resolve, with_full_path
 from uno.session.settings import checked_output
+from uno.text import plural
 from uno.weights import is_file
 
 
@@ -100,7 +101,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
     for key in given:
         free = (frozen and key == "model.weights") or (on_own and key in OWN_DATA)
         if field_traits(key).fixed_by == "reproduce" and not free:
-            raise ConfigError(f"{key} is for the table to choose; uno reproduce has --seeds and --output")
+            raise ConfigError(f"{key} is set by the table; use --seeds and --output")
     paths = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
     directories = {option: full_path(normalize_path(path)) for option, path in paths.items() if path}
     table, full, changes = build(own.table, own.scale), own.scale == "full", dict(given)
@@ -140,7 +141,7 @@ def _on_own_data(table: Table, options: Options) -> Table:
         print_line(line)
     task = task or read_task(found.data)
     if not (task.is_train & (task.labels < 0) & (task.eval_labels >= task.num_known)).any():
-        why = "no unlabeled row has a true class to count by"
+        why = "no unlabeled image has a true class"
         raise ConfigError(f"{task.rows.source}: {why}; hide labels with --known-classes")
     places: dict[str, Any] = {"data.loading": config.data.loading}  # each method's own affair
     for name in ("source", "labeled", "unlabeled", "known_classes"):  # as every process finds them
@@ -155,7 +156,7 @@ def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
     """Full paths of a frozen encoder's weights and of the cache, which hold in every process."""
     source = given.get("model.weights")
     if not is_file(source):
-        raise ConfigError("model.finetune none needs --weights FILE here: what trained the encoder")
+        raise ConfigError("model.finetune none needs --weights FILE")
     full = with_full_path(override(Config(), {"model.weights": source})).model.weights
     cache = cache_directory(Config(compute=ComputeConfig(cache=given.get("compute.cache"))))
     return {"model.weights": full, "compute.cache": full_path(normalize_path(cache))}
@@ -168,7 +169,7 @@ def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) 
     for option, wanted, known in (("datasets", own.datasets, benchmarks), ("rows", own.rows, rows)):
         for name in wanted:
             if name not in known:
-                raise ConfigError(f"--{option} {name}: {table.name} has {', '.join(known)}")
+                raise ConfigError(f"--{option} {name}: choose from {', '.join(known)}")
     sets = [benchmarks[name] for name in own.datasets or benchmarks]
     if own.scale == "small" and not own.datasets:  # what is not there is not missed
         sets = [benchmark for benchmark in sets if benchmark.option in (None, *directories)]
@@ -193,7 +194,7 @@ def _take_from_record(request: Request) -> None:
                 note(claim.storage, name, Attempts(seconds))
             taken += name.startswith("cells/")
     if taken:
-        print_line(f"{taken} cells are taken from the record, {request.args.record}")
+        print_line(f"{plural(taken, 'cell')} read from the record {request.args.record}")
 
 
 def plan(request: Request) -> list[CellProcess]:
@@ -272,7 +273,7 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
     for job in jobs:
         print_line(f"  {job.label}")
     if None in minutes:
-        print_line("nobody has measured what these cells cost; the first finished one says")
+        print_line("no time estimate yet: it is shown after the first run finishes")
     else:
         parallel = request.args.parallel or _default_parallel(request.compute)
         print_line(f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {parallel} cells at a time")

@@ -1,6 +1,5 @@
 """Training on Ray: a worker that speaks ``uno.train.Worker``, and the driver that starts a group of them."""
 
-import inspect
 import logging
 import os
 import signal
@@ -8,21 +7,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipelines import nodes, ray_data, ray_env, ray_private
 from pipelines.features import compute_on_ray
-from uno import collectives
 from uno.config import Config, override, to_dict
 from uno.data.files import Storage
 from uno.data.resident import keep_pixels
 from uno.data.splits import Task
-from uno.errors import Interrupted, StorageError
+from uno.errors import Interrupted
 from uno.results.evaluate import evaluate_run
 from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, hooks, run
 from uno.runs.checkpoint import checkpoint_steps
@@ -32,16 +29,15 @@ from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features
 from uno.session.place import STOPPING, TrainingJob
+from uno.session.ranks import GroupWorker
 from uno.session.resources import advice, crop_rate, on_features, store_bytes
 
-STOP_LOOK_S = 2.0  # between two looks for the STOP file
-STOP_VOTE_S, MAX_VOTE_STEPS = 1.0, 100  # between two votes of the ranks on what was seen
 MAX_DEATHS = 3
 
 log = logging.getLogger(__name__)
 
 
-class RayWorker:
+class RayWorker(GroupWorker):
     """One rank of a Ray Train worker group."""
 
     def __init__(self, storage: Storage) -> None:
@@ -51,20 +47,6 @@ class RayWorker:
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device, self._storage = ray.train.torch.get_device(), storage
-        self._votes: StopVotes | None = None
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """DDP for several workers, on GPUs with norms over the whole batch (the CPU has no such kernels)."""
-        if self.world_size == 1:
-            return model
-        devices = None
-        if self.device.type == "cuda":
-            model, devices = nn.SyncBatchNorm.convert_sync_batchnorm(model), [self.device]
-        # Running statistics are rank 0's (or equal, with SyncBatchNorm) and need not travel.
-        ddp = nn.parallel.DistributedDataParallel
-        renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters  # in torch 2.15
-        options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-        return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Tell Ray Train once per epoch."""
@@ -73,52 +55,9 @@ class RayWorker:
 
             ray.train.report(metrics)
 
-    def should_stop(self, step: int) -> bool:
+    def look(self) -> bool:
         """Whether the driver left a STOP file."""
-        if self._votes is None:
-            self._votes = StopVotes(self.rank, self.device, partial(self._storage.exists, STOP_FILE))
-        return self._votes.stop()
-
-    def close(self) -> None:
-        """Look for no STOP file any more."""
-        if self._votes is not None:
-            self._votes.close()
-
-
-class StopVotes:
-    """Whether training is to stop, the same answer on every rank at every step. A thread of rank 0 asks
-    ``look``, which may take long; the ranks vote about once a second, on what it saw and how many steps that
-    is, by rank 0's clock.
-    """
-
-    def __init__(self, rank: int, device: torch.device, look: Callable[[], bool]) -> None:
-        self._rank, self._device, self._look = rank, device, look
-        self._found, self._over = threading.Event(), threading.Event()
-        self._left, self._since = 1, (1, time.monotonic())  # steps to the next vote; steps, time of the last
-        if rank == 0:
-            threading.Thread(target=self._watch, name="uno-stop", daemon=True).start()
-
-    def stop(self) -> bool:
-        """Ask before every step."""
-        self._left -= 1
-        if self._left:
-            return False
-        (steps, before), now = self._since, time.monotonic()
-        wanted = int(STOP_VOTE_S * steps / max(now - before, 1e-3))
-        vote = [self._found.is_set(), min(max(wanted, 1), MAX_VOTE_STEPS)] if self._rank == 0 else [0, 0]
-        found, self._left = collectives.all_reduce_sum_(torch.tensor(vote, device=self._device)).tolist()
-        self._since = self._left, now
-        return bool(found)
-
-    def close(self) -> None:
-        """Look no more."""
-        self._over.set()
-
-    def _watch(self) -> None:
-        while not self._over.wait(STOP_LOOK_S):
-            with suppress(StorageError):  # whoever writes checkpoints will say so
-                if self._look():
-                    return self._found.set()
+        return self._storage.exists(STOP_FILE)
 
 
 def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +187,7 @@ def run_workers(
         def poll(notices: nodes.DrainWatcher = notices) -> None:
             on_poll()
             if notices.new():
-                print_line("a node was told to leave: saving a checkpoint first, then going on elsewhere")
+                print_line("a node is being drained: saving a checkpoint, then continuing on another node")
                 storage.write(STOP_FILE, b"")
 
         try:

@@ -48,7 +48,10 @@ EARLY = 10  # one of so many moments may lie before the first file
 RUN = [*SMALL, "--data.limit", "120", "--pretrain.epochs", "2", "--discover.epochs", "2"]
 CELL = [word for word in RUN if word not in ("--preset", "digits")]
 UNCOMPARED = re.compile(r"(^|/)(tensorboard/|ray/|\.cache/|logs?/)|\.log$|(^|/)attempts\.jsonl$")
-CLOCK = re.compile(r"(_s|seconds|_per_s|time|started|ended|date|generated|pid|host|peak_bytes)$")
+CLOCK = re.compile(
+    r"(_s|_ms|_ms_\w+|data_wait|slow_rank|_per_device|"
+    r"seconds|time|started|ended|date|generated|pid|host|peak_bytes)$"
+)
 TIMES = re.compile(
     rb"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?( [A-Z]+)?"
     rb"|[\d,.]+ (s|ms|min|h|images/s|minutes|in all)\b( \d+ min)?"

@@ -109,7 +109,7 @@ def _read_image(folder: Path, data: bytes) -> None:
         decode_rgb(data, 16)
 
 
-FLAT, COLOURS = Image.new("RGB", (60, 40), "red"), ("RGB", "L", "CMYK")
+FLAT, COLORS = Image.new("RGB", (60, 40), "red"), ("RGB", "L", "CMYK")
 
 
 def _pictures(
@@ -307,8 +307,8 @@ def _read_model(folder: Path, data: bytes) -> None:
 
 
 IMAGES = {
-    "jpeg": Kind(lambda: _pictures("JPEG", COLOURS), _read_image),
-    "jpeg, progressive": Kind(lambda: _pictures("JPEG", COLOURS, progressive=True, quality=30), _read_image),
+    "jpeg": Kind(lambda: _pictures("JPEG", COLORS), _read_image),
+    "jpeg, progressive": Kind(lambda: _pictures("JPEG", COLORS, progressive=True, quality=30), _read_image),
     "mpo": Kind(lambda: _pictures("MPO", ("RGB",), save_all=True, append_images=[FLAT]), _read_image),
     "png": Kind(lambda: _pictures("PNG"), _read_image),
     "webp": Kind(lambda: _pictures("WEBP", ("RGB", "RGBA")), _read_image),

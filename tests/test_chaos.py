@@ -18,7 +18,7 @@ FILES = {
     "checkpoints/discover/step_00000006.safetensors": "older",
     "checkpoints/discover/step_00000012.safetensors": "newest",
     "metrics.json": json.dumps({"task_aware/avg": 0.5, "seconds": 3.0}),
-    "metrics.jsonl": '{"step": 1, "loss": 2.5, "images_per_s": 9.0}\n',
+    "metrics.jsonl": '{"step": 1, "loss": 2.5, "step_ms": 9.0, "rank_ms_min": 9.0}\n',
     "report.html": CARD,
     "tensorboard/events": "of the clock",
 }

@@ -1,11 +1,11 @@
-"""What is installed, under which licence, and that pip can check it."""
+"""What is installed, under which license, and that pip can check it."""
 
 import re
 import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
 
-from benchmarks.licences import licence, needs
+from benchmarks.licenses import license_of, needs
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -17,11 +17,11 @@ DIRECT = [
 NAMES = {re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", line)[0]).lower() for line in DIRECT}
 
 
-def test_the_licence_of_every_direct_dependency_is_listed():
-    """Kills: a new dependency, or another version with another licence, that nobody has looked at."""
-    page = (ROOT / "docs" / "LICENCES.md").read_text()
+def test_the_license_of_every_direct_dependency_is_listed():
+    """Kills: a new dependency, or another version with another license, that nobody has looked at."""
+    page = (ROOT / "docs" / "LICENSES.md").read_text()
     listed = {name: text for name, text in re.findall(r"^\| (\S+) \S+ \| (.*?) \| direct \|$", page, re.M)}
-    assert listed == {name: licence(distribution(name)) for name in NAMES}
+    assert listed == {name: license_of(distribution(name)) for name in NAMES}
     assert needs(distribution("uno-discovery"), ("ray", "dev")).keys() == NAMES
 
 

@@ -20,28 +20,29 @@ from pipelines import nodes, ray_env
 from pipelines.options import Options
 from pipelines.worker import MAX_DEATHS
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
-from tune.records import FAILED, FINISHED, SETTINGS, Trial
+from tune.records import FAILED, FINISHED, SETTINGS, PartStorage, Trial
 from tune.score import Fold, SweepData, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
-from uno.config import differing_keys, dump_yaml, field_traits, flatten, override, to_dict
+from uno.config import Config, differing_keys, dump_yaml, field_traits, flatten, override, to_dict
 from uno.data import output
 from uno.data.decode import ok_mask
 from uno.data.defaults import keys_from_images
-from uno.data.files import Storage, full_path
+from uno.data.files import Storage, full_path, split
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods.registry import num_heads
-from uno.runs import DISCOVER, RAY_FOLDER, lock, run
+from uno.runs import DISCOVER, RAY_FOLDER, directory, lock, run
 from uno.runs.lock import RunLock
 from uno.session.console import Progress, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_images, read_task
 from uno.session.job import preflight
+from uno.session.loggers import Loggers, require_loggers
 from uno.session.resolve import as_begun, from_data, starting_weights, with_data, with_full_path
 from uno.session.resources import check_sweep
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
-STOPPING = "stopping: unfinished trials go on where they are with the same command"
+STOPPING = "stopping; run the same command again to resume the unfinished trials"
 CPU_OF_A_WAITING_TRIAL = 0.01
 HERE = {"compute.num_workers": 0, "compute.device": "auto"}  # trials may find a GPU that this process lacks
 
@@ -71,6 +72,7 @@ def sweep_options(options: Options) -> SweepOptions:
 def run_sweep(options: SweepOptions) -> int:
     """Run what is missing of a sweep and write its tables; returns 0. NumericsError: all trials fail."""
     check_options(options)
+    require_loggers(options.config)
     options = options._replace(config=with_full_path(options.config))  # trials run in other directories
     own_weights = starting_weights(options.config, False)
     asked, (options, task) = options.overrides, _resolved(options)
@@ -90,6 +92,7 @@ def run_sweep(options: SweepOptions) -> int:
     with lock.lock_run(storage, on_wait=print_line) as claim:
         output.sweep(claim.storage)
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
+        directory.begin_images(claim.storage, task.rows)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             claim.storage.write(PRETRAINED_FILE, own_weights)
         ended = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
@@ -99,11 +102,25 @@ def run_sweep(options: SweepOptions) -> int:
         else:
             print_line(f"{storage.uri}: all {len(ended)} trials have a result; nothing is run again")
         summary = report.write(claim.storage)
+        _tell_loggers(config, claim, summary)
     if summary.best is None:
         first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
         raise NumericsError(f"every trial failed, so there is no best.yaml; first reason: {first}")
     print_line(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
     return 0
+
+
+def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> None:
+    """One run a trial for W&B and MLflow, in the sweep's group, its epochs once; the best one is marked."""
+    names = [name for name in config.train.loggers if name not in ("tensorboard", "jsonl")]
+    for trial in summary.trials if names else ():
+        storage = PartStorage(claim.storage, records.trial_name(trial.index))
+        own = override(config, {**trial.overrides, "train.report_to": ",".join(names)})
+        told = storage.list("loggers")
+        with Loggers(own, storage, group=split(claim.storage.uri)[1]) as loggers:
+            for line in () if told else trial.epochs:
+                loggers({**line, "phase": "tune", "step": line["epoch"]})
+            loggers.results({"best": float(trial is summary.best), "score": trial.score})
 
 
 def load_data(options: SweepOptions, task: Task, own_weights: bytes | None) -> SweepData:
@@ -127,10 +144,10 @@ def check_options(options: SweepOptions) -> None:
         needs = "every trial needs two or more, and baselines have one (model.num_heads)"
         raise ConfigError(f"--score agreement compares heads: {needs}")
     model = options.config.model
-    # A file's frozen encoder is taken to have learnt from other images.
+    # A file's frozen encoder is taken to have learned from other images.
     foreign = model.finetune == "none" and (model.weights == PRETRAINED or is_file(model.weights))
     if model.weights is not None and options.score == FOLDS and not foreign:
-        why = "--score folds pretrains anew: --weights may have been trained on the classes that a fold hides"
+        why = "--score folds pretrains anew: --weights may be trained on the classes that a fold hides"
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
         raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
@@ -144,7 +161,7 @@ def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
         try:
             plan = run.plans(config, *sizes, config.compute.num_workers)[DISCOVER]
         except ConfigError as error:
-            where = f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden rows"
+            where = f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden images"
             raise ConfigError(f"{where}: {error}") from None
         steps = min(config.train.max_steps or 10**12, config.discover.epochs * plan.steps_per_epoch)
         epochs = max(epochs, math.ceil(steps / plan.steps_per_epoch))
@@ -208,7 +225,7 @@ def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epo
     print_line(f"score: {SCORES[options.score]}")
     if options.score == FOLDS:
         hidden = f"{len(folds[0].hidden)} of {data.num_known} known classes hidden"
-        print_line(f"{len(folds)} folds: {hidden}; {int(data.unlabeled.sum())} unlabeled rows take no part")
+        print_line(f"{len(folds)} folds: {hidden}; {int(data.unlabeled.sum())} unlabeled images are not used")
 
 
 def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
@@ -249,7 +266,7 @@ def _run_missing(
 ) -> None:
     """Ray Tune over the trials that have not ``ended``."""
     storage, config, stopping = claim.storage, options.config, threading.Event()
-    print_line(f"starting Ray{f'; {len(ended)} trials have a result already' if ended else ''}")
+    print_line(f"starting Ray{f'; {len(ended)} trials already have a result' if ended else ''}")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:

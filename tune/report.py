@@ -128,7 +128,7 @@ def format_table(summary: Summary, most: int = 10) -> str:
     rows = [["trial", "epochs", "score", *(domain.key.rpartition(".")[2] for domain in space)]]
     for rank, trial in enumerate(summary.ranked):
         if rank < most or trial.index == 0:
-            name = f"{trial.index}{' (as given)' if trial.index == 0 else ''}"
+            name = f"{trial.index}{' (yours)' if trial.index == 0 else ''}"
             spread = "" if math.isnan(trial.spread) else f" +- {trial.spread:.4f}"
             epochs = f"{trial.last_epoch}{' stopped' if trial.status == STOPPED else ''}"
             values = (str(trial.overrides[domain.key]) for domain in space)
@@ -139,11 +139,11 @@ def format_table(summary: Summary, most: int = 10) -> str:
     failed = sum(trial.status == FAILED for trial in summary.trials)
     lines.append(
         f"{len(summary.ranked)} trials, {failed} failed; {cost['epochs']} epochs, stopping saved "
-        f"{100 * cost['saved']:.0f} %; {cost['pretrainings']} pretrainings; {cost['cpu_seconds']:.0f} CPU s"
+        f"{100 * cost['saved']:.0f}%; {cost['pretrainings']} pretrainings; {cost['cpu_seconds']:.0f} CPU s"
     )
     if summary.best is not None and summary.keeps_given:
-        kept = f"best.yaml keeps the values as given: none beats their {summary.best.score:.4f}"
-        lines.append(f"{kept} by more than a standard error")
+        kept = f"best.yaml keeps your configuration: no trial beat its {summary.best.score:.4f}"
+        lines.append(f"{kept} by more than one standard error")
     return "\n".join(lines)
 
 

@@ -132,7 +132,7 @@ def hidden_classes(
 
 
 def measure(config: Config, fold: Fold, state: TrainState, score: str, worker: Worker) -> dict[str, float]:
-    """Score, to be maximised, its parts, and the number of ``rows`` a share of rows was measured on."""
+    """Score, to be maximized, its parts, and the number of ``rows`` a share of rows was measured on."""
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)
     batches = fold.scored.batches(config.train.eval_batch_size, worker.rank, worker.world_size)

@@ -62,7 +62,7 @@ class OptunaSampler:
 
     def _distribution(self, domain: spaces.Domain) -> Any:
         kinds = self._optuna.distributions
-        if domain.choices or domain.scale == "int":  # choices in order: neighbours are alike
+        if domain.choices or domain.scale == "int":  # choices in order: neighbors are alike
             return kinds.IntDistribution(*((0, len(domain.choices) - 1) if domain.choices else domain.ends))
         return kinds.FloatDistribution(*domain.ends, log=domain.scale == "log")
 
@@ -122,7 +122,7 @@ class SweepSearcher(Searcher):
             return
         complete = trial.last_epoch >= self._num_epochs
         if failure or (error and not self._stopping()):
-            trial.status, trial.reason = FAILED, failure.get("reason", "the process died; out of memory?")
+            trial.status, trial.reason = FAILED, failure.get("reason", "the process died (out of memory?)")
         elif error or (not complete and (self._stopping() or not trial.epochs)):
             return
         else:

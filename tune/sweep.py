@@ -23,12 +23,12 @@ TUNE = Command("tune", {
     "--seeds": Argument("Runs of each configuration; the score is their mean.", PositiveInt, 1),
     "--concurrent": Argument("Trials at a time; default: all the cluster holds.", PositiveInt | None),
     "--grace-epochs": Argument("Epochs before a trial may stop; default: a sixth.", PositiveInt | None),
-    "--reduction": Argument("At each rung one of so many goes on.", Annotated[int, Field(ge=2)], 3),
+    "--reduction": Argument("At each rung one of this many continues.", Annotated[int, Field(ge=2)], 3),
     "--no-stopping": switch("Run every trial to its last epoch."),
 }, output="runs/tune-{preset}-seed{seed}", text="""
 The other options make the configuration that is searched around, as for uno discover. Trial 0 is that
-configuration as it is. The same command again continues a sweep that was stopped or killed; a larger
---trials adds trials. `uno discover --config DIR/best.yaml` runs the winner.
+configuration unchanged. The same command again continues a sweep that was stopped or killed; a larger
+--trials adds trials. `uno discover --config DIR/best.yaml` runs the best trial.
 """)  # fmt: skip
 
 

@@ -267,7 +267,7 @@ def _start_workers(index: int, sweep: Sweep) -> None:
         except Exception as error:
             loss = nodes.classify_failure(error)  # raises what no other group would do better
             log.warning("trial %d: %s", index, loss.line)
-    raise Interrupted("its workers died again and again: out of memory?")
+    raise Interrupted("its workers keep dying; they may be out of memory")
 
 
 class _TrialWorker(ray_worker.RayWorker):

@@ -2,7 +2,7 @@
 
 ``uno.presets`` says which operations a recipe uses; their order is always
 
-    crop + flip -> affine -> jitter -> gray -> solarize -> equalize -> blur -> normalise
+    crop + flip -> affine -> jitter -> gray -> solarize -> equalize -> blur -> normalize
 
 :func:`sample_uniforms` takes every random number from a generator on the host; :func:`apply` is
 deterministic. So parameters do not depend on the device, how many rows an operation works on is known without
@@ -58,7 +58,7 @@ def augment(
     images: Tensor, config: AugmentConfig, generator: torch.Generator, mean: Sequence[float],
     std: Sequence[float], rows: slice | Tensor | None = None, num_rows: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """All views of a batch, normalised: the large ones, then the small ones.
+    """All views of a batch, normalized: the large ones, then the small ones.
 
     Images (B,3,S,S) uint8 -> V tensors (B,3,size,size) float32, contiguous, on the same device. ``generator``
     is on the CPU and advances by as much whatever ``rows`` is; ``mean`` and ``std`` of the channels are on
@@ -99,7 +99,7 @@ def augment_crops(
 
 
 def kinds(config: AugmentConfig) -> list[ViewConfig]:
-    """The kinds of views that there are, large ones first; ``weak`` ones without colour."""
+    """The kinds of views that there are, large ones first; ``weak`` ones without color."""
     off = dict.fromkeys(("jitter", "grayscale", "solarize", "equalize", "blur"), 0.0) if config.weak else {}
     return [kind.model_copy(update=off) for kind in (config.large, config.small) if kind.num_views]
 
@@ -111,10 +111,10 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 
 
 def eval_view(images: Tensor, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """The centre of uint8 (B,3,S,S), normalised: float32 (B,3,size,size). ValueError: size exceeds S."""
+    """The center of uint8 (B,3,S,S), normalized: float32 (B,3,size,size). ValueError: size exceeds S."""
     side = images.shape[-1]
     if size > side:
-        raise ValueError(f"the centre crop of {size} pixels exceeds the stored side of {side}")
+        raise ValueError(f"the center crop of {size} pixels exceeds the stored side of {side}")
     start = round((side - size) / 2)
     return normalize(images[..., start : start + size, start : start + size] / 255, mean, std)
 
@@ -254,8 +254,8 @@ def crop_weights(start: Tensor, length: Tensor, reverse: Tensor, size: int, side
     """Interpolation weights (...,size,side) of crops along one axis of ``side`` pixels.
 
     Bilinear with antialiasing, as Pillow and torchvision (antialias=True) define it: a triangle around the
-    centre of each target pixel with a half width of one source pixel when enlarging, one target pixel when
-    reducing; cut off at the box and normalised. So size = length is an exact copy, with zeros where the box,
+    center of each target pixel with a half width of one source pixel when enlarging, one target pixel when
+    reducing; cut off at the box and normalized. So size = length is an exact copy, with zeros where the box,
     ``start`` (...) and ``length`` (...) in pixels, reaches outside the image. ``reverse`` (...) bool mirrors.
     """
     start, length = start.unsqueeze(-1), length.unsqueeze(-1)
@@ -285,7 +285,7 @@ def resample(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
 
 
 def affine(images: Tensor, pose: Tensor) -> Tensor:
-    """Shear along x, turn and zoom about the centre, then shift: bilinear with zeros outside (torchvision).
+    """Shear along x, turn and zoom about the center, then shift: bilinear with zeros outside (torchvision).
 
     Images (B,3,S,S) float32; pose (B,5): clockwise angle and shear in degrees, shift in x and y as a share of
     the side, zoom.
@@ -346,7 +346,7 @@ def blend_(images: Tensor, factor: Tensor, operation: Tensor) -> Tensor:
 
 
 def hue_(images: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by ``shift`` (B,), in -0.5..0.5 of the colour circle; HSV value and saturation stay.
+    """Turn the hue by ``shift`` (B,), in -0.5..0.5 of the color circle; HSV value and saturation stay.
 
     Exact, without branches (torch.where is slow on the CPU). Let M and m be the largest and smallest channel,
     c = M - m, and u = (channel - m) / c. In each sixth of the circle one u is 0, one is 1 and the third moves

@@ -2,7 +2,7 @@
 
 :func:`kmeans` is scikit-learn's. The other two hold some rows in their cluster (as DTC does, Han et al., ICCV
 2019), with a seeded generator on the host and sums as matrix products, so the same device gives the same
-clusters again: :func:`constrained_kmeans` draws the free centres one by one, :func:`seeded_kmeans` starts
+clusters again: :func:`constrained_kmeans` draws the free centers one by one, :func:`seeded_kmeans` starts
 them from the free rows' own clusters.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-FREE = -1  # in ``fixed``: the row goes to its nearest centre
+FREE = -1  # in ``fixed``: the row goes to its nearest center
 VARIANCE = 0.95  # share of it that whitened features keep where nobody knows how many clusters there are
 MAX_CELLS = 2**24  # distances held at a time: 64 MB in float32
 
@@ -25,7 +25,7 @@ class Clusters(NamedTuple):
 
     assignment: Tensor  # (N,) int64
     centers: Tensor  # (K, D), in the points' type
-    inertia: float  # sum of squared distances of all rows to their centres
+    inertia: float  # sum of squared distances of all rows to their centers
 
 
 def kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clusters:
@@ -59,8 +59,8 @@ def seeded_kmeans(points: Tensor, fixed: Tensor, num_clusters: int, num_starts: 
     """As :func:`constrained_kmeans`, on the CPU, but started from where the free rows are: their own k-means
     clusters, of which those that match known classes best give way to them.
 
-    Of Caltech-24, half of each of 16 known classes unlabeled, it finds 94 % of the rows' classes; centres
-    that are drawn one by one end in worse optima, 84 %.
+    Of Caltech-24, half of each of 16 known classes unlabeled, it finds 94% of the rows' classes; centers
+    that are drawn one by one end in worse optima, 84%.
     """
     free, num_known = points[fixed == FREE], int(fixed.max()) + 1
     if len(free) < num_clusters:
@@ -77,13 +77,13 @@ def seeded_kmeans(points: Tensor, fixed: Tensor, num_clusters: int, num_starts: 
 
 def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
     """(K, D) starts: means of the fixed rows, then free rows drawn by the squared distance to the nearest
-    centre so far (k-means++, Arthur and Vassilvitskii, 2007), each by one of the uniform ``draws`` (K - F,).
+    center so far (k-means++, Arthur and Vassilvitskii, 2007), each by one of the uniform ``draws`` (K - F,).
     """
     candidates = points[fixed == FREE]
     centers = _means(points, fixed, points.new_zeros(int(fixed.max()) + 1, points.shape[1]))
     nearest = F.pad(_squared(candidates, centers), (0, 1), value=torch.inf).amin(dim=1)
     for draw in draws.tolist():
-        # Without any centre yet, or with every row on a centre, all rows are equally likely.
+        # Without any center yet, or with every row on a center, all rows are equally likely.
         even = not nearest.isfinite().all() or nearest.sum() <= 0
         cumulative = (torch.ones_like(nearest) if even else nearest).double().cumsum(dim=0)
         row = torch.searchsorted(cumulative, draw * cumulative[-1:], right=True)
@@ -96,8 +96,8 @@ def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
 def lloyd(points: Tensor, fixed: Tensor, centers: Tensor, max_iters: int = 100) -> Clusters:
     """Lloyd's iteration from ``centers`` (K, D) until no row moves; ties go to the lower index.
 
-    Each cluster that runs empty gets the free row farthest from its centre, unless that is alone in its
-    cluster or, up to rounding, on its centre; else it keeps its last centre.
+    Each cluster that runs empty gets the free row farthest from its center, unless that is alone in its
+    cluster or, up to rounding, on its center; else it keeps its last center.
     """
     free = fixed == FREE
     rounding = 8 * torch.finfo(points.dtype).eps * float(points.square().sum(dim=1).max())
@@ -135,7 +135,7 @@ def _squared(points: Tensor, centers: Tensor) -> Tensor:
 
 
 def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
-    """Means (K, D) of the rows assigned (N,) to 0 .. K - 1; an empty cluster keeps its centre."""
+    """Means (K, D) of the rows assigned (N,) to 0 .. K - 1; an empty cluster keeps its center."""
     sums, counts = torch.zeros_like(centers), centers.new_zeros(len(centers), 1)
     clusters = torch.arange(len(centers), device=points.device)[:, None]
     rows = MAX_CELLS // max(1, len(centers))

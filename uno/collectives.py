@@ -1,10 +1,18 @@
 """The only torch.distributed in ``uno``. On one process every function is the identity."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from uno.errors import Interrupted, one_line
+
+TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that is as late is lost
 
 in_group = dist.is_initialized if dist.is_available() else bool  # bool() is False
 
@@ -12,6 +20,32 @@ in_group = dist.is_initialized if dist.is_available() else bool  # bool() is Fal
 def rank_and_world() -> tuple[int, int]:
     """(rank, world size); (0, 1) outside a process group."""
     return (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
+
+
+def meeting() -> Any:
+    """The store in which the ranks meet that a launcher has started, as its environment says."""
+    from torch.distributed.rendezvous import rendezvous
+
+    return next(rendezvous("env://"))[0]
+
+
+@contextmanager
+def group(store: Any, device: torch.device, rank: int, world_size: int) -> Iterator[None]:
+    """The process group of all ranks that meet in ``store``: NCCL on GPUs, else gloo. Interrupted: one of
+    them is lost.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        yield
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        why = re.sub(r"\[\S*\] ?", "", one_line(error))[:120]  # files of gloo, addresses
+        raise Interrupted(
+            f"rank {rank} of {world_size} lost another ({why}); the same command resumes"
+        ) from None
 
 
 def gather_rows(tensor: Tensor, dim: int) -> Tensor:

@@ -59,6 +59,7 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
 
 OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
 LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{OBJECT_NAME}"
+REPORTERS = ("tensorboard", "wandb", "mlflow", "jsonl")
 COLUMNS = ("image", "label", "id", "split", "eval_label")
 Probability = Annotated[float, Field(ge=0, le=1)]
 Range = tuple[float, float]
@@ -311,6 +312,29 @@ class TrainConfig(Section):
     keep_checkpoints: int = field(2, "Checkpoints kept per phase.", ge=1, scope="run")
     eval_batch_size: int = field(1024, "Rows per evaluation batch on each worker.", ge=1, scope="run",
         commands="evaluate")
+    report_to: str = field("tensorboard",
+        f"Who gets the lines of metrics, with commas: {', '.join(REPORTERS)} (metrics.jsonl, which is always "
+        "written).", flag="report-to", scope="run")
+    profile: str | None = field(None,
+        "START:END, steps of each phase that torch.profiler traces on rank 0: RUN/profile.", scope="run")
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if unknown := [name for name in self.loggers if name not in REPORTERS]:
+            raise ValueError(f"report_to takes {', '.join(REPORTERS)}, not {unknown[0]!r}")
+        if self.profile and not (re.fullmatch(r"\d{1,9}:\d{1,9}", self.profile) and self.profiled):
+            raise ValueError(f"profile must be START:END with START < END, not {self.profile!r}")
+        return self
+
+    @property
+    def loggers(self) -> tuple[str, ...]:
+        """The names in ``report_to``, each once."""
+        return tuple(dict.fromkeys(name.strip() for name in self.report_to.split(",") if name.strip()))
+
+    @property
+    def profiled(self) -> range:
+        """The steps that are traced."""
+        return range(*map(int, self.profile.split(":"))) if self.profile else range(0)
 
 
 class ComputeConfig(Section):
@@ -333,6 +357,8 @@ class ComputeConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = field("auto",
         "Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU.")
     compile: bool = field(False, "torch.compile the encoder; needs a C++ compiler, and a minute.")
+    detect_anomaly: bool = field(False,
+        "Stop at the first NaN in a backward pass and name the operation (torch.autograd); slow.")
     threads: int | None = field(None, "CPU threads per worker; default: all cores / workers.", ge=1,
         le=MAX_THREADS, commands="evaluate predict report")
     cache: str | None = field(None,

@@ -79,7 +79,7 @@ def _init_convolutions(module: nn.Module) -> None:
 
 
 def build_encoder(config: ModelConfig) -> nn.Module:
-    """Encoder module (B, 3, S, S) -> (B, D) with attribute ``num_features`` = D, freshly initialised.
+    """Encoder module (B, 3, S, S) -> (B, D) with attribute ``num_features`` = D, freshly initialized.
 
     ConfigError: no such encoder, its package is missing, or it gives something else than a vector an image.
     """
@@ -120,11 +120,11 @@ def _from_torchvision(what: str) -> nn.Module:
 
     check_name("torchvision", what)
     if what in ("googlenet", "inception_v3"):
-        raise ConfigError(f"model.encoder torchvision:{what} gives several outputs in training; take another")
+        raise ConfigError(f"model.encoder torchvision:{what} returns several outputs; choose another")
     encoder = models.get_model(what, weights=None)
     name = classifier_of(encoder)
     if not name:
-        why = "does not end in a linear classifier; take another"
+        why = "does not end in a linear classifier; choose another"
         raise ConfigError(f"model.encoder torchvision:{what} {why}")
     encoder.set_submodule(name, nn.Identity())
     return encoder
@@ -213,7 +213,7 @@ def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
             has_token = any(getattr(module, name, None) is not None for name in ("cls_token", "class_token"))
             return output[:, 0] if has_token else output.mean(dim=1)
     what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    raise ConfigError(f"the encoder gives {what}, not vectors (B, D), tokens (B, T, D) or maps (B, D, h, w)")
+    raise ConfigError(f"the encoder returns {what}, not vectors (B, D), tokens (B, T, D) or (B, D, h, w)")
 
 
 def image_side(encoder: nn.Module) -> int:
@@ -236,7 +236,7 @@ def frozen_parts(encoder: nn.Module, finetune: str) -> tuple[list[str], list[nn.
         return [""], []
     path = _last_stage(encoder)
     if not path:
-        raise ConfigError("model.finetune last_stage: the encoder has no stages or blocks; take full or none")
+        raise ConfigError("model.finetune last_stage: the encoder has no stages or blocks; use full or none")
     modules, parameters, outer = list[str](), list[nn.Parameter](), ""
     for name in path:
         module = encoder.get_submodule(outer)

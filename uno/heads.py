@@ -23,7 +23,7 @@ class Prototypes(nn.Module):
         return self.cosines(unit(features))
 
     def cosines(self, directions: Tensor) -> Tensor:
-        """Unit vectors (..., B, D) -> (..., B, K) in float32 at least: bf16 flips 0.8 % of pseudo-labels."""
+        """Unit vectors (..., B, D) -> (..., B, K) in float32 at least: bf16 flips 0.8% of pseudo-labels."""
         with torch.autocast(directions.device.type, enabled=False):
             return directions @ self.weight.mT.to(directions.dtype)
 
@@ -36,12 +36,12 @@ class StackedProjector(nn.Module):
         self.num_heads = num_heads
         self.hidden = nn.Linear(num_features, num_heads * hidden_dim)
         self.bn = nn.BatchNorm1d(num_heads * hidden_dim)
-        bound = 1 / math.sqrt(hidden_dim)  # nn.Linear's default initialisation, per head
+        bound = 1 / math.sqrt(hidden_dim)  # nn.Linear's default initialization, per head
         self.weight = nn.Parameter(torch.empty(num_heads, hidden_dim, projection_dim).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(num_heads, 1, projection_dim).uniform_(-bound, bound))
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, D) features -> (H, B, projection_dim) projections, not normalised."""
+        """(B, D) features -> (H, B, projection_dim) projections, not normalized."""
         hidden = F.relu(self.bn(self.hidden(features)))  # (B, H * hidden)
         hidden = hidden.unflatten(1, (self.num_heads, -1)).transpose(0, 1)  # (H, B, hidden)
         return torch.baddbmm(self.bias, hidden, self.weight)

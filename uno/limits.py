@@ -4,8 +4,8 @@ README's table "Limits" holds the same numbers, and a test compares them.
 
 MAX_IMAGE_BYTES = 128 * 2**20  # of an encoded image
 MAX_IMAGE_PIXELS = 100_000_000  # that its header announces
-MAX_PIXELS_PER_BYTE = 10_000  # of an image above a megapixel; one colour as a 1-bit PNG has 8,256
-MAX_BMP_PIXELS_PER_BYTE = 256  # of any BMP; runs of one colour have 128, and Pillow reads runs in Python
+MAX_PIXELS_PER_BYTE = 10_000  # of an image above a megapixel; one color as a 1-bit PNG has 8,256
+MAX_BMP_PIXELS_PER_BYTE = 256  # of any BMP; runs of one color have 128, and Pillow reads runs in Python
 MAX_TABLE_BYTES = 2**30  # of a CSV or JSONL file
 MAX_MEMBER_BYTES = 2**20  # of a .cls or .json in a tar file, and of a header's own text
 MAX_CIFAR_BYTES = 512 * 2**20  # of one batch file

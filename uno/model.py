@@ -86,7 +86,7 @@ class UnoModel(nn.Module):
                 module.weight.div_(module.weight.norm(dim=-1, keepdim=True).clamp_min_(1e-12))
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) normalised images -> (B, D) pooled features z."""
+        """(B, 3, S, S) normalized images -> (B, D) pooled features z."""
         return self.encoder(images)
 
     def forward(self, views: Sequence[Tensor]) -> Logits:
@@ -121,10 +121,16 @@ class UnoModel(nn.Module):
 
 
 def build_model(
+<<<<<<< HEAD
     config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: BuildHead | None = None,
     adapter: Callable[[int], Any] | None = None,
 ) -> UnoModel:  # fmt: skip
     """A freshly initialised model; equal seeds give equal weights, the global random state is left alone."""
+=======
+    config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: BuildHead | None = None
+) -> UnoModel:
+    """A freshly initialized model; equal seeds give equal weights, the global random state is left alone."""
+>>>>>>> main
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA's too
         return UnoModel(config, num_known, num_novel, novel_head, adapter)

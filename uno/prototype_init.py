@@ -40,7 +40,7 @@ def clusters_of(
     in any other K = C_u by plain k-means.
 
     Directions count, so every row is scaled to length one. In the GCD setting of Caltech-24 the K - 1 leading
-    directions give 95 % of the rows' classes, features as they are 94 %, 96 directions 83 %. In the NCD
+    directions give 95% of the rows' classes, features as they are 94%, 96 directions 83%. In the NCD
     setting rows are scaled once more around the mean of all: with what all rows share left in, ten starts
     miss the best optimum under one seed in six. A cluster without rows counts as one row in the prior, so
     that its output is not closed for good.
@@ -63,12 +63,12 @@ def clusters_of(
 
 
 def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
-    """Shares (K,) of k-means clusters, drawn towards equal ones as far as k-means may be mistaken.
+    """Shares (K,) of k-means clusters, drawn toward equal ones as far as k-means may be mistaken.
 
     Known classes tell how far: clusters of their labeled rows, matched with them, have shares ``found`` (C,)
     where ``true`` (C,) are right. Relative to an equal share, clusters spread by what classes do and by the
     error besides, so of their variance v, with an error of mean square e, max(0, 1 - e / v) is believed
-    (James and Stein 1961): 99 % of Caltech-24, nothing of CIFAR10 at 96 px.
+    (James and Stein 1961): 99% of Caltech-24, nothing of CIFAR10 at 96 px.
     """
     spread, error = len(prior) * prior - 1, len(true) * (found - true)
     kept = 1 - error.square().mean() / spread.square().mean().clamp(min=1e-12)
@@ -99,9 +99,7 @@ def init_prototypes_(
     projected means of :func:`clusters_of`, every overclustering head's to those of a k-means of its own.
     """
     mixed, num_known, num_novel = config.data.setting == "gcd", train.num_known, train.num_novel
-    prior = config.objective.class_prior or (
-        "clusters" if mixed and load(config.method).extends else "uniform"
-    )
+    prior = config.objective.class_prior or ("kmeans" if mixed and load(config.method).extends else "uniform")
     if prior == "uniform" and mixed:
         extra = extra | {"prior": torch.full((num_known + num_novel,), 1 / (num_known + num_novel))}
     if prior == "uniform" and config.model.prototype_init == "random":

@@ -17,7 +17,7 @@ def sinkhorn(logits: Tensor, epsilon: float, num_iters: int, prior: Tensor | Non
     non-negative, rows summing to one, without gradient. ``epsilon`` weighs the entropy H(Y) in Eq. 4.
     """
     scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)) / epsilon
-    by_cluster = scores.shape[-1] < scores.shape[-2]  # sums over 5 clusters in a row would not vectorise
+    by_cluster = scores.shape[-1] < scores.shape[-2]  # sums over 5 clusters in a row would not vectorize
     scores = scores.mT.contiguous() if by_cluster else scores
     over_rows, over_clusters = (-1, -2) if by_cluster else (-2, -1)
     mass = None if prior is None else prior.to(scores.dtype).log()

@@ -36,6 +36,7 @@ class TrainState:
     total_steps: int = 1  # of the phase's schedule and its warm-up; set by uno.train.fit
     warmup_steps: int = 0
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a method keeps from step to step
+    grad_norm: Tensor | None = None  # () of all gradients of the last step; not in checkpoints
     teacher: nn.Module | None = None  # the pretrained network, of methods that ask for it; not in checkpoints
 
     @property
@@ -69,7 +70,7 @@ def new_state(
         groups, phase.base_lr, phase.momentum, weight_decay=phase.weight_decay, fused=True
     )
     for parameter in trained.values():
-        # Where the very first step is skipped, the fused kernel leaves buffers it makes itself uninitialised.
+        # Where the very first step is skipped, the fused kernel leaves buffers it makes itself uninitialized.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return TrainState(
         model, forward, optimizer, device, autocast,

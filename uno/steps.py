@@ -13,7 +13,7 @@ from uno.objective import discovery_loss, labeled_loss, pseudo_labels
 from uno.state import TrainState
 
 Step = Callable[[TrainState, Batch, Config, float], Tensor]
-"""Trains on one batch at a learning rate and returns the loss (1,), without synchronising the device."""
+"""Trains on one batch at a learning rate and returns the loss (1,), without synchronizing the device."""
 
 
 def pretrain_step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
@@ -38,7 +38,7 @@ def discovery_step(state: TrainState, batch: Batch, config: Config, lr: float) -
 
 
 def forward(state: TrainState, batch: Batch) -> Logits:
-    """Normalise the prototypes, then one pass over all views, under autocast where the run has it."""
+    """Normalize the prototypes, then one pass over all views, under autocast where the run has it."""
     state.model.normalize_prototypes_()
     with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
         return state.forward(batch.views)
@@ -86,7 +86,8 @@ def update_(state: TrainState, loss: Tensor, lr: float, head_losses: Tensor | No
     state.optimizer.zero_grad(set_to_none=True)
     loss.backward()
     grads = [p.grad for p in state.model.parameters() if p.grad is not None]
-    broken = (~torch.isfinite(torch.nn.utils.get_total_norm(grads))).float()
+    state.grad_norm = torch.nn.utils.get_total_norm(grads)
+    broken = (~torch.isfinite(state.grad_norm)).float()
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["factor"]
     state.optimizer.found_inf = broken  # type: ignore[attr-defined]  # read by the fused kernel: 1 skips the step

@@ -3,7 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,12 +16,15 @@ from uno import collectives
 from uno.config import Config, PhaseConfig, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError, one_line
+from uno.pace import Pace
+from uno.profile import Profile
 from uno.runs.checkpoint import Checkpoint, load_newest, prune, save_checkpoint
 from uno.runs.hooks import hooked
 from uno.runs.journal import Journal
 from uno.schedule import warmup_cosine
 from uno.state import TrainState, load_state_, state_tensors
 from uno.steps import Batch, Step
+from uno.text import plural
 
 MAX_SKIPPED_STEPS = 3  # non-finite steps tolerated before rolling back
 QUIET_S = 10.0  # after which somebody wants to know how far it is
@@ -109,12 +113,16 @@ def fit(
     """
     state.total_steps, state.warmup_steps = max(1, phase.total_steps), phase.warmup_steps
     resumed = resume_(state, storage, phase.name)
-    batches = hooked("in_training", batches, phase.name, worker.rank, storage)
+    pace, batches = Pace(state, batches), hooked("in_training", batches, phase.name, worker.rank, storage)
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
-    health, line_start = Health(state), (state.step, time.perf_counter())
-    first, last_report = state.step + 1, time.monotonic()
+    health, first, last_report = Health(state), state.step + 1, time.monotonic()
     state.model.train()
-    with Journal(storage if worker.rank == 0 else None, phase.name, state.step) as journal:
+    with ExitStack() as until:
+        until.enter_context(closing(pace))
+        until.enter_context(_anomalies(config, phase, state))
+        traced = config.train.profiled if worker.rank == 0 else range(0)
+        profile = until.enter_context(Profile(traced, phase.name, worker.device, storage))
+        journal = until.enter_context(Journal(storage if worker.rank == 0 else None, phase.name, state.step))
         save = partial(_save, config, phase, state, worker, storage, journal)
         if not resumed and phase.last_step == 0:
             save()  # a phase without steps ends as it began
@@ -125,6 +133,8 @@ def fit(
                 at = f"{phase.name} step {state.step} of {phase.last_step}"
                 raise Interrupted(f"stopped at {at}; resume with the same command")
             lr = phase.lr(state.step)
+            profile.before(state.step)
+            pace.begin()
             phase.step(state, batches(state.step), config, lr)
 
             at_end = state.step == phase.last_step
@@ -139,13 +149,12 @@ def fit(
             if health.is_lost(state):
                 health.roll_back_(state, storage, phase)
                 journal.rewind(state.step)
-                line_start = (state.step, time.perf_counter())
+                pace.restart()
                 continue
             if at_epoch_end:
                 _finish_epoch_(state)
             if to_log:
-                metrics = _collect_metrics_(phase, state, lr, *line_start)
-                line_start, last_report = (state.step, time.perf_counter()), time.monotonic()
+                metrics, last_report = _collect_metrics_(phase, state, lr, pace), time.monotonic()
                 if at_epoch_end:
                     metrics["head_losses"] = state.head_losses.tolist()
                 if math.isfinite(metrics["loss"]):
@@ -153,6 +162,18 @@ def fit(
                 worker.report(metrics)
             if to_save:
                 save()
+
+
+@contextmanager
+def _anomalies(config: Config, phase: Phase, state: TrainState) -> Iterator[None]:
+    """With ``compute.detect_anomaly``, NumericsError: a backward pass met a NaN."""
+    try:
+        with torch.autograd.set_detect_anomaly(config.compute.detect_anomaly):
+            yield
+    except RuntimeError as error:
+        if not config.compute.detect_anomaly or "returned nan values" not in str(error):
+            raise
+        raise NumericsError(f"{phase.name} step {state.step}: {one_line(error)}") from None
 
 
 class Health:
@@ -170,7 +191,8 @@ class Health:
         if self._skipped == before:
             self._tolerated = before
         else:
-            log.warning("skipped %d non-finite steps before step %d", self._skipped - before, state.step)
+            skipped = plural(self._skipped - before, "non-finite step")
+            log.warning("skipped %s before step %d", skipped, state.step)
         return not _finite(state) or self._skipped - self._tolerated > MAX_SKIPPED_STEPS
 
     def roll_back_(self, state: TrainState, storage: Storage, phase: Phase) -> None:
@@ -193,19 +215,15 @@ def _position(phase: Phase, step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _collect_metrics_(
-    phase: Phase, state: TrainState, lr: float, start: int, start_time: float
-) -> dict[str, Any]:
-    """Metrics of the steps from ``start``; ``loss`` is their mean, NaN where every step was skipped."""
+def _collect_metrics_(phase: Phase, state: TrainState, lr: float, pace: Pace) -> dict[str, Any]:
+    """Metrics of the steps since the last line; ``loss`` is their mean, NaN where every step was skipped."""
     total, count = collectives.all_reduce_sum_(state.window_loss.clone()).tolist()
     state.window_loss.zero_()
-    seconds = time.perf_counter() - start_time
     return {
         **_position(phase, state.step),
         "event": "epoch" if state.step % phase.steps_per_epoch == 0 else "step",
         "loss": total / count if count else math.nan, "lr": lr,
-        "images_per_s": (state.step - start) * phase.images_per_step / seconds,
-        "skipped_steps": int(state.skipped),
+        **pace.line(phase.images_per_step), "skipped_steps": int(state.skipped),
     }  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
             keys = "--augment.large.size and --data.stored-size"
             why = one_line(error)[:120]
-            raise ConfigError(f"model.encoder {name} takes no images of {side} px ({keys}): {why}") from None
+            raise ConfigError(f"model.encoder {name} does not accept {side} px ({keys}): {why}") from None
 
 
 def is_file(source: str | None) -> bool:
@@ -162,7 +162,7 @@ def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
         raise StorageError(f"model.weights: {source} {why}") from None
     except (RuntimeError, LookupError, TypeError, AttributeError, EOFError, ValueError, OSError) as error:
         raise StorageError(
-            f"model.weights: {source} is no file of PyTorch's: {one_line(error)[:160]}"
+            f"model.weights: {source} is not a PyTorch file: {one_line(error)[:160]}"
         ) from None
     while isinstance(found, Mapping):
         inner = next(
@@ -211,7 +211,7 @@ def fetch_pretrained(name: str) -> bytes:
     """
     library, _, what = name.partition(":")
     if name == "resnet_small" or (name not in OWN_ENCODERS and library not in ("torchvision", "timm")):
-        raise ConfigError(f"model.weights pretrained: no library has weights for {name}; give a file")
+        raise ConfigError(f"model.weights pretrained: no library has weights for {name}; pass a file")
     state = _fetch_timm(what) if library == "timm" else _fetch_torchvision(what or name)
     return safetensors.torch.save({key: tensor.contiguous() for key, tensor in state.items()})
 
@@ -226,7 +226,7 @@ def _fetch_torchvision(what: str) -> dict[str, Tensor]:
     except (OSError, RuntimeError) as error:  # URLError is an OSError; RuntimeError: a damaged file
         folder, reason = os.path.join(torch.hub.get_dir(), "checkpoints"), one_line(error)[:120]
         where = f"download {weights.url} into {folder}, or pass it as --weights FILE"
-        raise ConfigError(f"model.weights pretrained: not to be had from here ({reason}); {where}") from None
+        raise ConfigError(f"model.weights pretrained: cannot be downloaded ({reason}); {where}") from None
 
 
 def _fetch_timm(what: str) -> dict[str, Tensor]:
@@ -250,7 +250,7 @@ def _fetch_timm(what: str) -> dict[str, Tensor]:
         where = (
             f"download {file} and pass it as --weights FILE, or copy another machine's cache into {folder}"
         )
-        raise ConfigError(f"model.weights pretrained: not to be had from here ({reason}); {where}") from None
+        raise ConfigError(f"model.weights pretrained: cannot be downloaded ({reason}); {where}") from None
 
 
 def _reach(url: str) -> None:

@@ -102,7 +102,7 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
             env={**env, "RAY_ADDRESS": address}, cwd=ROOT, capture_output=True, text=True, timeout=200,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert "waiting up to 30 minutes for nodes: wanted are 2 workers of" in done.stdout
+        assert "waiting up to 30 minutes for nodes: need 2 workers with" in done.stdout
         assert f"finished: {tmp_path / 'run'}" in done.stdout
     finally:
         end_processes_of([head], address)

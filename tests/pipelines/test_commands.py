@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from pipelines import cli, ray_env
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
 from tests.uno.small_run import wasted_steps
+from uno.config import field_names
 from uno.data import resident
 from uno.data.files import Storage
 from uno.runs import lock
@@ -46,8 +47,8 @@ def finished(tmp_path_factory) -> Path:
     (["--objective.epsilonn", "1"], "did you mean --objective.epsilon?"),
     (["--data", "folder:/no/such/place"], "/no/such/place"),
     (["--known-classes", "0,1,eleven"], "eleven"),
-    (["--known-classes", "first:10"], "none is left to discover"),
-    (["--num-novel", "1000"], "fewer than the 1000 classes to discover"),
+    (["--known-classes", "first:10"], "nothing to discover"),
+    (["--num-novel", "1000"], "than classes to discover (1000)"),
     (["--batch-size", "34"], "divide by 2 workers"),
     (["--weights", "/no/such/run"], "model.weights: /no/such/run"),
     (["--weights", "/no/such/encoder.safetensors"], "no such file"),
@@ -68,9 +69,10 @@ def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says, 
 
 @pytest.mark.parametrize(("counts", "argv", "says"), [
     ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
-    ({"cat": 40}, ["--known-classes", "first:1"], "none is left to discover"),
-    ({"cat": 40}, [], "every training row is labeled"),
-    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"], "fewer than the 9"),
+    ({"cat": 40}, ["--known-classes", "first:1"], "nothing to discover"),
+    ({"cat": 40}, [], "every training image is labeled"),
+    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"],
+     "than classes to discover (9)"),
 ])  # fmt: skip
 def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
     data = f"folder:{write_images(tmp_path / 'images', counts)}"
@@ -95,7 +97,7 @@ def test_unreadable_images_are_left_out_and_listed_or_stop_the_run(tmp_path, cap
     assert bad["id"].endswith("emu/7.png") and "not a readable" in bad["reason"]
     assert not (tmp_path / "run/checkpoints").exists()
     assert cli.main([*argv, "--data.max-bad-fraction", "0.02", "--overwrite"]) == 0
-    assert f"1 unreadable images are left out; see {listed}" in capsys.readouterr().out
+    assert f"1 unreadable image left out; see {listed}" in capsys.readouterr().out
 
 
 def test_the_run_directory(finished):
@@ -193,7 +195,7 @@ def test_a_missing_device_or_weights_are_named_before_data_is_read(finished, tmp
     for module in ("uno.session.data", "uno.session.predict", "uno.report.contents"):
         monkeypatch.setattr(f"{module}.read_rows", lambda _: pytest.fail("data is read"))
     for words in (*([name, finished] for name in ("predict", "evaluate", "report")), DISCOVER):
-        assert "sees no CUDA device" in refused(capsys, 2, *words, "--device", "cuda")
+        assert "finds no CUDA device" in refused(capsys, 2, *words, "--device", "cuda")
     for file in ("/no/such/encoder.safetensors", "/no/such/encoder.pth", "/no/such/run"):
         assert "model.weights: " in refused(capsys, 2, *DISCOVER, "--weights", file)
 
@@ -205,7 +207,7 @@ def test_a_dry_run_names_no_file_that_it_deletes(finished, tmp_path, capsys):
     words = ["--data", f"folder:{source}", "--known-classes", "first:5", "--data.loading", "memory"]
     assert cli.main([*DISCOVER, *words, "--dry-run"]) == 0
     said = "".join(capsys.readouterr())
-    assert "1 unreadable images are left out; the first: class 0/broken.png" in said and "jsonl" not in said
+    assert "1 unreadable image left out; the first: class 0/broken.png" in said and "jsonl" not in said
     assert "\npretrain: " in said
     assert cli.main([*DISCOVER, "--weights", str(finished), "--dry-run"]) == 0
     said = "".join(capsys.readouterr())
@@ -269,12 +271,38 @@ def test_print_config_and_data_check_and_dry_run_leave_nothing(tmp_path, capsys,
     assert cli.main(["data", "check", *SMALL]) == 0
     assert "5 known, 5 to discover" in capsys.readouterr().out
     assert cli.main(["data", "check", *SMALL, "--num-novel", "1000"]) == 2
-    assert "error: 100 unlabeled rows are fewer than the 1000" in capsys.readouterr().out
+    assert "error: fewer unlabeled images (100) than" in capsys.readouterr().out
     assert cli.main([*DISCOVER, "--workers", "2", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "pretrain: 3 epochs of 3 steps of 32 labeled + 0 unlabeled rows" in shown
     assert "discover: 3 epochs of 6 steps of 16 labeled + 16 unlabeled rows" in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch):
+    """Kills: a key without its origin, a line that is no configuration, one given taken for chosen."""
+    monkeypatch.chdir(tmp_path)
+    write_images(Path("known"), {"a": 9, "b": 9})
+    write_images(Path("new"), {"x": 9})
+    Path("mine.yaml").write_text("train: {batch_size: 8}\nseed: 3\n")
+    argv = ["--labeled", "known", "--unlabeled", "new", "--num-novel", "2", "--config", "mine.yaml"]
+    argv += ["--seed", "4", "--method", "rs", "--data.mean", "0.5", "0.5", "0.5", "--recipe", "v2"]
+    assert cli.main(["discover", *argv, "--explain"]) == 0
+    shown = capsys.readouterr().out
+    origin = {}
+    for line in shown.splitlines():
+        key, value = next(iter(yaml.safe_load(line).items()))
+        origin[key] = value, line.rpartition("# ")[2]
+    expected = {
+        "train.batch_size": (8, "file"), "seed": (4, "command line"), "method": ("rs", "command line"),
+        "data.mean": ([0.5, 0.5, 0.5], "command line"), "discover.base_lr": (0.4, "recipe v2"),
+        "data.setting": ("ncd", "data"), "augment.large.size": (8, "data"),
+        "data.validation_fraction": (0.1, "data"),
+        "objective.epsilon": (0.05, "default"), "output": ("runs/scratch-seed4", "default"),
+    }  # fmt: skip
+    assert {key: origin[key] for key in expected} == expected
+    assert origin.keys() == set(field_names("rs"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["known", "mine.yaml", "new"]
 
 
 @pytest.mark.ray  # several processes

@@ -74,7 +74,7 @@ def test_keywords_win_over_files(tmp_path):
     ({"labeled": "a", "unlabeled": "b", "data": "digits"}, "either --data or --labeled"),
     ({"labeled": "a"}, "labeled and unlabeled must be given together"),
     ({"data": "folder:/no/such/place"}, "/no/such/place"),
-    ({"num_novel": 1000}, "fewer than the 1000 classes to discover"),
+    ({"num_novel": 1000}, "than classes to discover (1000)"),
     ({"config": "/no/such.yaml"}, "cannot read config file /no/such.yaml"),
 ])  # fmt: skip
 def test_a_mistake_is_a_config_error(tmp_path, nothing_starts, settings, says):
@@ -125,7 +125,7 @@ def test_a_run_from_images_to_a_model_and_again(tmp_path, capsys):
     model = uno.discover(quiet=True, **settings)
     out, err = capsys.readouterr()
     assert err == "" and all(line.startswith("warning: ") for line in out.splitlines())
-    assert "22 images are labeled and unlabeled at once" in out  # and one of each class is held out
+    assert "duplicates with and without a label: 22" in out  # and one of each class is held out
     assert [c.name for c in model.classes] == ["cat", "dog", "novel-1", "novel-2"]
     assert model.run == str(tmp_path / "run") and Path(model.report).read_text().startswith("<!doctype")
     assert 0 <= model.metrics["train/known/task_aware/acc/best"] <= 1

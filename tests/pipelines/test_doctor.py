@@ -48,7 +48,7 @@ def test_a_run_damaged_and_repaired(tmp_path, capsys, monkeypatch):
         storage.write(f"checkpoints/pretrain/step_{step:08d}.safetensors", b"{}")
     assert run(str(stopped), "--repair") == 4
     out = capsys.readouterr().out
-    assert "nothing is repaired" in out and "error    none of the 2 checkpoints" in out
+    assert "nothing was repaired" in out and "error    none of the 2 checkpoints" in out
     assert cli.main(pretrain) == 4
     assert "use --overwrite" in capsys.readouterr().err
 
@@ -59,4 +59,4 @@ def test_no_run_is_code_2(tmp_path, capsys):
     assert run("--repair") == 2
     (tmp_path / "config.yaml").write_text("- 1")
     assert run(str(tmp_path)) == 4
-    assert "config.yaml is damaged; --repair takes the one" in capsys.readouterr().out
+    assert "config.yaml is damaged; --repair restores it" in capsys.readouterr().out

@@ -78,7 +78,8 @@ def assert_agree(run: Path) -> None:
     task, table = task_of(run), pq.read_table(run / "predictions.parquet")
     model = api.load(run)
     into = {c.index: c.into for c in model.classes}
-    calls = {c.index: ("rejected", "rejected") if c.into is None else (c.name, c.kind) for c in model.classes}
+    dropped = "rejected-1" if "rejected" in [c.name for c in model.classes] else "rejected", "rejected"
+    calls = {c.index: dropped if c.into is None else (c.name, c.kind) for c in model.classes}
     index = table["class_index"].to_pylist()
     named = zip(table["class_name"].to_pylist(), table["kind"].to_pylist(), strict=True)
     assert list(named) == [calls[i] for i in index]
@@ -113,14 +114,14 @@ def assert_agree(run: Path) -> None:
         (str(i), c.name): rows[i] for i, c in enumerate(model.classes) if c.into == i and c.kind == "novel"
     }
     if rejected := sum(rows[i] for i, target in into.items() if target is None):
-        expected["rejected", "rejected"] = rejected
+        expected[dropped[::-1]] = rejected
     known = [str(c.index) for c in model.classes if c.kind == "known"]
     assert {key: num for key, num in cards.items() if key[0] not in known} == expected
 
 
 @pytest.mark.slow
 def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
-    """Kills: metrics, report, card that know of no merge; dropped rows handed to neighbours, or right."""
+    """Kills: metrics, report, card that know of no merge; dropped rows handed to neighbors, or right."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     before = pq.read_table(run / "predictions.parquet").to_pandas()
@@ -142,6 +143,15 @@ def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
     assert (run / "metrics.json").read_bytes() == metrics != first
     edit(run, {})
     assert (run / "metrics.json").read_bytes() == first
+
+
+@pytest.mark.parametrize("last", ["merge into 3", "drop"])
+def test_no_discovered_class_is_left(finished, tmp_path, last):
+    """Kills: chance of matching no cluster; a report and a card of none."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    uno("classes", run)
+    edit(run, dict.fromkeys(range(5, 9), "merge into 3") | {9: last})
+    assert_agree(run)
 
 
 @pytest.mark.slow
@@ -230,3 +240,26 @@ def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
     for (index, name, kind), group in table.groupby(["class_index", "class_name", "kind"]):
         folder = "rejected" if kind == "rejected" else f"{index:03d}-{name}"
         assert len(list((sorted_ / folder).glob("*.png"))) == len(group)
+
+
+def test_known_classes_may_have_the_names_of_discovered_ones(tmp_path):
+    """A name means one class in predictions, classes.yaml, report, folders and exported models."""
+    run = tmp_path / "run"
+    source = write_images(tmp_path / "in", {"novel-1": 20, "rejected": 20, "x": 20, "y": 20})
+    data = ["--data", f"folder:{source}", "--known-classes", "novel-1,rejected", "--limit", "80"]
+    uno("discover", *SMALL, *data, "--batch-size", "20", "--discover.epochs", "1", "--output", run)
+    uno("classes", run)
+    uno("classes", run, "--rename", "3=owl")
+    edit(run, {2: "drop"})
+    assert_agree(run)
+    uno("predict", run, "--data", f"folder:{source}", "--folders", "--output", tmp_path / "out")
+    uno("export", run, "--format", "pt2")
+    model = api.load(run)
+    assert [c.name for c in model.classes] == ["novel-1", "rejected", "novel-2", "owl"]
+    table = pq.read_table(tmp_path / "out" / "predictions.parquet")
+    pairs = {*zip(table["class_name"].to_pylist(), table["kind"].to_pylist(), strict=True)}
+    assert len({name for name, _ in pairs}) == len(pairs)
+    known = {("novel-1", "known"), ("rejected", "known")}
+    assert pairs <= {*known, ("rejected-1", "rejected"), ("owl", "novel")}
+    folders = {path.name for path in (tmp_path / "out" / "by_class").iterdir() if path.is_dir()}
+    assert folders <= {"000-novel-1", "001-rejected", "rejected", "003-owl"}

@@ -20,6 +20,7 @@ from pipelines import cli
 from pipelines.features import Featurizer, decode_block, shard_block, write_part
 from pipelines.partitions import Writer
 from tests.pipelines.small import SMALL, lines_of, refused, write_images
+from tests.uno.data.builders import encoded, pixels
 from tests.uno.models import write_digits
 from tests.uno.small_run import assert_same, small_config
 from uno.config import to_dict
@@ -42,7 +43,7 @@ HEADS = [
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
-    """A file of an encoder that has learnt nothing, with running statistics of its own."""
+    """A file of an encoder that has learned nothing, with running statistics of its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         encoder = build_encoder(small_config().model)
@@ -182,7 +183,7 @@ def test_a_dry_run_computes_one_step_and_keeps_nothing(weights, tmp_path, empty_
     """Kills: a dry run that takes the minutes of the features, files in the user's cache."""
     argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run"), "--dry-run"]
     assert cli.main(argv) == 0
-    assert "one step of each phase ran" in capsys.readouterr().out
+    assert "one step of each phase was taken" in capsys.readouterr().out
     assert not empty_cache.exists() and not (tmp_path / "run").exists()
 
 
@@ -198,7 +199,7 @@ def test_what_exceeds_the_memory_is_encoded_in_every_epoch(weights, tmp_path, em
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (["--weights", "None"], "model.finetune none needs --weights: an encoder that has learnt nothing"),
+    (["--weights", "None"], "model.finetune none needs pretrained weights"),
     (["--pretext.epochs", "1"], "pretext.epochs must be 0 with model.finetune none"),
     (["--method", "dtc", "--model.prototype-init=random", "--data.loading", "streaming"], "loading memory"),
     (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),
@@ -243,7 +244,7 @@ def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
     argv = ["data", "check", "--data", f"folder:{folder}", "--known-classes", "cat,dog", "--batch-size", "12"]
     assert cli.main([*argv, "--data.validation-fraction", "0.2", "--data.stored-size", "8"]) == 0
     out = capsys.readouterr().out
-    assert "rows         60 (48 train, 12 test)" in out
+    assert "images       60 (48 train, 12 test)" in out
     words = map(str.split, out.splitlines())
     counts = {each[0]: list(map(int, each[2:])) for each in words if each[1:2] in (["known"], ["novel"])}
     assert counts["cat"] == [16, 0, 4] and counts["dog"] == [8, 0, 2] and counts["emu"] == [0, 24, 6]
@@ -300,7 +301,7 @@ def test_two_ray_workers_compute_the_same_features(
     assert cli.main([*argv, str(tmp_path / "nan.safetensors"), "--overwrite"]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small gives numbers that are not finite"
+    assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small returns non-finite numbers"
     shutil.rmtree(empty_cache)
     assert cli.main([*argv, str(weights), "--overwrite"]) == 0
     (ours,) = empty_cache.glob("features/*")
@@ -315,3 +316,52 @@ def test_two_ray_workers_compute_the_same_features(
         for run in (finished, tmp_path / "run")
     )
     assert ours.keys() == theirs.keys()
+
+
+def test_images_that_were_overwritten_reach_the_next_run_and_end_the_old_one(
+    weights, tmp_path, capsys, caplog
+):
+    """With others of their size. The new run's table is what predict says of the files; a finished run shows
+    no result of other data, and does after a touch.
+    """
+    folder, words = tmp_path / "images", []
+    names = [f"{'abc'[i // 20]}/{i}.bmp" for i in range(60)]
+    for i, name in enumerate(names):
+        write_bitmap(folder / name, i)
+    words = [*HEADS, "--weights", weights, "--data", f"folder:{folder}", "--known-classes", "a,b"]
+    words += ["--limit", "60", "--batch-size", "20", "--discover.epochs", "1"]
+    words += ["--compute.cache", tmp_path / "cache"]
+    assert cli.main([str(word) for word in [*words, "--output", tmp_path / "old"]]) == 0
+    (folder / names[0]).touch()
+    assert cli.main([str(word) for word in [*words, "--output", tmp_path / "old"]]) == 0
+    for i, name in enumerate(names[::2]):
+        write_bitmap(folder / name, 1000 + i)
+    line = refused(capsys, 2, *words, "--output", tmp_path / "old")
+    assert "was trained on other data (30 of 30 images that were compared have changed, e.g. a/0.bmp)" in line
+    assert cli.main([str(word) for word in [*words, "--output", tmp_path / "new"]]) == 0
+    assert "30 images have been written to since" in caplog.text
+    table = pq.read_table(tmp_path / "new" / "predictions.parquet").to_pylist()
+    found = uno.load(tmp_path / "new").predict([folder / row["id"] for row in table])
+    np.testing.assert_allclose(found.probability, [row["probability"] for row in table], atol=1e-4)
+
+
+def write_bitmap(path, seed):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded(pixels(seed), "BMP"))
+
+
+@pytest.mark.parametrize(("scale", "text"), [
+    (0.0, "the features of all images are zero"), (1e30, "the features are larger than 1e+06"),
+])  # fmt: skip
+def test_features_that_tell_nothing_apart_are_said_before_training(weights, tmp_path, capsys, scale, text):
+    tensors = safetensors.torch.load_file(weights)
+    for name in ("layer3.0.bn2", "layer3.0.downsample.1"):
+        tensors[f"{name}.weight"] *= scale
+        tensors[f"{name}.bias"] *= scale
+    path = tmp_path / "odd.safetensors"
+    safetensors.torch.save_file(tensors, path)
+    argv = [*HEADS, "--weights", path, "--output", tmp_path / "run", "--compute.cache", tmp_path / "cache"]
+    cli.main([str(word) for word in argv])
+    out = capsys.readouterr().out
+    assert out.index(f"warning: {text}") < (out.index("not trustworthy") if scale == 0 else len(out))
+    assert scale or f"{text}, and 100 % of the pile is in one class" in out

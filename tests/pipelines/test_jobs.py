@@ -106,7 +106,8 @@ def test_what_is_nobodys_fault_may_happen_any_number_of_times(group, end, caplog
 
 
 @pytest.mark.parametrize(("end", "code", "says"), [
-    (DIED, 75, "again and again before a new checkpoint .ActorDiedError: ActorDiedError of Ray.: is"),
+    (DIED, 75,
+     "keep dying before a new checkpoint .ActorDiedError: ActorDiedError of Ray.; they may be out of memory"),
     (LOST, 75, "WorkerHealthCheckFailedError"), (SLOW, 4, "SLOW_DOWN"),
 ], ids=["died", "lost", "slow"])  # fmt: skip
 def test_what_goes_on_without_a_checkpoint_ends_as_one_line_of_ours(group, end, code, says):
@@ -247,7 +248,8 @@ def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
     ({"compute.num_workers": 1}, {}, "need more than the cluster's 0"),
     ({"compute.num_workers": 4}, {"CPU": 8, "GPU": 2}, "4 workers need 4 GPUs, the cluster has 2"),
     ({"compute.num_workers": 1, "compute.device": "cuda"}, {"CPU": 8}, "need 1 GPUs, the cluster has 0"),
-    ({"compute.num_workers": 1, "compute.gpus_per_worker": 1.5}, {"CPU": 8, "GPU": 2}, "is 1.5: Ray gives"),
+    ({"compute.num_workers": 1, "compute.gpus_per_worker": 1.5}, {"CPU": 8, "GPU": 2},
+         "is 1.5: use a fraction of one GPU, or a whole number"),
 ])  # fmt: skip
 def test_too_many_workers_are_one_line(overrides, cluster, says):
     with pytest.raises(ConfigError, match=says):
@@ -255,9 +257,9 @@ def test_too_many_workers_are_one_line(overrides, cluster, says):
 
 
 @pytest.mark.parametrize(("mode", "says"), [
-    (None, "a cluster with tokens wants RAY_AUTH_MODE=token and its token .* is unset"),
+    (None, "a cluster with tokens needs RAY_AUTH_MODE=token and its token .* is unset"),
     ("disabled", "is disabled"),
-    ("token", "is the token here .* the cluster's"),
+    ("token", "check that ~/.ray/auth_token holds the token of the cluster"),
 ])  # fmt: skip
 def test_a_cluster_that_refuses_is_told_of_tokens(monkeypatch, mode, says):
     """Ray says "Failed to connect". Kills: a line without tokens, a mode that is set on another's cluster."""

@@ -28,7 +28,7 @@ def node(name, total, free=None, leaving=False):
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """``cluster((nodes, fits), ...)``: what the head says each second, the last of them again and again, and
+    """``cluster((nodes, fits), ...)``: what the head says each second, the last of them keep dying, and
     whether all that is wanted fits; the place that is asked.
     """
 
@@ -112,7 +112,7 @@ def test_nodes_are_waited_for_with_a_line_every_30_s(cluster, capsys):
     place = cluster(*[few] * 96, more)
     assert wait_for_resources(config_of(cpus_per_worker=1.0), lambda: False) == {"CPU": 1.0}
     lines = capsys.readouterr().out.splitlines()
-    wanted = "wanted are 2 workers of 1 CPU and one CPU for Ray Data; there are 2 CPU (2 free) on 1 node"
+    wanted = "need 2 workers with 1 CPU each, and 1 CPU for Ray Data; available: 2 CPU (2 free) on 1 node"
     assert lines == [f"waiting for nodes: {wanted}"] * 4  # after 0, 30, 60 and 90 of 96 seconds
     assert place.release.called
 
@@ -127,7 +127,7 @@ def test_a_place_that_others_have_is_waited_for(cluster, capsys):
     assert capsys.readouterr().out == ""
     cluster(*[busy] * 70, free)
     wait_for_resources(config_of(), lambda: False, 0.0)  # whose cluster does not grow
-    assert capsys.readouterr().out.count("there are 4 CPU (1.5 free) on 1 node") == 2
+    assert capsys.readouterr().out.count("available: 4 CPU (1.5 free) on 1 node") == 2
 
 
 def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, monkeypatch):
@@ -147,9 +147,9 @@ def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, m
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
         wait_for_resources(gpus, lambda: False, nodes.startup_timeout_s(gpus))
-    assert capsys.readouterr().out.count("waiting up to 10 minutes for nodes: wanted are 2 workers") == 20
+    assert capsys.readouterr().out.count("waiting up to 10 minutes for nodes: need 2 workers") == 20
     cluster(([node("a", BIG, {"CPU": 1.5})], False))
-    with pytest.raises(ConfigError, match=r"there are 4 CPU \(1.5 free\)"):
+    with pytest.raises(ConfigError, match=r"available: 4 CPU \(1.5 free\)"):
         wait_for_resources(config_of(), lambda: False, nodes.startup_timeout_s(gpus))
 
 
@@ -219,7 +219,7 @@ def test_workers_of_one_run_do_not_share_a_gpu():
     halves = config_of(gpus_per_worker=0.5)
     nodes.check_shares(halves, {"CPU": 1.0})
     nodes.check_shares(override(halves, {"compute.num_workers": 1}), {"CPU": 1.0, "GPU": 0.5})
-    with pytest.raises(ConfigError, match="NCCL takes one worker a GPU: use --gpus-per-worker 1"):
+    with pytest.raises(ConfigError, match="NCCL accepts one worker per GPU: use --gpus-per-worker 1"):
         nodes.check_shares(halves, {"CPU": 1.0, "GPU": 0.5})
     with pytest.raises(ConfigError, match="NCCL"):
         nodes.check_shares(override(halves, {"compute.device": "cuda"}))
@@ -229,8 +229,8 @@ def test_what_is_there_is_said_without_the_nodes_that_leave():
     found = shortage(
         {"CPU": 1.0, "GPU": 1.0}, 1, [node("a", BIG, {"CPU": 0.1}), node("b", BIG, leaving=True)]
     )
-    there = "there are 4 CPU (0.1 free), 0 GPU (0 free) on 1 node, 1 more told to leave"
-    assert found == f"wanted are 1 worker of 1 CPU, 1 GPU and one CPU for Ray Data; {there}"
+    there = "available: 4 CPU (0.1 free), 0 GPU (0 free) on 1 node, 1 more node being drained"
+    assert found == f"need 1 worker with 1 CPU, 1 GPU each, and 1 CPU for Ray Data; {there}"
 
 
 def test_a_node_that_leaves_is_noticed_once_and_only_where_workers_are(monkeypatch):
@@ -266,7 +266,7 @@ def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkey
     )
     assert (
         no_images(31)
-        == "no images for 31 s: a task of Ray Data takes 0.9 CPU, no node has more than 0.2 free"
+        == "no images for 31 s: a task of Ray Data needs 0.9 CPU, but no node has more than 0.2 free"
     )
     monkeypatch.setattr(nodes, "read_nodes", lambda: [node("a", BIG)])
     assert no_images(60).endswith("takes 0.9 CPU, a node has 4 free")
@@ -338,7 +338,7 @@ def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     ray_private.propagate("RAY_ADDRESS")
     assert ray_private.launches() == []
     line = ray_cluster.get(ray_cluster.remote(no_images).remote(31))
-    assert line.startswith("no images for 31 s: a task of Ray Data takes 0.9 CPU, ")
+    assert line.startswith("no images for 31 s: a task of Ray Data needs 0.9 CPU, ")
     (found,) = nodes.read_nodes()
     assert found.total["CPU"] == NUM_CPUS and not found.leaving and ray_private.worker_hosts() == set()
     place = nodes.PlacementProbe("PACK")

@@ -175,7 +175,7 @@ def test_every_field_is_a_flag_and_short_forms_are_frozen():
         "--setting": "data.setting",
         "--batch-size": "train.batch_size", "--max-steps": "train.max_steps", "--device": "compute.device",
         "--workers": "compute.num_workers", "--gpus-per-worker": "compute.gpus_per_worker",
-        "--weights": "model.weights",
+        "--weights": "model.weights", "--report-to": "train.report_to",
     }  # fmt: skip
 
 

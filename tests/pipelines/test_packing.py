@@ -23,7 +23,7 @@ def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
     names = [f"{i}.png" for i in range(6)]
     write_images(tmp_path, names)
     (tmp_path / "3.png").write_bytes(b"no image")
-    files = Files.of([str(tmp_path / name) for name in names], [-1] * 6)
+    files = Files.of([str(tmp_path / name) for name in names], [(-1, -1)] * 6)
     pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 6, 3), dtype=np.uint8)
     labels, truth = ("b", None, "a", "b", None, "a"), ("c", None, None, "d", None, None)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))
@@ -54,4 +54,4 @@ def test_ray_packs_the_same_shards(tmp_path, ray_cluster, capsys):
         here, there = (Storage(str(tmp_path / name / place)) for place in ("here", "ray"))
         assert here.list() == there.list() and len(here.list()) > 1
         assert all(here.read(file) == there.read(file) for file in here.list())
-    assert "40 rows, 39 packed, 1 bad" in capsys.readouterr().out
+    assert "40 images, 39 packed, 1 bad" in capsys.readouterr().out

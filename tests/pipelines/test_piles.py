@@ -44,16 +44,16 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
     ]
     text = said(capsys, *argv)
     assert (
-        "setting: gcd, as --data.unlabeled-known-fraction asks: unlabeled rows may be of known classes"
+        "setting: GCD (--data.unlabeled-known-fraction): unlabeled images can belong to known or new classes"
         in text
     )
-    assert "unlabeled rows, %" in text and "setting: gcd" in (tmp_path / "config.yaml").read_text()
+    assert "unlabeled images, %" in text and "setting: gcd" in (tmp_path / "config.yaml").read_text()
     values = json.loads((tmp_path / "metrics.json").read_text())
     first, second = str(verdict(values)).splitlines()
     right = values["test/known/task_agnostic_strict/acc/best"]
     assert (
         text.index(first) < text.index(second) < text.index("accuracy, %")
-        and f": {100 * right:.1f} % of" in first
+        and f": {100 * right:.1f}% of" in first
     )
     assert first in (tmp_path / "model/README.md").read_text()
     for split in ("train", "test"):
@@ -72,7 +72,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
         mass = row["known_probability"] if row["kind"] == "known" else 1 - row["known_probability"]
         assert mass >= row["probability"] - 1e-5  # the class is one of its kind
     again = said(capsys, *argv[:-2], "--output", tmp_path)
-    assert "setting: gcd, as it began" in again and "nothing is trained again" in again
+    assert "setting: GCD (of the stored run)" in again and "nothing is trained again" in again
     assert "other settings: data.setting" in refused(capsys, 2, *argv, "--data.setting", "ncd")
 
 
@@ -85,10 +85,12 @@ def test_rows_that_truly_lack_labels_are_taken_for_mixed(tmp_path, capsys):
     (line,) = [
         line for line in said(capsys, "data", "check", *argv).splitlines() if line.startswith("setting:")
     ]
-    assert line.startswith("setting: gcd, as nobody knows") and "--data.setting ncd" in line
+    assert line.startswith("setting: GCD (assumed)") and "--data.setting ncd" in line
     text = said(capsys, "data", "check", *argv, "--method", "rs")
-    assert "setting: ncd, the only kind here (data.setting gcd does not go with method rs)" in text
-    assert "as told: every unlabeled row" in said(capsys, "data", "check", *argv, "--data.setting", "ncd")
+    assert "setting: NCD (data.setting gcd does not go with method rs)" in text
+    assert "(--data.setting): unlabeled images belong to new" in said(
+        capsys, "data", "check", *argv, "--data.setting", "ncd"
+    )
     refused(capsys, 2, "discover", *argv, "--method", "rs", "--data.setting", "gcd")
 
 
@@ -114,7 +116,7 @@ def test_a_batch_of_the_preset_photos_fits_the_data(tmp_path):
     data = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.validation_fraction": 0.1}
     config = override(preset("photos"), data | {"output": str(run), "data.stored_size": 8})
     found, lines, _ = resolve(config, ())
-    assert found.train.batch_size == 36 and any("batch: 36 of 36 rows" in line for line in lines)
+    assert found.train.batch_size == 36 and any("batch size: 36 of 36 images" in line for line in lines)
     assert resolve(config, ["train.batch_size"]).config.train.batch_size == 512
     run.mkdir()
     (run / "config.yaml").write_text("{data: {loading: auto, setting: ncd}, train: {batch_size: 20}}")
@@ -135,8 +137,8 @@ def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, mo
         return config, "\n".join(lines)
 
     first, text = found()
-    assert first.data.stored_size == 8 and "size: 8 px of images that are usually" in text
-    assert all(f"\n{word}: " in text for word in ("batch", "epochs", "mean and std"))
+    assert first.data.stored_size == 8 and "image size: 8 px (images are about" in text
+    assert all(f"\n{word}: " in text for word in ("batch size", "epochs", "mean and std"))
     assert first.pretrain.epochs == 30 and first.data.mean != Config().data.mean
     assert cli.main(["discover", *argv, "--output", str(run), "--print-config"]) == 0
     printed = override(Config(), yaml.safe_load(capsys.readouterr().out))
@@ -152,4 +154,4 @@ def test_a_run_on_own_images_goes_on_with_what_they_decided(tmp_path, capsys, mo
     assert found()[0] == before
     (run / "config.yaml").write_text(dump_yaml(first))
     again, text = found("--weights", str(run), "--output", str(tmp_path / "other"))
-    assert (again.data, again.augment) == (first.data, first.augment) and f"as {run} learnt them" in text
+    assert (again.data, again.augment) == (first.data, first.augment) and f"taken from {run}" in text

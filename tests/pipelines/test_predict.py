@@ -18,6 +18,7 @@ import yaml
 
 from pipelines import cli
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
+from tests.uno.data.builders import encoded, pixels
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -63,7 +64,7 @@ def test_report_and_predictions_agree(tmp_path):
 def test_predict_all_digits_and_again(run, tmp_path, capsys):
     command = ["predict", run, "--data", "digits", "--output", tmp_path / "out", "--embedding"]
     uno(*command)
-    assert "1,797 rows, 1,797 ok, 0 bad" in capsys.readouterr().out
+    assert "1,797 images, 1,797 ok, 0 bad" in capsys.readouterr().out
     table = table_of(tmp_path / "out")
     assert len(table) == 1797 and table["head_agreement"].null_count == 0
     assert pa.compute.min(table["head_agreement"]).as_py() >= 1 / 3 - 1e-6
@@ -72,11 +73,28 @@ def test_predict_all_digits_and_again(run, tmp_path, capsys):
     assert (tmp_path / "out" / FILE).stat().st_mtime_ns == written
 
 
+@pytest.mark.parametrize("kind", ["folder", "table"])
+def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
+    """Of the same names and sizes, to the same place. Kills: a table of images that are gone."""
+    source, tables = tmp_path / "in", []
+    source.mkdir()
+    (source / "rows.csv").write_text("path\n0.bmp\n1.bmp\n")
+    data = source / "rows.csv" if kind == "table" else f"folder:{source}"
+    for seed in (0, 100, None):
+        for i in range(2) if seed is not None else ():
+            (source / f"{i}.bmp").write_bytes(encoded(pixels(seed + i), "BMP"))
+        uno("predict", run, "--data", data, "--output", tmp_path / "out")
+        tables.append(table_of(tmp_path / "out")["probability"].to_pylist())
+    assert tables[0] != tables[1] == tables[2]
+    (line,) = (message for message in caplog.messages if "written to" in message)
+    assert line == "images were written to since they were predicted: all are predicted again"
+
+
 def test_damaged_files_have_rows(run, tmp_path, capsys):
     readable = write_damaged(tmp_path / "in")
     uno("predict", run, "--data", tmp_path / "in", "--output", tmp_path / "out")
     bad = NUM_DAMAGED - sum(readable.values())
-    assert f"{NUM_DAMAGED} rows, {NUM_DAMAGED - bad} ok, {bad} bad" in capsys.readouterr().out
+    assert f"{NUM_DAMAGED} images, {NUM_DAMAGED - bad} ok, {bad} bad" in capsys.readouterr().out
     assert len(table_of(tmp_path / "out")) == NUM_DAMAGED
 
 
@@ -110,7 +128,7 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
 def test_a_run_whose_data_is_gone_still_predicts(tmp_path, capsys):
     write_model(tmp_path / "run", aligned=False, data__source="folder:/gone")
     uno("predict", tmp_path / "run", "--data", "digits", "--output", tmp_path / "out")
-    assert "head_agreement is left empty" in capsys.readouterr().out
+    assert "head_agreement is empty" in capsys.readouterr().out
     assert table_of(tmp_path / "out")["head_agreement"].null_count == 1797
     uno("classes", tmp_path / "run")
     assert "no suggestions" in capsys.readouterr().out and (tmp_path / "run" / "classes.yaml").exists()
@@ -144,7 +162,7 @@ def test_classes_from_first_look_to_predictions(run, capsys):
 
     edit(run, c6={"action": "merge into sevens"}, c7={"action": "drop"}, c8={"action": "merge into 3"})
     uno("classes", run, "--apply")
-    assert "1,797 rows predicted again" in capsys.readouterr().out
+    assert "predicted 1,797 images again" in capsys.readouterr().out
     merged = table_of(run).to_pandas()
     assert not set(merged["class_index"]) & {6, 7, 8}
     assert (merged["known_probability"] >= before["known_probability"] - 1e-5).all()

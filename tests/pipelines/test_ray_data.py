@@ -232,10 +232,10 @@ def test_what_workers_get_holds_no_hidden_label(tmp_path):
         assert len(truth["train"][0]) > len(other_truth["train"][0])
 
 
-@pytest.mark.parametrize(("cpus_here", "alive", "neighbours", "stays"), [
+@pytest.mark.parametrize(("cpus_here", "alive", "neighbors", "stays"), [
     (3, True, 1, True), (4, True, 2, False), (2.7, True, 1, False), (3, False, 1, False), (6, True, 2, True),
 ])  # fmt: skip
-def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, neighbours, stays):
+def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, neighbors, stays):
     """Workers of a CPU whose share of the cluster is two more. Kills: tasks that wait for ever on a node
     whose CPUs are taken, CPUs of other nodes that idle, a node that has gone.
     """
@@ -244,7 +244,7 @@ def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, n
         {"NodeID": "own", "Alive": alive, "Resources": {"CPU": cpus_here}},
         {"NodeID": "head", "Alive": True, "Resources": {}},
     ]
-    assert ray_data.preferred_node(nodes, "own", 2.0, neighbours, 1.0) == ("own" if stays else None)
+    assert ray_data.preferred_node(nodes, "own", 2.0, neighbors, 1.0) == ("own" if stays else None)
 
 
 @pytest.mark.ray
@@ -315,7 +315,7 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("uno.session.resources.own_bytes", lambda: 0)
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
-    assert "data: streaming, 76.8 kB decoded, in memory 870 MB with all programs, budget 0 bytes (60%" in said
+    assert "memory: streamed (76.8 kB decoded; process peak about 870 MB, budget 0 bytes (60%" in said
     assert "loading: streaming" in (output / "config.yaml").read_text()
     monkeypatch.setattr("uno.session.resources.free_memory", lambda config: (10**12, None))
     assert cli.main(argv) == 0
@@ -329,7 +329,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
     """Packed digits, end to end without Ray: results, predictions, report; images are never loaded whole."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["data", "pack", "--data", "digits", "--limit", "200", "--output", "out"]) == 0
-    assert "400 rows, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
+    assert "400 images, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
     monkeypatch.setattr("uno.data.resident.train_set", pytest.fail)
     words = ["--data", "parquet:out", "--known-classes", "first:5", "--data.loading", "streaming"]
     assert cli.main(["discover", *SMALL, *words, "--output", "run"]) == 0

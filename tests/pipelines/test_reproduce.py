@@ -82,12 +82,12 @@ def run(request, codes=None):
     (["ablation", "--seeds", "0"], "--seeds: Input should be greater than 0"),
     (["ablation", "--scale", "full"], "needs --cifar10 DIR .* and --cifar100 DIR"),
     (["ablation", "--scale", "full", "--datasets", "cifar100-50"], "needs --cifar100 DIR"),
-    (["ablation", "--datasets", "mnist"], "ablation has digits, cifar10-jpeg"),
-    (["ablation", "--rows", "no"], "ablation has uno, no-concat"),
-    (["rotation", "--rows", "kcl"], "rotation has uno, uno-rotation"),
-    (["ablation", "--seed", "3"], "seed is for the table to choose"),
-    (["ablation", "--data", "digits"], "data.source is for the table to choose"),
-    (["ablation", "--weights", "x.safetensors"], "model.weights is for the table to choose"),
+    (["ablation", "--datasets", "mnist"], "choose from digits, cifar10-jpeg"),
+    (["ablation", "--rows", "no"], "choose from uno, no-concat"),
+    (["rotation", "--rows", "kcl"], "choose from uno, uno-rotation"),
+    (["ablation", "--seed", "3"], "seed is set by the table"),
+    (["ablation", "--data", "digits"], "data.source is set by the table"),
+    (["ablation", "--weights", "x.safetensors"], "model.weights is set by the table"),
     (["ablation", "--model.finetune", "none"], "needs --weights FILE"),
     (["ablation", "--model.finetune", "none", "--weights", "x"], "needs --weights FILE"),
     (["ablation", "--model.finetune", "none", "--weights", "x.pt"], "no such file"),
@@ -271,7 +271,7 @@ def test_rows_that_own_images_refuse_are_told(own_request):
         own_request("unknown-k")
     with pytest.raises(ConfigError, match="give either --data or --cifar10"):
         own_request("sota", "--cifar10", "x")
-    with pytest.raises(ConfigError, match=r"data\.source is for the table to choose"):
+    with pytest.raises(ConfigError, match=r"data\.source is set by the table"):
         own_request("sota", "--data", "digits")
     with pytest.raises(ConfigError, match="epsilon"):
         own_request("sota", "--objective.epsilon", "-1")
@@ -284,7 +284,7 @@ def test_images_without_truth_cannot_be_counted(own_request, tmp_path):
     """Kills: a table of dashes after an hour."""
     write_images(tmp_path / "new", {"": 12})
     words = ["sota", "--labeled", "My Photos", "--unlabeled", "new", "--num-novel", "2"]
-    with pytest.raises(ConfigError, match="no unlabeled row has a true class to count by"):
+    with pytest.raises(ConfigError, match="no unlabeled image has a true class"):
         request([*words, "--preset", "scratch"])
 
 

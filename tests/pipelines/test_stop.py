@@ -1,6 +1,8 @@
 """Signals: who handles them, and for how long."""
 
+import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipelines import ray_env, worker
-from pipelines.worker import StopVotes, quiet_exit
+from pipelines import ray_env
+from pipelines.worker import quiet_exit
 from tests.forked import forked
 from uno import collectives
 from uno.errors import Interrupted, StorageError
-from uno.session import console
+from uno.session import console, ranks
 from uno.session.console import STOP_SIGNALS, interrupt_on_signal, on_stop
 
 
@@ -38,6 +40,29 @@ def test_ray_does_not_take_sigterm_from_us(monkeypatch):
     with on_stop(lambda: asked.append(1)), ray_env.connect():
         signal.raise_signal(signal.SIGTERM)
     assert asked == [1] and signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_ray_starts_is_heard_afterwards(monkeypatch, number):
+    """Kills: Ctrl-C that nobody hears, and one that Ray's processes die of."""
+    children, ended, asked = [], [], []
+
+    def init(**_):
+        children.append(subprocess.Popen(["sleep", "60"]))
+        os.kill(children[0].pid, number)
+        os.kill(os.getpid(), number)
+        assert not asked
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: ended.append(1))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    for name, value in ray_env.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with on_stop(lambda: asked.append(1)), ray_env.connect():
+        assert asked == [1] and children[0].poll() is None
+        children[0].kill()
+        assert children[0].wait() == -signal.SIGKILL
+    assert ended and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS)
@@ -114,10 +139,10 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
             raise StorageError("a moment")
         return len(looks) == 3
 
-    monkeypatch.setattr(worker, "STOP_LOOK_S", 0.001)
-    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ranks, "STOP_LOOK_S", 0.001)
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: votes.append(vote.clone()) or vote)
-    first = StopVotes(0, torch.device("cpu"), look)
+    first = ranks.StopVotes(0, torch.device("cpu"), look)
     asked = []
     while not (asked and asked[-1]):
         clock[0] += step_s
@@ -130,7 +155,7 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
     assert len(votes) >= len(asked) / most
     seen = iter(votes)
     monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: next(seen) + vote)
-    other = StopVotes(1, torch.device("cpu"), pytest.fail)
+    other = ranks.StopVotes(1, torch.device("cpu"), pytest.fail)
     for answer in asked:
         clock[0] += 7 * step_s  # another clock
         assert other.stop() == answer

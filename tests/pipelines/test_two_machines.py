@@ -14,7 +14,7 @@ from uno.runs.checkpoint import checkpoint_steps
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SPREAD = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement_strategy", "SPREAD"]
-WAITS = "waiting for nodes: wanted are 2 workers of 1 CPU"
+WAITS = "waiting for nodes: need 2 workers with 1 CPU"
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     waited = command.count(WAITS)
     tell_to_leave()
     wait_for(lambda: command.count(WAITS) > waited or command.code is not None)
-    assert command.says("a node was told to leave") and command.count("workers died") == 1
+    assert command.says("a node is being drained") and command.count("workers died") == 1
     reached = checkpoint_steps(storage, DISCOVER)[-1]
     command.stop()
     assert command.end() == 75 and command.says("resume with the same command"), command.lines

@@ -119,7 +119,7 @@ def test_a_sweep_waits_for_the_nodes_of_its_first_trial(tmp_path, monkeypatch):
 
 
 def test_a_stale_cluster_address_is_one_line():
-    with pytest.raises(ConfigError, match="RAY_ADDRESS=local starts one here"):
+    with pytest.raises(ConfigError, match="RAY_ADDRESS=local starts one on this machine"):
         ray_env.check_address("127.0.0.1:1")
     for other in ("", "auto", "local", "ray://host:10001"):
         ray_env.check_address(other)

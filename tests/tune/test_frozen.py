@@ -99,8 +99,8 @@ def test_what_would_change_the_features_is_not_searched(tmp_path):
 
 
 @pytest.mark.parametrize(("weights", "says"), [
-    (None, "model.finetune none needs --weights"),
-    ("/no/such/run", "may have been trained on the classes that a fold hides"),
+    (None, "model.finetune none needs pretrained weights"),
+    ("/no/such/run", "may be trained on the classes that a fold hides"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_before_anything_starts(tmp_path, monkeypatch, weights, says):
     monkeypatch.setattr(driver, "_run_missing", lambda *args: pytest.fail("started"))
@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused_before_an_image_is_read(tmp_path, monkeypa
                 run_sweep(options)
             continue
         said = failure(run_sweep, options)
-        assert says in said and "400 rows are " in said and "(4 copies)" in said and "\n" not in said
+        assert says in said and "400 images of " in said and "(4 copies)" in said and "\n" not in said
         assert ("do not stream" in said) == (loading == "streaming")
         assert ("shares" in said) == (make is tiny_options)
     assert not list(tmp_path.rglob("sweep.yaml"))

@@ -9,10 +9,11 @@ from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.tune.tiny import fake_sweep, tiny_options
 from tests.uno.report.reading import Page, requests
-from tune import records, report
+from tune import driver, records, report
 from tune.spaces import current, load_space
 from uno.config import differing_keys, override, to_dict
 from uno.presets import preset
+from uno.runs import lock
 from uno.text import visible
 
 UNO = load_space("uno", preset("digits"))
@@ -61,7 +62,7 @@ def test_only_a_finished_trial_wins_and_the_console_shows_the_cost(storage):
     assert cost["saved"] == pytest.approx(1 - 10 / 12)  # trials 0, 1, 2, 5 of 3 epochs each
     text = report.format_table(summary)
     assert text.splitlines()[1].startswith("1 ")
-    assert "0 (as given)" in text and "4 trials, 2 failed" in text
+    assert "0 (yours)" in text and "4 trials, 2 failed" in text
     # the standard error by hand: 9 of 10 right, one right and one wrong added: 10 of 12
     trial = records.Trial(0, {}, [{"epoch": 1, "score": 0.9, "rows": 10}])
     assert trial.standard_error == pytest.approx((10 / 12 * 2 / 12 / 10) ** 0.5)
@@ -76,8 +77,8 @@ def test_a_change_needs_evidence(tmp_path, options, rows, given, winner):
     summary = report.read(fake_sweep(tmp_path / "s", options, both))
     assert summary.best.index == winner
     keeps = winner == 0 and given < 0.999
-    assert ("keeps the values as given" in report.format_table(summary)) == keeps
-    assert ("none is better" in report.page(summary)) == keeps
+    assert ("keeps your configuration" in report.format_table(summary)) == keeps
+    assert ("no trial beat it" in report.page(summary)) == keeps
 
 
 @pytest.mark.parametrize("winner", [0, 1])
@@ -148,3 +149,23 @@ def test_importance_finds_the_key_that_matters(tmp_path, options):
     summary = report.read(fake_sweep(tmp_path / "s", options, ranked))
     assert summary.importance[0] == ("objective.epsilon", pytest.approx(1.0))
     assert {key for key, _ in summary.importance} == {"objective.epsilon", "model.num_heads"}
+
+
+def test_mlflow_has_one_run_a_trial_and_the_best_is_marked(storage, options, tmp_path, monkeypatch):
+    """Told twice, as when the same command comes again. Kills: runs or epochs that are there twice, trials of
+    one name, a failed trial's NaN (which MLflow takes).
+    """
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    config = override(options.config, {"train.report_to": "tensorboard,mlflow"})
+    for _ in range(2):
+        with lock.lock_run(storage, on_wait=pytest.fail) as claim:
+            driver._tell_loggers(config, claim, report.read(storage))
+    client = mlflow.MlflowClient()
+    where = [client.get_experiment_by_name("uno").experiment_id]
+    assert len(client.search_runs(where, "tags.group = 'sweep'")) == len(trials(options))
+    (best,) = client.search_runs(where, "metrics.best = 1")
+    assert (best.info.run_name, best.data.params["objective.epsilon"]) == ("sweep-0001", "0.03")
+    history = client.get_metric_history(best.info.run_id, "tune/score")
+    assert [(m.step, m.value) for m in history] == [(1, 0.4), (2, 0.6), (3, 0.8)]

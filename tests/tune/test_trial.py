@@ -165,7 +165,7 @@ def test_a_group_that_dies_is_started_again_from_its_checkpoint(monkeypatch):
     trial._start_workers(0, sweep)
     assert names == ["train-a-0", "train-a-1", "train-a-2"]
     ends[:] = [RayActorError()] * 3
-    with pytest.raises(Interrupted, match="again and again"):
+    with pytest.raises(Interrupted, match="keep dying"):
         trial._start_workers(0, sweep)
     ends[:] = [NumericsError("not finite")]
     with pytest.raises(NumericsError):

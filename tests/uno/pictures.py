@@ -21,7 +21,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def photos(num: int, side: int = 32, seed: int = 0) -> torch.Tensor:
-    """Smooth colourful images with black, white and gray patches, uint8."""
+    """Smooth colorful images with black, white and gray patches, uint8."""
     noise = torch.randn(num, 3, 8, 8, generator=seeded(seed))
     images = (F.interpolate(noise, side, mode="bicubic") * 70 + 128).clamp(0, 255)
     images[:, :, :4, :4], images[:, :, -4:, -4:], images[:, :, :4, -4:] = 0, 255, 90

@@ -55,7 +55,7 @@ PRESET_SIZES = {
 
 @pytest.mark.parametrize(("name", "recipe"), PRESET_SIZES)
 def test_views_of_the_presets(name, recipe):
-    """Kills: small before large, a missing view, views not normalised, not contiguous or all equal."""
+    """Kills: small before large, a missing view, views not normalized, not contiguous or all equal."""
     config = preset(name, recipe)
     images = photos(4, config.data.stored_size)
     views = augment(images, config.augment, seeded(), config.data.mean, config.data.std)
@@ -100,7 +100,7 @@ def test_only_the_generator_decides():
     assert torch.equal(images, kept)
 
 
-def test_weak_keeps_the_crops_and_drops_the_colours():
+def test_weak_keeps_the_crops_and_drops_the_colors():
     """Kills: weak ignored, weak without flip or crop, other crops than strong, digits without affine map."""
     off = dict(jitter=0.0, grayscale=0.0, solarize=0.0, equalize=0.0, blur=0.0)
     for name in ("cifar-v2", "digits", "everything"):
@@ -111,13 +111,13 @@ def test_weak_keeps_the_crops_and_drops_the_colours():
         weak, expected, strong = (augment(images, each, seeded(3), *PLAIN) for each in configs)
         assert all(torch.equal(a, b) for a, b in zip(weak, expected, strict=True))
         same = [(a == b).flatten(1).all(dim=1).float().mean() for a, b in zip(weak, strong, strict=True)]
-        assert all(0.02 < s < 0.75 for s in same)  # rows without a colour operation keep the very same pixels
+        assert all(0.02 < s < 0.75 for s in same)  # rows without a color operation keep the very same pixels
         if config.large.size == side:
             assert (weak[0] - images / 255).abs().amax(dim=(1, 2, 3)).gt(LEVEL).float().mean() > 0.9
 
 
-def test_eval_view_is_the_centre():
-    """Kills: corner for centre, wrong rounding of an odd margin, statistics swapped or not applied."""
+def test_eval_view_is_the_center():
+    """Kills: corner for center, wrong rounding of an odd margin, statistics swapped or not applied."""
     images = photos(3, 25)
     for size in (10, 24, 25):
         expected = tv.normalize(tv.center_crop(images, [size, size]) / 255, MEAN, STD)
@@ -152,7 +152,7 @@ P_VALUE = 1e-4  # of each of about a hundred tests with fixed seeds
 
 @pytest.mark.parametrize(("name", "recipe", "kind"), RECIPES)
 def test_parameters_and_probabilities_follow_the_recipe(name, recipe, kind):
-    """Kills: wrong range or centre, ranges swapped, a parameter shared by rows or tied to another; an
+    """Kills: wrong range or center, ranges swapped, a parameter shared by rows or tied to another; an
     operation always, never or with another's probability.
     """
     config = None if name == "everything" else preset(name, recipe)

@@ -21,7 +21,7 @@ BOXES = [
 
 @pytest.mark.parametrize("size", [8, 24, 64, 90])
 def test_resized_crop_equals_torchvision(size):
-    """Kills: no antialiasing, not normalised, taps outside the box, half a pixel off, axes swapped."""
+    """Kills: no antialiasing, not normalized, taps outside the box, half a pixel off, axes swapped."""
     images = photos(len(BOXES), 64)
     box = torch.tensor(BOXES, dtype=torch.float32)
     never = torch.zeros(2, len(BOXES), dtype=torch.bool)
@@ -96,7 +96,7 @@ def test_blends_equal_torchvision(operation):
 
 
 def test_hue_equals_torchvision():
-    """Kills: turn the other way, sixths swapped, no wrap around red, NaN or a colour cast on gray pixels."""
+    """Kills: turn the other way, sixths swapped, no wrap around red, NaN or a color cast on gray pixels."""
     images = photos(48)
     shift = torch.cat([uniform(44, -0.5, 0.5), torch.tensor([0.5, -0.5, 1 / 3, -1 / 6])])
     check_both_dtypes(color.hue_, tv.adjust_hue, images, shift, atol=1e-5)
@@ -107,7 +107,7 @@ def test_hue_equals_torchvision():
     torch.testing.assert_close(turned, primaries.roll(1, dims=1), atol=1e-6, rtol=0)
 
 
-def test_grey_solarize_equal_torchvision():
+def test_gray_solarize_equal_torchvision():
     """Kills: equal channel weights, one channel only, inversion below the threshold, a shared threshold."""
     images = photos(20)
     floats = images / 255
@@ -141,7 +141,7 @@ def test_equalize_equals_pil_and_torchvision(side):
 
 @pytest.mark.parametrize(("side", "radius"), [(20, 8), (18, 3), (9, 8)])
 def test_blur_equals_torchvision(side, radius):
-    """Kills: zero padding, border repeated, a shared sigma, taps not normalised, variance for deviation."""
+    """Kills: zero padding, border repeated, a shared sigma, taps not normalized, variance for deviation."""
 
     def reference(image, sigma):
         return tv.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)

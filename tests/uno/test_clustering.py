@@ -81,7 +81,7 @@ def test_restarts_choose_the_lowest_inertia_and_the_seed_decides():
 
 
 def test_starts_are_anchor_means_then_spread_out():
-    """Kills: free centres drawn from anchors, or where a centre already is (uniform draws take it often)."""
+    """Kills: free centers drawn from anchors, or where a center already is (uniform draws take it often)."""
     points = torch.cat([torch.zeros(50, 2), torch.tensor([[9.0, 0.0], [0.0, 9.0]])]).double()
     fixed = torch.full((52,), FREE)
     fixed[:5] = 0
@@ -93,7 +93,7 @@ def test_starts_are_anchor_means_then_spread_out():
 def test_empty_clusters_are_filled_with_far_rows():
     """Three starts on one row, two far away; and a farthest row that is an anchor.
 
-    Kills: NaN centres, an empty cluster left, one row for two clusters, re-seeding with an anchor.
+    Kills: NaN centers, an empty cluster left, one row for two clusters, re-seeding with an anchor.
     """
     points, _ = blobs(5, 10, noise=0.1)
     starts = torch.cat([points[:1], points[:1], points[:1], torch.full((2, 5), 1e3, dtype=torch.float64)])
@@ -117,7 +117,7 @@ def test_duplicates_leave_surplus_clusters_empty(dtype):
     assert found.centers.isfinite().all()
     same = constrained_kmeans(torch.ones(8, 3, dtype=dtype), torch.full((8,), FREE), 4, 2, seed=0)
     assert same.centers.isfinite().all() and same.inertia < 1e-9
-    # No free centre, only anchors' clusters. Kills: k-means++ without candidates.
+    # No free center, only anchors' clusters. Kills: k-means++ without candidates.
     points, truth = blobs(2, 10)
     fixed = torch.where(torch.arange(20) % 2 == 0, truth, FREE)
     found = constrained_kmeans(points, fixed, 2, 3, seed=0)
@@ -143,7 +143,7 @@ def test_silhouette(monkeypatch):
 
 
 def test_whitening():
-    """Kills: no centring, variances left as they were, all directions kept, the last ones for the first."""
+    """Kills: no centering, variances left as they were, all directions kept, the last ones for the first."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(4000, 5, generator=generator) * torch.tensor([0.1, 4.0, 2.0, 8.0, 0.1]) + 30
     white = whiten(points, variance=0.97)

@@ -105,7 +105,7 @@ def test_a_bad_image_has_a_reason_and_black_views():
 @pytest.mark.parametrize("crop", ["none", "pad", "pad_or_resized"])
 def test_crops_of_the_stored_square_give_the_resident_views(crop):
     """Everything but ``resized`` starts from the square that a resident set would hold; the difference is the
-    rounding to 8 bits. Kills: numbers of another row, flips or colours drawn apart from the crops.
+    rounding to 8 bits. Kills: numbers of another row, flips or colors drawn apart from the crops.
     """
     kind = ViewConfig(
         size=16 if crop == "none" else 12, crop=crop, crop_padding=2, crop_scale=(0.5, 1.0), jitter=0.7,

@@ -45,7 +45,7 @@ def separate_heads(model: UnoModel) -> list[nn.Sequential]:
 def test_stacked_heads_equal_separate_heads_in_train_mode(mlp_input, num_views):
     """Outputs, gradients and running statistics. Kills: BatchNorm statistics shared by heads, heads mixed by
     the reshape, overclustering heads on the cluster heads' projections, views and rows exchanged, the other
-    MLP input, projections not normalised, a missing bias.
+    MLP input, projections not normalized, a missing bias.
     """
     model = small_model(mlp_input).train()
     torch.nn.init.uniform_(model.projector.bn.weight, 0.5, 1.5)  # it starts at 1 and 0: make heads differ
@@ -83,7 +83,7 @@ def test_stacked_heads_equal_separate_heads_in_train_mode(mlp_input, num_views):
 
 
 def test_layers_start_as_separate_linear_layers_would():
-    """Kills: fan-in of the stacked layer (H times too many inputs), zero or unscaled initialisation."""
+    """Kills: fan-in of the stacked layer (H times too many inputs), zero or unscaled initialization."""
     torch.manual_seed(0)
     projector = StackedProjector(8, 64, 256, 128)
     of_64, of_256 = (projector.hidden.weight, projector.hidden.bias), (projector.weight, projector.bias)

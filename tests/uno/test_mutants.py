@@ -48,7 +48,7 @@ def also(name: str, target: str, function: Callable, test: str, **arguments: Any
 def scaled(
     original, logits, epsilon, num_iters, prior=None, order=(-2, -1), detach=True, prior_after=-2, times=1
 ):
-    """Sinkhorn-Knopp that normalises along the dimensions of ``order``, first to last; the prior comes after
+    """Sinkhorn-Knopp that normalizes along the dimensions of ``order``, first to last; the prior comes after
     that along ``prior_after``, ``times`` over.
     """
     scores = (logits.detach() if detach else logits) / epsilon
@@ -162,13 +162,13 @@ def all_views_turned_the_same_way(original, batch):
     return batch._replace(views=batch.views[:1] * 4)
 
 
-@mutant(NORMALIZE, "test_steps:test_prototypes_are_normalised_before_the_forward")
-def prototypes_not_normalised_in_training(*args):
+@mutant(NORMALIZE, "test_steps:test_prototypes_are_normalized_before_the_forward")
+def prototypes_not_normalized_in_training(*args):
     return None
 
 
-@mutant(NORMALIZE, "runs.test_run:test_prototypes_are_normalised_before_evaluation", tmp_path="tmp")
-def prototypes_not_normalised_at_evaluation(*args):
+@mutant(NORMALIZE, "runs.test_run:test_prototypes_are_normalized_before_evaluation", tmp_path="tmp")
+def prototypes_not_normalized_at_evaluation(*args):
     return None
 
 
@@ -195,7 +195,7 @@ def iic_pulls_together(original, *args):
 
 also("softmax for Sinkhorn", SINKHORN, partial(scaled, order=(-1,)),
      "test_sinkhorn:test_clusters_are_used_equally_where_softmax_collapses")  # fmt: skip
-also("rows normalised before clusters", SINKHORN, partial(scaled, order=(-1, -2)),
+also("rows normalized before clusters", SINKHORN, partial(scaled, order=(-1, -2)),
      "test_sinkhorn:test_degenerate_logits", case="starved", epsilon=0.05)  # fmt: skip
 also("per-sample maximum subtracted", SINKHORN,
      partial(replaced, values={"logits": lambda logits: logits - logits.amax(dim=-1, keepdim=True)}),

@@ -114,7 +114,7 @@ def mixed_problem(num_large=2, num_views=2):
 
 @pytest.mark.parametrize("views", SHAPES)
 def test_a_mixed_pile_equals_the_naive_loop(views):
-    """Kills: known targets dropped, taught by a view's own, left out of the sum, pulled towards the labeled
+    """Kills: known targets dropped, taught by a view's own, left out of the sum, pulled toward the labeled
     rows' logits; known and novel parts exchanged.
     """
     extra, num_large = SHAPES[views]
@@ -154,7 +154,7 @@ def test_a_view_never_teaches_itself():
     novel.requires_grad_()
     discovery_loss(known, [novel], labels, [targets], 0.1).sum().backward()
     assert (novel.grad[0] >= 0).all()  # view 0: the gradient of the log-partition alone
-    assert (novel.grad[1] < 0).any()  # view 1: pulled towards view 0's target
+    assert (novel.grad[1] < 0).any()  # view 1: pulled toward view 0's target
 
 
 def test_labeled_loss_is_cross_entropy_of_cosines():

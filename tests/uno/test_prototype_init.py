@@ -38,7 +38,7 @@ def blobs(seed=0, dims=40, noise=0.35, sizes=SIZES, num_known=4):
 
 def test_a_mixed_pile_falls_into_its_classes():
     """Kills: known outputs counted after novel ones, labeled rows not fixed, shares of labeled rows in the
-    prior, centres of the whitened points.
+    prior, centers of the whitened points.
     """
     points, truth, labeled = blobs()
     start = clusters_of(points[~labeled], points[labeled], truth[labeled], 4, "gcd", seed=0)
@@ -57,7 +57,7 @@ def test_a_mixed_pile_falls_into_its_classes():
 
 
 def test_a_novel_pile_has_novel_clusters_alone():
-    """Kills: known clusters in the prior of the NCD setting, centres of another order than the assignment."""
+    """Kills: known clusters in the prior of the NCD setting, centers of another order than the assignment."""
     points, truth, _ = blobs()
     rest = truth >= 4
     start = clusters_of(points[rest], points[~rest], truth[~rest], 4, "ncd", seed=0)
@@ -77,8 +77,8 @@ def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
     assert all(map(torch.equal, first, second))
 
 
-def test_a_start_from_the_free_rows_beats_centres_drawn_one_by_one():
-    """The sum of squares, which both minimise. Kills: known clusters that keep the centre of their rivals."""
+def test_a_start_from_the_free_rows_beats_centers_drawn_one_by_one():
+    """The sum of squares, which both minimize. Kills: known clusters that keep the center of their rivals."""
     points, truth, labeled = blobs(noise=1.2, sizes=[20] * 16, num_known=8)
     points, fixed = normalize(whiten(points, 15), dim=1), torch.where(labeled, truth, FREE)
 

@@ -28,7 +28,7 @@ def check_against_reference(logits: torch.Tensor, epsilon: float, num_iters: int
     num_iters=st.integers(1, 6), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_equals_matrix_scaling(num_rows, num_clusters, log_epsilon, num_iters, seed):
-    """Kills: softmax for Sinkhorn, rows normalised before clusters, one iteration more or less, epsilon
+    """Kills: softmax for Sinkhorn, rows normalized before clusters, one iteration more or less, epsilon
     inverted.
     """
     check_against_reference(cosines(num_rows, num_clusters, seed), 10**log_epsilon, num_iters)

@@ -104,12 +104,12 @@ def test_what_is_frozen_stays_to_the_bit(finetune, encoder, frozen):
         moved = {name for name in before if not torch.equal(before[name], after[name])}
         of_model = [name.removeprefix("model/") for name in before if name.startswith("model/")]
         kept = {name for name in of_model if name.startswith(frozen)}
-        learnt = {name for name in of_model if not name.startswith(frozen)}
+        learned = {name for name in of_model if not name.startswith(frozen)}
         assert not moved & {f"model/{name}" for name in kept}
-        assert {f"model/{name}" for name, _ in state.model.named_parameters() if name in learnt} <= moved
+        assert {f"model/{name}" for name, _ in state.model.named_parameters() if name in learned} <= moved
         assert not {f"optimizer/{name}/momentum_buffer" for name in kept} & before.keys()
         if finetune == "last_stage":
-            assert any(name.startswith("encoder.") for name in learnt)
+            assert any(name.startswith("encoder.") for name in learned)
 
 
 def test_the_encoder_learns_at_its_own_rate():
@@ -139,7 +139,7 @@ def test_a_run_with_frozen_stages_resumes_to_the_bit(tmp_path):
     assert "optimizer/encoder.layer2.0.conv1.weight/momentum_buffer" not in tensors
 
 
-def test_synchronised_batch_norms_of_a_frozen_stage_stay_in_eval_mode():
+def test_synchronized_batch_norms_of_a_frozen_stage_stay_in_eval_mode():
     """DDP on GPUs converts the model. Kills: a norm of a frozen stage that goes back to training mode."""
     state = fresh_state(small_config(model__finetune="last_stage"))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(state.model)

@@ -30,7 +30,7 @@ def curve(phase: str) -> dict[str, list[float]]:
 
     In float64, on views rounded to 1/1024, from weights drawn by numpy, the curve is the same on every CPU.
     In float32 it is not: a background pixel's activation may lie within rounding of ReLU's kink, which
-    moves the curve by 1 %.
+    moves the curve by 1%.
     """
     config = small_config(
         augment__small__num_views=2, augment__small__size=6, augment__small__crop="pad",
@@ -97,8 +97,8 @@ def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
     assert state.window_loss.tolist() == [pytest.approx(float(found)), 1] and count == 1 and state.step == 1
 
 
-def test_prototypes_are_normalised_before_the_forward():
-    """Kills: normalising after the step, or only some families."""
+def test_prototypes_are_normalized_before_the_forward():
+    """Kills: normalizing after the step, or only some families."""
     batch, losses = batches_of(CONFIG)(0), []
     for scale in (1, 3):
         state = fresh_state(CONFIG)
@@ -161,8 +161,8 @@ def test_a_step_on_a_mixed_pile_teaches_known_prototypes_by_unlabeled_rows(prior
 
 @pytest.mark.slow  # half a minute on processors that only emulate it
 def test_bfloat16_follows_the_curve_of_float32():
-    """The stated tolerance of bfloat16: over 20 steps the mean loss within 3 %, every loss within 15 %
-    (found: 0.5 and 4 %; a smaller network amplifies any rounding, differently on every processor). Kills:
+    """The stated tolerance of bfloat16: over 20 steps the mean loss within 3%, every loss within 15%
+    (found: 0.5 and 4%; a smaller network amplifies any rounding, differently on every processor). Kills:
     bfloat16 that does not learn, autocast without effect, or around the objective (its softmax would lose
     1e-2).
     """
@@ -191,7 +191,7 @@ def poison(model: UnoModel, value: float):
 @pytest.mark.parametrize("good_steps", [0, 2])
 def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
     """Weights and momentum keep their bits, at the very first step too (where torch's fused kernel leaves a
-    fresh momentum buffer uninitialised). Kills: NaN weights, momentum poisoned, the step's loss counted, the
+    fresh momentum buffer uninitialized). Kills: NaN weights, momentum poisoned, the step's loss counted, the
     step not counted.
     """
     state, batches = fresh_state(CONFIG), batches_of(CONFIG)
@@ -207,7 +207,7 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
         name for name in before if name.startswith("optimizer/") or name in ("epoch_losses", "window_loss")
     ]
     kept += [f"model/{name}" for name, _ in state.model.named_parameters()]
-    for name in kept:  # normalising prototypes twice moves them by an ulp
+    for name in kept:  # normalizing prototypes twice moves them by an ulp
         atol = 1e-6 if name in ("model/known.weight", "model/novel.weight", "model/over.weight") else 0
         torch.testing.assert_close(after[name], before[name], atol=atol, rtol=0)
     assert (int(state.skipped), state.step) == (1, good_steps + 1)

@@ -18,6 +18,7 @@ from uno.data.splits import Task
 from uno.data.stream import window_rows
 from uno.errors import ConfigError, printable
 from uno.limits import MAX_IMAGE_BYTES
+from uno.text import plural
 
 MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer
 MAX_HASHED_BYTES = 2 * 2**30
@@ -57,7 +58,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
-        f"rows         {len(rows)} ({int(task.is_train.sum())} train, {int((~task.is_train).sum())} test)",
+        f"images       {len(rows)} ({int(task.is_train.sum())} train, {int((~task.is_train).sum())} test)",
         f"classes      {len(task.known)} known, {task.num_novel} to discover",
     ]
     if headers:
@@ -65,7 +66,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         formats = ", ".join(f"{number} {name}" for name, number in kinds)
         sides = sorted((width * height, f"{width} x {height}") for _, width, height in headers)
         sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
-        lines.append(f"images       {sizes} ({formats}; sample of {len(headers)})")
+        lines.append(f"sizes        {sizes} ({formats}; sample of {len(headers)})")
     if size is not None:
         lines.append(f"used         as {size} x {size} pixels (--data.stored-size)")
     names = [printable(name) for name in task.known + task.novel] + ["(no truth)"]
@@ -78,7 +79,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     lines += ["", *(f"note: {note}" for note in task.notes)]
     lines += [f"{level}: {message}" for level, message in problems]
     errors = sum(problem.level == "error" for problem in problems)
-    return "\n".join([*lines, f"{errors} errors, {len(problems) - errors} warnings"])
+    return "\n".join([*lines, f"{plural(errors, 'error')}, {plural(len(problems) - errors, 'warning')}"])
 
 
 def _counts(task: Task) -> np.ndarray:
@@ -96,13 +97,13 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
         if other != name:
             yield Problem("warning", f"classes {other!r} and {name!r} differ only in case or spaces")
     if task.num_known == 1:
-        text = f"only one known class, {task.known[0]!r}: pretraining has nothing to tell apart"
+        text = f"only one known class, {task.known[0]!r}: pretraining cannot separate classes"
         yield Problem("warning", text)
     if task.num_novel == 1 and config.data.setting != "gcd":
-        yield Problem("warning", "num_novel is 1: every unlabeled row will fall into the one novel class")
+        yield Problem("warning", "num_novel is 1: every unlabeled image will be in the single novel class")
     if task.num_novel < len(task.novel):
         hidden = f"the {len(task.novel)} hidden classes"
-        yield Problem("warning", f"num_novel {task.num_novel} is below {hidden}: some share a cluster")
+        yield Problem("warning", f"num_novel {task.num_novel} is below {hidden}: classes share clusters")
     in_training = _counts(task)[:-1, :2].sum(axis=1).tolist()
     classes = list(zip(map(printable, task.known + task.novel), in_training, strict=True))
     for kind, members in (("known", classes[: task.num_known]), ("novel", classes[task.num_known :])):
@@ -111,7 +112,8 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
             if found:
                 listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
                 level = "error" if kind == "known" and num == 0 else "warning"
-                yield Problem(level, f"{len(found)} {kind} classes have {what}: {listed}")
+                few = plural(len(found), f"{kind} class has", f"{kind} classes have")
+                yield Problem(level, f"{few} {what}: {listed}")
 
 
 def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
@@ -121,11 +123,11 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
     num_novel = task.num_novel
     num_classes = num_novel + (task.num_known if mixed else 0)
     factor = max(1, config.model.overcluster_factor)
-    few = f"{unlabeled} unlabeled rows are fewer than the"
+    few = f"fewer unlabeled images ({unlabeled}) than"
     if unlabeled < num_novel:
-        yield Problem("error", f"{few} {num_novel} classes to discover")
+        yield Problem("error", f"{few} classes to discover ({num_novel})")
     elif unlabeled < num_novel * factor:
-        text = f"{few} {num_novel * factor} clusters of an overclustering head"
+        text = f"{few} clusters of an overclustering head ({num_novel * factor})"
         yield Problem("warning", f"{text}; lower --model.overcluster-factor (now {factor})")
     try:
         make_pretrain_plan(config.seed, size, labeled, workers)
@@ -134,12 +136,12 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
         yield Problem("error", str(error))
         return
     if labeled < size and config.model.weights is None:
-        text = f"{labeled} labeled rows are fewer than batch_size {size}: pretraining takes them all"
+        text = f"fewer labeled images ({labeled}) than batch_size ({size}): pretraining batches hold all"
         yield Problem("warning", text)
     each = plan.unlabeled_size / num_classes
     if each < MIN_ROWS_PER_CLUSTER:
         text = (
-            f"a batch has {plan.unlabeled_size} unlabeled rows for {num_classes} classes, {each:.1f} each; "
+            f"a batch has {plan.unlabeled_size} unlabeled images for {num_classes} classes, {each:.1f} each; "
         )
         text += f"pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size"
         yield Problem("warning", text)
@@ -168,12 +170,10 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
             shuffled = np.random.default_rng(config.seed).permutation(len(members))
             usual, found = (largest_share(classes[members[o]], size, workers) for o in (shuffled, order))
             if found > SORTED * usual:
-                text = f"the rows are sorted by class: streamed, one class has {found:.0%} of a batch's "
-                text += (
-                    f"{'un' if kind is unlabeled else ''}labeled rows, shuffled it would have {usual:.0%}, "
-                )
+                text = f"images are sorted by class: when streamed, one class has {found:.0%} of a batch's "
+                text += f"{'un' if kind is unlabeled else ''}labeled images ({usual:.0%} if shuffled), "
                 yield Problem(
-                    "warning", text + "and clusters that share alike are wrong; uno data pack shuffles"
+                    "warning", text + "which breaks clustering with equal sizes; shuffle with uno data pack"
                 )
 
 
@@ -191,8 +191,8 @@ def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterat
     side = min(config.data.stored_size, config.augment.large.size)
     usual = int(np.median([min(width, height) for _, width, height in headers] or [side]))
     if usual > SHRUNK * side:
-        text = f"images of usually {usual} pixels are made {side} x {side}: most of what they show is lost; "
-        yield Problem("warning", text + "--image-size takes more, and time")
+        text = f"images of about {usual} px are resized to {side} px, which loses most detail; "
+        yield Problem("warning", text + "raise --image-size (slower)")
 
 
 def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
@@ -222,7 +222,7 @@ def _of_pixels(task: Task, config: Config, seconds: float) -> Iterator[Problem]:
         text += "; more than --data.max-bad-fraction, so a run would stop" if too_many else ""
         yield Problem("error" if too_many else "warning", text)
     if looked < num:
-        text = f"{looked:,} of {num:,} images were decoded in {seconds:g} s; the others were not looked at"
+        text = f"{looked:,} of {num:,} images were decoded in {seconds:g} s; the others were not checked"
         yield Problem("warning", text)
 
 
@@ -233,15 +233,15 @@ def _duplicates(task: Task) -> Iterator[str]:
     for group in groups:
         labels = {int(task.labels[i]) for i in group if task.is_train[i]}
         if len({bool(task.is_train[i]) for i in group}) == 2:
-            found["images are in train and in test"].append(group)
+            found["duplicates in train and test"].append(group)
         if -1 in labels and len(labels) > 1:
-            found["images are labeled and unlabeled at once"].append(group)
+            found["duplicates with and without a label"].append(group)
         if sum(bool(task.is_train[i]) and task.labels[i] < 0 for i in group) > 1:
-            found["images are in the pile more than once"].append(group)
+            found["duplicates among the unlabeled images"].append(group)
         if len(labels - {-1}) > 1:
-            found["images have two different known labels"].append(group)
+            found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
-        yield f"{len(copies)} {text}, e.g. {' = '.join(task.rows.ids[i] for i in copies[0][:3])}"
+        yield f"{text}: {len(copies)}, e.g. {' = '.join(task.rows.ids[i] for i in copies[0][:3])}"
     if not complete:
         yield f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of images"
 

@@ -96,7 +96,7 @@ def _batch(layout: Layout, path: str) -> tuple[np.ndarray, list[int]]:
 def _field(content: Any, key: str, kind: type, path: str) -> Any:
     value = content.get(key, content.get(key.encode())) if isinstance(content, dict) else None
     if not isinstance(value, kind):
-        raise ConfigError(f"{path}: no field {key!r} as CIFAR files have it")
+        raise ConfigError(f"{path}: no field {key!r}, which CIFAR files have")
     return value
 
 
@@ -110,7 +110,7 @@ def _load(path: str) -> Any:
         for operation, argument, _ in pickletools.genops(data):
             place = int(argument or 0) if operation.name.endswith("PUT") else 0
             if place > MAX_MEMO:  # room would be made for all before it
-                raise ConfigError(f"refused: the pickle asks for {place:,} places")
+                raise ConfigError(f"refused: the pickle requests {place:,} memo entries")
         return _Unpickler(BytesIO(data), encoding="latin1").load()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -173,6 +173,6 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STAND_INS:
             raise ConfigError(
-                f"refused: the pickle asks for {one_line(f'{module}.{name}')}, no CIFAR file does"
+                f"refused: the pickle imports {one_line(f'{module}.{name}')}; CIFAR files do not"
             )
         return _STAND_INS[module, name]

@@ -161,6 +161,11 @@ class Labels(Column[str | None]):
         place = {name: i for i, name in enumerate(classes)}
         return np.array([*(place.get(name, -1) for name in self.classes), -1], np.int64)[self.codes]
 
+    def renamed(self, names: Iterable[str]) -> Labels:
+        """With other ``names`` for the classes; those of one name become one class."""
+        merged = Labels.of(names)
+        return Labels(merged.classes, np.append(merged.codes, np.int32(-1))[self.codes])
+
     def or_else(self, other: Labels) -> Labels:
         """These, where there are none ``other``'s."""
         theirs = np.where(other.given, other.codes + len(self.classes), -1)

@@ -38,6 +38,7 @@ UPRIGHT = {
     5: Pillow.Transpose.TRANSPOSE, 6: Pillow.Transpose.ROTATE_270, 7: Pillow.Transpose.TRANSVERSE,
     8: Pillow.Transpose.ROTATE_90,
 }  # fmt: skip
+SIDEWAYS = (5, 6, 7, 8)
 BATCHES_AHEAD = 2  # that are decoded while the model works
 PIECE_ROWS = 64  # that a thread decodes
 READERS = 4  # threads that read what is read together
@@ -77,7 +78,7 @@ def suppress_pillow_warnings() -> Iterator[None]:
 
 @suppress_pillow_warnings()
 def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -> np.ndarray:
-    """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size`` (antialiased), centre
+    """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size`` (antialiased), center
     crop. Raises BadImage.
     """
     if isinstance(image, np.ndarray):
@@ -86,9 +87,10 @@ def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -
             image = np.asarray(_square(Pillow.fromarray(image), size, interpolation))
         return image.transpose(2, 0, 1)
     with _open(image, size) as picture:
-        square = _square(to_rgb(picture), size, interpolation)
+        rgb = to_rgb(picture)
         orientation = _orientation(picture)  # later: of a PNG it reads the pixels, and forgives errors
-        if orientation in UPRIGHT:  # a centred square commutes with turns and flips, so turn the small one
+        square = _square(rgb, size, interpolation, orientation in SIDEWAYS)
+        if orientation in UPRIGHT:  # a centered square commutes with turns and flips, so turn the small one
             square = square.transpose(UPRIGHT[orientation])
         return np.asarray(square).transpose(2, 0, 1)
 
@@ -233,7 +235,7 @@ class BadRows:
         for row in rows:
             if row not in self._reasons:  # another worker's: no need to send text around
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
-                self._reasons[row] = reason or "read once, not another time"
+                self._reasons[row] = reason or "was readable at first, but not when read again"
         self._synced = len(rows)
         reasons = [self._reasons.get(row) for row in range(len(self._ids))]
         check_bad(self._ids, reasons, self._max_fraction, self._storage)
@@ -246,7 +248,7 @@ class BadRows:
                 entries = map(parse_json, self._storage.read(BAD_SAMPLES).splitlines())
                 reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
         except (ValueError, TypeError, KeyError):
-            log.warning("%s is damaged; it is written anew", self._storage.path(BAD_SAMPLES))
+            log.warning("%s is damaged and is rewritten", self._storage.path(BAD_SAMPLES))
         return {row: reasons[name] for row, name in enumerate(map(str, self._ids)) if name in reasons}
 
 
@@ -270,13 +272,22 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
     return pixels.reshape(height, width, 4)
 
 
-def _square(picture: Pillow.Image, size: int, interpolation: Interpolation) -> Pillow.Image:
+def _square(
+    picture: Pillow.Image, size: int, interpolation: Interpolation, sideways: bool = False
+) -> Pillow.Image:
+    """The centred square, resized; ``sideways``: rows first, which Pillow resizes last, so that it rounds as
+    where the picture is turned first.
+    """
     if picture.size == (size, size):
         return picture
     side = min(picture.size)
     left, top = ((length - side) / 2 for length in picture.size)
     box = (left, top, left + side, top + side)
-    return picture.resize((size, size), Pillow.Resampling[interpolation.upper()], box=box)
+    how = Pillow.Resampling[interpolation.upper()]
+    if sideways:
+        picture = picture.resize((picture.width, size), how, box=(0, top, picture.width, top + side))
+        box = (left, 0, left + side, size)
+    return picture.resize((size, size), how, box=box)
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:

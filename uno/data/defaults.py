@@ -16,6 +16,7 @@ from uno.data.images import evenly_spaced
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.presets import IMAGE_SIZE, SIZES, apply_image_size, is_custom_data, preset
+from uno.text import plural
 
 MOST_PIXELS = {"cifar": 64, "cifar_stride2": 128, "imagenet": 128}
 """A side by stem. ResNet-18: 2.2, 2.2 and .59 billion multiplications an image; the paper's 32 pixels .56."""
@@ -34,7 +35,7 @@ FROM_IMAGES = (
 """All keys that :func:`from_images` may set; a run that goes on has them as it began."""
 OF_ENCODER = (*SIZES, "augment.large.crop_padding", "augment.small.crop_padding", "model.stem", "data.mean",
     "data.std")  # fmt: skip
-"""Those that belong to an encoder which has learnt with them."""
+"""Those that belong to an encoder which has learned with them."""
 
 Found = tuple[dict[str, Any], list[str]]
 """Values by dotted key, and a line for each choice with its reason."""
@@ -84,8 +85,8 @@ def _size(config: Config, task: Task, given: Container[str]) -> Found:
         stem = "imagenet"
     size = max(8, min(usual, MOST_PIXELS[stem]) // 4 * 4)
     found = apply_image_size(config, {IMAGE_SIZE: size, "model.stem": stem})
-    why = "as more takes longer" if usual > size else "as they are"
-    line = f"size: {size} px of images that are usually {usual}, {why}; --image-size takes another"
+    why = "; larger is slower" if usual > size else ""
+    line = f"image size: {size} px (images are about {usual} px{why}); change with --image-size"
     return {key: value for key, value in found.items() if key not in given}, [line]
 
 
@@ -99,7 +100,7 @@ def _batch(config: Config, task: Task, given: Container[str], num_classes: int, 
     size = largest_batch(config.data.batch_sampling, wanted, labeled, unlabeled, config.compute.num_workers)
     if size == most:
         return {}, []
-    line = f"batch: {size} of {labeled + unlabeled:,} rows; --batch-size takes another"
+    line = f"batch size: {size} of {labeled + unlabeled:,} images; change with --batch-size"
     return {"train.batch_size": size}, [line]
 
 
@@ -115,11 +116,11 @@ def _epochs(config: Config, task: Task, given: Container[str], batch_size: int) 
         rows = task.sizes[0] if name == "pretrain" else sum(task.sizes)
         epochs = max(LEAST_EPOCHS, min(most, MOST_STEPS // max(1, rows // batch_size)))
         values |= {f"{name}.epochs": epochs, f"{name}.warmup_epochs": epochs / 10}
-        said.append(f"{epochs} of {name}")
+        said.append(f"{epochs} ({name})")
     if not said:
         return {}, []
-    flags = " and ".join(f"--{name}.epochs" for name in EPOCHS)
-    line = f"epochs: {', '.join(said)}, for {sum(task.sizes):,} rows; {flags} take others"
+    flags = ", ".join(f"--{name}.epochs" for name in EPOCHS)
+    line = f"epochs: {', '.join(said)} for {plural(sum(task.sizes), 'image')}; change with {flags}"
     return {key: value for key, value in values.items() if key not in given}, [line]
 
 
@@ -146,4 +147,4 @@ def _statistics(config: Config, task: Task, given: Container[str], stored_size: 
     taken = {key: value for key, value in rounded.items() if key not in given}
     told = {"data.mean": config.data.mean, "data.std": config.data.std}
     shown = (" ".join(f"{v:.2f}" for v in numbers) for numbers in (told | taken).values())
-    return taken, [f"mean and std: {', '.join(shown)}, of {len(images):,} training images"]
+    return taken, [f"mean and std: {', '.join(shown)}, from {plural(len(images), 'training image')}"]

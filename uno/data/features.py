@@ -5,6 +5,7 @@ A cache serves every run with the same encoder, weights, views and data, whateve
 with a file for ``SHARD_ROWS`` rows, which proves its content and place: one that does not verify is computed
 again. A row's features depend on nothing but its shard, and on a CPU every shard is
 computed by one thread in equal batches, so any number of threads, processes and workers gives the same bits.
+At every start rows that have changed are looked for (:mod:`uno.data.snapshot`), and some encoded again.
 """
 
 import hashlib
@@ -12,6 +13,8 @@ import json
 import logging
 import os
 import re
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -21,22 +24,32 @@ import torch
 from torch import Tensor, nn
 
 from uno.augment import augment_crops, eval_view
-from uno.config import AugmentConfig, Config
+from uno.config import OWN_ENCODERS, AugmentConfig, Config
 from uno.crops import Cropper
+from uno.data import snapshot
 from uno.data.decode import decode_many, ok_mask, prefetch_map
 from uno.data.files import Storage, normalize_path
-from uno.data.images import Image
+from uno.data.images import Image, evenly_spaced
 from uno.data.output import seal, unseal
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
+from uno.text import plural
 
-VERSION = 3  # of what is computed and how it is stored
+VERSION = 4  # of what is computed and how it is stored
 SEED = 0  # of the views: not the run's, so that runs of all seeds share them
 SHARD_ROWS = 128
 ROWS_AT_ONCE = 16  # whose pixels are in memory
 CPU_IMAGES, CUDA_IMAGES = 8, 256  # of a pass through the encoder; on CPUs 8 are 1.7 times as fast as 32
 CACHE_VARIABLE = "UNO_CACHE"
+PROBED_ROWS, PROBE_S = 8, 1.0  # that are encoded again: at least one, and no more after that time
+CONSTANT, HUGE = 1e-5, 1e6  # mean distance from the mean over the mean norm, and that norm
+ODD = {
+    "zero": "the features of all images are zero", "constant": "the features of all images are the same",
+    "huge": f"the features are larger than {HUGE:.0e}",
+}  # fmt: skip
+OF_SPREAD = 0.02  # of the distance of features from their mean, beyond which features of a row differ
+NOISE = {False: 2e-3, True: 2e-2}  # of their norm, by bfloat16: other devices, batches and threads
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +62,13 @@ class FeatureJob(NamedTuple):
 
     config: Config
     task: Task
-    num_features: int
+    encoder: nn.Module
     key: str
+
+    @property
+    def num_features(self) -> int:
+        """D."""
+        return int(self.encoder.num_features)  # type: ignore[arg-type]
 
     @property
     def num_shards(self) -> int:
@@ -79,9 +97,29 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
         "weights": digest.hexdigest(),
         "data": task.rows.fingerprint,
         "training": hashlib.sha256(task.is_train.tobytes()).hexdigest(),
+        **code_of(config, encoder),
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return FeatureJob(config, task, int(encoder.num_features), key)  # type: ignore[arg-type]
+    return FeatureJob(config, task, encoder, key)
+
+
+def code_of(config: Config, encoder: nn.Module) -> dict[str, Any]:
+    """Of an encoder that is a callable of the user's: hashes of the modules that define it and its layers,
+    and versions of their packages; {} for any other.
+    """
+    name = config.model.encoder
+    if name in OWN_ENCODERS or name.startswith(("torchvision:", "timm:")):
+        return {}
+    modules = {name.partition(":")[0], *(type(layer).__module__ for layer in encoder.modules())}
+    sources, versions = {}, {}
+    for module in sorted(modules):
+        package = module.partition(".")[0]
+        versions[package] = str(getattr(sys.modules.get(package), "__version__", ""))
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file and package != "torch":
+            with suppress(OSError), open(file, "rb") as source:
+                sources[module] = hashlib.sha256(source.read()).hexdigest()
+    return {"code": sources, "packages": versions}
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -105,7 +143,7 @@ def compute_shard(
     config: Config, encoder: nn.Module, number: int, images: Sequence[Image], in_training: np.ndarray
 ) -> Shard:
     """Shard ``number`` of a job: features of its n ``images``, random views only of those ``in_training``
-    (n,). ``encoder`` in eval mode, on any device. ConfigError: it gives numbers that are not finite.
+    (n,). ``encoder`` in eval mode, on any device. ConfigError: it returns non-finite numbers.
     """
     found, reasons = list[Tensor](), list[str | None]()
     for start in range(0, len(images), ROWS_AT_ONCE):
@@ -119,9 +157,19 @@ def compute_shard(
     return joined, reasons
 
 
+def oddity(features: Tensor) -> str:
+    """Why features (N, D) tell no images apart, a word of :data:`ODD`, or ""."""
+    exact = features.double()
+    norm = float(exact.norm(dim=1).mean())
+    if norm == 0 or norm > HUGE:
+        return "zero" if norm == 0 else "huge"
+    spread = float((exact - exact.mean(dim=0)).norm(dim=1).mean())
+    return "constant" if spread < CONSTANT * norm else ""
+
+
 def not_finite(config: Config) -> ConfigError:
     """What is said of such features."""
-    return ConfigError(f"model.encoder {config.model.encoder} gives numbers that are not finite")
+    return ConfigError(f"model.encoder {config.model.encoder} returns non-finite numbers")
 
 
 def decode_rows(
@@ -219,6 +267,11 @@ class FeatureCache:
         self._storage, self._job, self._folder = storage, job, f"features/{job.key}"
 
     @property
+    def snapshot(self) -> tuple[Storage, str]:
+        """Where that of the rows is."""
+        return self._storage, f"{self._folder}/{snapshot.FILE}"
+
+    @property
     def path(self) -> str:
         """Where they are."""
         return self._storage.path(self._folder)
@@ -245,8 +298,8 @@ class FeatureCache:
             features[rows[0] : rows[-1] + 1], reasons[rows[0] : rows[-1] + 1] = shard, why
             missing.discard(number)
         if damaged:
-            text = "%d damaged files in %s are computed again; the first is %s"
-            log.warning(text, len(damaged), self.path, damaged[0])
+            text = "recomputing %s in %s, the first is %s"
+            log.warning(text, plural(len(damaged), "damaged file"), self.path, damaged[0])
         return features, reasons, sorted(missing)
 
     def num_missing(self) -> int:
@@ -272,22 +325,30 @@ class FeatureCache:
         return {int(match[1]) for match in found if match is not None}
 
     def write_facts(self, weights: str) -> None:
-        """``facts.json``, for people who look at the directory."""
+        """``facts.json``, for people who look at the directory, and the snapshot of the rows."""
         config, task = self._job.config, self._job.task
         facts = {
             "source": task.rows.source, "rows": len(task.rows), "encoder": config.model.encoder,
             "weights": weights, "num_cached_views": config.augment.num_cached_views,
             "num_features": self._job.num_features,
-            "note": "features of a frozen encoder; may be deleted at any time, they are computed again",
+            "note": "features of a frozen encoder; can be deleted at any time and are then recomputed",
         }  # fmt: skip
+        _write(self._storage, f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
         with _naming_the_option():
-            self._storage.write(f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
+            snapshot.write(*self.snapshot, task.rows)
 
 
 def write_shard(storage: Storage, key: str, number: int, data: bytes) -> None:
     """Keep shard ``number`` of a job in a cache directory, from any process."""
+    _write(storage, shard_name(key, number), data)
+
+
+def _write(storage: Storage, name: str, data: bytes) -> None:
     with _naming_the_option():
-        storage.write(shard_name(key, number), data)
+        try:
+            storage.write(name, data)
+        except StorageError:  # somebody has just emptied the cache
+            storage.write(name, data)
 
 
 def shard_name(key: str, number: int) -> str:
@@ -300,7 +361,7 @@ def _naming_the_option() -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        raise StorageError(f"{error}; --compute.cache DIRECTORY keeps features elsewhere") from None
+        raise StorageError(f"{error}; --compute.cache DIRECTORY stores features elsewhere") from None
 
 
 def cached_features(
@@ -312,7 +373,8 @@ def cached_features(
     ``compute``, file by file, so that a killed job goes on. StorageError: the cache cannot be written.
     """
     features, reasons, missing = cache.read()
-    if again := _readable_again(job, reasons):
+    again = _stale(cache, job, features, reasons, missing)
+    if again := again | _readable_again(job, reasons):
         cache.discard(again)
         missing = sorted({*missing, *again})
     if not missing:
@@ -327,6 +389,46 @@ def cached_features(
         done += len(rows)
         on_progress(done, total)
     return features, reasons
+
+
+def _stale(
+    cache: FeatureCache, job: FeatureJob, features: Tensor, reasons: Sequence[str | None],
+    missing: Sequence[int],
+) -> set[int]:  # fmt: skip
+    """Shards whose features are no longer those of the rows and the encoder of the job; a line says why."""
+    stored, rows = {*range(job.num_shards)} - {*missing}, job.task.rows
+    if not stored:
+        return set()
+    then, stale, why = snapshot.read(*cache.snapshot, rows), stored, "nothing says of which images they are"
+    if then is not None:
+        found = snapshot.compare(rows, then)
+        stale = set() if found.believed else stored & {*(found.suspects // SHARD_ROWS).tolist()}
+        why = f"{len(found.suspects):,} images have been written to since"
+        if not stale and (row := _probe(job, features, reasons, stored)) is not None:
+            stale, why = stored, f"{job.config.model.encoder} now gives others, of {rows.ids[row]} for one"
+    if stale:
+        num = sum(len(job.rows(number)) for number in stale)
+        log.warning("features of %s images in %s are computed again: %s", f"{num:,}", cache.path, why)
+    return stale
+
+
+def _probe(job: FeatureJob, features: Tensor, reasons: Sequence[str | None], stored: set[int]) -> int | None:
+    """A row of the ``stored`` shards whose evaluation view, encoded again, has other features, if any."""
+    known = np.flatnonzero(ok_mask(reasons))
+    known = known[np.isin(known // SHARD_ROWS, [*stored])]
+    known = known[evenly_spaced(PROBED_ROWS, len(known))]
+    plain, start = features[torch.from_numpy(known), 0], time.monotonic()
+    spread = float((plain - plain.mean(dim=0)).norm(dim=1).mean()) if len(known) else 0.0
+    for row, then in zip(known.tolist(), plain, strict=True):
+        images, viewed = job.task.rows.images.read_images(np.array([row])), np.zeros(1, bool)
+        pixels, _, why = decode_rows(job.config, row, images, viewed)
+        now = encode_rows(job.config, job.encoder, row, torch.from_numpy(pixels), viewed, ok_mask(why))[0, 0]
+        noise = NOISE[job.config.compute.precision == "bf16"] * float(then.norm())
+        if not float((now - then).norm()) <= max(OF_SPREAD * spread, noise):
+            return row
+        if time.monotonic() - start > PROBE_S:
+            break
+    return None
 
 
 def _readable_again(job: FeatureJob, reasons: Sequence[str | None]) -> set[int]:

@@ -47,11 +47,12 @@ log = logging.getLogger(__name__)
 
 
 class FileEntry(NamedTuple):
-    """A file below a root: relative path with '/', full path or URI, size in bytes."""
+    """A file below a root: relative path with '/', full path or URI, size in bytes, :func:`stat_of` time."""
 
     relative: str
     path: str
     size: int
+    time: int
 
 
 def is_transient(error: object) -> bool:
@@ -70,7 +71,7 @@ def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
             except (OSError, pa.ArrowException, UnoError) as error:
                 if not is_transient(error):
                     raise
-                log.warning("%s; again in %d s", one_line(error), pause)
+                log.warning("%s; retrying in %d s", one_line(error), pause)
                 time.sleep(pause)
         return access(*args, **kwargs)
 
@@ -100,10 +101,10 @@ def valid_text(name: str) -> str:
     return half.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def parse_json(data: str | bytes) -> Any:
-    """JSON of nobody knows whom; ValueError also where it is nested too deeply to be read."""
+def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """JSON of nobody knows whom, objects made by ``pairs``; ValueError also where it is nested too deeply."""
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -145,7 +146,7 @@ def files_below(root: str) -> Iterator[FileEntry]:
         waiting = deque(pool.submit(scan, entry) for entry in islice(folders, LISTERS))
         for entry in entries:
             if entry.real is None:
-                yield FileEntry(entry.relative, entry.path, entry.size)
+                yield FileEntry(entry.relative, entry.path, entry.size, entry.time)
                 continue
             inside = waiting.popleft()
             waiting += [pool.submit(scan, following) for following in islice(folders, 1)]
@@ -153,7 +154,7 @@ def files_below(root: str) -> Iterator[FileEntry]:
                 seen.add(entry.real)
                 yield from walk_one(inside.result())
 
-    top = _Entry("", root, -1, root if is_uri(root) else os.path.realpath(root))
+    top = _Entry("", root, -1, -1, root if is_uri(root) else os.path.realpath(root))
     seen.add(str(top.real))
     try:
         yield from walk_one(scan(top))
@@ -247,12 +248,20 @@ def resolver(root: str) -> Callable[[str], str | None]:
     return find
 
 
-def size_of(path: str) -> int:
-    """Size in bytes, -1 for a missing local file and any remote one (one request each is too slow)."""
+def stat_of(path: str) -> tuple[int, int]:
+    """Size in bytes and time of the last change in ns; -1 and 0 for a missing local file, -1 and -1 for any
+    remote one (one request each is too slow).
+    """
     try:
-        return -1 if is_uri(path) else os.stat(path).st_size
+        found = None if is_uri(path) else os.stat(path)
     except OSError:
-        return -1
+        return -1, 0
+    return (-1, -1) if found is None else (found.st_size, _changed(found))
+
+
+def _changed(found: os.stat_result) -> int:
+    """Time in ns; that of the inode, which no writer sets back, is the later one."""
+    return max(found.st_mtime_ns, found.st_ctime_ns)
 
 
 class _Entry(NamedTuple):
@@ -263,6 +272,7 @@ class _Entry(NamedTuple):
     relative: str
     path: str
     size: int
+    time: int
     real: str | None
 
 
@@ -277,12 +287,15 @@ def _local_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
                     continue
                 real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
                 if entry.is_symlink() and not real.startswith(base):
-                    raise ConfigError(f"link {entry.path} leads outside the data folder {root}; copy it")
+                    raise ConfigError(
+                        f"link {entry.path} points outside the data folder {root}; copy the file"
+                    )
                 relative = folder.relative + entry.name
                 if entry.is_file():
-                    found.append(_Entry(relative, entry.path, entry.stat().st_size, None))
+                    stat = entry.stat()
+                    found.append(_Entry(relative, entry.path, stat.st_size, _changed(stat), None))
                 elif entry.is_dir():
-                    found.append(_Entry(f"{relative}/", entry.path, -1, real))
+                    found.append(_Entry(f"{relative}/", entry.path, -1, -1, real))
         return sorted(found)
 
     return scan
@@ -301,9 +314,10 @@ def _remote_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
             relative = info.path.strip("/").removeprefix(top).strip("/")
             if not HIDDEN.search(relative):
                 if info.is_file:
-                    found.append(_Entry(relative, join(root, relative), info.size, None))
+                    time = -1 if info.mtime_ns is None else info.mtime_ns
+                    found.append(_Entry(relative, join(root, relative), info.size, time, None))
                 elif not deep:
-                    found.append(_Entry(f"{relative}/", "", -1, relative))
+                    found.append(_Entry(f"{relative}/", "", -1, -1, relative))
         return sorted(found)
 
     return scan

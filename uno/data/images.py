@@ -5,7 +5,7 @@ tells them apart, and what has been made of them. A source is one class that ans
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -54,6 +54,10 @@ class Images(Protocol):
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
         """What the fingerprint of a data set has of each row: its content, or what stands for it unread."""
         return map(content_of, self.read_images(rows))
+
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """int64 (n,): when what holds each image changed, in ns; -1: not known, 0: :meth:`facts` have all."""
+        return np.zeros(len(rows), np.int64)
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """The path of each image as text, None where it is not a file of its own."""
@@ -119,6 +123,10 @@ class ImageSubset(Images):
         """As of the others: decoding does not make another data set of them."""
         return self.images.content_keys(self.index[rows])
 
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """As of the others."""
+        return self.images.times(self.index[rows])
+
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """As of the others."""
         return self.images.paths(self.index[rows])
@@ -154,23 +162,23 @@ class InMemory(Images):
 
 @dataclass(frozen=True, eq=False)
 class Files(Images):
-    """Paths and URIs as bytes in one Arrow column, which processes share; ``file_sizes`` int64 (N,), -1: not
-    known.
+    """Paths and URIs as bytes in one Arrow column, which processes share; ``stats`` int64 (N, 2): size and
+    time of the last change in ns, -1: not known.
     """
 
     column: Any
-    file_sizes: np.ndarray
+    stats: np.ndarray
 
     @classmethod
-    def of(cls, paths: Sequence[str], sizes: Sequence[int]) -> Files:
+    def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
         """Local paths become absolute; '' stays, a file that is not there."""
         full = [os.fsencode(path and full_path(path)) for path in paths]
-        return cls(pa.array(full, pa.large_binary()), np.array(sizes, dtype=np.int64))
+        return cls(pa.array(full, pa.large_binary()), np.array([*stats], np.int64).reshape(-1, 2))
 
     @classmethod
     def join(cls, parts: Sequence[Files]) -> Files:
         """One after the other."""
-        return cls(pa.concat_arrays([p.column for p in parts]), np.concatenate([p.file_sizes for p in parts]))
+        return cls(pa.concat_arrays([p.column for p in parts]), np.concatenate([p.stats for p in parts]))
 
     def __len__(self) -> int:
         return len(self.column)
@@ -181,11 +189,15 @@ class Files(Images):
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Those of the files."""
-        return self.file_sizes[rows]
+        return self.stats[rows, 0]
+
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the files."""
+        return self.stats[rows, 1]
 
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
         """Sizes: a moved data set is the same one."""
-        return (str(size).encode() for size in self.file_sizes[rows].tolist())
+        return (str(size).encode() for size in self.sizes(rows).tolist())
 
 
 def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:

@@ -29,11 +29,12 @@ MAX_GROUPS = 32  # of a partition: 16,384 rows
 
 
 class Inputs(Protocol):
-    """N rows to predict. ``fingerprint`` tells one source from another; ``source`` leads any node from row
-    numbers to images, None where these are in the parts.
+    """N rows to predict. ``fingerprint`` tells one source from another, ``times`` whether it was written to
+    since; ``source`` leads any node from row numbers to images, None where these are in the parts.
     """
 
     fingerprint: str
+    times: str
     source: Any = None
 
     def __len__(self) -> int: ...
@@ -82,7 +83,7 @@ def open_inputs(config: DataConfig) -> Inputs:
     kind, path = ("folders", "") if config.labeled is not None else locate_source(config)
     if kind == "parquet":
         return ParquetTable(path, config.named_columns)
-    if kind in ("folder", "imagenet"):
+    if kind in ("folder", "classes", "splits", "imagenet"):
         return ImageFolder(path)
     return RowInputs(read_rows(config, images_only=True))
 
@@ -106,6 +107,7 @@ class RowInputs(Inputs):
 
     def __init__(self, rows: Rows) -> None:
         self.rows, self.fingerprint, self.source = rows, rows.fingerprint, rows.images.reader()
+        self.times = hashlib.sha256(rows.images.times(np.arange(len(rows))).tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -123,12 +125,13 @@ class ImageFolder(Inputs):
     """
 
     def __init__(self, root: str) -> None:
-        self._root, self._num, digest = root, 0, hashlib.sha256()
-        for _ in self._listed(digest):
+        self._root, self._num, digest, times = root, 0, hashlib.sha256(), hashlib.sha256()
+        for found in self._listed(digest):
             self._num += 1
+            times.update(found.time.to_bytes(8, "little", signed=True))
         if not self._num:
             read_images(root)  # which says what is there instead
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint, self.times = digest.hexdigest(), times.hexdigest()
 
     def __len__(self) -> int:
         return self._num
@@ -144,7 +147,7 @@ class ImageFolder(Inputs):
                 at = row + 1
             if len(own) == len(rows):
                 ids = pa.array([valid_text(f.relative) for f in own], pa.string())
-                yield Partition(rows, ids, Files.of([f.path for f in own], [f.size for f in own]))
+                yield Partition(rows, ids, Files.of([f.path for f in own], [f[2:] for f in own]))
         deque(listed, maxlen=0)
         if digest.hexdigest() != self.fingerprint:
             raise ConfigError(
@@ -165,7 +168,7 @@ class EvenSample(Inputs):
 
     def __init__(self, inputs: Inputs, num: int) -> None:
         self._inputs, self._num = inputs, num
-        self.fingerprint, self.source = inputs.fingerprint, inputs.source
+        self.fingerprint, self.times, self.source = inputs.fingerprint, inputs.times, inputs.source
 
     def __len__(self) -> int:
         return self._num

@@ -33,7 +33,7 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
     for found in storage.list(folder):
         if found not in begun and whole_name(found) not in begun and not is_lock(found):
             problem = f"{_place(storage, mark)} is not empty and holds no {what} (no {name})"
-            raise ConfigError(f"{problem}; nothing there is touched, choose another --output")
+            raise ConfigError(f"{problem}; nothing was changed; choose another --output")
     return False
 
 

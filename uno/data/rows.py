@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from uno.data.columns import ROWS_AT_ONCE, Ids, Labels
 from uno.data.images import Images, as_images
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
+from uno.text import composed, folded
 
 SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}
 """What sources call their splits -> ours."""
@@ -75,6 +78,24 @@ class Rows:
             labels=self.labels.pick(index), is_train=self.is_train[index],
         )  # fmt: skip
 
+    def with_composed_names(self) -> Rows:
+        """Class names in one Unicode normalization: those that differ in nothing else are one class. The
+        ``notes`` say so, and which differ in case only.
+        """
+        labels = [some for some in (self.labels, self.eval_labels) if some is not None]
+        names = dict.fromkeys(chain(*(some.classes for some in labels), self.class_names, self.known))
+        notes = (*_alike(names, composed, "normalization only: they are one class"),)
+        notes += (*_alike(map(composed, names), folded, "case only: they stay two classes"),)
+        if not notes and all(name == composed(name) for name in names):
+            return self
+        first, *second = (some.renamed(map(composed, some.classes)) for some in labels)
+        declared = (tuple(dict.fromkeys(map(composed, some))) for some in (self.class_names, self.known))
+        class_names, known = declared
+        return replace(
+            self, labels=first, eval_labels=second[0] if second else None, class_names=class_names,
+            known=known, notes=self.notes + notes,
+        )  # fmt: skip
+
     @property
     def split(self) -> Labels:
         """'train' or 'test' of every row."""
@@ -104,3 +125,13 @@ class Rows:
             for content in self.images.content_keys(np.array(part)):
                 digest.update(len(content).to_bytes(8, "little") + content)
         return digest.hexdigest()
+
+
+def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterator[str]:
+    """A line for names of classes of one ``key``."""
+    found = defaultdict[str, dict[str, None]](dict)
+    for name in names:
+        found[key(name)][name] = None
+    for some in found.values():
+        if len(some) > 1:
+            yield f"class names {', '.join(map(ascii, some))} differ in {what}"

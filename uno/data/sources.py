@@ -22,6 +22,7 @@ from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import is_pattern, read_tar
 from uno.errors import ConfigError, did_you_mean
+from uno.text import plural
 
 
 class Source(NamedTuple):
@@ -50,6 +51,8 @@ SOURCES = {
         lambda path, config, _: read_imagenet(path, config.imagenet_split, config.known_classes is None)
     ),
     "folder": Source(lambda path, config, _: read_folder(path)),
+    "classes": Source(lambda path, config, _: read_folder(path, "classes")),
+    "splits": Source(lambda path, config, _: read_folder(path, "splits")),
     "parquet": Source(
         lambda path, config, _: read_parquet(path, config.named_columns),
         suffixes=(".parquet",),
@@ -72,10 +75,11 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given."""
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(
-            filesystem.normalize_path(config.labeled), filesystem.normalize_path(config.unlabeled)
-        )
+            config.labeled, filesystem.normalize_path(config.unlabeled)
+        ).with_composed_names()
     kind, path = locate_source(config)
-    return read_digits() if kind == "digits" else SOURCES[kind].read(path, config, images_only)
+    rows = read_digits() if kind == "digits" else SOURCES[kind].read(path, config, images_only)
+    return rows.with_composed_names()
 
 
 def locate_source(config: DataConfig) -> tuple[str, str]:
@@ -88,7 +92,7 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
     if match and not os.path.exists(source):
         prefix, path = match.groups()
         if prefix not in SOURCES:
-            known = f"known are digits, {':, '.join(SOURCES)}:"
+            known = f"choose from digits, {':, '.join(SOURCES)}:"
             hint = did_you_mean(prefix.lower(), SOURCES, known, lambda near: f"{near}:{path}")
             raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
     path = filesystem.normalize_path(path)
@@ -97,10 +101,10 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         names = {name: repr(f"{name}:DIR") for name in SOURCES} | {"digits": repr("digits")}
         hint = did_you_mean(source.lower(), names, show=names.__getitem__)
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
-    return prefix or recognise(path), path
+    return prefix or recognize(path), path
 
 
-def recognise(path: str) -> str:
+def recognize(path: str) -> str:
     """The kind of source that an existing file or folder is, by its content."""
     if filesystem.kind(path) == "file":
         kind = _kind_of(filesystem.split(path)[1].lower())
@@ -160,13 +164,21 @@ def read_digits() -> Rows:
     return Rows(ids, InMemory(np.repeat(grayscale[..., None], 3, axis=3)), labels, is_train, "digits")
 
 
-def read_folder(root: str) -> Rows:
-    """Class subfolders of ``root``, or of its train/ and test/ (or val/); loose images are unlabeled."""
+def read_folder(root: str, kind: str = "folder", flag: str = "--data") -> Rows:
+    """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or val/ (splits), whichever
+    it is (folder); loose images are unlabeled. ConfigError: it may be both, so that ``flag`` has to choose.
+    """
     folders, _ = children(_directory(root))
-    splits = {"": "train"}
-    if "train" in folders and children(join(root, "train"))[0]:
-        splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
-    return _labeled(root, f"folder:{root}", splits)
+    splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
+    if kind == "classes" or not ("train" in folders and children(join(root, "train"))[0]):
+        splits = {"": "train"}
+    rows, others = _labeled(root, f"folder:{root}", splits)
+    if others and kind == "folder":
+        named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+        ways = f"if train is a class, too, give {flag} classes:{root}; if it is a split and these are to be "
+        ways += f"left out, {flag} splits:{root}"
+        raise ConfigError(f"{root} has train/ with subfolders, and images in {named}: {ways}")
+    return rows
 
 
 def read_images(root: str) -> Rows:
@@ -176,14 +188,19 @@ def read_images(root: str) -> Rows:
 
 
 def read_two_folders(labeled: str, unlabeled: str) -> Rows:
-    """``labeled`` as :func:`read_folder` without loose images; ``unlabeled``: any images below it."""
+    """``labeled`` as :func:`read_folder` without loose images, maybe as KIND:DIR; ``unlabeled``: any images
+    below it.
+    """
+    match = re.match(r"(classes|splits):(?!//)(.*)", labeled, re.DOTALL)
+    kind, labeled = match.groups() if match and not os.path.exists(labeled) else ("folder", labeled)
+    labeled = filesystem.normalize_path(labeled)
     first, second = (os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled))
     if first.startswith(second) or second.startswith(first):
         raise ConfigError(f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate folders")
-    known, others = read_folder(labeled), read_images(unlabeled)
+    known, others = read_folder(labeled, kind, "--labeled"), read_images(unlabeled)
     loose = np.flatnonzero(~known.labels.given)
     if len(loose):
-        found = f"{len(loose)} images are in no class subfolder, e.g. {known.ids[loose[0]]}"
+        found = f"{plural(len(loose), 'image')} in no class subfolder, e.g. {known.ids[loose[0]]}"
         raise ConfigError(f"--labeled {labeled}: {found}")
     both = known, others
     names = ((f"labeled/{name}" for name in known.ids), (f"unlabeled/{name}" for name in others.ids))
@@ -202,11 +219,11 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
     if "train" not in folders:
         raise ConfigError(f"imagenet:{root}: no folder train there; expected train/WNID/ and val/WNID/")
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
-    rows = _labeled(root, f"imagenet:{root}", splits)
+    rows, _ = _labeled(root, f"imagenet:{root}", splits)
     other = np.flatnonzero(rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0)
     if len(other):
         what = f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
-        raise ConfigError(f"imagenet:{root}: {what}; sort it into one, or use folder:{root}")
+        raise ConfigError(f"imagenet:{root}: {what}; move it into one, or use folder:{root}")
     if not use_split:
         return rows
     held_out, novel = set(imagenet_wnids("held_out_118")), set(imagenet_wnids(f"novel_30_{split}"))
@@ -218,7 +235,7 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
         raise ConfigError(f"{rows.source}: none of its {len(present)} classes is a {missing}; choose {fix}")
     left_out = present & held_out - novel
     kept = np.flatnonzero(rows.labels.places([*left_out]) < 0)
-    note = f"{len(left_out)} held-out classes that are not in split {split} are left out"
+    note = f"ignored {plural(len(left_out), 'held-out class', 'held-out classes')} not in split {split}"
     notes = (*rows.notes, note) if left_out else rows.notes
     return replace(rows.take(kept), known=tuple(known), notes=notes)
 
@@ -233,9 +250,11 @@ def imagenet_wnids(file: str) -> list[str]:
     return (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt").read_text("utf-8").split()
 
 
-def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
-    """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class."""
-    filled, notes = set[str](), list[str]()
+def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list[str]]:
+    """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class. And
+    the other folders that hold images.
+    """
+    filled, notes, others = set[str](), list[str](), dict[str, None]()
 
     def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
         outside = 0
@@ -243,12 +262,15 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
             prefix = next(filter(found.relative.startswith, splits), None)
             if prefix is None:
                 outside += 1
+                folder, slash, _ = found.relative.partition("/")
+                if slash:
+                    others[valid_text(folder)] = None
                 continue
             folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
             filled.add(prefix + folder)
             yield found, valid_text(folder) if slash else None, splits[prefix] == "train"
         if outside:
-            notes.append(f"{outside} images outside {', '.join(splits)} are left out")
+            notes.append(f"ignored {plural(outside, 'image')} outside {', '.join(splits)}")
 
     rows = _rows(below(), source, notes)
     for prefix in splits:
@@ -258,8 +280,8 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> Rows:
                 raise ConfigError(f"class folder {path} holds no images; fill or remove it")
     loose = int((~rows.labels.given).sum())
     if 0 < loose < len(rows):
-        notes.append(f"{loose} images outside class subfolders are unlabeled")
-    return replace(rows, notes=tuple(notes))
+        notes.append(f"{plural(loose, 'image')} outside class subfolders: unlabeled")
+    return replace(rows, notes=tuple(notes)), [*others]
 
 
 def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, notes: list[str]) -> Rows:
@@ -267,7 +289,7 @@ def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, not
     parts = list[tuple[Text, Files, Labels, np.ndarray]]()
     for some in chunks(listed):
         found, labels, is_train = zip(*some, strict=True)
-        files = Files.of([f.path for f in found], [f.size for f in found])
+        files = Files.of([f.path for f in found], [f[2:] for f in found])
         ids = Text.of(valid_text(f.relative) for f in found)
         parts.append((ids, files, Labels.of(labels), np.array(is_train)))
     if not parts:
@@ -291,7 +313,7 @@ def _images(root: str, notes: list[str]) -> Iterator[FileEntry]:
         most = others.most_common(8)
         named = ", ".join(f"{number:,} {suffix}{OTHERS.get(suffix, '')}" for suffix, number in most)
         more = ", ..." if len(others) > 8 else ""
-        notes.append(f"{others.total():,} files below {root} are left out: {named}{more}")
+        notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
 
 
 PHOTOGRAPHS, VIDEO = " (photographs; save them as JPEG)", " (video; take still images)"

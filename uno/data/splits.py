@@ -21,11 +21,12 @@ from uno.data.plan import HELD_OUT, UNLABEL
 from uno.data.rows import Rows
 from uno.errors import ConfigError, did_you_mean
 from uno.limits import MAX_CLASSES
+from uno.text import composed
 
 MAX_NAMES_BYTES = 1_000_000
 SETTINGS = {
-    "ncd": "every unlabeled row is taken for one of the new classes",
-    "gcd": "unlabeled rows may be of known classes, too, and all classes compete for them",
+    "ncd": "unlabeled images belong to new classes only",
+    "gcd": "unlabeled images can belong to known or new classes",
 }
 
 
@@ -87,11 +88,11 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     source, is_train = rows.source, rows.is_train
     classes = order_classes(rows.labels.present, rows.class_names)
     if not classes:
-        raise ConfigError(f"{source}: no row has a label; known classes need labeled rows")
+        raise ConfigError(f"{source}: no image has a label; known classes need labeled images")
     chosen, num_novel = _known_classes(rows, config, classes), config.num_novel
     if chosen is not None:
         if len(chosen) == len(classes) and rows.labels.given.all():
-            what = f"all {len(classes)} classes of {source} are known: none is left to discover"
+            what = f"all {len(classes)} classes of {source} are known: nothing to discover"
             raise ConfigError(f"{what}; name fewer with --known-classes")
         novel = [name for name in classes if name not in chosen]
         num_novel = num_novel or len(novel) or None
@@ -99,13 +100,13 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         in_training = rows.labels.pick(is_train)
         chosen = in_training.present
         if not chosen:
-            raise ConfigError(f"{source}: no training row has a label; known classes need labeled rows")
+            raise ConfigError(f"{source}: no training image has a label; known classes need labeled images")
         if in_training.given.all():
-            fix = "--known-classes first:N to hide the other labels (benchmark), or add rows without a label"
-            raise ConfigError(f"{source}: every training row is labeled, nothing is to discover; give {fix}")
+            fix = "--known-classes first:N to hide the other labels (benchmark), or add unlabeled images"
+            raise ConfigError(f"{source}: every training image is labeled: nothing to discover; pass {fix}")
         novel = [name for name in order_classes(rows.truth.present, rows.class_names) if name not in chosen]
     if num_novel is None:
-        raise ConfigError(f"{source}: give --num-novel, the number of classes among the unlabeled rows")
+        raise ConfigError(f"{source}: pass --num-novel, the number of classes among the unlabeled images")
     known = [name for name in classes if name in chosen]
     if (num := len(known) + max(num_novel, len(novel))) > MAX_CLASSES:
         raise ConfigError(f"{source}: {num:,} classes, more than {MAX_CLASSES:,}")
@@ -118,7 +119,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     if config.unlabeled_known_fraction:
         if _known_classes(rows, config, classes) is None:
             raise ConfigError(
-                "data.unlabeled_known_fraction needs --known-classes: it leaves their rows without a label"
+                "data.unlabeled_known_fraction needs --known-classes: it hides labels of known classes"
             )
         labels = unlabel(labels, config.unlabeled_known_fraction)
     eval_labels = rows.truth.places([*known, *novel])
@@ -161,19 +162,20 @@ def decide_setting(
     if data.setting != "auto":
         return (
             data.setting,
-            f"setting: {data.setting}, as {'it began' if began else 'told'}: {SETTINGS[data.setting]}",
+            f"setting: {data.setting.upper()} ({'of the stored run' if began else '--data.setting'}): "
+            f"{SETTINGS[data.setting]}",
         )
     told = data.known_classes is not None or bool(declared)
     if data.unlabeled_known_fraction:
-        setting, why = "gcd", "as --data.unlabeled-known-fraction asks"  # type: tuple[Literal["ncd", "gcd"], str]
+        setting, why = "gcd", "--data.unlabeled-known-fraction"  # type: tuple[Literal["ncd", "gcd"], str]
     elif told:
-        setting, why = "ncd", "as only labels of other classes are hidden"
+        setting, why = "ncd", "labels of the other classes are hidden"
     elif no := why_not_gcd(config):
-        setting, why = "ncd", f"the only kind here ({no})"
+        setting, why = "ncd", no
     else:
-        setting, why = "gcd", "as nobody knows what rows without a label show"
-    other = " (--data.setting ncd if none is of a known class)" if setting == "gcd" and not told else ""
-    return setting, f"setting: {setting}, {why}: {SETTINGS[setting]}{other}"
+        setting, why = "gcd", "assumed"
+    other = "; if all are new, pass --data.setting ncd" if setting == "gcd" and not told else ""
+    return setting, f"setting: {setting.upper()} ({why}): {SETTINGS[setting]}{other}"
 
 
 def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[str]:
@@ -208,12 +210,12 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
         if not re.fullmatch(r"[0-9]{1,9}", first[1]) or not 1 <= int(first[1]) <= len(classes):
             raise ConfigError(f"known_classes {value!r}: N must be from 1 to {len(classes)}, the class count")
         return set(classes[: int(first[1])])
-    if value not in classes and ("/" in value or os.path.isfile(value)):
+    if composed(value) not in classes and ("/" in value or os.path.isfile(value)):
         where = f"known_classes file {value}"
         listed = read_text(os.path.expanduser(value), MAX_NAMES_BYTES, where).splitlines()
     else:
         listed, where = value.split(","), "known_classes"
-    names = [name.strip() for name in listed if name.strip()]
+    names = [composed(name.strip()) for name in listed if name.strip()]
     if not names:
         raise ConfigError(f"{where}: no class name given")
     for name in names:
@@ -221,7 +223,7 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
             hint = did_you_mean(name, classes, f"classes are {', '.join(classes[:8])}, ...")
             raise ConfigError(f"{where}: no class {name!r} in the data{hint}")
         if names.count(name) > 1:
-            raise ConfigError(f"{where}: class {name!r} is given twice")
+            raise ConfigError(f"{where}: class {name!r} is listed twice")
     return set(names)
 
 
@@ -233,7 +235,7 @@ def limit_rows(rows: Rows, limit: int) -> np.ndarray:
         members = members[np.argsort(rows.labels.codes[members], kind="stable")]
         groups = np.split(members, np.flatnonzero(np.diff(rows.labels.codes[members])) + 1)
         if len(groups) > limit:
-            raise ConfigError(f"--limit {limit} is below the {len(groups)} classes of the {split} rows")
+            raise ConfigError(f"--limit {limit} is below the {len(groups)} classes of the {split} images")
         left, todo = limit, len(groups)
         # Unlabeled rows first, then small classes; ties stay in order of the first row, whatever the names.
         for own in sorted(groups, key=lambda own: (given[own[0]], len(own), own[0])) if len(members) else ():

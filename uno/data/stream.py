@@ -8,6 +8,7 @@ rest of the augmentation on the device. In the place of an unreadable image stan
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -102,13 +103,17 @@ class StreamBatches:
         self._running = ExitStack()
         self._packed: Iterator[tuple[Tensor, dict[int, str]]] = iter(())
         self._next = -1
+        self.waited_s = 0.0
+        """For what is cropped ahead, so far."""
 
     def __call__(self, step: int) -> Batch:
         """The batch of global step ``step``; ConfigError: too many unreadable images, or a damaged source."""
         config, train, plan = self._config, self._train, self._plan
         if step != self._next:
             self._start(step)
+        before = time.perf_counter()
         pixels, bad = next(self._packed)
+        self.waited_s += time.perf_counter() - before
         self._next = step + 1
         rows, labels = self._job.rows(step), train.labels[torch.from_numpy(self._job.order.rows(step)[0])]
         for position, reason in bad.items():

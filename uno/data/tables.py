@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import posixpath
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +51,8 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     Images stay in the files until they are wanted.
     """
     source, (root, files) = f"parquet:{path}", _parquet_files(path)
+    with _lock:
+        _recent.cache_clear()  # files may have changed
     with ThreadPoolExecutor(FOOTERS) as pool:
         parts = list(pool.map(lambda file: _read_file(file, names), files))
     tables, class_names, known, left = zip(*parts, strict=True)
@@ -75,7 +78,7 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     if "image" in table.column_names:
         images = _files(source, root, _values(table["image"]), False)
     else:
-        images = ParquetImages(root, [f.path for f in files], left[0], [f.size for f in files])
+        images = ParquetImages(root, [f.path for f in files], left[0], [f[2:] for f in files])
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
     labels = Labels.none(len(table)) if labels is None else labels
     return Rows(ids, images, labels, is_train, source, class_names[0], known, eval_labels=truth)
@@ -98,12 +101,12 @@ def _parquet_files(path: str) -> tuple[str, list[filesystem.FileEntry]]:
     """The folder, and the Parquet files in it."""
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
-        return root, [filesystem.FileEntry(name, path, filesystem.size_of(path))]
+        return root, [filesystem.FileEntry(name, path, *filesystem.stat_of(path))]
     found = list(filesystem.walk(path))
     files = [f for f in found if f.relative.endswith(".parquet")]
     packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
     if any(json_at(pack, "finished") is False for pack in packs):
-        raise ConfigError(f"parquet:{path} is half a pack; run the same uno data pack again to finish it")
+        raise ConfigError(f"parquet:{path} is an unfinished pack; run the same uno data pack command again")
     if not files:
         raise ConfigError(f"no *.parquet files below {path}")
     return path, files
@@ -111,15 +114,13 @@ def _parquet_files(path: str) -> tuple[str, list[filesystem.FileEntry]]:
 
 class ParquetImages(Images):
     """The image column ``column`` (bytes or struct<bytes, path below ``root``>) of Parquet ``files``, read
-    when a row is wanted, a whole row group at a time. ``sizes`` in bytes, where they are known, save a
-    request each.
+    when a row is wanted, a whole row group at a time. ``stats``: size in bytes, which saves a request
+    each, and time of the last change, -1 where they are not known.
     """
 
-    def __init__(
-        self, root: str, files: Sequence[str], column: str, sizes: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, root: str, files: Sequence[str], column: str, stats: Sequence[Sequence[int]]) -> None:
         self.root, self.column = root, column
-        sized = list(zip(files, sizes or [-1] * len(files), strict=True))
+        sized = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
         with ThreadPoolExecutor(FOOTERS) as pool:
             opened = list(pool.map(lambda file: _parquet(*file), sized))
         pairs = zip(sized, opened, strict=True)
@@ -127,6 +128,8 @@ class ParquetImages(Images):
         self._groups = [(path, size, g) for (path, size), _, g in groups]
         self._starts = np.cumsum([0, *(file.metadata.row_group(g).num_rows for _, file, g in groups)])
         self._bytes = np.array([file.column_bytes(g, [column]) for _, file, g in groups], np.int64)
+        num_groups = [file.metadata.num_row_groups for file in opened]
+        self._times = np.repeat([stat[1] for stat in stats], num_groups).astype(np.int64)
         self._has_paths = any(file.may_name_files(g, column) for _, file, g in groups)
 
     def __len__(self) -> int:
@@ -165,6 +168,10 @@ class ParquetImages(Images):
         groups = self.groups(rows)
         pairs = zip((rows - self._starts[groups]).tolist(), self._bytes[groups].tolist(), strict=True)
         return (f"{number} of {size}".encode() for number, size in pairs)
+
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the Parquet files, unless rows may be files of their own."""
+        return np.full(len(rows), -1) if self._has_paths else self._times[self.groups(rows)]
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """Nothing is read where no row has a path in the place of bytes."""
@@ -297,6 +304,7 @@ class ParquetTable:
         self._first_group = np.cumsum([0, *map(len, groups)])  # of each file
         self._image = columns[0]
         self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
+        self.times = hashlib.sha256(repr([file.time for file in files]).encode()).hexdigest()
         if not len(self):
             raise ConfigError(f"{self._name}: no rows")
         _, first = next(self._read(np.arange(min(len(self), PATHS_TRIED))))
@@ -351,7 +359,7 @@ class ParquetTable:
         found = _images_in(column, inside)
         for image, path in zip(found, column.to_pylist() if column.type in TEXT else (), strict=False):
             if path and not image:
-                leaves = f"leaves the folder {self._root}; move it there"
+                leaves = f"is outside the folder {self._root}; move it there"
                 raise ConfigError(f"{self._name}: {one_line(repr(path))} {leaves}")
         return found
 
@@ -439,12 +447,19 @@ def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> 
 def _check_names(
     path: str, names: Mapping[str, str], columns: Iterable[str], images_only: bool = False
 ) -> None:
-    """ConfigError: a column that ``names`` speak of, and that is needed, is not there."""
+    """ConfigError: a column that ``names`` speak of, and that is needed, is not there; or one is almost named
+    as one of ours.
+    """
     present = list(columns)
     for ours, theirs in names.items():
         if theirs not in present and not (images_only and ours in TRAINING_COLUMNS):
             has = one_line(", ".join(present)) or "none"
             raise ConfigError(f"{path}: --data.columns {ours}={theirs}: no such column; it has {has}")
+    read = {*names, *present} | ({"label"} if {*LABEL_COLUMNS}.intersection(present) else set())
+    for theirs in () if images_only else {*present}.difference(names.values()):
+        ours = theirs.strip().lower()
+        if ours in ("label", "split", "eval_label") and ours not in read:
+            raise ConfigError(f"{path}: column {theirs!r} is not {ours}: rename it, or leave it out")
 
 
 def json_at(text: str | bytes, *names: str) -> Any:
@@ -469,9 +484,20 @@ def _labels(source: str, column: Any, names: Sequence[str]) -> Labels:
         values = [None if v is None or v < 0 else names[v] if names else str(v) for v in values]
     elif kind not in (*TEXT, pa.null()):
         raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
-    found = Labels.of(value or None for value in values)
+    found = _distinct(source, Labels.of(value or None for value in values))
     rows = coded.indices.fill_null(len(values)).to_numpy()
     return Labels(found.classes, np.append(found.codes, np.int32(-1))[rows])
+
+
+def _distinct(source: str, labels: Labels) -> Labels:
+    """``labels``. ConfigError: two classes differ by spaces around their names, or as 1 and 1.0 do."""
+    seen: dict[str, str] = {}
+    for name in labels.classes:
+        other = seen.setdefault(re.sub(r"(?<=^\d)(\d*)\.0+$", r"\1", name.strip()), name)
+        if other != name:
+            pair = f"{one_line(repr(other))} and {one_line(repr(name))}"
+            raise ConfigError(f"{source}: {pair} are one class or two? Write them alike, or rename one")
+    return labels
 
 
 def _check_images(source: str, kind: Any) -> None:
@@ -503,7 +529,8 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
     labels, truth = (
-        Labels.of(class_name(source, v) for v in columns.get(c, missing)) for c in ("label", "eval_label")
+        _distinct(source, Labels.of(class_name(source, v) for v in columns.get(c, missing)))
+        for c in ("label", "eval_label")
     )
     given = enumerate(columns.get("id", missing))
     ids = Text.of(f"row-{i}" if value in (None, "") else str(value) for i, value in given)
@@ -521,6 +548,8 @@ def _read_csv(path: str) -> dict[str, list[Any]]:
     row = next((i for i, record in enumerate(records) if len(record) > len(fields)), None)
     if row is not None:
         raise ConfigError(f"{path}: row {row} has more values than the {len(fields)} columns")
+    if (name := next((n for i, n in enumerate(fields) if n and n in fields[:i]), None)) is not None:
+        raise ConfigError(f"{path}: two columns are named {one_line(repr(name))}")
     return {name: [r[i] if i < len(r) else None for r in records] for i, name in enumerate(fields)}
 
 
@@ -538,7 +567,7 @@ def _read_jsonl(path: str) -> dict[str, list[Any]]:
         if not line.strip():
             continue
         try:
-            record = filesystem.parse_json(line)
+            record = filesystem.parse_json(line, _once)
             if "\\u" in line:
                 json.dumps(record, ensure_ascii=False).encode()  # half a surrogate pair is no text
         except ValueError as error:
@@ -548,6 +577,14 @@ def _read_jsonl(path: str) -> dict[str, list[Any]]:
         records.append(record)
     names = dict.fromkeys(name for record in records for name in record)
     return {name: [record.get(name) for record in records] for name in names}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. ValueError: two of its values have one name."""
+    names = [name for name, _ in pairs]
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"{next(n for i, n in enumerate(names) if n in names[:i])!r} twice in an object")
+    return found
 
 
 def class_name(source: str, label: Any) -> str | None:
@@ -577,12 +614,12 @@ def _files(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> 
                 raise ConfigError(f"{source}: row {row} has no image path")
             path = inside(relative) if relative else ""
             if path is None:
-                leaves = f"{one_line(repr(relative))} leaves the folder {root}; move it there"
+                leaves = f"{one_line(repr(relative))} is outside the folder {root}; move it there"
                 raise ConfigError(f"{source}: row {row}: {leaves}")
             first, row = first if row else relative, row + 1
             paths.append(path)
-        parts.append(Files.of(paths, [filesystem.size_of(path) for path in paths]))
-    found = Files.join(parts or [Files.of([], [])])
-    if row and not filesystem.is_uri(root) and found.file_sizes.max() < 0:
+        parts.append(Files.of(paths, map(filesystem.stat_of, paths)))
+    found = Files.join(parts or [Files.of([], ())])
+    if row and not filesystem.is_uri(root) and found.stats[:, 0].max() < 0:
         raise ConfigError(f"{source}: none of its {row} images is below {root}, e.g. {one_line(repr(first))}")
     return found

@@ -24,6 +24,7 @@ from uno.data.rows import SPLITS, Rows
 from uno.data.tables import class_name
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_IMAGE_BYTES, MAX_MEMBER_BYTES, MAX_ROWS
+from uno.text import plural
 
 SCANNED = 16  # shards at once
 WINDOW_BYTES = {False: 2**14, True: 2**20}  # that a scan reads at once, of a local file and of an object
@@ -45,9 +46,12 @@ RECORD = re.compile(rb"(\d{1,8}) ([^=]+)=")  # of an extended header: LENGTH NAM
 
 @dataclass(frozen=True, eq=False)
 class TarImages(Images):
-    """Images inside ``shards``: of each row its shard int32 (N,), and where it is there, int64 (N,) each."""
+    """Images inside ``shards``, last changed at ``shard_times`` int64; of each row its shard int32 (N,), and
+    where it is there, int64 (N,) each.
+    """
 
     shards: Sequence[str]
+    shard_times: np.ndarray
     shard: np.ndarray
     offset: np.ndarray
     size: np.ndarray
@@ -75,6 +79,10 @@ class TarImages(Images):
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Those of the members."""
         return self.size[rows]
+
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the shards."""
+        return self.shard_times[self.shard[rows]]
 
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
         """Sizes, as of files."""
@@ -110,7 +118,8 @@ def read_tar(path: str, images_only: bool = False) -> Rows:
     ids, offsets, sizes, labels = zip(*parts, strict=True)
     counts = [sum(len(part[0]) for part in scan.parts) for scan in scans]
     images = TarImages(
-        [shard.path for shard in shards], np.repeat(np.arange(len(shards), dtype=np.int32), counts),
+        [shard.path for shard in shards], np.array([shard.time for shard in shards], np.int64),
+        np.repeat(np.arange(len(shards), dtype=np.int32), counts),
         np.concatenate(offsets), np.concatenate(sizes),
     )  # fmt: skip
     is_train = np.repeat([_split(shard.relative) == "train" for shard in shards], counts)
@@ -118,7 +127,7 @@ def read_tar(path: str, images_only: bool = False) -> Rows:
     notes = [note for scan in scans for note in scan.notes]
     if others:
         named = ", ".join(f"{num:,} .{name}" for name, num in others.most_common(8))
-        notes.append(f"{others.total():,} members of the tar files are not read: {named}")
+        notes.append(f"ignored {plural(others.total(), 'member')} of the tar files: {named}")
     classes = Labels.of(chain(*labels))
     return Rows(Text.join(ids), images, classes, is_train, source, notes=tuple(notes))
 
@@ -200,7 +209,7 @@ class Shard:
         except (tarfile.HeaderError, ValueError):
             info = None
         if info is None or info.size < 0:
-            raise ConfigError(f"{self.path} is no tar file: no header at byte {at:,}")
+            raise ConfigError(f"{self.path} is not a tar file: no header at byte {at:,}")
         return info
 
     def _told(self, info: tarfile.TarInfo, at: int) -> Told:
@@ -212,7 +221,7 @@ class Shard:
         while found := RECORD.match(text, start):
             end = start + int(found[1])
             if not found.end() < end <= len(text):
-                raise ConfigError(f"{self.path}: a header that is no list of names and values")
+                raise ConfigError(f"{self.path}: a header that is not a list of names and values")
             fields[found[2]], start = text[found.end() : end - 1], end
         size = fields.get(b"size", b"")
         return Told(
@@ -263,7 +272,7 @@ def _scan(found: FileEntry, images_only: bool) -> _Scan:
         places = np.array(offsets, np.int64), np.array(sizes, np.int64)
         scan.parts.append((Text.of(names), *places, Labels.of(labels)))
     if shard.is_cut:
-        scan.notes.append(f"{shard.name} is cut off: it ends inside a member")
+        scan.notes.append(f"{shard.name} is truncated: it ends inside a member")
     return scan
 
 
@@ -346,7 +355,7 @@ def _shards(path: str) -> list[FileEntry]:
     """The tar files that a path or pattern names, in order."""
     kind = filesystem.kind(path)
     if kind == "file":
-        return [FileEntry(filesystem.split(path)[1], path, filesystem.size_of(path))]
+        return [FileEntry(filesystem.split(path)[1], path, *filesystem.stat_of(path))]
     if kind == "missing":
         return _matching(path)
     found = list(filesystem.walk(path))
@@ -378,7 +387,7 @@ def _matching(pattern: str) -> list[FileEntry]:
             found += [file for file in below if wanted.fullmatch(file.relative)]
         else:
             path = filesystem.join(folder, name)
-            found.append(FileEntry(name, path, filesystem.size_of(path)))
+            found.append(FileEntry(name, path, *filesystem.stat_of(path)))
     if not found:
         raise ConfigError(f"tar:{pattern}: no such file")
     return found

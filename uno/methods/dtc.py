@@ -1,9 +1,9 @@
 """DTC: deep transfer clustering (Han et al., "Learning to discover novel visual categories via deep transfer
 clustering", ICCV 2019), in its Pi-model form: of its variants the one that keeps no second memory of rows.
 
-Features are reduced to C_u dimensions by a linear layer that starts as their principal components; centres
-start as k-means of the reduced features. q is the Student-t similarity to the centres, p sharpens it
-(p ~ q^2 / sum of q over rows), and KL(p || q) is minimised while p stands still for a while.
+Features are reduced to C_u dimensions by a linear layer that starts as their principal components; centers
+start as k-means of the reduced features. q is the Student-t similarity to the centers, p sharpens it
+(p ~ q^2 / sum of q over rows), and KL(p || q) is minimized while p stands still for a while.
 
 Known constants, from the authors' code: 10 epochs of warm-up without consistency, then 100; p anew at the
 end of the warm-up, then every 5 epochs (CIFAR100: 30, every 10; ImageNet: 10, then 60); weight of the
@@ -62,7 +62,7 @@ class DistanceHead(nn.Module):
     def __init__(self, num_novel: int, num_features: int) -> None:
         super().__init__()
         self.reduce = nn.Linear(num_features, num_novel)
-        self.weight = nn.Parameter(torch.randn(1, num_novel, num_novel))  # centres u_k
+        self.weight = nn.Parameter(torch.randn(1, num_novel, num_novel))  # centers u_k
 
     def forward(self, features: Tensor) -> Tensor:
         """(N, D) -> (1, N, K) float32 at least."""
@@ -107,7 +107,7 @@ def remember_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
 
 @torch.no_grad()
 def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
-    """Principal components, k-means centres; q and p (N_u, K) of all unlabeled rows. ConfigError: too few."""
+    """Principal components, k-means centers; q and p (N_u, K) of all unlabeled rows. ConfigError: too few."""
     images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
     features = features_of(model.eval(), images, config)
     if config.model.finetune == "none":  # whose file knows no class

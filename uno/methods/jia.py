@@ -29,7 +29,7 @@ from uno import collectives
 from uno.config import Config
 from uno.heads import unit
 from uno.methods import Method, rs
-from uno.methods.method import AdaptedHead, NovelHead, forward_two_views, learnt_features
+from uno.methods.method import AdaptedHead, NovelHead, forward_two_views, learned_features
 from uno.model import UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -43,7 +43,7 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """The objective of pairs + contrast of all rows. Returns the loss as (1,)."""
     num_labeled, windows = len(batch.labels), state.extra["windows"]
     known, novel, features = forward_two_views(state, batch)
-    features = learnt_features(state.model, features)
+    features = learned_features(state.model, features)
     codes = hash_codes(features[:, num_labeled:].detach().mean(dim=0), windows)
     similar = agreement(codes, collectives.gather_rows(codes, 0), windows.shape[1]) > AGREEMENT
     pairs = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)

@@ -1,7 +1,7 @@
 """MCL: meta classification likelihood (Hsu et al., "Multi-class classification without multi-class labels",
 ICLR 2019; code L2C, where it is called CCL).
 
-The novel head maximises the likelihood of what a similarity network (:mod:`uno.methods.pairs`) says of every
+The novel head maximizes the likelihood of what a similarity network (:mod:`uno.methods.pairs`) says of every
 pair of unlabeled rows. Known constant, from the authors' code: 1e-7 inside the logarithm.
 """
 

@@ -46,7 +46,7 @@ class AdaptedHead(NovelHead):
         return self.prototypes(self.layer(features))
 
 
-def learnt_features(model: UnoModel, features: Tensor) -> Tensor:
+def learned_features(model: UnoModel, features: Tensor) -> Tensor:
     """Features (..., D) as the method shapes them: the encoder's own, or an :class:`AdaptedHead`'s."""
     head = model.novel
     return head.layer(features) if isinstance(head, AdaptedHead) else features

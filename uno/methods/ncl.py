@@ -1,21 +1,21 @@
-"""NCL: neighbourhood contrastive learning (Zhong et al., "Neighborhood contrastive learning for novel class
+"""NCL: neighborhood contrastive learning (Zhong et al., "Neighborhood contrastive learning for novel class
 discovery", CVPR 2021; arXiv 2106.10731).
 
 The objective of :mod:`uno.methods.rs` with pairs called similar where their features' cosine is high, and
 contrast of the features themselves with two memories, first in first out. An unlabeled row is drawn to its
-other view and to its nearest neighbours in the memory of unlabeled rows, and pushed away from the rest and
+other view and to its nearest neighbors in the memory of unlabeled rows, and pushed away from the rest and
 from hard negatives: memory entries unlike it, mixed with labeled ones. A labeled row is drawn to its other
 view and to all entries of its class. Neither memory holds a label that is not given.
 
 Known constants, from the authors' code: pairs are similar above a cosine of .95 (``--ncl.threshold``; a
 small network that few labels trained needs a lower one: record ``2026-11-23_cpu-track``); temperature .05;
 memories of 2,000 (ImageNet 3,000); of an unlabeled row's target .2 on the other view and .8 spread over
-k = int(2000 / C_u / 2) neighbours; weight 1 from epoch 1 of 200; weight .1 of labeled rows, targets uniform;
+k = int(2000 / C_u / 2) neighbors; weight 1 from epoch 1 of 200; weight .1 of labeled rows, targets uniform;
 hard negatives from epoch 3: the 400 entries least like the row (50 where C_u = 5) mixed 5 times with random
 labeled entries, 1/3 to 2/3 and 2/3 to 1/3, of which the 400 hardest count; the weight of the consistency as
 RS.
 
-Ours: a memory is no larger than its set, or it would hold a row's past more often than its neighbours; k, 400
+Ours: a memory is no larger than its set, or it would hold a row's past more often than its neighbors; k, 400
 and 50 shrink with it. Epochs are shares of the phase, and a term waits until its memories are full, where
 theirs begin as random numbers. The target sums to one, as in the paper: in their code a row whose other view
 is among its own nearest loses that part. Labeled entries are drawn with replacement, by a generator of the
@@ -37,7 +37,7 @@ from uno import collectives
 from uno.config import Config, field
 from uno.heads import unit
 from uno.methods import Method, rs
-from uno.methods.method import AdaptedHead, NovelHead, forward_two_views, learnt_features, similar_by_cosine
+from uno.methods.method import AdaptedHead, NovelHead, forward_two_views, learned_features, similar_by_cosine
 from uno.model import UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -62,7 +62,7 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """The objective of pairs + contrast of labeled and, once it is time, of unlabeled rows. Returns (1,)."""
     num_labeled, extra = len(batch.labels), state.extra
     known, novel, features = forward_two_views(state, batch)
-    features = learnt_features(state.model, features)
+    features = learned_features(state.model, features)
     similar = similar_by_cosine(features[0, num_labeled:], config.method_options.threshold)
     loss = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
     query, key = unit(features[0]), unit(features[1]).detach()
@@ -78,7 +78,7 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
         if state.progress >= HARD_START and all(full):
             hard = _hard(state, query[num_labeled:], novel.shape[-1])
         near = max(1, int(len(past) / novel.shape[-1] / 2))
-        loss = loss + neighbour_loss(query[num_labeled:], key[num_labeled:], past, near, hard)
+        loss = loss + neighbor_loss(query[num_labeled:], key[num_labeled:], past, near, hard)
     seen = query.detach()
     extra["labeled_memory"] = newest(seen[:num_labeled], past_labeled)
     extra["labeled_classes"] = newest(batch.labels, classes)
@@ -103,7 +103,7 @@ def class_loss(query: Tensor, key: Tensor, labels: Tensor, memory: Tensor, class
     return -(total / (1 + same.sum(dim=1))).mean()
 
 
-def neighbour_loss(query: Tensor, key: Tensor, memory: Tensor, near: int, hard: Tensor | None) -> Tensor:
+def neighbor_loss(query: Tensor, key: Tensor, memory: Tensor, near: int, hard: Tensor | None) -> Tensor:
     """Cross-entropy with .2 of the target on the other view, .8 on the ``near`` nearest entries, a scalar.
 
     Unit vectors: query, key (N, D), memory (M, D); ``hard`` (N, n): cosines with further negatives.

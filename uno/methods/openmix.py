@@ -105,7 +105,7 @@ def mixed_loss(joint: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def start(config: Config, model: UnoModel, train: TrainData) -> dict[str, Tensor]:
-    """Novel prototypes to the centres of k-means clusters of the features."""
+    """Novel prototypes to the centers of k-means clusters of the features."""
     model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
     model.train()

@@ -1,4 +1,4 @@
-"""A network that says whether two images are of one class, learnt from the labeled rows: KCL and MCL use it.
+"""A network that says whether two images are of one class, learned from the labeled rows: KCL and MCL use it.
 
 Hsu et al. train it first, on its own network, and freeze it; then unlabeled rows alone train. Here it is
 trained in the same run, on the detached features of the network that is being trained, from the pairs of
@@ -7,7 +7,7 @@ head stays (records ``pairs-digits`` and ``methods-digits`` compare both orders,
 
 Its form is that of the authors' code, a hidden layer of 4 D units on both features side by side (at most the
 2,048 of their 512 features: every pair of a batch passes through it), without its BatchNorm; features are
-normalised to length one. All pairs of a batch count alike, so it is taken for granted that novel classes are
+normalized to length one. All pairs of a batch count alike, so it is taken for granted that novel classes are
 about as many as known ones; a pair is similar where its probability exceeds 1/2. The three terms of a step
 weigh one each, and pairs are of (view 0, view 1), where the authors have one view: both are our choice.
 """

@@ -36,7 +36,7 @@ def settings(name: str, preset: str) -> dict[str, Any]:
 
 
 def build_network(config: Config, num_known: int, num_novel: int, seed: int) -> "UnoModel":
-    """The freshly initialised network of the run's method; ``num_novel`` 0: encoder and known head alone."""
+    """The freshly initialized network of the run's method; ``num_novel`` 0: encoder and known head alone."""
     from uno.model import build_model
 
     method = load(config)

@@ -13,19 +13,19 @@ from uno.results.metrics import Counts
 from uno.text import visible
 
 WIDTH, HEIGHT, WIDE = 360, 150, 720
-MAX_CURVE_POINTS, COLOURS = 300, 10
+MAX_CURVE_POINTS, COLORS = 300, 10
 LEVELS = 10  # shades of a heat map
 MAX_MATRIX = 160  # classes or outputs up to which one is drawn
 MAX_POINTS = 1_500  # of a map
 # Half of the default, in half of its time (three maps took 14 s on one core, 29 s on a slower one), and ten
-# neighbours of a digit are as near it in the map: trustworthiness .9924, with 1,000 steps .9927.
+# neighbors of a digit are as near it in the map: trustworthiness .9924, with 1,000 steps .9927.
 TSNE_STEPS = 500
 MIN_POINTS, PCA_DIMENSIONS = 10, 50
 EXTENT = 1000  # coordinates of a map are integers in [0, EXTENT]
 
 
 class Series(NamedTuple):
-    """A curve to draw; ``kind`` is its style, by default a colour."""
+    """A curve to draw; ``kind`` is its style, by default a color."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -91,7 +91,7 @@ def line_chart(
     for i, s in enumerate(kept):
         chosen = np.linspace(0, len(s.points) - 1, min(len(s.points), MAX_CURVE_POINTS)).round().astype(int)
         path = "M" + "L".join(f"{at_x(s.points[j][0]):g} {at_y(s.points[j][1]):g}" for j in chosen)
-        kind = s.kind or f"k{i % COLOURS}"
+        kind = s.kind or f"k{i % COLORS}"
         if len(chosen) == 1:
             path, kind = f"{path}h0", f"{kind} point"
         lines.append(Line(s.name, kind, path, f"{s.points[-1][1]:.3g}", s.opacity))
@@ -183,17 +183,17 @@ def draw_map(title: str, caption: str, data: NDArray[np.float32], seed: int) -> 
 
 
 def map_groups(
-    classes: NDArray[np.int64], names: Sequence[str], num_known: int, colours: Sequence[int],
+    classes: NDArray[np.int64], names: Sequence[str], num_known: int, colors: Sequence[int],
     maps: Sequence[Map],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The dots of each of the ``classes`` (P,), -1 for none, in ``maps`` of these P points."""
     groups = []
     for index in np.unique(classes).tolist():
         mine = [m.xy[classes == index] for m in maps]
-        group = {"index": index, "name": "no truth", "kind": "none", "colour": "k-none"}
+        group = {"index": index, "name": "no truth", "kind": "none", "color": "k-none"}
         if index >= 0:
             kind = "known" if index < num_known else "novel"
-            group |= {"name": names[index], "kind": kind, "colour": f"k{colours[index]}"}
+            group |= {"name": names[index], "kind": kind, "color": f"k{colors[index]}"}
         group["paths"] = ["".join(f"M{x} {y}h0" for x, y in xy) for xy in mine]
         group["middles"] = [np.median(xy, axis=0).astype(int).tolist() for xy in mine]
         groups.append(group)

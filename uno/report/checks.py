@@ -22,12 +22,12 @@ LOW_CONFIDENCE = 0.5
 ABSORBED = 0.1
 
 CHECKED = (  # for the page
-    f"collapse (classes that take less than {UNUSED:.0%} of an equal share), "
+    f"collapse (classes with less than {UNUSED:.0%} of an equal share), "
     f"imbalance (largest more than {UNEVEN:g} times the smallest), "
-    f"classes of fewer than {MIN_ROWS} images, classes more alike than {SIMILAR:g}, "
-    f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, a chosen head that stands alone, "
+    f"classes of fewer than {MIN_ROWS} images, classes more similar than {SIMILAR:g}, "
+    f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, a best head unlike the others, "
     f"median confidence below {LOW_CONFIDENCE:.0%}, "
-    f"more than {ABSORBED:.0%} of the images of the NCD setting taken for known classes, "
+    f"more than {ABSORBED:.0%} of the images of the NCD setting assigned to known classes, "
     "accuracy not above k-means, skipped training steps, unfinished phases, unreadable images"
 )
 
@@ -52,7 +52,7 @@ def _sizes(config: Config, sample: Sample, findings: SampleSummary) -> Warnings:
     used = [c for c in clusters if c.count > UNUSED * max(equal, 1)]
     if unused := [c.name for c in clusters if c not in used]:
         yield (
-            f"Collapse: {len(unused)} of {num} discovered classes take almost no image ({_list(unused)})",
+            f"Collapse: {len(unused)} of {num} discovered classes have almost no images ({_list(unused)})",
             "Train longer, raise --objective.epsilon, or ask for fewer classes (--num-novel).",
         )
     big, small = (f(used, key=lambda c: c.count, default=clusters[0]) for f in (max, min))
@@ -68,7 +68,7 @@ def _sizes(config: Config, sample: Sample, findings: SampleSummary) -> Warnings:
         yield (
             f"Few images: {plural(len(few), 'discovered class', 'discovered classes')} with fewer than "
             f"{MIN_ROWS} unlabeled images ({_list(few)})",
-            "Their numbers say little; more unlabeled images or fewer classes would help.",
+            "Metrics of such small classes are unreliable; add unlabeled images or ask for fewer classes.",
         )
     factor = config.model.overcluster_factor if load(config.method).novel_head is None else 0
     if sample.is_whole and total < MIN_ROWS * factor * num:
@@ -84,15 +84,15 @@ def _doubts(sample: Sample, findings: SampleSummary, mixed: bool) -> Warnings:
     if num := (pairs > SIMILAR).sum():
         a, b = (sample.names[num_known + i] for i in np.unravel_index(pairs.argmax(), pairs.shape))
         yield (
-            f"Look-alikes: {plural(num, 'pair')} of discovered classes whose images are alike, "
-            f"most so “{a}” and “{b}” ({pairs.max():.2f})",
+            f"Similar classes: {plural(num, 'pair')} of discovered classes, "
+            f"most similar “{a}” and “{b}” ({pairs.max():.2f})",
             "They may be one class: compare their galleries, then merge them (uno classes) or ask for fewer.",
         )
     if sample.num_heads > 1 and findings.mean_agreement < LOW_AGREEMENT:
         yield (
-            f"Heads disagree: on average only {findings.mean_agreement:.0%} of the heads give an image the "
-            "same class",
-            "The grouping depends on a head's random start: train longer or try another number of classes.",
+            f"Heads disagree: on average only {findings.mean_agreement:.0%} of the heads assign an image to "
+            "the same class",
+            "Clusters depend on the initialization: train longer or try another number of classes.",
         )
     elif sample.num_heads > 2:
         shares = np.delete(findings.pairs, sample.best_head, axis=1)  # (H, H - 1)
@@ -103,8 +103,8 @@ def _doubts(sample: Sample, findings: SampleSummary, mixed: bool) -> Warnings:
             yield (
                 f"Heads disagree: the chosen one agrees with each of the others on {own:.1%} of the images, "
                 f"they with each other on {theirs:.1%}",
-                "The lowest training loss has chosen the odd one out: look at images of a low head_agreement "
-                "in predictions.parquet, or compare with another --seed.",
+                "The head with the lowest training loss disagrees with the others: look at images with low "
+                "head_agreement in predictions.parquet, or compare with another --seed.",
             )
     if findings.median_confidence < LOW_CONFIDENCE:
         yield (
@@ -114,9 +114,9 @@ def _doubts(sample: Sample, findings: SampleSummary, mixed: bool) -> Warnings:
         )
     if findings.absorbed > ABSORBED and not mixed:
         yield (
-            f"{findings.absorbed:.0%} of the unlabeled images are taken for known classes",
+            f"{findings.absorbed:.0%} of the unlabeled images are assigned to known classes",
             "If the unlabeled images really contain known classes, train with --data.setting gcd; otherwise "
-            "novel ones are being absorbed.",
+            "novel images are lost to known classes.",
         )
 
 
@@ -126,7 +126,7 @@ def _run(facts: RunData) -> Warnings:
         step, total, skipped = (last.get(key, 0) for key in ("step", "total_steps", "skipped_steps"))
         if step < total:
             seen = f"Unfinished: the {phase} phase stopped at step {step:,} of {total:,}"
-            yield seen, "The command of the run, given again, resumes it."
+            yield seen, "Run the same command again to resume."
         if skipped:
             yield (
                 f"{plural(skipped, 'step')} of {phase} skipped because the loss was not finite",
@@ -143,14 +143,14 @@ def _run(facts: RunData) -> Warnings:
             right, baseline = facts.metrics.get(key), facts.metrics.get(row.key("train", group))
             if right is not None and baseline is not None and right <= baseline:
                 yield (
-                    f"No better than k-means: {right:.1%} of the {images} images are right, {row.title} "
+                    f"No better than k-means: {right:.1%} of the {images} images are correct, {row.title} "
                     f"{baseline:.1%}",
-                    "Discovery did not help here; see the learning curves.",
+                    "Discovery did not improve on clustering; see the learning curves.",
                 )
     if facts.bad:
-        yield f"{plural(len(facts.bad), 'image')} could not be read and so left out", "Listed below."
+        yield f"{plural(len(facts.bad), 'image')} could not be read and left out", "Listed below."
     if facts.unreadable:
-        missing = "What depends on it is missing on this page."
+        missing = "Sections that need it are missing in this report."
         yield f"{', '.join(facts.unreadable)} could not be read", missing
 
 

@@ -21,11 +21,11 @@ from uno.report.page import render
 from uno.report.pictures import SHEET_COLUMNS, Album
 from uno.report.sample import Sample, open_model, score_sample
 from uno.results.accuracy_table import filled_tables
-from uno.results.classes import REJECTED, edits_of
+from uno.results.classes import edits_of
 from uno.results.infer import Classifier, decoder
 from uno.results.metrics import confusion, hungarian, joint_matching
 from uno.results.trust import verdict
-from uno.runs import REPORT_FILE
+from uno.runs import REPORT_FILE, directory
 from uno.text import visible
 
 log = logging.getLogger(__name__)
@@ -74,10 +74,15 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
     try:
         task = make_task(read_rows(config.data), config.data)
     except (ConfigError, OSError) as error:
-        return None, f"The data of the run cannot be read, so nothing here shows images: {error}"
-    if recorded in (None, task.rows.fingerprint):
+        return None, f"The data of the run cannot be read, so this report shows no images: {error}"
+    changed = "" if recorded in (None, task.rows.fingerprint) else "its fingerprint differs"
+    try:
+        directory.check_images(storage, task.rows)
+    except ConfigError:
+        changed = changed or "the content of images differs"
+    if not changed:
         return task, ""
-    return None, "The data has changed since the run (its fingerprint differs), so nothing here shows images."
+    return None, f"The data has changed since the run ({changed}), so this report shows no images."
 
 
 def _looked(task: Task, sample: Sample, findings: SampleSummary, seed: int) -> dict[str, Any]:
@@ -112,7 +117,7 @@ def _looked(task: Task, sample: Sample, findings: SampleSummary, seed: int) -> d
     return {
         "sample": sample, "findings": findings, "true_names": true_names,
         "cards": [card(c.output, c) for c in by_size],
-        "rejected": card(-1) | {"name": REJECTED} if -1 in rows_of else None,
+        "rejected": card(-1) | {"name": sample.columns[0][-1]} if -1 in rows_of else None,
         "known_cards": [card(k) for k in range(task.num_known)], "album": album, "side": album.side,
         "fates": edits_of(sample.classes), "matrices": matrices, "data": data,
         **_maps(task, sample, truth, album, seed, data),
@@ -130,7 +135,7 @@ def _matrices(task: Task, sample: Sample, all_truth: np.ndarray) -> dict[str, di
         matching = joint_matching(counts[:, :num_kept], num_known)  # nobody is right to be rejected
         title = f"{label}, all classes (task-agnostic, joint matching)"
         drawn[f"{split}-joint"] = charts.matrix(title, counts, (true_names, names), matching, num_known)
-        if (truth >= num_known).any():
+        if (truth >= num_known).any() and num_kept > num_known:
             own, num_novel = places[sample.own] - num_known, num_kept - num_known
             of_novel = np.maximum(truth - num_known, -1)
             counts = confusion(of_novel, own, len(task.novel), len(names) - num_known)
@@ -142,11 +147,11 @@ def _matrices(task: Task, sample: Sample, all_truth: np.ndarray) -> dict[str, di
 def _maps(
     task: Task, sample: Sample, all_truth: np.ndarray, album: Album, seed: int, data: dict[str, Any]
 ) -> dict[str, Any]:
-    """Maps of a few rows, their dots for each colouring, and in ``data`` what the script reads."""
+    """Maps of a few rows, their dots for each coloring, and in ``data`` what the script reads."""
     points = charts.choose_points(len(sample.index), seed)
     features, novel, over = sample.features[points], sample.novel[points], sample.over
     logits = np.concatenate([sample.known[points], novel.reshape(len(points), -1)], axis=1)
-    heads = f"Known logits and those of all {sample.num_heads} cluster heads, side by side."
+    heads = f"Logits of the known head and of all {sample.num_heads} cluster heads, side by side."
     spaces = {
         "Shared feature space": (f"Encoder output, {features.shape[1]} dimensions.", features),
         "Cluster-head logits": (heads, logits),
@@ -161,16 +166,16 @@ def _maps(
         return {"left_out": left_out}
     num_known, (names, places), true_names = task.num_known, sample.columns, [*task.known, *task.novel]
     truth, output = all_truth[points], places[sample.output[points]]
-    # Discovered classes count colours up, known ones down: few of both share none.
-    known_colours = [charts.COLOURS - 1 - i % charts.COLOURS for i in range(num_known)]
+    # Discovered classes count colors up, known ones down: few of both share none.
+    known_colors = [charts.COLORS - 1 - i % charts.COLORS for i in range(num_known)]
     layers = {}
     if (all_truth >= num_known).any():
         counts = confusion(all_truth, places[sample.output], len(true_names), len(names))
-        matching = hungarian(counts[num_known:, num_known:])  # a class has the colour of its cluster
-        colours = known_colours + [(m if m >= 0 else i) % charts.COLOURS for i, m in enumerate(matching)]
-        layers["true"] = charts.map_groups(truth, true_names, num_known, colours, maps)
-    colours = known_colours + [i % charts.COLOURS for i in range(len(names) - num_known)]
-    layers["predicted"] = charts.map_groups(output, names, num_known, colours, maps)
+        matching = hungarian(counts[num_known:, num_known:])  # a class has the color of its cluster
+        colors = known_colors + [(m if m >= 0 else i) % charts.COLORS for i, m in enumerate(matching)]
+        layers["true"] = charts.map_groups(truth, true_names, num_known, colors, maps)
+    colors = known_colors + [i % charts.COLORS for i in range(len(names) - num_known)]
+    layers["predicted"] = charts.map_groups(output, names, num_known, colors, maps)
     sheet, side = album.sheet(points)
     ids, known = task.rows.ids, np.where(truth >= 0, truth < num_known, output < num_known)
     data["maps"] = {

@@ -60,7 +60,7 @@ class SampleSummary:
 
 
 def summarize(task: Task, sample: Sample) -> SampleSummary:
-    """Summarise ``sample``."""
+    """Summarize ``sample``."""
     rows, output, num_known = sample.index, sample.output, task.num_known
     unlabeled = task.is_train[rows] & (task.labels[rows] < 0)
     truth, true_names = task.eval_labels[rows], [*task.known, *task.novel]
@@ -97,8 +97,8 @@ def class_similarity(features: Tensor, member: Tensor, num_classes: int) -> Tens
     groups = F.one_hot(member, num_classes).float()  # (N, C)
     used = groups.any(dim=0)
     means = F.normalize(groups.T @ F.normalize(features.float(), dim=-1), dim=-1)
-    centred = F.normalize(means - means[used].mean(dim=0), dim=-1)
-    cosines = (centred @ centred.T).fill_diagonal_(-torch.inf)
+    centered = F.normalize(means - means[used].mean(dim=0), dim=-1)
+    cosines = (centered @ centered.T).fill_diagonal_(-torch.inf)
     return cosines.where(used[:, None] & used, -torch.inf)
 
 

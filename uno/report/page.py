@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from uno.text import visible
+from uno.text import plural, visible
 
 
 def render(template: str, context: Mapping[str, Any], package: str = "uno.report", script: str = "") -> str:
@@ -35,8 +35,8 @@ def _environment(package: str) -> Environment:
         loader=ChoiceLoader([PackageLoader("uno.report"), PackageLoader(package)]), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    filters = {"count": count, "duration": duration, "percent": percent, "visible": visible}
-    environment.filters |= filters | {"quoted": shlex.quote}
+    filters = {"count": count, "duration": duration, "percent": percent, "plural": plural}
+    environment.filters |= filters | {"quoted": shlex.quote, "visible": visible}
     return environment
 
 

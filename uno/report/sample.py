@@ -12,7 +12,7 @@ from uno.data.files import Storage
 from uno.data.plan import REPORT_SAMPLE
 from uno.data.splits import Task
 from uno.errors import StorageError
-from uno.results.classes import OutputClass, first_classes
+from uno.results.classes import OutputClass, called, first_classes
 from uno.results.infer import Classifier, Decode, align_heads, load_classifier, outcomes, sample_logits
 from uno.runs import run
 
@@ -50,7 +50,7 @@ class Sample:
     @property
     def names(self) -> list[str]:
         """What predictions call each output."""
-        return [c.display_name[0] for c in self.classes]
+        return [name for name, _ in called(self.classes)]
 
     @property
     def kept(self) -> list[int]:

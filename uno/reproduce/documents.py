@@ -99,7 +99,7 @@ def explanations(found: Results) -> list[str]:
             f"Effects are differences to {table.row(REFERENCE).name}{named} of the same seed. Shown: with "
             f"its paper's sign, at least {ERRORS:g} standard errors from zero, over seeds and as a count of "
             f"at least 4 images. With {found.seeds} seeds an effect of zero looks so clear in "
-            f"{100 * chance:.0f} % of cases: where n is small a verdict is a hint."
+            f"{100 * chance:.0f}% of cases: where n is small a verdict is a hint."
         )
     said += [*table.notes, *found.remarks]
     if found.changes:

@@ -11,7 +11,7 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.report.charts import COLOURS, Map, choose_points, draw_map, map_groups
+from uno.report.charts import COLORS, Map, choose_points, draw_map, map_groups
 from uno.report.sample import Sample, open_model, score_sample
 from uno.reproduce.experiments import REFERENCE, Cell
 from uno.results.infer import decoder
@@ -19,10 +19,10 @@ from uno.runs.directory import read_config_tree
 
 Panels = list[tuple[Map, list[dict[str, Any]]]]  # each map with its dots, of uno.report.charts.map_groups
 CAPTION_ALL = (
-    "Training images, labeled and unlabeled, coloured by their true class; PCA, then t-SNE. Squares are "
+    "Training images, labeled and unlabeled, colored by their true class; PCA, then t-SNE. Squares are "
     "known classes, dots novel ones. Logits: those of the known head and of all novel heads."
 )
-CAPTION_NOVEL = "Unlabeled training images, coloured by their true class, in the spaces of UNO."
+CAPTION_NOVEL = "Unlabeled training images, colored by their true class, in the spaces of UNO."
 
 
 class Figure(NamedTuple):
@@ -73,6 +73,6 @@ def _panels(
     rows = np.flatnonzero(member[found.index])
     rows = rows[choose_points(len(rows), seed)]
     truth, names = task.eval_labels[found.index[rows]], [*task.known, *task.novel]
-    colours = [i % COLOURS for i in range(len(names))]
+    colors = [i % COLORS for i in range(len(names))]
     drawn = [draw_map(title, f"{len(rows):,} images.", data[rows], seed) for title, data in spaces.items()]
-    return [(m, map_groups(truth, names, task.num_known, colours, [m])) for m in drawn if m is not None]
+    return [(m, map_groups(truth, names, task.num_known, colors, [m])) for m in drawn if m is not None]

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from uno.results.metrics import METRICS, PROTOCOLS
 
-SPLITS = {"train": "training rows", "test": "rows not trained on"}
+SPLITS = {"train": "training images", "test": "unseen images"}
 LEGEND = """\
 avg / best: mean over heads / the head with the lowest training cluster loss
-official: novel rows matched to any output    joint: one matching of all rows
-strict: novel rows matched to novel outputs only, predicted known = error"""
+official: novel images matched to any output   joint: one matching of all images
+strict: novel images matched to novel outputs only, predicted known = error"""
 
 
 class Row(NamedTuple):
@@ -75,18 +75,18 @@ NOVEL_BASELINES = [
         "{split}/{group}/task_aware/chance/acc"),
     Row("k-means on features", "Clusters of the pretrained encoder's frozen features, no discovery.",
         "baseline/kmeans/{group}/acc"),
-    Row("k-means, features whitened", "The same along the directions that explain 95 % of the variance.",
+    Row("k-means, features whitened", "The same along the directions that explain 95% of the variance.",
         "baseline/kmeans_whitened/{group}/acc"),
     Row("k-means on pixels", "Clusters of the raw images, no learning at all.",
         "baseline/kmeans_pixels/{group}/acc"),
 ]  # fmt: skip
 ACCURACY = Table("accuracy, %", {"known": "known", "novel": "novel", "all": "all"}, accuracy_rows())
-GENERALIZED = Table("unlabeled rows, %", {"all": "All", "old": "Old", "new": "New"}, [
-    Row("One matching", "Unlabeled images may be of known classes (old) or new ones: they choose among all "
-        "outputs, and one matching of all classes to all outputs counts.",
+GENERALIZED = Table("unlabeled images, %", {"all": "All", "old": "Old", "new": "New"}, [
+    Row("One matching", "Old: known classes; new: novel classes. Any unlabeled image can be assigned to any "
+        "output; one matching of all classes to all outputs.",
         "{split}/unlabeled/gcd/{group}/{which}"),
     Row("k-means on features", "As many clusters as classes, no labels.", "baseline/kmeans/gcd/{group}"),
-    Row("k-means, labels fixed", "Labeled images are held in their classes.",
+    Row("k-means, labels fixed", "Labeled images stay in their classes.",
         "baseline/constrained_kmeans/gcd/{group}"),
 ])  # fmt: skip
 

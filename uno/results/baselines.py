@@ -56,7 +56,7 @@ def novel_baselines(config: Config, model: UnoModel, train: TrainData, novel: Ev
     ``baseline/{kmeans|kmeans_whitened|kmeans_pixels}/novel/{metric}``.
 
     Whitened is what ``uno estimate-classes`` clusters: unit features of labeled and novel rows along the
-    principal directions that explain 95 % of their variance. What known classes were taught to be alike in is
+    principal directions that explain 95% of their variance. What known classes were taught to be alike in is
     then no longer most of every distance.
     """
     rows = read(config, model, novel)
@@ -81,7 +81,7 @@ def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, se
     every metric against ``truth`` (N,), any class ids; N >= ``num_clusters``.
 
     Every row is scaled to length one, as UNO's heads compare directions (on the pixels of digits 5-9 accuracy
-    is .887-.890, without it .890-.894); no centring, no PCA.
+    is .887-.890, without it .890-.894); no centering, no PCA.
     """
     directions = F.normalize(torch.from_numpy(np.asarray(features, dtype=np.float64)), dim=1)
     clusters = kmeans(directions, num_clusters, NUM_STARTS, seed).assignment.numpy()

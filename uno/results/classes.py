@@ -8,8 +8,9 @@ of it is rejected, with that probability, and no other row's class changes.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,11 @@ from uno.config import parse_yaml
 from uno.data.files import parse_json
 from uno.errors import ConfigError, StorageError, did_you_mean, one_line
 from uno.limits import MAX_CLASSES, MAX_LABEL_LENGTH
+from uno.text import composed, folded
 
 YAML_FILE = "classes.yaml"
 MERGE = "merge into "
-REJECTED = "rejected"  # name and kind, in predictions, of what falls into a dropped class
+REJECTED = "rejected"  # kind, and name unless a class has it, in predictions of rows of a dropped class
 HEADER = """\
 # Names for the discovered classes. Edit this file, then run: uno classes RUN --apply
 # name:   what predictions call the class.
@@ -40,11 +42,6 @@ class OutputClass:
     kind: str  # known | novel
     into: int | None  # the class that gets its probability: itself, or what it was merged into; None: dropped
 
-    @property
-    def display_name(self) -> tuple[str, str]:
-        """Name and kind of the rows that fall into it."""
-        return (REJECTED, REJECTED) if self.into is None else (self.name, self.kind)
-
 
 class Suggestion(NamedTuple):
     """What a discovered class looks like, to somebody who has to name it: ``rows`` of ``total`` sampled
@@ -58,9 +55,25 @@ class Suggestion(NamedTuple):
 
 
 def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
-    """The outputs of a model that has just been trained; discovered ones are called ``novel-1``, ..."""
-    named = [(name, "known") for name in known] + [(f"novel-{i + 1}", "novel") for i in range(num_novel)]
+    """The outputs of a model that has just been trained; discovered ones are called ``novel-1``, ..., but as
+    no known class is.
+    """
+    novel = islice(_free((f"novel-{i}" for i in count(1)), known), num_novel)
+    named = [(name, "known") for name in known] + [(name, "novel") for name in novel]
     return [OutputClass(index, name, kind, index) for index, (name, kind) in enumerate(named)]
+
+
+def called(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
+    """Name and kind of the rows that fall into each class."""
+    names = chain([REJECTED], (f"{REJECTED}-{i}" for i in count(1)))
+    rejected = next(_free(names, [c.name for c in classes if c.into is not None]))
+    return [(rejected, REJECTED) if c.into is None else (c.name, c.kind) for c in classes]
+
+
+def _free(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
+    """Those of ``names`` that nobody takes for one of others."""
+    others = {*map(folded, taken)}
+    return (name for name in names if folded(name) not in others)
 
 
 def parse_classes(data: bytes) -> list[OutputClass]:
@@ -157,7 +170,7 @@ def _comment(suggestion: Suggestion | None) -> str:
     """Names are shown escaped: a line break in one would end the comment."""
     if suggestion is None:
         return ""
-    parts = [f"{suggestion.rows} of {suggestion.total} sampled rows"]
+    parts = [f"{suggestion.rows} of {suggestion.total} sampled images"]
     for title, pairs in (("nearest known", suggestion.known), ("nearest discovered", suggestion.novel)):
         if pairs:
             parts.append(f"{title}: " + ", ".join(f"{name[:80]!a} {cosine:.2f}" for name, cosine in pairs))
@@ -213,20 +226,27 @@ def with_names(
     index or present name. Whatever else stands there stays. ConfigError: no such class, or not in our form.
     """
     now = {c.name: c.index for c in read_edits(data, where, classes, model_hash) if c.kind == "novel"}
-    text = data.decode()
+    text, merges = data.decode(), dict[str, str]()
     for word in words:
         old, equals, new = word.partition("=")
         index = int(old) if old.isdecimal() and int(old) in now.values() else now.get(old)
         if not (equals and new):
-            raise ConfigError(f"--rename takes INDEX=NAME or NAME=NAME, such as 5=nine, got {word!r}")
+            raise ConfigError(f"--rename expects INDEX=NAME or NAME=NAME, such as 5=nine, got {word!r}")
         if index is None:
-            hint = did_you_mean(old, now, f"those are {min(now.values())} to {max(now.values())}")
+            hint = did_you_mean(old, now, f"they are {min(now.values())} to {max(now.values())}")
             raise ConfigError(f"--rename {word}: there is no discovered class {old!r}{hint}")
         entry = re.search(rf"^- index: {index}(?: .*)?\n  name: (.*)$", text, re.M)
         if entry is None:
-            raise ConfigError(f"{where}: class {index} does not stand there as it was written; name it there")
+            why = "its entry was changed by hand; edit the name in the file"
+            raise ConfigError(f"{where}: cannot edit class {index} automatically: {why}")
         text = text[: entry.start(1)] + _scalar(new) + text[entry.end(1) :]
-    return text.encode()
+        before = next(name for name, own in now.items() if own == index)
+        merges[_scalar(MERGE + before)] = _scalar(MERGE + new)
+
+    def followed(action: re.Match[str]) -> str:
+        return action[1] + merges.get(action[2], action[2])
+
+    return re.sub(r"^(  action: )(.*)$", followed, text, flags=re.M).encode()
 
 
 def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]:
@@ -244,19 +264,19 @@ def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]
     name = str(name) if type(name) is int else name  # `name: 7` means the text
     if not isinstance(name, str):
         raise ConfigError(f"{where}: name must be text, got {name!r}; put it in quotes")
-    name = name.strip()
+    name = composed(name.strip())
     if not 1 <= len(name) <= MAX_LABEL_LENGTH or not name.isprintable():
         raise ConfigError(f"{where}: name must have 1 to {MAX_LABEL_LENGTH} printable characters")
-    wanted = re.sub(r"\A\s*merge\s+into\s+", MERGE, str(action)).strip()
+    wanted = re.sub(r"\A\s*merge\s+into\s+", MERGE, composed(str(action))).strip()
     if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
         raise ConfigError(f"{where}: action must be keep, drop or merge into NAME, got {action!r}")
     if name == REJECTED and wanted != "drop":
-        raise ConfigError(f"{where}: {name!r} is what the images of dropped classes are called")
+        raise ConfigError(f"{where}: {name!r} is reserved for images of dropped classes")
     return index, name, wanted
 
 
 def _check_keys(tree: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
     for key in tree:
         if key not in known:
-            hint = did_you_mean(str(key), known, f"known are {', '.join(known)}")
+            hint = did_you_mean(str(key), known, f"keys are {', '.join(known)}")
             raise ConfigError(f"{where}: unknown key {key!r}{hint}")

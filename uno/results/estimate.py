@@ -34,6 +34,7 @@ from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of
 from uno.results.metrics import Counts, cluster_accuracy, confusion
 from uno.runs import ESTIMATE_FILE, run
+from uno.text import plural
 from uno.train import LocalWorker
 
 FINGERPRINT_ROWS = 1024
@@ -118,10 +119,10 @@ def estimate_num_novel(
     frozen = config.model.finetune == "none"
     present = sorted(set(train.labels.tolist()))
     if len(present) < MIN_KNOWN:
-        needs = f"estimating the number of classes needs at least {MIN_KNOWN} known classes with rows"
-        raise ConfigError(f"{needs}, there are {len(present)}; give --num-novel")
+        needs = f"estimating the number of classes needs at least {MIN_KNOWN} known classes with images"
+        raise ConfigError(f"{needs}, found {len(present)}; pass --num-novel")
     if num_unlabeled < 2:
-        raise ConfigError(f"{num_unlabeled} unlabeled rows: there is nothing to estimate")
+        raise ConfigError(f"{plural(num_unlabeled, 'unlabeled image')}: nothing to estimate")
     splits = class_splits(present, settings.num_splits, config.seed)
     ks = list(range(_max_novel(settings, train) + 1))
     configs, keys, data = [], [], _fingerprint(train)
@@ -285,8 +286,8 @@ def score_clusters(
     """Cluster split i with k novel classes, ``item`` = (i, k): the scores of every choice of anchors. In a
     mixed pile the classes of pretraining are anchors, too, with rows among the unlabeled ones.
 
-    A frozen encoder's features are clustered, at each k, in as many directions as the centres of all classes
-    span: in those that explain 95 % of Caltech-24's 1,280 features noise hides the classes (k = 16, the
+    A frozen encoder's features are clustered, at each k, in as many directions as the centers of all classes
+    span: in those that explain 95% of Caltech-24's 1,280 features noise hides the classes (k = 16, the
     limit; in these 9, between 8 and 12, of true 8).
     """
     index, k = item

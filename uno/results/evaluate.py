@@ -156,9 +156,9 @@ def protocol_metrics(
 
     `{split}/{known|novel|all}/{protocol of PROTOCOLS}/{metric of METRICS}/{avg|best}`, of known and all rows
     `acc` only, and `{split}/novel/task_aware/chance/acc`, that of random predictions; absent where no row has
-    truth. ``confusions``: summed over workers; ``best_head``: by TRAINING cluster loss, never by accuracy.
-    Rows that ``edits`` reject are wrong, and left out of NMI and ARI; `{split}/{known|novel}/rejected` is
-    their share under the best head.
+    truth, the last also where no cluster is left. ``confusions``: summed over workers; ``best_head``: by
+    TRAINING cluster loss, never by accuracy. Rows that ``edits`` reject are wrong, and left out of NMI and
+    ARI; `{split}/{known|novel}/rejected` is their share under the best head.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     num_known, dropped = known.shape[-1], edits.dropped if edits else []
@@ -170,8 +170,8 @@ def protocol_metrics(
         for key in heads[best_head]:
             group, metric = key.split("/")
             result |= _of_heads(heads, key, f"{split}/{group}/{name}/{metric}", best_head)
-    if novel.any():
-        num_clusters = novel.shape[2] if edits is None else edits.num_novel
+    num_clusters = novel.shape[2] if edits is None else edits.num_novel
+    if novel.any() and num_clusters:
         chance = metrics.chance_accuracy(novel[0].sum(axis=1), num_clusters)
         result[f"{split}/novel/task_aware/chance/acc"] = chance
     of_best = joint[best_head]

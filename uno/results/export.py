@@ -41,7 +41,7 @@ def export(model: Classifier, format: str) -> bytes:
     NumericsError: the file, loaded again, computes something else than the model.
     """
     if format not in FORMATS:
-        raise ConfigError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")
+        raise ConfigError(f"unknown format {format!r}; choose from {', '.join(FORMATS)}")
     return {"encoder": _encoder, "pt2": _pt2, "onnx": _onnx}[format](model)
 
 
@@ -180,7 +180,7 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
             classifier = classifier_of(get_model(name))
     edits = [f"`{c.name}` {fate}" for c, fate in edits_of(model.classes) if fate]
     if any(c.into is None for c in model.classes):
-        edits.append("what falls into a dropped one is `rejected`")
+        edits.append("images of a dropped class are `rejected`")
     environment = Environment(
         loader=PackageLoader("uno.results"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -195,15 +195,16 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
 
 
 def origin(net: ModelConfig) -> str:
-    """Where training began."""
+    """The weights that training began with, and what is known of their pretraining."""
     if net.weights is None:
         library = net.encoder.partition(":")[0]
         random = library in ("torchvision", "timm", *OWN_ENCODERS)
-        return f"trained here, from {'random ones' if random else 'those that the callable gives'}"
+        start = "random initialization" if random else "the weights of the callable"
+        return f"trained in this run from {start}"
     if net.weights == PRETRAINED:
         about = describe_encoder(net.encoder)
-        terms = f", licence {about.license}" if about.license else ""
-        name = about.weights or "which it does not name"
-        return f"started from the library's own, {name}{terms}; its pages say what those were trained on"
+        terms = f", license {about.license}" if about.license else ""
+        name = about.weights or "unnamed"
+        return f"{name} of the library{terms} (pretraining data: see its pages)"
     name = net.weights.rstrip("/").rpartition("/")[2]
-    return f"started from {name}; what those have seen stands with whoever made them"
+    return f"{name} (pretraining data unknown)"

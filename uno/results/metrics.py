@@ -97,10 +97,10 @@ class Metric(NamedTuple):
 
 
 METRICS = {
-    "acc": Metric(cluster_accuracy, "accuracy", "rows that agree under the best matching", is_share=True),
+    "acc": Metric(cluster_accuracy, "accuracy", "images that agree under the best matching", is_share=True),
     "nmi": Metric(nmi, "NMI", "normalized mutual information of clusters and classes"),
-    "ari": Metric(ari, "ARI", "adjusted Rand index: pairs of rows told together or apart, 0 by chance"),
-    "purity": Metric(purity, "purity", "rows in the majority class of their cluster", is_share=True),
+    "ari": Metric(ari, "ARI", "adjusted Rand index: pairs of images together or apart, 0 by chance"),
+    "purity": Metric(purity, "purity", "images in the majority class of their cluster", is_share=True),
 }
 """By their names in the paths of ``metrics.json``. Console, model card and report show every entry."""
 
@@ -189,7 +189,7 @@ class Protocol(NamedTuple):
 PROTOCOLS = {
     "task_aware": Protocol(
         task_aware, "Task-aware",
-        "It is given whether an image is known or novel: known images choose among the known outputs, novel "
+        "Whether an image is known or novel is given: known images choose among the known outputs, novel "
         "ones among the discovered classes, which are then matched to the true ones."),
     "task_agnostic_official": Protocol(
         task_agnostic_official, "Task-agnostic, official",
@@ -200,7 +200,7 @@ PROTOCOLS = {
         "Every image chooses among all outputs; one matching of all true classes to all outputs."),
     "task_agnostic_strict": Protocol(
         task_agnostic_strict, "Task-agnostic, strict",
-        "Every image chooses among all outputs; a novel image that is taken for a known class is an error."),
+        "Every image chooses among all outputs; a novel image assigned to a known class is an error."),
 }  # fmt: skip
 """By their names in the paths of ``metrics.json``."""
 

@@ -7,6 +7,7 @@ goes on with the missing ones. The schema's metadata says what the table was mad
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,7 +28,7 @@ from uno.data.images import Images, path_of
 from uno.data.inputs import Inputs, Read, batch_sizes, chunk_rows, partition_rows
 from uno.data.rows import Partition
 from uno.errors import ConfigError, StorageError
-from uno.results.classes import OutputClass, hashes
+from uno.results.classes import OutputClass, called, hashes
 from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
 
 FILE = "predictions.parquet"
@@ -52,11 +53,12 @@ COLUMNS = {
     "model_hash": pa.string(),
 }
 EMBEDDING = pa.list_(pa.float32())
+log = logging.getLogger(__name__)
 DIFFERENCES = {
     "model_hash": "of another model", "data": "of other data", "rows": "of other data",
     "names": "under other class names", "routes": "under other decisions on classes",
     "embedding": "with another --embedding", "aligned": "without head agreement",
-    "format": "of another version",
+    "format": "of another version", "times": "of images as they were before",
 }  # fmt: skip
 """What a table was made from, and what is said of one that was made from something else."""
 
@@ -180,7 +182,7 @@ class PartWriter(NamedTuple):
         columns = {
             **{name: results[name] for name in results.column_names},
             "class_name": _names(self.classes).take(index),
-            "kind": pa.array([c.display_name[1] for c in self.classes], pa.string()).take(index),
+            "kind": pa.array([kind for _, kind in called(self.classes)], pa.string()).take(index),
             "status": pa.compute.if_else(pa.compute.is_valid(results["reason"]), "bad", "ok"),
             "model_hash": pa.repeat(self.model_hash, len(results)),
         }
@@ -202,7 +204,7 @@ class PredictionWriter:
         self.identity = {
             "model_hash": model.model_hash, **hashes(model.classes), "data": inputs.fingerprint,
             "rows": len(inputs), "embedding": embedding, "aligned": model.alignment is not None,
-            "format": FORMAT,
+            "format": FORMAT, "times": inputs.times,
         }  # fmt: skip
         self.part_writer = PartWriter(model.classes, model.model_hash, embedding)
         self.part_rows = partition_rows(self.num_rows)
@@ -258,18 +260,24 @@ class PredictionWriter:
         foreign = [name for name in storage.list() if name.endswith(".parquet") and name != FILE]
         with suppress(StorageError) if replace else nullcontext():
             finished = read_identity(storage)
+        begun = output.find_mapping(storage, CLAIM) or {}
+        before = finished or _identity(begun.get("made_from"))
+        if before is not None and {k for k, v in before.items() if v != self.identity[k]} == {"times"}:
+            log.warning("images were written to since they were predicted: all are predicted again")
+            replace = True
         if not foreign and finished == self.identity:
             return True
         claim = {"made_from": self.identity, "part_rows": self.part_rows}
-        claimed, begun = storage.exists(CLAIM), output.find_mapping(storage, CLAIM) or {}
+        claimed = storage.exists(CLAIM)
         if not replace and finished is None and not claimed and storage.exists(FILE):
             foreign.append(FILE)
         if foreign:
-            raise ConfigError(f"{storage.path(foreign[0])} is not ours; choose another --output")
+            advice = "choose another --output"
+            raise ConfigError(f"{storage.path(foreign[0])} was not written by uno predict; {advice}")
         if begun == claim:
             return False
         if not replace and (finished is not None or claimed):
-            found = finished or _identity(begun.get("made_from")) or self.identity
+            found = before or self.identity
             differences = (text for key, text in DIFFERENCES.items() if found[key] != self.identity[key])
             what = next(differences, DIFFERENCES["format"])
             raise ConfigError(f"{storage.uri} holds predictions {what}; choose another --output, or empty it")
@@ -331,7 +339,7 @@ def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
 
 
 def _names(classes: Sequence[OutputClass]) -> pa.Array:
-    return pa.array([c.display_name[0] for c in classes], pa.string())
+    return pa.array([name for name, _ in called(classes)], pa.string())
 
 
 def _write(storage: Storage, schema: pa.Schema, identity: dict[str, Any], tables: Iterator[pa.Table]) -> None:
@@ -362,4 +370,5 @@ def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
 
 def _identity(found: Any) -> dict[str, Any] | None:
     """What something was made from; None where this version does not understand it."""
-    return found if isinstance(found, dict) and found.keys() == DIFFERENCES.keys() else None
+    found = {"times": "", **found} if isinstance(found, dict) else {}  # earlier versions had none
+    return found if found.keys() == DIFFERENCES.keys() else None

@@ -25,7 +25,7 @@ from uno.data.splits import make_task
 from uno.errors import UnoError
 from uno.results import predictions
 from uno.results.classes import OutputClass, edits_of
-from uno.text import visible
+from uno.text import plural, visible
 
 MAX_BYTES = 300_000
 NUM_PICTURES = 5  # of a class
@@ -104,7 +104,7 @@ def model_html(
         number = f"{found[c.index].rows:,}" if c.index in found else "0" if found else "–"  # noqa: RUF001
         rows.append([picture, f"<b>{_text(c.name)}</b>", c.kind, number, _text(fate_of.get(c.index, ""))])
     more = len(classes) - len(some)
-    end = f"{more} more classes" if more else ""
+    end = plural(more, "more class", "more classes") if more else ""
     return _page(title, facts, ["", "class", "kind", "rows", ""], rows, end)
 
 
@@ -115,7 +115,7 @@ def predictions_html(
     pictures = _strips([[image] for image in images], SIZES[0][0])
     cells = [[picture, *map(_text, words)] for picture, words in zip(pictures, rows, strict=True)]
     heads = ["", "image", "class", "kind", "probability", "heads agree", ""]
-    return _page(title, facts, heads, cells, f"{more:,} more rows" if more else "")
+    return _page(title, facts, heads, cells, plural(more, "more image") if more else "")
 
 
 def counted(names: Sequence[str | None]) -> str:

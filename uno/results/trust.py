@@ -1,7 +1,7 @@
 """Can a run be believed where nobody has named a new class? Three signs that need no such label.
 
 Known classes: the share right, among all outputs, of labeled rows that training did not see. k-means: the
-share of unlabeled rows on which the best head and k-means of the same features agree. Neighbours: how many of
+share of unlabeled rows on which the best head and k-means of the same features agree. Neighbors: how many of
 an unlabeled row's nearest in features are in its class, 0 as by chance. A run that fails may have either of
 them, and heads that agree: the score is the first times the smaller of the others, which over the runs of
 benchmarks/records/2026-11-22_trust ranks as the true accuracy does, and is about as large. Method ``choice``
@@ -17,18 +17,23 @@ from torch import Tensor
 
 from uno.choice import CANDIDATES, PLAIN, Choice
 from uno.config import Config
+from uno.data.features import ODD, oddity
 from uno.data.images import evenly_spaced
 from uno.data.stream import TrainData
 from uno.model import UnoModel
 from uno.prototype_init import clusters_of, training_features
 from uno.results import metrics
+from uno.text import plural
 
 MAX_ROWS = 4_000  # unlabeled ones that are looked at
-NEIGHBOURS = 10
+NEIGHBORS = 10
 BELIEVED, DOUBTED = 0.75, 0.5  # scores from which on a run is trustworthy, doubtful
 MIN_HELD_OUT = 20  # rows; of fewer the share right says little
 HELD_OUT, HELD_OUT_ROWS = "trust/held_out/acc", "trust/held_out/rows"
-KMEANS, NEAR, SCORE = "trust/kmeans/agreement", "trust/neighbours/agreement", "trust/score"
+KMEANS, NEAR, SCORE = "trust/kmeans/agreement", "trust/neighbors/agreement", "trust/score"
+FEATURES = "trust/features/"  # and a word of ODD: 1 where they are so
+LARGEST = "trust/largest_class/share"
+ONE_CLASS = 0.99  # of the pile, from which on it is in one
 CHOSEN, GAIN, DRAWS, HIDDEN = (f"trust/choice/{name}" for name in ("candidate", "gain", "draws", "hidden"))
 EXPECTED, LOW, HIGH = (f"trust/expected/{name}" for name in ("acc", "low", "high"))
 TRAINING = "train/known/task_agnostic_strict/acc/best"
@@ -53,15 +58,25 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
     if KMEANS not in values:
         return None
     word, first = _on_known(values)
-    kmeans, near = (f"{100 * values[key]:.0f} %" for key in (KMEANS, NEAR))
+    kmeans, near = (f"{100 * values[key]:.0f}%" for key in (KMEANS, NEAR))
+    if seen := _seen(values):
+        return Verdict("not trustworthy", (first, f"{seen}: another encoder, weights or image size may help"))
     if word == "trustworthy":
-        advice = "supposing the right number of new classes"
+        advice = "assuming the number of classes is right"
     elif values.get(HELD_OUT, 1.0) < min(values[KMEANS], values[NEAR]):
-        advice = "not even the known classes are told apart: pretrained weights or more pixels may help"
+        advice = "known classes are not separated either: try pretrained weights or larger images"
     else:
-        advice = "the features hold no such classes: another number of classes or longer training may help"
-    signs = f"k-means agrees on {kmeans} of the pile, {near} of neighbours; {advice}"
-    return Verdict(word, (first, signs, *_on_choice(values)))
+        advice = "the features do not separate these classes: try another number of them or longer training"
+    second = f"k-means agrees on {kmeans} of the unlabeled images, nearest neighbors on {near} ({advice})"
+    return Verdict(word, (first, second, *_on_choice(values)))
+
+
+def _seen(values: Mapping[str, float]) -> str:
+    """What makes a run worthless whatever its signs are."""
+    seen = [text for word, text in ODD.items() if FEATURES + word in values]
+    if (share := values.get(LARGEST, 0.0)) >= ONE_CLASS:
+        seen.append(f"{100 * share:.0f}% of the unlabeled images are in one class")
+    return ", and ".join(seen)
 
 
 def _on_choice(values: Mapping[str, float]) -> Iterator[str]:
@@ -75,7 +90,7 @@ def _on_choice(values: Mapping[str, float]) -> Iterator[str]:
         return
     acc, low, high = (f"{100 * values[key]:.0f}" for key in (EXPECTED, LOW, HIGH))
     draws = f"{values[DRAWS]:.0f} draws of {values[HIDDEN]:.0f} hidden known classes"
-    yield f"expected on new classes: {acc} % ({low} to {high}), measured on {draws}"
+    yield f"expected on new classes: {acc}% ({low} to {high}), measured on {draws}"
     gain = f"{100 * values[GAIN]:+.1f} points against {CANDIDATES[PLAIN]}"
     yield f"chosen: {chosen}, there {gain}"
 
@@ -101,15 +116,15 @@ def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
     """The verdict, and what is right of labeled rows."""
     signs = min(values[KMEANS], values[NEAR])
     if HELD_OUT not in values:
-        text = "no labeled image was held out: nothing says what is right of unseen ones"
-        text += f" (training rows: {100 * values[TRAINING]:.1f} %)" if TRAINING in values else ""
+        text = "no labeled image was held out, so accuracy on unseen images is unknown"
+        text += f" (training images: {100 * values[TRAINING]:.1f}%)" if TRAINING in values else ""
         return "not trustworthy" if signs < DOUBTED else "doubtful", text
     rows, score = round(values[HELD_OUT_ROWS]), values[SCORE]
-    text = f"{100 * values[HELD_OUT]:.1f} % of {rows:,} held-out labeled images are right"
+    text = f"{100 * values[HELD_OUT]:.1f}% of {plural(rows, 'held-out labeled image')} are correct"
     if score < DOUBTED:
         return "not trustworthy", text
     if rows < MIN_HELD_OUT:
-        return "doubtful", f"{text}, but so few say little"
+        return "doubtful", f"{text}, too few for a verdict"
     return "trustworthy" if score >= BELIEVED else "doubtful", text
 
 
@@ -118,10 +133,11 @@ def trust_metrics(
     config: Config, model: UnoModel, best_head: int, train: TrainData, values: Mapping[str, float],
     num_held_out: int,
 ) -> dict[str, float]:  # fmt: skip
-    """The signs and the score of a trained ``model``, in eval mode, fractions 0-1 but for a number of rows:
-    `trust/{kmeans|neighbours}/agreement`, and where ``num_held_out`` labeled rows were not seen in training
-    `trust/held_out/{acc|rows}` and `trust/score`; {} with fewer unlabeled rows than outputs. ``values``: the
-    run's metrics so far.
+    """The signs and the score of a trained ``model``, in eval mode, fractions 0-1 but for rows:
+    `trust/{kmeans|neighbors}/agreement`; of features that tell no images apart
+    `trust/features/{zero|constant|huge}`; among several new classes `trust/largest_class/share`; and where
+    ``num_held_out`` labeled rows were not seen in training `trust/held_out/{acc|rows}` and `trust/score`. {}
+    with fewer unlabeled rows than outputs. ``values``: the run's metrics so far.
     """
     labeled, labels, unlabeled = training_features(config, model, train)
     unlabeled = unlabeled[torch.from_numpy(evenly_spaced(MAX_ROWS, len(unlabeled)))]
@@ -133,22 +149,25 @@ def trust_metrics(
     ).assignment
     num = train.num_known + train.num_novel
     counts = metrics.confusion(outputs.numpy(), clusters.numpy(), num, num)
-    found = {KMEANS: metrics.cluster_accuracy(counts), NEAR: neighbour_agreement(unlabeled, outputs)}
+    found = {KMEANS: metrics.cluster_accuracy(counts), NEAR: neighbor_agreement(unlabeled, outputs)}
+    signs = {FEATURES + word: 1.0 for word in (oddity(unlabeled),) if word}
+    if train.num_novel > 1:
+        signs[LARGEST] = float(outputs.bincount().max()) / len(outputs)
     right = values.get("test/known/task_agnostic_strict/acc/best")
     if right is not None:
         score = right * min(found.values())
         found |= {HELD_OUT: right, HELD_OUT_ROWS: float(num_held_out), SCORE: score}
-    return found
+    return found | signs
 
 
-def neighbour_agreement(features: Tensor, outputs: Tensor) -> float:
+def neighbor_agreement(features: Tensor, outputs: Tensor) -> float:
     """Share of the 10 nearest rows, by the angle around the mean, that have a row's output, 0-1: 0 is what
     they would have by chance, or less. ``features`` (N, D), N >= 2, ``outputs`` (N,) int64.
     """
     directions = F.normalize(features.float(), dim=1)
     directions = F.normalize(directions - directions.mean(dim=0), dim=1)
     similarity = (directions @ directions.T).fill_diagonal_(-torch.inf)
-    nearest = similarity.topk(min(NEIGHBOURS, len(features) - 1), dim=1).indices
+    nearest = similarity.topk(min(NEIGHBORS, len(features) - 1), dim=1).indices
     same = float((outputs[nearest] == outputs[:, None]).float().mean())
     chance = float((outputs.bincount().float() / len(outputs)).square().sum())
     return max(0.0, (same - chance) / (1 - chance)) if chance < 1 else 0.0

@@ -1,21 +1,26 @@
 """A run's directory: who may use it, what is wrong with it, and the repairs that cannot lose anything."""
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from uno import runs
 from uno.config import Config, differing_keys, dump_yaml, override, parse_yaml, require_code
-from uno.data import output
+from uno.data import output, snapshot
 from uno.data.files import Storage
+from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
+from uno.profile import FOLDER as PROFILES
 from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RAY_FOLDER, RESULTS_FILE, lock
 from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, file_name, read_checkpoints
 from uno.runs.hardware import environment
 from uno.runs.journal import read_journal
+from uno.text import plural
 
+log = logging.getLogger(__name__)
 LEFTOVERS = {
     RAY_FOLDER: "Ray Train's bookkeeping of a killed command",
     runs.STOP_FILE: "the request of a stopped command",
@@ -42,6 +47,29 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
         raise output.other_settings(storage.uri, "a run", keys, "use those, --overwrite, or another --output")
     if known.get("data_fingerprint") != fingerprint:
         raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --overwrite")
+
+
+def check_images(storage: Storage, rows: Rows) -> None:
+    """Warn that images may not be those that a run began with. ConfigError: some have other content."""
+    then = snapshot.read(storage, snapshot.FILE, rows)
+    if then is None:
+        return
+    suspects, looked, different = found = snapshot.compare(rows, then)
+    if len(different):
+        what = f"{len(different):,} of {len(looked):,} images that were compared have changed, e.g. "
+        what += rows.ids[different[0]]
+        raise ConfigError(f"{storage.uri} was trained on other data ({what}); use --overwrite")
+    if not found.believed:
+        text = "%s images were written to since the run began; the %s that could be compared are the same"
+        log.warning(text, f"{len(suspects):,}", f"{len(looked):,}")
+
+
+def begin_images(storage: Storage, rows: Rows) -> None:
+    """Note which images a run, or a sweep, begins with, or :func:`check_images` where it goes on."""
+    if storage.exists(snapshot.FILE):
+        check_images(storage, rows)
+    else:
+        snapshot.write(storage, snapshot.FILE, rows)
 
 
 def empty(storage: Storage) -> None:
@@ -90,7 +118,7 @@ def repair(storage: Storage, thorough: bool = False) -> list[str]:
             lines.append(f"removed the damaged checkpoint of {phase} step {step} ({problem})")
     if thorough and newest is not None and _config_problem(storage):
         storage.write(CONFIG_FILE, newest.config_yaml.encode())
-        lines.append(f"wrote {CONFIG_FILE} as the checkpoint of step {newest.step} has it")
+        lines.append(f"restored {CONFIG_FILE} from the checkpoint of step {newest.step}")
     for name in _leftovers(storage):
         with suppress(StorageError):  # a process that outlives its command may still be writing there
             storage.delete(name)
@@ -118,7 +146,7 @@ def diagnose(storage: Storage) -> Iterator[Finding]:
     """All that can be told of a run directory without its data; it takes WATCH_S where a lock is watched."""
     require_run(storage)
     if problem := _config_problem(storage):
-        yield Finding("error", problem, "--repair takes the one of the newest checkpoint")
+        yield Finding("error", problem, "--repair restores it from the newest checkpoint")
     else:
         yield Finding("ok", f"{CONFIG_FILE} is complete")
     yield _of_environment(storage)
@@ -126,17 +154,21 @@ def diagnose(storage: Storage) -> Iterator[Finding]:
         yield from _of_checkpoints(storage, phase)
     lines = len(read_journal(storage))
     damaged = len(storage.read(METRICS_FILE).splitlines()) - lines if storage.exists(METRICS_FILE) else 0
-    cut = Finding("warning", f"{METRICS_FILE}: {damaged} unreadable lines", "the next start drops them")
-    yield cut if damaged else Finding("ok", f"{METRICS_FILE}: {lines} lines")
+    found = f"{METRICS_FILE}: {plural(damaged, 'unreadable line')}"
+    cut = Finding("warning", found, "the next start removes them")
+    yield cut if damaged else Finding("ok", f"{METRICS_FILE}: {plural(lines, 'line')}")
+    for name in sorted(storage.list(PROFILES)):
+        if name.endswith(".txt"):
+            yield Finding("ok", storage.read(f"{PROFILES}/{name}").decode())
     if not storage.exists(RESULTS_FILE):
-        yield Finding("ok", "not finished: the same command goes on")
+        yield Finding("ok", "not finished: the same command resumes")
     elif read_results(storage) is not None:
-        yield Finding("ok", "finished: the same command shows the results")
+        yield Finding("ok", "finished: the same command prints the results")
     else:
-        yield Finding("warning", f"{RESULTS_FILE} is damaged", "the same command writes it again")
+        yield Finding("warning", f"{RESULTS_FILE} is damaged", "the same command rewrites it")
     who, lives = lock.lock_owner(storage) or ("no command", True)
-    gone = Finding("warning", f"{who} held the directory and is gone", "the next command takes over")
-    yield Finding("ok", f"{who} is at work here") if lives else gone
+    gone = Finding("warning", f"{who} has the lock and no longer runs", "the next command removes it")
+    yield Finding("ok", f"{who} is using this directory") if lives else gone
     for name in _leftovers(storage):
         what = LEFTOVERS.get(name, "an unfinished write")
         yield Finding("warning", f"{name}: {what}", "the next start removes it")
@@ -159,17 +191,17 @@ def _of_environment(storage: Storage) -> Finding:
     if not isinstance(versions, dict):
         text, remedy = (
             f"{ENVIRONMENT_FILE} is missing or damaged",
-            "the run cannot prove its data: --overwrite",
+            "cannot verify that the data is unchanged; start over with --overwrite",
         )
         return Finding("error", text, remedy)
     if (found := known.get("format_version")) != FORMAT_VERSION:
         return Finding("error", f"format version {found}, not {FORMAT_VERSION}", "--overwrite")
     now = environment("")["versions"]
     pairs = [(name, versions.get(name, now[name])) for name in ("torch", "torchvision", "numpy")]
-    changed = ", ".join(f"{name} {then} is {now[name]} now" for name, then in pairs if then != now[name])
+    changed = ", ".join(f"{name} {then} then, {now[name]} now" for name, then in pairs if then != now[name])
     if changed:
-        return Finding("warning", changed, "it resumes, but not to the bit")
-    return Finding("ok", f"{ENVIRONMENT_FILE} names the versions installed here")
+        return Finding("warning", changed, "the run can resume; results will not be bit-identical")
+    return Finding("ok", f"{ENVIRONMENT_FILE} lists the installed versions")
 
 
 def _of_checkpoints(storage: Storage, phase: str) -> Iterator[Finding]:
@@ -179,7 +211,7 @@ def _of_checkpoints(storage: Storage, phase: str) -> Iterator[Finding]:
         yield Finding("error", str(error))
         return
     good = [str(step) for step in checkpoint_steps(storage, phase) if step not in damaged]
-    steps = f"checkpoints of step {', '.join(good)} verify" if good else "no checkpoint yet"
+    steps = f"valid checkpoints of step {', '.join(good)}" if good else "no checkpoint yet"
     yield Finding("ok", f"{phase}: {steps}")
     for step, problem in damaged.items():
         remedy = "an older one is used; --repair removes it"

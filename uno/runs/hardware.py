@@ -32,7 +32,7 @@ def local_device(config: Config) -> torch.device:
     """
     wanted, cuda = config.compute.device, torch.cuda.is_available()
     if wanted == "cuda" and not cuda and config.compute.num_workers == 0:
-        raise ConfigError("compute.device is cuda but PyTorch sees no CUDA device; use --device cpu")
+        raise ConfigError("compute.device is cuda but PyTorch finds no CUDA device; use --device cpu")
     return torch.device("cuda" if wanted != "cpu" and cuda else "cpu")
 
 

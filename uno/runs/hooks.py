@@ -28,7 +28,7 @@ def hooked(name: str, what: T, *facts: Any) -> T:
     try:
         injector = importlib.import_module(INJECTOR)
     except ModuleNotFoundError:
-        problem = f"{VARIABLE} is set, but {INJECTOR}, which makes the faults, is not installed"
+        problem = f"{VARIABLE} is set, but {INJECTOR}, which injects the faults, is not installed"
         raise ConfigError(f"{problem}; unset it, or run in a checkout of the repository") from None
     found: T = getattr(injector, name)(what, *facts)
     return found

@@ -1,4 +1,4 @@
-"""The run's diary: ``metrics.jsonl``, one JSON object a line, and TensorBoard events of the same numbers."""
+"""The run's diary: ``metrics.jsonl``, one JSON object a line."""
 
 import json
 import threading
@@ -9,29 +9,25 @@ from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
 from uno.data.files import Storage, parse_json
 from uno.errors import StorageError
 from uno.runs import METRICS_FILE
 
-CHARTED = ("loss", "lr", "images_per_s", "skipped_steps")
 MAX_LINES = 1000  # that wait for a storage which is slower than training
 PAUSE_S = 2.0  # between two uploads of the journal to an object store, which takes it whole
 
 
 class Journal:
-    """Appends lines of metrics; TensorBoard events only where the run directory is a local path. Without a
-    ``storage``, on all ranks but the first, nothing is written. Lines of ``phase`` after ``step``, of a run
-    that died or was rolled back, are dropped.
+    """Appends lines of metrics. Without a ``storage``, on all ranks but the first, nothing is written. Lines
+    of ``phase`` after ``step``, of a run that died or was rolled back, are dropped.
 
     One thread writes, in order, so that training never waits for storage; :meth:`flush` does. After a job has
     failed none is done, and whatever is called next raises what it raised.
     """
 
     def __init__(self, storage: Storage | None, phase: str, step: int) -> None:
-        self._storage, self._phase, self._events = storage, phase, None
-        self._lines: deque[tuple[str, dict[str, Any]]] = deque()
+        self._storage, self._phase = storage, phase
+        self._lines: deque[str] = deque()
         self._writer = ThreadPoolExecutor(1, "uno-journal")
         self._last: Future[None] | None = None  # of the jobs so far: once it is done, all are
         self._flush_requested = threading.Event()  # somebody waits for the jobs
@@ -59,11 +55,6 @@ class Journal:
             self._text = "".join(json.dumps(e) + "\n" for e in kept).encode()
             if self._text != data:
                 self._storage.write(METRICS_FILE, self._text)
-        if self._storage.is_local:
-            # One directory per phase: purging hides every later step of the directory, whatever its name.
-            # Without the suffix, two files of one second would have one name.
-            folder = self._storage.path(f"tensorboard/{self._phase}")
-            self._events = SummaryWriter(folder, purge_step=step + 1, filename_suffix=f".{step}")
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line, soon."""
@@ -72,7 +63,7 @@ class Journal:
             return
         if len(self._lines) >= MAX_LINES:
             self.flush()
-        self._lines.append((line, metrics))
+        self._lines.append(line)
         self.enqueue(self._write_lines)
 
     def enqueue(self, job: Callable[[], None]) -> None:
@@ -92,13 +83,10 @@ class Journal:
         self._raise()
 
     def close(self) -> None:
-        """Flush, TensorBoard too, and end the thread."""
+        """Flush, and end the thread."""
         self._flush_requested.set()
         self._writer.shutdown()
         self._flush_requested.clear()
-        if self._events is not None:
-            self._events.close()
-            self._events = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -122,22 +110,13 @@ class Journal:
         found = [self._lines.popleft() for _ in range(len(self._lines))]
         if not found or self._storage is None:
             return
-        new = "".join(line for line, _ in found).encode()
+        new = "".join(found).encode()
         if self._storage.is_local:
             self._storage.append(METRICS_FILE, new)
         else:
             self._text += new
             self._storage.write(METRICS_FILE, self._text)
             self._flush_requested.wait(PAUSE_S)
-        for _, metrics in found:
-            self._draw(metrics)
-
-    def _draw(self, metrics: dict[str, Any]) -> None:
-        if self._events is not None:
-            scalars = {name: metrics[name] for name in CHARTED}
-            scalars |= {f"head_loss/{head}": loss for head, loss in enumerate(metrics.get("head_losses", ()))}
-            for name, value in scalars.items():
-                self._events.add_scalar(name, value, metrics["step"])
 
 
 class JournalTail:

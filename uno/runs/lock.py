@@ -113,7 +113,8 @@ def lock_owner(storage: Storage, on_wait: Callable[[str], None] | None = None) -
     """Who holds the directory, if anybody, and whether they live (watched until known, at most WATCH_S)."""
     found = now = _read(storage)
     if found is not None and on_wait is not None:
-        on_wait(f"{storage.uri} is claimed by {_who(found)}; watching {WATCH_S:g} s whether it still runs")
+        why = f"waiting {WATCH_S:g} s to see whether that process is alive"
+        on_wait(f"{storage.uri} is locked by {_who(found)}; {why}")
     end = time.monotonic() + WATCH_S
     while now is not None and now == found and time.monotonic() < end:
         time.sleep(RENEW_S / 4)

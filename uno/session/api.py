@@ -2,11 +2,15 @@
 its predictions. It mirrors the commands, and shows itself in a notebook.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import PIL.Image
@@ -19,14 +23,16 @@ from uno.data.files import Storage
 from uno.data.images import Image
 from uno.errors import ConfigError, StorageError, as_user_error
 from uno.results import show
-from uno.results.classes import OutputClass
+from uno.results.classes import OutputClass, called
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
 from uno.session.console import suppress_output
 from uno.session.place import Place
 from uno.session.settings import configured, from_keywords
+from uno.text import plural
 
+PROCESS = os.getpid()  # that imported this
 STRICT = "train/novel/task_agnostic_strict/acc/best"
 ImageLike = str | PathLike[str] | bytes | np.ndarray | PIL.Image.Image
 
@@ -70,7 +76,15 @@ class Predictions:
     def __len__(self) -> int:
         return len(self.class_index)
 
-    def __getitem__(self, row: int) -> Prediction:
+    @overload
+    def __getitem__(self, row: int) -> Prediction: ...
+    @overload
+    def __getitem__(self, row: slice) -> Predictions: ...
+    def __getitem__(self, row: int | slice) -> Prediction | Predictions:
+        if isinstance(row, slice):
+            first: list[Image] = [*self.first, *[b""] * (len(self) - len(self.first))]
+            values = {field.name: getattr(self, field.name)[row] for field in fields(self)}
+            return Predictions(**{**values, "first": first[row][: show.MAX_ROWS]})
         index = int(self.class_index[row])
         return Prediction(
             class_index=None if index < 0 else index, class_name=self.class_name[row], kind=self.kind[row],
@@ -81,7 +95,7 @@ class Predictions:
         return (self[row] for row in range(len(self)))
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self):,} images: {show.counted(self.class_name)}>"
+        return f"<{type(self).__name__} of {plural(len(self), 'image')}: {show.counted(self.class_name)}>"
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame``, one row an image, without the arrays. ConfigError: pandas is missing."""
@@ -97,7 +111,7 @@ class Predictions:
             (path or f"image {i}", one.class_name, one.kind, one.probability, one.head_agreement, one.reason)
             for i, (path, one, _) in enumerate(zip(self.path, self, self.first, strict=False))
         ]
-        title, facts = f"{len(self):,} images", [show.counted(self.class_name)]
+        title, facts = plural(len(self), "image"), [show.counted(self.class_name)]
         return show.predictions_html(title, facts, self.first, rows, len(self) - len(rows))
 
 
@@ -133,7 +147,7 @@ class Model:
         facts = str(verdict(self.metrics) or "").splitlines()
         facts += [self._counts, f"run: {self.run}", f"report: {self.report}" if self.report else ""]
         if (right := self.metrics.get(STRICT)) is not None:
-            facts.append(f"novel training rows put into the right class: {right:.1%} (strict)")
+            facts.append(f"novel training images in the right class: {right:.1%} (strict)")
         title = f"uno.{type(self).__name__}"
         return show.model_html(title, facts, self.classes, self._members, self.size)
 
@@ -150,12 +164,16 @@ class Model:
         return self._storage.path(REPORT_FILE) if self._storage.exists(REPORT_FILE) else None
 
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
-        """Classify images of any size: a list of paths or URIs, encoded bytes, PIL images and uint8 arrays
-        (H, W, 3) or (H, W); one uint8 array (N, H, W, 3); or one uint8 tensor (N, 3, H, W). They are made
-        square as in training: shorter side resized to ``size``, centre crop.
+        """Classify images of any size: a list or column of paths or URIs, encoded bytes, PIL images and uint8
+        arrays (H, W, 3) or (H, W); one uint8 array (N, H, W, 3) or (N, H, W); or one uint8 tensor
+        (N, 3, H, W). They are made square as in training: shorter side resized to ``size``, center crop.
 
         Unreadable files are rows with a reason; ConfigError, a ValueError: something else was given.
         """
+        with _own_torch(self._classifier.device):
+            return self._predict(images)
+
+    def _predict(self, images: Any) -> Predictions:
         items, model = _items(images), self._classifier
         encoded: list[Image] = [b"" if isinstance(item, BadImage) else item for item in items]
         batches = np.split(np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows))
@@ -174,22 +192,25 @@ class Model:
             return full
 
         index = column("class_index")
-        called = [self.classes[i].display_name if i >= 0 else (None, None) for i in index.tolist()]
+        names = [*called(self.classes), (None, None)]  # the last for class -1
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return Predictions(
-            class_index=index, class_name=[name for name, _ in called], reason=reasons,
-            kind=[kind for _, kind in called], **{name: column(name) for name in NUMBERS},
+            class_index=index, class_name=[names[i][0] for i in index.tolist()], reason=reasons,
+            kind=[names[i][1] for i in index.tolist()], **{name: column(name) for name in NUMBERS},
             probabilities=column("probabilities", len(self.classes)), embedding=column("features", width),
             path=[item if isinstance(item, str) else None for item in items], first=encoded[: show.MAX_ROWS],
         )  # fmt: skip
 
 
-def load(run: str | PathLike[str], device: str = "cpu") -> Model:
+def load(run: str | PathLike[str], device: str | torch.device = "cpu") -> Model:
     """The model of a finished run, by path or URI, or of a copy of its ``model/`` folder, on "cpu" or
-    "cuda". StorageError: no trained model there, or a damaged one.
+    "cuda". StorageError: no trained model there, or a damaged one; ConfigError: no path, no such device.
     """
-    storage = Storage(fspath(run))
-    return Model(load_classifier(storage, device), storage)
+    if not isinstance(run, str | PathLike):
+        raise ConfigError(f"load takes the path of a run, not {_kind(run)}")
+    storage, place = Storage(fspath(run)), _device(device)
+    with _own_torch(place):
+        return Model(load_classifier(storage, place), storage)
 
 
 def discover(*, overwrite: bool = False, quiet: bool = False, **settings: Any) -> Model:
@@ -219,7 +240,7 @@ def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite:
     given = from_keywords(settings)
     config, threads = configured(given, choose=True), torch.get_num_threads()
     try:
-        with suppress_output(quiet):
+        with suppress_output(quiet), _own_torch(torch.device("cpu")):
             job.discover(config, given, overwrite, elsewhere=elsewhere)
     except Exception as error:
         if (meant := as_user_error(error)) is None:
@@ -230,6 +251,39 @@ def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite:
     return load(str(config.output))
 
 
+def _device(name: Any) -> torch.device:
+    """One that this machine has. ConfigError: it has not, or models do not run there."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device must be "cpu" or "cuda", not {name!r}')
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f'PyTorch sees no CUDA device for device="{device}"; use device="cpu"')
+    return device
+
+
+@contextmanager
+def _own_torch(device: torch.device) -> Iterator[None]:
+    """Numbers on ``device`` as anywhere, whatever the caller has set: default dtype and device, autocast. In
+    a forked child, where OpenMP waits for ever for the threads of its parent, by one thread, as in the
+    workers of PyTorch's loaders. ConfigError: a forked child on a GPU.
+    """
+    if os.getpid() != PROCESS:
+        if device.type == "cuda":
+            raise ConfigError('a forked process cannot use CUDA: start it by multiprocessing\'s "spawn"')
+        torch.set_num_threads(1)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        is_set = torch.get_default_device().type != "cpu"
+        with torch.device("cpu") if is_set else nullcontext(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def _items(images: Any) -> list[Image | BadImage]:
     """Every image as what ``decode_many`` takes, or why it has no pixels."""
     if isinstance(images, Tensor):
@@ -237,14 +291,27 @@ def _items(images: Any) -> list[Image | BadImage]:
             found = f"{images.dtype} {tuple(images.shape)}"
             raise ConfigError(f"a tensor of images must be uint8 (N, 3, H, W), not {found}")
         images = images.cpu().permute(0, 2, 3, 1).numpy()
-    if isinstance(images, (str, bytes, PathLike, PIL.Image.Image)) or getattr(images, "ndim", 4) != 4:
+    single = isinstance(images, np.ndarray) and (images.ndim == 2 or images.shape[2:] == (3,))
+    if isinstance(images, (str, bytes, PathLike, PIL.Image.Image)) or single:
         raise ConfigError("predict takes several images; put a single one in a list: predict([image])")
+    if isinstance(images, Mapping) or hasattr(images, "columns"):
+        raise ConfigError('predict takes the column of a table that holds the paths, such as table["path"]')
+    if not isinstance(images, Iterable) or getattr(images, "shape", None) == ():
+        raise ConfigError(f"predict takes a list or column of images, not {_kind(images)}")
+    images = images.to_pylist() if hasattr(images, "to_pylist") else images
     return [_item(image, row) for row, image in enumerate(images)]
+
+
+def _kind(value: Any) -> str:
+    """Of which type something is that was given in the place of something else."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    return "None" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
 def _item(image: Any, row: int) -> Image | BadImage:
     if isinstance(image, (str, bytes)):
-        return image
+        return str(image) if isinstance(image, str) else bytes(image)
     if isinstance(image, PathLike):
         return str(fspath(image))
     if isinstance(image, PIL.Image.Image):
@@ -256,6 +323,5 @@ def _item(image: Any, row: int) -> Image | BadImage:
         image = np.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image
         if image.shape[2] == 3:
             return image
-    what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
     takes = "paths, bytes, PIL images or uint8 arrays (H, W, 3) or (H, W)"
-    raise ConfigError(f"image {row} is {what}; images are {takes}")
+    raise ConfigError(f"image {row} is {_kind(image)}; images are {takes}")

@@ -14,10 +14,12 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from uno.errors import Interrupted, printable
+from uno.text import plural
 
 PARTS = {
     "epoch": "epoch {epoch}/{epochs}", "step": "step {step}/{total_steps}", "loss": "loss {loss:.3f}",
     "lr": "lr {lr:.4f}", "images_per_s": "{images_per_s:,.0f} images/s",
+    "data_wait": "waits for data {data_wait:.0%}", "slow_rank": "slow rank {slow_rank}",
 }  # fmt: skip
 
 
@@ -108,7 +110,7 @@ def reading() -> Iterator[Callable[[int], None]]:
 
     def total(num: int) -> None:
         if (spent := time.monotonic() - start) > READING_S:
-            print_line(f"read {num:,} rows in {spent:.0f} s ({num / spent:,.0f} rows/s)")
+            print_line(f"read {plural(num, 'image')} in {spent:.0f} s ({num / spent:,.0f} images/s)")
 
     threading.Thread(target=copy_context().run, args=(tell,), name="uno-reading", daemon=True).start()
     try:

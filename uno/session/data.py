@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from uno.config import Config, DataConfig
@@ -12,6 +14,7 @@ from uno.data import features
 from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, ok_mask
 from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
 from uno.data.files import Storage
+from uno.data.images import evenly_spaced
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -21,8 +24,10 @@ from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
 from uno.session.console import print_line, reading
 from uno.session.resources import on_features
+from uno.text import plural
 
 INTERVAL_S = 10.0  # between two lines of progress
+SAMPLE_ROWS = 4_000  # whose features are looked at before training
 
 Show = Callable[[dict[str, Any]], None]
 Compute = Callable[[FeatureJob, nn.Module, Sequence[int], Storage], Iterable[tuple[int, bytes]]]
@@ -82,7 +87,7 @@ def leave_out_unreadable(
     if bad:
         first = f"the first: {bad[0]['id']} ({bad[0]['reason']})"
         where = f"see {storage.path(BAD_SAMPLES)}" if storage else first
-        print_line(f"warning: {len(bad)} unreadable images are left out; {where}")
+        print_line(f"warning: {plural(len(bad), 'unreadable image')} left out; {where}")
 
 
 def compute_local(
@@ -103,7 +108,7 @@ def load_features(
     a row has none. Interrupted: ``should_stop`` says so; ConfigError: nobody has trained the encoder.
     """
     if config.model.weights is None:
-        raise ConfigError("model.finetune none needs --weights: what trained the encoder that is frozen")
+        raise ConfigError("model.finetune none needs --weights, the weights of the frozen encoder")
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     place = Storage(features.cache_directory(config))
@@ -111,8 +116,9 @@ def load_features(
 
     def computed(numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         rows = sum(len(job.rows(number)) for number in numbers)
-        have = f", {len(task.rows) - rows:,} are there" if rows < len(task.rows) else ""
-        print_line(f"features: {rows:,} images through {config.model.encoder}{have}; kept in {cache.path}")
+        have = f" ({len(task.rows) - rows:,} cached)" if rows < len(task.rows) else ""
+        found = f"{plural(rows, 'image')} through {config.model.encoder}{have}"
+        print_line(f"features: {found}; cache: {cache.path}")
         for number, data in compute(job, encoder, numbers, place):
             yield number, data
             if should_stop():
@@ -127,4 +133,11 @@ def load_features(
         show({"phase": "features", "step": done, "total_steps": total, "images_per_s": speed,
               "every_s": INTERVAL_S})  # fmt: skip
 
-    return features.cached_features(cache, job, config.model.weights, computed, progress)
+    found, reasons = features.cached_features(cache, job, config.model.weights, computed, progress)
+    rows = np.flatnonzero(ok_mask(reasons))
+    some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
+    if len(some) > 1 and (what := features.oddity(some)):
+        print_line(
+            f"warning: {features.ODD[what]}: {config.model.encoder} does not tell them apart; see its weights"
+        )
+    return found, reasons

@@ -13,6 +13,7 @@ from uno.session.console import interrupt_on_signal, print_line
 from uno.session.data import read_task
 from uno.session.place import Place, place_of
 from uno.session.resolve import from_data, with_data
+from uno.text import plural
 
 
 def estimate_classes(
@@ -31,11 +32,12 @@ def estimate_classes(
     for line in (reason, *lines):
         print_line(line)
     (labeled, unlabeled), known = task.sizes, f"{len(task.known)} known classes"
-    print_line(f"{task.rows.source}: {labeled:,} labeled rows of {known}, {unlabeled:,} unlabeled rows")
+    found = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
+    print_line(f"data: {task.rows.source}: {found}")
     if dry_run:
         what = f"pretrain {settings.num_splits} encoders, each on some known classes"
         what = "cluster the features of the frozen encoder" if config.model.finetune == "none" else what
-        print_line(f"would {what}; nothing was done")
+        print_line(f"dry run: would {what}; nothing was done")
         return None
     assert config.output is not None
     storage, start, kept = Storage(config.output), time.perf_counter(), "stopped; finished encoders are kept"
@@ -55,13 +57,13 @@ def format_estimate(found: Estimate) -> str:
         lines.append(f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{mark}")
     ratios = zip(found.sizes["ratios"], found.sizes["clusters"], strict=True)
     wide = found.suggested < found.high
-    why = "as the interval is too wide for its larger end" if wide else "the larger end of the interval"
+    why = "the interval is too wide for its larger end" if wide else "the larger end of the interval"
     shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
     lines += [
-        f"\nclusters of unlabeled rows larger than r x the largest: {shares}",
-        f"\nnovel classes: {found.num_novel}, between {found.low} and {found.high}",
-        "warning: too few classes merge real ones, too many split them, which uno classes can merge again. "
-        f"Suggested: --num-novel {found.suggested}, {why}",
+        f"\nclusters of unlabeled images larger than r x the largest: {shares}",
+        f"\nestimated new classes: {found.num_novel} (interval {found.low} to {found.high})",
+        "next: extra classes can be merged later with uno classes, missing ones cannot: "
+        f"--num-novel {found.suggested} ({why})",
     ]
     if found.at_limit:
         again = f"repeat with --max-novel {2 * found.ks[-1]}"

@@ -43,10 +43,12 @@ from uno.runs.hooks import hooked
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
+from uno.session.loggers import Loggers, require_loggers
 from uno.session.place import Place, TrainingJob, place_of
 from uno.session.predict import predict_run, unlabeled_rows
 from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
 from uno.session.resources import check_memory, forecast, on_features
+from uno.text import plural
 from uno.weights import PRETRAINED_FILE
 
 
@@ -62,13 +64,14 @@ def discover(
     for line in hooked("announced", list[str]()):
         print_line(line)
     num_threads(config)  # before the data is read
+    require_loggers(config)
     config, estimate, place = with_full_path(config), None, place_of(config, elsewhere)
     if config.compute.num_workers == 0:
         local_device(config)
     own_weights = starting_weights(config, overwrite)
     if config.data.num_novel == "auto":
         if dry_run:
-            raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes finds one")
+            raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes estimates one")
         folder = f"{config.output}-estimate"
         found = estimate_classes(override(config, {"output": folder}), given, elsewhere=elsewhere)
         assert found is not None
@@ -87,12 +90,14 @@ def discover(
     if directory.is_run(storage) and not overwrite:
         directory.open_run(config, storage, task.rows.fingerprint)
         if evaluate and (finished := directory.read_results(storage)) is not None:
+            directory.check_images(storage, task.rows)
             print_line(f"{storage.uri} is finished; nothing is trained again (--overwrite starts over)")
             return _show(storage, finished)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         if overwrite:
             directory.empty(claim.storage)
         directory.open_run(config, claim.storage, task.rows.fingerprint)
+        directory.begin_images(claim.storage, task.rows)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             claim.storage.write(PRETRAINED_FILE, own_weights)  # workers and a resumed run fetch nothing
         if estimate is not None:
@@ -101,8 +106,9 @@ def discover(
             print_line(line)
         job = TrainingJob(config, task, phases, evaluate, claim)
         with ExitStack() as until:
-            with _watched(job) as show:
+            with Loggers(config, claim.storage) as loggers, _watched(job, loggers) as show:
                 values, task = place.train(job, show, until)
+                loggers.results(values)
             if not evaluate:
                 return print_line(f"finished: {storage.uri}")
             with interrupt_on_signal("stopped before the run was finished; resume with the same command"):
@@ -121,6 +127,7 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
     require_encoder(config.model.encoder, storage.uri)
     task = preflight(config)
     directory.open_run(config, storage, task.rows.fingerprint)
+    directory.check_images(storage, task.rows)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         edits = read_edits(storage)
         if edits is not None and edits.alignment is None:
@@ -158,7 +165,7 @@ def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputCla
     if predict or measure:
         task = read_task(config.data)
     elif has_report and (task := open_task(config, storage)[0]) is None:
-        print_line(f"warning: {REPORT} stays as it is: the run's data is gone or has changed")
+        print_line(f"warning: {REPORT} was not updated: the training data is missing or has changed")
     storage.write(f"{folder}classes.json", data)
     model = replace(model, classes=edited)
     if task is not None:
@@ -170,7 +177,7 @@ def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputCla
     if predict:
         assert task is not None
         model, summary = predict_run(config, storage, task, model)
-        print_line(f"{summary.rows:,} rows predicted again: {summary.path}")
+        print_line(f"predicted {plural(summary.rows, 'image')} again: {summary.path}")
         done.append(predictions.FILE)
     elif predictions.rename(storage, edited):
         done.append(predictions.FILE)
@@ -188,7 +195,7 @@ def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputCla
                 storage.write(name, export(model, format))
                 done.append(name)
             except ConfigError as error:
-                print_line(f"warning: {name} has the classes of before: {error}")
+                print_line(f"warning: {name} was not updated and still has the previous classes: {error}")
     print_line(f"applied to {', '.join(done)}")
 
 
@@ -201,21 +208,26 @@ def preflight(config: Config, task: Task | None = None) -> Task:
         if problem.level == "error":
             raise ConfigError(problem.message)
         print_line(f"warning: {problem.message}")
+    for note in task.notes:
+        print_line(f"note: {note}")
     labeled, unlabeled = task.sizes
     run.plans(config, labeled, unlabeled, config.compute.num_workers)
     if config.compute.num_workers == 0:
         local_device(config)
-    rows = f"{labeled:,} labeled rows of {len(task.known)} known classes, {unlabeled:,} unlabeled rows"
+    known = plural(len(task.known), "known class", "known classes")
+    rows = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
     test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
-    for count, what in ((test, "test rows"), (unseen - test, "rows held out")):
+    for count, what in ((test, "test"), (unseen - test, "held out for validation")):
         rows += f", {count:,} {what}" if count else ""
-    print_line(f"{task.rows.source}: {rows}, {task.num_novel} classes to discover")
+    print_line(f"data: {task.rows.source}: {rows}; {plural(task.num_novel, 'class', 'classes')} to discover")
     return task
 
 
 @contextmanager
-def _watched(job: TrainingJob) -> Iterator[Show]:
-    """Heal the directory and say what is resumed; show metrics while ``job`` is trained and evaluated."""
+def _watched(job: TrainingJob, also: Show = lambda metrics: None) -> Iterator[Show]:
+    """Heal the directory and say what is resumed; show metrics, to ``also`` too, while ``job`` is trained and
+    evaluated.
+    """
     config, storage = job.config, job.claim.storage
     for line in directory.repair(storage):
         print_line(f"warning: {line}")
@@ -223,10 +235,15 @@ def _watched(job: TrainingJob) -> Iterator[Show]:
     if reached:
         print_line("resuming at {} step {}".format(*reached[-1]))
     with Progress(interval=config.train.log_every) as progress:
-        yield hooked("in_driver", progress, storage)
+
+        def show(metrics: dict[str, Any]) -> None:
+            progress(metrics)
+            also(metrics)
+
+        yield hooked("in_driver", show, storage)
     if config.data.loading == "streaming" and storage.exists(BAD_SAMPLES):
         count = len(storage.read(BAD_SAMPLES).splitlines())
-        print_line(f"warning: {count} images were unreadable; see {storage.path(BAD_SAMPLES)}")
+        print_line(f"warning: {plural(count, 'unreadable image')}; see {storage.path(BAD_SAMPLES)}")
 
 
 def _finish(
@@ -238,7 +255,7 @@ def _finish(
     model = save_model(config, storage, *trained, task.known)
     _write_card(storage, model, values, f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}")
     if report:
-        print_line("predicting every row and writing the report")
+        print_line("predicting all images and writing the report")
         model, _ = predict_run(config, storage, task, model, elsewhere)
         _mark_measured(storage)
         write_report(config, storage, task, device=local_device(config), model=model, metrics=values)
@@ -278,19 +295,21 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
     print_line(format_report(task, check(task, config)))
     for name, plan in run.plans(config, *task.sizes, config.compute.num_workers).items():
         if name in phases:
-            epochs = f"{getattr(config, name).epochs} epochs of {plan.steps_per_epoch} steps"
+            steps = plural(plan.steps_per_epoch, "step")
+            epochs = f"{plural(getattr(config, name).epochs, 'epoch')} of {steps}"
             print_line(
-                f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled rows"
+                f"{name}: {epochs} of {plan.labeled_size} labeled + {plan.unlabeled_size} unlabeled images"
             )
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder})
         if on_features(config):  # which take minutes, and would be kept
             if registry.load(config).needs_images:
-                return print_line(f"no step ran: method {config.method} begins with the features of all rows")
+                why = f"method {config.method} first computes features of all images"
+                return print_line(f"dry run: no step was taken, because {why}")
             once = override(once, {"data.loading": "streaming"})
         with lock.lock_run(Storage(folder), on_wait=print_line) as claim:
             if own_weights is not None:
                 claim.storage.write(PRETRAINED_FILE, own_weights)
             job = TrainingJob(once, task, phases, False, claim)
             Place().train(job, lambda metrics: None, ExitStack(), keep=False)
-    print_line("one step of each phase ran; nothing was kept")
+    print_line("dry run: one step of each phase was taken; nothing was kept")

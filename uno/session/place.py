@@ -97,7 +97,7 @@ def place_of(config: Config, elsewhere: Place | None) -> Place:
         return Place()
     if elsewhere is None:
         raise ConfigError(
-            "--workers needs Ray: uno discover on the command line, or pipelines.api.discover(...), has it"
+            "--workers needs Ray: use uno discover on the command line, or pipelines.api.discover(...)"
         )
     return elsewhere
 

@@ -20,6 +20,7 @@ from uno.runs.hardware import local_device, num_threads
 from uno.session.console import Progress, interrupt_on_signal, print_line, reading
 from uno.session.data import read_task
 from uno.session.place import Place, place_of
+from uno.text import plural
 
 RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
 INTERVAL_S = 5.0  # between two lines of progress
@@ -53,14 +54,14 @@ def predict(
             decode = decoder(model, task.rows, config.compute.threads)
             model = with_alignment(model, storage, decode, unlabeled_rows(task))
     except UnoError as error:
-        print_line(f"warning: head_agreement is left empty: heads cannot be aligned: {error}")
+        print_line(f"warning: head_agreement is empty, because heads cannot be aligned: {error}")
     output = Storage(str(given.get("output", storage.uri)))
     writer = PredictionWriter(output, inputs, model, embedding, replace="output" not in given)
 
     kept = "stopped; finished shards are kept"
     with interrupt_on_signal(kept):
         summary = _predict(config, model, storage, writer, elsewhere)
-    print_line(f"{summary.rows:,} rows, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
+    print_line(f"{plural(summary.rows, 'image')}, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
     if csv:
         print_line(f"as CSV: {write_csv(output)}")
     if folders:
@@ -99,7 +100,7 @@ def _predict(
     if writer.complete:
         return writer.finish()
     if writer.num_done:
-        print_line(f"{writer.num_done:,} of {writer.num_rows:,} rows are there already; continuing")
+        print_line(f"resuming: {writer.num_done:,} of {plural(writer.num_rows, 'image')} already predicted")
     num_before, start = writer.num_done, time.monotonic()
     with Progress(seconds=INTERVAL_S) as progress:
 

@@ -3,18 +3,20 @@ the rest as it began, and of a new one the data decides it. ``discover``, ``tune
 ``estimate-classes`` and ``data check`` all ask here; each line of what was chosen says why.
 """
 
+import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import safetensors.torch
 
 from uno import weights
-from uno.config import OWN_ENCODERS, Config, flatten, override
+from uno.config import OWN_ENCODERS, Config, flatten, override, to_dict
 from uno.data.defaults import OF_ENCODER, from_images, keys_from_images
 from uno.data.files import Storage, full_path, normalize_path, split
 from uno.data.splits import Task, decide_setting
 from uno.errors import ConfigError
-from uno.presets import IMAGE_SIZE, SIZES
+from uno.methods.registry import settings as method_settings
+from uno.presets import IMAGE_SIZE, SIZES, preset_values
 from uno.runs import CONFIG_FILE, PRETRAIN, directory
 from uno.runs.checkpoint import checkpoint_steps
 from uno.session.data import read_task
@@ -54,7 +56,7 @@ def resolve(
     told = config.data.loading != "auto"
     loading, why = choose(found, len(task.rows), row_bytes(found), *(free_memory if told else free)(found))
     found = with_data(found, loading=loading)
-    return Resolved(found, [reason, *lines, f"data: {why}"], task)
+    return Resolved(found, [reason, *lines, f"memory: {why}"], task)
 
 
 def stored_config(storage: Storage, given: Mapping[str, Any]) -> Config:
@@ -92,9 +94,9 @@ def from_data(
     if source in (None, PRETRAINED) or weights.is_file(source) or not keys_from_images(config):
         return values, lines
     stored = flatten(directory.read_config_tree(Storage(str(source))))
-    learnt = {key: stored[key] for key in OF_ENCODER if key in stored and key not in given}
-    size = learnt.get(SIZES[0], config.augment.large.size)
-    return learnt | values, [f"size: {size} px, mean and std: as {source} learnt them", *lines]
+    learned = {key: stored[key] for key in OF_ENCODER if key in stored and key not in given}
+    size = learned.get(SIZES[0], config.augment.large.size)
+    return learned | values, [f"image size: {size} px; image size, mean and std: taken from {source}", *lines]
 
 
 def as_printed(config: Config, given: Iterable[str], overwrite: bool) -> Config:
@@ -103,6 +105,36 @@ def as_printed(config: Config, given: Iterable[str], overwrite: bool) -> Config:
         return config
     found = resolve(config, given, overwrite).config
     return with_data(found, loading=config.data.loading)  # which is the machine's affair
+
+
+def explained(config: Config, file: Mapping[str, Any], line: Mapping[str, Any], overwrite: bool) -> list[str]:
+    """The configuration of a run as YAML, a dotted key a line with where its value comes from. ``config``:
+    what the keys of a ``file`` and a ``line`` lead to, before the data is looked at.
+    """
+    given = {**file, **line}
+    found = config if config.data.num_novel == "auto" else resolve(config, given, overwrite).config
+    begun = not overwrite and config.output is not None and Storage(config.output).exists(CONFIG_FILE)
+    layers: list[tuple[str, Mapping[str, Any]]] = [
+        ("default", flatten(to_dict(Config(method=config.method))) | {"output": config.output}),
+        (f"preset {config.preset}", preset_values(config.preset)),
+        (f"recipe {config.recipe}", preset_values(config.preset, config.recipe)),
+        (f"method {config.method}", method_settings(config.method, config.preset)),
+    ]
+    values, before, lines = flatten(to_dict(found)), flatten(to_dict(config)), list[str]()
+    for key, value in values.items():
+        whose = [name for name, layer in layers if key in layer and _plain(layer[key]) == value]
+        origin = whose[0] if whose else "data" if config.model.encoder in OWN_ENCODERS else "encoder"
+        if value != before[key]:
+            origin = f"the run in {config.output}" if begun else "data"
+        for name, keys in (("file", file), ("command line", line)):
+            if key in keys or (IMAGE_SIZE in keys and key in SIZES):
+                origin = name
+        lines.append(f"{f'{key}: {json.dumps(value)}':<60}  # {origin}")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def with_full_path(config: Config) -> Config:
@@ -118,7 +150,7 @@ def with_full_path(config: Config) -> Config:
             raise ConfigError(f"model.weights: no such file {source}")
     elif not checkpoint_steps(Storage(source), PRETRAIN):
         raise ConfigError(
-            f"model.weights: {source} is no {', '.join(weights.SUFFIXES)} and no run that has pretrained"
+            f"model.weights: {source} is neither a {', '.join(weights.SUFFIXES)} file nor a pretrained run"
         )
     return override(config, {"model.weights": source})
 
@@ -130,7 +162,7 @@ def starting_weights(config: Config, overwrite: bool) -> bytes | None:
     source, own, tensors = config.model.weights, None, None
     if config.model.finetune == "none" and source is None:
         raise ConfigError(
-            "model.finetune none needs --weights: an encoder that has learnt nothing finds nothing"
+            "model.finetune none needs pretrained weights: pass --weights FILE or --weights pretrained"
         )
     if source == PRETRAINED:
         storage = Storage(config.output) if config.output and not overwrite else None

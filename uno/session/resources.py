@@ -28,6 +28,7 @@ from uno.results.export import origin
 from uno.runs import DISCOVER, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
+from uno.text import plural
 
 GB = 1e9
 SHARE = 0.6  # of free memory; the rest is for the model, its activations and the system
@@ -106,6 +107,10 @@ def feature_bytes(config: Config) -> int:
     return 4 * (1 + config.augment.num_cached_views) * int(width)  # type: ignore[arg-type]
 
 
+HOW = {"memory": "kept in memory", "streaming": "streamed"}
+"""Values of ``data.loading``, for the console."""
+
+
 def choose(
     config: Config, num_rows: int, row_bytes: int, host_bytes: int, device_bytes: int | None
 ) -> tuple[Loading, str]:
@@ -115,22 +120,22 @@ def choose(
     """
     needed, peak = num_rows * row_bytes, peak_bytes(config, num_rows, row_bytes)
     room = max(0, host_bytes + own_bytes() - _program_bytes(config, num_rows))
-    budget, where = SHARE * room / _num_copies(config), "of the host memory that they leave"
+    budget, where = SHARE * room / _num_copies(config), "of free host memory"
     if device_bytes is not None and SHARE * device_bytes < budget:
         budget, where = SHARE * device_bytes, "of free device memory"
     what = "of features" if config.model.finetune == "none" else "decoded"
-    sizes = f"{_size(needed)} {what}, in memory {_size(peak)} with all programs, "
+    sizes = f"{_size(needed)} {what}; process peak about {_size(peak)}, "
     sizes += f"budget {_size(budget)} ({SHARE:.0%} {where})"
     method = f"method {config.method}" if registry.load(config).needs_images else None
     needs, told = "pretext.epochs" if config.pretext.epochs else method, config.data.loading
     if needs and told == "streaming":
         raise ConfigError(f"{needs} needs the images in memory; use --data.loading memory")
     if told != "auto":
-        return told, f"{told}, as told ({sizes})"
+        return told, f"{HOW[told]}, set by --data.loading ({sizes})"
     if needs:
-        return "memory", f"resident, which {needs} needs ({sizes})"
+        return "memory", f"{HOW['memory']}, because {needs} needs it ({sizes})"
     fits: Loading = "memory" if needed <= budget else "streaming"
-    return fits, f"{fits}, {sizes}"
+    return fits, f"{HOW[fits]} ({sizes})"
 
 
 def peak_bytes(config: Config, num_rows: int, row_bytes: int, cpus: int | None = None) -> int:
@@ -179,8 +184,8 @@ def check_sweep(config: Config, num_rows: int, at_once: int) -> None:
     if told == "memory" or (told == "auto" and needed <= budget):
         return
     what = "of features" if frozen else "decoded"
-    sizes = f"{num_rows:,} rows are {needed:.3g} GB {what}, {budget:.3g} GB fit ({copies} copies)"
-    problem, advice = "in memory", "--limit takes fewer rows"
+    sizes = f"{plural(num_rows, 'image')} of {needed:.3g} GB {what}, {budget:.3g} GB fit ({copies} copies)"
+    problem, advice = "in memory", "use fewer images with --limit"
     if told == "streaming":
         problem, advice = "in memory and do not stream", "leave --data.loading out"
     if not frozen:
@@ -225,7 +230,7 @@ def check_memory(config: Config, task: Task) -> None:
         listed += f" in each of {compute.num_workers} workers" if compute.num_workers > 1 else ""
         advice = "lower --batch-size, --augment.large.size, the encoder or --objective.queue-size"
         if images > needed / 2:
-            listed = f"{num_rows:,} images {images / GB:.1f} GB"
+            listed = f"{plural(num_rows, 'image')} {images / GB:.1f} GB"
             advice = "use --data.loading streaming, or --limit"
         text = f"this run needs at least {needed / GB:.1f} GB of {where} ({listed}), "
         raise ConfigError(f"{text}{free / GB:.1f} GB are free; {advice}")
@@ -290,27 +295,22 @@ def _kept_bytes(encoder: nn.Module, side: int) -> int:
 def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ...]) -> Iterator[str]:
     """Lines for the console: the run, its encoder, and the time of what is left of it on this machine."""
     model, side = config.model, min(config.augment.large.size, config.data.stored_size)
-    what = {
-        "full": "encoder and heads",
-        "last_stage": "the encoder's last stage and the heads",
-        "none": "heads",
-    }
-    how = f" on {config.augment.num_cached_views} cached views an image" if on_features(config) else ""
-    epochs = ", ".join(f"{getattr(config, name).epochs} epochs of {name}" for name in phases)
-    yield f"run: preset {config.preset}, {epochs}, {what[model.finetune]} learn{how}, {side} px"
-    yield f"encoder: {model.encoder}, weights {origin(model)}"
+    what = {"full": "fully trained", "last_stage": "last stage trained", "none": "frozen"}[model.finetune]
+    how = f" on {config.augment.num_cached_views} cached views per image" if on_features(config) else ""
+    epochs = ", ".join(f"{plural(getattr(config, name).epochs, 'epoch')} of {name}" for name in phases)
+    yield f"model: {model.encoder}, {what}, {side} px; weights: {origin(model)}"
+    yield f"training: preset {config.preset}, {epochs}{how}"
     if model.weights is None and is_custom_data(flatten(to_dict(config))):
         name = preset("photos").model.encoder
-        better = f"--weights pretrained fetches those of {name}, for the preset photos"
-        yield f"no pretrained weights are at hand: all is learnt from these images, at {side} px; {better}"
+        yield f"hint: no pretrained weights; for better results --weights pretrained ({name}, preset photos)"
     seconds = {name: spent for name, spent in _seconds(config, task, storage, phases).items() if spent >= 1}
     parts = ", ".join(f"{name} {_minutes(spent)}" for name, spent in seconds.items())
     if seconds:
-        yield f"time: about {_minutes(sum(seconds.values()))} here ({parts}), from a timed batch"
+        yield f"time: about {_minutes(sum(seconds.values()))} ({parts}), from a timed batch"
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if load > cores:
             busy = f"load {load:.1f} on {cores} cores"
-            yield f"warning: other programs are at work ({busy}): it may take longer"
+            yield f"warning: other programs use the CPU ({busy}): the run may take longer"
 
 
 def advice(config: Config, cpus: float, each: dict[str, float], rate: float | None) -> Iterator[str]:
@@ -320,19 +320,18 @@ def advice(config: Config, cpus: float, each: dict[str, float], rate: float | No
     """
     workers, size, on_gpus = config.compute.num_workers, config.train.batch_size, "GPU" in each
     if on_gpus and size < MIN_GPU_ROWS * workers and not on_features(config):
-        text = (
-            f"batches of {size:,} rows are {size / workers:g} for each of {workers} GPUs, which wait for one"
-        )
-        yield f"warning: {text} another below {MIN_GPU_ROWS}: fewer --workers, or a larger --batch-size"
+        text = f"batches of {size:,} images are {size / workers:g} for each of {workers} GPUs"
+        advice = "use fewer --workers, or a larger --batch-size"
+        yield f"warning: {text}, which wait for each other below {MIN_GPU_ROWS}; {advice}"
     if rate is None:
         return
     cores = (cpus - workers * each["CPU"]) / workers
     supply, what = cores * rate, "GPU" if on_gpus else "worker"
     demand = H100_PIXELS_S / (_cropper(config).row_bytes / 3)
     line = f"{cores:.3g} cores for each {what} decode and crop {supply:,.0f} images/s"
-    line += f" ({rate:,.0f} a core, timed)"
+    line += f" ({rate:,.0f} per core, timed)"
     if on_gpus and supply < demand and (config.model.encoder, config.model.stem) == ("resnet18", "imagenet"):
-        line = f"warning: {line}, and an H100 takes about {demand:,.0f} (calculated): give it more cores"
+        line = f"warning: {line}; an H100 needs about {demand:,.0f} (calculated): add cores"
     yield line
 
 

@@ -34,6 +34,7 @@ OF_UNO = tuple(
 )
 OUTPUT = "runs/{preset}-seed{seed}"
 HELP_ALL = "--help-all"
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
 
 
@@ -113,6 +114,11 @@ def checked_output(output: str) -> str:
             f"inside a Ray job --output must be an absolute path or a URI, not {output!r}: {why}"
         )
     return output
+
+
+def launched() -> bool:
+    """Whether this process is one of the ranks that ``torchrun`` has started."""
+    return all(name in os.environ for name in LAUNCHED)
 
 
 def merged(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def test_images_that_are_made_tiny_are_named():
     small, large = ({"augment.large.size": side, "data.stored_size": 256} for side in (33, 34))
     base = config_of(known="first:2")
     task = task_of(LABELS, base, images)
-    for values, found in ((small, ["100 pixels are made 33 x 33"]), (large, [])):
-        told = [m for m in messages(task, override(base, values), "warning") if "pixels are made" in m]
+    for values, found in ((small, ["about 100 px are resized to 33 px"]), (large, [])):
+        told = [m for m in messages(task, override(base, values), "warning") if "are resized" in m]
         assert len(told) == len(found) and all(text in told[0] for text in found)
 
 
@@ -64,13 +64,13 @@ def test_images_that_are_made_tiny_are_named():
     (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "only one known class"),
     (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "num_novel is 1"),
     (["a"] * 9 + ["A "] * 9 + ["c"] * 9, {"known": "a"}, "warning", "differ only in case"),
-    (["a"] * 9 + ["b"] + ["c"] * 9, {"known": "a,b"}, "warning", "1 known classes have a"),
-    (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "3 unlabeled rows are fewer than the 4"),
-    (["a"] * 9 + [None] * 7, {"data__num_novel": 4}, "warning", "fewer than the 12 clusters"),
+    (["a"] * 9 + ["b"] + ["c"] * 9, {"known": "a,b"}, "warning", "1 known class has a"),
+    (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "images (3) than classes to discover (4)"),
+    (["a"] * 9 + [None] * 7, {"data__num_novel": 4}, "warning", "overclustering head (12)"),
     (LABELS, {"known": "a,b", "train__batch_size": 64}, "error", "works: 40"),
     (LABELS, {"known": "a,b", "compute__num_workers": 3}, "error", "3 workers"),
     (LABELS, {"known": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
-    (LABELS, {"known": "a,b", "data__num_novel": 1}, "warning", "share a cluster"),
+    (LABELS, {"known": "a,b", "data__num_novel": 1}, "warning", "classes share clusters"),
 ])  # fmt: skip
 def test_problems_of_classes_and_batches(labels, overrides, level, text):
     config = config_of(**overrides)
@@ -83,14 +83,14 @@ def test_a_small_batch_is_no_news_where_nothing_is_pretrained():
     for weights, count in ((None, 1), ("encoder.safetensors", 0)):
         config = config_of("a,b", train__batch_size=30, model__weights=weights)
         found = messages(task_of(LABELS, config), config, "warning")
-        assert sum("pretraining takes them all" in message for message in found) == count
+        assert sum("pretraining batches hold all" in message for message in found) == count
 
 
 def test_a_class_without_training_rows():
     for known, kind, level in (("a,b", "novel", "warning"), ("a,aa", "known", "error")):
         config = config_of(known)
         task = task_of([*LABELS, "aa"], config, split=["train"] * 40 + ["test"])
-        assert f"1 {kind} classes have no training image: aa" in messages(task, config, level)
+        assert f"1 {kind} class has no training image: aa" in messages(task, config, level)
 
 
 @pytest.mark.parametrize(("how", "kinds"), [("sorted", ["labeled", "unlabeled"]), ("shuffled", [])])
@@ -126,9 +126,9 @@ def test_duplicates():
     images[5] = images[9]  # b = b: no problem
     images[2] = images[7]  # c = d, both unlabeled
     found = messages(task_of([*LABELS, "a"], config, images, ["train"] * 40 + ["test"]), config, "warning")
-    for text in ("1 images are in train and in test, e.g. r3 = r40", "1 images are labeled and unlabeled",
-                 "1 images have two different known labels",
-                 "1 images are in the pile more than once, e.g. r2 = r7"):  # fmt: skip
+    for text in ("duplicates in train and test: 1, e.g. r3 = r40", "duplicates with and without a label: 1",
+                 "duplicates with different known labels: 1",
+                 "duplicates among the unlabeled images: 1, e.g. r2 = r7"):  # fmt: skip
         assert any(text in message for message in found), found
     assert len(found) == 4
 

@@ -69,7 +69,7 @@ class Same(Ids):
     (Numbered(["x", "y", "x"], np.array([0, 2, 3, 3])), None),
 ])  # fmt: skip
 def test_an_id_that_two_rows_have_is_found(ids, found):
-    """Kills: equal hashes taken for equal ids, a look at neighbours only, two files of one name."""
+    """Kills: equal hashes taken for equal ids, a look at neighbors only, two files of one name."""
     assert ids.repeated() == found
 
 

@@ -34,7 +34,7 @@ def test_lossless_formats_are_exact_at_their_own_size(format):
         np.testing.assert_array_equal(decode(data, 16), image.transpose(2, 0, 1))
 
 
-def test_resize_shorter_side_and_centre_crop():
+def test_resize_shorter_side_and_center_crop():
     """Kills: squeezing to a square, a corner crop, the longer side resized, height and width swapped."""
     out = decode(encoded(smooth(20, 60)), 10).astype(int)
     assert out.shape == (3, 10, 10)
@@ -44,7 +44,7 @@ def test_resize_shorter_side_and_centre_crop():
     assert tall[1].min() > 80 and tall[0].max() > 235
     assert decode(encoded(smooth(3, 2)), 8).shape == (3, 8, 8)
     np.testing.assert_array_equal(decode(smooth(20, 60), 10), decode(encoded(smooth(20, 60)), 10))
-    # nearest or plain bilinear sampling would turn a fine chequerboard into 0 or 255
+    # nearest or plain bilinear sampling would turn a fine checkerboard into 0 or 255
     board = np.indices((64, 64)).sum(0) % 2 * 255
     picture = np.repeat(board[..., None], 3, 2).astype(np.uint8)
     assert abs(decode(encoded(picture), 8).astype(int) - 127).max() < 4
@@ -52,7 +52,7 @@ def test_resize_shorter_side_and_centre_crop():
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(orientation):
-    """Kills: EXIF ignored, turned the wrong way, turned after a crop that is not centred."""
+    """Kills: EXIF ignored, turned the wrong way, turned after a crop that is not centered."""
     picture = Image.fromarray(smooth(24, 48))
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -195,9 +195,24 @@ def test_bicubic_is_pillows_and_bilinear_stays_the_default():
 
 
 def test_more_pixels_than_bytes_can_hold_are_refused_before_they_are_made():
-    """Kills: gigabytes for a header. A real image has them: one colour in one bit a pixel."""
+    """Kills: gigabytes for a header. A real image has them: one color in one bit a pixel."""
     header = bytearray(encoded(pixels(0), "BMP"))
     header[18:26] = struct.pack("<ii", 9_000, 9_000)
     with pytest.raises(BadImage, match="9000 x 9000 pixels in 246 bytes"):
         decode(bytes(header), 8)
     assert decode(encoded(Image.new("1", (4000, 3000)), "PNG"), 8).max() == 0
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("shape", [(41, 64), (64, 41), (50, 50)])
+def test_turned_pictures_are_pillows_to_the_level(orientation, interpolation, shape):
+    """Turned first, then resized: the passes round in that order. Kills: a small square that is turned."""
+    picture, exif = Image.fromarray(pixels(orientation, *shape)), Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(picture, "PNG", exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    left, top = ((length - min(shape)) / 2 for length in upright.size)
+    box, how = (left, top, left + min(shape), top + min(shape)), Image.Resampling[interpolation.upper()]
+    expected = np.asarray(upright.resize((16, 16), how, box)).transpose(2, 0, 1)
+    np.testing.assert_array_equal(decode(data, 16, interpolation), expected)

@@ -35,7 +35,7 @@ def test_the_size_is_that_of_the_images_up_to_what_is_affordable(tmp_path, side,
     """Kills: 32 px for photographs; 300 px with a stem for small images, which takes 90 times as long."""
     config, lines, _ = fitted(tmp_path / "d", num=2, side=side, model__encoder=encoder)
     assert (config.augment.large.size, config.data.stored_size, config.model.stem) == (size, size, stem)
-    assert f"size: {size} px of images that are usually {side}" in lines[0]
+    assert f"image size: {size} px (images are about {side} px" in lines[0]
 
 
 def test_mean_and_std_are_those_of_training_images(tmp_path):
@@ -45,7 +45,7 @@ def test_mean_and_std_are_those_of_training_images(tmp_path):
     pixels = np.stack([decode(task.rows.images[i], 16) for i in rows]) / 255
     np.testing.assert_allclose(config.data.mean, pixels.mean(axis=(0, 2, 3)), atol=1e-4)
     np.testing.assert_allclose(config.data.std, pixels.std(axis=(0, 2, 3)), atol=1e-4)
-    assert not task.is_train.all() and f"of {len(rows)} training images" in lines[-1]
+    assert not task.is_train.all() and f"from {len(rows)} training images" in lines[-1]
 
 
 def test_batch_and_epochs_follow_the_rows(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,12 +29,12 @@ from uno.data.files import Storage
 from uno.data.output import seal
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.resident import assemble
-from uno.data.sources import read_digits
+from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, StorageError
 
-from .builders import pixels
+from .builders import encoded, pixels
 
 SHARD = 16
 HEADS = {"model__finetune": "none", "augment__small__num_views": 0, "augment__num_cached_views": 3}
@@ -101,7 +102,7 @@ def shards(folder):
 @pytest.mark.parametrize(("crop", "side"), [("pad", 8), ("resized", 10)])
 def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     """Stored squares may be larger than the views, images are. Kills: views of another row's numbers,
-    numbers that depend on the share of training rows, an evaluation view that is not the centre, views of
+    numbers that depend on the share of training rows, an evaluation view that is not the center, views of
     test rows, mean and std forgotten.
     """
     config = config_of(
@@ -256,7 +257,11 @@ def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
     job = job_of()
     cache = cache_of(tmp_path, job)
     list(cache.keep([(0, seal(features.shard_name(job.key, 0), content, REASONS))]))
-    assert cache.read()[2] == [0, 1, 2] and "1 damaged files" in caplog.text and not shards(tmp_path)
+    assert (
+        cache.read()[2] == [0, 1, 2]
+        and "recomputing 1 damaged file in" in caplog.text
+        and not shards(tmp_path)
+    )
 
 
 def test_what_is_no_shard_is_left_alone(tmp_path, caplog):
@@ -267,7 +272,7 @@ def test_what_is_no_shard_is_left_alone(tmp_path, caplog):
     for name in ("notes.txt", ".000000-abc.safetensors.1234", "000009.safetensors"):
         (folder / name).write_text("x")
     assert cache_of(tmp_path, job).read()[2] == [] and not caplog.messages
-    assert len(list(folder.iterdir())) == 3 + 1 + 3
+    assert len(list(folder.iterdir())) == 3 + 2 + 3
 
 
 def test_a_stopped_job_goes_on(tmp_path):
@@ -305,6 +310,20 @@ def test_two_at_once_do_no_harm(tmp_path, caplog):
         thread.join()
     assert torch.equal(*found) and len(shards(tmp_path)) == 3
     assert torch.equal(kept(tmp_path, job)[0], found[0]) and not caplog.messages
+
+
+def test_a_cache_that_is_removed_while_it_is_written_costs_nothing(tmp_path, monkeypatch):
+    job, whole, replaced, ours = job_of(), kept(tmp_path / "whole", job_of())[0], [], tmp_path / "cache"
+
+    def replace_(source, target):
+        replaced.append(target)
+        if len(replaced) in (1, 4):  # facts.json and a shard, whose second writing succeeds
+            shutil.rmtree(ours)
+        os_replace(source, target)
+
+    os_replace = os.replace
+    monkeypatch.setattr(os, "replace", replace_)
+    assert torch.equal(kept(ours, job)[0], whole) and len(replaced) == 6
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
@@ -357,7 +376,7 @@ def test_an_encoder_that_gives_nan_is_refused(tmp_path):
     job = job_of()
     encoder = encoder_of(job.config)
     nn.init.constant_(encoder.conv1.weight, float("nan"))
-    with pytest.raises(ConfigError, match=r"^model\.encoder resnet_small gives numbers that are not finite$"):
+    with pytest.raises(ConfigError, match=r"^model\.encoder resnet_small returns non-finite numbers$"):
         kept(tmp_path, job, encoder=encoder)
     assert not shards(tmp_path)
 
@@ -414,3 +433,114 @@ def test_a_killed_process_and_two_at_once(tmp_path):
     job, seen = job_of(), []
     found, _ = kept(tmp_path, job, seen)
     assert not seen and torch.equal(found, computed_all(job)[0])
+
+
+ENCODER = """
+from torch import nn
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.num_features = nn.Conv2d(3, 16, 3), 16
+    def forward(self, images):
+        return self.layer(images).relu().mean(dim=(2, 3)) * {factor}
+"""
+
+
+def test_the_key_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
+    """Same weights, another ``forward``, in the module of the callable or that of its layers."""
+    monkeypatch.chdir(tmp_path)
+    config, keys = config_of(model__encoder="mine_factory:build"), []
+    Path("mine_factory.py").write_text("from mine_layers import Mine\ndef build(): return Mine()\n")
+    for factor in (1, 1, 2):
+        Path("mine_layers.py").write_text(ENCODER.format(factor=factor))
+        for name in ("mine_factory", "mine_layers"):
+            sys.modules.pop(name, None)
+        task = make_task(read_digits(), config.data)
+        keys.append(feature_job(config, task, encoder_of(config)).key)
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_features_that_the_encoder_does_not_give_any_more_are_computed_again(tmp_path, caplog, monkeypatch):
+    """Code behind the key's back. Kills: a cache that is believed, a difference that is not said, noise of
+    another batch that is taken for one.
+    """
+    job, seen = job_of(), []
+    whole, _ = kept(tmp_path, job)
+    encoder, forward = type(job.encoder), type(job.encoder).forward
+    monkeypatch.setattr(encoder, "forward", lambda self, images: forward(self, images) * (1 + 1e-5))
+    assert torch.equal(kept(tmp_path, job, seen)[0], whole) and not seen and not caplog.messages
+    monkeypatch.setattr(encoder, "forward", lambda self, images: forward(self, images.flip(2)))
+    found, _ = kept(tmp_path, job, seen)
+    (line,) = caplog.messages
+    assert seen == [[0, 1, 2]] and "resnet_small now gives others" in line and "\n" not in line
+    assert not torch.equal(found, whole) and torch.equal(kept(tmp_path, job, seen)[0], found)
+    assert len(seen) == 1
+
+
+def folder_job(folder):
+    """40 images of a folder, half of them without a label: BMP files, all of one size."""
+    config = config_of(data__source=f"folder:{folder}", data__known_classes="a,b", data__limit=None)
+    rows = read_rows(config.data)
+    return feature_job(config, make_task(rows, config.data), encoder_of(config))
+
+
+def write_bitmaps(folder, numbers, first_seed=0):
+    for number in numbers:
+        path = folder / "abcd"[number // 10] / f"{number:02}.bmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(pixels(first_seed + number), "BMP"))
+
+
+@pytest.mark.parametrize("keeps_time", [False, True])
+def test_features_of_images_that_were_overwritten_are_computed_again(tmp_path, caplog, keeps_time):
+    """Of the same name and size. Kills: sizes that stand for content, times that anybody can set."""
+    data, cache, seen = tmp_path / "data", tmp_path / "cache", []
+    write_bitmaps(data, range(40))
+    whole, _ = kept(cache, folder_job(data))
+    times = {path: path.stat().st_mtime_ns for path in data.rglob("*.bmp")}
+    write_bitmaps(data, range(0, 16, 2), 100)
+    for path, time in times.items() if keeps_time else ():
+        os.utime(path, ns=(time, time))
+    job = folder_job(data)
+    found, _ = kept(cache, job, seen)
+    (line,) = caplog.messages
+    assert "images have been written to" in line and (seen == [[0]] or keeps_time)
+    assert torch.equal(found, kept(tmp_path / "anew", job)[0]) and not torch.equal(found, whole)
+    assert torch.equal(kept(cache, folder_job(data), seen)[0], found) and len(seen) == 1
+
+
+def test_features_of_images_that_were_moved_copied_or_touched_are_kept(tmp_path, caplog):
+    """Kills: times that make another data set."""
+    data, cache, seen = tmp_path / "data", tmp_path / "cache", []
+    write_bitmaps(data, range(40))
+    whole, _ = kept(cache, folder_job(data))
+    for path in data.rglob("*.bmp"):
+        path.touch()
+    shutil.copytree(data, tmp_path / "copied")
+    data.rename(tmp_path / "moved")
+    for name in ("copied", "moved"):
+        assert torch.equal(kept(cache, folder_job(tmp_path / name), seen)[0], whole)
+    assert not seen and not caplog.messages
+
+
+def test_files_that_are_not_there_do_not_make_a_cache_stale(tmp_path):
+    """Of a table. Kills: shards that are computed at every start."""
+    write_bitmaps(tmp_path, range(40))
+    names = "".join(f"{'abcd'[i // 10]}/{i:02}.bmp,{'ab'[i // 10] if i < 20 else ''}\n" for i in range(40))
+    (tmp_path / "rows.csv").write_text(f"path,label\n{names}")
+    (tmp_path / "c" / "25.bmp").unlink()
+    config, seen = config_of(data__source=str(tmp_path / "rows.csv"), data__known_classes=None), []
+    config = override(config, {"data.num_novel": 2, "data.limit": None})
+    for _ in range(2):
+        job = feature_job(config, make_task(read_rows(config.data), config.data), encoder_of(config))
+        kept(tmp_path / "cache", job, seen)
+    assert seen == [[0, 1, 2]]
+
+
+def test_features_without_a_snapshot_are_computed_again(tmp_path, caplog):
+    job, seen = job_of(), []
+    kept(tmp_path, job)
+    Path(cache_of(tmp_path, job).path, "images.safetensors").unlink()
+    kept(tmp_path, job, seen)
+    assert seen == [[0, 1, 2]] and "nothing says of which images they are" in caplog.text

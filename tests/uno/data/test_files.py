@@ -142,7 +142,9 @@ def test_what_may_pass_is_tried_again_for_half_a_minute(monkeypatch, caplog, err
             files.retry_transient(access)("a")
         assert asked == ["a"] and not paused
         return
-    assert files.retry_transient(access)("a") == "data" and paused == [1, 2] and "again in 2 s" in caplog.text
+    assert (
+        files.retry_transient(access)("a") == "data" and paused == [1, 2] and "retrying in 2 s" in caplog.text
+    )
     asked.clear(), paused.clear()
     failures = 99
     with pytest.raises(OSError):

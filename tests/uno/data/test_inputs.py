@@ -98,7 +98,7 @@ def test_the_fingerprint_of_a_table_is_of_its_footers(tmp_path):
 
 
 def test_paths_in_a_table(tmp_path):
-    """Read with the rows they are in. Kills: a path that leaves the folder, one refused where others are."""
+    """Read with the rows they are in. Kills: a path outside the folder, one refused where others are."""
     write_images(tmp_path, ["a.png", "sub/b.png"], 0)
     paths = ["a.png", "sub/b.png", None, "gone.png"]
     pq.write_table(pa.table({"path": paths}), tmp_path / "t.parquet")
@@ -108,7 +108,7 @@ def test_paths_in_a_table(tmp_path):
     assert [path_of(image) for _, image in found] == [*full[:2], None, full[2]]
     pq.write_table(pa.table({"path": ["a.png"] * 100 + ["../x.png"]}), tmp_path / "t.parquet")
     inputs = open_inputs(DataConfig(source=str(tmp_path / "t.parquet")))
-    assert "'../x.png' leaves the folder" in failure(all_of, inputs)
+    assert "'../x.png' is outside the folder" in failure(all_of, inputs)
     for values, words in ((["gone.png"], "none of its 1 images"), ([3], "images must be bytes, paths")):
         pq.write_table(pa.table({"path": values}), tmp_path / "t.parquet")
         assert words in failure(open_inputs, DataConfig(source=str(tmp_path / "t.parquet")))

@@ -114,7 +114,7 @@ def test_a_damaged_page_is_one_line(tmp_path):
 
 
 def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
-    """Shards that are there are kept, half a pack is refused, half a file goes. Kills: duplicates, lost bad
+    """Finished shards are kept, an unfinished pack is refused, half a file goes. Kills: duplicates, lost bad
     rows, a directory that is blocked by what a kill left of its first file.
     """
     source = images(tmp_path / "images", broken=True)
@@ -139,7 +139,7 @@ def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         packed(source, tmp_path / "out", **FEW)
     monkeypatch.setattr(Storage, "write", real)
-    assert "half a pack" in failure(read_rows, config_of(f"parquet:{tmp_path}/out"))
+    assert "an unfinished pack" in failure(read_rows, config_of(f"parquet:{tmp_path}/out"))
     times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
     assert len(times) == 2
     (tmp_path / "out" / ".bad_samples.jsonl.0a1b2c3d").write_text("{")

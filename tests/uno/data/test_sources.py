@@ -14,8 +14,10 @@ from sklearn.datasets import load_digits
 from uno.config import DataConfig
 from uno.data.cifar import CIFAR10, CIFAR100
 from uno.data.decode import decode
+from uno.data.inputs import open_inputs
 from uno.data.rows import Rows
-from uno.data.sources import imagenet_wnids, read_folder, read_images, read_rows, read_two_folders, recognise
+from uno.data.sources import imagenet_wnids, read_folder, read_images, read_rows, read_two_folders, recognize
+from uno.data.splits import make_task, parse_known_classes
 from uno.errors import ConfigError
 
 from .builders import SHARED, failure, write_cifar, write_hf, write_images
@@ -68,7 +70,7 @@ def test_cifar_pickles_read_as_torchvision_does(tmp_path, layout, protocol, fort
     np.testing.assert_array_equal(rows.images[3], first[3].reshape(3, 32, 32).transpose(1, 2, 0))
     np.testing.assert_array_equal(decode(rows.images[3], 32), first[3].reshape(3, 32, 32))
     assert rows.labels[7] == "class 7" and rows.class_names[2] == "class 2"
-    assert recognise(str(tmp_path)) == layout.prefix
+    assert recognize(str(tmp_path)) == layout.prefix
     assert read(tmp_path / layout.folder).fingerprint == rows.fingerprint
 
 
@@ -156,15 +158,15 @@ def test_missing_cifar_and_its_download(tmp_path, monkeypatch):
     assert "no network" in failure(read, f"cifar10:{tmp_path}/other", download=True)
 
 
-def test_a_bare_path_is_recognised_by_content_not_by_name(tmp_path):
+def test_a_bare_path_is_recognized_by_content_not_by_name(tmp_path):
     """Kills: dispatch by substring (a folder named cifar10 that holds class folders)."""
     write_images(tmp_path / "cifar10-parquet-imagenet", ["cat/a.png", "dog/b.png"])
     write_hf(tmp_path / "folder" / "data", ["a", "b"])
     write_images(tmp_path / "x", ["train/n01440764/a.png", "train/n01530575/b.png"])
     write_images(tmp_path / "y", ["train/cat/a.png", "train/dog/b.png"])
     for name, kind in (("cifar10-parquet-imagenet", "folder"), ("folder", "parquet"), ("x", "imagenet")):
-        assert recognise(str(tmp_path / name)) == kind
-    assert recognise(str(tmp_path / "y")) == "folder" and recognise(f"{tmp_path}/folder/data") == "parquet"
+        assert recognize(str(tmp_path / name)) == kind
+    assert recognize(str(tmp_path / "y")) == "folder" and recognize(f"{tmp_path}/folder/data") == "parquet"
     assert len(read(tmp_path / "folder" / "data" / "train-00000-of-00001.parquet")) == 12
     for layout in (CIFAR10, CIFAR100):
         write_cifar(tmp_path / "z", layout, rows=1)
@@ -176,7 +178,7 @@ def test_a_bare_path_is_recognised_by_content_not_by_name(tmp_path):
 def test_unknown_prefix_suggests_the_nearest(tmp_path):
     assert "did you mean cifar10:/x" in failure(read, "cifar-10:/x")
     assert "did you mean imagenet:/x" in failure(read, "imagnet:/x")
-    assert "known are digits, cifar10:" in failure(read, "qqq:/x")
+    assert "choose from digits, cifar10:" in failure(read, "qqq:/x")
     assert "did you mean 'digits'?" in failure(read, "digit")
     write_images(tmp_path / "odd:name", ["cat/a.png"])
     assert len(read(tmp_path / "odd:name")) == 1
@@ -206,11 +208,51 @@ def test_class_subfolders(tmp_path):
 
 @pytest.mark.parametrize("name", ["test", "val", "valid", "validation"])
 def test_train_and_test_folders(tmp_path, name):
-    write_images(tmp_path, ["train/dog/a.png", "train/cat/b.png", f"{name}/dog/a.png", "extra/x.png"])
+    write_images(tmp_path, ["train/dog/a.png", "train/cat/b.png", f"{name}/dog/a.png", "x.png"])
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("no image")
     rows = read(tmp_path)
     assert rows.ids == sorted(["train/cat/b.png", "train/dog/a.png", f"{name}/dog/a.png"])
     assert sorted(zip(rows.split, rows.labels, strict=True))[0] == ("test", "dog")
-    assert "1 images outside" in rows.notes[0]
+    assert "1 image outside" in rows.notes[1]
+
+
+def test_a_class_folder_that_is_called_like_a_split_is_not_guessed(tmp_path):
+    """Kills: half of the labeled images left out with a note, advice that leads to the next error."""
+    write_images(tmp_path / "a", ["train/steam/a.png", "test/x/b.png", "bus/b.png", "car/c.png"])
+    write_images(tmp_path / "new", ["n.png"])
+    both = f"images in bus, car: if train is a class, too, give {{0}} classes:{tmp_path}/a; if it is a split "
+    both += f"and these are to be left out, {{0}} splits:{tmp_path}/a"
+    assert both.format("--data") in failure(read, tmp_path / "a")
+    assert both.format("--labeled") in failure(read_two, tmp_path / "a", tmp_path / "new")
+    for read_as, labels, note in (
+        (lambda kind: read(f"{kind}:{tmp_path}/a"), ["bus", "car", "test", "train"], 0),
+        (
+            lambda kind: read_two(f"{kind}:{tmp_path}/a", tmp_path / "new"),
+            ["bus", "car", "test", "train", None],
+            0,
+        ),
+    ):
+        assert read_as("classes").labels == labels and not read_as("classes").notes
+        split = read_as("splits")
+        assert [*split.labels[:2]] == ["x", "steam"] and "2 images outside" in split.notes[note]
+    assert len(open_inputs(DataConfig(source=f"classes:{tmp_path}/a"))) == 4
+
+
+def test_names_that_look_the_same_are_one_class(tmp_path):
+    """As Mac and Linux spell them; case makes two classes. Kills: two classes, two silent ones."""
+    mac, linux = "cafe\u0301", "caf\u00e9"
+    write_images(tmp_path / "a", [f"{mac}/a.png", f"{linux}/b.png", "Dog/c.png", "dog/d.png"])
+    rows = read(tmp_path / "a")
+    assert rows.labels == ["Dog", linux, linux, "dog"] and len(rows.labels.classes) == 3
+    assert rows.notes == (
+        r"class names 'cafe\u0301', 'caf\xe9' differ in normalization only: they are one class",
+        "class names 'Dog', 'dog' differ in case only: they stay two classes",
+    )
+    assert parse_known_classes(f"{mac},dog", [*rows.labels.present]) == {linux, "dog"}
+    (tmp_path / "a" / "t.csv").write_text(f"path,label,eval_label\nDog/c.png,{mac},\ndog/d.png,,{linux}\n")
+    table = read(tmp_path / "a" / "t.csv")
+    assert [*table.truth] == [linux, linux] and len(make_task(table, DataConfig(num_novel=1)).known) == 1
 
 
 def test_odd_folders(tmp_path):
@@ -253,7 +295,7 @@ def test_links_stay_inside(tmp_path):
     assert "cat/again.png" in rows.ids and len(rows) == 4
     for target, link in (("outside/secret.png", "cat/b.png"), ("data", "loop")):
         os.symlink(tmp_path / target, tmp_path / "data" / link)
-        assert "leads outside" in failure(read, tmp_path / "data")
+        assert "points outside" in failure(read, tmp_path / "data")
         os.unlink(tmp_path / "data" / link)
 
 
@@ -283,7 +325,7 @@ def test_imagenet_split(tmp_path):
         write_images(tmp_path, map(place.format, ("n01440764", a[0], only_b)))
     rows = read(f"imagenet:{tmp_path}", imagenet_split="A")
     assert rows.known == ("n01440764",) and set(rows.labels) == {"n01440764", a[0]}
-    assert rows.notes == ("1 held-out classes that are not in split A are left out",)
+    assert rows.notes == ("ignored 1 held-out class not in split A",)
     assert (~rows.is_train).sum() == 2
     other = read(f"imagenet:{tmp_path}", imagenet_split="B")
     assert set(other.labels) == {"n01440764", only_b} | ({a[0]} & set(b))
@@ -319,10 +361,13 @@ def test_what_is_no_image_is_named(tmp_path):
         (tmp_path / name).write_bytes(b"x")
     rows = read_two_folders(str(tmp_path / "known"), str(tmp_path / "new"))
     assert len(rows) == 3
-    assert rows.notes[0].endswith("known are left out: 1 .heic (photographs; save them as JPEG)")
-    assert rows.notes[1].startswith("4 files below ") and "1 .mov (video; take still images)" in rows.notes[1]
+    assert rows.notes[0].endswith("known: 1 .heic (photographs; save them as JPEG)")
+    assert (
+        rows.notes[1].startswith("ignored 4 files below ")
+        and "1 .mov (video; take still images)" in rows.notes[1]
+    )
     assert "1 .txt" in rows.notes[1] and "1 without a suffix" in rows.notes[1] and "DS_S" not in rows.notes[1]
     assert read_folder(str(tmp_path / "known")).notes == rows.notes[:1]
     (tmp_path / "new" / "3.jpg").unlink()
-    with pytest.raises(ConfigError, match=r"no images below .*; 4 files .* left out: .*save them as JPEG"):
+    with pytest.raises(ConfigError, match=r"no images below .*; ignored 4 files .*save them as JPEG"):
         read_images(str(tmp_path / "new"))

@@ -106,8 +106,8 @@ def test_known_classes_as_names_and_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("value", "text"), [
     ("first:0", "from 1 to 3"), ("first:4", "from 1 to 3"), ("first:x", "from 1 to 3"),
-    ("first:3", "none is left to discover"), ("ct", "did you mean 'cat'?"),
-    ("qqqq", "classes are cat, cow, dog"), ("cat,cat", "given twice"), ("", "no class name given"),
+    ("first:3", "nothing to discover"), ("ct", "did you mean 'cat'?"),
+    ("qqqq", "classes are cat, cow, dog"), ("cat,cat", "listed twice"), ("", "no class name given"),
     ("/nowhere/names.txt", "cannot read known_classes file"),
 ])  # fmt: skip
 def test_known_class_errors(value, text):
@@ -126,8 +126,8 @@ def test_a_class_has_a_name_of_some_size_and_classes_a_number(monkeypatch):
 
 
 def test_what_cannot_be_a_task():
-    assert "no row has a label" in refused(rows_of([None, None]), num_novel=2)
-    assert "no training row has a label" in refused(rows_of([None, "a"], ["train", "test"]), num_novel=2)
+    assert "no image has a label" in refused(rows_of([None, None]), num_novel=2)
+    assert "no training image has a label" in refused(rows_of([None, "a"], ["train", "test"]), num_novel=2)
     assert "--known-classes first:N" in refused(rows_of(["a", "b"]), num_novel=2)
     assert "--num-novel" in refused(rows_of(["a", None]))
     assert "--num-novel" in refused(rows_of(["a", None]), known_classes="first:1")
@@ -185,18 +185,28 @@ def test_a_share_of_each_known_class_loses_its_label():
 @pytest.mark.parametrize(
     ("config", "declared", "setting", "why"),
     [
-        ({"num_novel": 2, "method": "rs"}, (), "ncd", "the only kind here .*does not go with method rs"),
-        ({"known_classes": "first:5"}, (), "ncd", "only labels of other classes are hidden"),
-        ({}, ("0", "1"), "ncd", "only labels"),
+        ({"num_novel": 2, "method": "rs"}, (), "ncd", "does not go with method rs"),
+        ({"known_classes": "first:5"}, (), "ncd", "labels of the other classes are hidden"),
+        ({}, ("0", "1"), "ncd", "labels of the other"),
         (
             {"known_classes": "first:5", "unlabeled_known_fraction": 0.5},
             (),
             "gcd",
-            "unlabeled-known-fraction asks",
+            "--data.unlabeled-known-fraction",
         ),
-        ({"num_novel": 2}, (), "gcd", "nobody knows .*--data.setting ncd if none is"),
-        ({"num_novel": 2, "setting": "ncd"}, (), "ncd", "as told: every unlabeled row"),
-        ({"known_classes": "first:5", "setting": "gcd"}, (), "gcd", "as told: unlabeled rows may be"),
+        ({"num_novel": 2}, (), "gcd", r"GCD \(assumed\): .*pass --data.setting ncd"),
+        (
+            {"num_novel": 2, "setting": "ncd"},
+            (),
+            "ncd",
+            r"NCD \(--data.setting\): unlabeled images belong to new",
+        ),
+        (
+            {"known_classes": "first:5", "setting": "gcd"},
+            (),
+            "gcd",
+            r"GCD \(--data.setting\): unlabeled images can",
+        ),
     ],
 )
 def test_the_pile_is_decided_by_where_the_labels_went(config, declared, setting, why):

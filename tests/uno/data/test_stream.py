@@ -53,7 +53,7 @@ def pictures(num=40, broken=()):
 @pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, world_size):
-    """Kills: rows, labels or colours of another step or worker, a part's border that loses a row."""
+    """Kills: rows, labels or colors of another step or worker, a part's border that loses a row."""
     monkeypatch.setattr(module, "CHUNK_ROWS", 7)
     for rank in range(world_size):
         expected = batches(small_sets()[0], phase=phase, rank=rank, world_size=world_size)

@@ -1,6 +1,7 @@
 """Parquet, CSV and JSONL tables; images by reference."""
 
 import itertools
+import json
 import os
 import pickle
 import threading
@@ -126,7 +127,7 @@ def test_files_and_folders_name_the_split(tmp_path):
     (pa.table({"image": [b"x"], "label": [1.5]}), "names or numbers"),
     (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
     (pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}), "'same' appears more than once"),
-    (pa.table({"image": ["/etc/passwd"]}), "leaves the folder"),
+    (pa.table({"image": ["/etc/passwd"]}), "is outside the folder"),
     (pa.table({"image": ["missing.png"]}), "none of its 1 images"),
     (pa.table({"image": pa.array([], pa.binary())}), "no rows"),
     (pa.table([[b"x"], ["a"], ["b"]], ["image", "label", "label"]), "two columns have one name"),
@@ -210,7 +211,7 @@ def test_a_footer_is_read_once_and_beside_others(monkeypatch):
     monkeypatch.setattr(tables, "_Parquet", Table)
     monkeypatch.setattr(tables, "_known", {})
     files = [f"s3://bucket/{i}.parquet" for i in range(1100)]
-    images = ParquetImages("s3://bucket", files, "image", [9] * 1100)
+    images = ParquetImages("s3://bucket", files, "image", [(9, -1)] * 1100)
     assert images.read_images(np.arange(len(images))) == [b"1", b"2"] * 1100
     assert pickle.loads(pickle.dumps(images)).read_images(np.array([3])) == [b"2"]
     assert sorted(read) == sorted((file, 9) for file in files)
@@ -335,7 +336,7 @@ def test_table_paths_are_confined(tmp_path):
     evil = ("../data-evil/b.png", "link.png", str(tmp_path / "data-evil" / "b.png"), "s3://bucket/x.png", ".")
     for path in evil:
         message = failure(read_table, write_csv(tmp_path / "data", f"path\na.png\n{path}\n"))
-        assert "leaves the folder" in message and "row 1" in message
+        assert "is outside the folder" in message and "row 1" in message
     assert len(read_table(write_csv(tmp_path / "data", f"path\n{tmp_path}/data/a.png\n"))) == 1
 
 
@@ -349,11 +350,44 @@ def test_table_paths_are_confined(tmp_path):
     ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
     ("t.jsonl", '{"path": "\\ud800.png"}', "line 1 is not JSON"), ("t.jsonl", "[1]", "must be an object"),
     ("t.jsonl", '{"path": "a.png", "label": 1.5}', "1.5"), ("t.jsonl", '{"path": 3}', "no image path"),
-], ids=range(15))  # fmt: skip
+    ("t.csv", "path,label,label\na.png,x,y\n", "two columns are named 'label'"),
+    ("t.csv", "path,label, Split\na.png,x,test\n", "' Split' is not split"),
+    ("t.csv", "path,Label\na.png,x\n", "'Label' is not label"),
+    ("t.csv", "path,label\na.png,1\na.png,1.0\n", "'1' and '1.0' are one class or two"),
+    ("t.jsonl", '{"path": "a.png", "label": 1}\n{"path": "a.png", "label": "1.0"}', "'1' and '1.0'"),
+    ("t.csv", "path,eval_label\na.png,cat\na.png,cat \n", "'cat' and 'cat '"),
+    ("t.jsonl", '{"path": "a.png", "label": 1, "label": 2}', "'label' twice"),
+], ids=range(22))  # fmt: skip
 def test_table_errors(tmp_path, name, text, part):
     write_images(tmp_path, ["a.png"])
     (tmp_path / name).write_text(text, "utf-8", "surrogateescape")
     assert part in failure(read_table, str(tmp_path / name))
+
+
+@pytest.mark.parametrize("change", [
+    lambda text: b"\xef\xbb\xbf" + text, lambda text: text.replace(b"\n", b"\r\n"), bytes.strip,
+])  # fmt: skip
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_ends_of_lines_and_a_byte_order_mark_change_nothing(tmp_path, suffix, change):
+    write_images(tmp_path, ["a.png", "b.png"])
+    lines = [{"path": "a.png", "label": "1"}, {"path": "b.png", "label": 1}]
+    text = {"csv": b"path,label\na.png,1\nb.png,1\n", "jsonl": "\n".join(map(json.dumps, lines)).encode()}
+    plain, other = tmp_path / f"plain.{suffix}", tmp_path / f"other.{suffix}"
+    plain.write_bytes(text[suffix] + b"\n")
+    other.write_bytes(change(text[suffix]))
+    first, second = (read_table(str(path)) for path in (plain, other))
+    assert first.labels.classes == ("1",) and first.fingerprint == second.fingerprint
+
+
+@pytest.mark.parametrize(("columns", "part"), [
+    ({"label": ["1", "1.0"]}, "'1' and '1.0'"), ({"label": ["a", "b"], "Split": ["test"] * 2}, "'Split'"),
+])  # fmt: skip
+def test_what_parquet_may_mean_is_asked(tmp_path, columns, part):
+    """Kills: a check that only tables of text have; one of a column that a renamed one replaces."""
+    pq.write_table(pa.table({"image": [encoded(pixels(0))] * 2, **columns}), tmp_path / "a.parquet")
+    assert part in failure(read_parquet, str(tmp_path))
+    names = {"split": "Split"} if "Split" in columns else {}
+    assert not names or not read_parquet(str(tmp_path), names).is_train.any()
 
 
 @pytest.fixture
@@ -380,7 +414,7 @@ def test_uris(bucket):
     assert rows.fingerprint == read(f"file://{bucket}/pets").fingerprint
     assert read("table:s3://bucket/pets/t.csv").images[0] == "s3://bucket/pets/train/cat/a.png"
     write_csv(bucket / "pets", "path\n../hf/x\n")
-    assert "leaves the folder" in failure(read_table, "s3://bucket/pets/t.csv")
+    assert "is outside the folder" in failure(read_table, "s3://bucket/pets/t.csv")
     assert "no such file" in failure(read, "s3://bucket/nothing")
 
 

@@ -22,7 +22,7 @@ from uno.data.files import Storage
 from uno.data.inputs import open_inputs
 from uno.data.pack import pack, store_local
 from uno.data.resident import keep_pixels
-from uno.data.sources import read_rows, recognise
+from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.stream import CropJob, crop_local, streaming_set
 from uno.results.predictions import PredictionWriter, predict_rows, read_columns
@@ -94,7 +94,7 @@ def test_the_layout(tmp_path):
     assert (
         rows.images.read_images(np.arange(7)) == [image] * 7 and rows.images.paths(np.arange(7)) == [None] * 7
     )
-    assert rows.notes == ("3 members of the tar files are not read: 1 .seg.png, 1 .txt, 1 .cls",)
+    assert rows.notes == ("ignored 3 members of the tar files: 1 .seg.png, 1 .txt, 1 .cls",)
     assert read(f"tar:{tmp_path}").fingerprint == rows.fingerprint
     unlabeled = read_rows(DataConfig(source=f"tar:{tmp_path}"), images_only=True)
     assert set(unlabeled.labels) == {None} and unlabeled.ids == rows.ids
@@ -129,12 +129,12 @@ def test_patterns(tmp_path):
     assert "no *.tar files below" in failure(read, f"tar:{tmp_path}/empty")
 
 
-def test_a_folder_of_shards_is_recognised(tmp_path, both):
+def test_a_folder_of_shards_is_recognized(tmp_path, both):
     """Kills: an archive beside class folders taken for the data."""
-    assert recognise(str(tmp_path / "shards")) == "tar"
-    assert recognise(str(tmp_path / "shards" / "train-000.tar")) == "tar"
+    assert recognize(str(tmp_path / "shards")) == "tar"
+    assert recognize(str(tmp_path / "shards" / "train-000.tar")) == "tar"
     write_tar(tmp_path / "images" / "original.tar", [])
-    assert recognise(str(tmp_path / "images")) == "folder"
+    assert recognize(str(tmp_path / "images")) == "folder"
 
 
 def test_the_rows_of_a_folder(both):
@@ -266,7 +266,7 @@ def test_cut_off_anywhere(tmp_path):
         number = len(before)
         assert before == images[:number] and images[number].startswith(last)
         if last != images[number]:
-            assert rows.notes == ("a.tar is cut off: it ends inside a member",)
+            assert rows.notes == ("a.tar is truncated: it ends inside a member",)
 
 
 @pytest.mark.parametrize(("name", "members", "words"), [
@@ -297,7 +297,7 @@ def test_files_that_are_no_tar(tmp_path):
     data = (tmp_path / "good.tar").read_bytes()
     for content, words in (
         (gzip.compress(data), "is compressed (gzip); images are read at their places"),
-        (np.random.default_rng(0).bytes(5000), "is no tar file: no header at byte 0"),
+        (np.random.default_rng(0).bytes(5000), "is not a tar file: no header at byte 0"),
         (data[:1024] + b"x" * 1024, "no header at byte"),
     ):
         path.write_bytes(content)

@@ -13,8 +13,8 @@ from uno.methods import dtc, registry
 from uno.model import features_of
 
 
-def naive_q(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    rows = [[1 / (1 + sum((a - b) ** 2 for a, b in zip(p, c, strict=True))) for c in centres] for p in points]
+def naive_q(points: np.ndarray, centers: np.ndarray) -> np.ndarray:
+    rows = [[1 / (1 + sum((a - b) ** 2 for a, b in zip(p, c, strict=True))) for c in centers] for p in points]
     return np.array([[similarity / sum(row) for similarity in row] for row in rows])
 
 
@@ -41,17 +41,17 @@ def test_q_and_p_equal_the_loops():
 
 
 def test_the_start_is_pca_and_k_means():
-    """Kills: components of uncentred features, the smallest ones, centres of other points."""
+    """Kills: components of uncentered features, the smallest ones, centers of other points."""
     config = small_config(method="dtc")
     state = fresh_state(config)
     head = state.model.novel
     features = features_of(state.model.eval(), small_sets()[0].unlabeled_images, config).double().numpy()
-    centred = features - features.mean(axis=0)
+    centered = features - features.mean(axis=0)
     points = head.reduce(torch.from_numpy(features).float()).detach().double().numpy()
-    variances = np.linalg.svd(centred, compute_uv=False)[:5] ** 2
+    variances = np.linalg.svd(centered, compute_uv=False)[:5] ** 2
     np.testing.assert_allclose((points**2).sum(axis=0), variances, rtol=1e-3)
     nearest = naive_q(points, head.weight[0].detach().double().numpy()).argmax(axis=1)
-    for k in range(5):  # a k-means centre is the mean of the points nearest to it
+    for k in range(5):  # a k-means center is the mean of the points nearest to it
         np.testing.assert_allclose(head.weight[0, k].detach(), points[nearest == k].mean(axis=0), atol=1e-4)
     torch.testing.assert_close(state.extra["targets"], dtc.sharpened(state.extra["probabilities"]))
 

@@ -29,9 +29,9 @@ def config_of(**changes) -> Config:
 def feature_set() -> TrainSet:
     """60 labeled and 60 unlabeled rows of ten classes that are easily told apart, in four views."""
     generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(10, 1, 16, generator=generator)
+    centers = torch.randn(10, 1, 16, generator=generator)
     truth = torch.arange(120) % 10
-    rows = centres[truth] + 0.3 * torch.randn(120, 4, 16, generator=generator) + 1
+    rows = centers[truth] + 0.3 * torch.randn(120, 4, 16, generator=generator) + 1
     known = truth < 5
     return TrainSet(rows[known], truth[known], rows[~known], 5, 5)
 
@@ -92,7 +92,7 @@ def rkd(tmp_path: Path) -> Config:
 
 
 def test_the_teacher_of_rkd_is_a_known_head_on_the_features(rkd, tmp_path):
-    """Kills: a teacher that has learnt nothing, one that starts the student, one that is lost in a resume."""
+    """Kills: an untrained teacher, one that starts the student, one that is lost in a resume."""
     train, whole = feature_set(), Storage(str(tmp_path / "whole"))
     assert run.phases(rkd) == (PRETRAIN, DISCOVER)
     run.run_phase(rkd, PRETRAIN, train, HERE, whole)

@@ -1,4 +1,4 @@
-"""Neighbourhood contrast against loops in float64; its memories survive a checkpoint."""
+"""Neighborhood contrast against loops in float64; its memories survive a checkpoint."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def naive_class_terms(query, key, memory, classes) -> float:
     return float(np.mean(terms))
 
 
-def naive_neighbour_terms(query, key, memory, near: int, hard: list[list[float]]) -> float:
+def naive_neighbor_terms(query, key, memory, near: int, hard: list[list[float]]) -> float:
     """Of unlabeled rows, one at a time."""
     terms = []
     for q, k, further in zip(query, key, hard, strict=True):
@@ -47,7 +47,7 @@ def naive_neighbour_terms(query, key, memory, near: int, hard: list[list[float]]
 
 
 def naive_hard(query, memory, labeled, chosen, kept: int) -> list[list[float]]:
-    """Every mixture is formed, normalised and compared."""
+    """Every mixture is formed, normalized and compared."""
     found = []
     for q, draws in zip(query, chosen, strict=True):
         far = sorted(range(len(memory)), key=lambda j: q @ memory[j])[: len(draws[0])]
@@ -67,11 +67,11 @@ def naive_hard(query, memory, labeled, chosen, kept: int) -> list[list[float]]:
 )
 @pytest.mark.parametrize("least", [0.95, 0.2])
 def test_the_step_equals_the_loop(step, total, novel, terms, least):
-    """A memory of 40: 6 neighbours of 3 classes, 4 of 5; 8 or 1 unlike entries, 8 hardest.
+    """A memory of 40: 6 neighbors of 3 classes, 4 of 5; 8 or 1 unlike entries, 8 hardest.
 
-    Kills, each tried: keys of the same view, .8 on the other view, a target that is not a mean, neighbours by
+    Kills, each tried: keys of the same view, .8 on the other view, a target that is not a mean, neighbors by
     the smallest cosine, empty entries that count, a class term without the other view, terms of unlabeled
-    rows from the start, hard negatives from the start, of the nearest entries, not normalised, one mixture,
+    rows from the start, hard negatives from the start, of the nearest entries, not normalized, one mixture,
     the easiest kept, pairs by another view, another cosine than the given one, the oldest rows kept in a
     memory.
     """
@@ -100,7 +100,7 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
         if "hard" in terms:
             shape, generator = (5, 5, 8 if novel == 3 else 1), torch.Generator().manual_seed(step)
             hard = naive_hard(first[4:], m, known, torch.randint(32, shape, generator=generator).tolist(), 8)
-        expected += naive_neighbour_terms(first[4:], second[4:], m, 40 // novel // 2, hard)
+        expected += naive_neighbor_terms(first[4:], second[4:], m, 40 // novel // 2, hard)
     assert found == pytest.approx(expected, rel=1e-9)
     np.testing.assert_allclose(state.extra["memory"], [*first[4:], *m[:-5]])
     np.testing.assert_allclose(state.extra["labeled_memory"], [*first[:4], *known[:-4]])
@@ -110,7 +110,7 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
 def test_the_other_view_and_the_memories_have_no_gradient():
     """Kills: a key that moves, a memory with a history. Two rows that agree with all there is stay."""
     query, key = (directions(3, s).requires_grad_() for s in (0, 1))
-    ncl.neighbour_loss(query, key.detach(), directions(8, 2), 2, None).backward()
+    ncl.neighbor_loss(query, key.detach(), directions(8, 2), 2, None).backward()
     assert query.grad is not None and query.grad.abs().sum() > 0
     kept = ncl.newest(query, directions(2, 4))
     assert kept.shape == (2, 6) and torch.equal(kept, query[:2])

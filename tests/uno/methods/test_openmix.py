@@ -80,7 +80,7 @@ def test_a_row_has_the_same_partner_on_any_number_of_workers(monkeypatch):
 
 
 def test_it_starts_at_clusters_of_the_features():
-    """Kills: random prototypes, centres of the known rows."""
+    """Kills: random prototypes, centers of the known rows."""
     state = fresh_state(CONFIG)
     state.model.eval()
     _, _, features = training_features(CONFIG, state.model, small_sets()[0])

@@ -21,8 +21,8 @@ def naive_same_top(a: np.ndarray, b: np.ndarray, top: int = 5) -> bool:
 def test_same_top_features_equals_sorting(top):
     """Kills: ranks compared in order, the smallest features, intersections that are not empty."""
     generator = torch.Generator().manual_seed(top)
-    centres = torch.rand(4, 8, generator=generator)
-    features = centres[torch.arange(20) % 4] + 0.1 * torch.rand(20, 8, generator=generator)
+    centers = torch.rand(4, 8, generator=generator)
+    features = centers[torch.arange(20) % 4] + 0.1 * torch.rand(20, 8, generator=generator)
     found = rs.same_top_features(features[:12], features, top)
     expected = [[naive_same_top(a, b, top) for b in features.numpy()] for a in features[:12].numpy()]
     assert found.tolist() == expected

@@ -148,9 +148,9 @@ def test_a_chosen_head_that_stands_alone_is_told(digits):
     (lambda s: moved(s, 9, 8), "Collapse: 1 of 5 discovered classes"),
     (lambda s: replace(s, votes=s.votes * 0), "Collapse: 5 of 5 discovered classes"),
     (lambda s: moved(s, 9, 8, but=4), "Imbalance: “novel-4”"),
-    (lambda s: moved(s, 7, 1), "of the unlabeled images are taken for known classes"),
+    (lambda s: moved(s, 7, 1), "of the unlabeled images are assigned to known classes"),
     (lambda s: replace(s, features=s.features + s.features[:, [0, 1, 2, 3, 4, 7, 6, 5, 8, 9]]),
-     "Look-alikes: 1 pair of discovered classes whose images are alike, most so “novel-1” and “novel-3” (1"),
+     "Similar classes: 1 pair of discovered classes, most similar “novel-1” and “novel-3” (1"),
     (disagreeing, "Heads disagree"),
     (lambda s: replace(s, confidence=s.confidence * 0.4), "Low confidence"),
 ])  # fmt: skip

@@ -17,8 +17,8 @@ def test_poor_starts_are_repeated():
 
 
 def test_kmeans_of_pixels():
-    """Digits 5-9: .887-.890 over 5 seeds. Kills: plain accuracy, one cluster less, no l2 normalisation,
-    normalisation of columns, truth that reaches the clustering.
+    """Digits 5-9: .887-.890 over 5 seeds. Kills: plain accuracy, one cluster less, no l2 normalization,
+    normalization of columns, truth that reaches the clustering.
     """
     pixels, labels = load_digits(return_X_y=True)
     train, _ = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)

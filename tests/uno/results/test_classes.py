@@ -12,7 +12,9 @@ from uno.results import classes as naming
 from uno.results.classes import (
     OutputClass,
     Suggestion,
+    called,
     dump_classes,
+    first_classes,
     merge_outputs,
     parse_classes,
     read_edits,
@@ -41,7 +43,7 @@ def test_a_fresh_file_changes_nothing():
     similar = (("cat\nname: evil", 0.5), ("</script>", 0.25))
     text = naming.template(CLASSES, HASH, {3: Suggestion(7, 9, similar, similar)})
     assert read(text.encode()) == CLASSES
-    assert "7 of 9 sampled rows" in text and "'cat\\nname: evil' 0.50" in text
+    assert "7 of 9 sampled images" in text and "'cat\\nname: evil' 0.50" in text
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -100,7 +102,7 @@ def test_a_second_edit_can_take_the_first_one_back():
     (edits({"index": 3, "action": "merge into novel-2"}, {"index": 4, "action": "drop"}), "is dropped"),
     (edits({"index": 3, "name": "novel-2"}), "two classes are named 'novel-2'"),
     (edits({"index": 3, "name": "cat"}), "use action: merge into cat"),
-    (edits({"index": 3, "name": "rejected"}), "is what the images of dropped classes are called"),
+    (edits({"index": 3, "name": "rejected"}), "is reserved for images of dropped classes"),
     (edits(*({"index": i, "action": "drop"} for i in range(3, 7))), "all discovered classes are dropped"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(data, words):
@@ -127,7 +129,7 @@ def test_route_adds_merged_and_keeps_dropped():
     rest = [1, 2, 5, 6]
     assert not found[:, [3, 4]].any() and torch.equal(found[:, rest], probabilities[:, rest])
     assert merge_outputs(probabilities, CLASSES) is probabilities
-    assert [c.display_name for c in classes[4:6]] == [("4", "novel"), ("rejected", "rejected")]
+    assert called(classes)[4:6] == [("4", "novel"), ("rejected", "rejected")]
 
 
 def test_metrics_know_the_classes_they_are_of():
@@ -155,12 +157,31 @@ def test_rename_changes_names_and_nothing_else():
     for name in HOSTILE[:-1]:
         assert "\u202e" in name or read(renamed(f"6={name}"))[6].name == name
     for word, says in (
-        ("4", "such as 5=nine"), ("4=", "such as 5=nine"), ("0=x", "class '0'; those are 3 to 6"),
+        ("4", "such as 5=nine"), ("4=", "such as 5=nine"), ("0=x", "class '0'; they are 3 to 6"),
         ("novel=x", "did you mean 'novel-"), ("44=x", "those are 3 to 6"), ("cat=x", "'cat'"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             renamed(word)
+    data = data.replace(b"action: drop", b"action: merge into novel-2")
+    assert [c.into for c in read(renamed("4=yes: no"))][3:5] == [4, 4]
+    assert [c.into for c in read(renamed("novel-2=novel-3", "novel-3=novel-2"))][3:6] == [4, 4, 5]
     with pytest.raises(ConfigError, match="two classes are named"):
         read(renamed("5=cat"))
     with pytest.raises(ConfigError, match="name it there"):
         naming.with_names(edits(), "classes.yaml", CLASSES, HASH, ["5=x"])
+
+
+def test_discovered_classes_take_free_names():
+    """Kills: a name that predictions hold twice, a file of our own that is refused."""
+    known = ["novel-1", "NOVEL-3", "rejected"]
+    classes = first_classes(known, 3)
+    assert [c.name for c in classes] == [*known, "novel-2", "novel-4", "novel-5"]
+    text = naming.template(classes, HASH, {})
+    assert read_edits(text.encode(), "classes.yaml", classes, HASH) == classes
+    renamed = naming.with_names(text.encode(), "classes.yaml", classes, HASH, ["novel-4=owl"])
+    edited = read_edits(
+        renamed.replace(b"  action: keep", b"  action: drop", 1), "classes.yaml", classes, HASH
+    )
+    assert [c.name for c in edited[3:]] == ["novel-2", "owl", "novel-5"]
+    assert called(edited)[2:5] == [("rejected", "known"), ("rejected-1", "rejected"), ("owl", "novel")]
+    assert len({*called(edited)}) == 6

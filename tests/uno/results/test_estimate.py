@@ -21,7 +21,7 @@ QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
 
 
 def synthetic(num_classes, rows=20, noise=0.25, dims=12, seed=0):
-    """(classes' centres + noise, class of each row): unit vectors around well separated directions."""
+    """(classes' centers + noise, class of each row): unit vectors around well separated directions."""
     generator = np.random.default_rng(seed)
     centers = np.linalg.qr(generator.standard_normal((dims, dims)))[0][:num_classes]
     truth = np.repeat(np.arange(num_classes), rows)
@@ -133,9 +133,9 @@ def test_a_finished_estimate_is_returned_and_another_seed_is_not(estimate):
 
 def test_too_little_to_go_by(tmp_path):
     storage = Storage(str(tmp_path))
-    with pytest.raises(ConfigError, match="at least 4 known classes with rows, there are 3"):
+    with pytest.raises(ConfigError, match="at least 4 known classes with images, found 3"):
         estimating.estimate_num_novel(preset("digits"), train_set(3), list("abc"), storage)
-    with pytest.raises(ConfigError, match="1 unlabeled rows"):
+    with pytest.raises(ConfigError, match="1 unlabeled image"):
         estimating.estimate_num_novel(preset("digits"), train_set(unlabeled=1), list("abcdef"), storage)
 
 

@@ -60,7 +60,7 @@ assert not {"uno", "pipelines"} & set(sys.modules) and len(names) == 10
 
 @pytest.mark.ray  # several processes
 def test_pt2_computes_the_same_without_this_project(tmp_path):
-    """Kills: another head, no centre crop, no normalisation, no temperature, a fixed batch, merges lost."""
+    """Kills: another head, no center crop, no normalization, no temperature, a fixed batch, merges lost."""
     model = tiny_model(tmp_path / "run", augment__large__size=6, data__mean=(0.1, 0.2, 0.3))
     model.classes[7:9] = [OutputClass(7, "a", "novel", 2), OutputClass(8, "b", "novel", None)]
     (tmp_path / "model.pt2").write_bytes(export(model, "pt2"))
@@ -77,7 +77,7 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
 @pytest.mark.parametrize("method", ["dtc", "mcl"])
 def test_baselines_are_exported_too(tmp_path, method):
     """Cosines and distances; the export compares itself with the model. Kills: prototypes in place of
-    centres, a similarity network that is handed out.
+    centers, a similarity network that is handed out.
     """
     model, facts = tiny_model(tmp_path / "run", method=method), {"classes.json": ""}
     model.classes[5] = OutputClass(5, "</script> 😀", "novel", 5)
@@ -97,7 +97,7 @@ def test_what_computes_something_else_is_not_handed_out(tmp_path, monkeypatch):
 
 def test_onnx_computes_the_same_or_says_what_is_missing(tmp_path):
     model = tiny_model(tmp_path)
-    with pytest.raises(ConfigError, match="known are encoder, pt2, onnx"):
+    with pytest.raises(ConfigError, match="choose from encoder, pt2, onnx"):
         export(model, "tflite")
     if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
         with pytest.raises(ConfigError, match="pip install onnx onnxscript onnxruntime"):
@@ -158,15 +158,18 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
     [
         (
             {"model__encoder": "resnet18", "model__weights": "pretrained"},
-            "started from the library's own, torchvision ",
+            "- Weights: torchvision ",
         ),
-        ({"model__encoder": "torchvision:vit_h_14", "model__weights": "pretrained"}, "licence https"),
+        ({"model__encoder": "torchvision:vit_h_14", "model__weights": "pretrained"}, "license https"),
         (
             {"model__weights": "/home/me/mine.safetensors"},
-            "started from mine.safetensors; what those have seen",
+            "mine.safetensors (pretraining data unknown)",
         ),
-        ({}, "- Weights: trained here, from random ones."),
-        ({"model__encoder": f"{TOYS}:vit"}, "- Weights: trained here, from those that the callable gives."),
+        ({}, "- Weights: trained in this run from random initialization."),
+        (
+            {"model__encoder": f"{TOYS}:vit"},
+            "- Weights: trained in this run from the weights of the callable.",
+        ),
     ],
 )
 def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options, line):

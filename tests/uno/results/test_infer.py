@@ -309,7 +309,7 @@ def test_other_predictions_in_the_directory_are_refused(tmp_path, model, other, 
 @pytest.mark.parametrize("name", ["data.parquet", FILE])
 def test_somebody_elses_parquet_is_left_alone(tmp_path, model, name):
     pq.write_table(pa.table({"x": [1]}), tmp_path / name)
-    with pytest.raises(ConfigError, match="not ours"):
+    with pytest.raises(ConfigError, match="not written by uno predict"):
         predict_all(model, rows_of("digits"), tmp_path)
     assert pq.read_table(tmp_path / name).to_pydict() == {"x": [1]}
 

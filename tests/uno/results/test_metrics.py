@@ -48,7 +48,7 @@ def test_confusion_by_hand():
     ("truth", "predicted"), [([0, 2], [0, 0]), ([0], [3]), ([-2], [0]), ([0], [-1]), ([0, 1], [0])]
 )
 def test_confusion_refuses_values_outside_their_range(truth, predicted):
-    """Kills: no range check (the value lands in a neighbouring cell), any negative truth ignored."""
+    """Kills: no range check (the value lands in a neighboring cell), any negative truth ignored."""
     with pytest.raises(ValueError, match=r"values lie outside|one .* vector"):
         metrics.confusion(truth, predicted, 2, 3)
 
@@ -56,7 +56,7 @@ def test_confusion_refuses_values_outside_their_range(truth, predicted):
 @few
 @given(matrices(6), st.randoms(use_true_random=False))
 def test_cluster_accuracy_is_the_best_permutation(counts, random):
-    """Kills: minimised for maximised, greedy matching, square matrices only, many-to-one; metrics that depend
+    """Kills: minimized for maximized, greedy matching, square matrices only, many-to-one; metrics that depend
     on the numbering of clusters (plain accuracy for clustering accuracy).
     """
     assert metrics.cluster_accuracy(counts) == pytest.approx(brute_force_accuracy(counts), abs=1e-12)
@@ -119,7 +119,7 @@ def test_chance_accuracy():
 @example(np.array([[1, 0], [0, 1]]))
 @example(np.array([[1, 1]]))
 def test_nmi_and_ari_equal_scikit_learn(counts):
-    """Kills: geometric / maximum normalisation, log of zero, unadjusted Rand index; 0 / 0 for one class and
+    """Kills: geometric / maximum normalization, log of zero, unadjusted Rand index; 0 / 0 for one class and
     one cluster, for single rows, for all-singleton partitions.
     """
     truth, predicted = (np.repeat(index.ravel(), counts.ravel()) for index in np.indices(counts.shape))

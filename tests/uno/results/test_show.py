@@ -128,7 +128,7 @@ def test_predictions_show_the_first_rows_and_are_a_table(digits):
     model, images = uno.load(digits.uri), read_digits().images.items[:30]
     found = model.predict([*images, "/no/such/file.png"])
     text = found._repr_html_()
-    assert len(pictures(text)) == show.MAX_ROWS and "11 more rows" in text and "image 19" in text
+    assert len(pictures(text)) == show.MAX_ROWS and "11 more images" in text and "image 19" in text
     np.testing.assert_array_equal(pictures(text)[3], images[3][..., 0])
     assert repr(found).startswith("<Predictions of 31 images: ") and "unreadable (1)" in repr(found)
     table = found.to_pandas()

@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from tests.uno.small_run import small_config, small_sets
+<<<<<<< HEAD
 from uno.choice import CANDIDATES, PLAIN, SAFE
+=======
+from uno.data.features import oddity
+>>>>>>> main
 from uno.model import build_model
 from uno.results import trust
-from uno.results.trust import neighbour_agreement, trust_metrics, verdict
+from uno.results.trust import neighbor_agreement, trust_metrics, verdict
 
 
 def signs(held=0.95, rows=40, kmeans=0.9, near=0.85):
@@ -18,14 +22,37 @@ def signs(held=0.95, rows=40, kmeans=0.9, near=0.85):
     return found
 
 
+SEEN = {trust.LARGEST: 0.5}
+
+
+@pytest.mark.parametrize(("given", "text"), [
+    ({"trust/features/zero": 1.0}, "the features of all images are zero"),
+    ({"trust/features/constant": 1.0, trust.LARGEST: 1.0},
+     "the features of all images are the same, and 100% of the unlabeled images are in one class"),
+    ({"trust/features/huge": 1.0}, "the features are larger than 1e+06"),
+    ({trust.LARGEST: 0.995}, "100% of the unlabeled images are in one class"), ({}, None),
+])  # fmt: skip
+def test_a_verdict_says_what_makes_a_run_worthless(given, text):
+    """Whatever its signs are. Kills: a pile in one class that is called trustworthy."""
+    found = verdict(signs() | SEEN | given)
+    assert found.word == ("trustworthy" if text is None else "not trustworthy")
+    assert text is None or found.reasons[1].startswith(text + ": another encoder")
+
+
+def test_features_that_tell_no_images_apart_have_a_word():
+    normal = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    odd = [normal * 0, normal * 0 + 3.7, normal * 1e30, normal * 1e-3, normal + 100]
+    assert list(map(oddity, odd)) == ["zero", "constant", "huge", "", ""]
+
+
 @pytest.mark.parametrize(("given", "word", "first", "second"), [
-    ({}, "trustworthy", "95.0 % of 40 held-out", "supposing the right number"),
-    ({"held": 0.43}, "not trustworthy", "43.0 % of 40 held-out", "not even the known classes"),
-    ({"kmeans": 0.5}, "not trustworthy", "95.0 % of 40", "the features hold no such classes"),
-    ({"near": 0.7}, "doubtful", "95.0 % of 40", "the features hold no such classes"),
-    ({"held": 0.8}, "doubtful", "80.0 % of 40", "not even the known classes"),
-    ({"rows": 19}, "doubtful", "so few say little", "k-means agrees on 90 % of the pile"),
-    ({"rows": 19, "held": 0.5}, "not trustworthy", "50.0 % of 19", "85 % of neighbours"),
+    ({}, "trustworthy", "95.0% of 40 held-out", "assuming the number of classes is right"),
+    ({"held": 0.43}, "not trustworthy", "43.0% of 40 held-out", "known classes are not separated either"),
+    ({"kmeans": 0.5}, "not trustworthy", "95.0% of 40", "the features do not separate these classes"),
+    ({"near": 0.7}, "doubtful", "95.0% of 40", "the features do not separate these classes"),
+    ({"held": 0.8}, "doubtful", "80.0% of 40", "known classes are not separated either"),
+    ({"rows": 19}, "doubtful", "too few for a verdict", "k-means agrees on 90% of the unlabeled"),
+    ({"rows": 19, "held": 0.5}, "not trustworthy", "50.0% of 19", "nearest neighbors on 85%"),
     ({"rows": 0}, "doubtful", "no labeled image was held out", ""),
     ({"rows": 0, "kmeans": 0.4}, "not trustworthy", "no labeled image was held out", ""),
 ])  # fmt: skip
@@ -46,7 +73,7 @@ def test_what_is_expected_is_said():
     found = trust.choice_metrics(kept)
     *_, expected, chosen = verdict(signs() | found).reasons
     assert (
-        expected == "expected on new classes: 70 % (42 to 98), measured on 2 draws of 6 hidden known classes"
+        expected == "expected on new classes: 70% (42 to 98), measured on 2 draws of 6 hidden known classes"
     )
     gain = 100 * float(right[:, 1].mean() - right[:, PLAIN].mean())
     assert chosen == f"chosen: {CANDIDATES[1]}, there {gain:+.1f} points against {CANDIDATES[PLAIN]}"
@@ -57,24 +84,24 @@ def test_what_is_expected_is_said():
 
 
 def test_training_rows_are_called_that_and_old_runs_have_no_verdict():
-    assert "(training rows: 100.0 %)" in verdict(signs(rows=0) | {trust.TRAINING: 1.0}).reasons[0]
+    assert "(training images: 100.0%)" in verdict(signs(rows=0) | {trust.TRAINING: 1.0}).reasons[0]
     assert verdict({trust.TRAINING: 1.0}) is None
 
 
-def test_neighbours_agree_above_chance():
+def test_neighbors_agree_above_chance():
     """Two classes on either side of what all rows share: 1, though near rows of both are nearer than far ones
     of one. Kills: lengths that count, what all rows share left in, no correction for chance, a row that is
-    its own neighbour.
+    its own neighbor.
     """
     generator = torch.Generator().manual_seed(0)
     group = torch.arange(24) % 2
     points = torch.zeros(24, 3)
     points[:, 0], points[:, 1] = 5, torch.linspace(0.2, 1, 12).repeat_interleave(2) * (1 - 2 * group)
-    assert neighbour_agreement(points * (torch.rand(24, 1, generator=generator) + 0.5), group) == 1
+    assert neighbor_agreement(points * (torch.rand(24, 1, generator=generator) + 0.5), group) == 1
     many = torch.randn(400, 8, generator=generator)
-    assert neighbour_agreement(many, torch.randint(0, 2, (400,), generator=generator)) < 0.1
-    assert neighbour_agreement(many, torch.arange(400)) == 0  # nobody has its output but a row itself
-    assert neighbour_agreement(many, torch.zeros(400, dtype=torch.int64)) == 0  # one class tells nothing
+    assert neighbor_agreement(many, torch.randint(0, 2, (400,), generator=generator)) < 0.1
+    assert neighbor_agreement(many, torch.arange(400)) == 0  # nobody has its output but a row itself
+    assert neighbor_agreement(many, torch.zeros(400, dtype=torch.int64)) == 0  # one class tells nothing
 
 
 def test_signs_of_a_model_on_the_digits(monkeypatch):
@@ -97,7 +124,7 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     monkeypatch.setattr(trust, "clusters_of", clusters)
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
     own, other = (trust_metrics(config, model, head, train, {}, 0) for head in (1, 0))
-    assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {trust.KMEANS, trust.NEAR}
+    assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {trust.KMEANS, trust.NEAR, *SEEN}
     assert seen == [(60, 100, 100, 5, "ncd")] * 2
     few = train.__class__(train.labeled_images, train.labels, train.unlabeled_images[:4], 5, 5)
     assert trust_metrics(config, model, 0, few, values, 30) == {}

@@ -1,13 +1,20 @@
 """A run directory: who may use it, a line for whatever is wrong with it, repairs that lose nothing."""
 
+import io
 import json
 import shutil
+import tarfile
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tests.uno.data.builders import encoded, pixels
 from tests.uno.small_run import small_config, train_both
-from uno.config import Config, dump_yaml, field_names, may_change_on_resume, override
+from uno.config import Config, DataConfig, dump_yaml, field_names, may_change_on_resume, override
+from uno.data import snapshot
 from uno.data.files import Storage
+from uno.data.sources import read_folder, read_rows
 from uno.errors import ConfigError, StorageError
 from uno.presets import PRESETS, preset
 from uno.runs import directory, lock
@@ -65,7 +72,7 @@ def test_what_does_not_fit_the_run_is_refused(empty):
     changes = {
         "output": "elsewhere", "compute.num_workers": 2, "compute.device": "cpu", "compute.threads": 3,
         "train.log_every": 7, "train.keep_checkpoints": 5, "train.checkpoint_every_epochs": 3,
-        "train.eval_batch_size": 64,
+        "train.eval_batch_size": 64, "train.report_to": "jsonl", "train.profile": "3:5",
     }  # fmt: skip
     free = {key for key in field_names() if may_change_on_resume(key) and not key.startswith("compute.")}
     assert free == {key for key in changes if not key.startswith("compute.")}
@@ -121,7 +128,7 @@ NEWEST = "checkpoints/discover/step_00000012.safetensors"
 def test_a_sound_run(storage):
     assert levels(storage, "warning") == levels(storage, "error") == []
     text = "\n".join(levels(storage, "ok"))
-    for said in ("pretrain: checkpoints of step 3, 6 verify", "discover: checkpoints of step 6, 12 verify",
+    for said in ("pretrain: valid checkpoints of step 3, 6", "discover: valid checkpoints of step 6, 12",
                  "not finished", "no command is at work"):  # fmt: skip
         assert said in text
     with lock.lock_run(storage, on_wait=pytest.fail):
@@ -134,20 +141,20 @@ def cut(storage, name):
 
 WARNINGS = {
     "a truncated checkpoint": (lambda s: cut(s, NEWEST), "discover step 12: it is damaged"),
-    "a cut line": (lambda s: cut(s, "metrics.jsonl"), "metrics.jsonl: 1 unreadable lines"),
+    "a cut line": (lambda s: cut(s, "metrics.jsonl"), "metrics.jsonl: 1 unreadable line"),
     "a temporary file": (lambda s: s.write("checkpoints/.x.safetensors.0a1b2c3d", b""), "unfinished"),
     "Ray's folder": (lambda s: s.write("ray/attempt-1/x.json", b""), "ray: Ray Train"),
     "a STOP file": (lambda s: s.write("STOP", b""), "STOP: the request"),
     "damaged results": (lambda s: s.write("metrics.json", b"{"), "metrics.json is damaged"),
     "deep results": (lambda s: s.write("metrics.json", DEEP), "metrics.json is damaged"),
-    "a deep line": (lambda s: s.append("metrics.jsonl", DEEP + b"\n"), "metrics.jsonl: 1 unreadable lines"),
-    "a deep lock": (lambda s: s.write("lock.json", DEEP), "process ? on ? held the directory"),
+    "a deep line": (lambda s: s.append("metrics.jsonl", DEEP + b"\n"), "metrics.jsonl: 1 unreadable line"),
+    "a deep lock": (lambda s: s.write("lock.json", DEEP), "process ? on ? has the lock"),
     "a dead holder": (
-        lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7}'), "process 7 on gone held the directory"
+        lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7}'), "process 7 on gone has the lock"
     ),
     "another torch": (
         lambda s: s.write("environment.json", b'{"format_version": 2, "versions": {"torch": "1.0"}}'),
-        "torch 1.0 is",
+        "torch 1.0 then",
     ),
 }  # fmt: skip
 ERRORS = {
@@ -176,7 +183,7 @@ def test_a_damaged_configuration_comes_back_from_the_newest_checkpoint(storage):
     storage.write("config.yaml", b"- 1")
     assert directory.repair(storage) == [] and storage.read("config.yaml") == b"- 1"
     (line,) = directory.repair(storage, thorough=True)
-    assert line == "wrote config.yaml as the checkpoint of step 12 has it" and levels(storage, "error") == []
+    assert line == "restored config.yaml from the checkpoint of step 12" and levels(storage, "error") == []
     open_run(CONFIG, storage, "f" * 64)
 
 
@@ -204,3 +211,59 @@ def test_repairs_lose_nothing(storage):
             directory.repair(storage, thorough)
         assert checkpoint_steps(storage, "discover") == [6]
         assert checkpoint_steps(storage, "pretrain") == ([6] if thorough else [3, 6])
+
+
+def folder_rows(folder, numbers=(), first_seed=0):
+    for number in numbers:
+        path = folder / "abcd"[number % 4] / f"{number:02}.bmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(pixels(first_seed + number), "BMP"))
+    return read_folder(str(folder))
+
+
+def test_images_of_other_content_are_other_data(tmp_path, caplog, monkeypatch):
+    """Of the same names and sizes; a copy is the same data. Kills: sizes for content, times for identity."""
+    storage, data = Storage(str(tmp_path / "run")), tmp_path / "data"
+    rows = folder_rows(data, range(40))
+    snapshot.write(storage, snapshot.FILE, rows)
+    shutil.copytree(data, tmp_path / "copy")
+    for folder in (data, tmp_path / "copy"):
+        directory.check_images(storage, folder_rows(folder))
+    changed = folder_rows(data, [4, 5], 100)
+    assert changed.fingerprint == rows.fingerprint and not caplog.messages
+    with pytest.raises(ConfigError, match=r"on other data \(2 of 2 images .* a/04.bmp\); use --overwrite"):
+        directory.check_images(storage, changed)
+    # of rows that nobody has hashed it is said
+    monkeypatch.setattr(snapshot, "LOCAL_ROWS", 10)
+    snapshot.write(storage, snapshot.FILE, changed)
+    other = changed.ids[1]
+    (data / other).write_bytes(encoded(pixels(999), "BMP"))
+    directory.check_images(storage, folder_rows(data))
+    assert caplog.messages == [
+        "1 images were written to since the run began; the 0 that could be compared are the same"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_content_inside_shards_is_compared(tmp_path, kind):
+    """Of the same sizes, so that the fingerprint stays."""
+    prints = []
+    for seed in (0, 100):
+        images = [encoded(pixels(seed + i), "BMP") for i in range(8)]
+        if kind == "parquet":
+            table = pa.table({"id": [f"{i}" for i in range(8)], "image": images, "label": ["a"] * 8})
+            pq.write_table(table, tmp_path / "x.parquet", compression="none")
+        else:
+            with tarfile.open(tmp_path / "x.tar", "w") as file:
+                for i, data in enumerate(images):
+                    member = tarfile.TarInfo(f"{i}.bmp")
+                    member.size = len(data)
+                    file.addfile(member, io.BytesIO(data))
+        rows = read_rows(DataConfig(source=str(tmp_path / f"x.{kind}")))
+        prints.append(rows.fingerprint)
+        storage = Storage(str(tmp_path / "run"))
+        if seed == 0:
+            snapshot.write(storage, snapshot.FILE, rows)
+    assert prints[0] == prints[1]
+    with pytest.raises(ConfigError, match="8 of 8 images that were compared have changed"):
+        directory.check_images(storage, rows)

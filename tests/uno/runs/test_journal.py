@@ -4,10 +4,8 @@ import json
 import threading
 import time
 from contextlib import closing, nullcontext
-from pathlib import Path
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from tests.uno.small_run import HERE, small_config, small_sets
 from uno.data.files import Storage
@@ -61,32 +59,6 @@ def test_a_line_cut_short_is_left_out_and_overwritten(storage):
         write(storage, "discover", 2, [3])
         assert json.loads(storage.read(METRICS_FILE).splitlines()[-1])["step"] == 3
         assert steps(storage) in ([1, 2, 3], [1, 3])
-
-
-def events(storage: Storage, phase: str) -> list[Event]:
-    found = []
-    for path in sorted(Path(storage.path(f"tensorboard/{phase}")).iterdir()):
-        data = path.read_bytes()
-        while data:  # length (8), checksum (4), event, checksum (4)
-            size = int.from_bytes(data[:8], "little")
-            found.append(Event.FromString(data[12 : 12 + size]))
-            data = data[16 + size :]
-    return found
-
-
-def test_tensorboard_holds_the_same_numbers(tmp_path):
-    """Kills: charts of one phase purged by the next (purging hides later steps of the whole directory)."""
-    storage = Storage(str(tmp_path))
-    for phase in ("pretrain", "discover"):
-        write(storage, phase, 0, [4], head_losses=[2.0, 3.0])
-    write(storage, "discover", 4, [8])
-    for phase, expected in (("pretrain", [4]), ("discover", [4, 8])):
-        found = events(storage, phase)
-        scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value]
-        assert [step for step, tag, _ in scalars if tag == "loss"] == expected
-        assert (4, "head_loss/1", 3.0) in scalars
-        purges = [e.step for e in found if e.session_log.status == 1]
-        assert purges == [1] if phase == "pretrain" else [1, 5]
 
 
 def test_the_tail_shows_each_line_once(storage, monkeypatch):

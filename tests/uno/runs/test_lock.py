@@ -57,7 +57,7 @@ def test_a_living_holder_is_left_alone(storage):
         ):
             pytest.fail("entered")
         first.storage.write("still.txt", b"mine")
-    assert len(lines) == 1 and "watching 0.5 s" in lines[0]
+    assert len(lines) == 1 and "waiting 0.5 s" in lines[0]
 
 
 def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):

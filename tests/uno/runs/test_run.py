@@ -89,8 +89,8 @@ def test_no_pretraining_is_an_error(storage):
         run.load_trained(CONFIG, storage, 5, 5)
 
 
-def test_prototypes_are_normalised_before_evaluation(tmp_path):
-    """The last step leaves them longer or shorter. Kills: prototypes not normalised by load_trained."""
+def test_prototypes_are_normalized_before_evaluation(tmp_path):
+    """The last step leaves them longer or shorter. Kills: prototypes not normalized by load_trained."""
     storage, state = Storage(str(tmp_path / "stretched")), fresh_state(CONFIG)
     with torch.no_grad():
         for head in (state.model.known, state.model.novel, state.model.over):
@@ -111,10 +111,10 @@ def whitened_by_hand(storage: Storage) -> float:
     novel = sets["train"].where(sets["train"].truth >= 5)
     features = torch.cat([features_of(model.eval(), i, CONFIG) for i in (train.labeled_images, novel.images)])
     unit = (features / features.norm(dim=1, keepdim=True)).double().numpy()
-    centred = unit - unit.mean(axis=0)
-    _, sizes, directions = np.linalg.svd(centred, full_matrices=False)
+    centered = unit - unit.mean(axis=0)
+    _, sizes, directions = np.linalg.svd(centered, full_matrices=False)
     count = 1 + int((np.cumsum(sizes**2) / np.sum(sizes**2) < 0.95).sum())
-    white = (centred @ directions[:count].T / sizes[:count])[len(train.labels) :]
+    white = (centered @ directions[:count].T / sizes[:count])[len(train.labels) :]
     return kmeans_baseline(white, novel.truth, 5, CONFIG.seed)["acc"]
 
 
@@ -151,7 +151,7 @@ def test_pretraining_sees_large_views_only(tmp_path, monkeypatch):
 
 
 def test_saved_model_is_what_is_evaluated(finished):
-    """Kills: weights before normalisation, encoder keys with a prefix, classes out of order."""
+    """Kills: weights before normalization, encoder keys with a prefix, classes out of order."""
     names = ["zero", "one", "two", "three", "four"]
     model, best_head = run.load_trained(CONFIG, finished, 5, 5)
     written = save_model(CONFIG, finished, model, best_head, names)

@@ -1,9 +1,13 @@
 """``uno.load(run).predict(images)``: cheap to import, any kind of image, the numbers of ``uno predict``."""
 
+import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -11,7 +15,7 @@ from PIL import Image
 import uno
 from tests.uno.models import tiny_model, write_damaged, write_model
 from uno.data.sources import read_digits
-from uno.errors import StorageError
+from uno.errors import ConfigError, StorageError
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,7 @@ def test_unreadable_images_are_rows_with_a_reason(model, tmp_path):
     # a rotated picture is turned upright
     with Image.open(tmp_path / "rotated.jpg") as picture:
         found = model.predict([picture, tmp_path / "rotated.jpg"])
-    np.testing.assert_allclose(found.probabilities[0], found.probabilities[1], atol=0.05)
+    np.testing.assert_allclose(found.probabilities[0], found.probabilities[1], atol=1e-6)
 
 
 def test_nothing_and_nonsense(model, tmp_path):
@@ -84,10 +88,98 @@ def test_nothing_and_nonsense(model, tmp_path):
     assert len(empty) == 0 and empty.probabilities.shape == (0, 10)
     for images, words in (
         ("image.png", "in a list"), (np.zeros((8, 8, 3), np.uint8), "in a list"),
-        (torch.zeros(2, 3, 8, 8), "must be uint8"), ([None], "image 0 is NoneType"),
+        (torch.zeros(2, 3, 8, 8), "must be uint8"), ([None], "image 0 is None"),
+        (None, "list or column of images, not None"), (3, "not int '3'"), (np.uint8(3), "list or column"),
+        (pd.DataFrame({"path": ["a.png"]}), r'table\["path"\]'), ({"path": ["a.png"]}, "column"),
+        (np.zeros((8, 8), np.uint8), "in a list"), (np.zeros((2, 8, 8)), "image 0 is float64"),
         ([np.zeros((8, 8, 3))], "image 0 is float64"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             model.predict(images)
     with pytest.raises(StorageError, match="no trained model"):
         uno.load(tmp_path)
+
+
+@pytest.mark.parametrize(("path", "device", "words"), [
+    (None, "cpu", "the path of a run, not None"), (3, "cpu", "not int '3'"),
+    ("run", "cuda", "sees no CUDA device"), ("run", "cuda:7", "sees no CUDA device"),
+    ("run", "gpu", 'must be "cpu" or "cuda", not \'gpu\''), ("run", "mps", "not 'mps'"),
+    ("run", "meta", "not 'meta'"), ("run", None, "not None"),
+])  # fmt: skip
+def test_what_cannot_be_loaded_is_one_line(run, path, device, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=words):
+        uno.load(run if path == "run" else path, device=device)
+
+
+def test_the_callers_settings_of_torch_move_no_number(run):
+    """Kills: probabilities under the caller's autocast, default dtype or device, settings that are not put
+    back.
+    """
+    images = read_digits().images.items[:40]
+    expected = uno.load(run).predict(images)
+    for setting in (
+        torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.set_default_dtype, None,
+    ):  # fmt: skip
+        if setting is None:
+            torch.set_default_device("meta")
+        elif setting is torch.set_default_dtype:
+            setting(torch.float64)
+        try:
+            with setting if hasattr(setting, "__enter__") else nullcontext():
+                found = uno.load(run).predict(images)
+                assert setting is not torch.set_default_dtype or torch.get_default_dtype() == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+        np.testing.assert_array_equal(found.probabilities, expected.probabilities)
+
+
+def test_a_column_of_paths_and_grey_images_are_taken(model, tmp_path):
+    grayscale = read_digits().images.items[:20, ..., 0]
+    paths = [tmp_path / f"{i}.png" for i in range(20)]
+    for path, image in zip(paths, grayscale, strict=True):
+        Image.fromarray(image).save(path)
+    words = list(map(str, paths))
+    expected = model.predict(paths)
+    for images in (
+        np.array(words), np.array(words, object), np.array(paths), pd.DataFrame({"path": words})["path"],
+        pd.Series(paths), pd.Series(words, dtype="string"), pa.chunked_array([words]), tuple(words),
+        grayscale,
+    ):  # fmt: skip
+        found = model.predict(images)
+        np.testing.assert_array_equal(found.probabilities, expected.probabilities)
+        assert images is grayscale or found.path == words
+
+
+def test_a_slice_of_predictions_is_predictions(model):
+    found = model.predict(read_digits().images.items[:60])
+    some = found[50:10:-4]
+    assert len(some) == 10 and some.class_name == found.class_name[50:10:-4]
+    assert [one.probability for one in some] == [found[i].probability for i in range(50, 10, -4)]
+    assert "<table" in some._repr_html_() and len(found[60:]) == 0
+    assert found[np.int64(3)] == found[3] == found[-57]
+
+
+FORKED = """
+import multiprocessing, sys, torch, uno
+import numpy as np
+
+torch.set_num_threads(4)
+images, model = np.zeros((300, 8, 8, 3), np.uint8), uno.load(sys.argv[1])
+model.predict(images)
+fork = multiprocessing.get_context("fork")
+for predict in (lambda: model.predict(images), lambda: uno.load(sys.argv[1]).predict(images)):
+    child = fork.Process(target=predict)
+    child.start()
+    child.join(60)
+    alive = child.is_alive()
+    child.kill()
+    assert not alive and child.exitcode == 0, "the child hangs"
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_of_a_process_that_has_predicted_predicts(run):
+    """OpenMP of PyTorch does not survive a fork. Kills: a pool of processes that hangs."""
+    subprocess.run([sys.executable, "-c", FORKED, run], check=True, timeout=150)

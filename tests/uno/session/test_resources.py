@@ -46,23 +46,23 @@ def programs(monkeypatch):
 
 
 @pytest.mark.parametrize(("workers", "host", "device", "expected", "words"), [
-    (0, 1e9, None, "memory", "300 MB decoded, in memory 400 MB with all programs, budget 564 MB"),
-    (0, 4e8, None, "streaming", "budget 204 MB (60% of the host memory that they leave)"),
-    (2, 7e8, None, "streaming", "in memory 650 MB with all programs, budget 234 MB"),
-    (2, 9e8, None, "memory", "budget 354 MB (60% of the host memory that they leave)"),
+    (0, 1e9, None, "memory", "300 MB decoded; process peak about 400 MB, budget 564 MB"),
+    (0, 4e8, None, "streaming", "budget 204 MB (60% of free host memory)"),
+    (2, 7e8, None, "streaming", "process peak about 650 MB, budget 234 MB"),
+    (2, 9e8, None, "memory", "budget 354 MB (60% of free host memory)"),
     (2, 2e8, None, "streaming", "budget 0 bytes"),
     (0, 1e9, 4e8, "streaming", "budget 240 MB (60% of free device memory)"),
-    (2, 1.2e9, 1e12, "memory", "budget 534 MB (60% of the host"),
+    (2, 1.2e9, 1e12, "memory", "budget 534 MB (60% of free host"),
 ])  # fmt: skip
 def test_auto_takes_what_fits(programs, workers, host, device, expected, words):
     """10,000 images of 100 px. Kills: programs forgotten, or counted that run already, the larger of two
     budgets, less than nothing.
     """
     found, reason = choose(config(compute__num_workers=workers), 10_000, ROW, host, device)
-    assert found == expected and reason.startswith(expected) and words in reason
+    assert found == expected and reason.startswith(resources.HOW[expected]) and words in reason
     for told in ("memory", "streaming"):
         found, reason = choose(config(data__loading=told), 10_000, ROW, 1, None)
-        assert found == told and reason.startswith(f"{told}, as told")
+        assert found == told and reason.startswith(f"{resources.HOW[told]}, set by --data.loading")
 
 
 def test_the_peak_is_where_most_is_held(programs):
@@ -185,11 +185,10 @@ def lines(tmp_path, phases=("pretrain", "discover"), **overrides):
 
 def test_a_run_says_what_it_will_do(tmp_path, monkeypatch):
     monkeypatch.setattr("uno.session.resources._step", lambda *args: 0.0)
-    what, encoder, *rest = lines(tmp_path)
-    assert what == (
-        "run: preset digits, 3 epochs of pretrain, 3 epochs of discover, encoder and heads learn, 8 px"
-    )
-    assert encoder == "encoder: resnet_small, weights trained here, from random ones" and not rest
+    assert lines(tmp_path) == [
+        "model: resnet_small, fully trained, 8 px; weights: trained in this run from random initialization",
+        "training: preset digits, 3 epochs of pretrain, 3 epochs of discover",
+    ]
 
 
 def test_without_weights_it_says_how_to_get_some_and_how_long_it_takes(tmp_path, monkeypatch):
@@ -197,9 +196,9 @@ def test_without_weights_it_says_how_to_get_some_and_how_long_it_takes(tmp_path,
     monkeypatch.setattr("uno.session.resources._step", lambda *args: 2.0)
     monkeypatch.setattr("uno.session.resources.is_custom_data", lambda given: True)
     found = lines(tmp_path)
-    assert "--weights pretrained fetches those of torchvision:efficientnet_b0" in found[2]
-    assert found[3] == "time: about 54 s here (pretrain 18 s, discover 36 s), from a timed batch"
-    assert lines(tmp_path, ("discover",), discover__epochs=3000)[3].startswith("time: about 10.0 h here")
+    assert found[2].startswith("hint: ") and "--weights pretrained (torchvision:efficientnet_b0" in found[2]
+    assert found[3] == "time: about 54 s (pretrain 18 s, discover 36 s), from a timed batch"
+    assert lines(tmp_path, ("discover",), discover__epochs=3000)[3].startswith("time: about 10.0 h (discover")
 
 
 def test_a_busy_machine_is_named(tmp_path, monkeypatch, load):
@@ -209,7 +208,7 @@ def test_a_busy_machine_is_named(tmp_path, monkeypatch, load):
     load[0] = 2.0
     assert not lines(tmp_path)[-1].startswith("warning")
     load[0] = 2.06
-    assert lines(tmp_path)[-1].startswith("warning: other programs are at work (load 2.1 on 2 cores)")
+    assert lines(tmp_path)[-1].startswith("warning: other programs use the CPU (load 2.1 on 2 cores)")
 
 
 def test_a_driver_that_lacks_the_workers_gpus_times_nothing(tmp_path, monkeypatch):
@@ -226,14 +225,14 @@ def test_a_driver_that_lacks_the_workers_gpus_times_nothing(tmp_path, monkeypatc
 def test_a_step_is_timed_with_gradient(finetune, tmp_path, monkeypatch):
     monkeypatch.setattr("uno.session.resources._minutes", lambda seconds: f"{seconds:.9f}")
     found = lines(tmp_path, ("discover",), model__finetune=finetune, discover__epochs=100_000)[-1]
-    assert re.match(r"time: about \d+\.\d+ here \(discover \d+\.\d+\), from a timed batch$", found)
+    assert re.match(r"time: about \d+\.\d+ \(discover \d+\.\d+\), from a timed batch$", found)
 
 
 CLUSTER = {"CPU": 296.0, "GPU": 32.0}
 
 
 @pytest.mark.parametrize(("overrides", "cluster", "rate", "says"), [
-    ({}, CLUSTER, None, ["512 rows are 16 for each of 32 GPUs"]),
+    ({}, CLUSTER, None, ["512 images are 16 for each of 32 GPUs"]),
     ({"train.batch_size": 2048}, CLUSTER, None, []),
     ({"compute.device": "cpu"}, CLUSTER, None, []),
     ({"train.batch_size": 2048}, CLUSTER, 100.0, ["warning: 8.25 cores .* 825 images/s .* H100"]),

@@ -20,7 +20,7 @@
       const share = sums[row] ? (100 * count / sums[row]).toFixed(1) : "0.0";
       // U+2068 and U+2069 keep a right-to-left name from reordering the sentence.
       readout.textContent = `True \u2068${figure.rows[row]}\u2069 → \u2068${figure.columns[column]}\u2069: ` +
-        `${count.toLocaleString("en")} of ${sums[row].toLocaleString("en")} images, ${share} %`;
+        `${count.toLocaleString("en")} of ${sums[row].toLocaleString("en")} images, ${share}%`;
       cursor.setAttribute("x", left + column * cell);
       cursor.setAttribute("y", top + row * cell);
       cursor.setAttribute("visibility", "visible");

@@ -1,6 +1,6 @@
-"""The licences of all that the tested set installs, as each package's metadata states them.
+"""The licenses of all that the tested set installs, as each package's metadata states them.
 
-python -m benchmarks.licences > docs/LICENCES.md
+python -m benchmarks.licenses > docs/LICENSES.md
 """
 
 import re
@@ -9,7 +9,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 PROJECT, EXTRAS = "uno-discovery", ("ray", "dev")
 
 
-def licence(package: Distribution) -> str:
+def license_of(package: Distribution) -> str:
     """The metadata's expression, else its classifiers, else the first line of its text."""
     facts = package.metadata
     names = [c.rpartition(" :: ")[2] for c in facts.get_all("Classifier") or () if c.startswith("License ::")]
@@ -47,10 +47,10 @@ def installed() -> dict[str, Distribution]:
 def main() -> None:
     """Print the page."""
     direct = needs(distribution(PROJECT), EXTRAS)
-    print(f"# Licences\n\n{(__doc__ or '').splitlines()[0]} The project's own: Apache-2.0.\n")
-    print("Written by `python -m benchmarks.licences`.\n\n| package | licence | |\n|---|---|---|")
+    print(f"# Licenses\n\n{(__doc__ or '').splitlines()[0]} The project's own: Apache-2.0.\n")
+    print("Written by `python -m benchmarks.licenses`.\n\n| package | license | |\n|---|---|---|")
     for name, package in installed().items():
-        print(f"| {name} {package.version} | {licence(package)} | {'direct' if name in direct else ''} |")
+        print(f"| {name} {package.version} | {license_of(package)} | {'direct' if name in direct else ''} |")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,139 @@
+"""What commands leave behind in a process that goes on, and on the machine: nothing.
+
+    OMP_NUM_THREADS=1 python -m tests.leaks --times 50
+
+Each command runs ``--times`` times in this process, after once that imports what it needs; then threads, open
+files, child processes, entries of /dev/shm and of the temporary directory are counted again. Then some run as
+processes of their own, to success, to an error and to Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import chaos
+from tests.agreement import command
+from tests.pipelines.small import SMALL, write_images
+from tests.processes import below, running
+
+RUN = [*SMALL, "--data.limit", "60", "--pretrain.epochs", "1", "--discover.epochs", "1"]
+ONE = ["--compute.threads", "1"]
+COMMANDS: dict[str, Callable[[Path, int], list[Any]]] = {  # where things are made, how often it has run
+    "data check": lambda made, _: ["data", "check", "--data", made / "images", "--known-classes", "first:2"],
+    "data pack": lambda made, i: ["data", "pack", "--data", made / "images", "--output", made / f"pack{i}"],
+    "discover": lambda made, i: ["discover", *RUN, "--output", made / f"run{i}"],
+    "evaluate": lambda made, _: ["evaluate", made / "run"],
+    "predict": lambda made, i: ["predict", made / "run", "--data", made / "images", "--csv", "--folders",
+        *ONE, "--output", made / f"out{i}"],
+    "classes": lambda made, i: ["classes", made / "run", "--rename", f"5=class {i}"],
+    "report": lambda made, _: ["report", made / "run"],
+    "export": lambda made, i: ["export", made / "run", "--format", ("pt2", "encoder")[i % 2]],
+    "estimate": lambda made, i: ["estimate-classes", *RUN, "--known-classes", "first:6", "--max-steps", "2",
+        "--num-splits", "1", "--max-novel", "2", "--output", made / f"estimate{i}"],
+    "reproduce": lambda made, i: ["reproduce", "ablation", "--seeds", "1", "--rows", "uno", "--parallel", "1",
+        *chaos.CELL, "--data.limit", "60", "--output", made / f"cells{i}"],
+    "doctor": lambda made, _: ["doctor", made / "run"],
+    "refused": lambda made, i: ["predict", made / "run", "--data", "folder:/nothing", "--output", "o"],
+}  # fmt: skip
+Counts = dict[str, int]
+
+
+def counts(temporary: Path) -> Counts:
+    """Of this process and of the machine."""
+    children = below([os.getpid()], running())
+    return {
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "processes": len(children) - 1,
+        "shm": len(list(Path("/dev/shm").iterdir())),
+        "temporary": len(list(temporary.iterdir())),
+    }
+
+
+def in_process(name: str, times: int, made: Path, temporary: Path) -> tuple[Counts, Counts]:
+    """Counts after the first of that command and after ``times`` more."""
+    found = list[Counts]()
+    for number in range(times + 1):
+        with suppress(AssertionError) if name == "refused" else nullcontext():
+            command(*COMMANDS[name](made, number))
+        if number in (0, times):
+            found.append(counts(temporary))
+    return found[0], found[1]
+
+
+ENDS = ("success", "error", "Ctrl-C")
+
+
+def on_its_own(name: str, end: str, made: Path, temporary: Path) -> tuple[int, list[str]]:
+    """Exit code of a command in a process of its own, and what is there that was not before it."""
+
+    def there() -> set[str]:
+        return {str(path) for folder in (Path("/dev/shm"), temporary) for path in folder.iterdir()}
+
+    words, before = [*map(str, COMMANDS[name](made, 10**6))], there()
+    if end == "error":
+        words += ["--compute.threads", "0"]
+    shutil.rmtree(words[-1], ignore_errors=True)
+    process = chaos.start(words, made / "log.txt")
+    if end == "Ctrl-C":
+        output = made / Path(words[words.index("--output") + 1]).name
+        while process.poll() is None and not output.exists():
+            time.sleep(chaos.POLL_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+    code = chaos.finish(process)
+    return code, [f"process {left}" for left in chaos.left_running()] + sorted(there() - before)
+
+
+def prepare(made: Path) -> Path:
+    """A run and images to work on in ``made``, and a temporary directory for all; returns that."""
+    temporary = made / "temporary"
+    temporary.mkdir()
+    tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)
+    write_images(made / "images", {"cat": 8, "dog": 8, "emu": 8})
+    command("discover", *RUN, "--output", made / "run")
+    return temporary
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a table and a JSON line; 1 where something is left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    args, results, left = parser.parse_args(argv), dict[str, Any](), 0
+    chaos.settle()
+    with tempfile.TemporaryDirectory(prefix="uno-leaks-") as folder:
+        made = Path(folder)
+        temporary = prepare(made)
+        for name in args.commands:
+            first, last = in_process(name, args.times, made, temporary)
+            left += any(last[what] > first[what] for what in first)
+            results[name] = {"first": first, "last": last}
+            pairs = (f"{first[what]} → {last[what]}" for what in first)
+            print(f"| {name} | {args.times} | {' | '.join(pairs)} |", flush=True)
+        for name in ("discover", "predict"):
+            for end in ENDS:
+                code, found = on_its_own(name, end, made, temporary)
+                left += bool(found)
+                results[f"{name}, {end}"] = {"code": code, "left": found}
+                print(f"| {name}, {end} | code {code} | {', '.join(found) or 'nothing'} |", flush=True)
+        tempfile.tempdir = None
+    words = " ".join(["python -m tests.leaks", *(sys.argv[1:] if argv is None else argv)])
+    print(json.dumps({"command": words, "results": results}))
+    return int(left > 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The agreement lane itself, a slice of it here and all of it among the slow tests."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from tests.agreement import CASES, check_run, specs
+from tests.fuzz import CORPUS
+from uno.data.decode import decoded
+from uno.results import export, folders, predictions
+from uno.results.classes import unedited
+from uno.session import api, job
+
+NUM_CASES = 200
+
+
+def disagreements(runs, **options):
+    return [f"{number}: {line}" for number, spec in runs for line in check_run(spec, **options)]
+
+
+@pytest.mark.parametrize("path", sorted(CORPUS.glob("agreement_*")), ids=lambda path: path.name)
+def test_past_disagreements_stay_repaired(path):
+    assert check_run(json.loads(path.read_text())) == []
+
+
+def test_specs_are_a_function_of_the_seed():
+    """Kills: a run that cannot be repeated, or that a corpus file does not hold."""
+    first, again, other = (list(islice(specs(seed), 5)) for seed in (1, 1, 2))
+    assert first == again != other and json.loads(json.dumps(first)) == first
+
+
+def test_a_slice():
+    """A run, the same every time; ``python -m tests.agreement`` for more."""
+    assert disagreements(enumerate(islice(specs(1), 1))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(4))
+def test_all_say_the_same(part):
+    quarter = NUM_CASES // CASES // 4
+    assert disagreements(islice(enumerate(specs(0)), part * quarter, (part + 1) * quarter)) == []
+
+
+def shifted(scores):
+    return scores and scores._replace(features=scores.features + 1)
+
+
+PLAIN = {
+    "pixels": 7, "form": "parquet", "hidden": True, "size": 8, "known": 2, "novel": 3, "rows": 8,
+    "options": {"model.encoder": "resnet_small", "model.finetune": "full", "method": "uno"},
+    "cases": [{"edit": "merge into known", "form": "csv", "items": "bytes", "program": "pt2", "new": 3,
+        "more": ["--csv", "--folders", "--embedding"]}],
+}  # fmt: skip
+PLANTED = {
+    "the run's own table": {
+        (job, "predict_run"): lambda config, storage, task, model, *more, predict=job.predict_run: predict(
+            config, storage, task, replace(model, classes=unedited(model.classes)), *more
+        )
+    },
+    "predict of bytes": {
+        (api, "decoded"): lambda *args, **how: decoded(*args, **how | {"interpolation": "bicubic"})
+    },
+    "embedding": {
+        (predictions, "result_table"): lambda facts, ok, scores, *more, make=predictions.result_table: make(
+            facts, ok, shifted(scores), *more
+        )
+    },
+    "CSV": {
+        (folders, "read_batches"): lambda storage, names, read=folders.read_batches: (
+            batch if len(names) < 9 else batch.set_column(6, "margin", batch["probability"])
+            for batch in read(storage, names)
+        )
+    },
+    "folders": {(folders, "_encoded"): lambda image: (b"another", "")},
+    "pt2": {(export, "route"): lambda probabilities, _: probabilities, (export, "_compare"): lambda *_: None},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [None, *PLANTED])
+def test_each_that_says_something_else_is_named(monkeypatch, what):
+    """Kills: an answer that is not compared."""
+    for (module, name), other in PLANTED.get(what, {}).items():
+        monkeypatch.setattr(module, name, other)
+    lines = check_run(PLAIN)
+    assert bool(lines) == (what is not None)
+    assert all(line.startswith(f"case 0 (merge into known, csv): {what}: ") for line in lines[:1]), lines
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("trained_by", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_ray_says_the_same(ray_cluster, trained_by):
+    """Predictions by two workers, of what one process or two workers have trained."""
+    spec = next(specs(3)) if not trained_by else PLAIN
+    cases = spec["cases"][: 1 + trained_by]
+    assert disagreements([(0, spec | {"cases": cases})], workers=2, trained_by=trained_by) == []

@@ -1,0 +1,218 @@
+"""Each logger's record of a run, read back; one that fails or hangs stops nothing."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from tests.uno.small_run import small_config
+from uno.config import override
+from uno.data.files import Storage
+from uno.errors import ConfigError
+from uno.presets import preset
+from uno.session import job, loggers
+from uno.session.loggers import Loggers, require_loggers
+
+RESULTS = {"train/all/acc": 0.75, "undefined": float("nan")}
+
+
+def line(step: int, phase: str = "discover", **more) -> dict:
+    where = {"phase": phase, "event": "step", "step": step, "total_steps": 9, "epoch": 1, "epochs": 2}
+    return where | {"loss": 1 / step, "lr": 0.1, "images_per_s": 5.0, "skipped_steps": 0} | more
+
+
+def report(names: str, storage: Storage, *metrics: dict, **more) -> None:
+    with Loggers(override(preset("digits"), {"train.report_to": names}), storage, **more) as log:
+        for each in metrics:
+            log(each)
+        log.results(RESULTS)
+
+
+@pytest.fixture(params=["local", "remote"])
+def storage(request, tmp_path) -> Storage:
+    return Storage(str(tmp_path / "run") if request.param == "local" else "mock:///run")
+
+
+def events(storage: Storage, phase: str) -> list[Event]:
+    """Of one directory, in order of its files."""
+    found = []
+    for name in sorted(storage.list(f"tensorboard/{phase}")):
+        data = storage.read(f"tensorboard/{phase}/{name}")
+        while data:  # length (8), checksum (4), event, checksum (4)
+            size = int.from_bytes(data[:8], "little")
+            found.append(Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+    return found
+
+
+def test_tensorboard_has_the_lines_of_a_run_its_resume_and_its_roll_back(storage):
+    """Kills: charts of one phase purged by the next (purging hides later steps of the whole directory),
+    points of abandoned steps, nothing on an object store, a position drawn as a number.
+    """
+    report("tensorboard", storage, line(4, "pretrain"), line(4, head_losses=[2.0, 3.0]))
+    nowhere = {"phase": "discover", "step": 5, "event": "step", "every_s": 10.0}
+    report("tensorboard", storage, line(8), nowhere, line(9, loss=float("nan")), line(6), line(8))
+    for phase, expected in (("pretrain", [4]), ("discover", [4, 8, 6, 8])):
+        found = events(storage, phase)
+        scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value]
+        assert [step for step, tag, _ in scalars if tag == "loss"] == expected
+        assert ((4, "head_loss/1", 3.0) in scalars) == (phase == "discover")
+        assert {tag for _, tag, _ in scalars} <= {
+            "loss", "lr", "images_per_s", "skipped_steps", "head_loss/0", "head_loss/1"}  # fmt: skip
+        purges = [e.step for e in found if e.session_log.status == 1]
+        assert purges == ([4] if phase == "pretrain" else [4, 8, 6])
+    assert [v.tag for e in events(storage, "results") for v in e.summary.value] == 2 * ["train/all/acc"]
+
+
+def test_tensorboard_itself_reads_it(tmp_path):
+    """By TensorBoard's own reader, which is there with the package alone."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    report("tensorboard", Storage(str(tmp_path)), line(4), line(8))
+    report("tensorboard", Storage(str(tmp_path)), line(6), line(8, loss=0.5))
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard/discover")).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [
+        (4, 0.25), (6, pytest.approx(1 / 6)), (8, 0.5)]  # fmt: skip
+
+
+def test_mlflow_reads_a_run_and_its_resume_as_one(tmp_path, monkeypatch):
+    """Kills: a second run after a resume, parameters logged twice (refused), a run that never ends."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    storage = Storage(str(tmp_path / "a-run"))
+    for lines in ([line(4, head_losses=[2.0, 3.0])], [line(8)]):
+        report("mlflow", storage, *lines, group="sweep")
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("uno").experiment_id])
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "discover/loss")] == [
+        (4, 0.25), (8, 0.125)]  # fmt: skip
+    assert run.data.metrics.items() >= {"discover/head_loss/1": 3.0, "train/all/acc": 0.75}.items()
+    assert run.data.params.items() >= {"preset": "digits", "discover.base_lr": "0.1"}.items()
+    assert (run.info.status, run.info.run_name, run.data.tags["group"]) == (
+        "FINISHED", "sweep-a-run", "sweep")  # fmt: skip
+
+
+def wandb_records(path: Path) -> list:
+    """W&B's messages in its transaction log: LevelDB's log format after a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, found, whole = path.read_bytes(), 7, [], b""
+    while place + 7 <= len(data):
+        if (left := 2**15 - place % 2**15) < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(whole))
+            whole = b""
+    return found
+
+
+def test_wandb_reads_an_offline_run(tmp_path, monkeypatch):
+    """By W&B's own messages. Kills: a run that asks for the network or a login, its console taken,
+    steps lost since they go back.
+    """
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    storage = Storage(str(tmp_path / "run"))
+    report("wandb", storage, line(4, "pretrain"), line(8), line(6), group="sweep")
+    (folder,) = Path(storage.path("wandb")).glob("offline-run-*")
+    (path,) = folder.glob("run-*.wandb")
+    end = time.monotonic() + 60  # its service writes on when finish() has returned
+    while not (parsed := wandb_records(path)) or parsed[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    history = [
+        {item.key or "/".join(item.nested_key): item.value_json for item in one.history.item}
+        for one in parsed
+        if one.WhichOneof("record_type") == "history"
+    ]
+    assert [row.get("discover/step") for row in history] == [None, "8", "6"]
+    assert history[1]["discover/loss"] == "0.125" and history[0]["pretrain/loss"] == "0.25"
+    (run,) = (one.run for one in parsed if one.WhichOneof("record_type") == "run")
+    assert (run.project, run.run_group, run.display_name) == ("uno", "sweep", "sweep-run")
+    summary = {u.key or u.nested_key[0]: u.value_json for one in parsed for u in one.summary.update}
+    assert summary["train/all/acc"] == "0.75"
+    assert storage.read("loggers/wandb").decode() == run.run_id
+
+
+@pytest.mark.parametrize("when", ["made", "log", "close"])
+def test_a_logger_that_fails_is_off_after_one_warning(tmp_path, monkeypatch, capsys, when):
+    """Kills: an error that ends training, a warning for every line, a healthy logger switched off too."""
+
+    class Failing:
+        def __init__(self, record):
+            self.log("made")
+
+        def log(self, what, *rest):
+            if what == when or (rest and when == "log"):
+                raise RuntimeError("no\nserver")
+
+        def results(self, values):
+            pass
+
+        def close(self, failed):
+            self.log("close")
+
+    monkeypatch.setitem(loggers.LOGGERS, "wandb", ("json", Failing))
+    report("wandb,tensorboard", Storage(str(tmp_path)), line(1), line(2))
+    assert capsys.readouterr().out == "warning: --report-to wandb is off: no server\n"
+    assert len(events(Storage(str(tmp_path)), "discover")) > 8
+
+
+def test_a_logger_that_hangs_holds_nobody_up(tmp_path, monkeypatch, capsys):
+    """Kills: lines that wait for a server, a command that never ends."""
+    forever = threading.Event()
+
+    class Hanging:
+        def __init__(self, record):
+            forever.wait(30)
+
+        log = results = close = lambda self, *_: None
+
+    monkeypatch.setitem(loggers.LOGGERS, "mlflow", ("json", Hanging))
+    monkeypatch.setattr(loggers, "CLOSE_S", 0.01)
+    report("mlflow", Storage(str(tmp_path)), line(1))
+    forever.set()
+    assert "warning: --report-to mlflow has not finished" in capsys.readouterr().out
+
+
+def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
+    """From the driver: every line with a loss, the metrics at the end. Kills: loggers that nobody calls."""
+    seen = []
+
+    class Noting:
+        def __init__(self, record):
+            seen.append((record.name, record.settings["model.width"]))
+
+        def log(self, phase, step, values):
+            seen.append((phase, step))
+
+        def results(self, values):
+            seen.append(values)
+
+        def close(self, failed):
+            seen.append(failed)
+
+    monkeypatch.setitem(loggers.LOGGERS, "wandb", ("json", Noting))
+    place = job.Place()
+    config = small_config(train__log_every=50, output=str(tmp_path / "run"), train__report_to="jsonl,wandb")
+    monkeypatch.setattr(job, "place_of", lambda *_: place)
+    train = place.train
+    place.train = lambda *args: (RESULTS, train(*args)[1])
+    job.discover(config, {}, last="pretrain")
+    assert seen == [("run", 4), *[("pretrain", 3 * i) for i in (1, 2, 3)], {"train/all/acc": 0.75}, False]
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_what_is_not_there_is_refused_first(monkeypatch):
+    """Kills: a package that is missed after an hour, a misspelt name that reports to nobody."""
+    with pytest.raises(ConfigError, match="report_to takes tensorboard, wandb, mlflow, jsonl, not 'wand'"):
+        small_config(train__report_to="wand")
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: name == "json" or None)
+    with pytest.raises(ConfigError, match=r"pip install 'uno-discovery\[mlflow\]'"):
+        require_loggers(small_config(train__report_to="jsonl, mlflow"))

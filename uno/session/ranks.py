@@ -1,0 +1,223 @@
+"""A run whose ranks somebody else has started, one process each: ``torchrun``. Without Ray."""
+
+import inspect
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from uno import collectives
+from uno.config import Config, override, to_dict
+from uno.data.files import Storage
+from uno.data.splits import Task
+from uno.errors import ConfigError, StorageError, UnoError
+from uno.results.evaluate import evaluate_run
+from uno.runs import run
+from uno.runs.hardware import local_device, num_threads
+from uno.runs.lock import ClaimedStorage
+from uno.session.console import on_stop
+from uno.session.data import Show, open_sets, read_task
+from uno.session.place import STOPPING, Place, TrainingJob
+from uno.session.resources import on_features
+from uno.session.settings import LAUNCHED
+
+STOP_LOOK_S = 2.0  # between two looks whether to stop
+STOP_VOTE_S, MAX_VOTE_STEPS = 1.0, 100  # between two votes of the ranks on what was seen
+POLL_S = 0.1
+
+
+class GroupWorker:
+    """One rank of a process group; ``look`` says on rank 0 whether to stop, and may take long."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    _votes: "StopVotes | None" = None
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """DDP for several workers, on GPUs with norms over the whole batch (the CPU has no such kernels)."""
+        if self.world_size == 1:
+            return model
+        devices = None
+        if self.device.type == "cuda":
+            model, devices = nn.SyncBatchNorm.convert_sync_batchnorm(model), [self.device]
+        # Running statistics are rank 0's (or equal, with SyncBatchNorm) and need not travel.
+        ddp = nn.parallel.DistributedDataParallel
+        renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters  # in torch 2.15
+        options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
+
+    def look(self) -> bool:
+        """Whether somebody asked to stop."""
+        raise NotImplementedError
+
+    def should_stop(self, step: int) -> bool:
+        """Whether the ranks agree to stop."""
+        if self._votes is None:
+            self._votes = StopVotes(self.rank, self.device, self.look)
+        return self._votes.stop()
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._votes is not None:
+            self._votes.close()
+
+
+class StopVotes:
+    """Whether training is to stop, the same answer on every rank at every step. A thread of rank 0 asks
+    ``look``, which may take long; the ranks vote about once a second, on what it saw and how many steps that
+    is, by rank 0's clock.
+    """
+
+    def __init__(self, rank: int, device: torch.device, look: Callable[[], bool]) -> None:
+        self._rank, self._device, self._look = rank, device, look
+        self._found, self._over = threading.Event(), threading.Event()
+        self._left, self._since = 1, (1, time.monotonic())  # steps to the next vote; steps, time of the last
+        if rank == 0:
+            threading.Thread(target=self._watch, name="uno-stop", daemon=True).start()
+
+    def stop(self) -> bool:
+        """Ask before every step."""
+        self._left -= 1
+        if self._left:
+            return False
+        (steps, before), now = self._since, time.monotonic()
+        wanted = int(STOP_VOTE_S * steps / max(now - before, 1e-3))
+        vote = [self._found.is_set(), min(max(wanted, 1), MAX_VOTE_STEPS)] if self._rank == 0 else [0, 0]
+        found, self._left = collectives.all_reduce_sum_(torch.tensor(vote, device=self._device)).tolist()
+        self._since = self._left, now
+        return bool(found)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(STOP_LOOK_S):
+            with suppress(StorageError):  # whoever writes checkpoints will say so
+                if self._look():
+                    return self._found.set()
+
+
+class _TorchWorker(GroupWorker):
+    def __init__(self, place: "Ranks", device: torch.device, look: Callable[[], bool], show: Show) -> None:
+        self.rank, self.world_size, self.device = place.rank, place.world_size, device
+        self.look, self.report = look, show  # type: ignore[method-assign]
+
+
+class Ranks(Place):
+    """All ranks that ``torchrun`` has started. Rank 0 leads: it has the command, the console and the claim,
+    and does alone what is not training; the others :meth:`follow`.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self._local_rank, self.world_size, self._local_size = (
+            int(os.environ[name]) for name in LAUNCHED[:4]
+        )
+        self._store = collectives.meeting()
+        self._told = False
+
+    def run(self, command: Callable[["Ranks"], int]) -> int:
+        """The exit code of this rank, of which rank 0 has the ``command``. The first that ends with an error
+        raises it; where others do so for that, only their code says it.
+        """
+        try:
+            if self.rank == 0:
+                return command(self)
+            self.follow()
+            return 0
+        except UnoError as end:
+            if self._ends_first():
+                raise
+            return end.exit_code
+        finally:
+            if self.rank == 0 and not self._told:
+                self._tell(None)
+
+    def sized(self, config: Config) -> Config:
+        """``config`` with as many workers as there are ranks. ConfigError: it asks for others."""
+        if config.compute.num_workers not in (0, self.world_size):
+            what = f"--workers {config.compute.num_workers}, but torchrun has started {self.world_size} ranks"
+            raise ConfigError(f"{what}; leave --workers out")
+        device = "cuda" if config.compute.device != "cpu" and torch.cuda.is_available() else "cpu"
+        if config.compute.device == "cuda" != device:
+            raise ConfigError("compute.device is cuda but PyTorch sees no CUDA device; use --device cpu")
+        return override(config, {"compute.num_workers": self.world_size, "compute.device": device})
+
+    def free_memory(self, config: Config) -> tuple[int, int | None]:
+        """Of a rank: its share of this machine, as each decodes all images, and its own GPU."""
+        host, device = super().free_memory(config)
+        return host // self._local_size, device
+
+    def train(
+        self, job: TrainingJob, show: Show, until: ExitStack, keep: bool = True
+    ) -> tuple[dict[str, float], Task]:
+        """By all ranks; only rank 0 calls it."""
+        storage = job.claim.storage
+        self._tell({
+            "config": to_dict(job.config), "phases": job.phases, "evaluate": job.evaluate,
+            "output": storage.uri, "token": storage.token, "fingerprint": job.task.rows.fingerprint,
+        })  # fmt: skip
+        return self._work(job.config, job.task, job.phases, job.evaluate, storage, show)
+
+    def follow(self) -> None:
+        """Do what rank 0 tells, without a word. ConfigError: this machine has other data than rank 0's."""
+        while not self._store.check(["job"]):
+            time.sleep(POLL_S)
+        job = json.loads(self._store.get("job"))
+        if job is None:
+            return
+        config, storage = Config.model_validate(job["config"]), ClaimedStorage(job["output"], job["token"])
+        storage.check()
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            task = read_task(config.data)
+            if task.rows.fingerprint != job["fingerprint"]:
+                raise ConfigError(f"rank {self.rank} reads other data than rank 0 from {task.rows.source}")
+            self._work(config, task, job["phases"], job["evaluate"], storage, lambda metrics: None)
+
+    def _ends_first(self) -> bool:
+        """Whether no rank has asked this before, or nobody knows."""
+        with suppress(RuntimeError):  # the store is gone with its process
+            return int(self._store.add("ends", 1)) == 1
+        return True
+
+    def _tell(self, job: dict[str, Any] | None) -> None:
+        self._told = True
+        self._store.set("job", json.dumps(job))
+
+    def _work(
+        self, config: Config, task: Task, phases: Any, evaluate: bool, storage: Storage, show: Show
+    ) -> tuple[dict[str, float], Task]:
+        torch.set_num_threads(num_threads(config, self._local_size))
+        device, stopping, first = local_device(config), threading.Event(), self.rank == 0
+        if device.type == "cuda":
+            torch.cuda.set_device(device := torch.device("cuda", self._local_rank))
+        worker = _TorchWorker(self, device, stopping.is_set, show)
+        # torchrun tells all to end as soon as one has: after an error here there is no other way any more.
+        usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stop, values = on_stop(stopping.set, STOPPING if first else None), dict[str, float]()
+        with stop, collectives.group(self._store, device, self.rank, self.world_size):
+            if on_features(config) and not first:  # rank 0 computes and keeps them for all
+                while not self._store.check(["features"]):
+                    time.sleep(POLL_S)
+            sets = open_sets(config, task, storage, show, stopping.is_set, first)
+            if first:
+                self._store.set("features", "kept")
+            train = sets.train.to(device)
+            try:
+                for phase in phases:
+                    run.run_phase(config, phase, train, worker, storage)
+            finally:
+                worker.close()
+            if evaluate:
+                num_true = len(sets.task.known) + len(sets.task.novel)
+                values = evaluate_run(config, storage, train, sets.truth(), num_true, worker)
+        signal.signal(signal.SIGTERM, usual)
+        return values, sets.task
