@@ -121,16 +121,10 @@ class UnoModel(nn.Module):
 
 
 def build_model(
-<<<<<<< HEAD
     config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: BuildHead | None = None,
     adapter: Callable[[int], Any] | None = None,
 ) -> UnoModel:  # fmt: skip
-    """A freshly initialised model; equal seeds give equal weights, the global random state is left alone."""
-=======
-    config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: BuildHead | None = None
-) -> UnoModel:
     """A freshly initialized model; equal seeds give equal weights, the global random state is left alone."""
->>>>>>> main
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA's too
         return UnoModel(config, num_known, num_novel, novel_head, adapter)

@@ -4,11 +4,8 @@ import pytest
 import torch
 
 from tests.uno.small_run import small_config, small_sets
-<<<<<<< HEAD
 from uno.choice import CANDIDATES, PLAIN, SAFE
-=======
 from uno.data.features import oddity
->>>>>>> main
 from uno.model import build_model
 from uno.results import trust
 from uno.results.trust import neighbor_agreement, trust_metrics, verdict
