@@ -46,30 +46,25 @@ PRETEXTS = {"rotation": "which of four quarter turns (Gidaris et al., ICLR 2018)
 class Method:
     """A discovery method.
 
-        ``name``: an identifier, also of its section of the configuration. ``step`` is one optimizer step, a
-        :data:`uno.steps.Step`; ``variant(config)``: another one where the configuration asks for it, else None.
-        ``config``: a subclass of :class:`uno.config.Section` with the method's own
-        constants, ``--NAME.FIELD``; a step finds them as ``config.method_options``. ``settings``: preset ->
-        values of that section, where the authors' constants depend on the data.
+    ``name``: an identifier, also of its section of the configuration. ``step`` is one optimizer step, a
+    :data:`uno.steps.Step`; ``variant(config)``: another one where the configuration asks for it, else None.
+    ``config``: a subclass of :class:`uno.config.Section` with the method's own
+    constants, ``--NAME.FIELD``; a step finds them as ``config.method_options``. ``settings``: preset ->
+    values of that section, where the authors' constants depend on the data.
 
-        ``novel_head(K, D)`` builds the head that reads the feature: (N, D) -> (1, N, K) logits, with ``weight``
-        (1, K, ...); None: UNO's projection heads. ``frozen_head``: the head in its place where the encoder is
-        frozen, of a method that would shape it: see :class:`uno.methods.method.AdaptedHead`. ``start(config,
-    <<<<<<< HEAD
-        model, train)`` runs once, before the first step, on every worker alike: it may initialise the model in
-        place and returns the tensors to keep, by name, in ``state.extra`` and in checkpoints. ``adapter(D)``: see
-        :class:`uno.model.UnoModel`. ``trains``: False where ``start`` does all on features of a frozen encoder,
-        so that by default discovery has no epochs.
-    =======
-        model, train)`` runs once, before the first step, on every worker alike: it may initialize the model in
-        place and returns the tensors to keep, by name, in ``state.extra`` and in checkpoints.
-    >>>>>>> main
+    ``novel_head(K, D)`` builds the head that reads the feature: (N, D) -> (1, N, K) logits, with ``weight``
+    (1, K, ...); None: UNO's projection heads. ``frozen_head``: the head in its place where the encoder is
+    frozen, of a method that would shape it: see :class:`uno.methods.method.AdaptedHead`. ``start(config,
+    model, train)`` runs once, before the first step, on every worker alike: it may initialize the model in
+    place and returns the tensors to keep, by name, in ``state.extra`` and in checkpoints. ``adapter(D)``: see
+    :class:`uno.model.UnoModel`. ``trains``: False where ``start`` does all on features of a frozen encoder,
+    so that by default discovery has no epochs.
 
-        ``gcd``: it serves an unlabeled set that holds known classes, too. ``pretrain``: it wants supervised
-        pretraining where no weights are given. ``needs_images``: it reads images or ``Batch.rows`` itself, so it
-        cannot stream. ``teacher(config)``: whether ``state.teacher`` is to be the frozen network that supervised
-        pretraining left. ``extends``: it reads all of ``objective``: the prior, and the terms that are off by
-        default (IIC, rKD, the queue).
+    ``gcd``: it serves an unlabeled set that holds known classes, too. ``pretrain``: it wants supervised
+    pretraining where no weights are given. ``needs_images``: it reads images or ``Batch.rows`` itself, so it
+    cannot stream. ``teacher(config)``: whether ``state.teacher`` is to be the frozen network that supervised
+    pretraining left. ``extends``: it reads all of ``objective``: the prior, and the terms that are off by
+    default (IIC, rKD, the queue).
     """
 
     name: str
