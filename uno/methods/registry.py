@@ -30,6 +30,8 @@ def settings(name: str, preset: str) -> dict[str, Any]:
     values: dict[str, Any] = {"method": name}
     if preset == "photos" and method.novel_head is not None:
         values |= {"model.prototype_init": "random", "objective.class_prior": None}
+    if not method.trains:
+        values |= {"discover.epochs": 0, "augment.num_cached_views": 2}
     return values | {f"{method.name}.{key}": v for key, v in method.settings.get(preset, {}).items()}
 
 
@@ -37,7 +39,8 @@ def build_network(config: Config, num_known: int, num_novel: int, seed: int) -> 
     """The freshly initialized network of the run's method; ``num_novel`` 0: encoder and known head alone."""
     from uno.model import build_model
 
-    return build_model(config.model, num_known, num_novel, seed, load(config).novel_head)
+    method = load(config)
+    return build_model(config.model, num_known, num_novel, seed, method.novel_head, method.adapter)
 
 
 def num_heads(config: Config) -> int:

@@ -20,7 +20,9 @@ from uno.results import metrics
 from uno.results.baselines import baselines
 from uno.results.classes import OutputClass, parse_classes
 from uno.results.infer import outcomes
-from uno.results.trust import trust_metrics
+from uno.results.trust import choice_metrics, trust_metrics
+from uno.runs import DISCOVER
+from uno.runs.checkpoint import load_newest
 from uno.runs.run import load_trained
 from uno.train import Worker
 
@@ -52,6 +54,8 @@ def evaluate_run(
         values |= baselines(config, storage, train, sets["train"], worker.device)
         num_held_out = int((sets["test"].truth < train.num_known).sum())
         values |= trust_metrics(config, model, best_head, train, values, num_held_out)
+        if (checkpoint := load_newest(storage, DISCOVER)) is not None:
+            values |= choice_metrics(checkpoint.tensors)
     return values
 
 

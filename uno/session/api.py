@@ -238,7 +238,7 @@ def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite:
     from uno.session import job  # it trains: to load a model takes less
 
     given = from_keywords(settings)
-    config, threads = configured(given), torch.get_num_threads()
+    config, threads = configured(given, choose=True), torch.get_num_threads()
     try:
         with suppress_output(quiet), _own_torch(torch.device("cpu")):
             job.discover(config, given, overwrite, elsewhere=elsewhere)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.uno.small_run import small_config, small_sets
+from uno.choice import CANDIDATES, PLAIN, SAFE
 from uno.data.features import oddity
 from uno.model import build_model
 from uno.results import trust
@@ -57,6 +58,26 @@ def test_every_sign_must_hold(given, word, first, second):
     found = verdict(signs(**given))
     assert found.word == word and first in found.reasons[0] and second in found.reasons[1]
     assert str(found).startswith(f"{word}: ") and str(found).count("\n") == 1
+
+
+def test_what_is_expected_is_said():
+    """Kills: scores of all unlabeled rows for those of new classes, a gain against another candidate, a
+    number where nothing was measured.
+    """
+    right = torch.tensor([[0.9, 0.8], [0.7, 0.8]]).repeat_interleave(2, dim=1)
+    right = torch.cat([right, torch.full((2, len(CANDIDATES) - 4), 0.5)], dim=1)
+    kept = {"extra/chosen": torch.tensor([1, 6]), "extra/right": right, "extra/right_new": right - 0.1}
+    found = trust.choice_metrics(kept)
+    *_, expected, chosen = verdict(signs() | found).reasons
+    assert (
+        expected == "expected on new classes: 70% (42 to 98), measured on 2 draws of 6 hidden known classes"
+    )
+    gain = 100 * float(right[:, 1].mean() - right[:, PLAIN].mean())
+    assert chosen == f"chosen: {CANDIDATES[1]}, there {gain:+.1f} points against {CANDIDATES[PLAIN]}"
+    empty = torch.zeros(0, len(CANDIDATES))
+    none = {"extra/chosen": torch.tensor([SAFE, 0]), "extra/right": empty, "extra/right_new": empty}
+    assert "unknown, too few known" in str(verdict(signs() | trust.choice_metrics(none)))
+    assert trust.choice_metrics({"model/known.weight": right}) == {}
 
 
 def test_training_rows_are_called_that_and_old_runs_have_no_verdict():
