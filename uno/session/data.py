@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from uno.config import Config, DataConfig
@@ -16,6 +17,7 @@ from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
+from uno.data.vectors import with_views
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
@@ -104,6 +106,9 @@ def load_features(
     """
     if config.model.weights is None:
         raise ConfigError("model.finetune none needs --weights: what trained the encoder that is frozen")
+    given = task.rows.images.vectors(np.arange(len(task.rows)))
+    if given is not None:  # the source is the cache
+        return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     place = Storage(features.cache_directory(config))

@@ -284,7 +284,7 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
             )
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder})
-        if on_features(config):  # which take minutes, and would be kept
+        if on_features(config) and not config.model.takes_vectors:  # which take minutes, and would be kept
             if registry.load(config).needs_images:
                 return print_line(f"no step ran: method {config.method} begins with the features of all rows")
             once = override(once, {"data.loading": "streaming"})
