@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from uno.config import (
-    MOVED,
     OWN_ENCODERS,
+    RENAMED,
     VECTORS,
     Config,
     field_names,
@@ -160,6 +160,13 @@ ALIASES = {
     "num-classes": ("num-novel",),
     "gpus": ("device", "gpus-per-worker"),
     "out": ("output",),
+    "freeze": ("model.finetune",),
+    "finetune": ("model.finetune",),
+    "stream": ("data.loading",),
+    "unlabeled-set": ("unlabeled",),
+    "k": ("num-novel",),
+    "num-workers": ("workers",),
+    "fresh": ("overwrite",),
 }
 """Words that people write out of habit, and the flags that they mean."""
 
@@ -167,8 +174,9 @@ ALIASES = {
 def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
     """Suggest what ``name``, a flag without its dashes or a ``keyword``, was meant to be."""
     word, known = dashed(name), list(names)
-    if new := MOVED.get(word.replace("-", "_")):
-        return f"; it is {new if keyword else f'--{dashed(new)}'} now"
+    if new := RENAMED.get(word.replace("-", "_")):
+        name, _, values = new.partition(" ")  # what its values were called
+        return f"; it is {name if keyword else f'--{dashed(name)}'}{values and f' {values}'} now"
     likely = [flag for flag in ALIASES.get(word, ()) if flag in known]
     likely = likely or [flag for flag in known if flag.endswith(f".{word}")][:3]
     likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]
