@@ -176,8 +176,8 @@ def require_kind(config: ModelConfig, images: Images) -> None:
 
 
 def with_views(values: Tensor, augment: AugmentConfig, ok: np.ndarray) -> Tensor:
-    """(N, V, D) as they are if V > 1; else (N, 1 + ``augment.num_cached_views``, D), made of rows that are ``ok``
-    bool (N,), the same in runs of all seeds.
+    """(N, V, D) as they are if V > 1; else (N, 1 + ``augment.num_cached_views``, D), made of rows that are
+    ``ok`` bool (N,), the same in runs of all seeds.
     """
     if values.shape[1] > 1:
         return values

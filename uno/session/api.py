@@ -210,8 +210,8 @@ def load(run: str | PathLike[str], device: str = "cpu") -> Model:
 
 
 def discover(
-    *, embeddings: Any = None, labels: Any = None, ids: Any = None, overwrite: bool = False, quiet: bool = False,
-    **settings: Any,
+    *, embeddings: Any = None, labels: Any = None, ids: Any = None, overwrite: bool = False,
+    quiet: bool = False, **settings: Any,
 ) -> Model:  # fmt: skip
     """``uno discover`` from Python: find the classes in ``unlabeled``, given ``labeled`` images of others.
 

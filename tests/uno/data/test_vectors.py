@@ -152,7 +152,7 @@ def test_pictures_and_text_are_shown_not_learnt(tmp_path):
 
 def test_other_numbers_are_another_data_set():
     one, other = Vectors.of(drawn(3)), Vectors.of(drawn(3) + 1)
-    assert [*one.facts(np.arange(3))] != [*other.facts(np.arange(3))]
+    assert [*one.content_keys(np.arange(3))] != [*other.content_keys(np.arange(3))]
 
 
 def test_what_is_predicted_needs_no_labels(tmp_path):
