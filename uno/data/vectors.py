@@ -220,7 +220,8 @@ def store_vectors(path: str, embeddings: Any, labels: Any = None, ids: Any = Non
     """
     values = numbers_of(embeddings, "embeddings")
     num, views, _ = values.shape
-    columns = {"id": [f"row-{row}" for row in range(num)] if ids is None else [str(name) for name in ids]}
+    columns: dict[str, list[str | None]] = {}
+    columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else [str(name) for name in ids]
     if labels is not None:
         columns["label"] = [
             _label(label) for label in (labels.tolist() if hasattr(labels, "tolist") else labels)
@@ -303,7 +304,9 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> tuple[pa.Ta
     if len(pictures) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     shown = (
-        ParquetImages(root, [f.path for f in files], *pictures, [f.size for f in files]) if pictures else None
+        ParquetImages(root, [f.path for f in files], pictures.pop(), [f.size for f in files])
+        if pictures
+        else None
     )
     return table, shown
 

@@ -1,7 +1,7 @@
 """The features of any source as a file of vectors, which ``--data vectors:FILE`` and other programs read."""
 
 import tempfile
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -58,7 +58,7 @@ def embed(
 
 def _columns(rows: Rows, folder: str) -> dict[str, pa.Array]:
     """What the file says of each row; paths where the images lie below its ``folder``, which may move."""
-    text = {"id": rows.ids, "label": rows.labels, "split": rows.split}
+    text: dict[str, Sequence[str | None]] = {"id": rows.ids, "label": rows.labels, "split": rows.split}
     text |= {} if rows.eval_labels is None else {"eval_label": rows.eval_labels}
     number = np.arange(len(rows))
     text |= {"text": rows.images.captions(number)}
