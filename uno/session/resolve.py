@@ -89,7 +89,7 @@ def from_data(
     whose encoder this one starts from, else as they are themselves.
     """
     values, lines = from_images(config, task, given, setting)
-    require_kind(override(config, values).model, task.rows.images)
+    require_kind((override(config, values) if values else config).model, task.rows.images)
     learnt = learnt_with(config, given) if keys_from_images(config) else {}
     if not learnt:
         return values, lines
