@@ -71,6 +71,20 @@ class Images(Protocol):
         """int64 (n,): what ``rows`` are called by :meth:`reader`."""
         return rows
 
+    def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
+        """Features float32 (n, V, D) that came in the place of images, the evaluation view first, and why a
+        row has none. None: there are images, which are to be encoded.
+        """
+        return None
+
+    def pictures(self) -> Images | None:
+        """What people are shown of each row; None: nothing."""
+        return self
+
+    def captions(self, rows: np.ndarray) -> list[str | None]:
+        """What stands below the pictures of ``rows``, or in their place."""
+        return [None] * len(rows)
+
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
         """What has been made of ``rows`` already, and why a row has none: pixels uint8 (n,3,S,S), or features
         (n,D) of the run's frozen encoder. None: they have to be decoded.
@@ -138,6 +152,19 @@ class ImageSubset(Images):
     def numbers(self, rows: np.ndarray) -> np.ndarray:
         """As of the others."""
         return self.images.numbers(self.index[rows])
+
+    def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
+        """As of the others."""
+        return self.images.vectors(self.index[rows])
+
+    def pictures(self) -> Images | None:
+        """As of the others."""
+        found = self.images.pictures()
+        return None if found is None else found.take(self.index)
+
+    def captions(self, rows: np.ndarray) -> list[str | None]:
+        """As of the others."""
+        return self.images.captions(self.index[rows])
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
         """Of what is ready, or as of the others."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from uno.config import DataConfig
+from uno.config import VECTORS, DataConfig
 from uno.data import files as filesystem
 from uno.data.cifar import CIFAR10, CIFAR100, read_cifar
 from uno.data.columns import Labels, Text, chunks
@@ -21,6 +21,7 @@ from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import is_pattern, read_tar
+from uno.data.vectors import read_vectors
 from uno.errors import ConfigError, did_you_mean
 from uno.text import plural
 
@@ -68,6 +69,7 @@ SOURCES = {
         in_folders="alone",
         may_lack=lambda path, config: is_pattern(path),
     ),
+    VECTORS: Source(lambda path, config, images_only: read_vectors(path, config.named_columns, images_only)),
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uno import methods
-from uno.config import Config
+from uno.config import VECTORS, Config
 from uno.methods import Method
 
 if TYPE_CHECKING:  # it imports torch, which the command line does without
@@ -28,7 +28,7 @@ def settings(name: str, preset: str) -> dict[str, Any]:
         return {}
     method = methods.load(name)
     values: dict[str, Any] = {"method": name}
-    if preset == "photos" and method.novel_head is not None:
+    if preset in ("photos", VECTORS) and method.novel_head is not None:
         values |= {"model.prototype_init": "random", "objective.class_prior": None}
     if not method.trains:
         values |= {"discover.epochs": 0, "augment.num_cached_views": 2}

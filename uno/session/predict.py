@@ -11,6 +11,7 @@ from uno.data.files import Storage
 from uno.data.inputs import Inputs, RowInputs, evenly, open_inputs
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
+from uno.data.vectors import require_kind
 from uno.errors import ConfigError, UnoError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
@@ -48,6 +49,9 @@ def predict(
             inputs = RowInputs(make_task(read_rows(config.data), config.data).rows)
         inputs = inputs if limit is None else evenly(inputs, limit)
         total(len(inputs))
+    require_kind(model.config.model, inputs.first)
+    if model.config.model.takes_vectors:  # there is nothing to decode
+        config = override(config, {"compute.num_workers": 0, "compute.device": local_device(config).type})
     try:
         if model.alignment is None:
             task = read_task(config.data)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, Config, flatten, to_dict
+from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, to_dict
 from uno.crops import Cropper
 from uno.data import features
 from uno.data.features import FeatureCache, compute_shard, feature_job
@@ -128,6 +128,7 @@ def choose(
     sizes += f"budget {_size(budget)} ({SHARE:.0%} {where})"
     method = f"method {config.method}" if registry.load(config).needs_images else None
     needs, told = "pretext.epochs" if config.pretext.epochs else method, config.data.loading
+    needs = "--data vectors" if config.model.takes_vectors else needs
     if needs and told == "streaming":
         raise ConfigError(f"{needs} needs the images in memory; use --data.loading memory")
     if told != "auto":
@@ -243,7 +244,7 @@ def needed_bytes(config: Config, task: Task, free: float = float("inf")) -> dict
     """
     model, large, small = config.model, config.augment.large, config.augment.small
     workers = max(1, config.compute.num_workers)
-    if model.encoder.partition(":")[0] not in (*OWN_ENCODERS, "torchvision", "timm"):
+    if model.encoder.partition(":")[0] not in (*OWN_ENCODERS, "torchvision", "timm", VECTORS):
         return {}
     plan = run.plans(config, *task.sizes, workers)[DISCOVER]
     rows = (plan.labeled_size + plan.unlabeled_size) // workers
@@ -298,7 +299,8 @@ def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     what = {"full": "fully trained", "last_stage": "last stage trained", "none": "frozen"}[model.finetune]
     how = f" on {config.augment.num_cached_views} cached views per image" if on_features(config) else ""
     epochs = ", ".join(f"{plural(getattr(config, name).epochs, 'epoch')} of {name}" for name in phases)
-    yield f"model: {model.encoder}, {what}, {side} px; weights: {origin(model)}"
+    size = "vectors" if model.takes_vectors else f"{side} px"
+    yield f"model: {model.encoder}, {what}, {size}; weights: {origin(model)}"
     yield f"training: preset {config.preset}, {epochs}{how}"
     if model.weights is None and is_custom_data(flatten(to_dict(config))):
         name = preset("photos").model.encoder
@@ -363,7 +365,7 @@ def _seconds(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     device = local_device(config)
     threads = num_threads(config)
     torch.set_num_threads(threads)
-    if on_features(config):
+    if on_features(config) and not config.model.takes_vectors:
         encoder = run.frozen_encoder(config, storage)
         job = feature_job(config, task, encoder)
         left = FeatureCache(Storage(features.cache_directory(config)), job).num_missing()

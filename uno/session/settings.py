@@ -13,7 +13,17 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from uno.config import OWN_ENCODERS, RENAMED, Config, field_names, field_traits, flatten, load_yaml, override
+from uno.config import (
+    OWN_ENCODERS,
+    RENAMED,
+    VECTORS,
+    Config,
+    field_names,
+    field_traits,
+    flatten,
+    load_yaml,
+    override,
+)
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
 from uno.methods.registry import settings as method_settings
@@ -47,7 +57,7 @@ def configured(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bo
     source, two_folders = own.get("data.source"), own.get("data.labeled") is not None
     own_data = two_folders or source not in (None, "digits")
     name = str(own.pop("preset", own_preset(own) if own_data else "digits"))
-    if name in ("scratch", "photos") and source is None and not two_folders:
+    if name in ("scratch", "photos", VECTORS) and source is None and not two_folders:
         raise ConfigError(f"the preset {name!r} needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
     if choose and leaves_choice(name, own):
         own["method"] = CHOICE
@@ -78,7 +88,7 @@ def _described(encoder: Any, size: Any) -> dict[str, Any]:
     """What images of ``size``, if it is given, an encoder takes that is a library's or the user's: their
     size, mean, std and interpolation.
     """
-    if encoder is None or encoder in OWN_ENCODERS:
+    if encoder is None or encoder in OWN_ENCODERS or str(encoder).partition(":")[0] == VECTORS:
         return {}
     checked = override(Config(), {"model.encoder": encoder, **({SIZES[0]: size} if size else {})})
     from uno.weights import describe_encoder
@@ -87,10 +97,14 @@ def _described(encoder: Any, size: Any) -> dict[str, Any]:
 
 
 def own_preset(given: Mapping[str, Any]) -> str:
-    """The preset of one's own data: ``photos`` where an encoder's pretrained weights are given or at hand."""
+    """The preset of one's own data: ``vectors`` of vectors, ``photos`` where an encoder's pretrained weights
+    are given or at hand.
+    """
     encoder, weights = given.get("model.encoder"), given.get("model.weights")
     if not is_custom_data(given):
         return "scratch"
+    if str(given.get("data.source")).partition(":")[0] == VECTORS:
+        return VECTORS
     if weights is None and encoder is None and given.get("model.finetune") is None:
         return "photos" if weights_at_hand() else "scratch"
     file = str(weights).endswith((".safetensors", ".pt", ".pth")) and ":" in str(encoder)
