@@ -112,7 +112,7 @@ def fit(
     batches = hooked("in_training", batches, phase.name, worker.rank, storage)
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
     health, line_start = Health(state), (state.step, time.perf_counter())
-    first, last_report = state.step + 1, time.monotonic()
+    first, last_report, saved_at = state.step + 1, time.monotonic(), time.monotonic()
     state.model.train()
     with Journal(storage if worker.rank == 0 else None, phase.name, state.step) as journal:
         save = partial(_save, config, phase, state, worker, storage, journal)
@@ -151,8 +151,9 @@ def fit(
                 if math.isfinite(metrics["loss"]):
                     journal.write(metrics)
                 worker.report(metrics)
-            if to_save:
+            if to_save or (to_log and _is_due(config, worker, saved_at)):
                 save()
+                saved_at = time.monotonic()
 
 
 class Health:
@@ -218,6 +219,15 @@ def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
         except (KeyError, RuntimeError) as error:
             raise StorageError(f"the {phase} checkpoint does not fit this model: {one_line(error)}") from None
     return checkpoint is not None
+
+
+def _is_due(config: Config, worker: Worker, saved_at: float) -> bool:
+    """Whether the last checkpoint is too old, by rank 0's clock."""
+    minutes = config.train.checkpoint_every_minutes
+    if minutes is None:
+        return False
+    is_old = worker.rank == 0 and time.monotonic() - saved_at >= 60 * minutes
+    return bool(collectives.all_reduce_sum_(torch.tensor([float(is_old)], device=worker.device)))
 
 
 def _finish_epoch_(state: TrainState) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
+from uno.data.files import split
 from uno.encoder import SMALL_STEMS, build_encoder, classifier_of
 from uno.errors import ConfigError, NumericsError
 from uno.methods import description
@@ -205,5 +206,5 @@ def origin(net: ModelConfig) -> str:
         terms = f", licence {about.license}" if about.license else ""
         name = about.weights or "which it does not name"
         return f"started from the library's own, {name}{terms}; its pages say what those were trained on"
-    name = net.weights.rstrip("/").rpartition("/")[2]
+    name = split(net.weights.rstrip("/"))[1]
     return f"started from {name}; what those have seen stands with whoever made them"

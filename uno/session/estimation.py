@@ -7,7 +7,7 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.splits import decide_setting
 from uno.results.estimate import Estimate, Settings
-from uno.runs import lock
+from uno.runs import ESTIMATE_FILE, lock
 from uno.runs.hardware import local_device
 from uno.session.console import interrupt_on_signal, print_line
 from uno.session.data import read_task
@@ -42,7 +42,7 @@ def estimate_classes(
     with lock.lock_run(storage, on_wait=print_line), interrupt_on_signal(kept):
         found = place.estimate(config, task, storage, settings)
     print_line(format_estimate(found))
-    print_line(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")
+    print_line(f"{time.perf_counter() - start:.0f} s; all curves in {storage.below(ESTIMATE_FILE)}")
     return found
 
 

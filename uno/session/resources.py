@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -52,10 +52,19 @@ Loading = Literal["memory", "streaming"]
 # What there is.
 
 
-def free_memory(config: Config) -> tuple[int, int | None]:
-    """Bytes that a worker may take here: of the host, and of its share of a GPU if it has one."""
+class Room(NamedTuple):
+    """Bytes that are free for a run, on the node that has least; None: there is no such limit."""
+
+    host: int
+    device: int | None = None  # a worker's share of a GPU
+    store: int | None = None  # all of Ray's object store, of a cluster that runs already
+    driver: int | None = None  # of the machine of this process, where workers are on others
+
+
+def free_memory(config: Config) -> Room:
+    """What a worker may take here."""
     device, share = free_device_bytes(config), min(1.0, config.compute.gpus_per_worker or 1.0)
-    return free_host_bytes(), None if device is None else int(share * device)
+    return Room(free_host_bytes(), None if device is None else int(share * device))
 
 
 def free_host_bytes() -> int:
@@ -106,18 +115,23 @@ def feature_bytes(config: Config) -> int:
     return 4 * (1 + config.augment.num_cached_views) * int(width)  # type: ignore[arg-type]
 
 
-def choose(
-    config: Config, num_rows: int, row_bytes: int, host_bytes: int, device_bytes: int | None
-) -> tuple[Loading, str]:
+def choose(config: Config, num_rows: int, row_bytes: int, room: Room) -> tuple[Loading, str]:
     """The way in for ``num_rows`` images, and a sentence that says why. ``row_bytes``: of one in memory,
-    decoded or as the features of a frozen encoder; ``host_bytes`` are free on a node, ``device_bytes`` on a
-    GPU, which holds one copy. ConfigError: images that are needed in memory are to be streamed.
+    decoded or as the features of a frozen encoder. A GPU and every node's object store hold one copy of all,
+    the driver as many as a machine that has all of a run. ConfigError: images that are needed in memory are
+    to be streamed.
     """
-    needed, peak = num_rows * row_bytes, peak_bytes(config, num_rows, row_bytes)
-    room = max(0, host_bytes + own_bytes() - _program_bytes(config, num_rows))
-    budget, where = SHARE * room / _num_copies(config), "of the host memory that they leave"
-    if device_bytes is not None and SHARE * device_bytes < budget:
-        budget, where = SHARE * device_bytes, "of free device memory"
+    needed, peak, copies = num_rows * row_bytes, peak_bytes(config, num_rows, row_bytes), _num_copies(config)
+    left = max(0, room.host + own_bytes() - _program_bytes(config, num_rows))
+    budget, where = SHARE * left / copies, "of the host memory that they leave"
+    for limit, name in (
+        (room.device, "of free device memory"),
+        (room.store, "of the least object store of the cluster"),
+        (None if room.driver is None else max(0, room.driver + own_bytes() - RAY_BYTES) / copies,
+         "of this machine's memory, where the run is led from"),
+    ):  # fmt: skip
+        if limit is not None and SHARE * limit < budget:
+            budget, where = SHARE * limit, name
     what = "of features" if config.model.finetune == "none" else "decoded"
     sizes = f"{_size(needed)} {what}, in memory {_size(peak)} with all programs, "
     sizes += f"budget {_size(budget)} ({SHARE:.0%} {where})"
