@@ -42,19 +42,22 @@ TRAINING = PRINT_CONFIG | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
-DISCOVER = Command("discover", TRAINING)
-EVALUATE = Command("evaluate", RUN, "few", text="From its checkpoints and its data: RUN/metrics.json again.")
-PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "few", text="""
+DISCOVER = Command("discover", TRAINING, examples=(
+    "uno discover --labeled photos/known --unlabeled photos/new --num-novel 5 --weights pretrained",
+    "uno discover --preset cifar10 --data cifar10:DIR",
+))  # fmt: skip
+EVALUATE = Command("evaluate", RUN, "some", text="From its checkpoints and its data: RUN/metrics.json again.")
+PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "some", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
-model_hash. kind is that of the most probable class; known_probability is the probability that the image is of a
-known class, whichever. An unreadable image is a row with a reason. Labels, where there are any, mean
+model_hash. kind is that of the most probable class; known_probability is the probability that the image is of
+a known class, whichever. An unreadable image is a row with a reason. Labels, where there are any, mean
 nothing. The same command after an interruption continues.
 
 Without --data: the data that RUN was trained on, and RUN/predictions.parquet; with it --output DIR is
 needed. --limit N takes at most N rows, evenly spaced.
 """)  # fmt: skip
-REPORT = Command("report", RUN, "few", text="""
+REPORT = Command("report", RUN, "some", text="""
 RUN/report.html opens from disk and needs no network. --data SOURCE says where moved data is now.
 """)  # fmt: skip
 CLASSES = Command("classes", RUN | APPLY, "none", text="""

@@ -80,8 +80,8 @@ PRINT_CONFIG = {"--print-config": switch("Print the resolved configuration as YA
 DRY_RUN = {"--dry-run": switch("Check the data, take one step, print the plan and stop.")}
 RUN = {"RUN": Argument("The run directory, a path or a URI.")}
 SIZE_FLAG = {"--image-size": Argument(
-    "Side of the images that are learnt from, in pixels: of views, of the stored squares and of small crops, "
-    "in the preset's proportions.", int, key=IMAGE_SIZE)}  # fmt: skip
+    "Side of the training images in pixels; stored images, views and small crops keep the "
+    "preset's proportions.", int, key=IMAGE_SIZE)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,16 @@ class Command:
 
     ``arguments`` are its own; a name without dashes is positional. ``takes`` says which fields of the schema
     are options: ``all``, from which one configuration is made; ``all`` as ``changes`` to configurations that
-    exist; the ``few`` whose declaration names the command; ``none``. ``output`` is used where none is given;
-    ``text`` is shown by ``--help``.
+    exist; the ``some`` whose declaration names the command; ``none``. ``output`` is used where none is given;
+    ``text`` and ``examples`` are shown by ``--help``; a command with examples does nothing without arguments.
     """
 
     name: str
     arguments: Mapping[str, Argument]
-    takes: Literal["all", "changes", "few", "none"] = "all"
+    takes: Literal["all", "changes", "some", "none"] = "all"
     output: str | None = "runs/{preset}-seed{seed}"
     text: str = ""
+    examples: tuple[str, ...] = ()
 
     @property
     def usage(self) -> str:
@@ -111,19 +112,21 @@ class Command:
         own = {**self.arguments, "--help": switch("Print what is needed most and exit.")}
         if self.takes == "none":
             return own
-        if self.takes != "few":
+        if self.takes != "some":
             own[HELP_ALL] = switch("Print every option and exit.")
         own["--config"] = Argument("YAML file; repeatable, the last one wins.")
         return {**own, **SIZE_FLAG, **dict(schema_flags(fields_of(*methods))), **own}
 
     def may_change(self, key: str) -> bool:
         """Return whether a field of the schema is an option of this command."""
-        return self.takes != "few" or self.name in field_traits(key).commands.split()
+        return self.takes != "some" or self.name in field_traits(key).commands.split()
 
 
 @dataclass(frozen=True)
 class Options:
-    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values`` hold the dotted keys set there."""
+    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values`` hold the dotted keys set
+    there.
+    """
 
     command: Command
     args: SimpleNamespace
@@ -144,7 +147,8 @@ class Options:
 def parse(argv: Sequence[str], command: Command) -> Options:
     """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is needed, ends it."""
     asked = {"--help", "-h", HELP_ALL}.intersection(argv)
-    if asked or (not argv and any(argument.required for argument in command.arguments.values())):
+    required = any(argument.required for argument in command.arguments.values())
+    if asked or (not argv and (required or command.examples)):
         _print_help([token for token in argv if token not in asked], command, HELP_ALL in asked)
         raise SystemExit(0 if asked else 2)
     options = _read(argv, command)
@@ -248,30 +252,30 @@ def _groups(argv: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
 
 
 RULES = f"""
-Order: defaults < preset < what a library says of its encoder < --config FILE < command line.
+Precedence: defaults < preset < description of a library's encoder < --config FILE < command line.
 Presets: {", ".join(PRESETS)}.
-Without --preset: digits for the digits; for any other data photos, where --weights names an encoder's or
-torchvision's are at hand, else custom (the paper's CIFAR10 settings, but for own images with size, batch,
-epochs, mean and std from the data, unless given; the run says which).
-A preset's known classes apply only to its own kind of data. None switches an optional value off.
-The values below are those that this very command line leads to.
+Without --preset: digits for the digits; for other data photos if pretrained weights are given or downloaded,
+else scratch (the paper's CIFAR10 settings; size, batch, epochs, mean and std are derived from your images).
+A preset's known classes apply only to its own data set. None switches an optional value off.
+The defaults below are the values of this command line.
 """
 
 
 def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None:
     """Arguments with a sentence and their values: a preset's, where ``argv`` has a mistake. Of the schema's
-    fields those with a short form, unless ``everything``.
+    fields those with a short form, by that form, unless ``everything``.
     """
     print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}\n")
     width = max(60, shutil.get_terminal_size().columns - 1)
     values: dict[str, Any] = {}
-    text = command.text
+    text = command.text + f"\n\n{RULES}" * (everything and command.takes == "all")
+    if command.examples:
+        print("\n".join(["examples:", *(f"  {line}" for line in command.examples)]) + "\n")
     if command.takes == "all":
-        text += f"\n\n{RULES}"
         values = flatten(preset("digits").model_dump())
         with suppress(ConfigError):
             values = flatten(_read(argv, command).config.model_dump())
-    for paragraph in text.strip().split("\n\n"):
+    for paragraph in filter(None, text.strip().split("\n\n")):
         print(f"{textwrap.fill(' '.join(paragraph.split()), width)}\n")
 
     flags = command.flags(str(values.get("method", DEFAULT)))
@@ -287,11 +291,22 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
         argument = flags[names[0]]
         if argument.key and section != (section := key.rpartition(".")[0] or "run"):
             print(f"\n{section}:")
-        print(f"  {', '.join(names)} {_placeholder(argument.type) if names[0][0] == '-' else ''}".rstrip())
         value = values.get(key, argument.default)
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        default = f" (default: {shown})" if key in values or value not in (None, False, ()) else ""
-        print(textwrap.indent(textwrap.fill(argument.sentence + default, width - 6), " " * 6))
+        unset = (value is None or value is False or value == ()) and not (everything and key in values)
+        default = "" if unset else f" (default: {shown})"
+        placeholder = _placeholder(argument.type) if names[0][0] == "-" else ""
+        if not everything:
+            names = [next((name for name in names if "." not in name), names[0])]
+            placeholder = placeholder.removesuffix("|None")
+        head = f"  {', '.join(names)} {placeholder}".rstrip()
+        column = 6 if everything else 30
+        lines = textwrap.wrap(argument.sentence + default, width - column)
+        if not everything and len(head) < column - 1:
+            print(head.ljust(column) + lines.pop(0))
+        else:
+            print(head)
+        print(textwrap.indent("\n".join(lines), " " * column), end="\n" if lines else "")
     if hidden:
         print(f"\n{HELP_ALL} lists {hidden} more options")
 

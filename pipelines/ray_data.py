@@ -191,8 +191,8 @@ def preferred_node(
 def crop_on_ray(
     ray: Any, cpus: float, store: float, node: str | None = None
 ) -> Callable[[CropJob], Generator[Chunk, None, None]]:
-    """As :func:`uno.data.stream.crop_local`, in Ray tasks within :func:`execution_limits`, :func:`preferred_node` or
-    anywhere.
+    """As :func:`uno.data.stream.crop_local`, in Ray tasks within :func:`execution_limits`,
+    :func:`preferred_node` or anywhere.
     """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:

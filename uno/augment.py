@@ -4,10 +4,10 @@
 
     crop + flip -> affine -> jitter -> gray -> solarize -> equalize -> blur -> normalise
 
-:func:`sample_uniforms` takes every random number from a generator on the host; :func:`apply` is deterministic.
-So parameters do not depend on the device, how many rows an operation works on is known without asking it, and
-a worker draws for the whole batch and keeps its rows: its views are those that one worker would make, up to
-the rounding of batched products, 1e-6 of the range.
+:func:`sample_uniforms` takes every random number from a generator on the host; :func:`apply` is
+deterministic. So parameters do not depend on the device, how many rows an operation works on is known without
+asking it, and a worker draws for the whole batch and keeps its rows: its views are those that one worker
+would make, up to the rounding of batched products, 1e-6 of the range.
 
 Definitions and parameter ranges are torchvision's, without its rounding to 8 bits after every operation. An
 operation takes float32 images (B,3,H,W) in 0-1 and parameters (B,) on their device; ``_`` changes images. On
@@ -126,7 +126,9 @@ def sample_uniforms(num_rows: int, num_views: int, generator: torch.Generator) -
 
 
 def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
-    """What :func:`sample_uniforms` (N,V,42) mean: the parameters of N * V views, those of an image together."""
+    """What :func:`sample_uniforms` (N,V,42) mean: the parameters of N * V views, those of an image
+    together.
+    """
     numbers = numbers.flatten(0, 1)
     column = iter(numbers[:, BOX_NUMBERS:].unbind(1))
 

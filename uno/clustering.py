@@ -2,8 +2,8 @@
 
 :func:`kmeans` is scikit-learn's. The other two hold some rows in their cluster (as DTC does, Han et al., ICCV
 2019), with a seeded generator on the host and sums as matrix products, so the same device gives the same
-clusters again: :func:`constrained_kmeans` draws the free centres one by one, :func:`seeded_kmeans` starts them
-from the free rows' own clusters.
+clusters again: :func:`constrained_kmeans` draws the free centres one by one, :func:`seeded_kmeans` starts
+them from the free rows' own clusters.
 """
 
 import warnings

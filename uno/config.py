@@ -90,12 +90,11 @@ class DataConfig(Section):
         "Classes to discover; auto estimates; default: what --known-classes hides.", flag="num-novel",
         scope="discover")
     setting: Literal["auto", "ncd", "gcd"] = field("auto",
-        "What unlabeled rows show. novel: new classes only; mixed: known ones, too; auto: novel where labels "
-        "are hidden, mixed where rows truly lack them, the safer choice: a known image in a pile taken for "
-        "novel is forced into a new class; the NCD setting taken for mixed loses less. Tell it if you know.",
-        scope="discover")
+        "Setting of the unlabeled set. ncd: new classes only; gcd: known and new classes; auto: ncd where "
+        "--known-classes hides labels, gcd where images have no label, since ncd would force an image of a "
+        "known class into a new one.", flag="setting", scope="discover")
     unlabeled_known_fraction: float = field(0.0,
-        "Benchmark of the GCD setting: share of each known class's training rows to leave without their label.",
+        "GCD benchmark: fraction of each known class whose labels are hidden (1 - prop_train_labels).",
         ge=0, lt=1)
     columns: str | None = field(None,
         "Your names of a table's columns, of image, label, id, split, eval_label: image=file,label=kind.",
@@ -112,17 +111,17 @@ class DataConfig(Section):
     std: tuple[float, float, float] = field((0.2470, 0.2435, 0.2616),
         "Channel standard deviations, divided by after that.")
     validation_fraction: float = field(0.0,
-        "Where no test row is of a known class: share of labeled rows, by class, that training does not see; "
-        "your own images: 0.1.",
+        "Fraction of labeled images, by class, held out for validation if the data has no test split with "
+        "known classes; your own images: 0.1.",
         ge=0, lt=1)
     interpolation: Literal["bilinear", "bicubic"] = field("bilinear",
         "How images are resized, with antialiasing.")
     batch_sampling: Literal["proportional", "balanced"] = field("proportional",
-        "Labeled to unlabeled rows of a batch: as in the data, or 1:1 (the shorter cycles).",
+        "Labeled to unlabeled images in a batch: as in the data, or 1:1 (the smaller set cycles).",
         scope="discover")
     loading: Literal["auto", "memory", "streaming"] = field("auto",
-        "resident: decode once, keep uint8 images in memory; streaming: decode in every epoch; "
-        "auto: resident where the set fits.")
+        "memory: decode once, keep uint8 images in memory; streaming: decode in every epoch; "
+        "auto: memory where the set fits.")
     max_bad_fraction: Probability = field(0.01, "Stop when more than this share of images is unreadable.")
 
     @model_validator(mode="after")
@@ -191,7 +190,8 @@ class AugmentConfig(Section):
     large: ViewConfig = ViewConfig()
     small: ViewConfig = ViewConfig(num_views=0, size=18, crop="resized", crop_scale=(0.3, 0.8))
     weak: bool = field(False, "Crop and flip only (the paper's weak augmentation, Tab. 2).")
-    num_cached_views: int = field(6, "finetune none: views whose features are kept; a step takes some.",
+    num_cached_views: int = field(6,
+        "Frozen encoder: views per image whose features are cached; a step uses some.",
         ge=2, le=64, search=False)
 
     @model_validator(mode="after")
@@ -228,11 +228,12 @@ class ModelConfig(Section):
         "weights (pretrained): no pretraining here.", flag="weights",
         scope="discover", search=False, fixed_by="reproduce")
     finetune: Literal["full", "last_stage", "none"] = field("full",
-        "What learns: everything, the encoder's last stage and the heads, or the heads alone.")
+        "What is trained: encoder and heads, the encoder's last stage and the heads, or heads alone.")
     prototype_init: Literal["random", "kmeans"] = field("random",
-        "Prototypes at random (paper), or at the k-means clusters of the encoder's features.",
+        "Random prototypes (paper), or the k-means centers of the encoder's features.",
         scope="discover", search=False)
-    encoder_lr_factor: float = field(1, "The encoder's learning rate, as a multiple of the heads'.", gt=0, le=100)
+    encoder_lr_factor: float = field(1, "The encoder's learning rate, as a multiple of the heads'.",
+        gt=0, le=100)
     mlp_input: Literal["normalized", "raw"] = field("normalized",
         "Projection heads read the l2-normalised feature (paper) or the raw one (v2).", scope="discover")
 
@@ -259,9 +260,8 @@ class ObjectiveConfig(Section):
     aggregation: Literal["swap", "average_pseudo_labels", "average_logits"] = field("swap",
         "How the views' pseudo-labels are combined (paper, appendix).")
     class_prior: Literal["uniform", "kmeans"] | None = field(None,
-        "How many unlabeled rows an output may expect: all alike, or as many as a k-means cluster of the "
-        "features it starts from, as far as those of known classes are right; default: clusters in mixed "
-        "piles, else uniform.")
+        "Class prior of Sinkhorn-Knopp: uniform, or k-means cluster sizes, weighted by how well k-means "
+        "recovers the sizes of the known classes; default: kmeans for gcd, else uniform.")
     concat: bool = field(True, "One softmax over known and novel outputs; off: two separate losses.")
     pseudo_labels: Literal["soft", "hard"] = field("soft", "Soft pseudo-labels, or their argmax.")
     iic_weight: float = field(0, "IIC: pushes labeled and unlabeled outputs apart (0.05).", ge=0, le=100)
@@ -351,10 +351,10 @@ class Config(Section):
     model_config = ConfigDict(extra="allow")  # of the method's section alone, see _with_method_section
 
     preset: str = field("scratch",
-        "Settings to start from; default digits, and custom where other data is given.", search=False,
+        "Named settings; default: digits, or for other data photos or scratch.", search=False,
         fixed_by="reproduce")
     recipe: Literal["paper", "v2", "cpu"] = field("paper",
-        "The paper's settings, the authors' improved ones, or (cifar10) ours for an hour of a CPU core.",
+        "The paper's settings, the authors' improved ones, or (cifar10) a one-hour recipe for one CPU core.",
         search=False)
     method: str = field(DEFAULT,
         f"Discovery method: {', '.join(METHODS)}, or package.module:METHOD of your own.", scope="discover")
@@ -403,7 +403,7 @@ class Config(Section):
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
         if self.model.prototype_init == "kmeans" and load(self.method).novel_head is not None:
-            raise ValueError(f"model.prototype_init kmeans needs UNO's heads, which method {self.method} has not")
+            raise ValueError(f"model.prototype_init kmeans needs UNO's heads: not with method {self.method}")
         if self.model.finetune == "none":
             if self.augment.small.num_views:
                 raise ValueError("augment.small.num_views must be 0 with model.finetune none")
@@ -524,23 +524,39 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 def _unknown_key(key: str, method: str) -> str:
-    if key in MOVED:
-        return f"{key} is {MOVED[key]} now"
+    if key in RENAMED:
+        return f"{key} is {RENAMED[key]} now"
     if (owner := key.partition(".")[0]) in METHODS and key in field_names(owner):
         return f"{key} belongs to method {owner}, not to {method}"
     return f"unknown key {key[:100]!r}{did_you_mean(key, field_names(method))}"
 
 
-MOVED = {
+RENAMED = {
     "objective.consistency_weight": "METHOD.consistency_weight (rs, rs_plus, ncl, openmix, jia, dtc)",
     "objective.rampup": "METHOD.rampup (rs, rs_plus, ncl, openmix, jia, dtc)",
     "objective.top_features": "rs.top_k or rs_plus.top_k",
     "objective.min_cosine": "ncl.threshold or openmix.threshold",
+    "data.pile": "data.setting (novel: ncd, mixed: gcd)",
+    "data.hold_out": "data.validation_fraction",
+    "data.unlabel_known": "data.unlabeled_known_fraction",
+    "data.ingest": "data.loading (resident: memory)",
+    "data.composition": "data.batch_sampling (paired: balanced)",
+    "data.store_size": "data.stored_size",
+    "model.trainable": "model.finetune (heads: none, last: last_stage, all: full)",
+    "model.encoder_lr": "model.encoder_lr_factor",
+    "model.start": "model.prototype_init",
+    "objective.prior": "objective.class_prior (clusters: kmeans)",
+    "objective.num_iters": "objective.sinkhorn_iters",
+    "augment.cached_views": "augment.num_cached_views",
+    "augment.large.grey": "augment.large.grayscale",
+    "augment.small.grey": "augment.small.grayscale",
+    "compute.workers": "compute.num_workers",
+    "compute.placement": "compute.placement_strategy",
     "objective.warmup": "dtc.warmup",
     "objective.interval": "dtc.update_interval",
     **{f"rotation.{name}": f"pretext.{name}" for name in PhaseConfig.model_fields},
 }
-"""Where keys are that stood elsewhere before."""
+"""What keys were called before."""
 
 
 def describe(error: ValidationError, name: str = "") -> str:

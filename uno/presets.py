@@ -76,8 +76,8 @@ PHOTOS: Values = {
 }  # fmt: skip
 DIGIT_VIEW = dict(
     crop="none", flip=0.0, affine=1.0, affine_degrees=15.0, affine_translate=0.12, affine_shear=10.0,
-    affine_scale=(0.85, 1.15), jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.0, hue=0.0, grayscale=0.0,
-    size=8,
+    affine_scale=(0.85, 1.15), jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.0, hue=0.0,
+    grayscale=0.0, size=8,
 )  # fmt: skip
 DIGITS: Values = {
     **_views("large", **DIGIT_VIEW), **_views("small", **DIGIT_VIEW),
@@ -92,9 +92,9 @@ DIGITS: Values = {
 # CIFAR10 in an hour of a CPU core. Ours: chosen by the rows of benchmarks/records/2026-11-23_cpu-track.
 CIFAR_CPU: Values = {
     "recipe": "cpu", "model.encoder": "resnet_small", "model.width": 24, "model.stages": 4,
-    "model.stem": "cifar_stride2", "model.hidden_dim": 512, "model.projection_dim": 128, "train.batch_size": 256,
-    "train.checkpoint_every_epochs": 1, "pretrain.epochs": 8, "pretrain.warmup_epochs": 1,
-    "pretrain.base_lr": 0.4, "pretrain.weight_decay": 5e-4,
+    "model.stem": "cifar_stride2", "model.hidden_dim": 512, "model.projection_dim": 128,
+    "train.batch_size": 256, "train.checkpoint_every_epochs": 1, "pretrain.epochs": 8,
+    "pretrain.warmup_epochs": 1, "pretrain.base_lr": 0.4, "pretrain.weight_decay": 5e-4,
     "discover.epochs": 12, "discover.warmup_epochs": 0.5, "discover.base_lr": 0.4,
     "discover.weight_decay": 1.5e-4,
 }  # fmt: skip
@@ -167,7 +167,8 @@ def preset(name: str, recipe: str = "paper") -> Config:
 def preset_values(name: str, recipe: str = "paper") -> Values:
     """What a preset changes in the schema's defaults, by dotted key. ConfigError as :func:`preset`."""
     if name not in PRESETS:
-        hint = did_you_mean(name, PRESETS, "choose from " + ", ".join(PRESETS))
+        before = ["scratch"] if name == "custom" else []
+        hint = did_you_mean(name, PRESETS, "choose from " + ", ".join(PRESETS), likely=before)
         raise ConfigError(f"unknown preset {name!r}{hint}")
     paper, v2 = PRESETS[name]
     recipes = {"paper": {}, "v2": v2, **({"cpu": CPU[name]} if name in CPU else {})}

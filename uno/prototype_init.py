@@ -48,10 +48,10 @@ def clusters_of(
     in any other K = C_u by plain k-means.
 
     Directions count, so every row is scaled to length one. In the GCD setting of Caltech-24 the K - 1 leading
-    directions give 95 % of the rows' classes, features as they are 94 %, 96 directions 83 %. In the NCD setting
-    rows are scaled once more around the mean of all: with what all rows share left in, ten starts miss the
-    best optimum under one seed in six. A cluster without rows counts as one row in the prior, so that its
-    output is not closed for good.
+    directions give 95 % of the rows' classes, features as they are 94 %, 96 directions 83 %. In the NCD
+    setting rows are scaled once more around the mean of all: with what all rows share left in, ten starts
+    miss the best optimum under one seed in six. A cluster without rows counts as one row in the prior, so
+    that its output is not closed for good.
     """
     rest = F.normalize(unlabeled.cpu().float(), dim=1)
     points, labels = torch.cat([F.normalize(labeled.cpu().float(), dim=1), rest]), labels.cpu()
@@ -102,9 +102,9 @@ def init_prototypes_(
     """What discovery begins with besides the weights of ``model``: ``extra``, a method's, and where the run
     has one the ``prior`` (C_u,) or, for the GCD setting, (C,) that :func:`uno.steps.global_targets` takes.
 
-    With ``model.prototype_init`` kmeans prototypes are moved, in place, to clusters of the training rows' features:
-    known ones (unless ``keep_known``) to the means of their classes, every cluster head's to the projected
-    means of :func:`clusters_of`, every overclustering head's to those of a k-means of its own.
+    With ``model.prototype_init`` kmeans prototypes are moved, in place, to clusters of the training rows'
+    features: known ones (unless ``keep_known``) to the means of their classes, every cluster head's to the
+    projected means of :func:`clusters_of`, every overclustering head's to those of a k-means of its own.
     """
     mixed, num_known, num_novel = config.data.setting == "gcd", train.num_known, train.num_novel
     prior = config.objective.class_prior or (

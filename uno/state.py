@@ -53,9 +53,10 @@ def new_state(
     model: UnoModel, forward: nn.Module, phase: PhaseConfig, device: torch.device, autocast: bool,
     encoder_lr_factor: float = 1.0,
 ) -> TrainState:  # fmt: skip
-    """State at step 0, with SGD as in the paper, over what is trained; the encoder's rate is ``encoder_lr_factor``
-    times that of the rest. The fused kernel skips non-finite steps without waiting. Another optimizer is
-    named here alone, with all that it keeps of a parameter: checkpoints hold that, whatever it is.
+    """State at step 0, with SGD as in the paper, over what is trained; the encoder's rate is
+    ``encoder_lr_factor`` times that of the rest. The fused kernel skips non-finite steps without waiting.
+    Another optimizer is named here alone, with all that it keeps of a parameter: checkpoints hold that,
+    whatever it is.
     """
     trained, num_heads = trained_parameters(model), model.num_heads if model.num_novel else 1
     groups: list[dict[str, Any]] = [{"params": list(trained.values()), "factor": 1.0}]

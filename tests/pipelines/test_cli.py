@@ -120,7 +120,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(("code", "heavy"), [
     ("[cli.main([word]) for word in ('--help', '--version', 'nope')]", "torch ray numpy tune pydantic"),
-    ("commands.parse([], commands.DISCOVER).config", "torch ray numpy tune"),
+    ("commands.parse([], commands.DEMO).config", "torch ray numpy tune"),
     ("[cli.main([name, '--help']) for name in cli.SENTENCES]", "torch ray"),
 ])  # fmt: skip
 def test_nothing_heavy_is_imported_before_there_is_work(code, heavy):

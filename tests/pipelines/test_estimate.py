@@ -102,7 +102,8 @@ def test_refusals_are_one_line(tmp_path, capsys, argv, message):
 @pytest.mark.parametrize("kind", ["ncd", "gcd"])
 def test_features_of_a_frozen_encoder_are_clustered_as_they_are(tmp_path, monkeypatch, kind):
     """Ten blobs, of which two are novel, in the cache's place: no pretraining, the evaluation view alone.
-    Kills: an encoder pretrained for each split, features of random views, known rows of the GCD setting counted.
+    Kills: an encoder pretrained for each split, features of random views, known rows of the GCD setting
+    counted.
     """
     words = ["--known-classes", "first:8", "--device", "cpu", "--model.finetune", "none", "--data.limit"]
     words += ["240", "--data.setting", kind, "--output", str(tmp_path), "--max-novel", "5"]

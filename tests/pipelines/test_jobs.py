@@ -232,7 +232,8 @@ def test_the_cause_is_not_the_lost_peer():
         ({"compute.num_workers": 3, "compute.cpus_per_worker": 1}, {"CPU": 4}, {"CPU": 1}),
         ({"compute.num_workers": 2}, {"CPU": 8, "GPU": 4}, {"CPU": 1.0, "GPU": 1.0}),
         ({"compute.num_workers": 2, "compute.device": "cpu"}, {"CPU": 8, "GPU": 4}, {"CPU": 1.0}),
-        ({"compute.num_workers": 8, "compute.gpus_per_worker": 0.5}, {"CPU": 9, "GPU": 4}, {"CPU": 1, "GPU": .5}),
+        ({"compute.num_workers": 8, "compute.gpus_per_worker": .5}, {"CPU": 9, "GPU": 4},
+         {"CPU": 1, "GPU": 0.5}),
     ],
 )  # fmt: skip
 def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):

@@ -19,7 +19,7 @@ from uno.session import settings
 
 
 def config(*argv: str, command: Command = DISCOVER) -> Config:
-    return parse(argv, command).config
+    return parse(argv or ["--device", "auto"], command).config
 
 
 @pytest.fixture
@@ -31,15 +31,13 @@ def file(tmp_path):
     return write
 
 
-def test_no_arguments_are_the_digits():
-    got = parse([], DISCOVER)
-    assert config_hash(got.config) == config_hash(preset("digits"))
-    assert (got.args.print_config, got.args.dry_run, got.args.overwrite, got.overrides) == (
-        False,
-        False,
-        False,
-        {},
-    )
+def test_no_arguments_are_the_digits_for_demo_and_usage_for_discover(capsys):
+    got = parse([], DEMO)
+    assert config_hash(got.config) == config_hash(preset("digits")) and got.overrides == {}
+    assert (got.args.print_config, got.args.dry_run, got.args.overwrite) == (False, False, False)
+    with pytest.raises(SystemExit) as end:
+        parse([], DISCOVER)
+    assert end.value.code == 2 and "examples:\n  uno discover --labeled" in capsys.readouterr().out
     got = parse(["--dry-run", "--print-config", "--overwrite", "--seed", "3"], DEMO)
     assert (got.args.dry_run, got.args.print_config, got.args.overwrite, got.config.seed) == (
         True,
@@ -157,6 +155,7 @@ def test_every_field_is_a_flag_and_short_forms_are_frozen():
     assert short == {
         "--data": "data.source", "--labeled": "data.labeled", "--unlabeled": "data.unlabeled",
         "--known-classes": "data.known_classes", "--num-novel": "data.num_novel", "--limit": "data.limit",
+        "--setting": "data.setting",
         "--batch-size": "train.batch_size", "--max-steps": "train.max_steps", "--device": "compute.device",
         "--workers": "compute.num_workers", "--gpus-per-worker": "compute.gpus_per_worker",
         "--weights": "model.weights",
@@ -198,7 +197,8 @@ MISTAKES = [
     ("--labeled a --unlabeled b --data c", "give either --data or --labeled and --unlabeled, not both"),
     ("--augment.large.num-views 1", "augment: large.num_views must be at least 2: swapped prediction"),
     ("--objective.epsilonn 1", "unknown option --objective.epsilonn; did you mean --objective.epsilon?"),
-    ("--objectiv.sinkhorn_iters 1", "unknown option --objectiv.sinkhorn-iters; did you mean --objective.sinkhorn-iters?"),
+    ("--objectiv.sinkhorn_iters 1", 
+     "unknown option --objectiv.sinkhorn-iters; did you mean --objective.sinkhorn-iters?"),
     ("--base-lr 1", "unknown option --base-lr; did you mean --pretext.base-lr or --pretrain.base-lr or "),
     ("--dryrun", "unknown option --dryrun; did you mean --dry-run?"),
     ("--", "unknown option --; see --help-all"),
@@ -281,7 +281,7 @@ def test_a_command_without_what_it_needs_shows_its_help(capsys):
 
 def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
     monkeypatch.setenv(settings.RAY_JOB, "{}")
-    for argv, command in product(("", "--output runs/x", "--output ./x"), (DISCOVER, DEMO)):
+    for argv, command in product(("--seed 0", "--output runs/x", "--output ./x"), (DISCOVER, DEMO)):
         line = "inside a Ray job --output must be an absolute path or a URI"
         test_a_mistake_is_one_line(argv, line, command)
     for output in ("/data/run", "s3://bucket/run"):

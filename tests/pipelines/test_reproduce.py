@@ -245,7 +245,7 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
         assert (config.discover.epochs, config.train.batch_size) == (2, 66) and config.output is None
         ours = config.method == "uno"
         assert config.model.prototype_init == ("kmeans" if ours else "random"), key
-        assert config.objective.class_prior == ("clusters" if ours else None)
+        assert config.objective.class_prior == ("kmeans" if ours else None)
         assert config.model.weights == str(tmp_path / "encoder.safetensors")
     assert len({cell.pretraining for cell in asked.cells}) == 1
     assert len({dump_yaml(config) for config in found.values()}) == len(found)

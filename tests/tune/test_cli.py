@@ -137,5 +137,5 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     folds = make_folds(driver.load_data(found, task, None), "folds", 2, 0)
     fitted = driver._fitted(found._replace(config=override(found.config, {"train.batch_size": 500})), folds)
     rows = len(folds[0].train.labels) + folds[0].train.num_unlabeled
-    assert fitted.given["train.batch_size"] == fitted.config.train.batch_size <= rows < 500
+    assert fitted.overrides["train.batch_size"] == fitted.config.train.batch_size <= rows < 500
     assert driver.check_plans(fitted, folds) == 18

@@ -82,9 +82,11 @@ def test_a_trial_of_a_sweep_that_was_taken_over_writes_nothing(options, storage)
 
 CHANGES = {
     "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
-    "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2, "objective.sinkhorn_iters": 5,
+    "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2,
+    "objective.sinkhorn_iters": 5,
     "objective.aggregation": "average_logits", "objective.concat": False, "objective.pseudo_labels": "hard",
-    "data.batch_sampling": "balanced", "data.num_novel": 2, "data.setting": "ncd", "objective.class_prior": "kmeans",
+    "data.batch_sampling": "balanced", "data.num_novel": 2, "data.setting": "ncd",
+    "objective.class_prior": "kmeans",
     "objective.iic_weight": 0.1, "objective.iic_view_weight": 0.1, "objective.rkd_weight": 0.1,
     "objective.rkd_temperature": 2.0, "objective.queue_size": 8, "model.prototype_init": "kmeans",
 }  # fmt: skip

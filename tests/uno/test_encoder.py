@@ -225,5 +225,5 @@ def test_last_trains_the_last_stage_and_what_follows(name, trained):
 
 def test_last_of_an_encoder_without_stages_is_one_line():
     with pytest.raises(ConfigError, match=r"^model\.finetune last_stage: .*; take full or none$"):
-        frozen_parts(encoder_of(f"{TOYS}:maps"), "last")
-    assert frozen_parts(encoder_of(f"{TOYS}:maps"), "heads") == ([""], [])
+        frozen_parts(encoder_of(f"{TOYS}:maps"), "last_stage")
+    assert frozen_parts(encoder_of(f"{TOYS}:maps"), "none") == ([""], [])

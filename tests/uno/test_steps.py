@@ -220,8 +220,9 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
 
 @pytest.mark.parametrize("unlabeled_known_fraction", [0.0, 0.5])
 def test_permuted_hidden_labels_change_no_training_tensor(unlabeled_known_fraction):
-    """The truth of novel rows is permuted among them, in the GCD setting that of all unlabeled rows. Kills: any
-    look at novel labels: in the split, the order of rows, the mask of unlabeled rows, the batches, the prior.
+    """The truth of novel rows is permuted among them, in the GCD setting that of all unlabeled rows. Kills:
+    any look at novel labels: in the split, the order of rows, the mask of unlabeled rows, the batches, the
+    prior.
     """
     run_config = small_config(data__setting="gcd" if unlabeled_known_fraction else "ncd")
     changes = {"limit": None, "unlabeled_known_fraction": unlabeled_known_fraction}

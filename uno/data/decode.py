@@ -95,7 +95,8 @@ def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -
 
 def decode_rgb(image: Image, side: int) -> np.ndarray:
     """``image`` -> uint8 (H,W,3 or 4), not to be written to: upright, RGB, whole, a JPEG maybe at a smaller
-    scale (:data:`DRAFT`). A fourth channel means nothing. Call it inside :func:`suppress_pillow_warnings`. Raises BadImage.
+    scale (:data:`DRAFT`). A fourth channel means nothing. Call it inside :func:`suppress_pillow_warnings`.
+    Raises BadImage.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)

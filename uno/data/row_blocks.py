@@ -45,7 +45,9 @@ class RowBlocks:
         return RowBlocks(self._blocks, self._place[rows])
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """A tensor of these rows, as :meth:`select_rows`; or, of a tuple, of what else it says of each row."""
+        """A tensor of these rows, as :meth:`select_rows`; or, of a tuple, of what else it says of each
+        row.
+        """
         rows, *rest = rows if isinstance(rows, tuple) else (rows,)
         place = self._place[rows]
         if len(self._blocks) == 1:

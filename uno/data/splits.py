@@ -151,8 +151,8 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
 def decide_setting(
     config: Config, declared: Sequence[str], began: bool = False
 ) -> tuple[Literal["ncd", "gcd"], str]:
-    """What ``data.setting`` means, and a sentence that says why. ``declared``: the classes that the source says
-    are known; ``began``: it is that of a run that goes on.
+    """What ``data.setting`` means, and a sentence that says why. ``declared``: the classes that the source
+    says are known; ``began``: it is that of a run that goes on.
 
     Of rows that truly lack a label nobody knows the classes, so mixed is the safe answer: a known image in a
     pile taken for novel is forced into a new class. What knows only novel piles takes them for that.

@@ -276,7 +276,7 @@ def _rows(
         for member in members:
             if is_image(f".{member.suffix}") and "." not in member.suffix:
                 if image is not None:
-                    both = f"{one_line(repr(valid_text(image.name)))} and {one_line(repr(valid_text(member.name)))}"
+                    both = " and ".join(one_line(repr(valid_text(one.name))) for one in (image, member))
                     raise ConfigError(f"{shard.path}: two images of one key, {both}")
                 image = member
             elif member.suffix in ("cls", "json"):

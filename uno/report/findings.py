@@ -42,7 +42,8 @@ class SampleSummary:
 
     ``truth`` (M,): index into known + true novel names or -1; ``agreement`` (M,): share of heads that put a
     row into its class; ``pairs`` (H,H): share of rows that two heads put into the same; ``unsure``: below one
-    half; ``absorbed``: taken for known classes; ``likeness`` (C,C) of all outputs, as :func:`similar_by_cosine` has it.
+    half; ``absorbed``: taken for known classes; ``likeness`` (C,C) of all outputs, as
+    :func:`similar_by_cosine` has it.
     """
 
     truth: NDArray[np.int64]

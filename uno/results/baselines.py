@@ -120,9 +120,9 @@ def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, se
 def generalized_baselines(
     config: Config, unlabeled_rows: Rows, labeled_rows: Rows, train: TrainData
 ) -> dict[str, float]:
-    """`baseline/{kmeans|constrained_kmeans}/gcd/{all|old|new}`: C clusters of the GCD setting, without and with
-    the labeled rows fixed to their classes, scored as its heads are; {} where fewer unlabeled rows than there
-    are outputs can be read.
+    """`baseline/{kmeans|constrained_kmeans}/gcd/{all|old|new}`: C clusters of the GCD setting, without and
+    with the labeled rows fixed to their classes, scored as its heads are; {} where fewer unlabeled rows than
+    there are outputs can be read.
     """
     unlabeled, truth, _ = unlabeled_rows
     labeled, labels, _ = labeled_rows

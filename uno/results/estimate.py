@@ -231,8 +231,8 @@ def anchor_choices(split: Split, settings: Settings, seed: int) -> list[tuple[in
 def pretrain_split(
     train: TrainSet, settings: Settings, device: str, job: tuple[Split, Config, str]
 ) -> Features:
-    """Pretrain on the classes of a split and take the features of all the other rows, in the GCD setting of all
-    rows; kept in its folder. ``job``: the split, the configuration of its pretraining, the folder's URI.
+    """Pretrain on the classes of a split and take the features of all the other rows, in the GCD setting of
+    all rows; kept in its folder. ``job``: the split, the configuration of its pretraining, the folder's URI.
     Of a frozen encoder these are the first views of ``train``, whitened, of any length.
     """
     split, config, uri = job

@@ -199,8 +199,8 @@ def protocol_metrics(
 def gcd_metrics(
     joint: Tensor, num_known: int, best_head: int, split: str, edits: Edits | None = None
 ) -> dict[str, float]:
-    """`{split}/unlabeled/gcd/{all|old|new}/{avg|best}` of the GCD setting; {} where no row has truth. ``joint``
-    (H, C_l + C_u, C_l + K): the unlabeled rows of :class:`Confusions`.
+    """`{split}/unlabeled/gcd/{all|old|new}/{avg|best}` of the GCD setting; {} where no row has truth.
+    ``joint`` (H, C_l + C_u, C_l + K): the unlabeled rows of :class:`Confusions`.
     """
     dropped = [] if edits is None else edits.dropped
     heads = [metrics.generalized(head, num_known, dropped) for head in joint.cpu().numpy()]

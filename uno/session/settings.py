@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from uno.config import MOVED, OWN_ENCODERS, Config, field_names, field_traits, flatten, load_yaml, override
+from uno.config import OWN_ENCODERS, RENAMED, Config, field_names, field_traits, flatten, load_yaml, override
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
 from uno.methods.registry import settings as method_settings
@@ -146,6 +146,13 @@ ALIASES = {
     "num-classes": ("num-novel",),
     "gpus": ("device", "gpus-per-worker"),
     "out": ("output",),
+    "freeze": ("model.finetune",),
+    "finetune": ("model.finetune",),
+    "stream": ("data.loading",),
+    "unlabeled-set": ("unlabeled",),
+    "k": ("num-novel",),
+    "num-workers": ("workers",),
+    "fresh": ("overwrite",),
 }
 """Words that people write out of habit, and the flags that they mean."""
 
@@ -153,8 +160,9 @@ ALIASES = {
 def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
     """Suggest what ``name``, a flag without its dashes or a ``keyword``, was meant to be."""
     word, known = dashed(name), list(names)
-    if new := MOVED.get(word.replace("-", "_")):
-        return f"; it is {new if keyword else f'--{dashed(new)}'} now"
+    if new := RENAMED.get(word.replace("-", "_")):
+        name, _, values = new.partition(" ")  # what its values were called
+        return f"; it is {name if keyword else f'--{dashed(name)}'}{values and f' {values}'} now"
     likely = [flag for flag in ALIASES.get(word, ()) if flag in known]
     likely = likely or [flag for flag in known if flag.endswith(f".{word}")][:3]
     likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]

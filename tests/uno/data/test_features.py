@@ -160,9 +160,11 @@ def test_training_reads_no_row_of_the_test(tmp_path):
 @pytest.mark.parametrize(("values", "same"), [
     ({"seed": 3, "model.num_heads": 5, "model.projection_dim": 4, "discover.epochs": 9}, True),
     ({"compute.num_workers": 2, "compute.threads": 2, "train.batch_size": 64, "compute.cache": "/x"}, True),
-    ({"augment.large.num_views": 3, "model.prototype_init": "kmeans", "objective.class_prior": "kmeans"}, True),
+    ({"augment.large.num_views": 3, "model.prototype_init": "kmeans", "objective.class_prior": "kmeans"},
+     True),
     ({"data.unlabeled_known_fraction": 0.5}, True),
-    ({"model.width": 8}, False), ({"augment.num_cached_views": 4}, False), ({"augment.large.flip": 0.5}, False),
+    ({"model.width": 8}, False), ({"augment.num_cached_views": 4}, False),
+    ({"augment.large.flip": 0.5}, False),
     ({"augment.large.size": 6}, False), ({"data.stored_size": 10}, False),
     ({"data.mean": (0.3, 0.3, 0.4)}, False), ({"data.std": (0.3, 0.3, 0.4)}, False),
     ({"data.interpolation": "bicubic"}, False), ({"data.limit": 21}, False),

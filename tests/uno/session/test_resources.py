@@ -87,9 +87,10 @@ def test_the_peak_is_where_most_is_held(programs):
     """One copy, and what decodes or what trains, whichever is more. Kills: both at once, a process for a CPU
     that has nothing to decode, a copy for each worker, features counted once where there are two.
     """
-    of = lambda workers, *facts, **more: (
-        peak_bytes(config(compute__num_workers=workers, **more), *facts) // 10**6
-    )  # noqa: E731
+
+    def of(workers, *facts, **more):
+        return peak_bytes(config(compute__num_workers=workers, **more), *facts) // 10**6
+
     assert of(0, 1000, 10**6) == 100 + 1000 and of(0, 1000, 10**6, 64) == 1100
     assert [of(w, 1000, 10**6, 64) - 1000 for w in (1, 2, 3)] == [290, 350, 410]  # one block: one task
     assert [of(2, 100_000, 10**4, cpus) - 1000 for cpus in (8, 64)] == [200 + 8 * 50, 200 + 49 * 50]

@@ -93,8 +93,8 @@ def test_from_a_folder_to_the_loss_one_reads_30_functions_in_14_files(tmp_path):
         for phase in (PRETRAIN, DISCOVER):
             run.run_phase(config, phase, train, worker, storage)
 
-    moments = ("Files.of", "decode_many", "read_bytes", "decode", "train_set", "Kept.__getitem__", "augment",
-               "UnoModel.forward", "sinkhorn", "discovery_loss")  # fmt: skip
+    moments = ("Files.of", "decode_many", "read_bytes", "decode", "train_set", "RowBlocks.__getitem__",
+               "augment", "UnoModel.forward", "sinkhorn", "discovery_loss")  # fmt: skip
     stacks = Stacks(*moments)
     functions, files = stacks.watch(train)
     assert 15 <= functions <= 30 and files <= 14, "\n".join(f"{f[-40:]} {n}" for f, n in stacks.seen)
