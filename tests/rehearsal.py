@@ -110,7 +110,7 @@ def streamed(cluster: Rehearsal) -> None:
     cluster.submit("S3 by a URI with options", "data", "pack", "--data", "digits", "--output", packed)
     cluster.submit(
         "streamed from S3, declared GPUs, a head without one", "discover", *SMALL, *ON_GPUS, "--data",
-        f"parquet:{packed}", "--data.loading", "streaming", "--data.known-classes", "first:5", "--output", run,
+        f"parquet:{packed}", "--known-classes", "first:5", "--data.loading", "streaming", "--output", run,
     )  # fmt: skip
     cluster.submit(
         "declared GPUs", "predict", run, *ON_GPUS, "--data", f"parquet:{packed}", "--output",

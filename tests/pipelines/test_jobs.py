@@ -405,7 +405,7 @@ def test_the_last_collectives_of_a_hang_are_in_the_run(tmp_path, monkeypatch):
             assert all(code.find(name.encode()) > 0 for name in worker.flight_recorder(there))
 
 
-@pytest.mark.parametrize(("device", "ingest", "threads", "expected"), [
+@pytest.mark.parametrize(("device", "loading", "threads", "expected"), [
     ("cuda", "streaming", None, 2), ("cuda", "memory", None, 4), ("cpu", "streaming", None, 4),
     ("cuda", "streaming", 3, 3),
 ])  # fmt: skip
