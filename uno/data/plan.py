@@ -62,8 +62,8 @@ def make_plan(
     out of that epoch. A size that does not work is a ConfigError with the nearest ones that do.
     """
     if num_labeled < 1 or num_unlabeled < 1:
-        found = f"{num_labeled} labeled, {num_unlabeled} unlabeled rows"
-        raise ConfigError(f"discovery needs both kinds: {found}")
+        found = f"found {num_labeled} labeled, {num_unlabeled} unlabeled"
+        raise ConfigError(f"discovery needs labeled and unlabeled images; {found}")
     sizes_of = partial(_sizes, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers))
     sizes = sizes_of(batch_size)
     if not isinstance(sizes, str):
@@ -89,18 +89,18 @@ def _sizes(
     batch_sampling: str, num_labeled: int, num_unlabeled: int, workers: int, batch_size: int
 ) -> tuple[int, int, int] | str:
     """B_l, B_u and the steps of an epoch, or why this batch size does not work."""
-    if batch_sampling == "paired" and batch_size % 2:
-        return "paired batches need an even size"
-    parts = (1, 1) if batch_sampling == "paired" else (num_labeled, num_unlabeled)
+    if batch_sampling == "balanced" and batch_size % 2:
+        return "balanced batches need an even size"
+    parts = (1, 1) if batch_sampling == "balanced" else (num_labeled, num_unlabeled)
     labeled = min(max(round(batch_size * parts[0] / sum(parts)), 1), batch_size - 1)
     unlabeled = batch_size - labeled
-    longest = max if batch_sampling == "paired" else min
+    longest = max if batch_sampling == "balanced" else min
     steps = longest(num_labeled // labeled, num_unlabeled // unlabeled) if labeled else 0
     if steps < 1:
-        rows = f"{num_labeled} labeled and {num_unlabeled} unlabeled rows"
+        rows = f"{num_labeled} labeled and {num_unlabeled} unlabeled images"
         return f"an epoch of {rows} does not fill one batch of {labeled} + {unlabeled}"
     if labeled % workers or unlabeled % workers:
-        return f"{labeled} labeled + {unlabeled} unlabeled rows do not divide by {workers} workers"
+        return f"{labeled} labeled + {unlabeled} unlabeled images do not divide by {workers} workers"
     return labeled, unlabeled, steps
 
 
@@ -115,7 +115,7 @@ def make_pretrain_plan(
         raise ConfigError(f"batch_size {batch_size} does not divide by {workers} workers; nearest: {nearest}")
     size = min(batch_size, num_labeled // workers * workers)
     if size == 0:
-        raise ConfigError(f"{num_labeled} labeled rows are too few for {workers} workers")
+        raise ConfigError(f"too few labeled images ({num_labeled}) for {workers} workers")
     return Plan(seed, num_labeled, 0, size, 0, num_labeled // size, stream)
 
 

@@ -18,7 +18,7 @@ def batch_sizes(*arguments):
 
 few = settings(max_examples=80, deadline=None, derandomize=True)
 counts, workers = st.integers(1, 60), st.integers(1, 4)
-compositions = st.sampled_from(["proportional", "paired"])
+compositions = st.sampled_from(["proportional", "balanced"])
 
 
 @st.composite
@@ -45,7 +45,7 @@ def epoch(plan, number=0, world=1, groups=None, first=0):
 @pytest.mark.parametrize(("batch_sampling", "size", "labeled", "unlabeled", "expected"), [
     ("proportional", 512, 40_000, 10_000, (410, 102)),  # CIFAR100-20: 80/20
     ("proportional", 512, 25_000, 25_000, (256, 256)),  # CIFAR10 and CIFAR100-50
-    ("paired", 512, 1_100_000, 39_000, (256, 256)),  # ImageNet
+    ("balanced", 512, 1_100_000, 39_000, (256, 256)),  # ImageNet
     ("proportional", 8, 1, 1000, (1, 7)),
     ("proportional", 8, 1000, 1, (7, 1)),
 ])  # fmt: skip
@@ -64,11 +64,11 @@ def test_rows_of_an_epoch_are_exact(drawn, number):
         full, rest = divmod(plan.steps_per_epoch * size, total)
         often = np.bincount(rows, minlength=total)
         assert sorted(often) == [full] * (total - rest) + [full + 1] * rest
-        assert batch_sampling == "paired" or max(often) <= 1
+        assert batch_sampling == "balanced" or max(often) <= 1
         passes = [rows[i : i + total] for i in range(0, len(rows) - total + 1, total)]
         assert world > 1 or all(len(set(one)) == total for one in passes)  # not shuffled across cycles
     steps = [total // size for total, size in zip(totals, sizes, strict=True)]
-    assert plan.steps_per_epoch == (max if batch_sampling == "paired" else min)(steps)
+    assert plan.steps_per_epoch == (max if batch_sampling == "balanced" else min)(steps)
 
 
 @few
@@ -145,12 +145,12 @@ def test_windows_read_few_row_groups_at_a_time():
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    (("proportional", 512, 40_000, 10_000, 4), "410 labeled + 102 unlabeled rows do not divide by 4"),
+    (("proportional", 512, 40_000, 10_000, 4), "410 labeled + 102 unlabeled images do not divide by 4"),
     (("proportional", 512, 100, 100), "nearest batch_size that works: 200"),
-    (("paired", 7, 100, 100), "even size"),
-    (("paired", 300, 100, 100), "nearest batch_size that works: 200"),
+    (("balanced", 7, 100, 100), "even size"),
+    (("balanced", 300, 100, 100), "nearest batch_size that works: 200"),
     (("proportional", 8, 0, 10), "0 labeled"),
-    (("paired", 8, 10, 0), "0 unlabeled"),
+    (("balanced", 8, 10, 0), "0 unlabeled"),
     (("proportional", 2, 1, 1, 2), "use fewer workers"),
 ])  # fmt: skip
 def test_size_errors(arguments, text):
@@ -166,4 +166,4 @@ def test_pretraining_takes_labeled_rows_only():
     discovery = make_plan(0, "proportional", 8, 30, 30)
     assert (Order(plan).rows(0)[0][:4] != Order(discovery).rows(0)[0][:4]).any()
     assert "nearest: 8 or 10" in failure(make_pretrain_plan, 0, 9, 30, 2)
-    assert "1 labeled rows are too few for 2 workers" in failure(make_pretrain_plan, 0, 8, 1, 2)
+    assert "too few labeled images (1) for 2 workers" in failure(make_pretrain_plan, 0, 8, 1, 2)
