@@ -115,6 +115,7 @@ DOCTOR = Command("doctor", {
     "--repair": switch(
         "Remove what no command needs: unfinished writes, Ray's bookkeeping, damaged checkpoints where "
         "an older one is valid; and restore a damaged config.yaml from the newest checkpoint."),
+    "--cluster": switch("Check every node of the Ray cluster, and that it sees RUN, where runs are to be."),
 }, "none")  # fmt: skip
 
 
@@ -292,6 +293,15 @@ def doctor(argv: Sequence[str]) -> int:
     from uno.runs import directory, lock
     from uno.session.console import print_line
 
+    if own.cluster:
+        from pipelines.cluster import examine_cluster
+
+        if own.repair:
+            raise ConfigError("--repair is for a run directory, --cluster for its machines")
+        findings = list(examine_cluster(own.run))
+        for finding in findings:
+            print_line(str(finding))
+        return 2 if any(finding.level == "error" for finding in findings) else 0
     if own.repair:
         if own.run is None:
             raise ConfigError("--repair needs a run directory")

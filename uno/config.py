@@ -324,6 +324,8 @@ class TrainConfig(Section):
         search=False)
     log_every: int = field(50, "Steps between two lines of metrics.", ge=1, scope="run")
     checkpoint_every_epochs: int = field(10, "Epochs between two checkpoints.", ge=1, scope="run")
+    checkpoint_every_minutes: float | None = field(10,
+        "Minutes after which a line of metrics comes with a checkpoint.", gt=0, le=100_000, scope="run")
     keep_checkpoints: int = field(2, "Checkpoints kept per phase.", ge=1, scope="run")
     eval_batch_size: int = field(1024, "Rows per evaluation batch on each worker.", ge=1, scope="run",
         commands="evaluate")

@@ -132,7 +132,7 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
 
 def is_file(source: str | None) -> bool:
     """Whether ``model.weights`` names a file of weights, not a run."""
-    return source is not None and source.endswith(SUFFIXES)
+    return source is not None and split(source)[1].endswith(SUFFIXES)
 
 
 def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tenso
 
 
 def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
-    if source.endswith(".safetensors"):
+    if split(source)[1].endswith(".safetensors"):
         try:
             return safetensors.torch.load(data)
         except (SafetensorError, ValueError) as error:

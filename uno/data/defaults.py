@@ -12,7 +12,7 @@ import torch
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
 from uno.data.decode import decode_many, ok_mask
-from uno.data.images import evenly_spaced
+from uno.data.images import spread
 from uno.data.plan import largest_batch
 from uno.data.splits import Task, train_rows
 from uno.presets import IMAGE_SIZE, SIZES, apply_image_size, is_custom_data, preset
@@ -138,7 +138,7 @@ def _statistics(config: Config, task: Task, given: Container[str], stored_size: 
     if "data.mean" in given and "data.std" in given:
         return {}, []
     rows = np.flatnonzero(task.is_train)
-    rows = rows[evenly_spaced(STATISTICS_ROWS, len(rows))]
+    rows = rows[spread(task.rows.images, [rows], STATISTICS_ROWS, task.labels[rows])[0]]
     side = min(stored_size, STATISTICS_PIXELS)
     images, reasons = decode_many(task.rows.images.take(rows), side, config.compute.threads)
     images = images[torch.from_numpy(ok_mask(reasons))]

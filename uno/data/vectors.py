@@ -304,7 +304,7 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> tuple[pa.Ta
     if len(pictures) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     shown = (
-        ParquetImages(root, [f.path for f in files], pictures.pop(), [f.size for f in files])
+        ParquetImages(root, [f.path for f in files], pictures.pop(), [f[2:] for f in files])
         if pictures
         else None
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
+from uno.data.files import split
 from uno.encoder import SMALL_STEMS, build_encoder, classifier_of
 from uno.errors import ConfigError, NumericsError
 from uno.methods import description
@@ -220,5 +221,5 @@ def origin(net: ModelConfig) -> str:
         terms = f", license {about.license}" if about.license else ""
         name = about.weights or "unnamed"
         return f"{name} of the library{terms} (pretraining data: see its pages)"
-    name = net.weights.rstrip("/").rpartition("/")[2]
+    name = split(net.weights.rstrip("/"))[1]
     return f"{name} (pretraining data unknown)"

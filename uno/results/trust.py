@@ -21,7 +21,7 @@ from uno.data.features import ODD, oddity
 from uno.data.images import evenly_spaced
 from uno.data.stream import TrainData
 from uno.model import UnoModel
-from uno.prototype_init import clusters_of, training_features
+from uno.prototype_init import Sample, clusters_of
 from uno.results import metrics
 from uno.text import plural
 
@@ -130,16 +130,17 @@ def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
 
 @torch.no_grad()
 def trust_metrics(
-    config: Config, model: UnoModel, best_head: int, train: TrainData, values: Mapping[str, float],
-    num_held_out: int,
+    config: Config, model: UnoModel, best_head: int, sample: Sample, train: TrainData,
+    values: Mapping[str, float], num_held_out: int,
 ) -> dict[str, float]:  # fmt: skip
-    """The signs and the score of a trained ``model``, in eval mode, fractions 0-1 but for rows:
+    """The signs and the score of a trained ``model``, in eval mode, by features of a ``sample``, fractions
+    0-1 but for rows:
     `trust/{kmeans|neighbors}/agreement`; of features that tell no images apart
     `trust/features/{zero|constant|huge}`; among several new classes `trust/largest_class/share`; and where
     ``num_held_out`` labeled rows were not seen in training `trust/held_out/{acc|rows}` and `trust/score`. {}
     with fewer unlabeled rows than outputs. ``values``: the run's metrics so far.
     """
-    labeled, labels, unlabeled = training_features(config, model, train)
+    labeled, labels, unlabeled = sample
     unlabeled = unlabeled[torch.from_numpy(evenly_spaced(MAX_ROWS, len(unlabeled)))]
     if len(unlabeled) < train.num_novel + (train.num_known if config.data.setting == "gcd" else 0):
         return {}

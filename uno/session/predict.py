@@ -8,6 +8,7 @@ import numpy as np
 
 from uno.config import Config, override
 from uno.data.files import Storage
+from uno.data.images import spread
 from uno.data.inputs import Inputs, RowInputs, evenly, open_inputs
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -15,7 +16,7 @@ from uno.data.vectors import require_kind
 from uno.errors import ConfigError, UnoError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
-from uno.results.infer import Classifier, decoder, with_alignment
+from uno.results.infer import SAMPLE_ROWS, Classifier, decoder, with_alignment
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs.hardware import local_device, num_threads
 from uno.session.console import Progress, interrupt_on_signal, print_line, reading
@@ -93,8 +94,9 @@ def predict_run(
 
 
 def unlabeled_rows(task: Task) -> np.ndarray:
-    """Numbers of the training rows whose classes were discovered."""
-    return np.flatnonzero(task.is_train & (task.labels < 0))
+    """Numbers of training rows whose classes were discovered, as many as heads are aligned on."""
+    kinds = [np.flatnonzero(task.is_train & member) for member in (task.labels >= 0, task.labels < 0)]
+    return kinds[1][spread(task.rows.images, kinds, SAMPLE_ROWS, task.labels[kinds[0]])[1]]
 
 
 def _predict(

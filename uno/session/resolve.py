@@ -21,10 +21,10 @@ from uno.presets import IMAGE_SIZE, SIZES, preset_values
 from uno.runs import CONFIG_FILE, PRETRAIN, directory
 from uno.runs.checkpoint import checkpoint_steps
 from uno.session.data import read_task
-from uno.session.resources import choose, free_memory, row_bytes
+from uno.session.resources import Room, choose, free_memory, row_bytes
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
-Free = Callable[[Config], tuple[int, int | None]]
+Free = Callable[[Config], Room]
 
 
 class Resolved(NamedTuple):
@@ -55,7 +55,7 @@ def resolve(
     values, lines = from_data(config, given, task, setting)
     found = with_data(override(config, values) if values else config, setting=setting)
     told = config.data.loading != "auto"
-    loading, why = choose(found, len(task.rows), row_bytes(found), *(free_memory if told else free)(found))
+    loading, why = choose(found, len(task.rows), row_bytes(found), (free_memory if told else free)(found))
     found = with_data(found, loading=loading)
     return Resolved(found, [reason, *lines, f"memory: {why}"], task)
 

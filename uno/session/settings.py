@@ -107,7 +107,7 @@ def own_preset(given: Mapping[str, Any]) -> str:
         return VECTORS
     if weights is None and encoder is None and given.get("model.finetune") is None:
         return "photos" if weights_at_hand() else "scratch"
-    file = str(weights).endswith((".safetensors", ".pt", ".pth")) and ":" in str(encoder)
+    file = str(weights).partition("?")[0].endswith((".safetensors", ".pt", ".pth")) and ":" in str(encoder)
     return "photos" if file or weights == "pretrained" else "scratch"
 
 

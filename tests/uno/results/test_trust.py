@@ -7,6 +7,7 @@ from tests.uno.small_run import small_config, small_sets
 from uno.choice import CANDIDATES, PLAIN, SAFE
 from uno.data.features import oddity
 from uno.model import build_model
+from uno.prototype_init import training_features
 from uno.results import trust
 from uno.results.trust import neighbor_agreement, trust_metrics, verdict
 
@@ -108,7 +109,8 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     config, (train, _) = small_config(data__setting="ncd"), small_sets()
     model = build_model(config.model, 5, 5, 0).eval()
     values = {"test/known/task_agnostic_strict/acc/best": 0.5}
-    found = trust_metrics(config, model, 0, train, values, 30)
+    sample = training_features(config, model, train)
+    found = trust_metrics(config, model, 0, sample, train, values, 30)
     assert found[trust.HELD_OUT] == 0.5 and found[trust.HELD_OUT_ROWS] == 30
     assert found[trust.SCORE] == 0.5 * min(found[trust.KMEANS], found[trust.NEAR])
     seen = []
@@ -120,8 +122,8 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
 
     monkeypatch.setattr(trust, "clusters_of", clusters)
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
-    own, other = (trust_metrics(config, model, head, train, {}, 0) for head in (1, 0))
+    own, other = (trust_metrics(config, model, head, sample, train, {}, 0) for head in (1, 0))
     assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {trust.KMEANS, trust.NEAR, *SEEN}
     assert seen == [(60, 100, 100, 5, "ncd")] * 2
-    few = train.__class__(train.labeled_images, train.labels, train.unlabeled_images[:4], 5, 5)
-    assert trust_metrics(config, model, 0, few, values, 30) == {}
+    few = sample._replace(unlabeled=sample.unlabeled[:4])
+    assert trust_metrics(config, model, 0, few, train, values, 30) == {}
