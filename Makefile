@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SET := -c constraints.txt -e '.[ray,dev]'
 
-.PHONY: demo test test-slow lint types fakecuda gpu slow bench fuzz chaos clean
+.PHONY: demo test test-slow lint types fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal clean
 .DEFAULT_GOAL := demo
 
 # By uv, which takes a third of pip's time, from the index that pip would take; by pip where uv cannot.
@@ -66,6 +66,17 @@ fuzz: $(STAMP)
 # 30 signals at random moments of every command, hours.
 chaos: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m tests.chaos
+
+# 200 random small data sets, of which everything that answers must say the same, minutes.
+agreement: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.agreement
+
+# What 50 of each command leave behind, half an hour.
+leaks: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.leaks
+# The README's commands for a cluster, on one that is simulated here, minutes; as root on two machines.
+rehearsal: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.rehearsal
 
 clean:
 	rm -rf .venv runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,9 +3,9 @@
     python -m benchmarks.photos --seeds 5 --output runs/bench-photos -- --data DIR --known-classes FILE \
         --model.encoder timm:NAME --weights FILE
 
-runs ``uno discover --preset photos --seed S OPTIONS`` once per seed, with features that the first run
-caches, and prints one JSON row: every accuracy with mean, standard deviation and raw values (last epoch,
-nothing chosen by accuracy, k-means on the same features beside it), minutes from the command to
+runs ``uno discover --preset photos --method uno --seed S OPTIONS`` once per seed, with features that the
+first run caches, and prints one JSON row: every accuracy with mean, standard deviation and raw values (last
+epoch, nothing chosen by accuracy, k-means on the same features beside it), minutes from the command to
 report.html, CPU minutes, and the largest resident memory.
 """
 
@@ -57,6 +57,7 @@ def main() -> None:
     for seed in range(given.seeds):
         folder = Path(given.output) / f"seed{seed}"
         command = [sys.executable, "-m", "pipelines", "discover", "--preset", "photos", "--seed", str(seed)]
+        command += ["--method", "uno"]
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         subprocess.run(
             [*command, "--output", str(folder), *given.options], check=True, stdout=sys.stderr, env=cache

@@ -35,7 +35,7 @@ from uno.data.plan import make_pretrain_plan
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import limit_rows
-from uno.data.stream import CropJob, StreamSet, crop_local
+from uno.data.stream import CropJob, StreamSet, crop_local, decode_here
 from uno.presets import preset
 
 CORES = os.cpu_count() or 1
@@ -82,7 +82,7 @@ def stream(rows: Rows, side: int, folder: str) -> None:
     every, none = np.arange(len(rows)), np.empty(0, np.int64)
     bad = BadRows([], InMemory([]), 1.0, Storage(folder))
     labels, crop = torch.zeros(len(rows), dtype=torch.int64), partial(crop_local, threads=CORES)
-    train = StreamSet(rows.images, every, labels, none, 1, 1, bad, crop)
+    train = StreamSet(rows.images, every, labels, none, 1, 1, bad, crop, decode_here(config, rows.images))
     plan = make_pretrain_plan(0, BATCH, len(rows))
     job = CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
     assert sum(len(pixels) for pixels, _ in crop_local(job, CORES)) == job.last * BATCH

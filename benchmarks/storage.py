@@ -46,7 +46,7 @@ PHOTOGRAPHS, SIDES = 64, (500, 375)
 
 
 # ------------------------------------------------------------------------------------------------- the store
-def serve(port: int, latency_ms: float, log: str) -> None:
+def serve(port: int, latency_ms: float, log: str, host: str = "127.0.0.1") -> None:
     """S3 on this machine until the process ends: every request is noted in the file ``log``, then delayed."""
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
@@ -66,33 +66,43 @@ def serve(port: int, latency_ms: float, log: str) -> None:
             time.sleep(latency_ms / 1e3)
             return s3(environ, start_response)
 
-        make_server("127.0.0.1", port, application, threaded=True, request_handler=Handler).serve_forever()
+        make_server(host, port, application, threaded=True, request_handler=Handler).serve_forever()
 
 
 @contextmanager
-def store(latency_ms: float = LATENCY_MS) -> Iterator[tuple[dict[str, str], Path]]:
-    """An empty bucket: the environment that leads to it, and the file with its requests."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
+def store(latency_ms: float = LATENCY_MS, host: str = "127.0.0.1") -> Iterator[tuple[dict[str, str], Path]]:
+    """An empty store: the environment that leads to it, and the file with its requests."""
+    with socket.create_server((host, 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "requests"
-        words = ["serve", "--port", str(port), "--latency-ms", str(latency_ms), "--log", str(log)]
+        words = [
+            "serve",
+            "--port",
+            str(port),
+            "--host",
+            host,
+            "--latency-ms",
+            str(latency_ms),
+            "--log",
+            str(log),
+        ]
         process = subprocess.Popen([sys.executable, __file__, *words])
         try:
-            while not _answers(port):
+            while not _answers(host, port):
                 if process.poll() is not None:
                     raise SystemExit("no S3 server: pip install -e .[dev]")
                 time.sleep(0.05)
-            url = f"http://127.0.0.1:{port}"
+            url = f"http://{host}:{port}"
             yield {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": url, "AWS_ENDPOINT_URL": url}, log
         finally:
             process.terminate()
             process.wait()
 
 
-def _answers(port: int) -> bool:
+def _answers(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((host, port)) == 0
 
 
 def requests_of(log: Path) -> list[tuple[float, str, str]]:
@@ -247,7 +257,7 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
     from uno.data.files import Storage
     from uno.data.images import InMemory
     from uno.data.plan import make_pretrain_plan
-    from uno.data.stream import CropJob, StreamSet, crop_local
+    from uno.data.stream import CropJob, StreamSet, crop_local, decode_here
     from uno.presets import preset
 
     here, cut = ray.get_runtime_context().get_node_id(), Path(folder) / f"cut-{os.getpid()}"
@@ -265,7 +275,9 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
         plan, bad = make_pretrain_plan(0, 64, rows), BadRows([], paths, 1.0, Storage(folder))
         labels, none = torch.zeros(rows, dtype=torch.int64), np.empty(0, np.int64)
         crop = partial(crop_local, threads=1)
-        train = StreamSet(InMemory(paths).take(numbers), np.arange(rows), labels, none, 1, 1, bad, crop)
+        images = InMemory(paths).take(numbers)
+        how = bad, crop, decode_here(config, images)
+        train = StreamSet(images, np.arange(rows), labels, none, 1, 1, *how)
         job = CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
         for note in cut.iterdir():
             note.unlink()
@@ -332,9 +344,10 @@ def main() -> int:
     parser.add_argument("--name", help="of the row there")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--log", help=argparse.SUPPRESS)
+    parser.add_argument("--host", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part == "serve":
-        serve(options.port, options.latency_ms, options.log)
+        serve(options.port, options.latency_ms, options.log, options.host)
         return 0
     words = [options.part, "--place", options.place, "--latency-ms", str(options.latency_ms)]
     words += ["--rows", str(options.rows), "--cpus", str(options.cpus)]

@@ -22,6 +22,7 @@ Command = Callable[[Sequence[str]], int]
 SENTENCES = {  # a command from elsewhere is listed by its name alone
     "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
     "data": "Check a data set before a run, or pack it into shards: `uno data check --data SOURCE`.",
+    "embed": "Write the vectors that a frozen encoder makes of a source, as Parquet.",
     "pretrain": "Train the encoder and the known head on the labeled images.",
     "discover": "Find the new classes among the unlabeled images; pretrains first without --weights.",
     "evaluate": "Compute the metrics of a finished run.",

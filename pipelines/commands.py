@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, Options, parse, switch
 from uno.config import dump_yaml
@@ -92,6 +92,14 @@ DIR is a path or a URI (s3://, gs://); the same
 command continues after a kill. With --known-classes the images of known classes are stored together;
 all labels are kept.
 """)  # fmt: skip
+EMBED = Command("embed", {
+    "--views": Argument("Random views of each row besides its evaluation view.", NonNegativeInt, 0),
+}, output=None, text="""
+Every image through a frozen encoder, named by --model.encoder and --weights, to --output FILE.parquet: id,
+embedding, and where they are known label, split, path and text; views of a row have its id. --data
+vectors:FILE and other programs read it. --workers N computes on Ray. Finished features are kept in
+--compute.cache: the same command goes on after a kill.
+""")  # fmt: skip
 ESTIMATE = Command("estimate-classes", {
     **PRINT_CONFIG, **DRY_RUN,
     "--max-novel": Argument(
@@ -107,6 +115,7 @@ DOCTOR = Command("doctor", {
     "--repair": switch(
         "Remove what no command needs: unfinished writes, Ray's bookkeeping, damaged checkpoints where "
         "an older one is valid; and restore a damaged config.yaml from the newest checkpoint."),
+    "--cluster": switch("Check every node of the Ray cluster, and that it sees RUN, where runs are to be."),
 }, "none")  # fmt: skip
 
 
@@ -215,7 +224,13 @@ def export(argv: Sequence[str]) -> int:
     checked, side, num = "checked against the model", model.size, len(model.classes)
     if own.format == "onnx" and not can_check_onnx():
         checked = "NOT checked: onnxruntime is not installed"
-    takes = f"; images uint8 (B, 3, {side}, {side}) -> probabilities (B, {num})"
+    vectors = model.config.model.takes_vectors
+    given = (
+        f"vectors float32 (B, {model.module.encoder.num_features})"
+        if vectors
+        else f"images uint8 (B, 3, {side}, {side})"
+    )
+    takes = f"; {given} -> probabilities (B, {num})"
     print_line(
         f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}{'' if own.format == 'encoder' else takes}"
     )
@@ -246,6 +261,14 @@ def data(argv: Sequence[str]) -> int:
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
 
+def embed(argv: Sequence[str]) -> int:
+    """Write vectors of a source."""
+    options = parse(argv, EMBED)
+    from pipelines import features
+
+    return features.embed(options.config, options.overrides, options.args.views)
+
+
 def estimate(argv: Sequence[str]) -> int:
     """Estimate, write ``estimate.json``, print the table."""
     options = parse(argv, ESTIMATE)
@@ -270,6 +293,15 @@ def doctor(argv: Sequence[str]) -> int:
     from uno.runs import directory, lock
     from uno.session.console import print_line
 
+    if own.cluster:
+        from pipelines.cluster import examine_cluster
+
+        if own.repair:
+            raise ConfigError("--repair is for a run directory, --cluster for its machines")
+        findings = list(examine_cluster(own.run))
+        for finding in findings:
+            print_line(str(finding))
+        return 2 if any(finding.level == "error" for finding in findings) else 0
     if own.repair:
         if own.run is None:
             raise ConfigError("--repair needs a run directory")

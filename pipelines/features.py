@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -23,6 +23,7 @@ from uno.data.features import FeatureJob, pack_shard
 from uno.data.files import Storage
 from uno.data.images import from_columns, to_columns
 from uno.encoder import build_encoder
+from uno.session import embed as session
 from uno.session.console import Progress, on_stop
 from uno.session.data import compute_local, load_features, read_task
 
@@ -117,6 +118,16 @@ def write_part(storage: Storage, number: int, results: pa.Table, key: str, num_v
     data = pack_shard(key, number, shard)
     features.write_shard(storage, key, number, data)
     return data
+
+
+def embed(config: Config, given: Container[str], num_views: int) -> int:
+    """``uno embed``, here or on Ray; returns 0."""
+    stopping, workers = threading.Event(), config.compute.num_workers
+    connected = ray_env.connect(workers=workers) if workers else nullcontext()
+    with on_stop(stopping.set), connected as ray:
+        compute = compute_local if ray is None else partial(compute_on_ray, ray)
+        session.embed(config, given, num_views, compute, stopping.is_set)
+    return 0
 
 
 def fill_cache(config: Config) -> int:

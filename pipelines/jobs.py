@@ -21,6 +21,7 @@ from uno.results.predictions import PredictionWriter, Summary
 from uno.session.console import print_line
 from uno.session.data import Show
 from uno.session.place import Place, TrainingJob, estimated_set
+from uno.session.resources import Room
 
 
 class OnRay(Place):
@@ -32,8 +33,8 @@ class OnRay(Place):
         if (address := ray_env.cluster_address()) is not None:
             os.environ[ray_env.ADDRESS] = address  # for all who ask whether there is one
 
-    def free_memory(self, config: Config) -> tuple[int, int | None]:
-        """The least that a worker finds on its node."""
+    def free_memory(self, config: Config) -> Room:
+        """The least that a worker finds on its node, and of the store of any node."""
         return nodes.free_memory(config)
 
     def train(

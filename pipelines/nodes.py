@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.ray_env import POLL_S, TASK_CPUS, cluster_address, connect, worker_resources
 from pipelines.ray_private import Node, Resources, launches, read_nodes
@@ -17,6 +17,9 @@ from uno.data.files import is_transient
 from uno.errors import ConfigError, Interrupted, UnoError, one_line
 from uno.session.console import print_line
 from uno.text import plural
+
+if TYPE_CHECKING:  # tasks that decode import this module, too
+    from uno.session.resources import Room
 
 TELL_S = 30.0  # between two lines on what is waited for
 ASK_S = 60.0  # for what is free on the nodes of workers
@@ -113,14 +116,19 @@ def wait_for_resources(
         place.release()
 
 
-def free_memory(config: Config) -> tuple[int, int | None]:
-    """Bytes that are free for a run's workers on the host and on a GPU, None without: the least that a task
-    in the place of each finds on its node. Of a cluster that has no place for them yet nothing is known:
-    then, and where there is no cluster, what is free here.
+def free_memory(config: Config) -> "Room":
+    """What is free for a run's workers: the least that a task in the place of each
+    finds on its node, the least object store of the nodes that are there, and what is free here, where the
+    run is led from. Of the nodes of a cluster that has no place for workers yet nothing is known: then, and
+    where there is no cluster, what is free here.
     """
-    workers = config.compute.num_workers
-    if workers and cluster_address():
-        with connect() as ray, suppress(ConfigError):
+    workers, here = config.compute.num_workers, _free(to_dict(config))
+    if not workers or not cluster_address():
+        return here
+    with connect() as ray:
+        stores = [node["Resources"].get("object_store_memory") for node in ray.nodes() if node["Alive"]]
+        room = here._replace(store=min((int(store) for store in stores if store), default=None))
+        with suppress(ConfigError):
             each = worker_resources(config, ray.cluster_resources())
             options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
             ask = ray.remote(scheduling_strategy="SPREAD", **options)(_free)
@@ -129,14 +137,16 @@ def free_memory(config: Config) -> tuple[int, int | None]:
             for task in waiting:
                 ray.cancel(task)
             if done:
-                hosts, devices = zip(*ray.get(done), strict=True)
-                return min(hosts), min((free for free in devices if free is not None), default=None)
-    return _free(to_dict(config))
+                found = ray.get(done)
+                devices = [each.device for each in found if each.device is not None]
+                host, device = min(each.host for each in found), min(devices, default=None)
+                return room._replace(host=host, device=device, driver=here.host)
+    return room
 
 
-def _free(tree: Mapping[str, Any]) -> tuple[int, int | None]:
+def _free(tree: Mapping[str, Any]) -> "Room":
     """On the node of a worker."""
-    from uno.session import resources  # imported here: tasks that decode import this module, too
+    from uno.session import resources
 
     return resources.free_memory(Config.model_validate(tree))
 

@@ -92,8 +92,9 @@ def worker_sets(
     limits = cpus, store, preferred_node(ray.nodes(), own_node(ray), cpus, neighbors, loop["worker_cpus"])
     bad = BadRows(rows.pop("ids"), rows["images"], config.data.max_bad_fraction, storage)
     decode = decode_on_ray(ray, rows["images"], side, *limits, config.data.interpolation)
-    train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits))
-    return train, truth(lambda own, true, free: stream.StreamedEvalSet(true, own, free, side, decode, bad))
+    train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits), decode=decode)
+    how = rows["images"], side, decode, bad
+    return train, truth(lambda own, true, free: stream.StreamedEvalSet(true, own, free, *how))
 
 
 def decode_task(

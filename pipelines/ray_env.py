@@ -20,6 +20,7 @@ POLL_S = 0.5
 TASK_CPUS = 0.9  # of a task of Ray Data: Ray rounds what workers take, and may leave a little less than one
 ADDRESS = "RAY_ADDRESS"
 T = TypeVar("T")
+UNREACHED = "1e9"  # of a share that is used
 
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # at the default of 2 s every report blocks up to 1.7 s
@@ -27,6 +28,11 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch prints every worker line twice
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "ERROR",
+    # Busy tasks of Ray Data are no reason for another node: near() keeps them where they are.
+    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_CPU_UTIL_THRESHOLD": UNREACHED,
+    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_GPU_UTIL_THRESHOLD": UNREACHED,
+    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MEMORY_UTIL_THRESHOLD": UNREACHED,
+    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_OBJECT_STORE_MEMORY_UTIL_THRESHOLD": UNREACHED,
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray 2.60 announces a future change of this default otherwise
@@ -92,8 +98,8 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         for number, handler in handlers.items():
             signal.signal(number, handler)
     try:
-        for number in late:  # came while Ray was starting
-            signal.raise_signal(number)
+        for came in late:  # while Ray was starting
+            signal.raise_signal(came)
         yield ray
     finally:
         ray.shutdown()

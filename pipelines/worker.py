@@ -1,14 +1,18 @@
 """Training on Ray: a worker that speaks ``uno.train.Worker``, and the driver that starts a group of them."""
 
+import hashlib
 import logging
 import os
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ import torch
 from pipelines import nodes, ray_data, ray_env, ray_private
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
-from uno.data.files import Storage
+from uno.data.files import Storage, join
 from uno.data.resident import keep_pixels
 from uno.data.splits import Task
 from uno.errors import Interrupted
@@ -32,6 +36,7 @@ from uno.session.place import STOPPING, TrainingJob
 from uno.session.ranks import GroupWorker
 from uno.session.resources import advice, crop_rate, on_features, store_bytes
 
+TRACES, TRACE = "nccl", "rank_"
 MAX_DEATHS = 3
 
 log = logging.getLogger(__name__)
@@ -67,10 +72,12 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     quiet_ray_train()
     os.environ[hooks.VARIABLE] = loop["faults"]  # a cluster that runs already has its own environment
     config = Config.model_validate(loop["config"])
-    torch.set_num_threads(num_threads(config, ray.train.get_context().get_local_world_size()))
     storage = ClaimedStorage(loop["output"], loop["token"])
     storage.check()  # every rank: the run directory must be one that all nodes see
-    worker = RayWorker(storage)
+    worker, neighbours = RayWorker(storage), ray.train.get_context().get_local_world_size()
+    torch.set_num_threads(rank_threads(config, worker.device, neighbours, loop["worker_cpus"]))
+    if worker.device.type == "cuda" and ray.train.get_context().get_local_rank() == 0:
+        collect_traces(storage)
     train, truth = ray_data.worker_sets(config, loop, storage)
     train = train.to(worker.device)
     try:
@@ -83,6 +90,15 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     if not loop["evaluate"]:
         return {"metrics": {}}
     return {"metrics": evaluate_run(config, storage, train, truth(), loop["num_true"], worker)}
+
+
+def rank_threads(config: Config, device: torch.device, neighbours: int, cpus: float) -> int:
+    """Of torch in a rank: its share of the cores; where a GPU computes and Ray Data's tasks have the others,
+    the ``cpus`` that it was given.
+    """
+    threads = num_threads(config, neighbours)
+    beside = config.data.loading == "streaming" and device.type == "cuda" and not config.compute.threads
+    return min(threads, max(1, int(cpus))) if beside else threads
 
 
 def quiet_ray_train() -> None:
@@ -218,8 +234,9 @@ def _fit_in_thread(
 ) -> dict[str, Any]:
     """What :func:`train_loop` returned, trained in a thread so that we can watch the run."""
     compute, name = job.config.compute, f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    variables = flight_recorder(job.claim.storage) if "GPU" in resources else None
     # run_workers starts a group again, with shares of the cluster as it is
-    settings = run_config(f"{loop['output']}/{RAY_FOLDER}", name, startups=0, preemptions=0)
+    settings = run_config(join(loop["output"], RAY_FOLDER), name, (), 0, 0, variables)
     body = partial(
         fit, train_loop, loop, scaling(compute.num_workers, resources, compute.placement_strategy), settings
     )
@@ -237,11 +254,12 @@ def scaling(num_workers: int, resources: dict[str, float], placement: str = "PAC
 
 
 def run_config(
-    folder: str, name: str, callbacks: Sequence[Any] = (), startups: int = 9, preemptions: int = -1
-) -> Any:
+    folder: str, name: str, callbacks: Sequence[Any] = (), startups: int = 9, preemptions: int = -1,
+    variables: Mapping[str, str] | None = None,
+) -> Any:  # fmt: skip
     """``ray.train``'s RunConfig that logs nothing; Ray's own files are in ``folder/name``. A group that finds
     no place is tried ``startups`` times more, one whose nodes leave ``preemptions`` times (-1: always), one
-    that dies never.
+    that dies never. ``variables``: of the environment of its workers.
     """
     import ray.train
 
@@ -251,7 +269,36 @@ def run_config(
             max_failures=0, controller_failure_limit=startups, max_preemption_failures=preemptions
         ),
         logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
+        worker_runtime_env={"env_vars": dict(variables)} if variables else None,
     )  # fmt: skip
+
+
+def flight_recorder(storage: Storage) -> dict[str, str]:
+    """The environment of workers that have NCCL's last collectives written to ``nccl/rank_N`` of the run when
+    one of them hangs; a run on an object store has them on each node, until the next group collects them.
+    """
+    wanted = {
+        "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": os.path.join(traces_of(storage), TRACE),
+    }  # fmt: skip
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def traces_of(storage: Storage) -> str:
+    """The directory of a node that NCCL's traces are written to."""
+    if storage.is_local:
+        return storage.path(TRACES)
+    name = hashlib.sha256(storage.uri.encode()).hexdigest()[:12]
+    return os.path.join(tempfile.gettempdir(), f"uno-nccl-{name}")
+
+
+def collect_traces(storage: Storage) -> None:
+    """On a node: make the directory of NCCL's traces, and move those of the last group to an object store."""
+    folder = Path(traces_of(storage))
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in () if storage.is_local else sorted(folder.glob(f"{TRACE}*")):
+        storage.write(f"{TRACES}/{file.name}-{socket.gethostname()}", file.read_bytes())
+        file.unlink()
 
 
 def fit(

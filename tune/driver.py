@@ -302,7 +302,7 @@ def _run_missing(
             ),
             run_config=tune.RunConfig(
                 name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", verbose=0,
-                storage_path=f"{storage.uri}/{RAY_FOLDER}", stop=search.Interruption(stopping.is_set),
+                storage_path=storage.below(RAY_FOLDER), stop=search.Interruption(stopping.is_set),
                 # A process that dies goes on at its newest checkpoint; what it raises itself is noted.
                 failure_config=tune.FailureConfig(max_failures=MAX_DEATHS, fail_fast=False),
             ),

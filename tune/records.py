@@ -33,7 +33,7 @@ class PartStorage(Storage):
     """A directory below a sweep's, writable as long as the sweep's claim holds."""
 
     def __init__(self, whole: ClaimedStorage, name: str) -> None:
-        super().__init__(f"{whole.uri}/{name}")
+        super().__init__(whole.below(name))
         self._whole = whole
 
     def check(self) -> None:

@@ -28,6 +28,7 @@ from tune.score import Fold, make_folds, measure
 from tune.spaces import Space
 from uno import collectives
 from uno.config import Config, dump_yaml, override
+from uno.data.files import join
 from uno.errors import Interrupted, NumericsError, StorageError, UnoError
 from uno.runs import DISCOVER, RAY_FOLDER, run
 from uno.runs.lock import ClaimedStorage
@@ -105,7 +106,10 @@ def run_trial(
         sizes = len(fold.train.labels), fold.train.num_unlabeled
         steps = run.plans(config, *sizes, worker.world_size)[DISCOVER].steps_per_epoch
         weights = config.model.weights or shared_pretraining(config, fold, worker, storage, lease)
-        rarely = {"train.checkpoint_every_epochs": 10**6, "train.keep_checkpoints": 1}
+        rarely = {
+            "train.checkpoint_every_epochs": 10**6, "train.checkpoint_every_minutes": None,
+            "train.keep_checkpoints": 1,
+        }  # fmt: skip
         part = PartStorage(storage, f"{folder}/{fold.name}-seed{config.seed}")
         runs.append((override(config, {"model.weights": weights, **rarely}), fold, part, steps))
     seconds()  # pretraining is accounted for where it is trained
@@ -258,7 +262,7 @@ def _start_workers(index: int, sweep: Sweep) -> None:
     from ray.tune.integration.ray_train import TuneReportCallback
 
     workers, name = sweep.options.config.compute.num_workers, f"train-{ray.tune.get_context().get_trial_id()}"
-    scaling, folder = ray_worker.scaling(workers, sweep.resources), f"{sweep.output}/{RAY_FOLDER}"
+    scaling, folder = ray_worker.scaling(workers, sweep.resources), join(sweep.output, RAY_FOLDER)
     loop = {"index": index, "sweep": sweep}
     for attempt in range(ray_worker.MAX_DEATHS):
         settings = ray_worker.run_config(folder, f"{name}-{attempt}", [TuneReportCallback()])

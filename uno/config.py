@@ -60,7 +60,8 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
 OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
 LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{OBJECT_NAME}"
 REPORTERS = ("tensorboard", "wandb", "mlflow", "jsonl")
-COLUMNS = ("image", "label", "id", "split", "eval_label")
+VECTORS = "vectors"  # the source of vectors, its preset, and what stands for their encoder
+COLUMNS = ("image", "label", "id", "split", "eval_label", "embedding")
 Probability = Annotated[float, Field(ge=0, le=1)]
 Range = tuple[float, float]
 
@@ -78,7 +79,8 @@ class DataConfig(Section):
     """Where the images are, which classes are known, and how rows become batches."""
 
     source: str = field("digits",
-        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, tar:DIR, or a path.",
+        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, tar:DIR, "
+        "vectors:FILE_OR_DIR (embeddings), or a path.",
         flag="data", commands="predict report", fixed_by="reproduce")
     labeled: str | None = field(None,
         "Folder with one subfolder per known class; with --unlabeled, not --data.", flag="labeled",
@@ -98,7 +100,8 @@ class DataConfig(Section):
         "GCD benchmark: fraction of each known class whose labels are hidden (1 - prop_train_labels).",
         ge=0, lt=1)
     columns: str | None = field(None,
-        "Your names of a table's columns, of image, label, id, split, eval_label: image=file,label=kind.",
+        "Your names of a table's columns, of image, label, id, split, eval_label, embedding: "
+        "image=file,label=kind.",
         commands="predict report")
     imagenet_split: Literal["A", "B", "C"] = field("A",
         "Which 30 held-out ImageNet classes are novel (imagenet:DIR without --known-classes).")
@@ -191,6 +194,12 @@ class AugmentConfig(Section):
     large: ViewConfig = ViewConfig()
     small: ViewConfig = ViewConfig(num_views=0, size=18, crop="resized", crop_scale=(0.3, 0.8))
     weak: bool = field(False, "Crop and flip only (the paper's weak augmentation, Tab. 2).")
+    vector_view: Literal["noise", "dropout", "neighbors"] = field("neighbors",
+        "--data vectors with one vector a row: its views have noise, lack some numbers, or move towards one "
+        "of its nearest neighbors.", search=False)
+    vector_strength: float = field(0.5,
+        "How much: standard deviations of the noise, share of numbers that lack, most of the way.", ge=0,
+        lt=10, search=False)
     num_cached_views: int = field(6,
         "Frozen encoder: views per image whose features are cached; a step uses some.",
         ge=2, le=64, search=False)
@@ -209,7 +218,8 @@ class ModelConfig(Section):
 
     encoder: str = field("resnet18",
         "resnet_small (He et al. 2016, Sec. 4.2), resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, "
-        "or package.module:callable, which returns a module (B, 3, S, S) -> (B, D).")
+        "or package.module:callable, which returns a module (B, 3, S, S) -> (B, D); vectors:D for --data "
+        "vectors:PATH, which needs none.")
     stem: Literal["cifar", "cifar_stride2", "imagenet"] = field("cifar",
         "3x3 convolution of stride 1 (small images), 4x4 of stride 2, or resnetN: torchvision's 7x7 stem.")
     width: int = field(16, "resnet_small: channels of the first stage.", ge=4, le=512)
@@ -241,10 +251,15 @@ class ModelConfig(Section):
     @field_validator("encoder")
     @classmethod
     def _check_encoder(cls, name: str) -> str:
-        if name not in OWN_ENCODERS and not re.fullmatch(LIBRARY_ENCODER, name):
+        if name not in OWN_ENCODERS and not re.fullmatch(rf"{LIBRARY_ENCODER}|{VECTORS}(:\d{{1,6}})?", name):
             own = ", ".join(OWN_ENCODERS)
             raise ValueError(f"must be {own}, torchvision:NAME, timm:NAME or package.module:callable")
         return name
+
+    @property
+    def takes_vectors(self) -> bool:
+        """Whether rows come as vectors, so that nothing is to be encoded."""
+        return self.encoder.partition(":")[0] == VECTORS
 
 
 class ObjectiveConfig(Section):
@@ -309,6 +324,8 @@ class TrainConfig(Section):
         search=False)
     log_every: int = field(50, "Steps between two lines of metrics.", ge=1, scope="run")
     checkpoint_every_epochs: int = field(10, "Epochs between two checkpoints.", ge=1, scope="run")
+    checkpoint_every_minutes: float | None = field(10,
+        "Minutes after which a line of metrics comes with a checkpoint.", gt=0, le=100_000, scope="run")
     keep_checkpoints: int = field(2, "Checkpoints kept per phase.", ge=1, scope="run")
     eval_batch_size: int = field(1024, "Rows per evaluation batch on each worker.", ge=1, scope="run",
         commands="evaluate")
@@ -428,6 +445,8 @@ class Config(Section):
             load_pretext(self.pretext.task)
         if self.model.prototype_init == "kmeans" and load(self.method).novel_head is not None:
             raise ValueError(f"model.prototype_init kmeans needs UNO's heads: not with method {self.method}")
+        if self.model.takes_vectors and self.model.finetune != "none":
+            raise ValueError("model.encoder vectors needs model.finetune none: no encoder is there")
         if self.model.finetune == "none":
             if self.augment.small.num_views:
                 raise ValueError("augment.small.num_views must be 0 with model.finetune none")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, ModelConfig
+from uno.config import OWN_ENCODERS, VECTORS, ModelConfig
 from uno.errors import ConfigError, did_you_mean, one_line
 from uno.imports import check_origin, import_object, working_directory
 
@@ -78,6 +78,21 @@ def _init_convolutions(module: nn.Module) -> None:
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
+class Vectors(nn.Module):
+    """The encoder of rows that come as vectors of D numbers, its identity; D of 1 until the data is read."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """(B, D) -> the same. ConfigError: images, or vectors of another length."""
+        if vectors.shape[1:] != (self.num_features,):
+            found = f"vectors of {vectors.shape[1]}" if vectors.ndim == 2 else "images"
+            raise ConfigError(f"the model takes vectors of {self.num_features} numbers, not {found}")
+        return vectors
+
+
 def build_encoder(config: ModelConfig) -> nn.Module:
     """Encoder module (B, 3, S, S) -> (B, D) with attribute ``num_features`` = D, freshly initialized.
 
@@ -85,6 +100,8 @@ def build_encoder(config: ModelConfig) -> nn.Module:
     """
     if config.encoder == "resnet_small":
         return SmallResNet(config.width, config.blocks, config.stages, config.stem == "cifar_stride2")
+    if config.takes_vectors:
+        return Vectors(int(config.encoder.partition(":")[2] or 1))
     if config.encoder not in OWN_ENCODERS:
         return _library_encoder(config.encoder)
     from torchvision.models import resnet
@@ -168,7 +185,7 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
     building it runs code, which must be of this machine: see :func:`uno.imports.check_origin`.
     """
     library, _, what = name.partition(":")
-    if name in OWN_ENCODERS:
+    if name in OWN_ENCODERS or library == VECTORS:
         return
     if library in ("torchvision", "timm"):
         check_name(library, what)

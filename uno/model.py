@@ -35,16 +35,22 @@ class UnoModel(nn.Module):
 
     ``num_novel`` C_u of 0 builds the encoder and the known head of C_l outputs only (pretraining).
     ``novel_head`` builds, from (C_u, D), a baseline's one novel head, which reads the feature: (N, D) -> (1,
-    N, C_u); default: UNO's projection heads. What ``config.finetune`` freezes has no gradient and stays in
-    eval mode.
+    N, C_u); default: UNO's projection heads. ``adapter`` builds, from D, a module (N, D) -> (N, ``width``)
+    through which that head and the known one see the feature. What ``config.finetune`` freezes has no
+    gradient and stays in eval mode.
     """
 
     def __init__(
-        self, config: ModelConfig, num_known: int, num_novel: int, novel_head: BuildHead | None = None
-    ) -> None:
+        self, config: ModelConfig, num_known: int, num_novel: int, novel_head: BuildHead | None = None,
+        adapter: Callable[[int], Any] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.encoder = build_encoder(config)
         features, projection = int(self.encoder.num_features), config.projection_dim  # type: ignore[arg-type]
+        self.adapter: Any = None
+        if num_novel and adapter is not None:
+            self.adapter = adapter(features)
+            features = self.adapter.width
         self.known = Prototypes(num_known, features)
         self.num_known, self.num_novel, self.num_heads = num_known, num_novel, config.num_heads
         self.normalize_input = config.mlp_input == "normalized"
@@ -93,9 +99,11 @@ class UnoModel(nn.Module):
 
     def heads(self, features: Tensor, num_views: int = 1) -> Logits:
         """(V * B, D) features -> :class:`Logits`."""
+        by_view = features.unflatten(0, (num_views, -1))
+        if self.adapter is not None:
+            features = self.adapter(features)
         directions = unit(features)
         known = self.known.cosines(directions).unflatten(0, (num_views, -1))
-        by_view = features.unflatten(0, (num_views, -1))
         if self.novel is None:
             return Logits(known, None, None, by_view)
         if self.projector is None:
@@ -113,12 +121,13 @@ class UnoModel(nn.Module):
 
 
 def build_model(
-    config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: BuildHead | None = None
-) -> UnoModel:
+    config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: BuildHead | None = None,
+    adapter: Callable[[int], Any] | None = None,
+) -> UnoModel:  # fmt: skip
     """A freshly initialized model; equal seeds give equal weights, the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA's too
-        return UnoModel(config, num_known, num_novel, novel_head)
+        return UnoModel(config, num_known, num_novel, novel_head, adapter)
 
 
 @torch.inference_mode()

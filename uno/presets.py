@@ -22,7 +22,7 @@ Precedence: defaults < preset < YAML < command line < Tune sample.
 from collections.abc import Mapping
 from typing import Any
 
-from uno.config import Config, override
+from uno.config import VECTORS, Config, override
 from uno.errors import ConfigError, did_you_mean
 
 Values = dict[str, Any]
@@ -74,6 +74,7 @@ PHOTOS: Values = {
     "model.projection_dim": 128, "train.batch_size": 512, "train.eval_batch_size": 128,
     "discover.base_lr": 0.06, "discover.epochs": 30, "discover.warmup_epochs": 3,
 }  # fmt: skip
+PRECOMPUTED: Values = {**PHOTOS, "model.encoder": VECTORS}
 DIGIT_VIEW = dict(
     crop="none", flip=0.0, affine=1.0, affine_degrees=15.0, affine_translate=0.12, affine_shear=10.0,
     affine_scale=(0.85, 1.15), jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.0, hue=0.0,
@@ -112,6 +113,7 @@ PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values (Tab. 1), an
     # Batches pair one labeled with one unlabeled image and cycle the shorter set [release].
     "imagenet": (IMAGENET, IMAGENET_V2),
     "photos": (PHOTOS, {"recipe": "v2", "model.mlp_input": "raw"}),
+    VECTORS: (PRECOMPUTED, {"recipe": "v2", "model.mlp_input": "raw"}),
     # Of one's own images uno.data.defaults decides size, stem, batch, epochs, mean and std.
     "scratch": ({}, CIFAR_V2),
 }  # fmt: skip

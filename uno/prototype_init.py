@@ -1,5 +1,7 @@
 """What discovery starts from: prototypes at clusters of the features, and the prior of the classes."""
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -8,13 +10,14 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from uno import collectives
 from uno.clustering import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
-from uno.data.decode import decoded, ok_mask
-from uno.data.images import evenly_spaced
+from uno.data.decode import DecodedBatch, ok_mask
+from uno.data.images import batches_of, evenly_spaced, spread
 from uno.data.resident import TrainSet
-from uno.data.row_blocks import part
-from uno.data.stream import TrainData
+from uno.data.row_blocks import RowBlocks, part
+from uno.data.stream import TrainData, decoded_rows
 from uno.errors import ConfigError
 from uno.heads import unit
 from uno.methods import load
@@ -22,6 +25,11 @@ from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
 MAX_ROWS = 20_000  # of a kind, that are clustered
+
+Kind = Literal["labeled", "unlabeled"]
+KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
+Load = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor | RowBlocks, np.ndarray]]]
+"""Images of batches of numbers, and bool (n,) which of them could be read, of the others anything."""
 
 
 class Clustering(NamedTuple):
@@ -134,41 +142,101 @@ def _move_prototypes_(
             set_to_class_means_(model.over.weight[h], projections[num_heads + h], own)
 
 
-def training_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor, Tensor]:
-    """Features (N_l, D), labels (N_l,) and features (N_u, D) of at most ``MAX_ROWS`` rows of each kind,
-    evenly spaced, on the CPU; images that cannot be read are left out.
-    """
-    unlabeled, _ = _features(config, model, train, evenly_spaced(MAX_ROWS, train.num_unlabeled), "unlabeled")
-    return *labeled_features(config, model, train), unlabeled
+class Sample(NamedTuple):
+    """What a model makes of at most ``MAX_ROWS`` training rows of each kind, on the CPU."""
+
+    labeled: Tensor  # (N_l, D)
+    labels: Tensor  # (N_l,)
+    unlabeled: Tensor  # (N_u, D)
+
+
+def training_features(config: Config, model: UnoModel, train: TrainData) -> Sample:
+    """:func:`sample_features` of one model."""
+    return sample_features(config, [model], train)[0]
 
 
 def labeled_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor]:
     """The labeled rows' part of :func:`training_features`."""
-    rows = evenly_spaced(MAX_ROWS, len(train.labels))
-    features, ok = _features(config, model, train, rows, "labeled")
-    return features, train.labels.cpu()[torch.from_numpy(rows)][ok]
+    return sample_features(config, [model], train, ["labeled"])[0][:2]
 
 
-def _features(
-    config: Config, model: UnoModel, train: TrainData, rows: np.ndarray, kind: Literal["labeled", "unlabeled"]
-) -> tuple[Tensor, Tensor]:
-    """Features of those ``rows`` int64 (n,) of a kind that can be read, and which these are, bool (n,)."""
+def sample_features(
+    config: Config, models: Sequence[UnoModel], train: TrainData, kinds: Sequence[Kind] = KINDS
+) -> list[Sample]:
+    """Of each of ``models``: features of rows that are evenly spaced, by :func:`~uno.data.images.spread`;
+    images that cannot be read are left out. All workers ask, and each reads a share. ConfigError: no image
+    of a kind can be read.
+    """
     if isinstance(train, TrainSet):
-        images = train.labeled_images if kind == "labeled" else train.unlabeled_images
-        chosen = part(images, torch.from_numpy(rows).to(images.device))
-        return features_of(model, chosen, config).cpu(), torch.ones(len(rows), dtype=torch.bool)
-    rows = (train.labeled if kind == "labeled" else train.unlabeled)[rows]
-    data, batch = config.data, config.train.eval_batch_size
-    batches = np.split(rows, range(batch, len(rows), batch))
-    features, ok = list[Tensor](), list[Tensor]()
-    how = data.stored_size, config.compute.threads, data.interpolation
-    for _, pixels, reasons in decoded(train.images, batches, *how):
-        ok.append(torch.from_numpy(ok_mask(reasons)))
-        if ok[-1].any():
-            features.append(features_of(model, pixels[ok[-1]], config).cpu())
-    if not features:
-        raise ConfigError(f"no {kind} image can be read")
-    return torch.cat(features), torch.cat(ok)
+        rows = [evenly_spaced(MAX_ROWS, num) for num in (len(train.labels), train.num_unlabeled)]
+    else:
+        both, labels = [train.labeled, train.unlabeled], train.labels.numpy()
+        rows = spread(train.images, both, MAX_ROWS, labels)
+    rows = [rows[0], rows[1][:0]] if len(kinds) == 1 else rows
+    num, size = len(rows[0]), config.train.eval_batch_size
+    if isinstance(train, TrainSet):
+        starts = [*range(0, num, size), *range(num, num + len(rows[1]), size)]
+        batches = np.split(np.arange(num + len(rows[1])), starts[1:])
+        load: Load = partial(_resident, train, rows)
+    else:
+        numbers = np.concatenate([own[chosen] for own, chosen in zip(both, rows, strict=True)])
+        order, size = np.arange(len(numbers)), decoded_rows(size, config.data.stored_size)
+        pieces = [order[:num], order[num:]]  # as resident ones
+        if train.images.groups(order[:0]) is not None:  # a group has both kinds
+            pieces = [np.argsort(numbers, kind="stable")]
+        batches = [own[batch] for own in pieces for batch in batches_of(train.images, numbers[own], size)]
+        load = partial(streamed, train.decode, numbers)
+    found, ok = features_by_all(config, models, batches, load)
+    for kind, own in zip(kinds, (ok[:num], ok[num:]), strict=False):
+        if len(own) and not own.any():
+            raise ConfigError(f"no {kind} image can be read")
+    true = train.labels.cpu()[torch.from_numpy(rows[0])][ok[:num]]
+    return [Sample(each[:num][ok[:num]].cpu(), true, each[num:][ok[num:]].cpu()) for each in found]
+
+
+def features_by_all(
+    config: Config, models: Sequence[UnoModel], batches: Sequence[np.ndarray], load: Load
+) -> tuple[list[Tensor], Tensor]:
+    """Features (n, D) of each model of images 0 to n - 1, of which ``load`` reads some of ``batches``, and
+    bool (n,) which it could read, of others zeros. All workers ask, and each reads a share.
+    """
+    (rank, world), num, device = (
+        collectives.rank_and_world(),
+        sum(map(len, batches)),
+        models[0].known.weight.device,
+    )
+    found = [torch.zeros(num, int(model.encoder.num_features), device=device) for model in models]  # type: ignore[arg-type]
+    ok, own = torch.zeros(num, device=device), np.array_split(np.arange(len(batches)), world)[rank]
+    mine = [batches[number] for number in own]
+    for batch, (images, good) in zip(mine, load(mine), strict=True):
+        rows = torch.from_numpy(batch[good]).to(device)
+        if len(rows):
+            ok[rows] = 1
+            images = images if good.all() else images[torch.from_numpy(good)]
+            for model, features in zip(models, found, strict=True):
+                features[rows] = features_of(model, images, config)
+    return [collectives.all_reduce_sum_(features) for features in found], collectives.all_reduce_sum_(
+        ok
+    ).cpu() > 0
+
+
+def _resident(
+    train: TrainSet, rows: Sequence[np.ndarray], batches: Sequence[np.ndarray]
+) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+    num = len(rows[0])
+    for batch in batches:
+        images = train.labeled_images if batch[0] < num else train.unlabeled_images
+        chosen = torch.from_numpy(np.concatenate(rows)[batch]).to(images.device)
+        yield part(images, chosen), np.ones(len(batch), dtype=bool)
+
+
+def streamed(
+    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]], numbers: np.ndarray,
+    batches: Sequence[np.ndarray],
+) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:  # fmt: skip
+    """:data:`Load` of images that are row ``numbers`` (n,) of a source."""
+    for _, pixels, reasons in decode(numbers[batch] for batch in batches):
+        yield pixels, ok_mask(reasons)
 
 
 def _projections_(model: UnoModel, features: Tensor) -> Tensor:

@@ -21,6 +21,6 @@ def folded(name: str) -> str:
     return composed(composed(name).casefold())
 
 
-def plural(number: int, one: str, many: str = "") -> str:
+def plural(number: float, one: str, many: str = "") -> str:
     """``1 image``, ``2,000 images``; ``many`` where an s is not enough."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"

@@ -115,7 +115,7 @@ def fit(
     resumed = resume_(state, storage, phase.name)
     pace, batches = Pace(state, batches), hooked("in_training", batches, phase.name, worker.rank, storage)
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
-    health, first, last_report = Health(state), state.step + 1, time.monotonic()
+    health, first, last_report, saved_at = Health(state), state.step + 1, time.monotonic(), time.monotonic()
     state.model.train()
     with ExitStack() as until:
         until.enter_context(closing(pace))
@@ -160,8 +160,9 @@ def fit(
                 if math.isfinite(metrics["loss"]):
                     journal.write(metrics)
                 worker.report(metrics)
-            if to_save:
+            if to_save or (to_log and _is_due(config, worker, saved_at)):
                 save()
+                saved_at = time.monotonic()
 
 
 @contextmanager
@@ -236,6 +237,15 @@ def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
         except (KeyError, RuntimeError) as error:
             raise StorageError(f"the {phase} checkpoint does not fit this model: {one_line(error)}") from None
     return checkpoint is not None
+
+
+def _is_due(config: Config, worker: Worker, saved_at: float) -> bool:
+    """Whether the last checkpoint is too old, by rank 0's clock."""
+    minutes = config.train.checkpoint_every_minutes
+    if minutes is None:
+        return False
+    is_old = worker.rank == 0 and time.monotonic() - saved_at >= 60 * minutes
+    return bool(collectives.all_reduce_sum_(torch.tensor([float(is_old)], device=worker.device)))
 
 
 def _finish_epoch_(state: TrainState) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, Config, ModelConfig
+from uno.config import OWN_ENCODERS, VECTORS, Config, ModelConfig
 from uno.data.files import Storage, split
 from uno.encoder import build_encoder, check_name
 from uno.errors import ConfigError, StorageError, one_line
@@ -55,7 +55,7 @@ class Description(NamedTuple):
 def describe_encoder(name: str) -> Description:
     """What is known of the encoder that ``model.encoder`` names. ConfigError: there is no such."""
     library, _, what = name.partition(":")
-    if name == "resnet_small":
+    if name == "resnet_small" or library == VECTORS:
         return Description()
     if name in OWN_ENCODERS or library == "torchvision":
         return _of_torchvision(what or name)
@@ -132,7 +132,7 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
 
 def is_file(source: str | None) -> bool:
     """Whether ``model.weights`` names a file of weights, not a run."""
-    return source is not None and source.endswith(SUFFIXES)
+    return source is not None and split(source)[1].endswith(SUFFIXES)
 
 
 def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tenso
 
 
 def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
-    if source.endswith(".safetensors"):
+    if split(source)[1].endswith(".safetensors"):
         try:
             return safetensors.torch.load(data)
         except (SafetensorError, ValueError) as error:
@@ -210,6 +210,8 @@ def fetch_pretrained(name: str) -> bytes:
     the process that starts a run calls this. ConfigError: there are none, or they cannot be had from here.
     """
     library, _, what = name.partition(":")
+    if library == VECTORS:
+        return safetensors.torch.save({})
     if name == "resnet_small" or (name not in OWN_ENCODERS and library not in ("torchvision", "timm")):
         raise ConfigError(f"model.weights pretrained: no library has weights for {name}; pass a file")
     state = _fetch_timm(what) if library == "timm" else _fetch_torchvision(what or name)

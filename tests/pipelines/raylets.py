@@ -19,6 +19,8 @@ from tests.pipelines.test_cluster_files import end_processes_of
 
 HEAD, OTHER = "10.199.77.1", "10.199.77.2"
 NAMESPACE, HERE, THERE = "uno-test", "uno-here", "uno-there"  # interface names hold 15 characters
+DASHBOARD = 8269
+TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 STORE_BYTES = 100 * 2**20
 DRAIN = """
 import sys, time
@@ -66,24 +68,26 @@ class Raylets:
     def __init__(self, folder: str, real: bool) -> None:
         self._folder, self.real = folder, real
         self._processes: list[subprocess.Popen] = []
-        self._head = HEAD if real else "127.0.0.1"
-        self.address = f"{self._head}:6391"
+        self.host = HEAD if real else "127.0.0.1"
+        self.address = f"{self.host}:6391"
         self.env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder, "RAY_ADDRESS": ""}
+        self.env |= {name: os.environ[name] for name in TOKENS if name in os.environ}
         self.env |= {"RAY_health_check_period_ms": "1000"}  # a dead node is known after 5 s instead of 15
         if real:
             self.env["GLOO_SOCKET_IFNAME"] = HERE
 
     def start(self, cpus: int, gpus: int = 0) -> None:
         """The head; ``gpus`` are declared, whatever the machine has."""
-        place = ["--head", f"--node-ip-address={self._head}", "--port=6391", "--dashboard-port=0"]
+        place = ["--head", f"--node-ip-address={self.host}", "--port=6391", f"--dashboard-port={DASHBOARD}"]
         self._spawn([*place, f"--num-gpus={gpus}"], cpus)
-        wait_for(lambda: socket.socket().connect_ex((self._head, 6391)) == 0)
+        wait_for(lambda: socket.socket().connect_ex((self.host, 6391)) == 0)
         self.env["RAY_ADDRESS"] = self.address
 
-    def join(self, cpus: int, hidden: Path | None = None) -> None:
+    def join(self, cpus: int, hidden: Path | None = None, gpus: int = 0) -> None:
         """One more node; on the second machine, which does not see the directory ``hidden``, or the first."""
         there = self.real and hidden is not None
-        where = [f"--address={self.address}", f"--node-ip-address={OTHER if there else self._head}"]
+        where = [f"--address={self.address}", f"--node-ip-address={OTHER if there else self.host}"]
+        where.append(f"--num-gpus={gpus}")
         self._spawn(where, cpus, hidden if there else None)
         log = Path(f"{self._folder}/{len(self._processes) - 1}.log")
         wait_for(lambda: "Ray runtime started" in log.read_text())

@@ -64,6 +64,36 @@ def finished(tmp_path_factory, weights) -> Path:
     return run
 
 
+def test_a_choice_trains_nothing_and_says_what_to_expect(finished, weights, tmp_path, capsys):
+    """Kills: a step that is taken, a space or prototypes that checkpoint, model and evaluation do not share,
+    a run again that chooses otherwise.
+    """
+    argv = [
+        "discover", *SMALL, "--preset", "digits", "--model.finetune", "none", "--method", "choice",
+        "--augment.small.num-views", "0", "--augment.num-cached-views", "3", "--discover.epochs", "0",
+        "--weights", str(weights), "--compute.cache", str(finished.parent / "cache"),
+    ]  # fmt: skip
+    capsys.readouterr()
+    for name in ("run", "again"):
+        assert cli.main([*argv, "--output", str(tmp_path / name)]) == 0
+    assert "expected on new classes: " in capsys.readouterr().out
+    once, again = (load_newest(Storage(str(tmp_path / name)), DISCOVER) for name in ("run", "again"))
+    assert once.step == 0
+    assert_same(once.tensors, again.tensors)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["trust/choice/draws"] == 6 and metrics["trust/choice/hidden"] == 2
+    assert 0 < metrics["trust/expected/low"] <= metrics["trust/expected/acc"] <= 1
+    assert metrics["train/known/task_aware/acc/best"] > 0.3
+    assert "Expected on new classes" in (tmp_path / "run" / "report.html").read_text()
+    table = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()
+    images = {i: image for i, image in zip(read_digits().ids, read_digits().images.items[:20], strict=False)}
+    write_digits(tmp_path / "images", list(images.values()))
+    found = uno.load(str(tmp_path / "run")).predict(sorted((tmp_path / "images").iterdir()))
+    rows = {row["id"]: row["class_name"] for row in table}
+    pairs = [(rows[i], p.class_name) for i, p in zip(images, found, strict=True) if i in rows]
+    assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
+
+
 @pytest.fixture
 def nothing_computed(monkeypatch):
     """Computing a feature fails the test."""

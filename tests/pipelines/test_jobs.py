@@ -1,6 +1,7 @@
 """The driver's decisions about a group of workers, with the group replaced by a function."""
 
 import json
+import mmap
 import os
 import socket
 import sys
@@ -381,3 +382,37 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(tmp_path, monkeypatc
         assert events == ([("closed", True)] if streams else [])
         assert found is task if streams else found.rows.images.ready.values is kept
     assert events == [("closed", streams)]
+
+
+def test_the_last_collectives_of_a_hang_are_in_the_run(tmp_path, monkeypatch):
+    """Kills: traces on a disk that is gone with its node, a directory that NCCL does not make, a user's own
+    variable overruled, names that torch does not read.
+    """
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    here, there = Storage(str(tmp_path / "run")), Storage("mock:///run")
+    monkeypatch.setattr(worker.tempfile, "gettempdir", lambda: str(tmp_path))
+    for storage in (here, there):
+        place = Path(worker.flight_recorder(storage)["TORCH_FR_DUMP_TEMP_FILE"])
+        worker.collect_traces(storage)
+        place.with_name(place.name + "1").write_bytes(b"trace")
+        worker.collect_traces(storage)
+    assert (tmp_path / "run/nccl/rank_1").read_bytes() == b"trace"
+    (name,) = there.list("nccl")
+    assert name.startswith("rank_1-") and there.read(f"nccl/{name}") == b"trace" and not place.exists()
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "5")
+    assert "TORCH_FR_BUFFER_SIZE" not in worker.flight_recorder(here)
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if library.exists():
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+            assert all(code.find(name.encode()) > 0 for name in worker.flight_recorder(there))
+
+
+@pytest.mark.parametrize(("device", "loading", "threads", "expected"), [
+    ("cuda", "streaming", None, 2), ("cuda", "memory", None, 4), ("cpu", "streaming", None, 4),
+    ("cuda", "streaming", 3, 3),
+])  # fmt: skip
+def test_threads_of_a_rank_leave_cores_to_ray_data(monkeypatch, device, loading, threads, expected):
+    """Kills: eight ranks with all cores beside tasks that decode; a rank on the CPU with one thread."""
+    monkeypatch.setattr("uno.runs.hardware.os.cpu_count", lambda: 8)
+    config = override(Config(), {"data.loading": loading, "compute.threads": threads})
+    assert worker.rank_threads(config, torch.device(device), 2, 2.5) == expected

@@ -1,5 +1,7 @@
 """What is said and decided while nodes come and go, with Ray's head replaced by a list of nodes."""
 
+import os
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -9,7 +11,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from pipelines import nodes, ray_private
+from pipelines import nodes, ray_env, ray_private
 from pipelines.nodes import DrainWatcher, Node, StallWarner, no_images, shortage, wait_for_resources
 from pipelines.partitions import map_through_model
 from tests.conftest import NUM_CPUS
@@ -18,6 +20,7 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted
 from uno.session import resources
+from uno.session.resources import Room
 
 BIG, SMALL = ({"CPU": cpus, "memory": 1e9} for cpus in (4.0, 2.0))
 
@@ -285,15 +288,15 @@ def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkey
 
 
 @pytest.mark.parametrize(("answers", "cpus", "expected"), [
-    ([(9e9, 8e9), (5e9, 8e10)], 4, (5e9, 8e9)),
-    ([(9e9, None), (8e9, None)], 4, (8e9, None)),
-    ([(9e9, 8e9), "late"], 4, (9e9, 8e9)),
-    (["late", "late"], 4, (1e9, None)),
-    ([], 1, (1e9, None)),
+    ([Room(9e9, 8e9), Room(5e9, 8e10)], 4, (5e9, 8e9, 3e8, 1e9)),
+    ([Room(9e9), Room(8e9)], 4, (8e9, None, 3e8, 1e9)),
+    ([Room(9e9, 8e9), "late"], 4, (9e9, 8e9, 3e8, 1e9)),
+    (["late", "late"], 4, (1e9, None, 3e8, None)),
+    ([], 1, (1e9, None, 3e8, None)),
 ])  # fmt: skip
 def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, expected):
     """Asked with what a worker takes. Kills: the head's own memory, which has no GPU, for the workers'; the
-    most of any node; waiting for a node that does not come.
+    most of any node; waiting for a node that does not come; the store of a node that is gone.
     """
 
     def wait(tasks, num_returns, timeout):
@@ -303,6 +306,10 @@ def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, 
     ray = Mock(wait=wait, get=list)
     ray.remote.return_value.return_value.remote.side_effect = answers
     ray.cluster_resources.return_value = {"CPU": cpus, "GPU": 2}
+    stores = (9e8, True), (3e8, True), (1e8, False)
+    ray.nodes.return_value = [
+        {"Resources": {"object_store_memory": n}, "Alive": alive} for n, alive in stores
+    ]
     ask = ray.remote.return_value.return_value.remote
     monkeypatch.setattr(nodes, "connect", lambda: nullcontext(ray))
     monkeypatch.setattr(resources, "free_host_bytes", lambda: int(1e9))
@@ -317,9 +324,9 @@ def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, 
         assert (options.kwargs["num_cpus"], options.kwargs["num_gpus"]) == (1, 1)
         assert asked.args[0]["compute"]["num_workers"] == 2
     ask.reset_mock()
-    assert nodes.free_memory(override(config, {"compute.num_workers": 0})) == (1e9, None) and not ask.called
+    assert nodes.free_memory(override(config, {"compute.num_workers": 0})) == Room(1e9) and not ask.called
     monkeypatch.delenv("RAY_ADDRESS")
-    assert nodes.free_memory(config) == (1e9, None) and not ask.called
+    assert nodes.free_memory(config) == Room(1e9) and not ask.called
 
 
 def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
@@ -327,7 +334,7 @@ def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
     monkeypatch.setattr(resources, "free_device_bytes", lambda config: 1000)
     for share, expected in ((0.25, 250), (1, 1000), (2, 1000)):
         config = override(Config(), {"compute.gpus_per_worker": share})
-        assert nodes.free_memory(config)[1] == expected
+        assert nodes.free_memory(config).device == expected
 
 
 @pytest.mark.ray
@@ -347,3 +354,15 @@ def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     place.release()
     assert wait_for_resources(config_of(), lambda: False)["CPU"] == 1.0
     wait_for(lambda: nodes.read_nodes()[0].free["CPU"] == NUM_CPUS)
+
+
+@pytest.mark.ray
+def test_ray_data_starts_no_node():
+    """Its own thresholds, under our environment. Kills: a GPU node for tasks that only have to wait, names
+    that Ray does not read.
+    """
+    code = "from ray.data._internal.cluster_autoscaler import RateBasedClusterAutoscaler as scaler\n"
+    code += "print(min(vars(scaler.DEFAULT_CLUSTER_SCALING_UP_UTIL_THRESHOLD).values()))"
+    env = os.environ | ray_env.ENVIRONMENT
+    told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert told.stdout.strip() == "1000000000.0", told.stderr

@@ -30,6 +30,7 @@ from uno.model import UnoModel
 from uno.presets import preset
 from uno.runs import run
 from uno.session import job, resources
+from uno.session.resources import Room
 
 BROKEN = (3, 8, 14)
 CONFIG = override(
@@ -311,13 +312,13 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     """auto decides once; another choice for the same run is refused with the key."""
     output = tmp_path / "run"
     argv = ["pretrain", *SMALL, "--workers", "0", "--output", str(output), "--max-steps", "2"]
-    monkeypatch.setattr("uno.session.resources.free_memory", lambda config: (1000, None))
+    monkeypatch.setattr("uno.session.resources.free_memory", lambda config: Room(1000))
     monkeypatch.setattr("uno.session.resources.own_bytes", lambda: 0)
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
     assert "memory: streamed (76.8 kB decoded; process peak about 870 MB, budget 0 bytes (60%" in said
     assert "loading: streaming" in (output / "config.yaml").read_text()
-    monkeypatch.setattr("uno.session.resources.free_memory", lambda config: (10**12, None))
+    monkeypatch.setattr("uno.session.resources.free_memory", lambda config: Room(10**12))
     assert cli.main(argv) == 0
     assert "other settings: data.loading" in refused(capsys, 2, *argv, "--data.loading", "memory")
     assert cli.main([*argv, "--overwrite"]) == 0

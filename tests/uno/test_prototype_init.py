@@ -1,27 +1,35 @@
 """Clusters that discovery starts from, against data whose classes are known."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.nn.functional import normalize
 
+from tests.uno.data.builders import encoded
 from tests.uno.small_run import small_config, small_sets
+from uno import collectives
 from uno.clustering import FREE, constrained_kmeans, seeded_kmeans, whiten
+from uno.config import override
+from uno.data import tables
 from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.stream import StreamSet, stream_facts
+from uno.data.stream import StreamSet, decode_here, stream_facts, streaming_set
 from uno.model import UnoModel, build_model
 from uno.prototype_init import (
     clusters_of,
     init_prototypes_,
     known_shares,
+    sample_features,
     shrink_prior,
     training_features,
 )
 from uno.results.metrics import cluster_accuracy, confusion, purity
+from uno.session import predict
 
 SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
 
@@ -106,7 +114,8 @@ def streamed(config, tmp_path):
     task = make_task(read_rows(config.data), config.data)
     facts = stream_facts(task)
     bad = BadRows(facts.pop("ids"), task.rows.images, 0.1, Storage(str(tmp_path)))
-    return StreamSet(**facts, bad=bad, crop=lambda job: pytest.fail("cropped"))
+    decode = decode_here(config, task.rows.images)
+    return StreamSet(**facts, bad=bad, crop=lambda job: pytest.fail("cropped"), decode=decode)
 
 
 def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypatch):
@@ -122,6 +131,86 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
     assert [len(part) for part in both[0]] == [60, 60, 60]
     for resident, streaming in zip(*both, strict=True):
         torch.testing.assert_close(streaming, resident, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def packed(tmp_path, monkeypatch):
+    """800 streamed digits, in row groups of 10 or ``by_class`` of 40; and the groups that are read."""
+    read = []
+
+    def make(by_class=False):
+        rows = read_rows(small_config().data)
+        numbers = np.flatnonzero(rows.is_train)[:800]
+        labels = [rows.labels[i] for i in numbers]
+        if by_class:
+            numbers, labels = numbers[np.argsort(labels, kind="stable")], sorted(labels)
+        images = [encoded(np.asarray(rows.images[i])) for i in numbers]
+        table = pa.table({"image": pa.array(images, pa.binary()), "label": labels})
+        pq.write_table(table, tmp_path / "train.parquet", row_group_size=40 if by_class else 10)
+        source = {"data.source": f"parquet:{tmp_path}", "data.known_classes": "first:5", "data.limit": None}
+        config = override(small_config(), {**source, "data.loading": "streaming"})
+        read_group = tables._read_group
+        monkeypatch.setattr(tables, "_read_group", lambda *of: read.append(of[2]) or read_group(*of))
+        monkeypatch.setattr(tables, "_recent", tables._read_group)  # which remembers nothing
+        return config, make_task(read_rows(config.data), config.data)
+
+    return make, read
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, world):
+    """What is looked at before discovery and after training: 2 x 100 rows of 800, of two networks. Kills: a
+    row group for each row (10 times as much), every worker that reads all, a reading for each network, other
+    rows or features with more workers.
+    """
+    make, read = packed
+    config, task = make()
+    monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 100)
+    train = streaming_set(config, task, Storage(str(tmp_path / "run")))
+    models = [build_model(config.model, 5, 0, seed).eval() for seed in (0, 1)]
+    parts = []
+    for rank in range(world):
+        monkeypatch.setattr(collectives, "rank_and_world", lambda rank=rank: (rank, world))
+        parts.append(features_by_all_of(monkeypatch, config, models, train))
+    wanted = 200 / 10
+    assert len(set(read)) == len(read) and len(read) <= 1.2 * wanted
+    monkeypatch.setattr(collectives, "rank_and_world", lambda: (0, 1))
+    alone = sample_features(config, models, train)
+    for number, sample in enumerate(alone):
+        assert 80 < len(sample.labeled) <= 100 >= len(sample.unlabeled) > 80
+        together = torch.cat([sample.labeled, sample.unlabeled])
+        assert torch.equal(sum(part[number] for part in parts), together)
+
+
+def features_by_all_of(monkeypatch, config, models, train):
+    """What this worker adds to the features of each network."""
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            collectives, "all_reduce_sum_", lambda tensor: found.append(tensor) or torch.ones_like(tensor)
+        )
+        sample_features(config, models, train)
+    return found[: len(models)]
+
+
+def test_heads_are_aligned_on_whole_row_groups(packed, monkeypatch):
+    """Kills: a row group read for each of 10,000 rows, by the machine that leads a run."""
+    make, _ = packed
+    _, task = make()
+    monkeypatch.setattr(predict, "SAMPLE_ROWS", 100)
+    rows = predict.unlabeled_rows(task)
+    assert 80 < len(rows) <= 100 and (task.labels[rows] < 0).all()
+    assert len(np.unique(task.rows.images.groups(rows))) <= 25  # half of a group is unlabeled
+
+
+def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog):
+    """Kills: a few classes of many, because a row group has one."""
+    make, _ = packed
+    config, task = make(by_class=True)
+    monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 20)
+    train = streaming_set(config, task, Storage(str(tmp_path / "run")))
+    found = training_features(config, build_model(config.model, 5, 0, 0).eval(), train)
+    assert min(found.labels.bincount(minlength=5).tolist()) >= 3 and "sorted by class" in caplog.text
 
 
 def test_a_prior_only_where_the_run_asks_for_one(tmp_path):

@@ -23,6 +23,7 @@ from tests.uno.small_run import (
     small_config,
 )  # fmt: skip
 from tests.uno.test_steps import poison
+from uno import train
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
 from uno.runs import run
@@ -148,6 +149,31 @@ def test_saving_and_logging_do_not_change_the_run(storage, clean, overrides):
     assert_same(
         discover(storage, small_config(**overrides)) | {"window_loss": clean[0]["window_loss"]}, clean[0]
     )
+
+
+@pytest.mark.parametrize(("minutes", "expected"), [(3, [4, 6, 12, 16, 18]), (None, [6, 12, 18])])
+def test_a_long_epoch_is_saved_within(storage, clean, monkeypatch, minutes, expected):
+    """A minute a step, lines at every fourth and at epochs' ends. Kills: epochs alone, a checkpoint of each
+    line or between two, a clock that goes on from the checkpoint before.
+    """
+    clock, saved = [0.0], []
+    save = train._save
+
+    def note(*args):
+        saved.append(args[2].step)
+        save(*args)
+
+    monkeypatch.setattr(train, "_save", note)
+    monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
+
+    def step(*args):
+        clock[0] += 60
+        return discovery_step(*args)
+
+    config = small_config(train__checkpoint_every_minutes=minutes)
+    found = discover(storage, config, step=step)
+    assert saved == expected
+    assert_same(found | {"window_loss": clean[0]["window_loss"]}, clean[0])
 
 
 def test_max_steps_ends_a_phase_and_keeps_its_schedule(storage, clean):

@@ -46,8 +46,10 @@ def check(task: Task, config: Config, seconds: float = 0) -> list[Problem]:
     if seconds:
         problems += _of_pixels(task, config, seconds)
     elif bad:
-        text = f"{len(bad)} of a sample of {len(headers) + len(bad)} images are unreadable, e.g. {bad[0]}"
-        problems.append(Problem("warning" if headers else "error", text))
+        vectors = task.rows.images.vectors(np.arange(0)) is not None
+        looked = len(task.rows) if vectors else len(headers) + len(bad)
+        text = f"{len(bad)} of a sample of {looked} images are unreadable, e.g. {bad[0]}"
+        problems.append(Problem("warning" if len(bad) < looked else "error", text))
     problems += [Problem("warning", text) for text in _duplicates(task)]
     return sorted(problems, key=lambda problem: problem.level)
 
@@ -196,10 +198,13 @@ def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterat
 
 def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Headers of a sample of rows, and the reasons of the unreadable ones with their ids."""
-    headers, bad = [], []
+    headers, bad, images = [], [], task.rows.images
+    if (ready := images.vectors(np.arange(len(images)))) is not None:
+        pairs = zip(task.rows.ids, ready[1], strict=True)
+        return [], [f"{name}: {reason}" for name, reason in pairs if reason is not None]
     for row in evenly_spaced(NUM_HEADERS, len(task.rows)).tolist():
         try:
-            headers.append(read_header(task.rows.images[row]))
+            headers.append(read_header(images[row]))
         except BadImage as error:
             bad.append(f"{task.rows.ids[row]}: {error}")
     return headers, bad

@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
@@ -194,11 +194,17 @@ def check_bad(
     ids: Sequence[str], reasons: Sequence[str | None], max_fraction: float, storage: Storage | None = None
 ) -> list[dict[str, str]]:
     """The unreadable images of N, which rank 0 lists in ``storage``; ConfigError beyond ``max_fraction``."""
-    bad = [{"id": str(ids[i]), "reason": why} for i, why in enumerate(reasons) if why is not None]
+    return _check(ids, {i: why for i, why in enumerate(reasons) if why is not None}, max_fraction, storage)
+
+
+def _check(
+    ids: Sequence[str], reasons: Mapping[int, str], max_fraction: float, storage: Storage | None
+) -> list[dict[str, str]]:
+    bad = [{"id": str(ids[row]), "reason": reasons[row]} for row in sorted(reasons)]
     if bad and storage is not None and collectives.rank_and_world()[0] == 0:
         storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
-    if len(bad) > max_fraction * len(reasons):
-        text = f"{len(bad)} of {len(reasons)} images are unreadable, more than data.max_bad_fraction "
+    if len(bad) > max_fraction * len(ids):
+        text = f"{len(bad)} of {len(ids)} images are unreadable, more than data.max_bad_fraction "
         text += f"{max_fraction:g} allows; the first is {bad[0]['id']}: {bad[0]['reason']}"
         raise ConfigError(text + (f"; all are in {storage.path(BAD_SAMPLES)}" if storage is not None else ""))
     return bad
@@ -237,8 +243,7 @@ class BadRows:
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
                 self._reasons[row] = reason or "was readable at first, but not when read again"
         self._synced = len(rows)
-        reasons = [self._reasons.get(row) for row in range(len(self._ids))]
-        check_bad(self._ids, reasons, self._max_fraction, self._storage)
+        _check(self._ids, self._reasons, self._max_fraction, self._storage)
 
     def _listed(self) -> dict[int, str]:
         """What the run has listed before it was resumed."""
@@ -249,7 +254,8 @@ class BadRows:
                 reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
         except (ValueError, TypeError, KeyError):
             log.warning("%s is damaged and is rewritten", self._storage.path(BAD_SAMPLES))
-        return {row: reasons[name] for row, name in enumerate(map(str, self._ids)) if name in reasons}
+        named = enumerate(map(str, self._ids)) if reasons else ()
+        return {row: reasons[name] for row, name in named if name in reasons}
 
 
 def read_header(image: Image) -> tuple[str, int, int]:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from uno.config import OWN_ENCODERS, Config, flatten, to_dict
+from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
 from uno.data.decode import decode_many, ok_mask
-from uno.data.images import evenly_spaced
+from uno.data.images import spread
 from uno.data.plan import largest_batch
-from uno.data.splits import Task
+from uno.data.splits import Task, train_rows
 from uno.presets import IMAGE_SIZE, SIZES, apply_image_size, is_custom_data, preset
 from uno.text import plural
 
@@ -43,8 +43,8 @@ Found = tuple[dict[str, Any], list[str]]
 
 def keys_from_images(config: Config) -> tuple[str, ...]:
     """The keys of ``config`` that its images decide unless they are given; none for a benchmark's."""
-    if config.preset == "photos":
-        return ("train.batch_size",)
+    if config.preset in ("photos", VECTORS):
+        return ("train.batch_size", *["model.encoder"] * config.model.takes_vectors)
     return FROM_IMAGES if config.preset == "scratch" and is_custom_data(flatten(to_dict(config))) else ()
 
 
@@ -54,8 +54,9 @@ def from_images(config: Config, task: Task, given: Container[str], setting: str)
     """
     if not keys_from_images(config):
         return {}, []
-    if config.preset == "photos":
-        return _batch(config, task, given, 0, config.train.batch_size)
+    if config.preset in ("photos", VECTORS):
+        values, lines = _batch(config, task, given, 0, config.train.batch_size)
+        return values | _vectors(config, task), lines
     alone = config.model.weights is None and config.model.encoder in OWN_ENCODERS
     values, lines = _size(config, task, given) if alone else ({}, [])
     num_classes = task.num_novel + (task.num_known if setting == "gcd" else 0)
@@ -67,6 +68,12 @@ def from_images(config: Config, task: Task, given: Container[str], setting: str)
         values |= found
         lines += said
     return values, lines
+
+
+def _vectors(config: Config, task: Task) -> dict[str, Any]:
+    """The length of vectors, as part of the name of their encoder."""
+    found = task.rows.images.vectors(np.arange(0))
+    return {} if found is None else {"model.encoder": f"{VECTORS}:{found[0].shape[2]}"}
 
 
 def _size(config: Config, task: Task, given: Container[str]) -> Found:
@@ -94,7 +101,9 @@ def _batch(config: Config, task: Task, given: Container[str], num_classes: int, 
     """``wanted`` rows, at most the preset's, enough for every class, and no more than the data fills."""
     if "train.batch_size" in given:
         return {}, []
-    (labeled, unlabeled), most = task.sizes, config.train.batch_size
+    made, most = task.rows.images.vectors(np.arange(len(task.rows))), config.train.batch_size
+    rows = train_rows(task, None if made is None else ok_mask(made[1]))
+    labeled, unlabeled = len(rows["labeled"]), len(rows["unlabeled"])
     least = math.ceil(MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1))
     wanted = min(most, max(32, least, wanted))
     size = largest_batch(config.data.batch_sampling, wanted, labeled, unlabeled, config.compute.num_workers)
@@ -129,7 +138,7 @@ def _statistics(config: Config, task: Task, given: Container[str], stored_size: 
     if "data.mean" in given and "data.std" in given:
         return {}, []
     rows = np.flatnonzero(task.is_train)
-    rows = rows[evenly_spaced(STATISTICS_ROWS, len(rows))]
+    rows = rows[spread(task.rows.images, [rows], STATISTICS_ROWS, task.labels[rows])[0]]
     side = min(stored_size, STATISTICS_PIXELS)
     images, reasons = decode_many(task.rows.images.take(rows), side, config.compute.threads)
     images = images[torch.from_numpy(ok_mask(reasons))]

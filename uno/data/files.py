@@ -385,6 +385,10 @@ class Storage:
         """Full path of ``name`` inside the file system."""
         return f"{self.root}/{name}" if name else self.root
 
+    def below(self, name: str) -> str:
+        """``uri`` of a file or directory in it: the options of a URI stay at its end."""
+        return join(self.uri, name) if name else self.uri
+
     def exists(self, name: str = "") -> bool:
         """Whether a file or directory of that name is there."""
         return bool(self._info(name).type != pa.fs.FileType.NotFound)

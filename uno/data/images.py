@@ -4,10 +4,12 @@ tells them apart, and what has been made of them. A source is one class that ans
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +21,8 @@ from uno.data.row_blocks import RowBlocks
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
+SORTED_SHARE = 0.9  # of the classes that evenly spaced rows show: groups that show fewer are sorted
+log = logging.getLogger(__name__)
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -70,6 +74,20 @@ class Images(Protocol):
     def numbers(self, rows: np.ndarray) -> np.ndarray:
         """int64 (n,): what ``rows`` are called by :meth:`reader`."""
         return rows
+
+    def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
+        """Features float32 (n, V, D) that came in the place of images, the evaluation view first, and why a
+        row has none. None: there are images, which are to be encoded.
+        """
+        return None
+
+    def pictures(self) -> Images | None:
+        """What people are shown of each row; None: nothing."""
+        return self
+
+    def captions(self, rows: np.ndarray) -> list[str | None]:
+        """What stands below the pictures of ``rows``, or in their place."""
+        return [None] * len(rows)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
         """What has been made of ``rows`` already, and why a row has none: pixels uint8 (n,3,S,S), or features
@@ -138,6 +156,19 @@ class ImageSubset(Images):
     def numbers(self, rows: np.ndarray) -> np.ndarray:
         """As of the others."""
         return self.images.numbers(self.index[rows])
+
+    def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
+        """As of the others."""
+        return self.images.vectors(self.index[rows])
+
+    def pictures(self) -> Images | None:
+        """As of the others."""
+        found = self.images.pictures()
+        return None if found is None else found.take(self.index)
+
+    def captions(self, rows: np.ndarray) -> list[str | None]:
+        """As of the others."""
+        return self.images.captions(self.index[rows])
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
         """Of what is ready, or as of the others."""
@@ -219,6 +250,59 @@ def evenly_spaced(num: int, total: int) -> np.ndarray:
     """int64 (min(num, total),): that many row numbers of ``total``, evenly spaced."""
     num = min(num, total)
     return np.arange(num) * total // max(num, 1)
+
+
+def spread(
+    images: Images, kinds: Sequence[np.ndarray], num: int, labels: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Which at most ``num`` of each kind's rows, int64 (n,) each, to look at: evenly spaced ones, or where
+    images are read together all rows of evenly spaced groups, the same for all kinds as far as they suffice.
+    ``labels`` (n,) of the first kind's rows: where groups are sorted by class, of which a few show a few
+    classes, single rows after all.
+    """
+    even = [evenly_spaced(num, len(rows)) for rows in kinds]
+    if images.groups(np.arange(0)) is None or images.prepared(np.arange(0)) is not None:
+        return even
+    found = _whole_groups(images, kinds, num)
+    if labels is not None:
+        shown, (all_shown, first) = np.unique(labels[found[0]]), np.unique(labels[even[0]], return_index=True)
+        if len(shown) < SORTED_SHARE * len(all_shown):
+            log.warning("images are sorted by class: for each that is looked at, all stored with it are read")
+            return even
+        lacking = first[~np.isin(all_shown, shown)]
+        if len(lacking) <= (1 - SORTED_SHARE) * len(all_shown):  # rare ones
+            found[0] = np.union1d(found[0], even[0][lacking])
+    return found
+
+
+def _whole_groups(images: Images, kinds: Sequence[np.ndarray], num: int) -> list[np.ndarray]:
+    groups = [cast(np.ndarray, images.groups(rows)) for rows in kinds]
+    numbers = np.unique(np.concatenate(groups))
+    shares = [num / max(num, len(rows)) for rows in kinds]
+    most = numbers[evenly_spaced(math.ceil(max(shares) * len(numbers)), len(numbers))]
+    found = []
+    for rows, own, share in zip(kinds, groups, shares, strict=True):
+        if share == 1:
+            found.append(evenly_spaced(num, len(rows)))
+            continue
+        chosen = most[evenly_spaced(math.ceil(share * len(numbers)), len(most))]
+        inside = np.flatnonzero(np.isin(own, chosen))
+        found.append(inside[evenly_spaced(num, len(inside))])
+    return found
+
+
+def batches_of(images: Images, rows: np.ndarray, size: int) -> list[np.ndarray]:
+    """Positions in ``rows`` int64 (n,), which grow, at most ``size`` at a time; no group that fits into a
+    batch is in two.
+    """
+    groups, start, cuts = images.groups(rows), 0, list[int]()
+    ends = np.arange(0) if groups is None else np.flatnonzero(np.diff(groups)) + 1
+    while len(rows) - start > size:
+        last = int(np.searchsorted(ends, start + size, side="right")) - 1
+        cut = int(ends[last]) if last >= 0 else 0
+        start = cut if cut > start else start + size
+        cuts.append(start)
+    return np.split(np.arange(len(rows)), cuts) if len(rows) else []
 
 
 def content_of(image: Image) -> bytes:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from uno.config import DataConfig
 from uno.data.files import FileEntry, files_below, valid_text
-from uno.data.images import Files, Images, is_image
+from uno.data.images import Files, Images, InMemory, is_image
 from uno.data.rows import Partition, Rows
 from uno.data.sources import locate_source, read_images, read_rows
 from uno.data.tables import ParquetTable
@@ -30,12 +30,14 @@ MAX_GROUPS = 32  # of a partition: 16,384 rows
 
 class Inputs(Protocol):
     """N rows to predict. ``fingerprint`` tells one source from another, ``times`` whether it was written to
-    since; ``source`` leads any node from row numbers to images, None where these are in the parts.
+    since; ``source`` leads any node from row numbers to images, None where these are in the parts; ``first``
+    shows their kind.
     """
 
     fingerprint: str
     times: str
     source: Any = None
+    first: Images = InMemory([])
 
     def __len__(self) -> int: ...
 
@@ -108,6 +110,7 @@ class RowInputs(Inputs):
     def __init__(self, rows: Rows) -> None:
         self.rows, self.fingerprint, self.source = rows, rows.fingerprint, rows.images.reader()
         self.times = hashlib.sha256(rows.images.times(np.arange(len(rows))).tobytes()).hexdigest()
+        self.first = rows.images.take(np.arange(min(len(rows), 1)))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -168,7 +171,8 @@ class EvenSample(Inputs):
 
     def __init__(self, inputs: Inputs, num: int) -> None:
         self._inputs, self._num = inputs, num
-        self.fingerprint, self.times, self.source = inputs.fingerprint, inputs.times, inputs.source
+        self.fingerprint, self.source, self.first = inputs.fingerprint, inputs.source, inputs.first
+        self.times = inputs.times
 
     def __len__(self) -> int:
         return self._num

@@ -53,7 +53,7 @@ def begin(storage: Storage, mark: str, identity: Mapping[str, Any], what: str, *
 
 def _place(storage: Storage, mark: str) -> str:
     """The directory of a mark."""
-    return f"{storage.uri}/{mark.rpartition('/')[0]}".rstrip("/")
+    return storage.below(mark.rpartition("/")[0])
 
 
 def other_settings(place: str, what: str, keys: Sequence[str], advice: str) -> ConfigError:

@@ -26,7 +26,7 @@ from uno.data.output import begin, sweep
 from uno.data.plan import by_windows
 from uno.data.rows import Rows
 from uno.data.tables import FOOTERS, PACKED, PACKING, json_at
-from uno.errors import StorageError, one_line
+from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES
 
 GROUP_BYTES = 8 * 2**20
@@ -130,6 +130,8 @@ def pack(
     """Write ``rows``, ``labeled`` bool (N,) or not, to ``output``, which is empty or begun by the same call,
     in shards of about ``shard_bytes``. Unreadable images are listed, not written.
     """
+    if rows.images.vectors(np.arange(0)) is not None:
+        raise ConfigError(f"{rows.source}: vectors are not packed; shards are for images")
     shards = _shards(rows, labeled, shard_bytes)
     digest = hashlib.sha256()  # of the rows of every row group: other options put other rows there
     for group in chain.from_iterable(shards.values()):

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from uno.config import DataConfig
+from uno.config import VECTORS, DataConfig
 from uno.data import files as filesystem
 from uno.data.cifar import CIFAR10, CIFAR100, read_cifar
 from uno.data.columns import Labels, Text, chunks
@@ -21,6 +21,7 @@ from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import is_pattern, read_tar
+from uno.data.vectors import read_vectors
 from uno.errors import ConfigError, did_you_mean
 from uno.text import plural
 
@@ -68,6 +69,7 @@ SOURCES = {
         in_folders="alone",
         may_lack=lambda path, config: is_pattern(path),
     ),
+    VECTORS: Source(lambda path, config, images_only: read_vectors(path, config.named_columns, images_only)),
 }
 
 
@@ -165,7 +167,7 @@ def read_digits() -> Rows:
 
 
 def read_folder(root: str, kind: str = "folder", flag: str = "--data") -> Rows:
-    """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or val/ (splits), the one that
+    """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or val/ (splits), as
     it is (folder); loose images are unlabeled. ConfigError: it may be both, so that ``flag`` has to choose.
     """
     folders, _ = children(_directory(root))

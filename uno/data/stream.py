@@ -24,7 +24,7 @@ from uno.config import Config
 from uno.crops import Cropper
 from uno.data.decode import BATCHES_AHEAD, BadRows, DecodedBatch, decoded, ok_mask, prefetch_map
 from uno.data.files import Storage
-from uno.data.images import Images, InMemory
+from uno.data.images import Images, InMemory, batches_of
 from uno.data.plan import Batch, Order, Plan, augment_generator
 from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task, train_rows, truth_rows
@@ -59,6 +59,7 @@ class StreamSet:
     num_novel: int
     bad: BadRows
     crop: Callable[[CropJob], Generator[Chunk, None, None]]
+    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]
     device: torch.device = CPU
 
     @property
@@ -84,7 +85,13 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
     facts = stream_facts(task)
     bad = BadRows(facts.pop("ids"), task.rows.images, config.data.max_bad_fraction, storage)
     crop = partial(crop_local, threads=config.compute.threads or os.cpu_count() or 1)
-    return StreamSet(**facts, bad=bad, crop=crop)
+    return StreamSet(**facts, bad=bad, crop=crop, decode=decode_here(config, task.rows.images))
+
+
+def decode_here(config: Config, images: Images) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
+    """What decodes batches of rows, by threads of this process."""
+    size, threads, how = config.data.stored_size, config.compute.threads, config.data.interpolation
+    return partial(decoded, images, size=size, threads=threads, interpolation=how)
 
 
 def stream_facts(task: Task) -> dict[str, Any]:
@@ -251,6 +258,7 @@ class StreamedEvalSet:
     truth: Tensor
     index: Tensor
     unlabeled: Tensor
+    images: Images
     side: int
     decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]
     bad: BadRows
@@ -262,27 +270,32 @@ class StreamedEvalSet:
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """(images uint8 (b,3,S,S), truth (b,)) of this worker's contiguous share, every row once."""
-        size = max(1, min(batch_size, EVAL_BYTES // (3 * self.side**2)))
-        own = np.array_split(self.index.numpy(), world_size)[rank]
-        truth_of = dict(zip(self.index.tolist(), self.truth.tolist(), strict=True))
-        for rows, images, reasons in self.decode(own[i : i + size] for i in range(0, len(own), size)):
+        own, truth = (rows.tensor_split(world_size)[rank] for rows in (self.index, self.truth))
+        index = own.numpy()
+        batches = batches_of(self.images, index, decoded_rows(batch_size, self.side))
+        found = self.decode(index[batch] for batch in batches)
+        for batch, (rows, images, reasons) in zip(batches, found, strict=True):
             ok = ok_mask(reasons)
             for i in np.flatnonzero(~ok).tolist():
                 self.bad.add(int(rows[i]), str(reasons[i]))
-            truth = torch.tensor([truth_of[row] for row in rows[ok].tolist()], dtype=torch.int64)
-            if len(truth):
-                yield (images if ok.all() else images[torch.from_numpy(ok)]), truth
+            if ok.any():
+                yield (
+                    (images if ok.all() else images[torch.from_numpy(ok)]),
+                    truth[torch.from_numpy(batch[ok])],
+                )
+
+
+def decoded_rows(batch_size: int, side: int) -> int:
+    """Of a batch that is decoded for the model alone."""
+    return max(1, min(batch_size, EVAL_BYTES // (3 * side**2)))
 
 
 def streaming_eval_sets(config: Config, task: Task, bad: BadRows) -> dict[str, StreamedEvalSet]:
     """{"train", "test"} -> the rows of ``task`` with a true class, decoded by threads of this process."""
-    side = config.data.stored_size
-    threads, how = config.compute.threads, config.data.interpolation
-    decode = partial(decoded, task.rows.images, size=side, threads=threads, interpolation=how)
+    how = task.rows.images, config.data.stored_size, decode_here(config, task.rows.images), bad
     found = truth_rows(task).items()
     return {
-        split: StreamedEvalSet(truth, index, unlabeled, side, decode, bad)
-        for split, (index, truth, unlabeled) in found
+        split: StreamedEvalSet(truth, index, unlabeled, *how) for split, (index, truth, unlabeled) in found
     }
 
 

@@ -51,7 +51,7 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     (train-*, test-*, validation-*) or folder, else train. ``names``: what our columns are called there.
     Images stay in the files until they are wanted.
     """
-    source, (root, files) = f"parquet:{path}", _parquet_files(path)
+    source, (root, files) = f"parquet:{path}", parquet_files(path)
     with _lock:
         _recent.cache_clear()  # files may have changed
     with ThreadPoolExecutor(FOOTERS) as pool:
@@ -68,7 +68,7 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     if not len(table):
         raise ConfigError(f"{source}: no rows")
     labels, truth = (
-        _labels(source, table[c], class_names[0]) if c in table.column_names else None
+        labels_in(source, table[c], class_names[0]) if c in table.column_names else None
         for c in ("label", "eval_label")
     )
     places, starts = [filesystem.valid_text(f.relative) for f in files], np.cumsum([0, *map(len, tables)])
@@ -77,7 +77,7 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
         ids = Text.of(chain.from_iterable(map(_ids, tables, places, starts.tolist())))
     images: Images
     if "image" in table.column_names:
-        images = _files(source, root, _values(table["image"]), False)
+        images = files_in(source, root, values_in(table["image"]), False)
     else:
         images = ParquetImages(root, [f.path for f in files], left[0], [f[2:] for f in files])
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
@@ -89,16 +89,16 @@ def _ids(table: Any, name: str, first: int) -> Iterator[str]:
     """Of a file's rows, the first being row ``first`` of the source: they may lack some, or all."""
     if "id" not in table.column_names:
         return (f"{name}#{number}" for number in range(len(table)))
-    return (id or f"row-{row}" for row, id in enumerate(_values(table["id"]), first))
+    return (id or f"row-{row}" for row, id in enumerate(values_in(table["id"]), first))
 
 
-def _values(column: Any) -> Iterator[Any]:
+def values_in(column: Any) -> Iterator[Any]:
     """Of an Arrow column, few of them in Python at a time."""
     starts = range(0, len(column), ROWS_AT_ONCE)
     return chain.from_iterable(column.slice(start, ROWS_AT_ONCE).to_pylist() for start in starts)
 
 
-def _parquet_files(path: str) -> tuple[str, list[filesystem.FileEntry]]:
+def parquet_files(path: str) -> tuple[str, list[filesystem.FileEntry]]:
     """The folder, and the Parquet files in it."""
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
@@ -123,7 +123,7 @@ class ParquetImages(Images):
         self.root, self.column = root, column
         sized = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
         with ThreadPoolExecutor(FOOTERS) as pool:
-            opened = list(pool.map(lambda file: _parquet(*file), sized))
+            opened = list(pool.map(lambda file: open_parquet(*file), sized))
         pairs = zip(sized, opened, strict=True)
         groups = [(at, file, g) for at, file in pairs for g in range(file.metadata.num_row_groups)]
         self._groups = [(path, size, g) for (path, size), _, g in groups]
@@ -274,7 +274,7 @@ _known: dict[tuple[str, int], _Parquet] = {}  # by path and size: every footer o
 
 
 @filesystem.retry_transient
-def _parquet(path: str, size: int, anew: bool = False) -> _Parquet:
+def open_parquet(path: str, size: int, anew: bool = False) -> _Parquet:
     """The file, as it was when its footer was last read by this process."""
     if anew or (path, size) not in _known:
         _known[path, size] = _Parquet(path, size)
@@ -285,7 +285,7 @@ _open_anew = filesystem.retry_transient(_Parquet)  # for who reads a file once: 
 
 
 def _read_group(path: str, size: int, number: int, column: str) -> Any:
-    return _parquet(path, size).read([column], number)[column].combine_chunks()
+    return open_parquet(path, size).read([column], number)[column].combine_chunks()
 
 
 _lock, _recent = threading.Lock(), lru_cache(maxsize=2)(_read_group)  # in which calls end and begin
@@ -298,8 +298,9 @@ class ParquetTable:
     """
 
     def __init__(self, path: str, names: Mapping[str, str] = NO_NAMES) -> None:
-        self._name, (self._root, files) = f"parquet:{path}", _parquet_files(path)
+        self._name, (self._root, files) = f"parquet:{path}", parquet_files(path)
         self.source: Any = self  # which reads rows by their numbers
+        self.first: Images = InMemory([])
         with ThreadPoolExecutor(FOOTERS) as pool:
             found = list(pool.map(lambda file: _describe(file, names), files))
         self._files, groups, digests, columns = zip(*found, strict=True)
@@ -314,7 +315,7 @@ class ParquetTable:
             raise ConfigError(f"{self._name}: no rows")
         _, first = next(self._read(np.arange(min(len(self), PATHS_TRIED))))
         if first.type in TEXT:
-            _files(self._name, self._root, first.to_pylist(), True)  # which says it if none is there
+            files_in(self._name, self._root, first.to_pylist(), True)  # which says it if none is there
 
     def __len__(self) -> int:
         return int(self._groups[-1])
@@ -390,9 +391,9 @@ def _describe(
     """
     path, name, parquet = file.path, filesystem.valid_text(file.relative), _open_anew(file.path, file.size)
     schema, metadata, footer = parquet.schema, parquet.metadata, io.BytesIO()
-    _check_names(path, own, schema.names, True)
+    check_names(path, own, schema.names, True)
     image, kept = _image_column(path, own, schema.names), own.get("id", "id")
-    _check_images(path, schema.field(image).type)
+    check_images(path, schema.field(image).type)
     with parquet.errors():
         if kept in schema.names:
             pa.array([], schema.field(kept).type).cast(pa.string())
@@ -408,27 +409,26 @@ def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any,
     left in the file, because it holds bytes, else ''.
     """
     name, path = file.relative, file.path
-    parquet = _parquet(path, file.size, anew=True)
+    parquet = open_parquet(path, file.size, anew=True)
     schema, num = parquet.schema, parquet.metadata.num_rows
-    _check_names(path, own, schema.names)
+    check_names(path, own, schema.names)
     image = _image_column(path, own, schema.names)
     label = own.get("label") or next((c for c in LABEL_COLUMNS if c in schema.names), None)
     if num > MAX_ROWS:
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
-    _check_images(path, schema.field(image).type)
+    check_images(path, schema.field(image).type)
     left = "" if schema.field(image).type in TEXT else image
     theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
     theirs |= {"label": label or "", "image": image}
     wanted = {*theirs.values()} - {image}
     table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
-    # train-00000-of-00004.parquet or train/0000.parquet; rows below unknown names are for training
-    words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
-    split = next((SPLITS[word] for word in words if word in SPLITS), "train")
     with parquet.errors():
         columns |= {name: columns[name].cast(pa.string()) for name in ("id", "split") if name in columns}
     given = columns.pop("split", None)
-    is_train = np.full(num, split == "train") if given is None else _splits(path, _labels(path, given, ()))
+    is_train = (
+        np.full(num, is_training(name)) if given is None else splits_in(path, labels_in(path, given, ()))
+    )
     found = pa.table({**columns, "is_train": is_train})
     metadata = schema.metadata or {}
     known = json_at(metadata.get(PACKED.encode(), ""), "known")
@@ -437,6 +437,14 @@ def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any,
     if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
         raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
     return found, tuple(filesystem.valid_text(str(name)) for name in names or ()), known, left
+
+
+def is_training(name: str) -> bool:
+    """Whether rows of a file such as train-0-of-4.parquet or test/0000.parquet are for training; those below
+    unknown names are.
+    """
+    words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
+    return next((SPLITS[word] for word in words if word in SPLITS), "train") == "train"
 
 
 def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> str:
@@ -449,7 +457,7 @@ def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> 
     return image
 
 
-def _check_names(
+def check_names(
     path: str, names: Mapping[str, str], columns: Iterable[str], images_only: bool = False
 ) -> None:
     """ConfigError: a column that ``names`` speak of, and that is needed, is not there; or one is almost named
@@ -478,7 +486,8 @@ def json_at(text: str | bytes, *names: str) -> Any:
         return None
 
 
-def _labels(source: str, column: Any, names: Sequence[str]) -> Labels:
+def labels_in(source: str, column: Any, names: Sequence[str]) -> Labels:
+    """The classes of an Arrow column, numbers by ``names`` if there are any. ConfigError: it holds others."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     coded = column.cast(kind).combine_chunks().dictionary_encode()
     values = coded.dictionary.to_pylist()
@@ -505,7 +514,7 @@ def _distinct(source: str, labels: Labels) -> Labels:
     return labels
 
 
-def _check_images(source: str, kind: Any) -> None:
+def check_images(source: str, kind: Any) -> None:
     """ConfigError: a column of that Arrow type holds no images."""
     fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
     if kind not in (*TEXT, *BINARY) and fields.get("bytes") not in BINARY:
@@ -518,9 +527,9 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
     ``images_only`` as in :func:`read_parquet`; a row without a path is then an unreadable image.
     """
     root, name = filesystem.split(path)
-    columns = _read_jsonl(path) if name.lower().endswith(".jsonl") else _read_csv(path)
+    columns = _read_jsonl(path) if name.lower().endswith(".jsonl") else read_csv(path)
     source = f"table:{path}"
-    _check_names(path, names, columns, images_only)
+    check_names(path, names, columns, images_only)
     columns |= {ours: columns[theirs] for ours, theirs in names.items() if theirs in columns}
     if images_only:
         columns = {name: column for name, column in columns.items() if name not in TRAINING_COLUMNS}
@@ -540,11 +549,15 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
     given = enumerate(columns.get("id", missing))
     ids = Text.of(f"row-{i}" if value in (None, "") else str(value) for i, value in given)
     splits = (None if value in (None, "") else str(value) for value in columns.get("split", missing))
-    is_train, images = _splits(source, Labels.of(splits)), _files(source, root, columns[image], images_only)
+    is_train, images = (
+        splits_in(source, Labels.of(splits)),
+        files_in(source, root, columns[image], images_only),
+    )
     return Rows(ids, images, labels, is_train, source, eval_labels=truth if "eval_label" in columns else None)
 
 
-def _read_csv(path: str) -> dict[str, list[Any]]:
+def read_csv(path: str) -> dict[str, list[Any]]:
+    """The columns of a CSV file by name. ConfigError: it is none."""
     text = _text(path)
     try:
         fields, *records = [row for row in csv.reader(io.StringIO(text, newline="")) if row] or [[]]
@@ -601,7 +614,7 @@ def class_name(source: str, label: Any) -> str | None:
     return str(label)
 
 
-def _splits(source: str, given: Labels) -> np.ndarray:
+def splits_in(source: str, given: Labels) -> np.ndarray:
     """bool (N,): which rows are for training; those that say nothing are."""
     splits = [SPLITS.get(name.lower()) for name in given.classes]
     if None in splits:
@@ -610,7 +623,8 @@ def _splits(source: str, given: Labels) -> np.ndarray:
     return np.array([*(split == "train" for split in splits), True])[given.codes]
 
 
-def _files(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> Files:
+def files_in(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> Files:
+    """Files by their paths below ``root``. ConfigError: one leads out, or lacks unless it ``may_lack``."""
     inside, parts, row, first = filesystem.resolver(root), list[Files](), 0, None
     for some in chunks(relatives):
         paths = []

@@ -35,6 +35,7 @@ METHODS = {
     "ncl": "neighborhood contrastive learning (Zhong et al., CVPR 2021)",
     "openmix": "OpenMix (Zhong et al., CVPR 2021)",
     "jia": "joint representation learning and discovery (Jia et al., ICCV 2021)",
+    "choice": "clusters of frozen features, chosen by hidden known classes",
 }
 """Name, which is its module's too -> what it is."""
 PRETEXTS = {"rotation": "which of four quarter turns (Gidaris et al., ICLR 2018)"}
@@ -55,7 +56,9 @@ class Method:
     (1, K, ...); None: UNO's projection heads. ``frozen_head``: the head in its place where the encoder is
     frozen, of a method that would shape it: see :class:`uno.methods.method.AdaptedHead`. ``start(config,
     model, train)`` runs once, before the first step, on every worker alike: it may initialize the model in
-    place and returns the tensors to keep, by name, in ``state.extra`` and in checkpoints.
+    place and returns the tensors to keep, by name, in ``state.extra`` and in checkpoints. ``adapter(D)``: see
+    :class:`uno.model.UnoModel`. ``trains``: False where ``start`` does all on features of a frozen encoder,
+    so that by default discovery has no epochs.
 
     ``gcd``: it serves an unlabeled set that holds known classes, too. ``pretrain``: it wants supervised
     pretraining where no weights are given. ``needs_images``: it reads images or ``Batch.rows`` itself, so it
@@ -71,6 +74,8 @@ class Method:
     config: Any = None
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     frozen_head: Callable[[int, int], nn.Module] | None = None
+    adapter: Callable[[int], nn.Module] | None = None
+    trains: bool = True
     gcd: bool = False
     pretrain: bool = True
     needs_images: bool = False

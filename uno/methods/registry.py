@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uno import methods
-from uno.config import Config
+from uno.config import VECTORS, Config
 from uno.methods import Method
 
 if TYPE_CHECKING:  # it imports torch, which the command line does without
@@ -28,8 +28,10 @@ def settings(name: str, preset: str) -> dict[str, Any]:
         return {}
     method = methods.load(name)
     values: dict[str, Any] = {"method": name}
-    if preset == "photos" and method.novel_head is not None:
+    if preset in ("photos", VECTORS) and method.novel_head is not None:
         values |= {"model.prototype_init": "random", "objective.class_prior": None}
+    if not method.trains:
+        values |= {"discover.epochs": 0, "augment.num_cached_views": 2}
     return values | {f"{method.name}.{key}": v for key, v in method.settings.get(preset, {}).items()}
 
 
@@ -37,7 +39,8 @@ def build_network(config: Config, num_known: int, num_novel: int, seed: int) -> 
     """The freshly initialized network of the run's method; ``num_novel`` 0: encoder and known head alone."""
     from uno.model import build_model
 
-    return build_model(config.model, num_known, num_novel, seed, load(config).novel_head)
+    method = load(config)
+    return build_model(config.model, num_known, num_novel, seed, method.novel_head, method.adapter)
 
 
 def num_heads(config: Config) -> int:

@@ -21,14 +21,16 @@ SIZES = ((240, 60), (200, 55), (160, 50), (120, 50), (120, 30))
 SHEET_SIDE, PREVIEW_SIDE = 24, 28
 SHEET_COLUMNS = 40
 NUM_PROBED = 24  # images that tell how large tiles will be
+NUM_TEXTS, MAX_TEXT = 2, 300  # most confident rows of a class where there are no pictures; characters of one
 NUM_FIRST, NUM_LAST = 12, 6  # tiles of a class that are shown before it is opened
 
 
 class Tile(NamedTuple):
-    """An image, its position in the sample."""
+    """An image, its position in the sample; "" for one that has none, and the row's text or else id."""
 
     row: int
     uri: str
+    text: str
 
 
 class Gallery(NamedTuple):
@@ -48,20 +50,30 @@ class Album:
     """
 
     def __init__(self, rows: Rows, sample: Sample, groups: Sequence[NDArray[np.int64]]) -> None:
-        self._images, self._sample = rows.images.take(sample.index), sample
+        pictures, self._sample = rows.images.pictures(), sample
+        self._images = None if pictures is None else pictures.take(sample.index)
+        self._ids, self._captions = rows.ids.take(sample.index), rows.images.captions(sample.index)
         sizes, total = [len(group) for group in groups], sum(map(len, groups))
         probe = np.concatenate([*groups, np.arange(0)])
         probe = probe[evenly_spaced(NUM_PROBED, total)]
-        native = int(np.median([_side(self._images[i]) for i in probe.tolist()] or [1]))
+        sides = [] if self._images is None else [_side(self._images[i]) for i in probe.tolist()]
+        native = int(np.median(sides or [SIZES[0][0]]))
         fitting = [size for size in SIZES if size[0] <= native] or [(native, 85)]
         for self.side, self._quality in fitting:
-            mean = np.mean([len(self._tile(i).uri) for i in probe.tolist()]) if total else 1
+            mean = (
+                np.mean([len(t.uri) + len(t.text) for t in map(self._tile, probe.tolist())]) if total else 1
+            )
             if mean * total <= BUDGET_BYTES:
                 break
         self.most, num = _cap(sizes, int(BUDGET_BYTES / mean)), 0
         for size in sizes:
             num += min(size, self.most)
         self.is_whole, self.num_bytes = num == total, int(mean * num)
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether rows have pictures; else they are shown as text."""
+        return self._images is not None
 
     def gallery(self, members: NDArray[np.int64]) -> Gallery:
         """Tiles of ``members``."""
@@ -74,14 +86,20 @@ class Album:
         rest = tiles[NUM_FIRST : len(tiles) - len(last)]
         return Gallery(tiles[:NUM_FIRST], rest, last, len(members) - len(tiles))
 
-    def preview(self, members: NDArray[np.int64]) -> tuple[str, int]:
-        """One picture of the most confident of ``members``, side by side, and how many they are."""
+    def preview(self, members: NDArray[np.int64]) -> tuple[str, int, list[str]]:
+        """One picture of the most confident of ``members``, side by side, and how many; or their texts."""
         ranked = self._ranked(members)[:6]
+        if self._images is None:
+            return "", 0, [self._tile(i).text for i in ranked[:NUM_TEXTS].tolist()]
         pixels = self._pixels(ranked, min(self.side, PREVIEW_SIDE))
-        return (encode(pixels, len(ranked), 80) if len(ranked) else ""), len(ranked)
+        return (encode(pixels, len(ranked), 80) if len(ranked) else ""), len(ranked), []
 
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
-        """One picture of all ``positions``, and its side; coarser until it fits :data:`SHEET_BYTES`."""
+        """One picture of all ``positions``, and its side; coarser until it fits :data:`SHEET_BYTES`. ("", 0):
+        there are no pictures.
+        """
+        if self._images is None:
+            return "", 0
         side = min(self.side, SHEET_SIDE)
         images = self._pixels(positions, side)
         for quality in (70, 50, 30, 10):
@@ -94,16 +112,20 @@ class Album:
         return members[np.argsort(-self._sample.confidence[members], kind="stable")]
 
     def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
+        assert self._images is not None
         return decode_many(self._images.take(positions), side)[0].numpy()
 
     def _tile(self, position: int) -> Tile:
+        text = self._captions[position] or self._ids[position]
+        if self._images is None:
+            return Tile(position, "", text[:MAX_TEXT])
         try:
             pixels = decode(self._images[position], self.side).transpose(1, 2, 0)
         except BadImage:
             pixels = np.zeros((self.side, self.side, 3), np.uint8)
         kind = "png" if self.side <= SMALL else "webp"
         uri = data_uri(Pillow.fromarray(pixels), kind, quality=self._quality, method=2)
-        return Tile(position, uri)
+        return Tile(position, uri, self._captions[position] or "")
 
 
 def _side(image: Image) -> int:

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from uno.config import Config, flatten, override, to_dict
+from uno.data.files import split
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import METHODS
 from uno.methods.registry import settings
@@ -202,7 +203,7 @@ def with_own_data(table: Table, config: Config, num_known: int, num_novel: int) 
     if any(key.startswith("data.") for row in table.rows for key in row.overrides):
         raise ConfigError(f"{table.name} chooses classes of the paper's data: not with data of your own")
     source = config.data.labeled or config.data.source
-    name = source.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    name = split(source.rstrip("/"))[1].rpartition(":")[2]
     key = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") or "own"
     values = flatten(to_dict(config))
     own = Benchmark(

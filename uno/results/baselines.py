@@ -2,6 +2,7 @@
 discovery.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from uno import collectives
 from uno.clustering import VARIANCE, kmeans, whiten
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.stream import EvalData, TrainData
+from uno.data.images import batches_of, spread
+from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
 from uno.model import UnoModel, build_model, features_of
-from uno.prototype_init import clusters_of, labeled_features
+from uno.prototype_init import MAX_ROWS, Sample, clusters_of, features_by_all, streamed
 from uno.results import metrics
 from uno.runs.run import load_weights_
 
@@ -28,41 +31,66 @@ class Rows(NamedTuple):
 
     features: Tensor  # (N, D)
     truth: Tensor  # (N,)
-    pixels: Tensor | None  # (N, 3 S S) where the images are tiny
+    pixels: Tensor | None = None  # (N, 3 S S) where the images are tiny
 
 
-def baselines(
+class Looked(NamedTuple):
+    """What the baselines cluster of the training rows; None: too few have truth."""
+
+    novel: Rows | None
+    setting: tuple[Rows, Rows] | None  # of a mixed one the unlabeled and the labeled rows
+
+
+def start_model(
     config: Config, storage: Storage, train: TrainData, rows: EvalData, device: torch.device
-) -> dict[str, float]:
-    """The baselines of the training ``rows``: :func:`novel_baselines` of those of novel classes, and in the
-    GCD setting :func:`generalized_baselines`; {} where fewer rows than clusters have truth.
-    """
-    mixed, novel = config.data.setting == "gcd", rows.where(rows.truth >= train.num_known)
-    enough = len(novel.truth) >= train.num_novel
-    mixed = mixed and int(rows.unlabeled.sum()) >= train.num_known + train.num_novel
-    if not enough and not mixed:
-        return {}
-    model = build_model(config.model, train.num_known, 0, 0)  # what discovery started from
+) -> UnoModel | None:
+    """The network that discovery started from, in eval mode; None: too few ``rows`` have truth."""
+    if not any(_enough(config, train, rows)):
+        return None
+    model = build_model(config.model, train.num_known, 0, 0)
     load_weights_(model, config, storage)
-    model = model.to(device).eval()
-    values = novel_baselines(config, model, train, novel) if enough else {}
-    if mixed:
-        values |= generalized_baselines(config, model, train, rows)
+    return model.to(device).eval()
+
+
+def look(config: Config, model: UnoModel, train: TrainData, rows: EvalData) -> Looked:
+    """The training ``rows`` through ``model``. All workers ask: of streamed rows each reads a share."""
+    enough, mixed = _enough(config, train, rows)
+    novel = read(config, model, rows.where(rows.truth >= train.num_known)) if enough else None
+    if not mixed:
+        return Looked(novel, None)
+    kinds = rows.unlabeled, ~rows.unlabeled
+    return Looked(
+        novel, (read(config, model, rows.where(kinds[0])), read(config, model, rows.where(kinds[1])))
+    )
+
+
+def _enough(config: Config, train: TrainData, rows: EvalData) -> tuple[bool, bool]:
+    """Whether as many novel rows as clusters have truth; of the GCD setting also the unlabeled ones."""
+    mixed = config.data.setting == "gcd" and int(rows.unlabeled.sum()) >= train.num_known + train.num_novel
+    return int((rows.truth >= train.num_known).sum()) >= train.num_novel, mixed
+
+
+def baselines(config: Config, rows: Looked, sample: Sample, train: TrainData) -> dict[str, float]:
+    """:func:`novel_baselines` of the training rows of novel classes, and of the GCD setting
+    :func:`generalized_baselines`; ``sample``: of the same network.
+    """
+    values: dict[str, float] = {}
+    if rows.novel is not None and len(rows.novel.truth) >= train.num_novel:  # some may be unreadable
+        values |= novel_baselines(config, rows.novel, sample.labeled, train.num_novel)
+    if rows.setting is not None:
+        values |= generalized_baselines(config, *rows.setting, train)
     return values
 
 
-def novel_baselines(config: Config, model: UnoModel, train: TrainData, novel: EvalData) -> dict[str, float]:
-    """k-means on the features of the ``novel`` rows, on these whitened, and for tiny images on their pixels:
+def novel_baselines(config: Config, rows: Rows, labeled: Tensor, num_novel: int) -> dict[str, float]:
+    """k-means on the features of novel ``rows``, on these whitened, and for tiny images on their pixels:
     ``baseline/{kmeans|kmeans_whitened|kmeans_pixels}/novel/{metric}``.
 
     Whitened is what ``uno estimate-classes`` clusters: unit features of labeled and novel rows along the
     principal directions that explain 95% of their variance. What known classes were taught to be alike in is
     then no longer most of every distance.
     """
-    rows = read(config, model, novel)
-    if len(rows.truth) < train.num_novel:  # of streamed rows some may be unreadable
-        return {}
-    both = F.normalize(torch.cat([labeled_features(config, model, train)[0], rows.features]), dim=1)
+    both = F.normalize(torch.cat([labeled, rows.features]), dim=1)
     points = {
         "kmeans": rows.features,
         "kmeans_pixels": rows.pixels,
@@ -71,7 +99,7 @@ def novel_baselines(config: Config, model: UnoModel, train: TrainData, novel: Ev
     values: dict[str, float] = {}
     for name, features in points.items():
         if features is not None:
-            found = kmeans_baseline(features, rows.truth, train.num_novel, config.seed)
+            found = kmeans_baseline(features, rows.truth, num_novel, config.seed)
             values |= {f"baseline/{name}/novel/{metric}": value for metric, value in found.items()}
     return values
 
@@ -90,14 +118,14 @@ def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, se
 
 
 def generalized_baselines(
-    config: Config, model: UnoModel, train: TrainData, rows: EvalData
+    config: Config, unlabeled_rows: Rows, labeled_rows: Rows, train: TrainData
 ) -> dict[str, float]:
     """`baseline/{kmeans|constrained_kmeans}/gcd/{all|old|new}`: C clusters of the GCD setting, without and
     with the labeled rows fixed to their classes, scored as its heads are; {} where fewer unlabeled rows than
     there are outputs can be read.
     """
-    unlabeled, truth, _ = read(config, model, rows.where(rows.unlabeled))
-    labeled, labels, _ = read(config, model, rows.where(~rows.unlabeled))
+    unlabeled, truth, _ = unlabeled_rows
+    labeled, labels, _ = labeled_rows
     num_outputs = train.num_known + train.num_novel
     if len(truth) < num_outputs or not len(labels):
         return {}
@@ -113,12 +141,23 @@ def generalized_baselines(
 
 
 def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
-    """What of ``rows`` can be read."""
-    features, truth, pixels = [torch.empty(0, 0)], [torch.empty(0, dtype=torch.int64)], list[Tensor]()
+    """What of ``rows`` can be read, for rank 0; of streamed ones ``MAX_ROWS`` at most, by all workers."""
+    if isinstance(rows, StreamedEvalSet):
+        (chosen,), size = spread(rows.images, [rows.index.numpy()], MAX_ROWS), config.train.eval_batch_size
+        numbers, classes = rows.index.numpy()[chosen], rows.truth[torch.from_numpy(chosen)]
+        batches = batches_of(rows.images, numbers, decoded_rows(size, rows.side))
+        load = partial(streamed, rows.decode, numbers)
+        (features,), ok = features_by_all(config, [model], batches, load)
+        tiny = rows.side <= MAX_PIXEL_SIDE and collectives.rank_and_world()[0] == 0
+        seen = [images[torch.from_numpy(good)].flatten(1) for images, good in load(batches)] if tiny else []
+        return Rows(features[ok].cpu(), classes[ok], torch.cat(seen).float() if seen else None)
+    if collectives.rank_and_world()[0] > 0:  # who has no use for them
+        return Rows(torch.empty(0, 0), torch.empty(0, dtype=torch.int64))
+    parts, truth, pixels = [torch.empty(0, 0)], [torch.empty(0, dtype=torch.int64)], list[Tensor]()
     for images, classes in rows.batches(config.train.eval_batch_size):
-        features.append(features_of(model, images, config).cpu())
+        parts.append(features_of(model, images, config).cpu())
         truth.append(classes.cpu())
         if images.ndim == 4 and images.shape[-1] <= MAX_PIXEL_SIDE:
             pixels.append(images.flatten(1).float().cpu())
-    together = torch.cat(features[1:] or features), torch.cat(truth)
+    together = torch.cat(parts[1:] or parts), torch.cat(truth)
     return Rows(*together, torch.cat(pixels) if pixels else None)

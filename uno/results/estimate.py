@@ -139,7 +139,7 @@ def estimate_num_novel(
             if stored.get("key") == key:
                 return Estimate(**stored)
 
-    jobs = list(zip(splits, configs, (f"{storage.uri}/pretrain-{key}" for key in keys), strict=True))
+    jobs = list(zip(splits, configs, (storage.below(f"pretrain-{key}") for key in keys), strict=True))
     features: dict[int, Features] = {}
     for index, found in tasks(pretrain_split, (train, settings, str(device)), jobs):
         features[index] = found

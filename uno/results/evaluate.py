@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +17,14 @@ from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
 from uno.model import UnoModel, forward
+from uno.prototype_init import sample_features
 from uno.results import metrics
-from uno.results.baselines import baselines
+from uno.results.baselines import baselines, look, start_model
 from uno.results.classes import OutputClass, parse_classes
 from uno.results.infer import outcomes
-from uno.results.trust import trust_metrics
+from uno.results.trust import choice_metrics, trust_metrics
+from uno.runs import DISCOVER
+from uno.runs.checkpoint import load_newest
 from uno.runs.run import load_trained
 from uno.train import Worker
 
@@ -40,18 +44,25 @@ def evaluate_run(
     values: dict[str, float] = {}
     mixed = config.data.setting == "gcd"
     for split, rows in sets.items():
-        kinds = [rows.where(rows.unlabeled), rows.where(~rows.unlabeled)] if mixed else [rows]
-        share = config.train.eval_batch_size, worker.rank, worker.world_size
-        counts = [count(model, config, kind.batches(*share), num_true, edits) for kind in kinds]
+        if mixed:  # unlabeled rows, then the others
+            rows = replace(rows, truth=rows.truth + num_true * ~rows.unlabeled)
+        batches = rows.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
+        counts = count_kinds(model, config, batches, num_true, 1 + mixed, edits)
         total = [torch.stack(parts).sum(dim=0) for parts in zip(*counts, strict=True)]
         values |= protocol_metrics(Confusions(*total), best_head, split, edits)
         if mixed:
             values |= gcd_metrics(counts[0].joint, train.num_known, best_head, split, edits)
     train.sync()
+    begun = start_model(config, storage, train, sets["train"], worker.device)
+    trained, *before = sample_features(config, [model, *([] if begun is None else [begun])], train)
+    looked = None if begun is None else look(config, begun, train, sets["train"])
     if worker.rank == 0:
-        values |= baselines(config, storage, train, sets["train"], worker.device)
+        if looked is not None:
+            values |= baselines(config, looked, before[0], train)
         num_held_out = int((sets["test"].truth < train.num_known).sum())
-        values |= trust_metrics(config, model, best_head, train, values, num_held_out)
+        values |= trust_metrics(config, model, best_head, trained, train, values, num_held_out)
+        if (checkpoint := load_newest(storage, DISCOVER)) is not None:
+            values |= choice_metrics(checkpoint.tensors)
     return values
 
 
@@ -132,8 +143,17 @@ def count(
     (b, 3, S, S) and truth (b,) in [0, ``num_true``) or -1. ``model`` in eval mode, not its DDP wrapper. With
     ``edits`` outputs are those of the predictions.
     """
+    return count_kinds(model, config, batches, num_true, 1, edits)[0]
+
+
+def count_kinds(
+    model: UnoModel, config: Config, batches: Iterable[tuple[Tensor, Tensor]], num_true: int,
+    num_kinds: int, edits: Edits | None = None,
+) -> list[Confusions]:  # fmt: skip
+    """:func:`count` of each kind of rows: truth t of kind k is k * ``num_true`` + t."""
     device, num_novel = model.known.weight.device, num_true - model.num_known
-    counts = Confusions.zeros(model.num_heads, model.num_known, num_novel, model.num_novel, device)
+    sizes = model.num_heads, model.num_known, num_novel, model.num_novel
+    counts = [Confusions.zeros(*sizes, device) for _ in range(num_kinds)]
     for images, truth in batches:
         logits = forward(model, images, config)
         assert logits.novel is not None
@@ -141,8 +161,11 @@ def count(
         if edits is not None:
             found = outcomes(known, novel, config.objective.temperature, *edits)  # (H, b, C)
             known, novel = found[..., : model.num_known], found[..., model.num_known :]
-        counts.add_(known, novel, truth.to(device, non_blocking=True))
-    return Confusions(*map(collectives.all_reduce_sum_, counts))
+        truth = truth.to(device, non_blocking=True)
+        for kind, own in enumerate(counts):
+            of_kind = truth.div(num_true, rounding_mode="floor") == kind
+            own.add_(known, novel, torch.where(of_kind, truth % num_true, -1))
+    return [Confusions(*map(collectives.all_reduce_sum_, own)) for own in counts]
 
 
 def protocol_metrics(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
+from uno.data.files import split
 from uno.encoder import SMALL_STEMS, build_encoder, classifier_of
 from uno.errors import ConfigError, NumericsError
 from uno.methods import description
@@ -51,7 +52,9 @@ def can_check_onnx() -> bool:
 
 
 class Program(nn.Module):
-    """Images, uint8 (B, 3, S, S) RGB -> the probabilities (B, C) float32 of ``uno predict``."""
+    """Images, uint8 (B, 3, S, S) RGB, or vectors float32 (B, D) -> the probabilities (B, C) float32 of ``uno
+    predict``.
+    """
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()
@@ -62,7 +65,8 @@ class Program(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Layer by layer: what ``self.network(...)`` says of autocast would be in the program."""
         network, data = self.network, self.config.data
-        features = network.encoder(eval_view(images, self.side, data.mean, data.std))
+        vectors = self.config.model.takes_vectors
+        features = images if vectors else network.encoder(eval_view(images, self.side, data.mean, data.std))
         unit = F.normalize(features, dim=-1)
         if network.projector is None:  # a baseline's head, on the feature
             novel = network.novel(features)[0]
@@ -91,6 +95,8 @@ def _one_head(model: Classifier, head: int) -> UnoModel:
 
 def _encoder(model: Classifier) -> bytes:
     """Weights under the library's keys; checked against the encoder by features of random images."""
+    if model.config.model.takes_vectors:
+        raise ConfigError("the model takes vectors, so it has no encoder; --format pt2 or onnx has its heads")
     state = model.module.encoder.state_dict().items()
     data = safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in state})
     encoder = build_encoder(model.config.model)
@@ -118,7 +124,7 @@ def _onnx(model: Classifier) -> bytes:
             f"--format onnx needs the package {missing}: pip install onnx onnxscript onnxruntime"
         )
     with warnings.catch_warnings(action="ignore"):  # the exporter announces changes of its own code
-        names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
+        names: dict[str, Any] = {"input_names": [_input(model)], "output_names": ["probabilities"]}
         exported = torch.onnx.export(Program(model), **_traced(model), **names, dynamo=True, verbose=False)
     assert exported is not None
     proto = exported.model_proto
@@ -131,10 +137,14 @@ def _onnx(model: Classifier) -> bytes:
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
 
         def program(images: Tensor) -> Tensor:
-            return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+            return torch.from_numpy(session.run(None, {_input(model): images.numpy()})[0])
 
         _compare("onnx", model, program, lambda x: model.score(x).probabilities)
     return data
+
+
+def _input(model: Classifier) -> str:
+    return "vectors" if model.config.model.takes_vectors else "images"
 
 
 def _traced(model: Classifier) -> dict[str, Any]:
@@ -163,7 +173,10 @@ def _compare(
 
 
 def _random_images(model: Classifier, num: int) -> Tensor:
-    """Smooth random images, uint8 (num, 3, S, S)."""
+    """Smooth random images, uint8 (num, 3, S, S), or random vectors float32 (num, D)."""
+    if model.config.model.takes_vectors:
+        width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
+        return torch.randn(num, width, generator=torch.Generator().manual_seed(num))
     coarse = torch.rand(num, 3, 4, 4, generator=torch.Generator().manual_seed(num)) * 255
     return F.interpolate(coarse, size=(model.size, model.size), mode="bilinear").to(torch.uint8)
 
@@ -201,10 +214,12 @@ def origin(net: ModelConfig) -> str:
         random = library in ("torchvision", "timm", *OWN_ENCODERS)
         start = "random initialization" if random else "the weights of the callable"
         return f"trained in this run from {start}"
+    if net.takes_vectors:
+        return "none (the input is vectors)"
     if net.weights == PRETRAINED:
         about = describe_encoder(net.encoder)
         terms = f", license {about.license}" if about.license else ""
         name = about.weights or "unnamed"
         return f"{name} of the library{terms} (pretraining data: see its pages)"
-    name = net.weights.rstrip("/").rpartition("/")[2]
+    name = split(net.weights.rstrip("/"))[1]
     return f"{name} (pretraining data unknown)"

@@ -83,7 +83,8 @@ def members(storage: Storage, config: Config) -> dict[int, Members]:
             lazy = override(config, {"data.download": False}).data
             rows, made_from = make_task(read_rows(lazy), lazy).rows, predictions.read_identity(storage)
             if made_from is not None and made_from["data"] == rows.fingerprint:
-                images = rows.images.read_images(row[chosen])
+                pictures = rows.images.pictures()
+                images = images if pictures is None else pictures.read_images(row[chosen])
     found, at = {}, 0
     for group in groups:
         num = len(group[:NUM_PICTURES])

@@ -4,22 +4,24 @@ Known classes: the share right, among all outputs, of labeled rows that training
 share of unlabeled rows on which the best head and k-means of the same features agree. Neighbors: how many of
 an unlabeled row's nearest in features are in its class, 0 as by chance. A run that fails may have either of
 them, and heads that agree: the score is the first times the smaller of the others, which over the runs of
-benchmarks/records/2026-11-22_trust ranks as the true accuracy does, and is about as large.
+benchmarks/records/2026-11-22_trust ranks as the true accuracy does, and is about as large. Method ``choice``
+hides known classes in turn: what is right of their rows is what may be expected of new ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from uno.choice import CANDIDATES, PLAIN, Choice
 from uno.config import Config
 from uno.data.features import ODD, oddity
 from uno.data.images import evenly_spaced
 from uno.data.stream import TrainData
 from uno.model import UnoModel
-from uno.prototype_init import clusters_of, training_features
+from uno.prototype_init import Sample, clusters_of
 from uno.results import metrics
 from uno.text import plural
 
@@ -32,19 +34,23 @@ KMEANS, NEAR, SCORE = "trust/kmeans/agreement", "trust/neighbors/agreement", "tr
 FEATURES = "trust/features/"  # and a word of ODD: 1 where they are so
 LARGEST = "trust/largest_class/share"
 ONE_CLASS = 0.99  # of the pile, from which on it is in one
+CHOSEN, GAIN, DRAWS, HIDDEN = (f"trust/choice/{name}" for name in ("candidate", "gain", "draws", "hidden"))
+EXPECTED, LOW, HIGH = (f"trust/expected/{name}" for name in ("acc", "low", "high"))
 TRAINING = "train/known/task_agnostic_strict/acc/best"
 
 Word = Literal["trustworthy", "doubtful", "not trustworthy"]
 
 
 class Verdict(NamedTuple):
-    """Whether to believe a run, and why: two lines, of which the first is about held-out rows."""
+    """Whether to believe a run, and why: lines, of which the first is about held-out rows; of method
+    ``choice`` the others are what is expected of new classes and what was chosen.
+    """
 
     word: Word
-    reasons: tuple[str, str]
+    reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.word}: {self.reasons[0]}\n{self.reasons[1]}"
+        return f"{self.word}: " + "\n".join(self.reasons)
 
 
 def verdict(values: Mapping[str, float]) -> Verdict | None:
@@ -62,7 +68,7 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
     else:
         advice = "the features do not separate these classes: try another number of them or longer training"
     second = f"k-means agrees on {kmeans} of the unlabeled images, nearest neighbors on {near} ({advice})"
-    return Verdict(word, (first, second))
+    return Verdict(word, (first, second, *_on_choice(values)))
 
 
 def _seen(values: Mapping[str, float]) -> str:
@@ -71,6 +77,39 @@ def _seen(values: Mapping[str, float]) -> str:
     if (share := values.get(LARGEST, 0.0)) >= ONE_CLASS:
         seen.append(f"{100 * share:.0f}% of the unlabeled images are in one class")
     return ", and ".join(seen)
+
+
+def _on_choice(values: Mapping[str, float]) -> Iterator[str]:
+    """What is expected of new classes, and why the classes were found as they were."""
+    if CHOSEN not in values:
+        return
+    chosen = CANDIDATES[round(values[CHOSEN])]
+    if EXPECTED not in values:
+        yield "expected on new classes: unknown, too few known classes to hide some of them"
+        yield f"chosen without evidence: {chosen}"
+        return
+    acc, low, high = (f"{100 * values[key]:.0f}" for key in (EXPECTED, LOW, HIGH))
+    draws = f"{values[DRAWS]:.0f} draws of {values[HIDDEN]:.0f} hidden known classes"
+    yield f"expected on new classes: {acc}% ({low} to {high}), measured on {draws}"
+    gain = f"{100 * values[GAIN]:+.1f} points against {CANDIDATES[PLAIN]}"
+    yield f"chosen: {chosen}, there {gain}"
+
+
+def choice_metrics(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """What method ``choice`` left in a checkpoint, fractions 0-1 but for numbers: `trust/choice/{candidate|
+    gain|draws|hidden}`, the gain in all unlabeled rows, and `trust/expected/{acc|low|high}`, absent where no
+    class could be hidden; {} of other methods.
+    """
+    if "extra/chosen" not in tensors:
+        return {}
+    candidate, num_hidden = tensors["extra/chosen"].tolist()
+    choice = Choice(candidate, tensors["extra/right"], tensors["extra/right_new"], num_hidden)
+    found = {CHOSEN: float(candidate), DRAWS: float(len(choice.scores)), HIDDEN: float(num_hidden)}
+    if (expected := choice.expected()) is None:
+        return found
+    mean = choice.scores.mean(dim=0)
+    found[GAIN] = float(mean[candidate] - mean[PLAIN])
+    return found | dict(zip((EXPECTED, LOW, HIGH), expected, strict=True))
 
 
 def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
@@ -91,16 +130,17 @@ def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
 
 @torch.no_grad()
 def trust_metrics(
-    config: Config, model: UnoModel, best_head: int, train: TrainData, values: Mapping[str, float],
-    num_held_out: int,
+    config: Config, model: UnoModel, best_head: int, sample: Sample, train: TrainData,
+    values: Mapping[str, float], num_held_out: int,
 ) -> dict[str, float]:  # fmt: skip
-    """The signs and the score of a trained ``model``, in eval mode, fractions 0-1 but for rows:
+    """The signs and the score of a trained ``model``, in eval mode, by features of a ``sample``, fractions
+    0-1 but for rows:
     `trust/{kmeans|neighbors}/agreement`; of features that tell no images apart
     `trust/features/{zero|constant|huge}`; among several new classes `trust/largest_class/share`; and where
     ``num_held_out`` labeled rows were not seen in training `trust/held_out/{acc|rows}` and `trust/score`. {}
     with fewer unlabeled rows than outputs. ``values``: the run's metrics so far.
     """
-    labeled, labels, unlabeled = training_features(config, model, train)
+    labeled, labels, unlabeled = sample
     unlabeled = unlabeled[torch.from_numpy(evenly_spaced(MAX_ROWS, len(unlabeled)))]
     if len(unlabeled) < train.num_novel + (train.num_known if config.data.setting == "gcd" else 0):
         return {}

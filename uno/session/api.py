@@ -18,9 +18,11 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
+from uno.config import VECTORS
 from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
-from uno.data.files import Storage
-from uno.data.images import Image
+from uno.data.files import Storage, full_path
+from uno.data.images import Image, Images
+from uno.data.vectors import Vectors, require_kind, store_vectors
 from uno.errors import ConfigError, StorageError, as_user_error
 from uno.results import show
 from uno.results.classes import OutputClass, called
@@ -134,7 +136,13 @@ class Model:
     def _counts(self) -> str:
         kept = [c.kind for c in self.classes if c.into == c.index]
         known, novel = kept.count("known"), kept.count("novel")
-        return f"{known} known and {plural(novel, 'novel class', 'novel classes')}, images of {self.size} px"
+        takes = self._classifier.config.model
+        what = (
+            f"vectors of {takes.encoder.partition(':')[2]}"
+            if takes.takes_vectors
+            else f"images of {self.size} px"
+        )
+        return f"{known} known and {plural(novel, 'novel class', 'novel classes')}, {what}"
 
     @cached_property
     def _members(self) -> dict[int, show.Members]:
@@ -166,7 +174,8 @@ class Model:
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
         """Classify images of any size: a list or column of paths or URIs, encoded bytes, PIL images and uint8
         arrays (H, W, 3) or (H, W); one uint8 array (N, H, W, 3) or (N, H, W); or one uint8 tensor
-        (N, 3, H, W). They are made square as in training: shorter side resized to ``size``, center crop.
+        (N, 3, H, W). They are made square as in training: shorter side resized to ``size``, center crop. A
+        model of vectors accepts an array or tensor of numbers (N, D).
 
         Unreadable files are rows with a reason; ConfigError, a ValueError: something else was given.
         """
@@ -174,11 +183,18 @@ class Model:
             return self._predict(images)
 
     def _predict(self, images: Any) -> Predictions:
-        items, model = _items(images), self._classifier
-        encoded: list[Image] = [b"" if isinstance(item, BadImage) else item for item in items]
+        model, given = self._classifier, images
+        if model.config.model.takes_vectors:
+            vectors = Vectors.of(given, "predict")
+            require_kind(model.config.model, vectors)
+            items: list[Image | BadImage] = [b""] * len(vectors)
+            source: Images | Sequence[Image] = vectors
+        else:
+            items = _items(given)
+            source = [b"" if isinstance(item, BadImage) else item for item in items]
         batches = np.split(np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows))
         how = model.config.data.interpolation
-        decode = partial(decoded, encoded, size=model.size, interpolation=how)
+        decode = partial(decoded, source, size=model.size, interpolation=how)
         parts = list(score_rows(model, decode, batches))
         found = zip(items, (reason for _, some, _ in parts for reason in some), strict=True)
         reasons = [str(item) if isinstance(item, BadImage) else reason for item, reason in found]
@@ -198,7 +214,8 @@ class Model:
             class_index=index, class_name=[names[i][0] for i in index.tolist()], reason=reasons,
             kind=[names[i][1] for i in index.tolist()], **{name: column(name) for name in NUMBERS},
             probabilities=column("probabilities", len(self.classes)), embedding=column("features", width),
-            path=[item if isinstance(item, str) else None for item in items], first=encoded[: show.MAX_ROWS],
+            path=[item if isinstance(item, str) else None for item in items],
+            first=[b"" if isinstance(item, BadImage) else item for item in items[: show.MAX_ROWS]],
         )  # fmt: skip
 
 
@@ -213,11 +230,15 @@ def load(run: str | PathLike[str], device: str | torch.device = "cpu") -> Model:
         return Model(load_classifier(storage, place), storage)
 
 
-def discover(*, overwrite: bool = False, quiet: bool = False, **settings: Any) -> Model:
+def discover(
+    *, embeddings: Any = None, labels: Any = None, ids: Any = None, overwrite: bool = False,
+    quiet: bool = False, **settings: Any,
+) -> Model:  # fmt: skip
     """``uno discover`` from Python: find the classes in ``unlabeled``, given ``labeled`` images of others.
 
         uno.discover(labeled="photos/known", unlabeled="photos/new", num_novel=12, output="runs/photos")
         uno.discover(data="digits", batch_size=128, objective={"epsilon": 0.1})
+        uno.discover(embeddings=X, labels=y, num_novel=12, output="runs/vectors")
         uno.discover(config="mine.yaml", **{"discover.epochs": 20})
 
     Every option of the command is a keyword, with its defaults, precedence and checks: short (``num_novel``),
@@ -225,12 +246,31 @@ def discover(*, overwrite: bool = False, quiet: bool = False, **settings: Any) -
     call again resumes, or returns the model of the finished run; ``fresh`` starts over. ``quiet``: no bar and
     no lines but warnings. Ctrl-C (in the main thread) saves and raises Interrupted.
 
+    ``embeddings``: an array or tensor of numbers (N, D), or (N, V, D) with V views of each row; ``labels``: N
+    names or numbers of classes, None, NaN or a negative number for none; ``ids``: N names. They are kept
+    beside the run, in OUTPUT-vectors.parquet.
+
     It works in this process: ``pipelines.api.discover`` takes the same settings and has workers.
 
     Where the command ends with a line it raises an UnoError: ConfigError (a ValueError), NumericsError,
     StorageError or Interrupted.
     """
+    if embeddings is None:
+        if labels is not None or ids is not None:
+            raise ConfigError("labels and ids go with embeddings")
+    else:
+        settings = with_embeddings(settings, embeddings, labels, ids)
     return discover_at(None, settings, overwrite, quiet)
+
+
+def with_embeddings(settings: Mapping[str, Any], embeddings: Any, labels: Any, ids: Any) -> dict[str, Any]:
+    """``settings`` of a run on vectors that are in memory, stored beside it. ConfigError: they do not fit."""
+    given = from_keywords(settings)
+    if own := {"data.source", "data.labeled"} & given.keys():
+        raise ConfigError(f"give either embeddings or {own.pop()}, not both")
+    place = full_path(f"{configured({**given, 'data.source': f'{VECTORS}:'}).output}-vectors.parquet")
+    store_vectors(place, embeddings, labels, ids)
+    return {**settings, "data": f"{VECTORS}:{place}"}
 
 
 def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite: bool, quiet: bool) -> Model:
@@ -238,7 +278,7 @@ def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite:
     from uno.session import job  # it trains: to load a model takes less
 
     given = from_keywords(settings)
-    config, threads = configured(given), torch.get_num_threads()
+    config, threads = configured(given, choose=True), torch.get_num_threads()
     try:
         with suppress_output(quiet), _own_torch(torch.device("cpu")):
             job.discover(config, given, overwrite, elsewhere=elsewhere)

@@ -19,6 +19,7 @@ from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
+from uno.data.vectors import with_views
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
@@ -109,6 +110,9 @@ def load_features(
     """
     if config.model.weights is None:
         raise ConfigError("model.finetune none needs --weights, the weights of the frozen encoder")
+    given = task.rows.images.vectors(np.arange(len(task.rows)))
+    if given is not None:  # the source is the cache
+        return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     place = Storage(features.cache_directory(config))

@@ -7,7 +7,7 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.splits import decide_setting
 from uno.results.estimate import Estimate, Settings
-from uno.runs import lock
+from uno.runs import ESTIMATE_FILE, lock
 from uno.runs.hardware import local_device
 from uno.session.console import interrupt_on_signal, print_line
 from uno.session.data import read_task
@@ -32,8 +32,8 @@ def estimate_classes(
     for line in (reason, *lines):
         print_line(line)
     (labeled, unlabeled), known = task.sizes, plural(len(task.known), "known class", "known classes")
-    found = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
-    print_line(f"data: {task.rows.source}: {found}")
+    sizes = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
+    print_line(f"data: {task.rows.source}: {sizes}")
     if dry_run:
         what = f"pretrain {settings.num_splits} encoders, each on some known classes"
         what = "cluster the features of the frozen encoder" if config.model.finetune == "none" else what
@@ -44,7 +44,7 @@ def estimate_classes(
     with lock.lock_run(storage, on_wait=print_line), interrupt_on_signal(kept):
         found = place.estimate(config, task, storage, settings)
     print_line(format_estimate(found))
-    print_line(f"{time.perf_counter() - start:.0f} s; all curves in {config.output}/estimate.json")
+    print_line(f"{time.perf_counter() - start:.0f} s; all curves in {storage.below(ESTIMATE_FILE)}")
     return found
 
 

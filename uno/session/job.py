@@ -314,7 +314,7 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
             print_line(f"{name}: {epochs} of {plan.labeled_size} labeled + {unlabeled}")
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder})
-        if on_features(config):  # which take minutes, and would be kept
+        if on_features(config) and not config.model.takes_vectors:  # which take minutes, and would be kept
             if registry.load(config).needs_images:
                 why = f"method {config.method} first computes features of all images"
                 return print_line(f"dry run: no step was taken, because {why}")

@@ -44,8 +44,8 @@ class TrainingJob(NamedTuple):
 class Place:
     """This process, without Ray."""
 
-    def free_memory(self, config: Config) -> tuple[int, int | None]:
-        """Bytes that are free for a run's workers on the host and on a GPU, None without one."""
+    def free_memory(self, config: Config) -> resources.Room:
+        """Bytes that are free for a run's workers."""
         return resources.free_memory(config)
 
     def train(

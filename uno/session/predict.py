@@ -8,13 +8,15 @@ import numpy as np
 
 from uno.config import Config, override
 from uno.data.files import Storage
+from uno.data.images import spread
 from uno.data.inputs import Inputs, RowInputs, evenly, open_inputs
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
+from uno.data.vectors import require_kind
 from uno.errors import ConfigError, UnoError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
-from uno.results.infer import Classifier, decoder, with_alignment
+from uno.results.infer import SAMPLE_ROWS, Classifier, decoder, with_alignment
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs.hardware import local_device, num_threads
 from uno.session.console import Progress, interrupt_on_signal, print_line, reading
@@ -48,6 +50,9 @@ def predict(
             inputs = RowInputs(make_task(read_rows(config.data), config.data).rows)
         inputs = inputs if limit is None else evenly(inputs, limit)
         total(len(inputs))
+    require_kind(model.config.model, inputs.first)
+    if model.config.model.takes_vectors:  # there is nothing to decode
+        config = override(config, {"compute.num_workers": 0, "compute.device": local_device(config).type})
     try:
         if model.alignment is None:
             task = read_task(config.data)
@@ -89,8 +94,9 @@ def predict_run(
 
 
 def unlabeled_rows(task: Task) -> np.ndarray:
-    """Numbers of the training rows whose classes were discovered."""
-    return np.flatnonzero(task.is_train & (task.labels < 0))
+    """Numbers of training rows whose classes were discovered, as many as heads are aligned on."""
+    kinds = [np.flatnonzero(task.is_train & member) for member in (task.labels >= 0, task.labels < 0)]
+    return kinds[1][spread(task.rows.images, kinds, SAMPLE_ROWS, task.labels[kinds[0]])[1]]
 
 
 def _predict(

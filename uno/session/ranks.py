@@ -25,7 +25,7 @@ from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop
 from uno.session.data import Show, open_sets, read_task
 from uno.session.place import STOPPING, Place, TrainingJob
-from uno.session.resources import on_features
+from uno.session.resources import Room, on_features
 from uno.session.settings import LAUNCHED
 
 STOP_LOOK_S = 2.0  # between two looks whether to stop
@@ -151,10 +151,10 @@ class Ranks(Place):
             raise ConfigError("compute.device is cuda but PyTorch sees no CUDA device; use --device cpu")
         return override(config, {"compute.num_workers": self.world_size, "compute.device": device})
 
-    def free_memory(self, config: Config) -> tuple[int, int | None]:
+    def free_memory(self, config: Config) -> Room:
         """Of a rank: its share of this machine, as each decodes all images, and its own GPU."""
-        host, device = super().free_memory(config)
-        return host // self._local_size, device
+        room = super().free_memory(config)
+        return room._replace(host=room.host // self._local_size)
 
     def train(
         self, job: TrainingJob, show: Show, until: ExitStack, keep: bool = True

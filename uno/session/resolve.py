@@ -14,16 +14,17 @@ from uno.config import OWN_ENCODERS, Config, flatten, override, to_dict
 from uno.data.defaults import OF_ENCODER, from_images, keys_from_images
 from uno.data.files import Storage, full_path, normalize_path, split
 from uno.data.splits import Task, decide_setting
+from uno.data.vectors import require_kind
 from uno.errors import ConfigError
 from uno.methods.registry import settings as method_settings
 from uno.presets import IMAGE_SIZE, SIZES, preset_values
 from uno.runs import CONFIG_FILE, PRETRAIN, directory
 from uno.runs.checkpoint import checkpoint_steps
 from uno.session.data import read_task
-from uno.session.resources import choose, free_memory, row_bytes
+from uno.session.resources import Room, choose, free_memory, row_bytes
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
-Free = Callable[[Config], tuple[int, int | None]]
+Free = Callable[[Config], Room]
 
 
 class Resolved(NamedTuple):
@@ -54,7 +55,7 @@ def resolve(
     values, lines = from_data(config, given, task, setting)
     found = with_data(override(config, values) if values else config, setting=setting)
     told = config.data.loading != "auto"
-    loading, why = choose(found, len(task.rows), row_bytes(found), *(free_memory if told else free)(found))
+    loading, why = choose(found, len(task.rows), row_bytes(found), (free_memory if told else free)(found))
     found = with_data(found, loading=loading)
     return Resolved(found, [reason, *lines, f"memory: {why}"], task)
 
@@ -90,13 +91,24 @@ def from_data(
     whose encoder this one starts from, else as they are themselves.
     """
     values, lines = from_images(config, task, given, setting)
-    source = config.model.weights
-    if source in (None, PRETRAINED) or weights.is_file(source) or not keys_from_images(config):
+    require_kind((override(config, values) if values else config).model, task.rows.images)
+    learned = images_of_weights(config, given) if keys_from_images(config) else {}
+    if not learned:
         return values, lines
-    stored = flatten(directory.read_config_tree(Storage(str(source))))
-    learned = {key: stored[key] for key in OF_ENCODER if key in stored and key not in given}
+    source = config.model.weights
     size = learned.get(SIZES[0], config.augment.large.size)
     return learned | values, [f"image size: {size} px; image size, mean and std: taken from {source}", *lines]
+
+
+def images_of_weights(config: Config, given: Container[str]) -> dict[str, Any]:
+    """How images were taken by the run whose encoder ``config`` starts from, by dotted key, unless
+    ``given``.
+    """
+    source = config.model.weights
+    if source in (None, PRETRAINED) or weights.is_file(source):
+        return {}
+    stored = flatten(directory.read_config_tree(Storage(str(source))))
+    return {key: stored[key] for key in OF_ENCODER if key in stored and key not in given}
 
 
 def as_printed(config: Config, given: Iterable[str], overwrite: bool) -> Config:
@@ -164,6 +176,8 @@ def starting_weights(config: Config, overwrite: bool) -> bytes | None:
         raise ConfigError(
             "model.finetune none needs pretrained weights: pass --weights FILE or --weights pretrained"
         )
+    if config.model.takes_vectors:
+        return fetch_pretrained(config.model.encoder)
     if source == PRETRAINED:
         storage = Storage(config.output) if config.output and not overwrite else None
         if storage is not None and storage.exists(PRETRAINED_FILE):

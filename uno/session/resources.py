@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, Config, flatten, to_dict
+from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, to_dict
 from uno.crops import Cropper
 from uno.data import features
 from uno.data.features import FeatureCache, compute_shard, feature_job
@@ -53,10 +53,19 @@ Loading = Literal["memory", "streaming"]
 # What there is.
 
 
-def free_memory(config: Config) -> tuple[int, int | None]:
-    """Bytes that a worker may take here: of the host, and of its share of a GPU if it has one."""
+class Room(NamedTuple):
+    """Bytes that are free for a run, on the node that has least; None: there is no such limit."""
+
+    host: int
+    device: int | None = None  # a worker's share of a GPU
+    store: int | None = None  # all of Ray's object store, of a cluster that runs already
+    driver: int | None = None  # of the machine of this process, where workers are on others
+
+
+def free_memory(config: Config) -> Room:
+    """What a worker may take here."""
     device, share = free_device_bytes(config), min(1.0, config.compute.gpus_per_worker or 1.0)
-    return free_host_bytes(), None if device is None else int(share * device)
+    return Room(free_host_bytes(), None if device is None else int(share * device))
 
 
 def free_host_bytes() -> int:
@@ -111,23 +120,29 @@ HOW = {"memory": "kept in memory", "streaming": "streamed"}
 """Values of ``data.loading``, for the console."""
 
 
-def choose(
-    config: Config, num_rows: int, row_bytes: int, host_bytes: int, device_bytes: int | None
-) -> tuple[Loading, str]:
+def choose(config: Config, num_rows: int, row_bytes: int, room: Room) -> tuple[Loading, str]:
     """The loading of ``num_rows`` images, and a sentence that says why. ``row_bytes``: of one in memory,
-    decoded or as the features of a frozen encoder; ``host_bytes`` are free on a node, ``device_bytes`` on a
-    GPU, which holds one copy. ConfigError: images that are needed in memory are to be streamed.
+    decoded or as the features of a frozen encoder. A GPU and every node's object store hold one copy of all,
+    the driver as many as a machine that has all of a run. ConfigError: images that are needed in memory are
+    to be streamed.
     """
-    needed, peak = num_rows * row_bytes, peak_bytes(config, num_rows, row_bytes)
-    room = max(0, host_bytes + own_bytes() - _program_bytes(config, num_rows))
-    budget, where = SHARE * room / _num_copies(config), "of free host memory"
-    if device_bytes is not None and SHARE * device_bytes < budget:
-        budget, where = SHARE * device_bytes, "of free device memory"
+    needed, peak, copies = num_rows * row_bytes, peak_bytes(config, num_rows, row_bytes), _num_copies(config)
+    left = max(0, room.host + own_bytes() - _program_bytes(config, num_rows))
+    budget, where = SHARE * left / copies, "of free host memory"
+    for limit, name in (
+        (room.device, "of free device memory"),
+        (room.store, "of the smallest object store of the cluster"),
+        (None if room.driver is None else max(0, room.driver + own_bytes() - RAY_BYTES) / copies,
+         "of the driver's memory"),
+    ):  # fmt: skip
+        if limit is not None and SHARE * limit < budget:
+            budget, where = SHARE * limit, name
     what = "of features" if config.model.finetune == "none" else "decoded"
     sizes = f"{_size(needed)} {what}; process peak about {_size(peak)}, "
     sizes += f"budget {_size(budget)} ({SHARE:.0%} {where})"
     method = f"method {config.method}" if registry.load(config).needs_images else None
     needs, told = "pretext.epochs" if config.pretext.epochs else method, config.data.loading
+    needs = "--data vectors" if config.model.takes_vectors else needs
     if needs and told == "streaming":
         raise ConfigError(f"{needs} needs the images in memory; use --data.loading memory")
     if told != "auto":
@@ -243,7 +258,7 @@ def needed_bytes(config: Config, task: Task, free: float = float("inf")) -> dict
     """
     model, large, small = config.model, config.augment.large, config.augment.small
     workers = max(1, config.compute.num_workers)
-    if model.encoder.partition(":")[0] not in (*OWN_ENCODERS, "torchvision", "timm"):
+    if model.encoder.partition(":")[0] not in (*OWN_ENCODERS, "torchvision", "timm", VECTORS):
         return {}
     plan = run.plans(config, *task.sizes, workers)[DISCOVER]
     rows = (plan.labeled_size + plan.unlabeled_size) // workers
@@ -298,7 +313,8 @@ def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     what = {"full": "fully trained", "last_stage": "last stage trained", "none": "frozen"}[model.finetune]
     how = f" on {config.augment.num_cached_views} cached views per image" if on_features(config) else ""
     epochs = ", ".join(f"{plural(getattr(config, name).epochs, 'epoch')} of {name}" for name in phases)
-    yield f"model: {model.encoder}, {what}, {side} px; weights: {origin(model)}"
+    size = "vectors" if model.takes_vectors else f"{side} px"
+    yield f"model: {model.encoder}, {what}, {size}; weights: {origin(model)}"
     yield f"training: preset {config.preset}, {epochs}{how}"
     if model.weights is None and is_custom_data(flatten(to_dict(config))):
         name = preset("photos").model.encoder
@@ -363,7 +379,7 @@ def _seconds(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     device = local_device(config)
     threads = num_threads(config)
     torch.set_num_threads(threads)
-    if on_features(config):
+    if on_features(config) and not config.model.takes_vectors:
         encoder = run.frozen_encoder(config, storage)
         job = feature_job(config, task, encoder)
         left = FeatureCache(Storage(features.cache_directory(config)), job).num_missing()

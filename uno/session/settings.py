@@ -13,29 +13,54 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from uno.config import OWN_ENCODERS, RENAMED, Config, field_names, field_traits, flatten, load_yaml, override
+from uno.config import (
+    OWN_ENCODERS,
+    RENAMED,
+    VECTORS,
+    Config,
+    field_names,
+    field_traits,
+    flatten,
+    load_yaml,
+    override,
+)
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
 from uno.methods.registry import settings as method_settings
 from uno.presets import IMAGE_SIZE, SIZES, apply_image_size, is_custom_data, preset, preset_values
 
 VALIDATION_FRACTION = 0.1  # of the labeled rows of one's own images, where no test row is of a known class
+CHOICE = "choice"
+OF_UNO = tuple(
+    f"model.{name}"
+    for name in (
+        "num_heads",
+        "overcluster_factor",
+        "hidden_dim",
+        "projection_dim",
+        "prototype_init",
+        "mlp_input",
+    )
+)
 OUTPUT = "runs/{preset}-seed{seed}"
 HELP_ALL = "--help-all"
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
 
 
-def configured(given: Mapping[str, Any], output: str | None = OUTPUT) -> Config:
+def configured(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bool = False) -> Config:
     """The configuration that dotted keys lead to, all checked at once; ``output``: the run directory where
-    none is given, with places for ``preset`` and ``seed``. ConfigError: a key or a value that cannot be.
+    none is given, with places for ``preset`` and ``seed``; ``choose``: where :func:`leaves_choice`, the
+    method is ``choice``. ConfigError: a key or a value that cannot be.
     """
     own = dict(given)
     source, two_folders = own.get("data.source"), own.get("data.labeled") is not None
     own_data = two_folders or source not in (None, "digits")
     name = str(own.pop("preset", own_preset(own) if own_data else "digits"))
-    if name in ("scratch", "photos") and source is None and not two_folders:
+    if name in ("scratch", "photos", VECTORS) and source is None and not two_folders:
         raise ConfigError(f"the preset {name!r} needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
+    if choose and leaves_choice(name, own):
+        own["method"] = CHOICE
     values = preset_values(name, str(own.pop("recipe", "paper")))
     values |= method_settings(str(own.get("method", DEFAULT)), name)
     kinds = {str(data).partition(":")[0] for data in (source, values.get("data.source", "digits"))}
@@ -50,11 +75,20 @@ def configured(given: Mapping[str, Any], output: str | None = OUTPUT) -> Config:
     return config.model_copy(update={"output": place and checked_output(place)})
 
 
+def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
+    """Whether ``given`` keys leave open how classes of a frozen encoder's features are found: no method, and
+    no setting of UNO or of its training.
+    """
+    uno_sections, uno_keys = ("objective.", "discover."), ("method", "recipe", *OF_UNO)
+    own = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
+    return preset_name == "photos" and given.get("model.finetune", "none") == "none" and not own
+
+
 def _described(encoder: Any, size: Any) -> dict[str, Any]:
     """What images of ``size``, if it is given, an encoder takes that is a library's or the user's: their
     size, mean, std and interpolation.
     """
-    if encoder is None or encoder in OWN_ENCODERS:
+    if encoder is None or encoder in OWN_ENCODERS or str(encoder).partition(":")[0] == VECTORS:
         return {}
     checked = override(Config(), {"model.encoder": encoder, **({SIZES[0]: size} if size else {})})
     from uno.weights import describe_encoder
@@ -63,13 +97,17 @@ def _described(encoder: Any, size: Any) -> dict[str, Any]:
 
 
 def own_preset(given: Mapping[str, Any]) -> str:
-    """The preset of one's own data: ``photos`` where an encoder's pretrained weights are given or at hand."""
+    """The preset of one's own data: ``vectors`` of vectors, ``photos`` where an encoder's pretrained weights
+    are given or at hand.
+    """
     encoder, weights = given.get("model.encoder"), given.get("model.weights")
     if not is_custom_data(given):
         return "scratch"
+    if str(given.get("data.source")).partition(":")[0] == VECTORS:
+        return VECTORS
     if weights is None and encoder is None and given.get("model.finetune") is None:
         return "photos" if weights_at_hand() else "scratch"
-    file = str(weights).endswith((".safetensors", ".pt", ".pth")) and ":" in str(encoder)
+    file = str(weights).partition("?")[0].endswith((".safetensors", ".pt", ".pth")) and ":" in str(encoder)
     return "photos" if file or weights == "pretrained" else "scratch"
 
 

@@ -2,12 +2,15 @@
 
 import errno
 import os
+import re
+from pathlib import Path
 from unittest.mock import Mock
 from urllib.parse import quote
 
 import pytest
 from pyarrow import fs
 
+from uno import weights
 from uno.data import files
 from uno.data.files import Storage, full_path, parse_json, read_whole, valid_text
 from uno.errors import ConfigError, StorageError
@@ -252,3 +255,22 @@ def test_json_of_nobody_knows_whom():
     for text in ("[" * 100_000, '{"a":' * 100_000, "{"):
         with pytest.raises(ValueError):
             parse_json(text)
+
+
+@pytest.mark.parametrize("root", ["s3://bucket/run?region=eu-west-1", "s3://bucket/run/?region=eu-west-1"])
+def test_a_place_below_a_uri_keeps_its_options(root):
+    """Kills: the name behind the options, where it is part of the region."""
+    assert Storage(root).below("pretrain/a b") == "s3://bucket/run/pretrain/a%20b?region=eu-west-1"
+    assert Storage(root).below("") == Storage(root).uri
+    part = Storage(Storage(root).below("part"))
+    assert part.root == "bucket/run/part"
+    assert weights.is_file("s3://bucket/w.safetensors?region=eu-west-1")
+    assert not weights.is_file("s3://bucket/w?endpoint_override=http://host/w.pt")
+
+
+def test_no_place_is_joined_by_hand():
+    """Kills: f"{storage.uri}/name" anywhere, which breaks URIs with options."""
+    by_hand = re.compile(r"\{[^{}]*(\.uri|(?<!request\.)output('\])?)\}/")
+    folder = Path(files.__file__).parents[2]
+    code = [path for package in ("uno", "pipelines", "tune") for path in (folder / package).rglob("*.py")]
+    assert [path.name for path in code if by_hand.search(path.read_text())] == []

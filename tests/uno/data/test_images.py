@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from uno.data.decode import PIECE_ROWS, decode_many, decoded, pieces
-from uno.data.images import Images, InMemory, evenly_spaced, from_columns, to_columns, with_ready
+from uno.data.images import (
+    Images,
+    InMemory,
+    batches_of,
+    evenly_spaced,
+    from_columns,
+    spread,
+    to_columns,
+    with_ready,
+)
 from uno.data.row_blocks import RowBlocks
 
 from .builders import encoded, pixels
@@ -50,6 +59,43 @@ def test_evenly_spaced(num, total):
     rows = evenly_spaced(num, total).tolist()
     assert len(set(rows)) == len(rows) == min(num, total) and all(0 <= row < total for row in rows)
     assert rows == [i * total // max(len(rows), 1) for i in range(len(rows))]
+
+
+@pytest.mark.parametrize(
+    ("num", "sizes"), [(100, (300, 300)), (100, (900, 60)), (100, (600, 200)), (9, (50, 0))]
+)
+def test_whole_groups_are_spread(num, sizes):
+    """Two kinds of rows, mixed in groups of 10. Kills: other groups for each kind, parts of groups, more rows
+    than wanted, another choice than evenly spaced rows where all are wanted or each is read by itself.
+    """
+    kinds = np.split(np.random.default_rng(0).permutation(sum(sizes)), [sizes[0]])
+    kinds = [np.sort(rows) for rows in kinds]
+    images = Grouped(sum(sizes), 10)
+    found = spread(images, kinds, num)
+    read = [set(images.groups(rows[own]).tolist()) for rows, own in zip(kinds, found, strict=True)]
+    for rows, own, groups in zip(kinds, found, read, strict=True):
+        assert min(num, len(rows)) * 0.6 < len(own) + 1 and len(own) <= num and (np.diff(own) > 0).all()
+        if len(rows) <= num:
+            assert own.tolist() == list(range(len(rows)))
+        else:
+            inside = np.isin(images.groups(rows), list(groups)).sum()
+            assert inside <= len(own) * 1.1 + 10  # what is read is looked at
+            assert max(np.diff(sorted(groups)), default=0) <= 4 * sum(sizes) / 10 / len(groups)
+    share = max(num / max(num, size) for size in sizes if size)
+    assert len(read[0] | read[1]) <= np.ceil(share * -(-sum(sizes) // 10))
+    plain = spread(InMemory(np.zeros(sum(sizes))), kinds, num)
+    assert [own.tolist() for own in plain] == [evenly_spaced(num, len(rows)).tolist() for rows in kinds]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(10, [10, 10, 5]), (24, [20, 5]), (4, [4, 4, 2, 4, 4, 2, 4, 1])]
+)
+def test_batches_end_where_groups_end(size, expected):
+    """Kills: a group in two batches that fits into one, a batch of more rows, an endless loop, lost rows."""
+    found = batches_of(Grouped(30, 10), np.arange(25), size)
+    assert [len(batch) for batch in found] == expected and np.concatenate(found).tolist() == list(range(25))
+    assert [len(b) for b in batches_of(InMemory([b""] * 25), np.arange(25), 10)] == [10, 10, 5]
+    assert batches_of(InMemory([]), np.arange(0), 10) == []
 
 
 def test_what_is_read_together_is_read_once_and_decoded_by_all_threads(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import tracemalloc
 from collections import Counter
 from dataclasses import fields, replace
 
@@ -15,6 +16,7 @@ from uno.data import stream as module
 from uno.data.columns import Labels, Text
 from uno.data.decode import BadRows, prefetch_map
 from uno.data.files import Storage
+from uno.data.images import InMemory
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -91,7 +93,8 @@ def test_what_workers_get_holds_no_hidden_label():
     names = np.where(task.labels >= 0, task.rows.labels, "?").tolist()
     other = replace(task, eval_labels=shuffled, rows=replace(task.rows, labels=Labels.of(names)))
     first, second = module.stream_facts(task), module.stream_facts(other)
-    assert set(first) == {f.name for f in fields(module.StreamSet)} - {"bad", "crop", "device"} | {"ids"}
+    apart = {"bad", "crop", "decode", "device"}
+    assert set(first) == {f.name for f in fields(module.StreamSet)} - apart | {"ids"}
     for name in first:
         assert pickle.dumps(np.asarray(first[name])) == pickle.dumps(np.asarray(second[name])), name
 
@@ -205,3 +208,41 @@ def test_ahead_keeps_order_and_stops():
     assert len(started) <= 3 + 4 + 1
     with pytest.raises(ValueError, match="fifty"):
         list(prefetch_map(work, iter(range(100)), 2, 3))
+
+
+def test_bad_rows_cost_nothing_a_row(tmp_path):
+    """Ids that nobody may go through. Kills: a Python loop over a hundred million rows at every start, and
+    one for every bad image.
+    """
+
+    class Ids:
+        def __len__(self):
+            return 10**6
+
+        def __getitem__(self, row):
+            return f"row-{row}"
+
+        def __iter__(self):
+            raise AssertionError("all ids")
+
+    storage = Storage(str(tmp_path))
+    bad = BadRows(Ids(), InMemory([]), 0.1, storage)
+    bad.add(7, "no image data")
+    bad.sync(torch.device("cpu"))
+    assert storage.read("bad_samples.jsonl") == b'{"id": "row-7", "reason": "no image data"}\n'
+
+
+def test_truth_is_read_without_a_table_of_all_rows():
+    """Of a million rows the first batch takes no more memory than some of their numbers. Kills: a dict of all
+    rows (135 bytes a row).
+    """
+    num = 10**6
+    rows, zeros = torch.arange(num), torch.zeros(num, dtype=torch.int64)
+    decode = lambda batches: ((rows, torch.zeros(len(rows), 3, 8, 8), [None] * len(rows)) for rows in batches)  # noqa: E731
+    found = module.StreamedEvalSet(rows % 7, rows, zeros > 0, InMemory([b""] * 0), 8, decode, None)
+    tracemalloc.start()
+    images, truth = next(found.batches(10, 1, 4))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert truth.tolist() == [(250_000 + i) % 7 for i in range(10)] and len(images) == 10
+    assert peak < 40 * num / 4

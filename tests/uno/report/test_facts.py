@@ -260,7 +260,7 @@ def test_galleries(monkeypatch):
     assert album.is_whole and album.side == 8 and gallery.left_out == 0
     seen = Pillow.open(BytesIO(base64.b64decode(gallery.first[0].uri.partition("base64,")[2])))
     assert (np.asarray(seen) == task.rows.images[39]).all()
-    assert album.gallery(groups[2]) == ([], [], [], 0) and album.preview(groups[2]) == ("", 0)
+    assert album.gallery(groups[2]) == ([], [], [], 0) and album.preview(groups[2]) == ("", 0, [])
     monkeypatch.setattr(pictures, "BUDGET_BYTES", int(album.num_bytes * 20 / 45))
     small = pictures.Album(task.rows, sample, groups)
     gallery = small.gallery(groups[0])

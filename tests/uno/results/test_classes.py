@@ -167,7 +167,7 @@ def test_rename_changes_names_and_nothing_else():
     assert [c.into for c in read(renamed("novel-2=novel-3", "novel-3=novel-2"))][3:6] == [4, 4, 5]
     with pytest.raises(ConfigError, match="two classes are named"):
         read(renamed("5=cat"))
-    with pytest.raises(ConfigError, match="cannot edit class"):
+    with pytest.raises(ConfigError, match="edit the name in the file"):
         naming.with_names(edits(), "classes.yaml", CLASSES, HASH, ["5=x"])
 
 

@@ -10,7 +10,7 @@ from uno.data.resident import EvalSet
 from uno.model import Logits, UnoModel
 from uno.presets import preset
 from uno.results import metrics
-from uno.results.evaluate import Confusions, count, gcd_metrics, protocol_metrics
+from uno.results.evaluate import Confusions, count, count_kinds, gcd_metrics, protocol_metrics
 from uno.results.metrics import METRICS, PROTOCOLS
 
 H, C_L, C_U, K = 3, 4, 3, 5
@@ -109,6 +109,19 @@ def test_every_row_is_counted_exactly_once(num_rows, world_size, batch_size):
     assert 0 < min(model.sizes) <= max(model.sizes) <= batch_size
     assert all(map(torch.equal, total, counted(known, novel, truth)))
     assert total[2].sum(dim=(1, 2)).tolist() == [int((truth >= 0).sum())] * H
+
+
+def test_kinds_of_rows_are_counted_apart_in_one_pass():
+    """Kills: rows of one kind in the counts of another, rows without truth in any, a second pass."""
+    known, novel, truth = random_rows(300)
+    images = torch.zeros(300, 3, 8, 8, dtype=torch.uint8)
+    images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(300) % 256, torch.arange(300) // 256
+    model, second = Spelled(known, novel).eval(), torch.arange(300) % 3 == 0
+    both = torch.where(second & (truth >= 0), truth + C_L + C_U, truth)
+    found = count_kinds(model, CONFIG, [(images, both)], C_L + C_U, 2)
+    assert sorted(model.rows) == list(range(300))
+    for kind, own in zip((~second, second), found, strict=True):
+        assert all(map(torch.equal, own, counted(known, novel, torch.where(kind, truth, -1))))
 
 
 def expected_keys(split: str) -> set[str]:

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from tests.uno.small_run import small_config, small_sets
+from uno.choice import CANDIDATES, PLAIN, SAFE
 from uno.data.features import oddity
 from uno.model import build_model
+from uno.prototype_init import training_features
 from uno.results import trust
 from uno.results.trust import neighbor_agreement, trust_metrics, verdict
 
@@ -59,6 +61,26 @@ def test_every_sign_must_hold(given, word, first, second):
     assert str(found).startswith(f"{word}: ") and str(found).count("\n") == 1
 
 
+def test_what_is_expected_is_said():
+    """Kills: scores of all unlabeled rows for those of new classes, a gain against another candidate, a
+    number where nothing was measured.
+    """
+    right = torch.tensor([[0.9, 0.8], [0.7, 0.8]]).repeat_interleave(2, dim=1)
+    right = torch.cat([right, torch.full((2, len(CANDIDATES) - 4), 0.5)], dim=1)
+    kept = {"extra/chosen": torch.tensor([1, 6]), "extra/right": right, "extra/right_new": right - 0.1}
+    found = trust.choice_metrics(kept)
+    *_, expected, chosen = verdict(signs() | found).reasons
+    assert (
+        expected == "expected on new classes: 70% (42 to 98), measured on 2 draws of 6 hidden known classes"
+    )
+    gain = 100 * float(right[:, 1].mean() - right[:, PLAIN].mean())
+    assert chosen == f"chosen: {CANDIDATES[1]}, there {gain:+.1f} points against {CANDIDATES[PLAIN]}"
+    empty = torch.zeros(0, len(CANDIDATES))
+    none = {"extra/chosen": torch.tensor([SAFE, 0]), "extra/right": empty, "extra/right_new": empty}
+    assert "unknown, too few known" in str(verdict(signs() | trust.choice_metrics(none)))
+    assert trust.choice_metrics({"model/known.weight": right}) == {}
+
+
 def test_training_rows_are_called_that_and_old_runs_have_no_verdict():
     assert "(training images: 100.0%)" in verdict(signs(rows=0) | {trust.TRAINING: 1.0}).reasons[0]
     assert verdict({trust.TRAINING: 1.0}) is None
@@ -87,7 +109,8 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     config, (train, _) = small_config(data__setting="ncd"), small_sets()
     model = build_model(config.model, 5, 5, 0).eval()
     values = {"test/known/task_agnostic_strict/acc/best": 0.5}
-    found = trust_metrics(config, model, 0, train, values, 30)
+    sample = training_features(config, model, train)
+    found = trust_metrics(config, model, 0, sample, train, values, 30)
     assert found[trust.HELD_OUT] == 0.5 and found[trust.HELD_OUT_ROWS] == 30
     assert found[trust.SCORE] == 0.5 * min(found[trust.KMEANS], found[trust.NEAR])
     seen = []
@@ -99,8 +122,8 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
 
     monkeypatch.setattr(trust, "clusters_of", clusters)
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
-    own, other = (trust_metrics(config, model, head, train, {}, 0) for head in (1, 0))
+    own, other = (trust_metrics(config, model, head, sample, train, {}, 0) for head in (1, 0))
     assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {trust.KMEANS, trust.NEAR, *SEEN}
     assert seen == [(60, 100, 100, 5, "ncd")] * 2
-    few = train.__class__(train.labeled_images, train.labels, train.unlabeled_images[:4], 5, 5)
-    assert trust_metrics(config, model, 0, few, values, 30) == {}
+    few = sample._replace(unlabeled=sample.unlabeled[:4])
+    assert trust_metrics(config, model, 0, few, train, values, 30) == {}

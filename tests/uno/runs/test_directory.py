@@ -73,6 +73,7 @@ def test_what_does_not_fit_the_run_is_refused(empty):
         "output": "elsewhere", "compute.num_workers": 2, "compute.device": "cpu", "compute.threads": 3,
         "train.log_every": 7, "train.keep_checkpoints": 5, "train.checkpoint_every_epochs": 3,
         "train.eval_batch_size": 64, "train.report_to": "jsonl", "train.profile": "3:5",
+        "train.checkpoint_every_minutes": 1,
     }  # fmt: skip
     free = {key for key in field_names() if may_change_on_resume(key) and not key.startswith("compute.")}
     assert free == {key for key in changes if not key.startswith("compute.")}

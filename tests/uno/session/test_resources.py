@@ -15,6 +15,7 @@ from uno.presets import preset
 from uno.runs import hardware
 from uno.session import resources
 from uno.session.resources import (
+    Room,
     advice,
     check_memory,
     choose,
@@ -58,11 +59,28 @@ def test_auto_takes_what_fits(programs, workers, host, device, expected, words):
     """10,000 images of 100 px. Kills: programs forgotten, or counted that run already, the larger of two
     budgets, less than nothing.
     """
-    found, reason = choose(config(compute__num_workers=workers), 10_000, ROW, host, device)
+    found, reason = choose(config(compute__num_workers=workers), 10_000, ROW, Room(host, device))
     assert found == expected and reason.startswith(resources.HOW[expected]) and words in reason
     for told in ("memory", "streaming"):
-        found, reason = choose(config(data__loading=told), 10_000, ROW, 1, None)
+        found, reason = choose(config(data__loading=told), 10_000, ROW, Room(1))
         assert found == told and reason.startswith(f"{resources.HOW[told]}, set by --data.loading")
+
+
+@pytest.mark.parametrize(("room", "frozen", "expected", "words"), [
+    (Room(10**10, None, 4 * 10**8), False, "streaming", "budget 240 MB (60% of the smallest object store"),
+    (Room(10**10, None, 10**9), False, "memory", "budget 600 MB (60% of the smallest object store"),
+    (Room(10**10, None, None, 6 * 10**8), False, "streaming", "budget 264 MB (60% of the driver's memory"),
+    (Room(10**10, None, None, 9 * 10**8), False, "memory", "budget 444 MB (60% of the driver's memory"),
+    (Room(10**10, None, 10**9, 9 * 10**8), True, "streaming", "budget 222 MB (60% of the driver's memory"),
+    (Room(10**10, 10**9, 2 * 10**8, 10**10), False, "streaming", "budget 120 MB (60% of the smallest object"),
+])  # fmt: skip
+def test_all_nodes_hold_the_set(programs, room, frozen, expected, words):
+    """Kills: the object store of a node, or the machine that leads a run, left out of the budget; features
+    counted once there, which are in this process and in the store.
+    """
+    own = config(compute__num_workers=2, **({"model__finetune": "none"} if frozen else {}))
+    found, reason = choose(own, 10_000, ROW, room)
+    assert found == expected and words in reason
 
 
 def test_the_peak_is_where_most_is_held(programs):
@@ -104,10 +122,10 @@ def test_own_memory(monkeypatch):
 @pytest.mark.parametrize("values", [{"method": "dtc"}, {"pretext__epochs": 1}])
 def test_what_needs_the_images_keeps_them(values):
     """Kills: a set that does not fit streamed into a method that looks rows up."""
-    found, reason = choose(config(**values), 10_000, ROW, 1, None)
+    found, reason = choose(config(**values), 10_000, ROW, Room(1))
     assert found == "memory" and "needs" in reason
     with pytest.raises(ConfigError, match="loading memory"):
-        choose(config(data__loading="streaming", **values), 10_000, ROW, 1, None)
+        choose(config(data__loading="streaming", **values), 10_000, ROW, Room(1))
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,8 @@
     const lines = Math.ceil(maps.ids.length / maps.columns);
     const novelOnly = document.getElementById("novel-only");
     document.body.append(hover);
-    thumb.style.backgroundImage = `url(${maps.sheet})`;
+    if (maps.sheet) thumb.style.backgroundImage = `url(${maps.sheet})`;
+    else thumb.hidden = true; // rows without pictures
     thumb.style.backgroundSize = `${56 * maps.columns}px ${56 * lines}px`;
     if (maps.side <= 16) thumb.style.imageRendering = "pixelated";
 
@@ -128,9 +129,10 @@
     const show = (tile) => {
       shown = tile;
       const picture = zoom.querySelector("img");
-      picture.src = tile.firstElementChild.src;
+      picture.hidden = !tile.firstElementChild.src; // a row without a picture
+      if (!picture.hidden) picture.src = tile.firstElementChild.src;
       picture.className = tile.closest(".pixels") ? "pixels" : "";
-      zoom.querySelector("bdi").textContent = tile.title;
+      zoom.querySelector("bdi").textContent = (tile.innerText ? `${tile.innerText}\n` : "") + tile.title;
       if (!zoom.open) zoom.showModal();
     };
     const step = (by) => {

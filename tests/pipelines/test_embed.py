@@ -1,0 +1,116 @@
+"""``uno embed``: vectors of a source that the source of vectors reads, also after a kill or damage."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+
+from pipelines import cli
+from tests.pipelines.small import SMALL, refused
+from tests.uno.models import write_digits
+from tests.uno.small_run import small_config
+from uno.config import DataConfig
+from uno.data import features
+from uno.data.sources import read_digits, read_rows
+from uno.encoder import build_encoder
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory) -> list[str]:
+    """A command without its output: 150 digits of each split through an encoder that has learnt nothing."""
+    folder = tmp_path_factory.mktemp("embed")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        safetensors.torch.save_file(
+            build_encoder(small_config().model).state_dict(), folder / "e.safetensors"
+        )
+    argv = [
+        *SMALL,
+        "--limit",
+        "150",
+        "--augment.small.num-views",
+        "0",
+        "--compute.cache",
+        str(folder / "cache"),
+    ]
+    return ["embed", *argv, "--weights", str(folder / "e.safetensors")]
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """Views (V, D) by id."""
+    rows = read_rows(DataConfig(source=f"vectors:{path}"))
+    values, reasons = rows.images.vectors(np.arange(len(rows)))
+    assert reasons == [None] * len(rows)
+    return dict(zip(rows.ids, values.numpy(), strict=True))
+
+
+def test_the_file_is_a_source_with_as_many_views_as_asked(line, tmp_path):
+    """Kills: views that are left out or are all one, labels or splits that are lost, another encoder."""
+    plain, viewed = tmp_path / "plain.parquet", tmp_path / "viewed.parquet"
+    assert cli.main([*line, "--output", str(plain)]) == 0
+    assert cli.main([*line, "--output", str(viewed), "--views", "3"]) == 0
+    one, four = read(plain), read(viewed)
+    rows, digits = read_rows(DataConfig(source=f"vectors:{plain}")), read_digits()
+    truth = dict(zip(digits.ids, zip(digits.labels, digits.split, strict=True), strict=True))
+    assert len(rows) == 300 and [*one] == [*four]
+    assert (
+        dict(zip(rows.ids, zip(rows.labels, rows.split, strict=True), strict=True)).items() <= truth.items()
+    )
+    for name, vector in one.items():
+        assert vector.shape == (1, four[name].shape[1]) and len(four[name]) == 4
+        np.testing.assert_allclose(vector[0], four[name][0], atol=1e-5)
+        assert len(np.unique(four[name], axis=0)) == 4
+
+
+def test_it_goes_on_after_a_stop_and_makes_a_damaged_shard_again(line, tmp_path, monkeypatch):
+    """Kills: finished shards that are computed twice, a damaged one that is believed."""
+    line = [*line, "--compute.cache", str(tmp_path / "cache")]
+    compute, seen = features.compute_shard, list[int]()
+
+    def stopping(config, encoder, number, *rest):
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        seen.append(number)
+        return compute(config, encoder, number, *rest)
+
+    def counting(config, encoder, number, *rest):
+        seen.append(number)
+        return compute(config, encoder, number, *rest)
+
+    monkeypatch.setattr(features, "compute_shard", stopping)
+    assert cli.main([*line, "--output", str(tmp_path / "a.parquet")]) == 130
+    assert not (tmp_path / "a.parquet").exists()
+    shards = sorted((tmp_path / "cache").rglob("*.safetensors"))
+    monkeypatch.setattr(features, "compute_shard", counting)
+    assert cli.main([*line, "--output", str(tmp_path / "a.parquet")]) == 0
+    assert len(shards) + len(seen) - 1 == 3
+    first, seen[:] = read(tmp_path / "a.parquet"), []
+    shard = sorted((tmp_path / "cache").rglob("000001.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-9] + b"x" * 9)
+    assert cli.main([*line, "--output", str(tmp_path / "a.parquet")]) == 0
+    again = read(tmp_path / "a.parquet")
+    assert seen == [1] and all(np.array_equal(first[name], again[name]) for name in first)
+
+
+def test_bad_images_are_left_out_and_paths_lead_to_pictures(line, tmp_path, capsys):
+    """Kills: a vector of zeros for an image that cannot be read, a path that leads elsewhere."""
+    write_digits(tmp_path / "images", read_digits().images.items[:20])
+    (tmp_path / "images" / "0.png").write_bytes(b"no image")
+    assert cli.main([*line, "--data", f"folder:{tmp_path}/images", "--data.max-bad-fraction", ".1",
+                     "--output", str(tmp_path / "v.parquet")]) == 0  # fmt: skip
+    assert "1 unreadable images are left out" in capsys.readouterr().out
+    rows = read_rows(DataConfig(source=f"vectors:{tmp_path}/v.parquet"))
+    assert len(rows) == 20 and "0.png" not in [*rows.ids]
+    assert rows.images.pictures().paths(np.arange(20)) == [str(tmp_path / "images" / i) for i in rows.ids]
+
+
+def test_what_cannot_be_written_is_refused(line, tmp_path, capsys):
+    mine = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"a": [1]}), mine)
+    assert "is not ours" in refused(capsys, 2, *line, "--output", mine)
+    assert "FILE.parquet" in refused(capsys, 2, *line, "--output", tmp_path / "folder")
+    assert "needs --weights" in refused(capsys, 2, *line[:-2], "--output", tmp_path / "v.parquet")

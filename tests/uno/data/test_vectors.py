@@ -1,0 +1,218 @@
+"""Vectors in the place of images: what is read, what is refused, and the views that are made of one
+vector.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from uno.config import AugmentConfig, DataConfig
+from uno.data.check import check
+from uno.data.inputs import open_inputs
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.data.vectors import Vectors, numbers_of, store_vectors, with_views
+from uno.errors import ConfigError
+from uno.session.settings import configured
+
+
+def drawn(num: int = 12, width: int = 4) -> np.ndarray:
+    """Random vectors, float32 (num, width)."""
+    return np.random.default_rng(0).normal(size=(num, width)).astype(np.float32)
+
+
+def stored(file: Path, kind: Any = None, **columns: Any) -> str:
+    """A Parquet file with a column ``embedding`` of an Arrow ``kind``, and others."""
+    lists = pa.array(columns.pop("embedding"), kind or pa.list_(pa.float32()))
+    pq.write_table(pa.table({"embedding": lists, **columns}), file)
+    return f"vectors:{file}"
+
+
+def rows_of(source: str, **more: Any) -> Any:
+    return read_rows(DataConfig(source=source, **more))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.float32(), 4),
+        pa.list_(pa.float64()),
+        pa.large_list(pa.float16()),
+        pa.list_(pa.float16(), 4),
+    ],
+)
+def test_lists_of_any_floats_are_read(tmp_path, kind):
+    """Kills: a kind of list or float that is refused or scrambled."""
+    values = drawn().astype(np.float16)
+    rows = rows_of(stored(tmp_path / "v.parquet", kind, embedding=list(values), label=["a", None] * 6))
+    found, reasons = rows.images.vectors(np.arange(12))
+    assert np.array_equal(found[:, 0].numpy(), values.astype(np.float32)) and reasons == [None] * 12
+    assert rows.labels[:2] == ["a", None] and rows.ids[3] == "row-3"
+
+
+def test_rows_of_one_id_are_views(tmp_path):
+    """Kills: views in another order, ids with fewer views than others, labels of the wrong rows."""
+    values = drawn(5)
+    source = stored(tmp_path / "v.parquet", embedding=list(values), id=list("abbca"), label=list("xyyzx"))
+    rows = rows_of(source)
+    found, _ = rows.images.vectors(np.arange(3))
+    assert [*rows.ids] == ["a", "b", "c"] and [*rows.labels] == ["x", "y", "z"]
+    expected = values[[[0, 4], [1, 2], [3, 3]]]
+    assert np.array_equal(found.numpy(), expected)
+    assert np.array_equal(rows.images.prepared(np.array([1]))[0].numpy(), values[[1]])
+    assert "at most" in rows.notes[0]
+
+
+def test_views_that_differ_in_label_are_refused(tmp_path):
+    source = stored(tmp_path / "v.parquet", embedding=list(drawn(3)), id=list("aab"), label=["x", "y", "x"])
+    with pytest.raises(ConfigError, match="rows of id 'a' differ in label"):
+        rows_of(source)
+
+
+def test_bad_rows_have_reasons(tmp_path):
+    """Kills: a NaN, an infinity, a missing number or vector that is trained on; a bad view that is kept."""
+    values = [[*row] for row in drawn(9).tolist()]
+    values[1][2], values[2][0], values[3], values[4], values[5][1] = np.nan, np.inf, [0.0] * 4, [1.0], None
+    values[6], values[8] = None, [np.nan] * 4
+    source = stored(tmp_path / "v.parquet", embedding=values, id=[*map(str, range(8)), "7"])
+    found, reasons = rows_of(source).images.vectors(np.arange(8))
+    finite, zeros = "numbers that are not finite", "a vector of zeros"
+    assert reasons == [None, finite, finite, zeros, "1 numbers, not 4", finite, "0 numbers, not 4", finite]
+    assert not found[1:].any() and found[0].all()
+
+
+def test_arrays_beside_a_table(tmp_path):
+    """Kills: a CSV that is read in another order, a file of objects, a table of another length."""
+    values = drawn(6)
+    np.save(tmp_path / "v.npy", values.astype(np.float64))
+    bare = rows_of(f"vectors:{tmp_path}/v.npy")
+    assert not bare.labels.given.any() and np.array_equal(bare.images.vectors(np.arange(6))[0][:, 0], values)
+    (tmp_path / "v.csv").write_text(
+        "name,label\n" + "".join(f"r{i},{'k' if i < 3 else ''}\n" for i in range(6))
+    )
+    rows = rows_of(f"vectors:{tmp_path}/v.npy", columns="id=name")
+    assert rows.ids[5] == "r5" and rows.labels[:4] == ["k", "k", "k", None]
+    np.savez(tmp_path / "v.npz", embedding=values, other=values[:1])
+    assert np.array_equal(rows_of(f"vectors:{tmp_path}/v.npz").images.vectors(np.arange(6))[0][:, 0], values)
+    np.save(tmp_path / "v.npy", values[:5])
+    with pytest.raises(ConfigError, match=r"has 6 rows, .* has 5"):
+        rows_of(f"vectors:{tmp_path}/v.npy")
+    np.save(tmp_path / "o.npy", np.array([{}]), allow_pickle=True)
+    with pytest.raises(ConfigError, match="no array that can be read"):
+        rows_of(f"vectors:{tmp_path}/o.npy")
+
+
+def test_what_holds_no_vectors_is_refused(tmp_path):
+    pq.write_table(pa.table({"id": ["a"]}), tmp_path / "v.parquet")
+    with pytest.raises(ConfigError, match="needs a column embedding"):
+        rows_of(f"vectors:{tmp_path}")
+    with pytest.raises(ConfigError, match="lists of numbers, not string"):
+        rows_of(stored(tmp_path / "v.parquet", pa.string(), embedding=["x"]))
+    with pytest.raises(ConfigError, match="most rows have no vector"):
+        rows_of(stored(tmp_path / "v.parquet", embedding=[None, None]))
+    for what in (np.ones(3), np.ones((2, 0)), "text", np.ones((2, 2), bool)):
+        with pytest.raises(ConfigError, match=r"must be numbers \(N, D\)"):
+            numbers_of(what, "X")
+
+
+def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
+    values = drawn(4)
+    for name, part in (("train-0", values[:2]), ("test-0", values[2:])):
+        table = {"vec": pa.array(list(part), pa.list_(pa.float32())), "id": [f"{name}{i}" for i in range(2)]}
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+    rows = rows_of(f"vectors:{tmp_path}", columns="embedding=vec")
+    assert dict(zip(rows.ids, rows.is_train.tolist(), strict=True)) == {
+        "test-00": False, "test-01": False, "train-00": True, "train-01": True,
+    }  # fmt: skip
+
+
+def test_pictures_and_text_are_shown_not_learnt(tmp_path):
+    """Kills: a picture of another row, text that is lost in a choice of rows, a picture in the
+    fingerprint.
+    """
+    values = list(drawn(3))
+    source = stored(
+        tmp_path / "v.parquet", embedding=values, path=["a.jpg", "b.jpg", ""], text=["x", "y", None]
+    )
+    (tmp_path / "b.jpg").write_bytes(b"here")
+    rows = rows_of(source).take(np.array([2, 1]))
+    assert rows.images.captions(np.arange(2)) == [None, "y"]
+    assert rows.images.pictures().read_images(np.array([1])) == [f"{tmp_path}/b.jpg"]
+    assert rows.images.paths(np.array([1])) == [f"{tmp_path}/b.jpg"]
+    plain = rows_of(stored(tmp_path / "w.parquet", embedding=values))
+    assert plain.fingerprint == rows_of(source).fingerprint and plain.images.pictures() is None
+    blob = rows_of(stored(tmp_path / "b.parquet", embedding=values, image=[b"0", b"1", b"2"]))
+    assert blob.take(np.array([2, 0])).images.pictures().read_images(np.arange(2)) == [b"2", b"0"]
+
+
+def test_other_numbers_are_another_data_set():
+    one, other = Vectors.of(drawn(3)), Vectors.of(drawn(3) + 1)
+    assert [*one.content_keys(np.arange(3))] != [*other.content_keys(np.arange(3))]
+
+
+def test_what_is_predicted_needs_no_labels(tmp_path):
+    source = stored(tmp_path / "v.parquet", embedding=list(drawn(3)), label=[[1], [2], [3]])
+    assert len(open_inputs(DataConfig(source=source))) == 3
+
+
+def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
+    values = drawn(40)
+    values[5] = np.nan
+    labels = ["a"] * 15 + ["b"] * 15 + [None] * 10
+    source = stored(tmp_path / "v.parquet", embedding=list(values), label=labels)
+    config = configured({"data.source": source, "data.num_novel": 1, "train.batch_size": 8})
+    problems = check(make_task(read_rows(config.data), config.data), config, seconds=5)
+    named = [problem for problem in problems if "row-5: numbers that are not finite" in problem.message]
+    assert named and named[0].level == "error"  # more than 1 % of 40
+    assert not [
+        problem for problem in problems if "unreadable" in problem.message and problem.level == "error"
+    ]
+
+
+@pytest.mark.parametrize("how", ["noise", "dropout", "neighbors"])
+def test_views_of_one_vector(how):
+    """Kills: views that are the vector itself, that depend on the call, or that revive a bad row."""
+    values, ok = torch.from_numpy(drawn(30)), np.arange(30) != 4
+    values[4] = 0
+    augment = AugmentConfig(vector_view=how, vector_strength=0.5, num_cached_views=3)
+    found = with_views(values[:, None], augment, ok)
+    assert found.shape == (30, 4, 4) and torch.equal(found[:, 0], values) and not found[4].any()
+    assert torch.equal(found, with_views(values[:, None], augment, ok))
+    assert all((found[ok, v] != values[ok]).any() for v in range(1, 4))
+    assert not torch.equal(found[:, 1], found[:, 2])
+    two = torch.stack([values, values + 1], dim=1)
+    assert with_views(two, augment, ok) is two
+
+
+def test_neighbors_are_near(monkeypatch):
+    """Kills: views that move to rows of another direction, or to the row itself; also where rows are searched
+    in parts.
+    """
+    monkeypatch.setattr("uno.data.vectors.NEAR_ROWS", 100)
+    centers = torch.eye(4)[torch.arange(200) % 4] * 10
+    points = centers + 0.1 * torch.from_numpy(drawn(200))
+    found = with_views(points[:, None], AugmentConfig(num_cached_views=2), np.ones(200, bool))
+    assert ((found[:, 1:] - centers[:, None]).norm(dim=2) < 1).all()
+    assert ((found[:, 1:] - points[:, None]).norm(dim=2) > 0).all()
+
+
+def test_vectors_from_memory(tmp_path):
+    """Kills: labels of None, NaN, -1, numpy's numbers or names that become something else; mixed views."""
+    values = np.random.default_rng(0).normal(size=(6, 2, 4))
+    store_vectors(f"{tmp_path}/v.parquet", values, ["a", None, float("nan"), -1, np.int64(3), 2.0])
+    rows = rows_of(f"vectors:{tmp_path}/v.parquet")
+    assert [*rows.labels] == ["a", None, None, None, "3", "2"]
+    assert np.allclose(rows.images.vectors(np.arange(6))[0], values, atol=1e-6)
+    others = (
+        ({"labels": [1]}, "1 labels for 6"),
+        ({"ids": ["a"] * 6}, "unique"),
+        ({"labels": [()] * 6}, "label"),
+    )
+    for more, why in others:
+        with pytest.raises(ConfigError, match=why):
+            store_vectors(f"{tmp_path}/w.parquet", values, **more)

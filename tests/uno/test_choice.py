@@ -1,0 +1,138 @@
+"""Classes chosen by hidden known ones, on features whose structure is known."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from uno import choice as module
+from uno.choice import CANDIDATES, PLAIN, SAFE, Choice, choose, find, hidden_draws, matched, whitener
+from uno.clustering import FREE
+from uno.neighbors import MAX_CELLS, nearest, smoothed, spectral
+
+
+def features(num_classes=10, rows=24, noise=8.0, seed=0):
+    """Classes apart in 16 directions, and in 4 others, which all classes share, noise that is larger: k-means
+    follows it, and only labels say that it means nothing.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    truth = torch.arange(num_classes).repeat_interleave(rows)
+    centers = 2 * torch.randn(num_classes, 16, generator=generator)
+    signal = centers[truth] + 0.6 * torch.randn(len(truth), 16, generator=generator)
+    shared = noise * torch.randn(len(truth), 4, generator=generator)
+    return torch.cat([signal, shared], dim=1), truth
+
+
+@pytest.mark.parametrize("gcd", [False, True])
+def test_whitening_is_chosen_where_it_helps(gcd):
+    """Kills: a choice by the wrong rows, known clusters among the novel outputs, hidden classes whose labels
+    whiten, a whitener that enlarges what varies within classes.
+    """
+    points, truth = features()
+    free = (truth >= 6) | (gcd & (torch.arange(len(truth)) % 2 == 0))
+    found, space, prototypes = find(points[~free], truth[~free], points[free], 4, gcd, seed=0)
+    cosines = space(points[free]) @ prototypes.T
+    outputs = cosines.argmax(dim=1) if gcd else 6 + cosines[:, 6:].argmax(dim=1)
+    assert float(matched(truth[free], outputs, 10).float().mean()) > 0.9
+    assert CANDIDATES[found.candidate].shrinkage is not None
+    mean = found.scores.mean(dim=0)
+    assert mean[found.candidate] > mean[PLAIN] + 0.2
+    expected, low, high = found.expected()
+    assert low <= expected <= high and expected == pytest.approx(float(found.new[:, found.candidate].mean()))
+    if gcd:  # known prototypes keep their classes
+        old = truth[free] < 6
+        assert float((outputs == truth[free])[old].float().mean()) > 0.9
+
+
+def test_the_same_seed_chooses_the_same():
+    points, truth = features()
+    once, again = (find(points[truth < 6], truth[truth < 6], points[truth >= 6], 4, False, 3) for _ in "ab")
+    assert torch.equal(once[2], again[2]) and torch.equal(once[0].scores, again[0].scores)
+
+
+def test_a_difference_within_the_noise_does_not_decide(monkeypatch):
+    """Kills: the largest mean taken as it is, an error that is not that of the paired differences."""
+    safe = torch.tensor([0.5, 0.7, 0.9, 0.5])
+    scores = safe[:, None].repeat(1, len(CANDIDATES))
+    scores[:, 1] += torch.tensor([0.3, -0.2, 0.0, 0.0])  # better by .025, standard error .1
+    lines = iter(scores.tolist())
+    monkeypatch.setattr(module, "DRAWS", 4)
+    monkeypatch.setattr(module, "_scores", lambda *rest: [next(lines)] * 2)
+    points, truth = features(4)
+    assert choose(points, truth, 2, False, 0).candidate == SAFE
+    scores[:, 3] = safe + torch.tensor([0.02, 0.03, 0.02, 0.03])  # less, but always
+    lines = iter(scores.tolist())
+    assert choose(points, truth, 2, False, 0).candidate == 3
+
+
+def test_too_few_known_classes_take_the_safe_candidate():
+    points, truth = features(3)
+    found = choose(points, truth, 2, False, 0)
+    assert found.candidate == SAFE and found.expected() is None and len(found.scores) == 0
+
+
+@pytest.mark.parametrize(("known", "novel", "size"), [(4, 9, 2), (9, 3, 3), (50, 50, 25), (8, 1, 2)])
+def test_every_class_is_hidden_before_one_is_again(known, novel, size):
+    """Kills: more than half hidden, classes that are never hidden, one that is hidden twice in a draw."""
+    draws = hidden_draws(known, novel, 0)
+    assert len(draws) == module.DRAWS and {len(set(draw)) for draw in draws} == {size}
+    first = [c for draw in draws[: known // size] for c in draw]
+    assert len(first) == len(set(first)) == known // size * size
+    assert hidden_draws(3, 2, 0) == []
+
+
+def test_the_interval_is_that_of_one_more_draw():
+    new = torch.tensor([[0.7], [0.8], [0.9]])
+    mean, low, high = Choice(0, new, new, 3).expected()
+    assert (mean, high) == (pytest.approx(0.8), pytest.approx(0.8 + 1.645 * 0.1 * math.sqrt(4 / 3)))
+    assert low == pytest.approx(0.8 - 1.645 * 0.1 * math.sqrt(4 / 3))
+
+
+def test_a_whitener_is_the_inverse_root():
+    """Kills: covariance of all rows instead of within classes, shrinkage of another scale."""
+    points, truth = features(3, rows=200)
+    rest = points.double() - torch.stack([points[truth == c].double().mean(dim=0) for c in range(3)])[truth]
+    within = rest.T @ rest / len(rest)
+    shrunk = within + 0.1 * within.trace() / len(within) * torch.eye(len(within), dtype=torch.float64)
+    white = whitener(points, truth, 0.1).double()
+    torch.testing.assert_close(white @ shrunk @ white, torch.eye(20, dtype=torch.float64), atol=1e-4, rtol=0)
+    assert torch.equal(whitener(points, truth, None), torch.eye(20))
+
+
+def test_neighbors_are_found_in_blocks(monkeypatch):
+    """Kills: a row as its own neighbor in a later block, a last block that is lost."""
+    points = normalize(torch.randn(50, 5, generator=torch.Generator().manual_seed(0)), dim=1)
+    similarity = (points @ points.T).fill_diagonal_(-2)
+    whole = nearest(points, 3)
+    assert torch.equal(whole, similarity.topk(3, dim=1).indices)
+    monkeypatch.setattr("uno.neighbors.MAX_CELLS", 50 * 7)
+    assert MAX_CELLS > 50 * 7 and torch.equal(nearest(points, 3), whole)
+    assert nearest(points[:2], 3).tolist() == [[1], [0]]
+    total = points + points[nearest(points)].sum(dim=1)
+    torch.testing.assert_close(smoothed(points), normalize(total, dim=1))
+
+
+@pytest.mark.parametrize("dense", [0, 400])
+def test_spectral_coordinates_tell_rings_apart(dense, monkeypatch):
+    """Two rings, which no center tells apart: their rows' coordinates are two directions. Kills: another
+    result of the same rows.
+    """
+    monkeypatch.setattr("uno.neighbors.MAX_DENSE", dense)
+    angle = torch.arange(120) * (2 * math.pi / 120)
+    ring = torch.stack([angle.cos(), angle.sin()], dim=1)
+    points = normalize(torch.cat([torch.cat([ring, z * torch.ones(120, 1)], 1) for z in (0.0, 0.5)]), dim=1)
+    found = spectral(points, 2)
+    same = (found @ found.T).abs()
+    assert float(same[:120, :120].min()) > 0.99 and float(same[:120, 120:].max()) < 0.05
+    assert torch.equal(found, spectral(points, 2))
+
+
+def test_a_free_row_is_never_of_a_hidden_class_by_its_label():
+    """Kills: a hidden class among the known ones of a draw, in either pile; rows that keep their labels."""
+    points, truth = features(6)
+    for gcd in (False, True):
+        for rows, seen, true in module._hidden(points, truth, hidden_draws(6, 3, 0), gcd):
+            hidden = true >= 3
+            assert (seen[hidden] == FREE).all() and (seen[seen != FREE] == true[seen != FREE]).all()
+            assert len(rows) == len(true) and (not gcd or (seen[~hidden] == FREE).any())

@@ -1,0 +1,228 @@
+"""Classes of frozen features by the clustering that finds known classes best when they are hidden.
+
+A candidate is a space and a partition. Spaces: unit features around their mean in the leading principal
+directions, as they are or whitened by the covariance within the known classes (within-class covariance
+normalization, Hatch et al., Interspeech 2006): what varies among images of one known class says little about
+new ones. Partitions: k-means of the rows, of the means of rows and their nearest neighbors, or of spectral
+coordinates of the neighbor graph. Known classes are hidden in turn, every candidate is scored by the rows of
+the hidden ones, and no label of a new class takes part. So small are the differences that few hidden classes
+show nothing: another candidate than :data:`SAFE` must beat it by more than one standard error.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from uno.clustering import FREE, kmeans, principal_components, seeded_kmeans
+from uno.neighbors import smoothed, spectral
+
+MAX_DIRECTIONS = 256
+MAX_FITTED = 10_000  # rows that principal directions are computed from
+MAX_HIDDEN_ROWS = 3_000  # of a draw, in training and hidden
+MIN_KNOWN = 4  # classes; of fewer none can be hidden
+DRAWS = 6
+STARTS, DRAW_STARTS = 10, 3  # of k-means: of the result, and of a draw
+SHRINKAGE = 0.1
+WIDTH = 1.645  # standard deviations to either side: nine tenths
+
+
+class Candidate(NamedTuple):
+    """How rows become clusters; ``shrinkage``: of the covariance within classes towards a multiple of the
+    identity, None: no whitening.
+    """
+
+    partition: str
+    shrinkage: float | None
+
+    def __str__(self) -> str:
+        space = "features as they are" if self.shrinkage is None else "features whitened within known classes"
+        return f"{self.partition} of {space}"
+
+
+KMEANS, SMOOTHED, SPECTRAL = "k-means", "smoothed k-means", "spectral clustering"
+CANDIDATES = tuple(
+    Candidate(partition, shrinkage)
+    for partition in (SMOOTHED, KMEANS, SPECTRAL)
+    for shrinkage in (SHRINKAGE, None)
+)
+SAFE = 0
+"""The best mean over hidden known classes of five sets: benchmarks/records/2026-11-24_sets."""
+PLAIN = CANDIDATES.index(Candidate(KMEANS, None))
+
+
+class Choice(NamedTuple):
+    """What hidden known classes say, of D draws; without any, ``candidate`` is :data:`SAFE`."""
+
+    candidate: int
+    scores: Tensor  # (D, candidates) share of unlabeled rows that are right
+    new: Tensor  # (D, candidates) share of the hidden classes' rows
+    num_hidden: int  # classes of a draw
+
+    def expected(self) -> tuple[float, float, float] | None:
+        """Accuracy on new classes, mean and interval of nine tenths for one more draw of classes; 0-1."""
+        if len(self.new) < 2:
+            return None
+        own = self.new[:, self.candidate]
+        mean, half = float(own.mean()), WIDTH * float(own.std()) * math.sqrt(1 + 1 / len(own))
+        return mean, max(0.0, mean - half), min(1.0, mean + half)
+
+
+class Space(NamedTuple):
+    """``unit(z) -> (unit(z) - mean) @ directions``, (N, D) -> (N, P)."""
+
+    mean: Tensor  # (D,)
+    directions: Tensor  # (D, P)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """The coordinates of features."""
+        return F.normalize(features.float(), dim=1).sub(self.mean) @ self.directions
+
+
+def principal_space(features: Tensor) -> Space:
+    """The leading principal directions of the unit features (N, D)."""
+    rows = F.normalize(features[:: -(-len(features) // MAX_FITTED)].float(), dim=1)
+    directions = principal_components(rows)[2][:, :MAX_DIRECTIONS].float()
+    return Space(rows.mean(dim=0), directions)
+
+
+def whitener(rows: Tensor, labels: Tensor, shrinkage: float | None) -> Tensor:
+    """(P, P): the inverse root of the covariance within classes of rows (N, P), ``labels`` (N,), plus
+    ``shrinkage`` times its mean eigenvalue; the identity for None.
+    """
+    if shrinkage is None:
+        return torch.eye(rows.shape[1])
+    member = F.one_hot(labels).double()
+    rows = rows.double()
+    rest = rows - (member.T @ rows / member.sum(dim=0).clamp(min=1)[:, None])[labels]
+    values, vectors = torch.linalg.eigh(rest.T @ rest / len(rest))
+    values = values.clamp(min=0)
+    scale = (values + shrinkage * values.mean().clamp(min=1e-12)).rsqrt()
+    return ((vectors * scale) @ vectors.T).float()
+
+
+def partition_of(
+    rows: Tensor, labels: Tensor, num_clusters: int, gcd: bool, kind: str, starts: int, seed: int
+) -> Tensor:
+    """Clusters int64 (N_u,) of the unlabeled rows: unit ``rows`` (N, P) with ``labels`` (N,), or FREE. In a
+    ``gcd`` set of K = C_l + C_u, and labeled rows stay in their class; else of K = C_u.
+    """
+    free = labels == FREE
+    rows = rows if gcd else rows[free]
+    if kind == SMOOTHED:
+        rows = smoothed(rows)
+    elif kind == SPECTRAL:
+        rows = spectral(rows, num_clusters)
+    if not gcd:
+        return kmeans(rows, num_clusters, starts, seed).assignment
+    return seeded_kmeans(rows, labels, num_clusters, starts, seed).assignment[free]
+
+
+def means(rows: Tensor, clusters: Tensor, num: int) -> Tensor:
+    """Directions (K, P) of the means of clusters (N,) of rows (N, P); zero where one is empty."""
+    return F.normalize(torch.zeros(num, rows.shape[1]).index_add_(0, clusters, rows), dim=1)
+
+
+def prototypes(
+    rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, starts: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Of rows (N, P) in the principal space, ``labels`` (N,) or FREE: the whitener (P, P) and the prototypes
+    (C_l + C_u, P), known ones first, which classify by the largest cosine.
+    """
+    labeled, num_known = labels != FREE, int(labels.max()) + 1
+    white = whitener(rows[labeled], labels[labeled], candidate.shrinkage)
+    rows = F.normalize(rows @ white, dim=1)
+    num, first = (num_known + num_novel, 0) if gcd else (num_novel, num_known)
+    found = labels.clone()
+    found[~labeled] = first + partition_of(rows, labels, num, gcd, candidate.partition, starts, seed)
+    return white, means(rows, found, num_known + num_novel)
+
+
+def find(
+    labeled: Tensor, labels: Tensor, unlabeled: Tensor, num_novel: int, gcd: bool, seed: int
+) -> tuple[Choice, Space, Tensor]:
+    """What is chosen for features (N_l, D) with ``labels`` (N_l,) and (N_u, D), on the CPU, the space of the
+    choice and its prototypes (C_l + C_u, P).
+    """
+    features = torch.cat([labeled, unlabeled])
+    space = principal_space(features)
+    rows, known = space(features), F.pad(labels, (0, len(unlabeled)), value=FREE)
+    choice = choose(rows[: len(labels)], labels, num_novel, gcd, seed)
+    white, found = prototypes(rows, known, num_novel, gcd, CANDIDATES[choice.candidate], STARTS, seed)
+    return choice, Space(space.mean, space.directions @ white), found
+
+
+def hidden_draws(num_known: int, num_novel: int, seed: int) -> list[list[int]]:
+    """Classes to hide, as many as there are new ones but at most half: every class before one is hidden
+    again. None of fewer than ``MIN_KNOWN`` classes.
+    """
+    size, random = max(2, min(num_novel, num_known // 2)), np.random.default_rng(seed)
+    draws = list[list[int]]()
+    while num_known >= MIN_KNOWN and len(draws) < DRAWS:
+        order = random.permutation(num_known).tolist()
+        draws += [sorted(order[i : i + size]) for i in range(0, num_known - size + 1, size)]
+    return draws[:DRAWS]
+
+
+def choose(rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, seed: int) -> Choice:
+    """The candidate for rows (N_l, P) of known classes (N_l,) in the principal space, by hidden ones; where
+    the pile is ``gcd`` half of the rows of the other classes are among the unlabeled rows, too.
+    """
+    num_known = int(labels.max()) + 1
+    draws = hidden_draws(num_known, num_novel, seed)
+    scores = [_scores(*draw, gcd, seed) for draw in _hidden(rows, labels, draws, gcd)]
+    num_hidden = len(draws[0]) if draws else 0
+    if not scores:
+        return Choice(SAFE, torch.zeros(0, len(CANDIDATES)), torch.zeros(0, len(CANDIDATES)), 0)
+    right, new = (torch.tensor(part) for part in zip(*scores, strict=True))
+    gain = right - right[:, SAFE : SAFE + 1]
+    error = gain.std(dim=0) / math.sqrt(len(gain)) if len(gain) > 1 else torch.full_like(gain[0], torch.inf)
+    sure = torch.where(gain.mean(dim=0) > error, gain.mean(dim=0), 0)
+    return Choice(int(sure.argmax()) if float(sure.max()) > 0 else SAFE, right, new, num_hidden)
+
+
+def _hidden(
+    rows: Tensor, labels: Tensor, draws: list[list[int]], gcd: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each draw rows, what is known of them (or FREE) and their classes, hidden ones last."""
+    for hidden in draws:
+        is_hidden = torch.isin(labels, torch.tensor(hidden))
+        order = [c for c in range(int(labels.max()) + 1) if c not in hidden] + hidden
+        truth = torch.tensor(order).argsort()[labels]
+        chosen = torch.arange(len(rows))[:: -(-len(rows) // MAX_HIDDEN_ROWS)]
+        free = is_hidden[chosen]
+        if gcd:
+            free = free | (torch.arange(len(chosen)) % 2 == 0)
+        seen = truth[chosen].masked_fill(free, FREE)
+        if len(seen[seen != FREE].unique()) == len(order) - len(hidden):
+            yield rows[chosen], seen, truth[chosen]
+
+
+def _scores(
+    rows: Tensor, labels: Tensor, truth: Tensor, gcd: bool, seed: int
+) -> tuple[list[float], list[float]]:
+    """Of every candidate the share of unlabeled rows, and of rows of hidden classes, that is right."""
+    free, num_known, num = labels == FREE, int(labels.max()) + 1, int(truth.max()) + 1
+    hidden, truth = truth[free] >= num_known, truth[free]
+    scores, new = list[float](), list[float]()
+    for candidate in CANDIDATES:
+        white, found = prototypes(rows, labels, num - num_known, gcd, candidate, DRAW_STARTS, seed)
+        cosines = (rows[free] @ white) @ found.T
+        if not gcd:
+            cosines[:, :num_known] = -torch.inf
+        right = matched(truth, cosines.argmax(dim=1), num)
+        scores.append(float(right.float().mean()))
+        new.append(float(right[hidden].float().mean()))
+    return scores, new
+
+
+def matched(truth: Tensor, found: Tensor, num: int) -> Tensor:
+    """Which rows are right, bool (N,), under the best matching of ``num`` classes and clusters, (N,) each."""
+    counts = torch.bincount(truth * num + found, minlength=num * num).unflatten(0, (num, num))
+    classes = linear_sum_assignment(counts.T.numpy(), maximize=True)[1]
+    return torch.from_numpy(classes)[found] == truth

@@ -1,0 +1,360 @@
+"""Vectors that another program made stand in the place of images: frozen features that came from elsewhere.
+The source is their cache, and nothing is encoded. A picture or text of a row is only for people.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from uno.config import AugmentConfig, ModelConfig
+from uno.data import files as filesystem
+from uno.data import tables
+from uno.data.columns import Labels, Text
+from uno.data.features import SEED
+from uno.data.images import Image, Images
+from uno.data.plan import FEATURES, augment_generator
+from uno.data.rows import Rows
+from uno.data.tables import NO_NAMES, TEXT, ParquetImages
+from uno.errors import ConfigError, StorageError, one_line
+from uno.limits import MAX_ROWS
+
+NEIGHBORS, NEAR_ROWS, PIECE_ROWS = 5, 20_000, 512  # of a row; among so many; at once
+METADATA = b"uno.vectors"  # of a file that is ours
+ARRAYS, MAX_BYTES = (".npy", ".npz"), 2**36
+COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
+LIST = pa.large_list(pa.float32())
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors(Images):
+    """``values`` float32 (N, V, D), V views of each row, zeros where one of the N ``reasons`` says why a row
+    has none; ``shown``: pictures of the rows; ``words``: text of each, in an Arrow array.
+    """
+
+    values: Tensor
+    reasons: Sequence[str | None]
+    shown: Images | None = None
+    words: Any = None
+
+    @classmethod
+    def of(cls, given: Any, what: str = "embeddings") -> Vectors:
+        """Of numbers as :func:`numbers_of` takes them."""
+        values = numbers_of(given, what)
+        return cls(*checked(values, [None] * len(values)))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def read_images(self, rows: np.ndarray) -> list[Image]:
+        """The first view of each, float32 (D,)."""
+        return list(self.values[torch.from_numpy(rows), 0].numpy())
+
+    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
+        """All views of each."""
+        return (self.values[row].numpy().tobytes() for row in rows.tolist())
+
+    def paths(self, rows: np.ndarray) -> list[str | None]:
+        """Those of the pictures."""
+        return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
+
+    def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
+        """These."""
+        return self.values[torch.from_numpy(rows)], [self.reasons[row] for row in rows.tolist()]
+
+    def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
+        """The first view of each, (n, D)."""
+        values, reasons = self.vectors(rows)
+        return values[:, 0], reasons
+
+    def pictures(self) -> Images | None:
+        """Of the source."""
+        return self.shown
+
+    def captions(self, rows: np.ndarray) -> list[str | None]:
+        """The text of each."""
+        return [None] * len(rows) if self.words is None else self.words.take(pa.array(rows)).to_pylist()
+
+
+def numbers_of(given: Any, what: str) -> Tensor:
+    """An array or tensor of numbers (N, D), or (N, V, D) with V views of each -> float32 (N, V, D) on the
+    host. ConfigError: ``what`` is neither.
+    """
+    try:
+        values = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given)).detach().cpu()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} must be numbers (N, D): {one_line(error)}") from None
+    if values.ndim not in (2, 3) or not values.numel() or values.dtype == torch.bool or values.is_complex():
+        found = f"{values.dtype} {tuple(values.shape)}"
+        raise ConfigError(f"{what} must be numbers (N, D) or (N, V, D), not {found}")
+    return (values if values.ndim == 3 else values[:, None]).float()
+
+
+def checked(values: Tensor, reasons: list[str | None]) -> tuple[Tensor, list[str | None]]:
+    """``values`` (N, V, D) with zeros in the place of rows that cannot be used, and the reason of each."""
+    finite, length = values.isfinite().all(dim=2), values.norm(dim=2)
+    for bad, why in ((~finite, "numbers that are not finite"), (finite & (length == 0), "a vector of zeros")):
+        for row in bad.any(dim=1).nonzero()[:, 0].tolist():
+            reasons[row] = reasons[row] or why
+    unusable = torch.tensor([reason is not None for reason in reasons])
+    return values.masked_fill(unusable[:, None, None], 0), reasons
+
+
+def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bool = False) -> Rows:
+    """The *.parquet files of a folder, or one file, with a column ``embedding`` (lists of one length of
+    numbers), and where present id, label, eval_label, split, image or path (shown in the report) and text; or
+    a .npy or .npz file of numbers (N, D), with those columns in a .csv of the same name. Rows of one id are
+    views of it, the first is for evaluation. ``names`` as in :func:`~uno.data.tables.read_parquet`; with
+    ``images_only`` labels and splits are not read. Rows without a usable vector are unreadable ones.
+    ConfigError: no such file or column, or rows of one id that differ in label or split.
+    """
+    source = f"vectors:{path}"
+    table, shown = _of_arrays(path, names) if path.endswith(ARRAYS) else _of_parquet(source, path, names)
+    num = len(table)
+    if not 0 < num <= MAX_ROWS:
+        raise ConfigError(f"{source}: {num:,} rows, not 1 to {MAX_ROWS:,}")
+    if images_only:
+        table = table.select([c for c in table.column_names if c not in ("label", "eval_label", "split")])
+    columns = {name: table[name] for name in table.column_names}
+    ids = pa.array((f"row-{row}" for row in range(num)), pa.large_string())
+    if "id" in columns:
+        given = columns["id"].cast(pa.large_string()).combine_chunks()
+        ids = pa.compute.if_else(pa.compute.not_equal(given, "").fill_null(False), given, ids)
+    coded = ids.dictionary_encode()
+    place = coded.indices.to_numpy()
+    counts, order = np.bincount(place), np.argsort(place, kind="stable")
+    starts = np.cumsum(counts) - counts
+    views = order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]  # some repeat theirs
+    first = views[:, 0]
+    labels, truth, split = (
+        tables.labels_in(source, columns[name], ()) if name in columns else Labels.none(num)
+        for name in ("label", "eval_label", "split")
+    )
+    for what, column in (("label", labels), ("eval_label", truth), ("split", split)):
+        if (differ := np.flatnonzero(column.codes != column.codes[first][place])).size:
+            raise ConfigError(
+                f"{source}: rows of id {one_line(repr(ids[differ[0]].as_py()))} differ in {what}"
+            )
+    is_train = tables.splits_in(source, split)[first]
+    values, why = _matrix(source, columns["embedding"])
+    reasons = list[str | None]([None] * len(first))
+    for row, reason in why.items():
+        reasons[place[row]] = reasons[place[row]] or reason
+    found, reasons = checked(torch.from_numpy(values)[torch.from_numpy(views)], reasons)
+    if shown is None and "path" in columns:
+        root = filesystem.split(path)[0] if filesystem.kind(path) == "file" else path
+        shown = tables.files_in(source, root, tables.values_in(columns["path"].cast(pa.string())), True)
+    words = (
+        columns["text"].cast(pa.string()).combine_chunks().take(pa.array(first))
+        if "text" in columns
+        else None
+    )
+    images = Vectors(found, reasons, None if shown is None else shown.take(first), words)
+    notes = (f"rows of one id, {counts.max()} at most, are its views",) if counts.max() > 1 else ()
+    truths = truth.pick(first) if "eval_label" in columns else None
+    return Rows(
+        Text(coded.dictionary), images, labels.pick(first), is_train, source, notes=notes, eval_labels=truths
+    )
+
+
+def require_kind(config: ModelConfig, images: Images) -> None:
+    """ConfigError: a model takes vectors and these are images, the other way round, or of another length."""
+    found = images.vectors(np.arange(0))
+    takes = "images" if not config.takes_vectors else f"vectors of {config.encoder.partition(':')[2]} numbers"
+    given = "images" if found is None else f"vectors of {found[0].shape[2]} numbers"
+    if takes != given:
+        raise ConfigError(f"model.encoder {config.encoder} takes {takes}, the data has {given}")
+
+
+def with_views(values: Tensor, augment: AugmentConfig, ok: np.ndarray) -> Tensor:
+    """(N, V, D) as they are if V > 1; else (N, 1 + ``augment.num_cached_views``, D), made of rows that are
+    ``ok`` bool (N,), the same in runs of all seeds.
+    """
+    if values.shape[1] > 1:
+        return values
+    generator, rows = augment_generator(SEED, FEATURES, 0), torch.from_numpy(np.flatnonzero(ok))
+    points, how, strength = values[rows, 0], augment.vector_view, augment.vector_strength
+    near = _neighbors(points, generator) if how == "neighbors" else None
+    spread, views = points.std(dim=0), [points]
+    for _ in range(augment.num_cached_views):
+        if near is not None:
+            chosen = torch.randint(near.shape[1], (len(rows), 1), generator=generator)
+            share = strength * torch.rand(len(rows), 1, generator=generator)
+            views.append(points.lerp(points[near.gather(1, chosen)[:, 0]], share))
+        elif how == "noise":
+            views.append(points + strength * spread * torch.randn(points.shape, generator=generator))
+        else:
+            views.append(points * (torch.rand(points.shape, generator=generator) >= strength))
+    found = values.new_zeros(len(values), len(views), values.shape[2])
+    found[rows] = torch.stack(views, dim=1)
+    return found
+
+
+def _neighbors(points: Tensor, generator: torch.Generator) -> Tensor:
+    """int64 (N, k): the rows of ``points`` (N, D) with the largest cosines to each, of at most
+    :data:`NEAR_ROWS` random ones.
+    """
+    near = torch.arange(len(points))[:, None].repeat(1, min(NEIGHBORS, max(1, len(points) - 1)))
+    unit = torch.nn.functional.normalize(points, dim=1)
+    for some in torch.randperm(len(points), generator=generator).split(NEAR_ROWS):
+        for own in torch.arange(len(some)).split(PIECE_ROWS):
+            cosines = unit[some[own]] @ unit[some].T
+            cosines[torch.arange(len(own)), own] = -torch.inf
+            found = some[cosines.topk(min(near.shape[1], max(1, len(some) - 1)), dim=1).indices]
+            near[some[own], : found.shape[1]] = found
+    return near
+
+
+def store_vectors(path: str, embeddings: Any, labels: Any = None, ids: Any = None) -> None:
+    """Numbers as :func:`numbers_of` takes them as a file for :func:`read_vectors`. ``labels`` (N,): names,
+    numbers below 0 and NaN being none, or None. ConfigError: other lengths, or no such labels.
+    """
+    values = numbers_of(embeddings, "embeddings")
+    num, views, _ = values.shape
+    columns: dict[str, list[str | None]] = {}
+    columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else [str(name) for name in ids]
+    if labels is not None:
+        columns["label"] = [
+            _label(label) for label in (labels.tolist() if hasattr(labels, "tolist") else labels)
+        ]
+    for name, column in columns.items():
+        if len(column) != num:
+            raise ConfigError(f"{len(column):,} {name}s for {num:,} embeddings")
+    if len(set(columns["id"])) < num:
+        raise ConfigError("ids of embeddings must be unique; views of a row are embeddings (N, V, D)")
+    tables_of = {name: pa.array(column, pa.string()) for name, column in columns.items()}
+    write_vectors(path, values, np.full(num, views), tables_of)
+
+
+def write_vectors(path: str, values: Tensor, counts: np.ndarray, columns: Mapping[str, Any]) -> None:
+    """The first ``counts`` int64 (N,) of the V views of ``values`` float32 (N, V, D), a row each, with Arrow
+    ``columns`` (N,) beside them, as one Parquet file that appears whole.
+    """
+    folder, name = filesystem.split(path)
+    rows = np.repeat(np.arange(len(values)), counts)
+    chosen = values[torch.arange(values.shape[1]) < torch.from_numpy(counts)[:, None]]
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(chosen.flatten().numpy()), values.shape[2])
+    table = pa.table(
+        {name: column.take(pa.array(rows)) for name, column in columns.items()} | {"embedding": lists}
+    )
+    table = table.replace_schema_metadata({METADATA: b"1"})
+    with filesystem.Storage(folder or ".").create(name) as stream:
+        pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
+
+
+def is_vectors(path: str) -> bool:
+    """Whether a file is one of :func:`write_vectors`."""
+    folder, name = filesystem.split(path)
+    try:
+        with filesystem.Storage(folder or ".").open(name) as file:
+            return METADATA in (pq.read_schema(file).metadata or {})
+    except (StorageError, pa.ArrowException):
+        return False
+
+
+def _label(label: Any) -> str | None:
+    """A class from Python."""
+    label = label.item() if hasattr(label, "item") else label
+    if label is None or label != label or (isinstance(label, int | float) and label < 0):
+        return None
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
+    return tables.class_name("labels", label)
+
+
+def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> tuple[pa.Table, Images | None]:
+    """Our columns of all rows, and the pictures of their column of bytes."""
+    root, files = tables.parquet_files(path)
+    parts, pictures = list[pa.Table](), set[str]()
+    for file in files:
+        parquet = tables.open_parquet(file.path, file.size, anew=True)
+        schema = parquet.schema
+        tables.check_names(file.path, names, schema.names)
+        theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
+        image = names.get("image", "image")
+        if image in schema.names:
+            if schema.field(image).type in TEXT:
+                theirs["path"] = image
+            else:
+                tables.check_images(file.path, schema.field(image).type)
+                pictures.add(image)
+        if theirs["embedding"] not in schema.names:
+            has = one_line(", ".join(schema.names))
+            needs = "needs a column embedding, or --data.columns embedding=NAME"
+            raise ConfigError(f"{file.path}: {needs}; it has {has}")
+        found = parquet.read(list({c for c in theirs.values() if c in schema.names}))
+        columns = {ours: found[c] for ours, c in theirs.items() if c in schema.names}
+        columns["embedding"] = _lists(file.path, columns["embedding"])
+        split = "train" if tables.is_training(file.relative) else "test"
+        columns.setdefault("split", pa.chunked_array([pa.repeat(split, len(found))]))
+        parts.append(pa.table(columns))
+    try:
+        table = pa.concat_tables(parts, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise ConfigError(f"{source}: the files have different columns: {one_line(error)}") from None
+    if len(pictures) > 1:
+        raise ConfigError(f"{source}: the files name their image column differently")
+    shown = (
+        ParquetImages(root, [f.path for f in files], pictures.pop(), [f[2:] for f in files])
+        if pictures
+        else None
+    )
+    return table, shown
+
+
+def _of_arrays(path: str, names: Mapping[str, str]) -> tuple[pa.Table, None]:
+    """Numbers of a .npy or .npz file, and the columns of the .csv beside it, if there is one."""
+    try:
+        found = np.load(io.BytesIO(filesystem.read_bytes(path, MAX_BYTES)), allow_pickle=False)
+        if not isinstance(found, np.ndarray):
+            name = names.get("embedding", "embedding" if "embedding" in found.files else found.files[0])
+            found = found[name]
+    except (OSError, ValueError, KeyError, IndexError, EOFError) as error:
+        raise ConfigError(f"{path} holds no array that can be read: {one_line(error)}") from None
+    if found.ndim != 2:
+        raise ConfigError(f"{path} must hold numbers (N, D), not {found.shape}")
+    values = numbers_of(found, path)
+    beside, columns = f"{path[:-4]}.csv", dict[str, Any]()
+    if filesystem.kind(beside) == "file":
+        given = tables.read_csv(beside)
+        tables.check_names(beside, {k: v for k, v in names.items() if k != "embedding"}, given)
+        theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
+        columns = {ours: pa.array(given[c], pa.string()) for ours, c in theirs.items() if c in given}
+        if names.get("image", "image") in given:
+            columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
+        if (other := len(next(iter(given.values()), []))) != len(values):
+            raise ConfigError(f"{beside} has {other:,} rows, {path} has {len(values):,}")
+    flat, width = values.flatten().numpy(), values.shape[2]
+    starts = pa.array(np.arange(len(values) + 1) * width)
+    return pa.table(columns | {"embedding": pa.LargeListArray.from_arrays(starts, pa.array(flat))}), None
+
+
+def _lists(source: str, column: Any) -> Any:
+    """A column as lists of float32. ConfigError: it holds something else."""
+    kind = column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)):
+        raise ConfigError(f"{source}: column embedding must hold lists of numbers, not {kind}")
+    return column.cast(LIST, safe=False)
+
+
+def _matrix(source: str, column: Any) -> tuple[np.ndarray, dict[int, str]]:
+    """Lists of float32, of which most have D numbers -> float32 (R, D), and why rows of zeros have none."""
+    length = pa.compute.list_value_length(column).fill_null(0).to_numpy()
+    width = int(np.bincount(length).argmax()) if len(length) else 0
+    if width == 0:
+        raise ConfigError(f"{source}: most rows have no vector")
+    values, fits = np.zeros((len(length), width), np.float32), length == width
+    numbers = pa.compute.list_flatten(column.filter(pa.array(fits)))
+    values[fits] = numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
+    wrong = {row: f"{length[row]} numbers, not {width}" for row in np.flatnonzero(~fits).tolist()}
+    return values, wrong

@@ -1,0 +1,70 @@
+"""The features of any source as a file of vectors, which ``--data vectors:FILE`` and other programs read."""
+
+import tempfile
+from collections.abc import Callable, Container, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from uno.config import Config, override
+from uno.data.files import Storage, split
+from uno.data.rows import Rows
+from uno.data.sources import read_rows
+from uno.data.splits import Task, limit_rows
+from uno.data.vectors import is_vectors, require_kind, write_vectors
+from uno.errors import ConfigError
+from uno.session.console import Progress, print_line, reading
+from uno.session.data import Compute, compute_local, leave_out_unreadable, load_features
+from uno.session.resolve import images_of_weights, starting_weights, with_full_path
+from uno.weights import PRETRAINED_FILE
+
+
+def embed(
+    config: Config, given: Container[str], num_views: int = 0, compute: Compute = compute_local,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
+    """``uno embed``: write the evaluation view and ``num_views`` random ones of every row of ``config.data``,
+    through its frozen encoder, to ``config.output``, a Parquet file. Finished shards are kept in the cache,
+    so the same command goes on. ConfigError: no weights, no such data, or the file is somebody else's.
+    """
+    place = config.output
+    if place is None or not place.endswith(".parquet"):
+        raise ConfigError("uno embed needs --output FILE.parquet")
+    folder, name = split(place)
+    storage = Storage(folder or ".")
+    if storage.exists(name) and not is_vectors(place):
+        raise ConfigError(f"{place} is not ours; choose another --output")
+    config = with_full_path(override(config, {"model.finetune": "none", "augment.small.num_views": 0}))
+    least = max(config.augment.large.num_views, num_views)
+    config = override(config, {**images_of_weights(config, given), "augment.num_cached_views": least})
+    with reading() as total:
+        rows = read_rows(config.data)
+        rows = rows if config.data.limit is None else rows.take(limit_rows(rows, config.data.limit))
+        total(len(rows))
+    require_kind(config.model, rows.images)
+    none = np.full(len(rows), -1)
+    task = Task(rows, [], [], 0, none, none, np.full(len(rows), num_views > 0))
+    with tempfile.TemporaryDirectory(prefix="uno-embed-") as scratch, Progress() as show:
+        start = Storage(scratch)
+        if (weights := starting_weights(config, True)) is not None:
+            start.write(PRETRAINED_FILE, weights)
+        features, reasons = load_features(config, task, start, show, should_stop, compute)
+    leave_out_unreadable(reasons, config, task)
+    ok = np.array([reason is None for reason in reasons])
+    counts = np.where(ok, 1 + num_views, 0)
+    write_vectors(place, features, counts, _columns(rows, folder))
+    print_line(f"{ok.sum():,} rows, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}")
+
+
+def _columns(rows: Rows, folder: str) -> dict[str, pa.Array]:
+    """What the file says of each row; paths where the images lie below its ``folder``, which may move."""
+    text: dict[str, Sequence[str | None]] = {"id": rows.ids, "label": rows.labels, "split": rows.split}
+    text |= {} if rows.eval_labels is None else {"eval_label": rows.eval_labels}
+    number = np.arange(len(rows))
+    text |= {"text": rows.images.captions(number)}
+    pictures = rows.images.pictures()
+    paths = [None] * len(rows) if pictures is None else pictures.paths(number)
+    root = Storage(folder or ".").uri.rstrip("/") + "/"
+    text |= {"path": [p.removeprefix(root) if p and p.startswith(root) else None for p in paths]}
+    columns = {name: pa.array(list(column), pa.string()) for name, column in text.items()}
+    return {name: c for name, c in columns.items() if c.null_count < len(c)}
