@@ -165,8 +165,8 @@ def test_callables_give_one_vector_an_image(what, num_features):
     ("timm:", r"^model\.encoder: must be "),
     ("torchvision:resnet19", r": torchvision has no 'resnet19'; did you mean torchvision:resnet"),
     ("torchvision:fasterrcnn_resnet50_fpn", r"torchvision has no 'fasterrcnn"),
-    ("torchvision:googlenet", r"gives several outputs in training; take another$"),
-    ("torchvision:squeezenet1_0", r"does not end in a linear classifier; take another$"),
+    ("torchvision:googlenet", r"returns several outputs; choose another$"),
+    ("torchvision:squeezenet1_0", r"does not end in a linear classifier; choose another$"),
     ("timm:test_vitt", r"^model\.encoder: timm has no 'test_vitt'; did you mean timm:test_vit\?$"),
     ("timm:test_vit.of_mine", r"'test_vit\.of_mine'; did you mean timm:test_vit\.r160_in1k\?$"),
     ("no_such_package.x:y", r"cannot be imported: No module named 'no_such_package'$"),
@@ -174,8 +174,8 @@ def test_callables_give_one_vector_an_image(what, num_features):
     (f"{TOYS}:NOT_CALLABLE", r"NOT_CALLABLE cannot be called: it is of type int$"),
     (f"{TOYS}:needs_argument", r"cannot be called without arguments: .* 'width'$"),
     (f"{TOYS}:number", r"must return a torch\.nn\.Module, not a int$"),
-    (f"{TOYS}:flat", r"gives \(1,\), not vectors"),
-    (f"{TOYS}:pair", r"gives tuple, not vectors"),
+    (f"{TOYS}:flat", r"returns \(1,\), not vectors"),
+    (f"{TOYS}:pair", r"returns tuple, not vectors"),
 ])  # fmt: skip
 def test_encoders_that_are_none_are_one_line(name, line):
     """Kills: a traceback, a line that does not say what is wrong or what is there instead."""
@@ -224,6 +224,6 @@ def test_last_trains_the_last_stage_and_what_follows(name, trained):
 
 
 def test_last_of_an_encoder_without_stages_is_one_line():
-    with pytest.raises(ConfigError, match=r"^model\.finetune last_stage: .*; take full or none$"):
+    with pytest.raises(ConfigError, match=r"^model\.finetune last_stage: .*; use full or none$"):
         frozen_parts(encoder_of(f"{TOYS}:maps"), "last_stage")
     assert frozen_parts(encoder_of(f"{TOYS}:maps"), "none") == ([""], [])

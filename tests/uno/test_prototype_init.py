@@ -1,5 +1,6 @@
 """Clusters that discovery starts from, against data whose classes are known."""
 
+from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -151,7 +152,7 @@ def packed(tmp_path, monkeypatch):
         config = override(small_config(), {**source, "data.loading": "streaming"})
         read_group = tables._read_group
         monkeypatch.setattr(tables, "_read_group", lambda *of: read.append(of[2]) or read_group(*of))
-        monkeypatch.setattr(tables, "_recent", tables._read_group)  # which remembers nothing
+        monkeypatch.setattr(tables, "_recent", lru_cache(maxsize=0)(tables._read_group))
         return config, make_task(read_rows(config.data), config.data)
 
     return make, read

@@ -301,7 +301,7 @@ def test_one_bad_step_is_skipped_and_counted(storage, caplog):
     assert written[-1]["skipped_steps"] == 2
     assert 10 not in [line["step"] for line in written]  # no step without a loss has a line
     assert all(line["loss"] < 10 for line in written)
-    assert "skipped 1 non-finite steps before step 10" in caplog.text and "rolled back" not in caplog.text
+    assert "skipped 1 non-finite step before step 10" in caplog.text and "rolled back" not in caplog.text
 
 
 def test_skipped_steps_do_not_dilute_head_losses(storage):

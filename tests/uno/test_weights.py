@@ -96,8 +96,8 @@ def test_a_pickle_inside_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "line"), [
-    (b"", "is no file of PyTorch's"),
-    (b"PK\x03\x04" + bytes(50), "is no file of PyTorch's"),
+    (b"", "is not a PyTorch file"),
+    (b"PK\x03\x04" + bytes(50), "is not a PyTorch file"),
     (torch_file([1, 2]), "holds no weights by name"),
     (torch_file({"epoch": 3}), "holds no weights by name"),
 ])  # fmt: skip
@@ -137,7 +137,7 @@ def test_an_encoder_that_takes_other_images_is_one_line():
     config = small_config(model__encoder=f"{TOYS}:vit")
     check_encoder(config)
     wrong = small_config(model__encoder=f"{TOYS}:vit", augment__large__size=12, data__stored_size=12)
-    with pytest.raises(ConfigError, match=r"^model\.encoder .*:vit takes no images of 12 px \(--augment"):
+    with pytest.raises(ConfigError, match=r"^model\.encoder .*:vit does not accept 12 px \(--augment"):
         check_encoder(wrong)
 
 
