@@ -54,9 +54,8 @@ def embed(
     ok = np.array([reason is None for reason in reasons])
     counts = np.where(ok, 1 + num_views, 0)
     write_vectors(place, features, counts, _columns(rows, folder))
-    print_line(
-        f"{plural(int(ok.sum()), 'row')}, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}"
-    )
+    num = plural(int(ok.sum()), "row")
+    print_line(f"{num}, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}")
 
 
 def _columns(rows: Rows, folder: str) -> dict[str, pa.Array]:
