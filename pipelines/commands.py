@@ -98,7 +98,7 @@ EMBED = Command("embed", {
 Every image through a frozen encoder, named by --model.encoder and --weights, to --output FILE.parquet: id,
 embedding, and where they are known label, split, path and text; views of a row have its id. --data
 vectors:FILE and other programs read it. --workers N computes on Ray. Finished features are kept in
---compute.cache: the same command goes on after a kill.
+--compute.cache: the same command continues after a kill.
 """)  # fmt: skip
 ESTIMATE = Command("estimate-classes", {
     **PRINT_CONFIG, **DRY_RUN,

@@ -34,7 +34,8 @@ KEYS = [
 VALUES = ["trainable=heads", "trainable=last", "pile=mixed", "pile=novel", "ingest=resident"]
 METAPHORS = [
     r"\bpiles?\b", r"\bas told\b", r"\bas given\b", r"\bas it began\b", r"\bhurt\b", r"\bbelieved\b",
-    r"\brooms?\b", r"\bwhichever\b", r"\bway in\b", r"\bday after\b", r"\bwhat survives\b", r"\bgo(es)? on\b",
+    r"(?-i:\brooms?\b)", r"\bwhichever\b", r"\bway in\b", r"\bday after\b",
+    r"\bwhat survives\b", r"\bgo(es)? on\b",
     r"\bin the words of\b", r"\b(is|are|was) told\b",
 ]  # fmt: skip
 BRITISH = [

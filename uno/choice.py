@@ -171,7 +171,7 @@ def hidden_draws(num_known: int, num_novel: int, seed: int) -> list[list[int]]:
 
 def choose(rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, seed: int) -> Choice:
     """The candidate for rows (N_l, P) of known classes (N_l,) in the principal space, by hidden ones; where
-    the pile is ``gcd`` half of the rows of the other classes are among the unlabeled rows, too.
+    the setting is ``gcd`` half of the rows of the other classes are among the unlabeled rows, too.
     """
     num_known = int(labels.max()) + 1
     draws = hidden_draws(num_known, num_novel, seed)

@@ -27,6 +27,7 @@ from uno.data.rows import Rows
 from uno.data.tables import NO_NAMES, TEXT, ParquetImages
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_ROWS
+from uno.text import plural
 
 NEIGHBORS, NEAR_ROWS, PIECE_ROWS = 5, 20_000, 512  # of a row; among so many; at once
 METADATA = b"uno.vectors"  # of a file that is ours
@@ -121,7 +122,7 @@ def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bo
     table, shown = _of_arrays(path, names) if path.endswith(ARRAYS) else _of_parquet(source, path, names)
     num = len(table)
     if not 0 < num <= MAX_ROWS:
-        raise ConfigError(f"{source}: {num:,} rows, not 1 to {MAX_ROWS:,}")
+        raise ConfigError(f"{source}: {plural(num, 'row')}, not 1 to {MAX_ROWS:,}")
     if images_only:
         table = table.select([c for c in table.column_names if c not in ("label", "eval_label", "split")])
     columns = {name: table[name] for name in table.column_names}
@@ -332,7 +333,7 @@ def _of_arrays(path: str, names: Mapping[str, str]) -> tuple[pa.Table, None]:
         if names.get("image", "image") in given:
             columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
         if (other := len(next(iter(given.values()), []))) != len(values):
-            raise ConfigError(f"{beside} has {other:,} rows, {path} has {len(values):,}")
+            raise ConfigError(f"{beside} has {plural(other, 'row')}, {path} has {len(values):,}")
     flat, width = values.flatten().numpy(), values.shape[2]
     starts = pa.array(np.arange(len(values) + 1) * width)
     return pa.table(columns | {"embedding": pa.LargeListArray.from_arrays(starts, pa.array(flat))}), None

@@ -1,6 +1,6 @@
 """Clusters of a frozen encoder's features, of the kind that finds known classes best when they are hidden:
 :mod:`uno.choice`. Everything happens before the first step: prototypes are moved to the means of the chosen
-clusters, in the space that was chosen with them. Steps, if some are asked for, go on from there by the
+clusters, in the space that was chosen with them. Steps, if some are asked for, continue from there by the
 unified objective.
 """
 

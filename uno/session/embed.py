@@ -16,6 +16,7 @@ from uno.errors import ConfigError
 from uno.session.console import Progress, print_line, reading
 from uno.session.data import Compute, compute_local, leave_out_unreadable, load_features
 from uno.session.resolve import images_of_weights, starting_weights, with_full_path
+from uno.text import plural
 from uno.weights import PRETRAINED_FILE
 
 
@@ -25,7 +26,7 @@ def embed(
 ) -> None:  # fmt: skip
     """``uno embed``: write the evaluation view and ``num_views`` random ones of every row of ``config.data``,
     through its frozen encoder, to ``config.output``, a Parquet file. Finished shards are kept in the cache,
-    so the same command goes on. ConfigError: no weights, no such data, or the file is somebody else's.
+    so the same command continues. ConfigError: no weights, no such data, or the file is somebody else's.
     """
     place = config.output
     if place is None or not place.endswith(".parquet"):
@@ -53,7 +54,8 @@ def embed(
     ok = np.array([reason is None for reason in reasons])
     counts = np.where(ok, 1 + num_views, 0)
     write_vectors(place, features, counts, _columns(rows, folder))
-    print_line(f"{ok.sum():,} rows, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}")
+    num = plural(int(ok.sum()), "row")
+    print_line(f"{num}, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}")
 
 
 def _columns(rows: Rows, folder: str) -> dict[str, pa.Array]:
