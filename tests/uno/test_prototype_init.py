@@ -1,6 +1,7 @@
 """Clusters that discovery starts from, against data whose classes are known."""
 
 from functools import lru_cache
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
