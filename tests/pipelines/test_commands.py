@@ -337,7 +337,7 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatc
     assert killed.returncode == -signal.SIGKILL
     assert checkpoint_steps(Storage(str(output)), "discover") == [6]
     assert cli.main(["discover", *words]) == 0
-    assert "watching 0.5 s whether it still runs" in capsys.readouterr().out
+    assert "waiting 0.5 s to see whether that process is alive" in capsys.readouterr().out
     assert lines_of(output) == lines_of(finished)
     assert_same_weights(output, finished)
 

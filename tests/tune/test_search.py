@@ -60,7 +60,7 @@ def test_how_trials_end(sweep):
         plan.on_trial_complete(name, result={})
     plan.on_trial_complete("e", error=True)  # killed: out of memory
     assert [(t.index, t.status) for t in ended] == [(3, FINISHED), (4, STOPPED), (5, FAILED), (6, FAILED)]
-    assert [t.reason for t in ended[2:]] == ["non-finite", "the process died; out of memory?"]
+    assert [t.reason for t in ended[2:]] == ["non-finite", "the process died (out of memory?)"]
     assert not storage.exists("trials/0005/fold0-seed0")
     assert plan_of(sweep, trials=7)[2] == [2]  # it never ended
 

@@ -60,7 +60,7 @@ class GlooWorker(StopAt):
 
 def seen_in(state: TrainState) -> dict[str, Tensor]:
     """Gradients, and what a checkpoint would hold but the sums over a worker's own rows."""
-    kept = {k: v for k, v in copied_tensors(state).items() if "epoch" not in k and "line" not in k}
+    kept = {k: v for k, v in copied_tensors(state).items() if "epoch" not in k and "window" not in k}
     grads = {f"grad/{name}": p.grad.clone() for name, p in trained_parameters(state.model).items()}
     return grads | {f"state/{name}": tensor for name, tensor in kept.items()}
 
