@@ -191,7 +191,7 @@ def sample_features(
         if len(own) and not own.any():
             raise ConfigError(f"no {kind} image can be read")
     true = train.labels.cpu()[torch.from_numpy(rows[0])][ok[:num]]
-    return [Sample(each[:num][ok[:num]].cpu(), true, each[num:][ok[num:]].cpu()) for each in found]
+    return [Sample(each[:num][ok[:num]], true, each[num:][ok[num:]]) for each in (one.cpu() for one in found)]
 
 
 def features_by_all(
