@@ -171,7 +171,10 @@ def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
     uno("classes", run)
     edit(run, {5: "merge into 4", 6: "drop"})
     assert json.loads((run / "model" / "model.pt2").read_text())[4:8] == [4, 4, None, 7]
-    assert "model/model.onnx has the classes of before: no onnx" in capsys.readouterr().out
+    assert (
+        "model/model.onnx was not updated and still has the previous classes: no onnx"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert cli.run_guarded(commands.estimate, [*FLAGS, "--data.limit", "400"]) == 0
     shown = capsys.readouterr().out
     found = json.loads((tmp_path / "runs/digits-seed0-estimate/estimate.json").read_text())
-    assert f"novel classes: {found['num_novel']}, between {found['low']} and {found['high']}" in shown
+    assert f"new classes: {found['num_novel']} (interval {found['low']} to {found['high']})" in shown
     assert "too few classes merge real ones" in shown and f"--num-novel {found['suggested']}" in shown
     assert "  <- estimate" in shown and " F1 " in shown
     assert cli.run_guarded(commands.estimate, [*FLAGS, "--print-config"]) == 0

@@ -423,7 +423,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     words[words.index(str(out))] = str(tmp_path / "elsewhere")
     assert reproduce.main(words) == 0
     said = capsys.readouterr().out
-    assert "4 cells are taken from the record" in said and "nothing is run again" in said
+    assert "4 cells read from the record" in said and "nothing is run again" in said
     assert (tmp_path / "elsewhere" / "ablation.md").read_text() == text
 
 

@@ -95,7 +95,7 @@ def test_page_is_complete_without_scripts(hostile):
 def test_page_without_truth_metrics_or_test_split(tmp_path):
     task = hostile_task(CONFIG, truth=False)
     page = written(write_run(tmp_path / "truth", CONFIG, task), task)
-    assert "Nobody has named the novel classes" in page.text and "There is no metrics.json" in page.text
+    assert "No ground truth for the new classes" in page.text and "There is no metrics.json" in page.text
     known = {key: value for key, value in METRICS.items() if "/known/" in key}
     page = written(write_run(tmp_path / "known", CONFIG, task, known), task)
     heads = [attrs for tag, attrs in page.tags if tag == "th" and attrs.get("scope") == "colgroup"]
