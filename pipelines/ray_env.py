@@ -55,9 +55,13 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
     for name, value in (ENVIRONMENT if address else ENVIRONMENT | {AUTH_MODE: "disabled"}).items():
         os.environ.setdefault(name, value)
     if workers:
-        what = f"requesting from the Ray cluster at {address}" if address else "starting Ray with"
-        plural = "s" if workers > 1 else ""
-        print_line(f"{what} {workers} worker{plural}; the first step takes about half a minute")
+        asked = plural(workers, "worker")
+        what = (
+            f"requesting {asked} from the Ray cluster at {address}"
+            if address
+            else f"starting Ray with {asked}"
+        )
+        print_line(f"{what}; the first step takes about half a minute")
     try:
         import ray
     except ImportError:

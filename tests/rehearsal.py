@@ -98,9 +98,9 @@ def simulated(folder: Path) -> Iterator[Rehearsal]:
         raylets.join(2, folder, gpus=1)
         raylets.join(2, gpus=1)
         wait_for(lambda: subprocess.run(
-            [RAY, "job", "list", "--address", f"http://{raylets.host}:{DASHBOARD}"], env=raylets.env,
-            capture_output=True,
-        ).returncode == 0)  # fmt: skip
+            [RAY, "job", "submit", "--address", f"http://{raylets.host}:{DASHBOARD}", "--", "true"],
+            env=raylets.env, capture_output=True,
+        ).returncode == 0)  # fmt: skip  # the agent that starts jobs comes after the list of them
         yield Rehearsal(raylets, f"s3://{BUCKET}?{options}", raylets.env)
 
 

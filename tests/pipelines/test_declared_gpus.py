@@ -70,7 +70,7 @@ def test_a_run_and_predictions_on_gpus_that_only_workers_have(tmp_path):
         words = ["pipelines", "predict", *predict, str(tmp_path / "there"), *on_gpus]
         predicted = Command(words, env, tmp_path / "predict.log")
         assert predicted.end() == 0, predicted.lines
-        assert predicted.says(f"requesting from the Ray cluster at {raylets.address} for 1 worker")
+        assert predicted.says(f"requesting 1 worker from the Ray cluster at {raylets.address}")
     assert (run / "report.html").exists() and (run / "metrics.json").exists()
     assert cli.main(["predict", *predict, str(tmp_path / "here")]) == 0
     here, there = (pq.read_table(tmp_path / name / "predictions.parquet") for name in ("here", "there"))
