@@ -25,7 +25,7 @@ def places(tmp_path_factory):
 @pytest.mark.parametrize("name", leaks.COMMANDS)
 def test_a_process_that_goes_on_keeps_nothing_of_its_commands(places, name):
     first, last = leaks.in_process(name, TIMES, *places)
-    assert last == first
+    assert all(last[what] <= number for what, number in first.items()), (first, last)
 
 
 @pytest.mark.slow
