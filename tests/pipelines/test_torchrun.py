@@ -99,9 +99,9 @@ def test_other_wishes_are_one_line(tmp_path):
 
 def test_the_slurm_script_starts_what_torchrun_and_ray_understand(tmp_path):
     """With Slurm's commands stood in for. Kills: flags that torchrun or uno do not have, as many ranks as
-    nodes, options of the user's lost.
+    nodes, options of the user's lost, a script that ends because it reads only the first of many nodes.
     """
-    for name, body in (("scontrol", "echo node-a; echo node-b"), ("srun", 'printf "%s\\n" "$@"')):
+    for name, body in (("scontrol", "echo node-a; seq 100000"), ("srun", 'printf "%s\\n" "$@"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     facts = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
