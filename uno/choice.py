@@ -32,7 +32,7 @@ STARTS, DRAW_STARTS = 10, 3  # of k-means: of the result, and of a draw
 SHRINKAGE = 0.1
 ERRORS = 2.0  # as draws share their classes, one is exceeded too often
 LEVEL = 0.95  # of Student's t to either side: nine tenths
-OTHERS = 0.02  # of m (1 - m), the variance that draws from the same known classes do not show
+OTHERS = 0.01  # of m (1 - m), the variance that draws from the same known classes do not show
 
 
 class Candidate(NamedTuple):

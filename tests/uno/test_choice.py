@@ -86,7 +86,7 @@ def test_the_interval_is_that_of_other_classes():
     """Kills: a normal quantile, draws taken for independent ones, an interval beyond 0 or 1."""
     new = torch.tensor([[0.47], [0.5], [0.53]])
     mean, low, high = Choice(0, new, new, 3).expected()
-    half = 2.91999 * math.sqrt(0.03**2 * 4 / 3 + 0.02 * 0.5 * 0.5)
+    half = 2.91999 * math.sqrt(0.03**2 * 4 / 3 + 0.01 * 0.5 * 0.5)
     assert (mean, low, high) == pytest.approx((0.5, 0.5 - half, 0.5 + half), abs=1e-5)
     assert Choice(0, new + 0.45, new + 0.45, 3).expected()[2] == 1
 
