@@ -138,3 +138,6 @@ def test_a_free_row_is_never_of_a_hidden_class_by_its_label():
             hidden = true >= 3
             assert (seen[hidden] == FREE).all() and (seen[seen != FREE] == true[seen != FREE]).all()
             assert len(rows) == len(true) and (not gcd or (seen[~hidden] == FREE).any())
+    once = torch.tensor([0, 24, 48, 72, 96, 120])  # a row of each class: none of them loses its label
+    draws = hidden_draws(6, 3, 0)
+    assert len(list(module._hidden(points[once], truth[once], draws, True))) == len(draws)
