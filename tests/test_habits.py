@@ -94,7 +94,10 @@ def test_one_repository_in_all_files():
     owner = URL.removeprefix("https://github.com/").partition("/")[0]
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in listed.stdout.splitlines():
-        if name.endswith((".md", ".cff", ".toml", ".yml", ".yaml", ".py", ".json")) and "records" not in name:
+        if (
+            name.endswith((".md", ".cff", ".toml", ".yml", ".yaml", ".py", ".json", ".html"))
+            and "records" not in name
+        ):
             text = (ROOT / name).read_text()
             assert set(re.findall(rf"https://github\.com/{owner}/[\w-]+", text)) <= {URL}, name
 

@@ -64,6 +64,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
     assert {f"baseline/{b}/gcd/all" for b in ("kmeans", "constrained_kmeans")} <= set(values)
     page = (tmp_path / "report.html").read_text()
     assert page.index('id="trust"') < page.index('class="tiles"')
+    assert "of known classes, those of new classes" in page and "docs/start/concepts.md" in page
     assert "One matching" in page and 'data-key="train/unlabeled/gcd/old/avg"' in page
     table = pq.read_table(
         tmp_path / "predictions.parquet", columns=["known_probability", "kind", "probability"]

@@ -315,7 +315,10 @@ def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     epochs = ", ".join(f"{plural(getattr(config, name).epochs, 'epoch')} of {name}" for name in phases)
     size = "vectors" if model.takes_vectors else f"{side} px"
     yield f"model: {model.encoder}, {what}, {size}; weights: {origin(model)}"
-    yield f"training: preset {config.preset}, {epochs}{how}"
+    if any(getattr(config, name).epochs for name in phases):
+        yield f"training: preset {config.preset}, {epochs}{how}"
+    else:
+        yield f"training: none; method {config.method} clusters features (preset {config.preset})"
     if model.weights is None and is_custom_data(flatten(to_dict(config))):
         name = preset("photos").model.encoder
         yield f"hint: no pretrained weights; for better results --weights pretrained ({name}, preset photos)"
