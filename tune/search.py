@@ -59,7 +59,7 @@ class Asked:
         return {key: _value(domain, found[key]) for key, domain in self._domains.items()}
 
     def report(self, index: int, result: dict[str, Any]) -> None:
-        """A score of a trial that goes on."""
+        """A score of a trial that has not ended."""
         if str(index) in self._asked:
             self._searcher.on_trial_result(str(index), result)
 
@@ -240,7 +240,7 @@ def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) ->
             **by, max_t=num_epochs, grace_period=grace, reduction_factor=rule["reduction"]
         )
     else:  # a trial that were paused would report its epochs again
-        found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)  # type: ignore[arg-type]
+        found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
         past: Any = Past(trial.index)
         found.on_trial_add(None, past)
