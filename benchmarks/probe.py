@@ -1,11 +1,11 @@
-"""What does it cost a run on cached features to make sure that they are still those of its images and encoder?
+"""What does it cost a run on cached features to check that they are still those of its images and encoder?
 
     python -m benchmarks.probe --encoders torchvision:resnet18 torchvision:resnet50 torchvision:vit_b_16
 
-prints one JSON row for each encoder, with random weights on ``--limit`` digits of ``--size`` px: one run fills the
-cache, ``--repeats`` of other seeds use it. ``probe_s`` is the median time in which rows are encoded again,
-``compare_s`` that in which the times and contents of images are compared, ``run_s`` that of the whole command, and
-``share`` is (probe_s + compare_s) / run_s, of a run as short as this one.
+prints one JSON row for each encoder, with random weights on ``--limit`` digits of ``--size`` px: one run
+fills the cache, ``--repeats`` of other seeds use it. Medians: ``probe_s``, in which rows are encoded again,
+``compare_s``, in which times and contents of images are compared, ``run_s``, of the whole command. ``share``
+is (probe_s + compare_s) / run_s, of a run as short as this one.
 """
 
 import argparse
@@ -57,9 +57,9 @@ def row(encoder: str, args: argparse.Namespace) -> dict[str, Any]:
         timed(patch, snapshot, "compare", compare)
         for seed in range(args.repeats + 1):
             words = ["discover", "--data", "digits", "--data.limit", args.limit, "--model.encoder", encoder,
-                "--model.finetune", "none", "--weights", folder / "weights.safetensors", "--image-size", args.size,
-                "--augment.num-cached-views", "2", "--compute.cache", folder / "cache", "--seed", seed,
-                "--compute.threads", args.threads, "--output", folder / f"run{seed}"]  # fmt: skip
+                "--model.finetune", "none", "--weights", folder / "weights.safetensors", "--image-size",
+                args.size, "--augment.num-cached-views", "2", "--compute.cache", folder / "cache",
+                "--seed", seed, "--compute.threads", args.threads, "--output", folder / f"run{seed}"]  # fmt: skip
             start, said = time.perf_counter(), StringIO()
             with redirect_stdout(said), redirect_stderr(said):
                 assert cli.main([str(word) for word in words]) == 0, said.getvalue()

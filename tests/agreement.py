@@ -4,7 +4,7 @@
 
 A run of one epoch is trained on a random data set (folders, tables, Parquet, tar shards, their packed
 copies, vectors; known classes hidden or rows without a label; images of all kinds; an encoder of every kind;
-UNO, the default method of a frozen encoder, and baselines). Then, ``CASES`` times: its classes are edited, its
+UNO, the default method of a frozen encoder, baselines). Then, ``CASES`` times: its classes are edited, its
 images and new ones written in another form, and read by ``uno predict``. That table,
 the run's own, ``uno.load(run).predict``, CSV, sorted folders and exported programs must agree: the same class
 where it leads by ``TIE``, numbers within ``CLOSE``. What does not is printed, and kept in ``--keep DIR`` as
@@ -51,7 +51,7 @@ from uno.results.predictions import COLUMNS, FILE
 
 CASES = 5  # of a run
 TIE, CLOSE = 1e-4, 2e-5
-NOISE = {"choice": 20}  # times these: from features it subtracts their mean, which leaves more of their rounding
+NOISE = {"choice": 20}  # times these: it subtracts the mean of features, but not their rounding errors
 OPTIONS = {
     "model.width": 4, "model.blocks": 1, "model.stages": 2, "model.hidden_dim": 16, "model.projection_dim": 8,
     "train.batch_size": 16, "pretrain.epochs": 1, "discover.epochs": 1, "pretrain.warmup_epochs": 0,
@@ -71,7 +71,10 @@ CHOICES: dict[str, Sequence[Any]] = {  # fields of the configuration, drawn for 
 FORMS = ("folder", "csv", "jsonl", "parquet", "parquet of paths", "tar")
 PACKED = tuple(f"packed {form}" for form in FORMS)
 VECTORS = ("vectors", "vectors npy")
-LEFT_OPEN = ("method", "hidden_dim", "projection_dim", "num_heads", "overcluster", "mlp_input", "objective", "discover")
+LEFT_OPEN = (
+    "method", "hidden_dim", "projection_dim", "num_heads", "overcluster", "mlp_input", "objective",
+    "discover",
+)  # fmt: skip
 """Words of options without which ``uno discover`` takes its default method for a frozen encoder."""
 EDITS = ("none", "rename", "merge into known", "merge", "drop")
 ITEMS = ("path", "bytes", "PIL", "array", "arrays", "column")
@@ -122,7 +125,7 @@ def specs(seed: int) -> Iterator[Spec]:
         known, novel = chance.randint(2, 3), chance.randint(1, 3)
         encoder, vectors = options["model.encoder"], options["model.encoder"] == "vectors"
         if vectors:
-            options |= {"model.finetune": "none", "data.loading": "memory", "method": chance.choice(("uno", "choice"))}
+            options |= {"model.finetune": "none", "data.loading": "memory", "method": chance.choice(GCD)}
             del options["model.encoder"]
         if options["method"] == "choice":
             options["model.finetune"], options["data.loading"] = "none", "memory"
@@ -364,7 +367,8 @@ def check(
     table = pq.read_table(out / FILE).to_pylist()
     found = by_number(table)
     lines = [] if found.keys() == {*range(len(rows))} else ["uno predict: rows are missing"]
-    lines += differences("the run's own table", by_number(pq.read_table(run / FILE).to_pylist()), found, noise)
+    said = by_number(pq.read_table(run / FILE).to_pylist())
+    lines += differences("the run's own table", said, found, noise)
     if "--csv" in case["more"]:
         lines += check_csv(out / "predictions.csv", table)
     if "--folders" in case["more"]:

@@ -10,11 +10,9 @@ Ray of one process. Then each runs as a process of its own, to success, to an er
 import argparse
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -97,7 +95,8 @@ def on_its_own(name: str, end: str, made: Path, temporary: Path) -> tuple[int, l
     words = [*map(str, COMMANDS[name](made, 10**6 + ENDS.index(end)))]
     before, output = there(), Path(words[words.index("--output") + 1]) if "--output" in words else None
     if end == "error":  # that the data, the run or the output is not what it should be
-        words = [word.replace(str(made / "run"), str(made / "images")) for word in words]
+        there_is_none = str(made / ("images" if name == "data check" else "run"))
+        words = [word.replace(there_is_none, str(made / "nothing")) for word in words]
         if output is not None:
             output.write_text("mine")
     process = chaos.start(words, made / "log.txt")

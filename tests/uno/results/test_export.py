@@ -76,8 +76,8 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dtc", "mcl", "choice"])
 def test_baselines_are_exported_too(tmp_path, method):
-    """Cosines and distances, and the default method's chosen space; the export compares itself with the model.
-    Kills: prototypes in place of centers, a similarity network that is handed out, features as they are.
+    """Cosines, distances, the default's chosen space; the export compares itself with the model. Kills:
+    prototypes in place of centers, a similarity network that is handed out, features as they are.
     """
     model, facts = tiny_model(tmp_path / "run", method=method), {"classes.json": ""}
     model.classes[5] = OutputClass(5, "</script> 😀", "novel", 5)

@@ -183,7 +183,7 @@ for predict in (lambda: model.predict(images), lambda: uno.load(sys.argv[1]).pre
 
 @pytest.mark.parametrize("used", [True, False])
 def test_a_forked_child_of_a_process_that_has_used_a_gpu_is_told(run, monkeypatch, used):
-    """Where the parent has not, CUDA works. Kills: PyTorch's traceback, a server that loads after its fork."""
+    """Where the parent has not, CUDA works. Kills: PyTorch's traceback, a server refused that forks first."""
     model = uno.load(run)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: used)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
