@@ -58,8 +58,9 @@ def row(encoder: str, args: argparse.Namespace) -> dict[str, Any]:
         for seed in range(args.repeats + 1):
             words = ["discover", "--data", "digits", "--data.limit", args.limit, "--model.encoder", encoder,
                 "--model.finetune", "none", "--weights", folder / "weights.safetensors", "--image-size",
-                args.size, "--augment.num-cached-views", "2", "--compute.cache", folder / "cache",
-                "--seed", seed, "--compute.threads", args.threads, "--output", folder / f"run{seed}"]  # fmt: skip
+                args.size, "--augment.num-cached-views", 2, "--compute.cache", folder / "cache",
+                "--seed", seed, "--compute.threads", args.threads,
+                "--output", folder / f"run{seed}"]  # fmt: skip
             start, said = time.perf_counter(), StringIO()
             with redirect_stdout(said), redirect_stderr(said):
                 assert cli.main([str(word) for word in words]) == 0, said.getvalue()
