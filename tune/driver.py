@@ -30,6 +30,7 @@ from uno.data.defaults import keys_from_images
 from uno.data.files import Storage, full_path, split
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
+from uno.encoder import code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.imports import is_object_name
 from uno.methods.registry import num_heads
@@ -193,6 +194,8 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
         "data_fingerprint": fingerprint,
         "space": spaces.to_tree(options.space), "given": options.overrides, "config": to_dict(options.config),
     }  # fmt: skip
+    if code := code_of(options.config.model.encoder):
+        settings["encoder_code"] = code["code"]
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
     if not output.is_ours(storage, SETTINGS, "sweep"):
         return storage.write(SETTINGS, text.encode())
