@@ -7,6 +7,7 @@ from benchmarks.growth import parts
 from benchmarks.held_out import hold_out
 from benchmarks.objective import make_methods
 from benchmarks.quantities import count_operators, exponents, peak_bytes
+from benchmarks.sets import scores
 from benchmarks.workers import efficiency
 from tests.uno.small_run import small_sets
 
@@ -35,6 +36,19 @@ def test_peak_bytes_is_what_lives_at_once():
             torch.empty(1000, 1000)
 
     assert peak_bytes(method) == 4_000_000
+
+
+def test_a_wrong_number_of_classes_is_scored_under_one_matching():
+    """Known class 0, novel 1 and 2 of 8 and 2 rows; three outputs. Kills: old rows among the new, an output
+    for two classes, absorbed rows of known classes, a mean over rows for one over classes.
+    """
+    truth = torch.tensor([0] * 5 + [1] * 8 + [2] * 2)
+    outputs = torch.tensor([0] * 4 + [1] + [1] * 5 + [3] + [0] * 2 + [1] * 2)
+    found = scores(truth, outputs, 1, (3, 4))
+    assert (found["all"], found["new"], found["old"]) == (0.6, 0.5, 0.8)
+    assert (found["absorbed"], found["recall_small"], found["recall_large"]) == (0.2, 0.0, 0.625)
+    assert found["balanced"] == 0.3125
+    assert scores(truth, outputs.clamp(max=1), 1, (3, 2))["recall_small"] == 0
 
 
 def test_exponents():

@@ -55,7 +55,7 @@ def test_a_difference_within_the_noise_does_not_decide(monkeypatch):
     """Kills: the largest mean taken as it is, an error that is not that of the paired differences."""
     safe = torch.tensor([0.5, 0.7, 0.9, 0.5])
     scores = safe[:, None].repeat(1, len(CANDIDATES))
-    scores[:, 1] += torch.tensor([0.3, -0.2, 0.0, 0.0])  # better by .025, standard error .1
+    scores[:, 1] += torch.tensor([0.3, -0.1, 0.2, 0.0])  # better by .1, standard error .09
     lines = iter(scores.tolist())
     monkeypatch.setattr(module, "DRAWS", 4)
     monkeypatch.setattr(module, "_scores", lambda *rest: [next(lines)] * 2)
@@ -82,11 +82,13 @@ def test_every_class_is_hidden_before_one_is_again(known, novel, size):
     assert hidden_draws(3, 2, 0) == []
 
 
-def test_the_interval_is_that_of_one_more_draw():
-    new = torch.tensor([[0.7], [0.8], [0.9]])
+def test_the_interval_is_that_of_other_classes():
+    """Kills: a normal quantile, draws taken for independent ones, an interval beyond 0 or 1."""
+    new = torch.tensor([[0.47], [0.5], [0.53]])
     mean, low, high = Choice(0, new, new, 3).expected()
-    assert (mean, high) == (pytest.approx(0.8), pytest.approx(0.8 + 1.645 * 0.1 * math.sqrt(4 / 3)))
-    assert low == pytest.approx(0.8 - 1.645 * 0.1 * math.sqrt(4 / 3))
+    half = 2.91999 * math.sqrt(0.03**2 * 4 / 3 + 0.01 * 0.5 * 0.5)
+    assert (mean, low, high) == pytest.approx((0.5, 0.5 - half, 0.5 + half), abs=1e-5)
+    assert Choice(0, new + 0.45, new + 0.45, 3).expected()[2] == 1
 
 
 def test_a_whitener_is_the_inverse_root():
@@ -136,3 +138,6 @@ def test_a_free_row_is_never_of_a_hidden_class_by_its_label():
             hidden = true >= 3
             assert (seen[hidden] == FREE).all() and (seen[seen != FREE] == true[seen != FREE]).all()
             assert len(rows) == len(true) and (not gcd or (seen[~hidden] == FREE).any())
+    once = torch.tensor([0, 24, 48, 72, 96, 120])  # a row of each class: none of them loses its label
+    draws = hidden_draws(6, 3, 0)
+    assert len(list(module._hidden(points[once], truth[once], draws, True))) == len(draws)

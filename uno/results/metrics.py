@@ -9,6 +9,7 @@ may differ from C_u: the matching is rectangular, rows of a class or cluster wit
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +86,19 @@ def ari(counts: Counts) -> float:
     return 1.0 if most == expected else (together - expected) / (most - expected)
 
 
+def class_recall(right: Counts, sizes: Counts, part: str = "all") -> float:
+    """Mean recall of classes, each counted once, 0-1: ``right`` and ``sizes`` (R,) rows, those without rows
+    left out. ``part`` "small" or "large": of the third of them, rounded up, with the fewest or most rows.
+    """
+    order = np.argsort(sizes, kind="stable")[np.count_nonzero(sizes == 0) :]
+    recalls, third = right[order] / sizes[order], -(-len(order) // 3)
+    return float({"all": recalls, "small": recalls[:third], "large": recalls[-third:]}[part].mean())
+
+
+def _best_recall(part: str, counts: Counts) -> float:
+    return class_recall(matched_counts(counts, hungarian(counts)), counts.sum(axis=1), part)
+
+
 class Metric(NamedTuple):
     """A number that says how well clusters fit classes; ``of`` counts (R, P), at least one row."""
 
@@ -96,12 +110,18 @@ class Metric(NamedTuple):
     are taken for known ones are one cluster more."""
 
 
+PARTS = {"balanced": "all", "recall_small": "small", "recall_large": "large"}
 METRICS = {
     "acc": Metric(cluster_accuracy, "accuracy", "images that agree under the best matching", is_share=True),
     "nmi": Metric(nmi, "NMI", "normalized mutual information of clusters and classes"),
     "ari": Metric(ari, "ARI", "adjusted Rand index: pairs of images together or apart, 0 by chance"),
     "purity": Metric(purity, "purity", "images in the majority class of their cluster", is_share=True),
-}
+    "balanced": Metric(partial(_best_recall, "all"), "balanced acc.", "mean recall, every class counts once"),
+    "recall_small": Metric(partial(_best_recall, "small"), "recall, small",
+        "mean recall of the third of the classes with the fewest images"),
+    "recall_large": Metric(partial(_best_recall, "large"), "recall, large",
+        "mean recall of the third of the classes with the most images"),
+}  # fmt: skip
 """By their names in the paths of ``metrics.json``. Console, model card and report show every entry."""
 
 
@@ -125,12 +145,12 @@ def chance_accuracy(
 
 
 class Matched(NamedTuple):
-    """What a protocol makes of joint counts: how many rows of known and of novel classes are right, and the
-    novel rows (C_u, P) over their ``clusters``; ``others`` (C_u,) are on none of these.
+    """What a protocol makes of joint counts: how many known rows are right, how many of each novel class
+    (C_u,), and the novel rows (C_u, P) over their ``clusters``; ``others`` (C_u,) are on none of these.
     """
 
     known: int
-    novel: int
+    novel: Counts
     clusters: Counts
     others: Counts | None = None
 
@@ -141,13 +161,13 @@ def task_aware(joint: Counts, num_known: int) -> Matched:
     outputs and the novel rows over the head's own outputs, argmax over these alone.
     """
     known, novel = joint[:num_known, :num_known], joint[num_known:, num_known:]
-    return Matched(np.trace(known), matched_counts(novel, hungarian(novel)).sum(), novel)
+    return Matched(np.trace(known), matched_counts(novel, hungarian(novel)), novel)
 
 
 def task_agnostic_official(joint: Counts, num_known: int) -> Matched:
     """Known rows plainly; novel classes matched to ANY output: lenient, as the authors' release computes."""
     novel = joint[num_known:]
-    return Matched(np.trace(joint[:num_known]), matched_counts(novel, hungarian(novel)).sum(), novel)
+    return Matched(np.trace(joint[:num_known]), matched_counts(novel, hungarian(novel)), novel)
 
 
 def task_agnostic_joint(joint: Counts, num_known: int) -> Matched:
@@ -155,7 +175,7 @@ def task_agnostic_joint(joint: Counts, num_known: int) -> Matched:
     classes are matched too, so accuracy on known rows may differ from the plain one.
     """
     matched = matched_counts(joint, joint_matching(joint, num_known))
-    return Matched(matched[:num_known].sum(), matched[num_known:].sum(), joint[num_known:])
+    return Matched(matched[:num_known].sum(), matched[num_known:], joint[num_known:])
 
 
 def task_agnostic_strict(joint: Counts, num_known: int) -> Matched:
@@ -165,7 +185,7 @@ def task_agnostic_strict(joint: Counts, num_known: int) -> Matched:
     known class they are mistaken for earns nothing.
     """
     found, absorbed = joint[num_known:, num_known:], joint[num_known:, :num_known].sum(axis=1)
-    right = matched_counts(found, hungarian(found)).sum()
+    right = matched_counts(found, hungarian(found))
     return Matched(np.trace(joint[:num_known]), right, found, absorbed)
 
 
@@ -220,9 +240,11 @@ def scores(
     result = {"known/acc": float(found.known / num_old)} if num_old else {}
     if num_new:
         result |= {f"novel/{name}": _of_novel(metric, found, num_new) for name, metric in METRICS.items()}
-        result["novel/acc"] = float(found.novel / num_new)  # under the protocol's own matching
+        sizes = joint[num_known:].sum(axis=1)  # of all rows, under the protocol's own matching:
+        result["novel/acc"] = float(found.novel.sum() / num_new)
+        result |= {f"novel/{name}": class_recall(found.novel, sizes, part) for name, part in PARTS.items()}
     if num_old and num_new:
-        result["all/acc"] = float((found.known + found.novel) / (num_old + num_new))
+        result["all/acc"] = float((found.known + found.novel.sum()) / (num_old + num_new))
     return result
 
 

@@ -4,7 +4,7 @@ PRETEXT, PRETRAIN, DISCOVER = "pretext", "pretrain", "discover"
 PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery"}
 """All phases in order, each with a section of its name in the configuration -> its title."""
 
-NUMERICS = 19
+NUMERICS = 20
 """The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""
 
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run

@@ -244,7 +244,7 @@ def test_protocol_properties(counts, num_known, random):
     blocks = {"known": counts[:num_known], "novel": counts[num_known:]}
     groups = [name for name, rows in blocks.items() if rows.sum()]
     expected = {f"{name}/acc" for name in groups} | ({"all/acc"} if len(groups) == 2 else set())
-    expected |= {f"novel/{name}" for name in ("nmi", "ari", "purity") if "novel" in groups}
+    expected |= {f"novel/{name}" for name in metrics.METRICS if "novel" in groups}
     official, joint, strict = results = [scores(protocol, counts, num_known) for protocol in PROTOCOLS]
     for protocol, result in zip(PROTOCOLS, results, strict=True):
         assert set(result) == expected
@@ -256,12 +256,27 @@ def test_protocol_properties(counts, num_known, random):
         assert joint["all/acc"] == pytest.approx(brute_force_accuracy(counts))
 
 
+def test_every_class_counts_once():
+    """Five novel classes of 40, 20, 10, 4 and 0 rows. Kills: a mean over rows, a class without rows, thirds
+    of rows or rounded down, absorbed rows that make a class smaller, another matching than the protocol's.
+    """
+    joint = np.zeros((6, 6), np.int64)
+    joint[1, 1], joint[1, 2], joint[2, 2], joint[3, 3], joint[4, 0], joint[4, 4] = 36, 4, 20, 10, 3, 1
+    strict = scores(metrics.task_agnostic_strict, joint, 1)
+    assert strict["novel/balanced"] == pytest.approx((0.9 + 1 + 1 + 0.25) / 4)
+    assert strict["novel/recall_small"] == pytest.approx((0.25 + 1) / 2)
+    assert strict["novel/recall_large"] == pytest.approx((0.9 + 1) / 2)
+    assert metrics.METRICS["balanced"].of(joint[1:, 1:]) == pytest.approx((0.9 + 1 + 1 + 1) / 4)
+    official = scores(metrics.task_agnostic_official, joint, 1)
+    assert official["novel/recall_small"] == pytest.approx((0.75 + 1) / 2)
+
+
 def test_missing_groups_have_no_keys():
     """Kills: 0 or NaN where no row has truth, `all` formed from one group."""
     empty = np.zeros((2, 2), np.int64)
     for nothing in (empty, empty[:0]):
         assert task_aware(KNOWN, nothing) == {"known/acc": 17 / 20}
-    assert set(task_aware(empty, NOVEL)) == {"novel/acc", "novel/nmi", "novel/ari", "novel/purity"}
+    assert set(task_aware(empty, NOVEL)) == {f"novel/{name}" for name in metrics.METRICS}
     for protocol in PROTOCOLS:
         assert set(scores(protocol, JOINT[:2], 2)) == {"known/acc"}
         assert scores(protocol, np.zeros_like(JOINT), 2) == {}
