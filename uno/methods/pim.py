@@ -77,7 +77,9 @@ def fit(
     sample: Sample, num_novel: int, setting: str | None, seed: int, weight: float | None = None,
     steps: int = STEPS,
 ) -> Fit:  # fmt: skip
-    """PIM on features, on their device. ``setting`` gcd: unlabeled rows are of any class, else of new ones."""
+    """PIM on features, on their device. ``setting`` gcd: unlabeled rows are of any class, else of new ones;
+    ``weight``: lambda, None: chosen on labeled rows.
+    """
     labels, num_known = sample.labels, int(sample.labels.max()) + 1
     rows = unit(torch.cat([sample.labeled, sample.unlabeled])).float()
     barred = 0 if setting == "gcd" else num_known
@@ -140,9 +142,7 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     """Fit, and move all prototypes. Returns lambda. ConfigError: too few rows."""
     constants, device = config.method_options, model.known.weight.device
     sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
-    found = fit(
-        sample, train.num_novel, config.data.setting, config.seed, constants.weight, constants.steps
-    )
+    found = fit(sample, train.num_novel, config.data.setting, config.seed, constants.weight, constants.steps)
     with torch.no_grad():
         known, novel = of_one_length(found.weights).split([model.num_known, model.num_novel])
         model.known.weight.copy_(known)

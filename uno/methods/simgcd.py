@@ -1,10 +1,10 @@
 """SimGCD (Wen et al., "Parametric classification for generalized category discovery: a baseline study", ICCV
 2023; code CVMI-Lab/SimGCD).
 
-One classifier of cosines over all C classes. Every row learns from its other view's prediction, sharpened by a
-temperature that falls (self-distillation, without a second network), less the entropy of the mean prediction,
-which keeps all classes in use; labeled rows learn their class; a projection of the features is contrasted,
-without labels (InfoNCE) and with them (SupCon):
+One classifier of cosines over all C classes. Every row learns from its other view's prediction, sharpened by
+a temperature that falls (self-distillation, without a second network); the entropy of the mean prediction
+keeps all classes in use; labeled rows learn their class; a projection of the features is contrasted, without
+labels (InfoNCE) and with them (SupCon):
 
     (1 - w) (distillation + epsilon (log C - entropy) + InfoNCE) + w (cross-entropy + SupCon).
 
@@ -14,9 +14,9 @@ prediction's .1 (here tau); temperatures of contrast 1 and .07; projection 2048,
 
 What differs:
 - In the NCD setting targets of unlabeled rows have no mass at known outputs, as UNO's.
-- ``--simgcd.entropy-rows unlabeled`` is ours: the authors pull the whole batch toward equal classes, which is
-  wrong where labeled rows alone decide how often a known class is in it. Of unlabeled rows, in the NCD setting
-  among novel outputs alone.
+- ``--simgcd.entropy-rows unlabeled`` is ours: the authors pull the whole batch toward equal classes, which
+  is wrong where labeled rows decide how often a known class is in it. Of unlabeled rows, and in the NCD
+  setting among novel outputs alone.
 - A frozen encoder has nothing that contrast could train, so it is left out there; and prototypes start at
   class means and clusters of the features, as PIM's, where the authors' are random and their encoder moves.
 - Prototypes have length one, theirs start at .58 under weight normalization: their rate of .1 is .3 here
@@ -25,6 +25,7 @@ What differs:
 """
 
 import math
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -54,14 +55,14 @@ class Constants(Section):
         0.35, "Weight of the terms with labels; the others have the rest.", ge=0, le=1
     )
     first_temperature: float = field(0.07, "Temperature of the targets at the first step.", gt=0, le=10)
-    last_temperature: float = field(0.04, "Temperature of the targets from the rise's end on.", gt=0, le=10)
     rampup: float = field(30 / 200, "Share of the phase in which the targets sharpen.", ge=0, le=1)
+    last_temperature: float = field(0.04, "Temperature of the targets after that share.", gt=0, le=10)
 
 
 def head(num_novel: int, num_features: int) -> nn.Module:
     """The novel prototypes, and the projection that is contrasted as the auxiliary part."""
     widths = (num_features, HIDDEN, HIDDEN, PROJECTION)
-    layers = [nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False)]
+    layers = [nn.Linear(*pair) for pair in pairwise(widths)]
     for layer in layers:
         nn.init.trunc_normal_(layer.weight, std=0.02)
         nn.init.zeros_(layer.bias)

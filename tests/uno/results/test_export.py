@@ -74,10 +74,10 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dtc", "mcl"])
+@pytest.mark.parametrize("method", ["dtc", "mcl", "simgcd", "pim"])
 def test_baselines_are_exported_too(tmp_path, method):
     """Cosines and distances; the export compares itself with the model. Kills: prototypes in place of
-    centers, a similarity network that is handed out.
+    centers, a similarity network that is handed out, features that do not pass the adapter.
     """
     model, facts = tiny_model(tmp_path / "run", method=method), {"classes.json": ""}
     model.classes[5] = OutputClass(5, "</script> 😀", "novel", 5)
