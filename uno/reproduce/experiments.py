@@ -222,7 +222,7 @@ def cells(
     """
     found, refused = list[Cell](), dict[str, str]()
     for benchmark in table.benchmarks:
-        source = benchmark.source.format(directories.get(benchmark.option or "", ""))
+        source = benchmark.source.format(directories.get(benchmark.option or "", "DIR"))
         base = preset(benchmark.preset, str(changes.get("recipe", "paper")))
         base = override(base, {"data.source": source, **benchmark.overrides})
         own_changes = apply_image_size(base, changes)
@@ -230,8 +230,7 @@ def cells(
         for row in (row for row in table.rows if row.of is None):
             method = str(row.overrides.get("method", changes.get("method", base.method)))
             own = {**settings(method, benchmark.preset), **(row.frozen if frozen else {})}
-            if frozen:  # all cells read the same features
-                own.pop("augment.num_cached_views", None)
+            own.pop("augment.num_cached_views", None)  # all cells share features, or a pretraining
             own |= {**_without_other_sections(own_changes, method), **row.overrides}
             try:
                 some = [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]
