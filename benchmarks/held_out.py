@@ -70,7 +70,7 @@ def read(options: Sequence[str]) -> tuple[Config, TrainSet]:
     with suppress_output():
         if options:
             given = parse(options, DISCOVER_COMMAND)
-            config = resolve(override(given.config, {"output": None}), given.given, True).config
+            config = resolve(override(given.config, {"output": None}), given.overrides, True).config
         task = make_task(read_rows(config.data), config.data)
         images, reasons = load_images(config, task, Storage("."), lambda metrics: None)
     return config, assemble(task, images, ok_mask(reasons))

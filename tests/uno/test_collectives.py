@@ -120,7 +120,7 @@ def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients and state after two steps of a method, with BatchNorm in eval mode."""
     options = OF_UNO.get(name, {"method": name})
     config = small_config(train__batch_size=24, **options)
-    if config.method_options is not None:
+    if hasattr(config.method_options, "rampup"):
         options |= {f"{name}__rampup": 0.0}
         config = small_config(train__batch_size=24, **options)
     state, batches = fresh_state(config, worker=worker), batches_of(config, worker=worker)

@@ -193,6 +193,38 @@ def iic_pulls_together(original, *args):
     return -original(*args)
 
 
+SIMGCD, SIMGCD_STEP = "uno.methods.simgcd", "methods.test_simgcd:test_the_step_equals_the_loop"
+ALL_ROWS = {"setting": "ncd", "rows": "all", "frozen": True}
+
+
+@mutant(f"{SIMGCD}:distillation_loss", SIMGCD_STEP, **ALL_ROWS)
+def a_view_that_distills_itself(original, joint, *rest):
+    targets = joint.detach() / rest[-1]
+    targets[:, rest[0] :, : rest[1]] = -torch.inf
+    return -(targets.softmax(-1) * (joint / rest[2]).log_softmax(-1)).sum(-1).mean()
+
+
+@mutant(f"{SIMGCD}:imbalance", "methods.test_simgcd:test_imbalance_of_known_cases")
+def entropy_of_every_row_for_that_of_the_mean(original, logits):
+    return torch.stack([original(row[None, None]) for row in logits.flatten(0, 1)]).mean()
+
+
+@mutant("uno.methods.pim:of_one_length", "methods.test_pim:test_rows_of_different_length_are_kept_as_cosines")
+def prototypes_whose_length_is_lost(original, weights):
+    return F.pad(F.normalize(weights, dim=1), (0, 1))
+
+
+also("targets of new rows at known outputs", f"{SIMGCD}:distillation_loss",
+     partial(replaced, values={"barred": lambda barred: 0}), SIMGCD_STEP, **ALL_ROWS)  # fmt: skip
+also("one temperature of contrast for both", "uno.methods.simgcd:contrast_loss",
+     partial(replaced, values={"temperature": lambda temperature: 1.0}), SIMGCD_STEP,
+     setting="gcd", rows="all", frozen=False)  # fmt: skip
+PIM = "methods.test_pim:test_the_objective_equals_the_loop"
+also("new rows that may be of known classes", "uno.methods.pim:objective",
+     partial(replaced, values={"barred": lambda barred: 0}), PIM, supervised=True, barred=4)  # fmt: skip
+also("lambda chosen with the labels' loss", "uno.methods.pim:descend",
+     partial(replaced, values={"supervised": lambda given: True}),
+     "methods.test_pim:test_the_search_of_lambda_sees_no_label")  # fmt: skip
 also("softmax for Sinkhorn", SINKHORN, partial(scaled, order=(-1,)),
      "test_sinkhorn:test_clusters_are_used_equally_where_softmax_collapses")  # fmt: skip
 also("rows normalized before clusters", SINKHORN, partial(scaled, order=(-1, -2)),

@@ -35,6 +35,8 @@ METHODS = {
     "ncl": "neighborhood contrastive learning (Zhong et al., CVPR 2021)",
     "openmix": "OpenMix (Zhong et al., CVPR 2021)",
     "jia": "joint representation learning and discovery (Jia et al., ICCV 2021)",
+    "simgcd": "SimGCD, self-distillation (Wen et al., ICCV 2023)",
+    "pim": "parametric information maximization (Chiaroni et al., ICCV 2023)",
     "choice": "clusters of frozen features, chosen by hidden known classes",
 }
 """Name, which is its module's too -> what it is."""

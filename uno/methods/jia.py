@@ -29,7 +29,7 @@ from uno import collectives
 from uno.config import Config
 from uno.heads import unit
 from uno.methods import Method, rs
-from uno.methods.method import AdaptedHead, NovelHead, forward_two_views, learned_features
+from uno.methods.method import AdaptedHead, NovelHead, contrast_loss, forward_two_views, learned_features
 from uno.model import UnoModel
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -47,7 +47,7 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     codes = hash_codes(features[:, num_labeled:].detach().mean(dim=0), windows)
     similar = agreement(codes, collectives.gather_rows(codes, 0), windows.shape[1]) > AGREEMENT
     pairs = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
-    return update_(state, pairs + contrast_loss(unit(features), batch.labels), lr)
+    return update_(state, pairs + contrast_loss(unit(features), batch.labels, TEMPERATURE), lr)
 
 
 def hash_codes(features: Tensor, windows: Tensor) -> Tensor:
@@ -59,26 +59,6 @@ def agreement(codes: Tensor, others: Tensor, window: int) -> Tensor:
     """Share of equal codes of rows (N, H) and (M, H), of 0..``window``-1: (N, M)."""
     one, other = (F.one_hot(rows, window).flatten(1).float() for rows in (codes, others))
     return one @ other.T / codes.shape[1]
-
-
-def contrast_loss(features: Tensor, labels: Tensor) -> Tensor:
-    """-log of the softmax over all other rows and views, at the positives: their mean, a row's and a view's.
-
-    Unit features (2, B, D), the first B_l rows of the classes ``labels`` (B_l,); a scalar, of this worker's
-    rows against those of all workers.
-    """
-    rank, world_size = collectives.rank_and_world()
-    num_rows = features.shape[1]
-    place = rank * num_rows + torch.arange(num_rows, device=labels.device)
-    ids = torch.cat([labels, -1 - place[len(labels) :]])  # a class, or a row of its own
-    all_ids = collectives.gather_rows(ids, 0).repeat(2)
-    everyone = collectives.gather_rows_with_grad(features, 1).flatten(0, 1)  # (2 W B, D)
-    logits = features.flatten(0, 1) @ everyone.T / TEMPERATURE
-    own = torch.cat([place, place + num_rows * world_size])[:, None]
-    itself = own == torch.arange(len(everyone), device=labels.device)
-    log_p = logits.masked_fill(itself, -torch.inf).log_softmax(dim=1)
-    positive = (ids.repeat(2)[:, None] == all_ids) & ~itself
-    return -(torch.where(positive, log_p, 0.0).sum(dim=1) / positive.sum(dim=1)).mean()
 
 
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:

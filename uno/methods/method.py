@@ -1,11 +1,16 @@
 """The parts that several methods share."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from uno import collectives
+from uno.config import Config
+from uno.errors import ConfigError
 from uno.heads import Prototypes, unit
 from uno.model import UnoModel
+from uno.prototype_init import Sample, clusters_of, set_to_class_means_, training_features
 from uno.state import TrainState
 from uno.steps import Batch, forward
 
@@ -73,3 +78,48 @@ def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
     """Which unlabeled rows (N, D) have a cosine above ``threshold``: (N, M) bool, M of all workers."""
     directions = unit(features.detach())
     return directions @ collectives.gather_rows(directions, 0).T > threshold
+
+
+def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """-log of the softmax over all other rows and views, at the positives: their mean, a row's and a view's.
+
+    Unit features (2, B, D), the first B_l rows of the classes ``labels`` (B_l,): positives of a labeled row
+    are both views of its class (Khosla et al. 2020, L_out), of another its other view (InfoNCE). A scalar, of
+    this worker's rows against those of all workers.
+    """
+    rank, world_size = collectives.rank_and_world()
+    num_rows = features.shape[1]
+    place = rank * num_rows + torch.arange(num_rows, device=labels.device)
+    ids = torch.cat([labels, -1 - place[len(labels) :]])  # a class, or a row of its own
+    all_ids = collectives.gather_rows(ids, 0).repeat(2)
+    everyone = collectives.gather_rows_with_grad(features, 1).flatten(0, 1)  # (2 W B, D)
+    logits = features.flatten(0, 1) @ everyone.T / temperature
+    own = torch.cat([place, place + num_rows * world_size])[:, None]
+    itself = own == torch.arange(len(everyone), device=labels.device)
+    log_p = logits.masked_fill(itself, -torch.inf).log_softmax(dim=1)
+    positive = (ids.repeat(2)[:, None] == all_ids) & ~itself
+    return -(torch.where(positive, log_p, 0.0).sum(dim=1) / positive.sum(dim=1)).mean()
+
+
+def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
+    """Features of the training rows that a method starts from. ConfigError: fewer unlabeled ones than new
+    classes.
+    """
+    model.eval()
+    sample = training_features(config, model, train)
+    model.train()
+    if (found := len(sample.unlabeled)) < train.num_novel:
+        need = f"as many unlabeled rows as new classes ({train.num_novel}), not {found}"
+        raise ConfigError(f"method {config.method} needs {need}")
+    return sample
+
+
+def cluster_centers(sample: Sample, num_novel: int, setting: str | None, seed: int) -> Tensor:
+    """Centers (C_l + C_u, D) of length one, on the CPU: the means of the known classes, then of the clusters
+    of :func:`uno.prototype_init.clusters_of` that are new.
+    """
+    labeled, labels, unlabeled = sample
+    centers = clusters_of(unlabeled, labeled, labels, num_novel, setting, seed).centers
+    known = torch.zeros(int(labels.max()) + 1, centers.shape[1])
+    set_to_class_means_(known, unit(labeled).float(), labels)
+    return torch.cat([known, centers[-num_novel:]])

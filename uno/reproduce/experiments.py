@@ -230,6 +230,7 @@ def cells(
         for row in (row for row in table.rows if row.of is None):
             method = str(row.overrides.get("method", changes.get("method", base.method)))
             own = {**settings(method, benchmark.preset), **(row.frozen if frozen else {})}
+            own.pop("augment.num_cached_views", None)  # all cells share features, or a pretraining
             own |= {**_without_other_sections(own_changes, method), **row.overrides}
             try:
                 some = [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]

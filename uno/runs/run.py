@@ -166,7 +166,7 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
     if not before:
         return False
     has_known = _load_phase_(model, storage, before[-1])
-    if not has_known and before[-1] == PRETRAIN:
+    if not has_known and before[-1] == PRETRAIN and model.adapter is None:
         raise ConfigError("the pretrained known head has another number of classes than the data")
     return has_known
 

@@ -74,7 +74,7 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dtc", "mcl", "choice"])
+@pytest.mark.parametrize("method", ["dtc", "mcl", "choice", "simgcd", "pim"])
 def test_baselines_are_exported_too(tmp_path, method):
     """Cosines, distances, the default's chosen space; the export compares itself with the model. Kills:
     prototypes in place of centers, a similarity network that is handed out, features as they are.

@@ -1,0 +1,156 @@
+"""Self-distillation, entropy and contrast against loops in float64."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.uno.methods import toy
+from tests.uno.methods.test_frozen import config_of, feature_set
+from tests.uno.small_run import batches_of, fresh_state, small_config
+from uno.methods import registry, simgcd
+from uno.methods.method import contrast_loss
+
+LABELS = [0, 3, 1, 1]
+
+
+def softmax(row, tau):
+    powers = np.exp((row - max(row)) / tau)
+    return powers / powers.sum()
+
+
+def naive_contrast(rows, labels, tau):
+    """Rows (2, B, P): every row and view against all others."""
+    places = [(v, i) for v in (0, 1) for i in range(rows.shape[1])]
+    unit = {place: rows[place] / np.linalg.norm(rows[place]) for place in places}
+    terms = []
+    for v, i in places:
+        powers = {p: np.exp(unit[v, i] @ unit[p] / tau) for p in places if p != (v, i)}
+        mates = [
+            p for p in powers if p[1] == i or (i < len(labels) and labels[p[1] : p[1] + 1] == [labels[i]])
+        ]
+        terms.append(-np.mean([np.log(powers[p] / sum(powers.values())) for p in mates]))
+    return np.mean(terms)
+
+
+def naive_loss(logits, h, gcd, rows, epsilon, weight, sharp):
+    joint = np.concatenate([logits.known.numpy(), logits.novel[:, 0].numpy()], axis=-1)
+    num_known, num = logits.known.shape[-1], joint.shape[1]
+    distilled = []
+    for v, i in itertools.product((0, 1), range(num)):
+        q, target = softmax(joint[v, i], toy.TAU), joint[1 - v, i].copy()
+        if not gcd and i >= len(LABELS):
+            target[:num_known] = -np.inf
+        p = softmax(target, sharp)
+        distilled.append(-sum(a * np.log(b) for a, b in zip(p, q, strict=True) if a > 0))
+    seen = joint if rows == "all" else joint[:, len(LABELS) :, 0 if gcd else num_known :]
+    mean = np.mean([softmax(row, toy.TAU) for view in seen for row in view], axis=0)
+    reg = np.log(len(mean)) + sum(m * np.log(m) for m in mean)
+    unsupervised = np.mean(distilled) + epsilon * reg
+    supervised = toy.naive_cross_entropy(joint[:, : len(LABELS)], LABELS)
+    if h is not None:
+        unsupervised += naive_contrast(h, [], 1.0)
+        supervised += naive_contrast(h[:, : len(LABELS)], LABELS, 0.07)
+    return (1 - weight) * unsupervised + weight * supervised
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("setting", ["ncd", "gcd"])
+@pytest.mark.parametrize("rows", ["all", "unlabeled"])
+def test_the_step_equals_the_loop(setting, rows, frozen):
+    """Kills: a view that teaches itself, targets of unlabeled rows at known outputs, labels over known
+    outputs alone, the entropy of each row for that of the mean, one weight for another, contrast on frozen
+    features.
+    """
+    more = {"data__setting": setting, "simgcd__entropy_rows": rows, "simgcd__epsilon": 1.7}
+    config = (config_of if frozen else small_config)(method="simgcd", simgcd__labeled_weight=0.3, **more)
+    train = feature_set() if frozen else None
+    state = (
+        fresh_state(config, dtype=torch.float64, train=train)
+        if not frozen
+        else fresh_state(config, train=train)
+    )
+    logits, project = toy.random_logits(9, 5, 5, 16), state.model.novel.auxiliary
+    assert (project is None) == frozen
+    state.step, state.total_steps = 3, 40  # half of 30 of 200
+    h = None if frozen else project(logits.features).detach().numpy()
+    expected = naive_loss(logits, h, setting == "gcd", rows, 1.7, 0.3, sharp=0.055)
+    assert toy.step_on(config, logits, torch.tensor(LABELS), state) == pytest.approx(expected, rel=1e-9)
+
+
+def test_targets_sharpen_over_a_share_of_the_phase():
+    """The authors' 30 of 200 epochs, both ends hit. Kills: an end beyond, a division by zero."""
+    constants = simgcd.Constants()
+    found = [simgcd.temperature(share, constants) for share in (0, 0.075, 0.15, 0.6, 1)]
+    assert found == pytest.approx([0.07, 0.055, 0.04, 0.04, 0.04])
+    assert simgcd.temperature(0, simgcd.Constants(rampup=0)) == pytest.approx(0.04)
+
+
+def test_no_gradient_passes_targets():
+    """It is softmax minus target, over tau. Kills: a target that moves, as of a siamese network."""
+    joint = (torch.rand(2, 6, 5, dtype=torch.float64) * 2 - 1).requires_grad_()
+    simgcd.distillation_loss(joint, 2, 3, 0.1, 0.05).backward()
+    targets = joint.detach() / 0.05
+    targets[:, 2:, :3] = -torch.inf
+    difference = (joint.detach() / 0.1).softmax(-1) - targets.softmax(-1).flip(0)
+    torch.testing.assert_close(joint.grad, difference / 0.1 / 12)
+    swapped = simgcd.distillation_loss(joint.flip(0), 2, 3, 0.1, 0.05)
+    torch.testing.assert_close(swapped, simgcd.distillation_loss(joint, 2, 3, 0.1, 0.05))
+
+
+def test_imbalance_of_known_cases():
+    """0 where classes are used alike, log K where one is; the order of classes and rows does not matter; its
+    gradient is that of differences.
+    """
+    even = 100 * torch.eye(4, dtype=torch.float64)[torch.arange(8) % 4].repeat(2, 1, 1)
+    assert float(simgcd.imbalance(even)) == pytest.approx(0, abs=1e-9)
+    assert float(simgcd.imbalance(even[:, :1])) == pytest.approx(np.log(4))
+    logits = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    moved = simgcd.imbalance(logits[:, torch.randperm(5)][..., [2, 0, 1]].flip(0))
+    torch.testing.assert_close(moved, simgcd.imbalance(logits))
+    assert torch.autograd.gradcheck(simgcd.imbalance, (logits,))
+
+
+def test_contrast_knows_each_row_by_its_place():
+    """Kills: a row without a label that is of a class, or of every other such row."""
+    rows = torch.randn(2, 7, 5, dtype=torch.float64)
+    for labels in ([], [2, 2, 0], [1] * 7):
+        found = contrast_loss(torch.nn.functional.normalize(rows, dim=-1), torch.tensor(labels).long(), 0.5)
+        assert float(found) == pytest.approx(naive_contrast(rows.numpy(), labels, 0.5), rel=1e-9)
+
+
+def test_constants_of_the_authors():
+    """Kills: CIFAR10's on CIFAR100."""
+    assert registry.settings("simgcd", "cifar100_50") == {"method": "simgcd", "simgcd.epsilon": 4.0}
+    assert registry.settings("simgcd", "cifar10") == {"method": "simgcd"}
+    constants = small_config(method="simgcd").method_options
+    assert (constants.epsilon, constants.labeled_weight, constants.entropy_rows) == (1, 0.35, "all")
+
+
+@pytest.mark.parametrize("setting", ["ncd", "gcd"])
+def test_prototypes_of_a_frozen_encoder_start_at_clusters_and_stay_there(setting):
+    """Kills: novel prototypes at known centers, a step that leaves what was right."""
+    config, train = config_of(method="simgcd", data__setting=setting), feature_set()
+    state, batches = fresh_state(config, train=train), batches_of(config, train=train)
+
+    def right():
+        heads = state.model.eval().heads(train.unlabeled_images[:, 0])
+        state.model.train()
+        novel = heads.novel[0, 0].argmax(dim=1)
+        truth = (torch.arange(120) % 10)[torch.arange(120) % 10 >= 5]
+        return len({*zip(novel.tolist(), truth.tolist(), strict=True)}) == 5
+
+    assert right()
+    for n in range(12):
+        simgcd.step(state, batches(n), config, 0.3)
+    assert right()
+
+
+def test_steps_lower_the_loss():
+    """The whole encoder learns. Kills: a sign, a term without gradient."""
+    config = small_config(method="simgcd", simgcd__rampup=0.0)
+    state, batch = fresh_state(config), batches_of(config)(0)
+    found = [float(simgcd.step(state, batch, config, 0.05)) for _ in range(20)]
+    assert found[-1] < 0.9 * found[0]
+    assert all(p.grad.abs().sum() > 0 for p in state.model.novel.parameters())
