@@ -1,6 +1,6 @@
 """Does the label-free objective choose well, and what does early stopping cost and save?
 
-    python -m benchmarks.tune --trials 16 --record benchmarks/records/DATE_tune-digits
+    python -m benchmarks.tune --trials 16 --record DATE_tune-digits
 
 Four steps, each continued where an interrupted benchmark left it: the sweep as a user runs it (``uno tune``
 with ASHA); the same sweep without stopping; then, for this record only, a real ``uno discover`` with each

@@ -29,7 +29,7 @@ REPRODUCE = Command("reproduce", {
     "--rows": Argument("Only these rows, and the reference row.", list[str], ()),
     "--parallel": Argument("Cells at a time; default: cores / threads, or the GPUs.", PositiveInt | None),
     "--runner": Argument("auto: Ray where RAY_ADDRESS is set or there are several GPUs.", RUNNER, "auto"),
-    "--record": Argument("Also write a record to this directory; cells in it do not run again.", str | None),
+    "--record": Argument("Keep a record, whose cells do not run again: DIR or FILE.jsonl.gz.", str | None),
     "--dry-run": switch("List the cells and their cost; the data may be missing."),
 }, "changes", text="""
 The other options hold for every cell (--discover.epochs 100, --recipe v2, --device cuda); what a row of the

@@ -88,18 +88,22 @@ class Request(NamedTuple):
 def main(options: Options, argv: Sequence[str]) -> int:
     """Run what is missing of a table and write it."""
     request = read_request(options, argv)
-    if request.args.record is not None and not request.args.dry_run:
+    record = request.args.record
+    if record is not None and not request.args.dry_run:
         _take_from_record(request)
     jobs = plan(request)
     if request.args.dry_run:
-        _describe(request, jobs)
+        have = {cell.name for cell in cell_store.stored(Storage(record), request.cells)} if record else set()
+        missing = [job for job in jobs if job.name not in have]
+        needed = {job.needs for job in missing}
+        _describe(request, [job for job in missing if job.needs or job.name in needed])
         return 0
     try:
         run_missing(request, jobs)
     finally:  # of a command that is stopped, too
-        if request.args.record is not None and not request.table.maps:  # maps need the runs themselves
+        if record is not None and not request.table.maps:  # maps need the runs themselves
             seconds = {name: past.seconds for name, past in read_attempts(request.output).items()}
-            cell_store.write(Storage(request.args.record), request.cells, request.output, seconds)
+            cell_store.write(Storage(record), request.cells, request.output, seconds)
     with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
         for name in leftovers(claim.storage):
             if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
@@ -376,7 +380,7 @@ def write_tables(request: Request) -> None:
     )  # fmt: skip
     maps = draw(request.cells, request.output, print_line) if request.table.maps else []
     documents.write(Storage(str(request.output)), found, request.command, maps)
-    if request.args.record is not None:
+    if request.args.record is not None and not request.args.record.endswith(".jsonl.gz"):
         documents.write(Storage(request.args.record), found, request.command, maps, record=True)
     files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "json", "html"))
     print_line(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")

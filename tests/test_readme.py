@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import statistics
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 import uno
+from benchmarks import results
 from pipelines import cli, tables
 from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
@@ -21,7 +23,8 @@ from tune.sweep import TUNE
 from uno import limits
 from uno.errors import ConfigError
 from uno.reproduce.documents import format_mean_sd
-from uno.runs import NUMERICS
+from uno.reproduce.effects import verdict
+from uno.runs import NUMERICS, TOUCHED
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -60,48 +63,39 @@ def test_every_command_line_parses(tmp_path, monkeypatch):
 
 
 def test_links_and_paths_exist():
-    assert [target for target in re.findall(r"\]\(([^)#:]+)\)", README) if not (ROOT / target).exists()] == []
+    assert [
+        target for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README) if not (ROOT / target).exists()
+    ] == []
 
 
-def recorded_rows(text: str) -> list[tuple[str, dict]]:
-    """The table rows that link to a record, each with the record's result."""
-    rows = [line for line in text.splitlines() if "benchmarks/records/" in line and line.startswith("|")]
-    records = [ROOT / re.search(r"\((benchmarks/records/[^)]+)\)", row)[1] for row in rows]
-    results = [json.loads((record / "result.json").read_text()) for record in records]
-    assert results and all(result["command"] for result in results)
-    return list(zip(rows, results, strict=True))
+LINK = re.compile(r"\[([^]]+)\]\(docs/results/\w+\.md#([\w-]+)\)")
 
 
-def numbers(tree: object) -> list[float]:
-    """All numbers in a JSON value."""
-    if isinstance(tree, dict | list):
-        return [n for part in (tree.values() if isinstance(tree, dict) else tree) for n in numbers(part)]
-    return [float(tree)] if isinstance(tree, int | float) and not isinstance(tree, bool) else []
+def recorded_rows(text: str) -> list[tuple[str, list[results.Row]]]:
+    """The table rows that link to an experiment, each with its measured rows."""
+    lines = [line for line in text.splitlines() if LINK.search(line) and line.startswith("|")]
+    found = [(line, results.find(LINK.search(line)[2])) for line in lines]
+    assert found and all(rows for _, rows in found)
+    return found
 
 
 def test_speeds_have_records():
-    """Every bold number of the table of speeds stands in the record of its row, rounded as it is there."""
-    for row, result in recorded_rows(README.split("\n## Speed\n")[1].split("\n## ")[0]):
-        bold = re.findall(r"\*\*([0-9.]+)\*\*", row)
-        assert bold, row
+    """Every bold number of the table of speeds is among the results of its row, rounded as it is there."""
+    for line, rows in recorded_rows(README.split("\n## Speed\n")[1].split("\n## ")[0]):
+        bold = re.findall(r"\*\*([0-9.]+)\*\*", line)
+        assert bold, line
         for number in bold:
             digits = len(number.partition(".")[2])
-            assert float(number) in {round(value, digits) for value in numbers(result)}, (number, row)
+            assert float(number) in {round(float(row["value"]), digits) for row in rows}, (number, line)
 
 
 def test_numbers_have_records():
-    """Every measured cell of the first table links to a record whose result holds that number."""
-    for row, result in recorded_rows(README.split("\n## ")[0]):
-        percent = re.search(r"\*\*([0-9.]+)(?: ± ([0-9.]+))?\*\*", row)
-        if "lines" in result:  # a table of uno reproduce, in percent
-            (novel,) = (line for line in result["lines"] if line["row"] == "uno" and "mean" in line)
-            assert (novel["protocol"], novel["group"]) == ("task_aware", "novel")
-            mean, sd = novel["mean"], novel["sd"]
-        else:
-            novel = result["results"]["novel, task-aware, train"]
-            mean, sd = 100 * novel["mean"], novel["sd"] and 100 * novel["sd"]
-        assert float(percent[1]) == round(mean, 1)
-        assert percent[2] is None if sd is None else float(percent[2]) == round(sd, 1)
+    """Every measured cell of the first table is the mean and deviation of the results it links to."""
+    for line, rows in recorded_rows(README.split("\n## ")[0]):
+        percent = re.search(r"\*\*([0-9.]+(?: ± [0-9.]+)?)\*\*", line)
+        keys = {("uno", "novel task_aware"), ("results", "novel, task-aware, train")}
+        novel = [row for row in rows if (row["method"], row["protocol"]) in keys]
+        assert novel and percent[1] == format_mean_sd(*results.mean_sd(novel)), line
 
 
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -112,14 +106,15 @@ CHANGES = {
 """The changes that moved numbers, each with the words of what it touches; without any it touches all."""
 
 
-def older_than_a_change(result: dict) -> list[int]:
-    """The changes that came after a record was made and touch a row of it."""
-    rows, found = [("", result)] if "numerics" in result else [], set[int]()
-    rows += [(line["row"], line) for line in result.get("lines", ()) if "numerics" in line]
-    assert rows, f"{result['command']}: no numerics"
-    for name, row in rows:
-        words = set(re.findall(r"\w+", f"{name} {result['command']}".replace("-", "_")))
-        later = [number for number in CHANGES if number > row["numerics"]]
+def older_than_a_change(rows: list[results.Row]) -> list[int]:
+    """The changes that came after rows were measured and touch them."""
+    found = set[int]()
+    commands = json.loads((ROOT / "benchmarks/commands.json").read_text())
+    for method, command, numerics in {(row["method"], row["command"], row["numerics"]) for row in rows}:
+        command = commands.get(command, command)
+        named = method if command.startswith("uno reproduce") else ""
+        words = set(re.findall(r"\w+", f"{named} {command}".replace("-", "_")))
+        later = [number for number in CHANGES if number > int(numerics)]
         found |= {number for number in later if not CHANGES[number] or CHANGES[number] & words}
     return sorted(found)
 
@@ -128,6 +123,8 @@ def test_changes_of_numbers_are_counted():
     """Kills: a change marked "numbers" without its number, or that ``NUMERICS`` does not know."""
     assert sorted(CHANGES) == list(range(1, NUMERICS + 1))
     assert "**numbers**" not in CHANGELOG
+    assert all(set(words) == CHANGES[number] for number, words in TOUCHED.items())
+    assert all(number in TOUCHED or not CHANGES[number] for number in CHANGES if number >= min(TOUCHED))
 
 
 def test_quoted_records_are_of_these_numerics():
@@ -136,21 +133,28 @@ def test_quoted_records_are_of_these_numerics():
     """
     before, _, speeds = README.partition("\n## Speed\n")
     text = before + "\n".join(line for line in speeds.splitlines() if not line.startswith("|"))
-    quoted = re.findall(r"\[([^]]+)\]\((benchmarks/records/[^)]+)\)", text)
+    quoted = LINK.findall(text)
     assert len(quoted) >= 5
-    for words, record in quoted:
-        result = json.loads((ROOT / record / "result.json").read_text())
-        changes, said = older_than_a_change(result), f"numerics {result.get('numerics')}" in words
-        assert said == bool(changes), f"{record}: changed after it: {changes}; the link says {words}"
+    for words, experiment in quoted:
+        rows = results.find(experiment)
+        changes, numerics = older_than_a_change(rows), {row["numerics"] for row in rows}
+        said = any(f"numerics {number}" in words for number in numerics)
+        assert rows and said == bool(changes), (
+            f"{experiment}: changed after it: {changes}; the link says {words}"
+        )
 
 
 def test_an_old_record_is_found_by_what_it_touches(monkeypatch):
     """Kills: changes of other rows counted, those without words left out, the table's number for a row's."""
     monkeypatch.setattr("tests.test_readme.CHANGES", {1: set(), 2: {"rs"}, 3: {"photos"}, 4: set()})
-    lines = [{"row": "rs", "numerics": 1}, {"row": "rs-plus", "numerics": 4}]
-    assert older_than_a_change({"command": "uno reproduce sota", "lines": lines}) == [2, 4]
-    assert older_than_a_change({"command": "uno reproduce sota", "lines": lines[1:]}) == []
-    assert older_than_a_change({"command": "python -m benchmarks.photos", "numerics": 2}) == [3, 4]
+    rows = [
+        {"method": "rs", "numerics": "1", "command": "uno reproduce sota"},
+        {"method": "rs-plus", "numerics": "4", "command": "uno reproduce sota"},
+    ]
+    assert older_than_a_change(rows) == [2, 4]
+    assert older_than_a_change(rows[1:]) == []
+    photos = {"method": "", "numerics": "2", "command": "python -m benchmarks.photos"}
+    assert older_than_a_change([photos]) == [3, 4]
 
 
 def test_the_table_of_limits_is_the_code():
@@ -232,41 +236,53 @@ def test_the_day_after_training(two, tmp_path, monkeypatch):
     exec(compile(python, "README.md", "exec"), {"images": images})
 
 
+def by_seed(experiment: str, method: str, protocol: str) -> dict[int, float]:
+    """Values of a row of ``uno reproduce`` by seed."""
+    rows = results.find(experiment, method=method, protocol=protocol)
+    return {int(row["seed"]): float(row["value"]) for row in rows}
+
+
 def test_the_ablation_is_that_of_its_record():
-    """Kills: a number or a verdict in the README that the record does not hold."""
-    record = json.loads((ROOT / "benchmarks/records/2026-11-23_reproduce-ablation/result.json").read_text())
-    assert record["n"] >= 3 and not record["missing"] and not record["failures"]
-    lines = {(e["name"], e["protocol"], e["group"], e["data"]): e for e in record["lines"]}
+    """Kills: a number or a verdict in the README that the results do not hold."""
+    build = tables.build("ablation", "small")
+    keys = {row.name: row for row in build.rows}
     table = README.partition("| digits | novel, task-aware |")[2].partition("\n\n")[0].splitlines()[2:]
     assert table[0].startswith("| UNO |") and len(table) == 4
-    for row in table:
-        name, novel, every, change, verdict, paper = (cell.strip() for cell in row.split("|")[1:-1])
-        aware = lines[name, "task_aware", "novel", "digits (5 / 5)"]
-        agnostic = lines[name, "task_agnostic_official", "all", "digits (5 / 5)"]
-        for text, entry in ((novel, aware), (every, agnostic)):
-            assert text == format_mean_sd(entry["mean"], entry["sd"])
-            assert len(entry["values"]) == record["n"]
+    reference = by_seed("ablation", "uno", "all task_agnostic_official")
+    published = next(column for column in build.published if column.data == "CIFAR10")
+    official = next(e.name for e in build.evaluations if e.protocol == "task_agnostic_official")
+    index = build.groups.index("all")
+    for line in table:
+        name, novel, every, change, said, paper = (cell.strip() for cell in line.split("|")[1:-1])
+        aware = by_seed("ablation", keys[name].key, "novel task_aware")
+        agnostic = by_seed("ablation", keys[name].key, "all task_agnostic_official")
+        for text, values in ((novel, aware), (every, agnostic)):
+            assert text == format_mean_sd(
+                statistics.fmean(values.values()), statistics.stdev(values.values())
+            )
+            assert len(values) == len(reference) >= 3
         if name != "UNO":
-            assert change == format_mean_sd(agnostic["effect"], agnostic["effect_sd"], signed=True)
-            assert verdict == agnostic["verdict"]
-            published = [lines[n, "task_agnostic_official", "all", "CIFAR10"] for n in (name, "UNO")]
-            difference = published[0]["published"] - published[1]["published"]
-            assert paper == format_mean_sd(difference, None, signed=True)
+            differences = [value - reference[seed] for seed, value in agnostic.items()]
+            effect = statistics.fmean(differences), statistics.stdev(differences)
+            assert change == format_mean_sd(*effect, signed=True)
+            assert said == verdict(differences, keys[name].claim, 355)  # test images of the digits
+            one, other = (published.read(key, official)[index][0] for key in (keys[name].key, "uno"))
+            assert paper == format_mean_sd(one - other, None, signed=True)
 
 
 def test_the_methods_are_those_of_their_records():
-    """Kills: a number in the table of methods that its record does not hold, a row of one left out."""
+    """Kills: a number in the table of methods that its results do not hold, a row of one left out."""
     head, _, *table = README[README.index("| method | digits") :].partition("\n\n")[0].splitlines()
     shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table]
     titles = head.split("|")[2:-1]
+    names = {row.key: row.name for row in tables.build("sota", "small").rows}
     assert titles and table
     for column, title in enumerate(titles, 1):
-        link = re.search(r"\((benchmarks/records/[^)]+)\)", title)[1]
-        record = json.loads((ROOT / link / "result.json").read_text())
-        assert not record["missing"] and not record["failures"] and f"n = {record['n']}" in title
-        lines = {entry["name"]: entry for entry in record["lines"] if "values" in entry}
+        rows = results.find(LINK.search(title)[2])
         texts = {row[0]: row[column] for row in shown if row[column] != "–"}  # noqa: RUF001
-        assert texts.keys() == lines.keys() - {"UNO, mean of heads"}
-        for name, text in texts.items():
-            assert text == format_mean_sd(lines[name]["mean"], lines[name]["sd"])
-            assert len(lines[name]["values"]) == record["n"]
+        keys = {row["method"] for row in rows} - {"uno-avg"}
+        assert texts.keys() == {names[key] for key in keys}
+        for key in keys:
+            own = [row for row in rows if row["method"] == key]
+            assert texts[names[key]] == format_mean_sd(*results.mean_sd(own))
+            assert f"n = {len(own)}" in title

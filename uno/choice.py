@@ -55,7 +55,7 @@ CANDIDATES = tuple(
     for shrinkage in (SHRINKAGE, None)
 )
 SAFE = 0
-"""The best mean over hidden known classes of five sets: benchmarks/records/2026-11-25_sets."""
+"""The best mean over hidden known classes of five sets: docs/results/choice.md."""
 PLAIN = CANDIDATES.index(Candidate(KMEANS, None))
 
 

@@ -63,7 +63,7 @@ IMAGENET_V2: Values = {
     "pretrain.warmup_epochs": 5, "discover.warmup_epochs": 5,
 }  # fmt: skip
 # One's own photographs, few epochs on the features of a frozen encoder that somebody else has trained. Ours:
-# benchmarks/records/2026-11-22_caltech24 says how the values were chosen. 224 px, and mean and std of
+# docs/results/photos.md says how the values were chosen. 224 px, and mean and std of
 # torchvision's encoders; others bring their own (uno.weights).
 PHOTOS: Values = {
     "data.stored_size": 256, "data.mean": (0.485, 0.456, 0.406), "data.std": (0.229, 0.224, 0.225),
@@ -90,7 +90,7 @@ DIGITS: Values = {
 }  # fmt: skip
 
 
-# CIFAR10 in an hour of a CPU core. Ours: chosen by the rows of benchmarks/records/2026-11-23_cpu-track.
+# CIFAR10 in an hour of a CPU core. Ours: chosen by docs/results/cpu-recipe.md.
 CIFAR_CPU: Values = {
     "recipe": "cpu", "model.encoder": "resnet_small", "model.width": 24, "model.stages": 4,
     "model.stem": "cifar_stride2", "model.hidden_dim": 512, "model.projection_dim": 128,

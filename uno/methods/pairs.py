@@ -3,7 +3,7 @@
 Hsu et al. train it first, on its own network, and freeze it; then unlabeled rows alone train. Here it is
 trained in the same run, on the detached features of the network that is being trained, from the pairs of
 labeled rows of each batch: one network instead of two, it follows the features where they go, and the known
-head stays (records ``pairs-digits`` and ``methods-digits`` compare both orders, and true pairs).
+head stays (``pairs-digits`` in docs/results/log.md compares both orders, and true pairs).
 
 Its form is that of the authors' code, a hidden layer of 4 D units on both features side by side (at most the
 2,048 of their 512 features: every pair of a batch passes through it), without its BatchNorm; features are

@@ -4,7 +4,7 @@ Known classes: the share right, among all outputs, of labeled rows that training
 share of unlabeled rows on which the best head and k-means of the same features agree. Neighbors: how many of
 an unlabeled row's nearest in features are in its class, 0 as by chance. A run that fails may have either of
 them, and heads that agree: the score is the first times the smaller of the others, which over the runs of
-benchmarks/records/2026-11-22_trust ranks as the true accuracy does, and is about as large. Method ``choice``
+docs/results/trust.md ranks as the true accuracy does, and is about as large. Method ``choice``
 hides known classes in turn: what is right of their rows is what may be expected of new ones.
 """
 

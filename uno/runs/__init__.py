@@ -7,6 +7,11 @@ PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery
 NUMERICS = 20
 """The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""
 
+TOUCHED: dict[int, tuple[str, ...]] = {18: ("exif",), 19: ("streaming",), 20: ("choice",)}
+"""Words of the latest changes, as in CHANGELOG.md. A stored cell without them is kept; a change that is not
+here touches all cells.
+"""
+
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"  # a line of training a time

@@ -69,7 +69,7 @@ def test_a_smaller_table_loses_no_cell(tmp_path):
 def test_where_the_data_lie_does_not_matter(tmp_path):
     names = ("cifar10:/a/b/cats", "cifar10:/c/cats", "folder:/c/cats", "cifar10:/c/dogs")
     one, other, *rest = (
-        cell_store._settings(cells(TABLE, 1, {}, {"data.source": name})[0][0].config) for name in names
+        cell_store.settings_hash(cells(TABLE, 1, {}, {"data.source": name})[0][0].config) for name in names
     )
     assert one == other and len({one, *rest}) == 3
 
@@ -78,6 +78,34 @@ def test_cells_of_other_numerics_are_run_again(tmp_path, monkeypatch):
     record, _ = record_of(tmp_path)
     monkeypatch.setattr(cell_store, "NUMERICS", NUMERICS + 1)
     assert not list(cell_store.restore(record, cells(TABLE, 2, {}, {})[0], tmp_path / "there"))
+
+
+@pytest.mark.parametrize("touched, found", [(("exif",), True), (("uno", "rs"), False), ((), False)])
+def test_cells_that_no_later_change_touches_are_taken(tmp_path, monkeypatch, touched, found):
+    """Kills: a change of other rows that costs all cells, one without words that costs none."""
+    record, _ = record_of(tmp_path)
+    monkeypatch.setattr(cell_store, "NUMERICS", NUMERICS + 1)
+    monkeypatch.setattr(cell_store, "TOUCHED", {NUMERICS + 1: touched})
+    todo = [cell for cell in cells(TABLE, 2, {}, {})[0] if cell.row.key == "uno"]
+    assert todo and (cell_store.stored(record, todo) == todo) == found
+
+
+def test_a_record_may_be_one_file(tmp_path):
+    record_of(tmp_path)
+    todo, packed = cells(TABLE, 2, {}, {})[0], Storage(str(tmp_path / "TABLE.jsonl.gz"))
+    cell_store.write(packed, todo, tmp_path / "runs", {})
+    assert cell_store.stored(packed, todo) == todo and (tmp_path / "TABLE.jsonl.gz").is_file()
+    (tmp_path / "TABLE.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(ConfigError, match=r"TABLE.jsonl.gz is damaged"):
+        cell_store.stored(packed, todo)
+
+
+def test_a_new_setting_changes_no_hash(monkeypatch):
+    """Kills: defaults in the hash, with which a field of a later version would cost all cells."""
+    config = cells(TABLE, 1, {}, {})[0][0].config
+    before, settings = cell_store.settings_hash(config), cell_store.training_settings
+    monkeypatch.setattr(cell_store, "training_settings", lambda config: settings(config) | {"new.key": 1})
+    assert cell_store.settings_hash(config) == before
 
 
 @pytest.mark.parametrize("damage", [b"{", b"\xff", b"[]", b"{}", b'{"cell": 1, "settings": 2}'])
