@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
 from pipelines.options import Command, parse
 from pipelines.reproduce import REPRODUCE
+from tests.pages import PAGES, RECORD, ROOT, blocks, commands, page, section, table
 from tests.uno.small_run import SMALL
 from tune.sweep import TUNE
 from uno import limits
@@ -23,20 +23,13 @@ from uno.errors import ConfigError
 from uno.reproduce.documents import format_mean_sd
 from uno.runs import NUMERICS
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def commands(block_mark: str = "") -> list[list[str]]:
-    """The ``uno ...`` lines of all code blocks, comments cut off, continued lines joined."""
-    blocks = re.findall(r"```[a-z]*\n(.*?)```", README, re.S)
-    lines = "\n".join(block for block in blocks if block_mark in block).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("uno ")]
+README = page("README.md")
+ACCURACY, SPEED = "docs/results/accuracy.md", "docs/results/speed.md"
 
 
 def python_block(mark: str) -> str:
     """The Python example that holds ``mark``."""
-    return next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if mark in block)
+    return next(block for name in PAGES for block in blocks(page(name), "python") if mark in block)
 
 
 def test_every_command_line_parses(tmp_path, monkeypatch):
@@ -45,7 +38,7 @@ def test_every_command_line_parses(tmp_path, monkeypatch):
     best = tmp_path / "runs" / "tune" / "best.yaml"  # what uno tune leaves
     best.parent.mkdir(parents=True)
     best.write_text("objective: {epsilon: 0.05}\n")
-    found = commands()
+    found = commands(README)
     assert len(found) >= 8
     declared = {c.name: c for c in (*vars(commands_module).values(), TUNE) if isinstance(c, Command)}
     for _, command, *words in found:
@@ -65,8 +58,8 @@ def test_links_and_paths_exist():
 
 def recorded_rows(text: str) -> list[tuple[str, dict]]:
     """The table rows that link to a record, each with the record's result."""
-    rows = [line for line in text.splitlines() if "benchmarks/records/" in line and line.startswith("|")]
-    records = [ROOT / re.search(r"\((benchmarks/records/[^)]+)\)", row)[1] for row in rows]
+    rows = [line for line in text.splitlines() if line.startswith("|") and RECORD.search(line)]
+    records = [ROOT / RECORD.search(row)[2] for row in rows]
     results = [json.loads((record / "result.json").read_text()) for record in records]
     assert results and all(result["command"] for result in results)
     return list(zip(rows, results, strict=True))
@@ -81,7 +74,7 @@ def numbers(tree: object) -> list[float]:
 
 def test_speeds_have_records():
     """Every bold number of the table of speeds stands in the record of its row, rounded as it is there."""
-    for row, result in recorded_rows(README.split("\n## Speed\n")[1].split("\n## ")[0]):
+    for row, result in recorded_rows(page(SPEED)):
         bold = re.findall(r"\*\*([0-9.]+)\*\*", row)
         assert bold, row
         for number in bold:
@@ -89,9 +82,12 @@ def test_speeds_have_records():
             assert float(number) in {round(value, digits) for value in numbers(result)}, (number, row)
 
 
-def test_numbers_have_records():
+@pytest.mark.parametrize("text", [README.split("\n## ")[0], section(ACCURACY, "First table")])
+def test_numbers_have_records(text):
     """Every measured cell of the first table links to a record whose result holds that number."""
-    for row, result in recorded_rows(README.split("\n## ")[0]):
+    rows = recorded_rows(text)
+    assert len(rows) == 4
+    for row, result in rows:
         percent = re.search(r"\*\*([0-9.]+)(?: ± ([0-9.]+))?\*\*", row)
         if "lines" in result:  # a table of uno reproduce, in percent
             (novel,) = (line for line in result["lines"] if line["row"] == "uno" and "mean" in line)
@@ -131,12 +127,12 @@ def test_changes_of_numbers_are_counted():
 
 
 def test_quoted_records_are_of_these_numerics():
-    """An accuracy that README quotes is as new as the last change that touches its rows, or the link's text
+    """An accuracy that a page quotes is as new as the last change that touches its rows, or the link's text
     says of which "numerics" it is. Kills: a record left behind by a change marked "numbers".
     """
-    before, _, speeds = README.partition("\n## Speed\n")
-    text = before + "\n".join(line for line in speeds.splitlines() if not line.startswith("|"))
-    quoted = re.findall(r"\[([^]]+)\]\((benchmarks/records/[^)]+)\)", text)
+    speeds = "\n".join(line for line in page(SPEED).splitlines() if not line.startswith("|"))
+    text = "\n".join([speeds, *(page(name) for name in PAGES if name != SPEED)])
+    quoted = RECORD.findall(text)
     assert len(quoted) >= 5
     for words, record in quoted:
         result = json.loads((ROOT / record / "result.json").read_text())
@@ -155,16 +151,15 @@ def test_an_old_record_is_found_by_what_it_touches(monkeypatch):
 
 def test_the_table_of_limits_is_the_code():
     """Kills: a limit that is changed in one place, one that nobody is told of."""
-    table = README.partition("\n## Limits\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) ", table, re.M)
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) ", section("README.md", "Limits"), re.M)
     told = {name: int(value.replace(",", "")) for name, value in rows}
     assert told == {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
 
 
 def test_promises_name_their_tests():
     """Every row of "Fault tolerance" names a test that is there."""
-    table = README.partition("## Fault tolerance")[2].partition("\n## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    text = section("README.md", "Fault tolerance")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 10
     for row in rows:
         path, name = re.search(r"`(tests/[^`]+)::(\w+)`", row).groups()
@@ -220,7 +215,7 @@ def test_the_day_after_training(two, tmp_path, monkeypatch):
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
     monkeypatch.chdir(tmp_path)
     shutil.copytree(two, "runs/demo")
-    for _, *words in commands("uno predict runs/demo"):
+    for _, *words in commands(README, "uno predict runs/demo"):
         words = ["digits" if word == "folder:DIR" else word for word in words]
         assert cli.main(words) == 0, words
     assert (tmp_path / "predictions" / "predictions.parquet").exists()
@@ -237,10 +232,9 @@ def test_the_ablation_is_that_of_its_record():
     record = json.loads((ROOT / "benchmarks/records/2026-11-23_reproduce-ablation/result.json").read_text())
     assert record["n"] >= 3 and not record["missing"] and not record["failures"]
     lines = {(e["name"], e["protocol"], e["group"], e["data"]): e for e in record["lines"]}
-    table = README.partition("| digits | novel, task-aware |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert table[0].startswith("| UNO |") and len(table) == 4
-    for row in table:
-        name, novel, every, change, verdict, paper = (cell.strip() for cell in row.split("|")[1:-1])
+    _, *rows = table(ACCURACY, "| digits | novel, task-aware |")
+    assert rows[0][0] == "UNO" and len(rows) == 4
+    for name, novel, every, change, verdict, paper in rows:
         aware = lines[name, "task_aware", "novel", "digits (5 / 5)"]
         agnostic = lines[name, "task_agnostic_official", "all", "digits (5 / 5)"]
         for text, entry in ((novel, aware), (every, agnostic)):
@@ -256,12 +250,10 @@ def test_the_ablation_is_that_of_its_record():
 
 def test_the_methods_are_those_of_their_records():
     """Kills: a number in the table of methods that its record does not hold, a row of one left out."""
-    head, _, *table = README[README.index("| method | digits") :].partition("\n\n")[0].splitlines()
-    shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table]
-    titles = head.split("|")[2:-1]
-    assert titles and table
+    (_, *titles), *shown = table(ACCURACY, "| method | digits")
+    assert titles and shown
     for column, title in enumerate(titles, 1):
-        link = re.search(r"\((benchmarks/records/[^)]+)\)", title)[1]
+        link = RECORD.search(title)[2]
         record = json.loads((ROOT / link / "result.json").read_text())
         assert not record["missing"] and not record["failures"] and f"n = {record['n']}" in title
         lines = {entry["name"]: entry for entry in record["lines"] if "values" in entry}
