@@ -1,4 +1,4 @@
-"""The README's commands, paths and numbers: what it says must run, exist and be recorded."""
+"""The numbers on README and the pages have records; the demo and the day after it run as they say."""
 
 import json
 import re
@@ -10,50 +10,19 @@ import pytest
 from PIL import Image
 
 import uno
-from pipelines import cli, tables
-from pipelines import commands as commands_module
-from pipelines.commands import DISCOVER
-from pipelines.options import Command, parse
-from pipelines.reproduce import REPRODUCE
+from pipelines import cli
 from tests.pages import PAGES, RECORD, ROOT, blocks, commands, page, section, table
 from tests.uno.small_run import SMALL
-from tune.sweep import TUNE
-from uno import limits
-from uno.errors import ConfigError
 from uno.reproduce.documents import format_mean_sd
 from uno.runs import NUMERICS
 
 README = page("README.md")
-ACCURACY, SPEED = "docs/results/accuracy.md", "docs/results/speed.md"
+ACCURACY, SPEED, AFTER = "docs/results/accuracy.md", "docs/results/speed.md", "docs/guides/after-training.md"
 
 
 def python_block(mark: str) -> str:
     """The Python example that holds ``mark``."""
     return next(block for name in PAGES for block in blocks(page(name), "python") if mark in block)
-
-
-def test_every_command_line_parses(tmp_path, monkeypatch):
-    """Kills: a flag or preset in the README that does not exist."""
-    monkeypatch.chdir(tmp_path)
-    best = tmp_path / "runs" / "tune" / "best.yaml"  # what uno tune leaves
-    best.parent.mkdir(parents=True)
-    best.write_text("objective: {epsilon: 0.05}\n")
-    found = commands(README)
-    assert len(found) >= 8
-    declared = {c.name: c for c in (*vars(commands_module).values(), TUNE) if isinstance(c, Command)}
-    for _, command, *words in found:
-        assert command in cli.SENTENCES
-        if command in declared:
-            options = parse(words, declared[command])
-            assert options.command.takes != "all" or options.config.preset
-        elif command == "reproduce":
-            assert tables.read_request(parse(words, REPRODUCE), words).table.rows
-    with pytest.raises(ConfigError):
-        parse(["--no-such-flag", "1"], DISCOVER)
-
-
-def test_links_and_paths_exist():
-    assert [target for target in re.findall(r"\]\(([^)#:]+)\)", README) if not (ROOT / target).exists()] == []
 
 
 def recorded_rows(text: str) -> list[tuple[str, dict]]:
@@ -82,7 +51,7 @@ def test_speeds_have_records():
             assert float(number) in {round(value, digits) for value in numbers(result)}, (number, row)
 
 
-@pytest.mark.parametrize("text", [README.split("\n## ")[0], section(ACCURACY, "First table")])
+@pytest.mark.parametrize("text", [section("README.md", "Results"), section(ACCURACY, "First table")])
 def test_numbers_have_records(text):
     """Every measured cell of the first table links to a record whose result holds that number."""
     rows = recorded_rows(text)
@@ -149,23 +118,6 @@ def test_an_old_record_is_found_by_what_it_touches(monkeypatch):
     assert older_than_a_change({"command": "python -m benchmarks.photos", "numerics": 2}) == [3, 4]
 
 
-def test_the_table_of_limits_is_the_code():
-    """Kills: a limit that is changed in one place, one that nobody is told of."""
-    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) ", section("README.md", "Limits"), re.M)
-    told = {name: int(value.replace(",", "")) for name, value in rows}
-    assert told == {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
-
-
-def test_promises_name_their_tests():
-    """Every row of "Fault tolerance" names a test that is there."""
-    text = section("README.md", "Fault tolerance")
-    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) >= 10
-    for row in rows:
-        path, name = re.search(r"`(tests/[^`]+)::(\w+)`", row).groups()
-        assert f"\ndef {name}(" in (ROOT / path).read_text(), row
-
-
 @pytest.mark.slow
 def test_the_example_in_python_with_a_small_model(tmp_path, monkeypatch, capsys):
     """Kills: a keyword, a key of the metrics or an attribute that does not exist."""
@@ -191,7 +143,7 @@ def run_example() -> dict:
 
 def test_the_picture_is_small_and_says_nothing_else():
     """Kills: megabytes in every clone, a picture with somebody's metadata."""
-    path = ROOT / re.search(r"!\[[^]]+\]\((docs/[^)]+)\)", README.split("\n## ")[0])[1]
+    path = ROOT / re.search(r"!\[[^]]+\]\([^)]*?(docs/[^)]+)\)", README)[1]
     with Image.open(path) as picture:
         assert path.stat().st_size <= 300_000 and picture.width >= 900 and not picture.info
 
@@ -211,11 +163,11 @@ def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.ray
 def test_the_day_after_training(two, tmp_path, monkeypatch):
-    """The README's commands on a demo, in order, as they stand there."""
+    """The commands of the page on a demo, in order, as they stand there."""
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
     monkeypatch.chdir(tmp_path)
     shutil.copytree(two, "runs/demo")
-    for _, *words in commands(README, "uno predict runs/demo"):
+    for _, *words in commands(page(AFTER), "uno classes runs/demo --apply"):
         words = ["digits" if word == "folder:DIR" else word for word in words]
         assert cli.main(words) == 0, words
     assert (tmp_path / "predictions" / "predictions.parquet").exists()

@@ -97,7 +97,7 @@ def texts(path: Path):
 def files() -> list[Path]:
     code = [p for folder in ("uno", "pipelines", "tune", "examples") for p in (ROOT / folder).rglob("*")]
     code = [p for p in code if p.suffix in (".py", ".html", ".jinja", ".js", ".yaml", ".sh")]
-    return [*code, *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+    return [*code, *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 
 
 def found(

@@ -1,5 +1,5 @@
 """The largest inputs that are accepted. What is beyond is refused in one line before memory is spent on it;
-README's table "Limits" holds the same numbers, and a test compares them.
+docs/reference/limits.md has the same numbers, and a test compares them.
 """
 
 MAX_IMAGE_BYTES = 128 * 2**20  # of an encoded image
