@@ -30,7 +30,7 @@ def draw(name: str, seed: int, side: int = 48) -> Image.Image:
     return image
 
 
-def draw_photos(folder: Path, num: int = 24) -> None:
+def draw_photos(folder: Path, num: int = 12) -> None:
     """``known/SHAPE/*.png``, ``num`` of each known shape, and ``new/*.png``, half as many of every shape."""
     for kind, name in enumerate(CORNERS):
         places = [folder / "new" / f"{kind}{i:03}.png" for i in range(num // 2)]

@@ -165,6 +165,9 @@ def test_a_guide_ends_with_what_can_go_wrong(name):
     assert re.findall(r"^## (.+)$", page(name), re.M)[-1] == "What can go wrong"
 
 
+FEW = {"max_steps": 2, "compute.threads": 1}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """A directory with what the pages begin with: photographs, a run, two images."""
@@ -175,7 +178,7 @@ def made(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-        uno.discover(data="digits", output="runs/demo", quiet=True, **SMALL)
+        uno.discover(data="digits", output="runs/demo", quiet=True, **SMALL, **FEW)
     return folder
 
 
@@ -191,8 +194,7 @@ def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-    if name != "docs/guides/embeddings.md":  # where the example's own settings are the point
-        monkeypatch.setattr(uno, "discover", partial(uno.discover, quiet=True, **SMALL))
+    monkeypatch.setattr(uno, "discover", partial(uno.discover, quiet=True, **FEW))
     names: dict = {}
     ran = 0
     for mark, language, text in FENCE.findall(page(name)):
@@ -201,7 +203,8 @@ def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
             ran += 1
         elif mark:
             for _, *words in commands(f"```\n{text}```"):
-                assert cli.main(words) == 0, words
+                threads = ["--compute.threads", "1"] * (words[0] == "discover")
+                assert cli.main([*words, *threads]) == 0, words
                 ran += 1
     assert ran
 
