@@ -150,11 +150,17 @@ def test_the_picture_is_small_and_says_nothing_else():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch):
-    """Without Ray, which changes no number (test_ray)."""
+def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch, capsys):
+    """Without Ray, which changes no number (test_ray). Kills: a line that the quick start explains and the
+    run does not print.
+    """
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
     here = ["--workers", "0", "--compute.threads", "1"]
     assert cli.main(["demo", *here, "--output", str(tmp_path / "run")]) == 0
+    printed, explained = capsys.readouterr(), "\n".join(blocks(page("docs/start/quickstart.md"), "text"))
+    starts = re.findall(r"^[\w-]+(?= agrees)|^[\w ]+:", explained, re.M)
+    assert len(starts) == 9
+    assert [start for start in starts if not re.search(rf"^{start}", printed.out + printed.err, re.M)] == []
     results = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert results["train/novel/task_aware/acc/best"] > 0.96
     assert results["train/known/task_aware/acc/best"] > 0.99

@@ -5,6 +5,7 @@ and their tables are those of the code.
 import re
 import shlex
 import shutil
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +34,9 @@ FENCE = re.compile(r"^(<!-- executed -->\n)?```(\w*)\n(.*?)^```", re.M | re.S)
 README = page("README.md")
 RAW = "https://raw.githubusercontent.com/uno-discovery/uno-on-ray/main/"
 OUTSIDE = {f"{REPOSITORY}/issues"}  # of the repository's site, not of its tree
-GENERATED = {f"docs/reference/{name}.md" for name in ("cli", "config", "python", "methods")}
-"""Pages that are made by ``make docs`` and may not be there yet."""
+COMING_PAGES = {f"reference/{name}" for name in ("cli", "config", "python", "methods")}
+COMING = {"CONTRIBUTING.md", *(f"docs/{name}.md" for name in COMING_PAGES)}
+"""Linked already, and not there yet."""
 GUIDES = [name for name in PAGES if name.startswith(("docs/guides/", "docs/deploy/"))]
 
 
@@ -124,8 +126,8 @@ def test_links_lead_somewhere(name):
         start = ROOT if path.startswith("/") else (ROOT / name).parent
         place = (start / path.lstrip("/")).resolve() if path else ROOT / name
         found = str(place.relative_to(ROOT))
-        assert place.exists() or found in GENERATED, f"{name}: {target}"
-        assert not anchor or found in GENERATED or anchor in slugs(found), f"{name}: {target}"
+        assert place.exists() or found in COMING, f"{name}: {target}"
+        assert not anchor or found in COMING or anchor in slugs(found), f"{name}: {target}"
 
 
 def test_an_anchor_is_as_github_makes_it():
@@ -148,15 +150,19 @@ def test_readme_is_short_and_reads_anywhere():
 
 
 def test_every_page_is_in_the_index():
-    """Twice: in the list that GitHub shows and in the tree that Sphinx reads. Kills: a page nobody finds."""
-    index = page("docs/index.md")
-    pages = {name.removeprefix("docs/") for name in (*PAGES, *GENERATED) if name.startswith("docs/")} - {
-        "index.md"
-    }
+    """In the tree that Sphinx reads, and written pages in the list that GitHub shows. Kills: a page that no
+    reader finds.
+    """
+    index, pages = (
+        page("docs/index.md"),
+        {name[5:-3] for name in PAGES if name.startswith("docs/")} - {"index"},
+    )
     entries = [line for block in blocks(index, "{toctree}") for line in block.splitlines()]
-    tree = {f"{line}.md" for line in entries if line and not line.startswith(":")}
-    assert tree >= pages - {name for name in pages if name.startswith("notebooks/")}
-    assert {name for name in targets("docs/index.md") if name.endswith(".md")} >= tree
+    tree = [line for line in entries if line and not line.startswith(":")]
+    assert [name for name in pages if not any(fnmatch(name, entry) for entry in tree)] == []
+    assert [entry for entry in tree if "*" not in entry and entry not in pages | COMING_PAGES] == []
+    listed = {name.removesuffix(".md") for name in targets("docs/index.md")}
+    assert {name for name in pages if not name.startswith("results/")} - {"reference/versioning"} <= listed
 
 
 @pytest.mark.parametrize("name", GUIDES)
