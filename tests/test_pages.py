@@ -209,8 +209,8 @@ def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
             ran += 1
         elif mark:
             for _, *words in commands(f"```\n{text}```"):
-                threads = ["--compute.threads", "1"] * (words[0] == "discover")
-                assert cli.main([*words, *threads]) == 0, words
+                quick = ["--compute.threads", "1", "--batch-size", "16"] * (words[0] == "discover")
+                assert cli.main([*words, *quick]) == 0, words
                 ran += 1
     assert ran
 
