@@ -158,7 +158,7 @@ def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch, capsys):
     here = ["--workers", "0", "--compute.threads", "1"]
     assert cli.main(["demo", *here, "--output", str(tmp_path / "run")]) == 0
     printed, explained = capsys.readouterr(), "\n".join(blocks(page("docs/start/quickstart.md"), "text"))
-    starts = re.findall(r"^[\w-]+(?= agrees)|^[\w ]+:", explained, re.M)
+    starts = re.findall(r"^  [\w-]+(?= agrees)|^[\w ]+:", explained, re.M)
     assert len(starts) == 9
     assert [start for start in starts if not re.search(rf"^{start}", printed.out + printed.err, re.M)] == []
     results = json.loads((tmp_path / "run" / "metrics.json").read_text())
