@@ -47,7 +47,7 @@ def main() -> None:
     folder = Path(options.output)
     given = ["--compute.threads", "1", *options.overrides]
     stopping, minutes = sweep(folder / "sweep", options.trials, given)
-    whole, minutes_whole = sweep(folder / "whole", options.trials, [*given, "--no-stopping"])
+    whole, minutes_whole = sweep(folder / "whole", options.trials, [*given, "--scheduler", "none"])
     true = true_runs(folder, whole.trials, options.true_seeds, options.parallel)
     row = {
         "question": "does the label-free score rank configurations as true novel accuracy does?",

@@ -24,6 +24,7 @@ UNREACHED = "1e9"  # of a share that is used
 
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # at the default of 2 s every report blocks up to 1.7 s
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # the dashboard's Train tab is empty otherwise
     "RAY_DATA_USE_DATASOURCE_V2": "0",  # V2 starts up to 32 footer-reading processes per execution
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch prints every worker line twice
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",

@@ -20,7 +20,7 @@ import torch
 from pipelines import nodes, ray_data, ray_env, ray_private
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
-from uno.data.files import Storage, join
+from uno.data.files import Storage, join, split
 from uno.data.resident import keep_pixels
 from uno.data.splits import Task
 from uno.errors import Interrupted
@@ -33,10 +33,16 @@ from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features
 from uno.session.place import STOPPING, TrainingJob
+from uno.session.rank_log import RankLog
 from uno.session.ranks import GroupWorker
 from uno.session.resources import advice, crop_rate, on_features, store_bytes
 
 TRACES, TRACE = "nccl", "rank_"
+GAUGES = {
+    "loss": "Training loss.", "images_per_s": "Images a second of all ranks.",
+    "data_wait": "Share of the time in which a rank waited for streamed data.",
+    "step_ms": "Milliseconds of a step.", "rank_ms": "Milliseconds of the rank's own part of a step.",
+}  # fmt: skip
 MAX_DEATHS = 3
 
 log = logging.getLogger(__name__)
@@ -52,9 +58,14 @@ class RayWorker(GroupWorker):
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device, self._storage = ray.train.torch.get_device(), storage
+        self.log: RankLog | None = None
+        self._gauges = Gauges(split(storage.uri)[1], self.rank)
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Tell Ray Train once per epoch."""
+        """To the rank's log and Ray's metrics; to Ray Train once per epoch."""
+        if "loss" in metrics and self.log is not None:
+            self.log.metrics(metrics)
+        self._gauges.set(metrics)
         if metrics["event"] == "epoch":
             import ray.train
 
@@ -63,6 +74,25 @@ class RayWorker(GroupWorker):
     def look(self) -> bool:
         """Whether the driver left a STOP file."""
         return self._storage.exists(STOP_FILE)
+
+
+class Gauges:
+    """Ray's metrics of a rank, which Prometheus and Grafana show as ``ray_uno_...``, tagged with the run, the
+    phase and the rank; what the ranks have in common is rank 0's.
+    """
+
+    def __init__(self, run: str, rank: int) -> None:
+        from ray.util.metrics import Gauge
+
+        self._tags = {"run": run, "rank": str(rank)}
+        names = GAUGES if rank == 0 else {name: text for name, text in GAUGES.items() if name.endswith("_ms")}
+        tags = ("run", "phase", "rank")
+        self._gauges = {name: Gauge(f"uno_{name}", text, tag_keys=tags) for name, text in names.items()}
+
+    def set(self, metrics: Mapping[str, Any]) -> None:
+        """The numbers of a line of metrics."""
+        for name in self._gauges.keys() & metrics.keys():
+            self._gauges[name].set(metrics[name], {**self._tags, "phase": metrics["phase"]})
 
 
 def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
@@ -78,6 +108,13 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(rank_threads(config, worker.device, neighbors, loop["worker_cpus"]))
     if worker.device.type == "cuda" and ray.train.get_context().get_local_rank() == 0:
         collect_traces(storage)
+    with RankLog(storage, worker.rank, worker.world_size) as worker.log:
+        return _train_rank(config, loop, worker, storage)
+
+
+def _train_rank(
+    config: Config, loop: dict[str, Any], worker: RayWorker, storage: ClaimedStorage
+) -> dict[str, Any]:
     train, truth = ray_data.worker_sets(config, loop, storage)
     train = train.to(worker.device)
     try:

@@ -3,29 +3,32 @@
     OMP_NUM_THREADS=1 python -m tests.leaks --times 50
 
 Each command runs ``--times`` times in this process, after once that imports what it needs; then threads, open
-files, child processes, entries of /dev/shm and of the temporary directory are counted again. Then some run as
-processes of their own, to success, to an error and to Ctrl-C.
+files, child processes, entries of /dev/shm and of the temporary directory are counted again; sweeps share the
+Ray of one process. Then each runs as a process of its own, to success, to an error and to Ctrl-C.
 """
 
 import argparse
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
+from pipelines import ray_env
 from tests import chaos
 from tests.agreement import command
 from tests.pipelines.small import SMALL, write_images
 from tests.processes import below, running
+from tests.tune.tiny import TINY
+from uno.config import Config, override
+from uno.encoder import build_encoder
 
 RUN = [*SMALL, "--data.limit", "60", "--pretrain.epochs", "1", "--discover.epochs", "1"]
 ONE = ["--compute.threads", "1"]
@@ -43,9 +46,16 @@ COMMANDS: dict[str, Callable[[Path, int], list[Any]]] = {  # where things are ma
         "--num-splits", "1", "--max-novel", "2", "--output", made / f"estimate{i}"],
     "reproduce": lambda made, i: ["reproduce", "ablation", "--seeds", "1", "--rows", "uno", "--parallel", "1",
         *chaos.CELL, "--data.limit", "60", "--output", made / f"cells{i}"],
+    "embed": lambda made, i: ["embed", "--data", made / "images", "--model.encoder", "resnet_small",
+        "--model.width", "4", "--weights", made / "encoder.safetensors", "--image-size", "8", "--views", "1",
+        *ONE, "--compute.cache", made / f"cache{i}", "--output", made / f"vectors{i}.parquet"],
+    "tune": lambda made, i: ["tune", *TINY, "--trials", "1", "--folds", "1", "--concurrent", "1",
+        "--output", made / f"sweep{i}"],
     "doctor": lambda made, _: ["doctor", made / "run"],
     "refused": lambda made, i: ["predict", made / "run", "--data", "folder:/nothing", "--output", "o"],
 }  # fmt: skip
+ON_RAY = ("tune",)
+STRUCK_S = 3.0  # CPU seconds until Ctrl-C where no folder says that the work has begun
 Counts = dict[str, int]
 
 
@@ -64,11 +74,12 @@ def counts(temporary: Path) -> Counts:
 def in_process(name: str, times: int, made: Path, temporary: Path) -> tuple[Counts, Counts]:
     """Counts after the first of that command and after ``times`` more."""
     found = list[Counts]()
-    for number in range(times + 1):
-        with suppress(AssertionError) if name == "refused" else nullcontext():
-            command(*COMMANDS[name](made, number))
-        if number in (0, times):
-            found.append(counts(temporary))
+    with ray_env.connect(workers=1) if name in ON_RAY else nullcontext():
+        for number in range(times + 1):
+            with suppress(AssertionError) if name == "refused" else nullcontext():
+                command(*COMMANDS[name](made, number))
+            if number in (0, times):
+                found.append(counts(temporary))
     return found[0], found[1]
 
 
@@ -81,19 +92,22 @@ def on_its_own(name: str, end: str, made: Path, temporary: Path) -> tuple[int, l
     def there() -> set[str]:
         return {str(path) for folder in (Path("/dev/shm"), temporary) for path in folder.iterdir()}
 
-    words, before = [*map(str, COMMANDS[name](made, 10**6))], there()
-    if end == "error":
-        words += ["--compute.threads", "0"]
-    shutil.rmtree(words[-1], ignore_errors=True)
+    words = [*map(str, COMMANDS[name](made, 10**6 + ENDS.index(end)))]
+    before, output = there(), Path(words[words.index("--output") + 1]) if "--output" in words else None
+    if end == "error":  # that the data, the run or the output is not what it should be
+        there_is_none = str(made / ("images" if name == "data check" else "run"))
+        words = [word.replace(there_is_none, str(made / "nothing")) for word in words]
+        if output is not None:
+            output.write_text("mine")
     process = chaos.start(words, made / "log.txt")
     if end == "Ctrl-C":
-        output = made / Path(words[words.index("--output") + 1]).name
-        while process.poll() is None and not output.exists():
-            time.sleep(chaos.POLL_S)
+        is_folder = output is not None and not output.suffix
+        chaos.spent(process, lambda cpu: output.exists() if is_folder else cpu > STRUCK_S)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
     code = chaos.finish(process)
-    return code, [f"process {left}" for left in chaos.left_running()] + sorted(there() - before)
+    left = chaos.left_running(name in ON_RAY)
+    return code, [f"process {each}" for each in left] + sorted(there() - before)
 
 
 def prepare(made: Path) -> Path:
@@ -103,6 +117,8 @@ def prepare(made: Path) -> Path:
     tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)
     write_images(made / "images", {"cat": 8, "dog": 8, "emu": 8})
     command("discover", *RUN, "--output", made / "run")
+    encoder = build_encoder(override(Config(), {"model.encoder": "resnet_small", "model.width": 4}).model)
+    safetensors.torch.save_file(encoder.state_dict(), made / "encoder.safetensors")
     return temporary
 
 
@@ -111,18 +127,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    parser.add_argument("--ends", action="store_true", help="also in processes of their own")
     args, results, left = parser.parse_args(argv), dict[str, Any](), 0
     chaos.settle()
     with tempfile.TemporaryDirectory(prefix="uno-leaks-") as folder:
         made = Path(folder)
         temporary = prepare(made)
-        for name in args.commands:
+        for name in args.commands if args.times else ():
             first, last = in_process(name, args.times, made, temporary)
             left += any(last[what] > first[what] for what in first)
             results[name] = {"first": first, "last": last}
             pairs = (f"{first[what]} → {last[what]}" for what in first)
             print(f"| {name} | {args.times} | {' | '.join(pairs)} |", flush=True)
-        for name in ("discover", "predict"):
+        for name in args.commands if args.ends else ():
             for end in ENDS:
                 code, found = on_its_own(name, end, made, temporary)
                 left += bool(found)

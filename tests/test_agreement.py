@@ -6,7 +6,19 @@ from itertools import islice
 
 import pytest
 
-from tests.agreement import CASES, check_run, specs
+from tests.agreement import (
+    CASES,
+    CHOICES,
+    EDITS,
+    FORMS,
+    GCD,
+    ITEMS,
+    PACKED,
+    PROGRAMS,
+    VECTORS,
+    check_run,
+    specs,
+)
 from tests.fuzz import CORPUS
 from uno.data.decode import decoded
 from uno.results import export, folders, predictions
@@ -42,6 +54,22 @@ def test_a_slice():
 def test_all_say_the_same(part):
     quarter = NUM_CASES // CASES // 4
     assert disagreements(islice(enumerate(specs(0)), part * quarter, (part + 1) * quarter)) == []
+
+
+def test_every_kind_is_drawn():
+    """In the lane's cases. Kills: a kind of source, encoder, edit or answer that no seed reaches."""
+    runs = list(islice(specs(0), NUM_CASES // CASES))
+    cases = [case for run in runs for case in run["cases"]]
+    assert {case["edit"] for case in cases} == {*EDITS} and {case["items"] for case in cases} == {*ITEMS}
+    assert {case["form"] for case in cases} == {*FORMS, *PACKED, *VECTORS}
+    assert {case["program"] for case in cases} == {None, *PROGRAMS}
+    assert {flag for case in cases for flag in case["more"]} == {"--csv", "--folders", "--embedding"}
+    for key, values in CHOICES.items():
+        default = "vectors" if key == "model.encoder" else None
+        assert {run["options"].get(key, default) for run in runs} >= {*values}, key
+    gcd = {run["hidden"] and run["form"] != "two folders" for run in runs if run["options"]["method"] in GCD}
+    assert gcd == {True, False} and {run["default"] for run in runs} == {True, False}
+    assert sum(case["form"].startswith("packed") for case in cases) > 20
 
 
 def shifted(scores):
@@ -101,3 +129,18 @@ def test_ray_says_the_same(ray_cluster, trained_by):
     spec = next(specs(3)) if not trained_by else PLAIN
     cases = spec["cases"][: 1 + trained_by]
     assert disagreements([(0, spec | {"cases": cases})], workers=2, trained_by=trained_by) == []
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("encoder", [None, *CHOICES["model.encoder"]])
+def test_ray_says_the_same_of_every_kind(ray_cluster, encoder):
+    """Two cases of the first run of each encoder, of the first GCD run of the default method for None."""
+    spec = next(
+        run for run in specs(0)
+        if (run["options"].get("model.encoder", "vectors") == encoder if encoder else run["default"])
+        and (encoder or not run["hidden"])
+    )  # fmt: skip
+    cases = sorted(spec["cases"], key=lambda case: not case["form"].startswith(("packed", "tar")))[:2]
+    assert disagreements([(0, spec | {"cases": cases})], workers=2) == []

@@ -22,7 +22,9 @@ def places(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", leaks.COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.ray] * (n in leaks.ON_RAY)) for n in leaks.COMMANDS]
+)
 def test_a_process_that_goes_on_keeps_nothing_of_its_commands(places, name):
     first, last = leaks.in_process(name, TIMES, *places)
     assert all(last[what] <= number for what, number in first.items()), (first, last)

@@ -30,7 +30,9 @@ from uno.data.defaults import keys_from_images
 from uno.data.files import Storage, full_path, split
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
+from uno.encoder import code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
+from uno.imports import is_object_name
 from uno.methods.registry import num_heads
 from uno.runs import DISCOVER, RAY_FOLDER, directory, lock, run
 from uno.runs.lock import RunLock
@@ -61,13 +63,27 @@ def sweep_options(options: Options) -> SweepOptions:
     """What a command line of ``uno tune`` asks for. ConfigError: a space that no run could have."""
     own, config = options.args, options.config
     grace = own.grace_epochs or max(1, config.discover.epochs // 6)
-    asha = None if own.no_stopping else {"grace_epochs": grace, "reduction": own.reduction}
+    asha = {"grace_epochs": grace, "reduction": own.reduction} if own.scheduler == "asha" else None
+    median = {"grace_epochs": grace} if own.scheduler == "median" else None
+    if own.search not in ("random", "grid", "optuna") and not is_object_name(own.search):
+        known = "random, grid, optuna, or package.module:factory"
+        raise ConfigError(f"--search {own.search}: must be {known}")
+    if own.search == "grid" and own.trials:
+        raise ConfigError("--search grid tries all combinations; leave --trials out")
     given = {key: value for key, value in options.overrides.items() if field_traits(key).scope != "place"}
     given |= {"preset": config.preset, "recipe": config.recipe}
-    return SweepOptions(
-        config, given, spaces.load_space(own.space, config), own.space, own.trials, own.search, own.score,
-        own.folds, own.hide, own.seeds, own.concurrent, asha,
-    )  # fmt: skip
+    return _whole_grid(SweepOptions(
+        config, given, spaces.load_space(own.space, config), own.space, own.trials or 16, own.search,
+        own.score, own.folds, own.hide, own.seeds, own.concurrent, asha, median,
+    ))  # fmt: skip
+
+
+def _whole_grid(options: SweepOptions) -> SweepOptions:
+    """With as many trials as a grid has combinations, and the given configuration."""
+    if options.search != "grid":
+        return options
+    points = spaces.grid(options.space, spaces.current(options.space, options.config))
+    return options._replace(trials=1 + len(points))
 
 
 def run_sweep(options: SweepOptions) -> int:
@@ -174,9 +190,12 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
     settings = {
         "score": options.score, "search": options.search, "space_name": options.space_name,
         "folds": options.folds if options.score == FOLDS else None, "hide": options.hide,
-        "seeds": options.seeds, "asha": options.asha, "epochs": num_epochs, "data_fingerprint": fingerprint,
+        "seeds": options.seeds, "asha": options.asha, "median": options.median, "epochs": num_epochs,
+        "data_fingerprint": fingerprint,
         "space": spaces.to_tree(options.space), "given": options.overrides, "config": to_dict(options.config),
     }  # fmt: skip
+    if code := code_of(options.config.model.encoder):
+        settings["encoder_code"] = code["code"]
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
     if not output.is_ours(storage, SETTINGS, "sweep"):
         return storage.write(SETTINGS, text.encode())
@@ -202,10 +221,12 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
         config, given = override(config, values), values | given
         for line in lines:
             print_line(line)
-    asha, usual = options.asha, max(1, options.config.discover.epochs // 6)
-    if asha is not None and asha["grace_epochs"] == usual:
-        asha = {**asha, "grace_epochs": max(1, config.discover.epochs // 6)}
-    return options._replace(config=config, overrides=given, asha=asha), task
+    usual, new = (max(1, each.discover.epochs // 6) for each in (options.config, config))
+    asha, median = (
+        {**rule, "grace_epochs": new} if rule and rule["grace_epochs"] == usual else rule
+        for rule in (options.asha, options.median)
+    )
+    return _whole_grid(options._replace(config=config, overrides=given, asha=asha, median=median)), task
 
 
 def _fitted(options: SweepOptions, folds: list[Fold]) -> SweepOptions:
@@ -296,7 +317,7 @@ def _run_missing(
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
             tune_config=tune.TuneConfig(
-                search_alg=searcher, scheduler=search.scheduler(options.asha, num_epochs, ended),
+                search_alg=searcher, scheduler=search.scheduler(options, num_epochs, ended),
                 num_samples=len(searcher.missing), max_concurrent_trials=number,
                 reuse_actors=not config.compute.num_workers,  # a process takes seconds to import torch
             ),

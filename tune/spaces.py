@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from itertools import product
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
@@ -108,6 +109,7 @@ class Domain:
 
 
 Space = tuple[Domain, ...]
+MAX_POINTS = 10_000  # of a grid
 
 UNO = ("objective.epsilon", "objective.temperature", "model.num_heads", "model.overcluster_factor")
 MORE = ("discover.base_lr", "discover.weight_decay", "augment.large.crop_scale", "objective.sinkhorn_iters")
@@ -181,6 +183,22 @@ def draw(space: Space, seed: int, index: int) -> dict[str, Any]:
     """The overrides of random trial ``index``: a function of (space, seed, index) and of nothing else."""
     shares = np.random.default_rng([seed, index]).random(len(space)).tolist()
     return {domain.key: domain.at(share) for domain, share in zip(space, shares, strict=True)}
+
+
+def grid(space: Space, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All combinations of the values of ``space``, the last key's first, without that of ``given``.
+    ConfigError: a range, or more than 10,000 combinations.
+    """
+    values = {
+        d.key: d.choices or (range(d.ends[0], d.ends[1] + 1) if d.scale == "int" else ()) for d in space
+    }
+    if endless := next((key for key, each in values.items() if not each), None):
+        what = "--search grid needs choices, or low and high of scale int"
+        raise ConfigError(f"{endless}: {what}; write them to a --space FILE.yaml")
+    if (count := math.prod(map(len, values.values()))) > MAX_POINTS:
+        raise ConfigError(f"--search grid: the space has {count:,} combinations, more than {MAX_POINTS:,}")
+    points = (dict(zip(values, point, strict=True)) for point in product(*values.values()))
+    return [point for point in points if point != given]
 
 
 def current(space: Space, config: Config) -> dict[str, Any]:

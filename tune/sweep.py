@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from pipelines.options import PRINT_CONFIG, Argument, Command, parse, switch
+from pipelines.options import PRINT_CONFIG, Argument, Command, parse
 from tune import FOLDS, SCORES, spaces
 
 WHAT_SCORES = (
@@ -15,16 +15,20 @@ WHAT_SCORES = (
 TUNE = Command("tune", {
     **PRINT_CONFIG,
     "--space": Argument(f"{', '.join(spaces.SPACES)}, or a YAML file.", str, "uno"),
-    "--trials": Argument("Configurations to try.", PositiveInt, 16),
-    "--search": Argument("How they are chosen.", Literal["random", "optuna"], "random"),
+    "--trials": Argument("Configurations to try; default: 16, of a grid all.", PositiveInt | None),
+    "--search": Argument(
+        "How they are chosen: random, grid (all combinations of the space's choices), optuna, or "
+        "package.module:factory, whose call returns a searcher of Ray Tune.", str, "random"),
     "--score": Argument(WHAT_SCORES, Literal[*SCORES], FOLDS),
     "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
     "--hide": Argument("Classes a fold hides; default: the novel share of all classes.", int | None),
     "--seeds": Argument("Runs of each configuration; the score is their mean.", PositiveInt, 1),
     "--concurrent": Argument("Trials at a time; default: all the cluster holds.", PositiveInt | None),
+    "--scheduler": Argument(
+        "What stops a trial early: asha; median (its best score is below the median of the others' means); "
+        "none.", Literal["asha", "median", "none"], "asha"),
     "--grace-epochs": Argument("Epochs before a trial may stop; default: a sixth.", PositiveInt | None),
-    "--reduction": Argument("At each rung one of this many continues.", Annotated[int, Field(ge=2)], 3),
-    "--no-stopping": switch("Run every trial to its last epoch."),
+    "--reduction": Argument("asha: at each rung one of this many continues.", Annotated[int, Field(ge=2)], 3),
 }, output="runs/tune-{preset}-seed{seed}", text="""
 The other options make the configuration that is searched around, as for uno discover. Trial 0 is that
 configuration unchanged. The same command again continues a sweep that was stopped or killed; a larger

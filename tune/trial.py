@@ -58,6 +58,7 @@ class SweepOptions(NamedTuple):
     seeds: int
     concurrent: int | None
     asha: dict[str, int] | None
+    median: dict[str, int] | None = None
 
 
 class Sweep(NamedTuple):

@@ -6,9 +6,12 @@ the pooling of maps, is a hook. The libraries are imported where a network is bu
 which processes that only decode need not pay.
 """
 
+import hashlib
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -215,6 +218,33 @@ def _from_callable(name: str) -> nn.Module:
         found = type(encoder).__name__
         raise ConfigError(f"model.encoder {name} must return a torch.nn.Module, not a {found}")
     return encoder
+
+
+def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, str]]:
+    """Of the ``encoder`` of this name (None: it is built), a callable of the user's: ``code``, hashes of the
+    modules that define it and its layers, and ``packages``, their versions; {} for any other encoder.
+    """
+    if name in OWN_ENCODERS or name.startswith(("torchvision:", "timm:", f"{VECTORS}:")) or name == VECTORS:
+        return {}
+    encoder = _library_encoder(name) if encoder is None else encoder
+    modules = {name.partition(":")[0], *(type(layer).__module__ for layer in encoder.modules())}
+    sources, versions = {}, {}
+    for module in sorted(modules):
+        package = module.partition(".")[0]
+        versions[package] = str(getattr(sys.modules.get(package), "__version__", ""))
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file and package != "torch":
+            with suppress(OSError), open(file, "rb") as source:
+                sources[module] = hashlib.sha256(source.read()).hexdigest()
+    return {"code": sources, "packages": versions}
+
+
+def changed_code(name: str, then: Any, now: Any) -> str:
+    """A sentence on the ``code`` of :func:`code_of` then and now, "" where it is the same or not known."""
+    if then == now or not isinstance(then, dict) or not isinstance(now, dict):
+        return ""
+    modules = sorted(m for m in then.keys() | now.keys() if then.get(m) != now.get(m))
+    return f"the code of model.encoder {name} has changed since the run began ({', '.join(modules)})"
 
 
 def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:

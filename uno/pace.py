@@ -21,6 +21,7 @@ class Pace:
     def __init__(self, state: TrainState, batches: object) -> None:
         self._state, self._batches = state, batches
         self._begun: float | None = None
+        self.rank_ms = 0.0  # this rank's own part of a step, in the last line
         self._hook = state.forward.register_forward_hook(self._forwarded)
         self.restart()
 
@@ -44,6 +45,7 @@ class Pace:
         mine = [self._own / num, (self._waited_s() - self._waited) / seconds, peak / 1e9]
         ranks = collectives.gather_rows(torch.tensor([mine], dtype=torch.float64, device=device), 0)
         own, wait, memory = ranks.T.tolist()
+        self.rank_ms = 1000 * mine[0]
         values = {"images_per_s": num * images_per_step / seconds, "step_ms": 1000 * seconds / num}
         if len(own) > 1:
             values["images_per_s_per_device"] = values["images_per_s"] / len(own)

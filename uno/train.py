@@ -159,7 +159,7 @@ def fit(
                     metrics["head_losses"] = state.head_losses.tolist()
                 if math.isfinite(metrics["loss"]):
                     journal.write(metrics)
-                worker.report(metrics)
+                worker.report(metrics | {"rank_ms": pace.rank_ms})
             if to_save or (to_log and _is_due(config, worker, saved_at)):
                 save()
                 saved_at = time.monotonic()

@@ -10,6 +10,8 @@ from contextlib import suppress
 import pytest
 import yaml
 
+from pipelines.commands import DISCOVER
+from pipelines.options import parse
 from tests.pipelines.small import RAY, ROOT, SMALL, wait_for
 from tests.processes import below, running
 
@@ -74,6 +76,27 @@ def test_a_log_that_grows_changes_no_package(tmp_path):
         found.append(get_uri_for_directory(str(tmp_path), include_gitignore=True))
     code.write_text("pass")
     assert len({*found}) == 1 and get_uri_for_directory(str(tmp_path), include_gitignore=True) not in found
+
+
+def test_the_anyscale_file_is_a_job_of_ours():
+    """Keys of Anyscale's JobConfig, ComputeConfig and node groups, copied from its package 0.26.112, which
+    takes 189 MB. Kills: a key that it refuses, options that uno does not have, more workers than the nodes
+    have GPUs, an output that the next attempt does not find.
+    """
+    job = yaml.safe_load((ROOT / "examples/anyscale.yaml").read_text())
+    assert job.keys() <= {
+        "name", "entrypoint", "image_uri", "containerfile", "compute_config", "working_dir", "env_vars",
+        "max_retries", "timeout_s", "tags",
+    }  # fmt: skip
+    nodes = job["compute_config"]
+    assert nodes.keys() <= {"cloud", "zones", "head_node", "worker_nodes", "min_resources", "max_resources"}
+    (group,) = nodes["worker_nodes"]
+    assert group.keys() <= {"instance_type", "min_nodes", "max_nodes", "market_type", "resources", "name"}
+    assert nodes["head_node"].keys() <= {"instance_type", "resources"}
+    module, *words = job["entrypoint"].split()[2:]
+    config = parse(words[1:], DISCOVER).config
+    assert (module, words[0], config.compute.num_workers) == ("pipelines", "discover", 4 * group["max_nodes"])
+    assert (ROOT / job["containerfile"]).exists() and config.output.startswith("/mnt/cluster_storage/")
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from pipelines import cli, ray_env
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
 from tests.uno.small_run import wasted_steps
+from uno import steps
 from uno.config import field_names
 from uno.data import resident
 from uno.data.files import Storage
@@ -397,3 +398,26 @@ def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch
     assert cli.main(command) == 0
     assert "nothing is trained again" in capsys.readouterr().out
     assert cli.main([*command, "--dry-run"]) == 2
+
+
+@pytest.mark.slow
+def test_a_run_in_this_process_works_under_pdb(tmp_path):
+    """It stops in a step and then reaches its end. Kills: steps in a thread or a process that a debugger does
+    not see, a signal handler that cannot be set under it.
+    """
+    code, output = steps.discovery_step.__code__, tmp_path / "run"
+    first = min(line for *_, line in code.co_lines() if line and line > code.co_firstlineno)
+    asked = [
+        f"break {code.co_filename}:{first}",
+        "continue",
+        "p 'at step', state.step",
+        "clear 1",
+        "continue",
+    ]
+    words = ["-m", "pdb", *(word for each in asked for word in ("-c", each)), "-m", "pipelines", *DISCOVER]
+    ended = subprocess.run(
+        [sys.executable, *words, "--max-steps", "2", "--output", str(output)], cwd=ROOT, text=True,
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=250,
+    )  # fmt: skip
+    assert "('at step', 0)" in ended.stdout and "via sys.exit(). Exit status: 0" in ended.stdout
+    assert (output / "metrics.json").exists() and (output / "report.html").exists()

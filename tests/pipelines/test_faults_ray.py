@@ -16,12 +16,17 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 def test_a_killed_worker_and_a_nan_on_one_rank(two, tmp_path, caplog, monkeypatch):
     """Rank 0, which writes the checkpoints, is killed and replaced; NaN is rolled back on both ranks. (For
-    `ray job stop`: test_submit.) Kills: an injector that is kinder than the kernel.
+    `ray job stop`: test_submit.) Kills: an injector that is kinder than the kernel, a log that is lost with
+    its worker.
     """
     monkeypatch.setenv(VARIABLE, "kill-worker:rank=0,step=80..120;nan:rank=1,step=220")
     assert cli.main(["demo", *LONG, "--output", str(tmp_path / "run")]) == 0
     assert "workers died (a worker process or its node was lost); new ones resume" in caplog.text
     assert_as_undisturbed(tmp_path / "run", two, 2)
+    for rank in (0, 1):
+        text = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
+        assert text.count(f"rank {rank} of 2, process") == 2 and "rolled back to step" in text
+        assert "  discover  epoch 40/40  step 240/240" in text.replace(" discover", "  discover")
 
 
 @pytest.mark.slow

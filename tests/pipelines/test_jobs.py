@@ -416,3 +416,29 @@ def test_threads_of_a_rank_leave_cores_to_ray_data(monkeypatch, device, loading,
     monkeypatch.setattr("uno.runs.hardware.os.cpu_count", lambda: 8)
     config = override(Config(), {"data.loading": loading, "compute.threads": threads})
     assert worker.rank_threads(config, torch.device(device), 2, 2.5) == expected
+
+
+def test_the_numbers_of_a_rank_are_rays_metrics(monkeypatch):
+    """Kills: a number of all ranks that Grafana adds up, gauges without the run and the rank, lines that have
+    no number taken for zeros.
+    """
+    import ray.util.metrics
+
+    seen = []
+
+    class Gauge:
+        def __init__(self, name, text, tag_keys):
+            self.name, self.keys = name, tag_keys
+
+        def set(self, value, tags):
+            seen.append((self.name, value, *(tags[key] for key in self.keys)))
+
+    monkeypatch.setattr(ray.util.metrics, "Gauge", Gauge)
+    line = {"phase": "discover", "loss": 0.5, "images_per_s": 9.0, "step_ms": 3.0, "rank_ms": 2.0, "lr": 0.1}
+    for rank in (0, 1):
+        worker.Gauges("a-run", rank).set(line)
+        worker.Gauges("a-run", rank).set({"phase": "discover", "step": 7})
+    common = [("uno_loss", 0.5), ("uno_images_per_s", 9.0)]
+    own = [("uno_step_ms", 3.0), ("uno_rank_ms", 2.0)]
+    expected = [(*pair, "a-run", "discover", "0") for pair in common + own]
+    assert sorted(seen) == sorted(expected + [(*pair, "a-run", "discover", "1") for pair in own])

@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -15,9 +17,12 @@ from pipelines import cli
 from tests.pipelines.small import ROOT, SMALL, lines_of, refused
 from tune.spaces import load_space
 from uno.config import field_traits, override
+from uno.data.sources import read_digits
+from uno.errors import Interrupted
 from uno.methods import uno as plain
 from uno.presets import preset
 from uno.reproduce.experiments import build, cells
+from uno.results import predictions
 from uno.runs import run
 from uno.session.settings import configured, from_keywords
 
@@ -47,7 +52,7 @@ def here(tmp_path, monkeypatch) -> Path:
     for function in (uno.methods.load, uno.methods.load_pretext):
         function.cache_clear()
     yield tmp_path
-    for name in ("my_method", "my_pretext"):
+    for name in ("my_method", "my_pretext", "my_encoder", "my_layers"):
         sys.modules.pop(name, None)
 
 
@@ -165,3 +170,69 @@ def test_pretraining_is_the_methods_choice():
         assert run.phases(config) == ("discover",)
         assert run.phases(config, "pretrain") == ("pretrain",)
         assert run.phases(override(config, {"pretext.epochs": 1})) == ("pretext", "discover")
+
+
+LAYERS = """
+from torch import nn
+
+class Mine(nn.Module):
+    image_size = 8
+    def __init__(self):
+        super().__init__()
+        self.layer, self.num_features = nn.Conv2d(3, 16, 3), 16
+    def forward(self, images):
+        return self.layer(images{change}).relu().mean(dim=(2, 3))
+"""
+CHANGED = "the code of model.encoder my_encoder:build has changed since the run began (my_layers): "
+ENCODER = ["--model.encoder", "my_encoder:build", "--image-size", "8"]
+
+
+def write_encoder(change: str = "") -> None:
+    """An encoder of the user's own in the working directory, of two modules that nothing has imported."""
+    Path("my_encoder.py").write_text("from my_layers import Mine\ndef build(): return Mine()\n")
+    Path("my_layers.py").write_text(LAYERS.format(change=change))
+    for name in ("my_encoder", "my_layers"):
+        sys.modules.pop(name, None)
+
+
+def test_a_run_that_resumes_with_an_encoder_of_other_code_says_so(here, capsys, caplog):
+    """The weights fit. Kills: half a run by one forward, half by another; a warning of the same code."""
+    write_encoder()
+    words = ["discover", *SMALL, *ENCODER, "--output", "run"]
+    for change in ("", "", ".flip(2)"):
+        assert not any("the code of" in message for message in caplog.messages)
+        write_encoder(change)
+        assert cli.main(words) == 0
+        Path("run/metrics.json").unlink()  # as if it had been killed before
+    said = f"{CHANGED}its numbers may differ from here on; --overwrite starts over"
+    assert said in caplog.messages
+
+
+def test_predictions_of_an_encoder_of_other_code_are_not_mixed(here, capsys, caplog, monkeypatch):
+    """Whether partitions wait or the table is whole; in the run itself all are made again, and a model says
+    that it is not what was trained.
+    """
+    write_encoder()
+    assert cli.main(["discover", *SMALL, *ENCODER, "--output", "run"]) == 0
+    assert cli.main(["predict", "run", "--data", "digits", "--limit", "30", "--output", "out"]) == 0
+    with monkeypatch.context() as patch:
+
+        def stop(self):
+            raise Interrupted("stopped")
+
+        patch.setattr(predictions.PredictionWriter, "finish", stop)
+        assert cli.main(["predict", "run", "--data", "digits", "--limit", "30", "--output", "half"]) == 75
+    assert Path("half/_shards").exists() and not any("the code of" in message for message in caplog.messages)
+    before = pq.read_table("run/predictions.parquet")
+    write_encoder(".flip(2)")
+    for folder in ("out", "half"):
+        words = ["predict", "run", "--data", "digits", "--limit", "30", "--output", folder]
+        said = refused(capsys, 2, *words)
+        assert "holds predictions by other code of model.encoder; choose another --output" in said
+        assert f"{CHANGED}its predictions may differ from those of the run" in caplog.messages
+    assert cli.main(["predict", "run"]) == 0
+    after = pq.read_table("run/predictions.parquet")
+    assert len(after) == len(before) and after["probability"] != before["probability"]
+    images = read_digits().images.items[:5]
+    found = uno.load("run").predict(images).probability
+    np.testing.assert_allclose(found, after["probability"][:5], rtol=0, atol=1e-5)

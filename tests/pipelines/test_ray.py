@@ -1,11 +1,12 @@
 """The commands through Ray Data and Ray Train on one shared cluster: equal to the local path."""
 
 import json
+import urllib.request
 
 import pytest
 
 from pipelines import cli, ray_data, ray_env
-from tests.pipelines.small import LONG, SMALL, assert_same_weights, lines_of, refused, write_images
+from tests.pipelines.small import LONG, SMALL, assert_same_weights, lines_of, refused, wait_for, write_images
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -26,7 +27,7 @@ def test_one_worker_equals_no_ray(tmp_path, capsys, monkeypatch):
 def test_the_demo_leaves_a_complete_run(two):
     found = {path.name for path in two.iterdir()}
     assert found >= {"config.yaml", "environment.json", "metrics.jsonl", "metrics.json", "tensorboard"}
-    assert found >= {"checkpoints", "model"} and not {"lock.json", "ray", "STOP"} & found
+    assert found >= {"checkpoints", "model", "logs"} and not {"lock.json", "ray", "STOP"} & found
     results = json.loads((two / "metrics.json").read_text())
     assert results["train/known/task_aware/acc/best"] > 0.9
     assert "test/novel/task_agnostic_strict/acc/avg" in results and "baseline/kmeans/novel/acc" in results
@@ -71,3 +72,20 @@ def test_unreadable_images_beyond_the_budget_stop_before_any_worker(tmp_path, ca
     line = refused(capsys, 2, *argv, "--workers", "2", "--output", output)
     assert line.startswith("uno: error: 1 of 60 images are unreadable")
     assert json.loads((output / "bad_samples.jsonl").read_text())["id"].endswith("emu/7.png")
+
+
+def test_rays_dashboard_has_a_run_and_its_numbers(ray_cluster, tmp_path):
+    """Kills: an empty Train tab, gauges that no node exports."""
+    from ray.train.v2._internal.state.state_actor import get_state_actor
+
+    port = ray_cluster.nodes()[0]["MetricsExportPort"]
+
+    def exported() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            return f'run="{tmp_path.name}"'.encode() in page.read()
+
+    assert cli.main(["pretrain", *SMALL, "--workers", "1", "--output", str(tmp_path)]) == 0
+    runs = ray_cluster.get(get_state_actor().get_train_runs.remote()).values()
+    (found,) = (each for each in runs if f"{tmp_path}/ray" in str(each))
+    assert found.status.value == "FINISHED"
+    wait_for(exported)

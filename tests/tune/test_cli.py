@@ -26,10 +26,11 @@ def test_options_are_its_own_and_those_of_a_run():
         key.startswith(("output", "compute")) for key in options.overrides
     )
     assert options.asha == {"grace_epochs": 1, "reduction": 3}
-    assert tiny_options("/x", "--no-stopping").asha is None
+    assert tiny_options("/x", "--scheduler", "none")[-2:] == (None, None)
+    assert tiny_options("/x", "--scheduler", "median")[-2:] == (None, {"grace_epochs": 1})
 
 
-BAD = "--trial 3,--trials x,--space huge,--search grid,--score truth,--grace-epochs 0,--reduction 1,--dry-run"
+BAD = "--trial 3,--trials x,--space huge,--search gird,--score truth,--grace-epochs 0,--reduction 1,--dry-run"
 USELESS = (
     "--trials 0,--folds 0,--seeds 0,--concurrent 0,--folds 9,--hide 1,--hide 5,--weights /some/run,"
     "--discover.epochs 0,--train.batch-size 5000,--data.known-classes first:2,"

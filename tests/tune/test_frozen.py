@@ -147,7 +147,7 @@ def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
     """A relative path of weights, trials in other processes and directories. Kills: weights that trials do
     not find, features that they compute.
     """
-    options = frozen_options(tmp_path, "--trials", "3", "--folds", "1", "--no-stopping")
+    options = frozen_options(tmp_path, "--trials", "3", "--folds", "1", "--scheduler", "none")
     monkeypatch.chdir(tmp_path)
     relative = options._replace(config=override(options.config, {"model.weights": "encoder.safetensors"}))
     assert run_sweep(relative) == 0

@@ -1,6 +1,6 @@
 """What Ray Tune is told to run, and what becomes of each trial; no cluster, but the package is needed."""
 
-from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -8,6 +8,7 @@ from tests.tune.tiny import fake_sweep, tiny_options
 from tune import records, spaces
 from tune.records import FAILED, FINISHED, STOPPED
 from tune.spaces import load_space
+from uno.errors import ConfigError
 from uno.presets import preset
 
 UNO = load_space("uno", preset("digits"))
@@ -78,23 +79,144 @@ def test_a_trial_that_is_interrupted_has_no_result(sweep):
     assert ended == [] and plan.suggest("h") == "FINISHED"
 
 
-def test_early_stopping_remembers_earlier_trials():
-    """Kills: a continued sweep whose first trial meets empty rungs and always survives."""
-    from tune.search import scheduler
+@pytest.mark.parametrize("rule", ["asha", "median"])
+def test_early_stopping_remembers_earlier_trials(tmp_path, rule):
+    """Kills: a continued sweep whose first trial meets empty rungs and survives, a rule that pauses."""
+    from tune.search import Past, scheduler
 
+    options = tiny_options(tmp_path, "--scheduler", rule, "--grace-epochs", "1")
     lines = [{"epoch": epoch, "score": 0.9} for epoch in (1, 2, 3)]
     before = [records.Trial(i, {}, lines, FINISHED) for i in range(4)]
-    for past, expected in ((before, "STOP"), ([], "CONTINUE")):
-        asha, new = scheduler({"grace_epochs": 1, "reduction": 3}, 9, past), SimpleNamespace(trial_id="new")
-        asha.on_trial_add(None, new)
-        assert asha.on_trial_result(None, new, {"epoch": 1, "score": 0.1}) == expected
+    for past, score, expected in ((before, 0.1, "STOP"), (before, 0.95, "CONTINUE"), ([], 0.1, "CONTINUE")):
+        found, new = scheduler(options, 9, past), Past(9)
+        found.on_trial_add(None, new)
+        assert found.on_trial_result(None, new, {"epoch": 1, "score": score}) == expected
+
+
+def space_of(tmp_path, text):
+    (tmp_path / "space.yaml").write_text(text)
+    return ["--space", str(tmp_path / "space.yaml")]
+
+
+def test_a_grid_has_every_combination_once(tmp_path):
+    """Trial 0 is the given configuration, one of them. Kills: a point that is run twice, one left out."""
+    from tune.search import SweepSearcher
+
+    words = space_of(tmp_path, "objective.epsilon: {choices: [0.025, 0.05, 0.1]}\n"
+                     "model.num_heads: {low: 3, high: 4, scale: int}\n")  # fmt: skip
+    options = tiny_options(tmp_path / "s", *words, "--search", "grid")
+    storage = fake_sweep(tmp_path / "s", options, [])
+    plan = SweepSearcher(storage, options, 3, pytest.fail, lambda: False)
+    while plan.suggest(str(len(plan.missing))) != "FINISHED":
+        pass
+    values = [tuple(trial.overrides.values()) for trial in records.read_trials(storage)]
+    assert values[0] == (0.05, 4) and len(values) == options.trials == 6
+    assert {*values} == {(epsilon, heads) for epsilon in (0.025, 0.05, 0.1) for heads in (3, 4)}
+
+
+def test_a_grid_needs_lists(tmp_path):
+    """Kills: a grid of a range, of a number of trials that it has not, of a million points."""
+    many = f"objective.epsilon: {{choices: {[i / 1000 for i in range(1, 300)]}}}\n"
+    many += f"objective.temperature: {{choices: {[i / 1000 for i in range(1, 300)]}}}\n"
+    for words, says in (
+        (["--space", "uno"], "objective.epsilon: --search grid needs choices"),
+        ([*space_of(tmp_path, "model.num_heads: {choices: [2, 4]}"), "--trials", "3"], "leave --trials out"),
+        (space_of(tmp_path, many), "89,401 combinations, more than 10,000"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            tiny_options(tmp_path, *words, "--search", "grid")
+
+
+SCRIPT = "tests.tune.test_search:"
+
+
+def climber():
+    """A searcher of somebody else's: one higher than the best position of each key that it was told of."""
+    from ray.tune.search import Searcher
+
+    class Climber(Searcher):
+        told: ClassVar[list] = []
+
+        def set_search_properties(self, metric, mode, config, **spec):
+            self.best, self.drawn, self.asked = dict.fromkeys(config, 0), config, {}
+            return (metric, mode) == ("score", "max")
+
+        def suggest(self, trial_id):
+            if len(self.asked) == 3:
+                return Searcher.FINISHED
+            self.asked[trial_id] = {
+                key: min(self.best[key] + 1, self.drawn[key].upper - 1) for key in self.drawn
+            }
+            return self.asked[trial_id]
+
+        def on_trial_result(self, trial_id, result):
+            self.told.append((trial_id, result["score"]))
+
+        def on_trial_complete(self, trial_id, result=None, error=False):
+            self.told.append((trial_id, error, result and result["score"]))
+            self.best = self.asked[trial_id]
+
+    return Climber()
+
+
+def own_space():
+    """A searcher that wants no space of ours."""
+    found = climber()
+    found.set_search_properties = lambda *_, **__: False
+    return found
+
+
+def nothing():
+    """No searcher."""
+
+
+def test_a_searcher_of_ray_tune_is_asked_and_told(tmp_path, capsys):
+    """Kills: values that are positions, a failed trial told as a good one, a score told to nobody, trials
+    of an earlier attempt that are dropped without a word.
+    """
+    from tune.search import SweepSearcher
+
+    words = space_of(tmp_path, "objective.epsilon: {choices: [0.1, 0.2, 0.4]}\n"
+                     "model.num_heads: {low: 1, high: 8, scale: int}\n")  # fmt: skip
+    options = tiny_options(tmp_path / "s", *words, "--search", f"{SCRIPT}climber", "--trials", "9")
+    first = {"overrides": {"objective.epsilon": 0.1, "model.num_heads": 4}, "scores": [0.1] * 3}
+    storage, ended = fake_sweep(tmp_path / "s", options, [first | {"status": "finished"}] * 2), []
+    plan = SweepSearcher(storage, options, 3, ended.append, lambda: False)
+    assert "note: --search tests.tune.test_search:climber cannot be told" in capsys.readouterr().out
+    told = plan._asked._searcher.told
+    told.clear()
+    assert plan.suggest("a") == {"index": 2}
+    plan.on_trial_result("a", {"score": 0.4})
+    epochs(storage, 2, 3)
+    plan.on_trial_complete("a", result={})
+    assert plan.suggest("b") == {"index": 3}
+    plan.on_trial_complete("b", error=True)
+    assert told == [("2", 0.4), ("2", False, 0.5), ("3", True, None)]
+    values = [trial.overrides for trial in records.read_trials(storage)][2:]
+    assert values == [
+        {"objective.epsilon": 0.2, "model.num_heads": 1}, {"objective.epsilon": 0.4, "model.num_heads": 2}
+    ]  # fmt: skip
+    assert plan.suggest("c") == {"index": 4} and plan.suggest("d") == "FINISHED"
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("gird", "must be random, grid, optuna, or package.module:factory"),
+    ("tests.nowhere:searcher", "cannot be imported"), (f"{SCRIPT}nothing", "returns NoneType, not a ray"),
+    (f"{SCRIPT}own_space", "a space of its own"), (f"{SCRIPT}space_of", "missing 2 required"),
+])  # fmt: skip
+def test_what_is_no_searcher_is_one_line(tmp_path, name, says):
+    from tune.search import Asked
+
+    with pytest.raises(ConfigError, match=says):
+        options = tiny_options(tmp_path, "--search", name)
+        Asked(options.search, options.space, 0)
 
 
 def test_optuna_is_told_what_happened_before(sweep):
     pytest.importorskip("optuna")
     options, storage = sweep
     plan, _, _ = plan_of(sweep, search="optuna")
-    study = plan._sampler._study
+    study = plan._asked._searcher._ot_study
     assert [(t.state.name, t.value) for t in study.trials[:2]] == [("COMPLETE", 0.6), ("FAIL", None)]
     for trial in records.read_trials(storage):
         for domain in options.space:
@@ -105,14 +227,32 @@ def test_optuna_is_told_what_happened_before(sweep):
     assert study.trials[-1].value == 0.5
 
 
-def test_optuna_learns():
-    pytest.importorskip("optuna")
-    from tune.search import OptunaSampler
+def rays_optuna():
+    """Ray's own class, with a seed."""
+    from ray.tune.search.optuna import OptunaSearch
 
-    sampler = OptunaSampler(UNO, 0)
-    for index in range(40):
-        values = sampler.values(index)
+    return OptunaSearch(seed=0)
+
+
+def hyperopt():
+    """The same."""
+    from ray.tune.search.hyperopt import HyperOptSearch
+
+    return HyperOptSearch(random_state_seed=0)
+
+
+@pytest.mark.parametrize(("package", "name"), [
+    ("optuna", "optuna"), ("optuna", f"{SCRIPT}rays_optuna"), ("hyperopt", f"{SCRIPT}hyperopt"),
+])  # fmt: skip
+def test_a_searcher_learns(package, name):
+    """Kills: scores with the other sign, or that nobody is told."""
+    pytest.importorskip(package)
+    from tune.search import Asked
+
+    asked, found = Asked(name, UNO, 0), []
+    for index in range(60):
+        values = asked.values(index)
+        found.append(values["objective.epsilon"])
         score = -abs(values["objective.epsilon"] - 0.2)
-        sampler.tell(records.Trial(index, values, [{"epoch": 1, "score": score}], FINISHED))
-    late = [t.params["objective.epsilon"] for t in sampler._study.trials[-10:]]
-    assert sum(late) / 10 > 0.13  # the middle of the domain is .05
+        asked.tell(records.Trial(index, values, [{"epoch": 1, "score": score}], FINISHED))
+    assert sum(found[-20:]) > 1.3 * sum(found[:20])  # the middle of the domain is .05

@@ -79,7 +79,7 @@ def until_free(ray) -> None:
 def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     """Five trials at once: one raises, one goes NaN, three share two pretrainings of each fold."""
     trials = [values(), values(0.2, 3), values(0.1, 4), values(1e-40), values(batch_size=5000)]
-    options, storage = planned(tmp_path, trials, "--no-stopping")
+    options, storage = planned(tmp_path, trials, "--scheduler", "none")
     assert run_sweep(options) == 0
     found = results(storage)
     assert [r["status"] for r in found] == ["finished"] * 3 + ["failed"] * 2
@@ -114,7 +114,7 @@ def test_more_trials_than_fit_and_stopping(ray_cluster, tmp_path):
 @pytest.mark.slow
 def test_the_same_command_finishes_a_killed_sweep(tmp_path):
     """SIGKILL to the driver once a third of the trials is done: nothing finished is run again."""
-    command = command_of(tmp_path / "s", "--trials 3 --no-stopping --concurrent 1")
+    command = command_of(tmp_path / "s", "--trials 3 --scheduler none --concurrent 1")
     storage = Storage(str(tmp_path / "s"))
     null = subprocess.DEVNULL
     driver = subprocess.Popen(command, stdout=null, stderr=null, start_new_session=True)
@@ -143,7 +143,7 @@ def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
     """SIGKILL to the process of a trial once it has an epoch: the same sweep ends with the trial finished.
     Kills: a trial that is failed for good, one that begins anew.
     """
-    options, storage = planned(tmp_path, [values()], "--no-stopping", "--discover.epochs", "8")
+    options, storage = planned(tmp_path, [values()], "--scheduler", "none", "--discover.epochs", "8")
     killed = []
 
     def kill() -> None:
@@ -212,3 +212,20 @@ def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tm
     ended = subprocess.run(stale, timeout=120, env=environment | {"RAY_ADDRESS": "127.0.0.1:1"}, **how)
     assert ended.returncode == 2
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_sweep_by_somebody_elses_searcher(ray_cluster, tmp_path):
+    """And the median rule; it offers three trials. Kills: a searcher that is not told, a sweep that waits for
+    values which never come.
+    """
+    space = tmp_path / "space.yaml"
+    space.write_text("objective.epsilon: {choices: [0.025, 0.05, 0.1]}\n")
+    words = ["--search", "tests.tune.test_search:climber", "--trials", "6", "--scheduler", "median",
+             "--concurrent", "1"]  # fmt: skip
+    options = tiny_options(tmp_path / "s", "--space", str(space), "--folds", "1", *words)
+    assert run_sweep(options) == 0
+    storage = Storage(str(tmp_path / "s"))
+    drawn = [trial.overrides["objective.epsilon"] for trial in records.read_trials(storage)]
+    assert drawn == [0.05, 0.05, 0.1, 0.1]
+    assert {result["status"] for result in results(storage)} <= {"finished", "stopped"}

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from uno.augment import augment_crops, eval_view
-from uno.config import OWN_ENCODERS, AugmentConfig, Config
+from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
 from uno.data import snapshot
 from uno.data.decode import decode_many, ok_mask, prefetch_map
@@ -33,6 +32,7 @@ from uno.data.images import Image, evenly_spaced
 from uno.data.output import seal, unseal
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.splits import Task
+from uno.encoder import code_of
 from uno.errors import ConfigError, StorageError
 from uno.text import plural
 
@@ -96,31 +96,12 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
         "version": VERSION,
         "weights": digest.hexdigest(),
         "data": task.rows.fingerprint,
-        **code_of(config, encoder),
+        **code_of(config.model.encoder, encoder),
     }
     if config.augment.num_cached_views:
         facts["training"] = hashlib.sha256(task.is_train.tobytes()).hexdigest()
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return FeatureJob(config, task, encoder, key)
-
-
-def code_of(config: Config, encoder: nn.Module) -> dict[str, Any]:
-    """Of an encoder that is a callable of the user's: hashes of the modules that define it and its layers,
-    and versions of their packages; {} for any other.
-    """
-    name = config.model.encoder
-    if name in OWN_ENCODERS or name.startswith(("torchvision:", "timm:")):
-        return {}
-    modules = {name.partition(":")[0], *(type(layer).__module__ for layer in encoder.modules())}
-    sources, versions = {}, {}
-    for module in sorted(modules):
-        package = module.partition(".")[0]
-        versions[package] = str(getattr(sys.modules.get(package), "__version__", ""))
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if file and package != "torch":
-            with suppress(OSError), open(file, "rb") as source:
-                sources[module] = hashlib.sha256(source.read()).hexdigest()
-    return {"code": sources, "packages": versions}
 
 
 def settings(config: Config) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from uno.config import Config, PhaseConfig, config_hash
 from uno.data.files import Storage, parse_json
 from uno.data.plan import ESTIMATE
 from uno.data.resident import TrainSet
+from uno.encoder import code_of
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of
@@ -125,13 +126,13 @@ def estimate_num_novel(
         raise ConfigError(f"{plural(num_unlabeled, 'unlabeled image')}: nothing to estimate")
     splits = class_splits(present, settings.num_splits, config.seed)
     ks = list(range(_max_novel(settings, train) + 1))
-    configs, keys, data = [], [], _fingerprint(train)
+    configs, keys, data, code = [], [], _fingerprint(train), code_of(config.model.encoder)
     for split in splits:  # in the pretraining of which only its classes are known
         only = {"known_classes": ",".join(known[c] for c in split.pretrain), "num_novel": None}
         own = {"data": config.data.model_copy(update=only), "discover": PhaseConfig(), "output": None}
         configs.append(config.model_copy(update=own))
         local_shard = [ks[-1] if frozen else settings.variance, settings.max_rows]
-        keys.append(_digest(config_hash(configs[-1]), data, split, local_shard))
+        keys.append(_digest(config_hash(configs[-1]), data, split, local_shard, *([code] if code else [])))
     key = _digest(keys, asdict(settings), ks)
     if storage.exists(ESTIMATE_FILE):
         with suppress(ValueError, TypeError, AttributeError):  # damaged: estimated anew

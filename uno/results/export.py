@@ -67,6 +67,7 @@ class Program(nn.Module):
         network, data = self.network, self.config.data
         vectors = self.config.model.takes_vectors
         features = images if vectors else network.encoder(eval_view(images, self.side, data.mean, data.std))
+        features = features if network.adapter is None else network.adapter(features)
         unit = F.normalize(features, dim=-1)
         if network.projector is None:  # a baseline's head, on the feature
             novel = network.novel(features)[0]

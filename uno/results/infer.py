@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from uno.data.decode import decoded, ok_mask
 from uno.data.files import Storage, parse_json
 from uno.data.images import evenly_spaced
 from uno.data.rows import Rows
-from uno.encoder import require_encoder
+from uno.encoder import changed_code, code_of, require_encoder
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.methods.registry import build_network
@@ -32,6 +33,7 @@ from uno.results.classes import OutputClass, dump_classes, first_classes, merge_
 from uno.results.metrics import confusion, hungarian
 from uno.state import with_prefix
 
+log = logging.getLogger(__name__)
 WEIGHTS = ("encoder.safetensors", "heads.safetensors")
 MODEL_FILES = ("config.yaml", "classes.json", *WEIGHTS)
 DAMAGE = RuntimeError, ValueError, TypeError, KeyError, AttributeError, OverflowError, SafetensorError
@@ -81,6 +83,11 @@ class Classifier:
     def size(self) -> int:
         """Side S of the images it takes, in pixels."""
         return self.config.data.stored_size
+
+    @property
+    def code(self) -> dict[str, str]:
+        """Hashes of the modules of an encoder that is a callable of the user's."""
+        return code_of(self.config.model.encoder, self.module.encoder).get("code", {})
 
     @property
     def batch_rows(self) -> int:
@@ -161,11 +168,12 @@ def save_model(
     """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns what it holds."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    classes = first_classes(known, module.num_novel)
+    classes, code = first_classes(known, module.num_novel), code_of(config.model.encoder, module.encoder)
+    facts = {"best_head": best_head, **({"encoder_code": code["code"]} if code else {})}
     files = {
         "encoder.safetensors": safetensors.torch.save(with_prefix(weights, "encoder.")),
         "heads.safetensors": safetensors.torch.save(heads, {"best_head": str(best_head)}),
-        "classes.json": dump_classes(json.dumps({"best_head": best_head}).encode(), classes),
+        "classes.json": dump_classes(json.dumps(facts).encode(), classes),
         "config.yaml": dump_yaml(config).encode(),
     }
     for name, data in files.items():
@@ -179,7 +187,12 @@ def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Cla
     A model's files are data, but for one thing: an encoder that is ``package.module:callable`` is code, which
     is imported from this machine, never from the model's directory, and named in a warning before.
     """
-    return build_classifier(read_model_files(storage), device, foreign=storage.uri)
+    files = read_model_files(storage)
+    model = build_classifier(files, device, foreign=storage.uri)
+    then, name = parse_json(files["classes.json"]).get("encoder_code"), model.config.model.encoder
+    if changed := changed_code(name, then, model.code):
+        log.warning("%s: its predictions may differ from those of the run", changed)
+    return model
 
 
 def model_folder(storage: Storage) -> str:

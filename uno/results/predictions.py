@@ -59,6 +59,7 @@ DIFFERENCES = {
     "names": "under other class names", "routes": "under other decisions on classes",
     "embedding": "with another --embedding", "aligned": "without head agreement",
     "format": "of another version", "times": "of images as they were before",
+    "code": "by other code of model.encoder",
 }  # fmt: skip
 """What a table was made from, and what is said of one that was made from something else."""
 
@@ -204,7 +205,7 @@ class PredictionWriter:
         self.identity = {
             "model_hash": model.model_hash, **hashes(model.classes), "data": inputs.fingerprint,
             "rows": len(inputs), "embedding": embedding, "aligned": model.alignment is not None,
-            "format": FORMAT, "times": inputs.times,
+            "format": FORMAT, "times": inputs.times, "code": model.code,
         }  # fmt: skip
         self.part_writer = PartWriter(model.classes, model.model_hash, embedding)
         self.part_rows = partition_rows(self.num_rows)
@@ -370,5 +371,5 @@ def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
 
 def _identity(found: Any) -> dict[str, Any] | None:
     """What something was made from; None where this version does not understand it."""
-    found = {"times": "", **found} if isinstance(found, dict) else {}  # earlier versions had none
+    found = {"times": "", "code": {}, **found} if isinstance(found, dict) else {}  # earlier versions had none
     return found if found.keys() == DIFFERENCES.keys() else None

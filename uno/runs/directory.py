@@ -11,6 +11,7 @@ from uno.config import Config, differing_keys, dump_yaml, override, parse_yaml, 
 from uno.data import output, snapshot
 from uno.data.files import Storage
 from uno.data.rows import Rows
+from uno.encoder import changed_code, code_of
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
 from uno.profile import FOLDER as PROFILES
@@ -33,9 +34,13 @@ def is_run(storage: Storage) -> bool:
 
 
 def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
-    """Make the directory a run's; ConfigError: it is one of other settings (named), data or format."""
+    """Make the directory a run's; ConfigError: it is one of other settings (named), data or format. A warning
+    says where the code of its encoder is another.
+    """
+    code = code_of(config.model.encoder).get("code")
     if not is_run(storage):
-        storage.write(ENVIRONMENT_FILE, json.dumps(environment(fingerprint), indent=1).encode())
+        facts = environment(fingerprint) | ({"encoder_code": code} if code else {})
+        storage.write(ENVIRONMENT_FILE, json.dumps(facts, indent=1).encode())
         storage.write(CONFIG_FILE, dump_yaml(config).encode())
         return
     known = output.find_mapping(storage, ENVIRONMENT_FILE)
@@ -47,6 +52,8 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
         raise output.other_settings(storage.uri, "a run", keys, "use those, --overwrite, or another --output")
     if known.get("data_fingerprint") != fingerprint:
         raise ConfigError(f"{storage.uri} was trained on other data (fingerprint differs); use --overwrite")
+    if changed := changed_code(config.model.encoder, known.get("encoder_code"), code):
+        log.warning("%s: its numbers may differ from here on; --overwrite starts over", changed)
 
 
 def check_images(storage: Storage, rows: Rows) -> None:

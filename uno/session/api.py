@@ -308,10 +308,10 @@ def _device(name: Any) -> torch.device:
 def _own_torch(device: torch.device) -> Iterator[None]:
     """Numbers on ``device`` as anywhere, whatever the caller has set: default dtype and device, autocast. In
     a forked child, where OpenMP waits for ever for the threads of its parent, by one thread, as in the
-    workers of PyTorch's loaders. ConfigError: a forked child on a GPU.
+    workers of PyTorch's loaders. ConfigError: a GPU in a forked child of a process that has used one.
     """
     if os.getpid() != PROCESS:
-        if device.type == "cuda":
+        if device.type == "cuda" and torch.cuda._is_in_bad_fork():
             raise ConfigError('a forked process cannot use CUDA: start it by multiprocessing\'s "spawn"')
         torch.set_num_threads(1)
     dtype = torch.get_default_dtype()

@@ -119,6 +119,12 @@ def reading() -> Iterator[Callable[[int], None]]:
         done.set()
 
 
+def described(metrics: Mapping[str, Any]) -> str:
+    """A line of metrics in words."""
+    parts = (text.format(**metrics) for key, text in PARTS.items() if metrics.get(key) is not None)
+    return "  ".join([metrics["phase"], *parts])
+
+
 class Progress(AbstractContextManager["Progress"]):
     """Shows metric dicts: phase, epoch, epochs, step, total_steps, loss, lr, images_per_s.
 
@@ -149,8 +155,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._phase = metrics["phase"]
             self._first = step, now  # not step 0: a run may resume
             self._shown = now
-        parts = [metrics["phase"]]
-        parts += [text.format(**metrics) for key, text in PARTS.items() if metrics.get(key) is not None]
+        parts = [described(metrics)]
         if step > self._first[0]:
             eta_s = (now - self._first[1]) / (step - self._first[0]) * (total - step)
             parts.append(f"ETA {tqdm.format_interval(round(eta_s))}")

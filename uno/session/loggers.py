@@ -19,7 +19,7 @@ from uno.data.files import Storage, split
 from uno.errors import ConfigError, one_line
 from uno.session.console import print_line
 
-POSITION = ("step", "total_steps", "epoch", "epochs", "every_s")
+POSITION = ("step", "total_steps", "epoch", "epochs", "every_s", "rank_ms")
 UPLOAD_S = 30.0  # between two uploads of events to an object store, which takes them whole
 CLOSE_S = 60.0  # for what a logger still has to do when the run is over
 

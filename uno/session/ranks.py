@@ -25,6 +25,7 @@ from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop
 from uno.session.data import Show, open_sets, read_task
 from uno.session.place import STOPPING, Place, TrainingJob
+from uno.session.rank_log import RankLog
 from uno.session.resources import Room, on_features
 from uno.session.settings import LAUNCHED
 
@@ -107,9 +108,17 @@ class StopVotes:
 
 
 class _TorchWorker(GroupWorker):
-    def __init__(self, place: "Ranks", device: torch.device, look: Callable[[], bool], show: Show) -> None:
+    def __init__(
+        self, place: "Ranks", device: torch.device, look: Callable[[], bool], show: Show, log: RankLog
+    ) -> None:
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
-        self.look, self.report = look, show  # type: ignore[method-assign]
+        self.look, self._show, self._log = look, show, log  # type: ignore[method-assign]
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """To the rank's log, and rank 0's to the console and the loggers."""
+        if "loss" in metrics:
+            self._log.metrics(metrics)
+        self._show(metrics)
 
 
 class Ranks(Place):
@@ -199,11 +208,12 @@ class Ranks(Place):
         device, stopping, first = local_device(config), threading.Event(), self.rank == 0
         if device.type == "cuda":
             torch.cuda.set_device(device := torch.device("cuda", self._local_rank))
-        worker = _TorchWorker(self, device, stopping.is_set, show)
         # torchrun tells all to end as soon as one has: after an error here there is no other way any more.
         usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stop, values = on_stop(stopping.set, STOPPING if first else None), dict[str, float]()
-        with stop, collectives.group(self._store, device, self.rank, self.world_size):
+        group = collectives.group(self._store, device, self.rank, self.world_size)
+        with stop, RankLog(storage, self.rank, self.world_size) as log, group:
+            worker = _TorchWorker(self, device, stopping.is_set, show, log)
             if on_features(config) and not first:  # rank 0 computes and keeps them for all
                 while not self._store.check(["features"]):
                     time.sleep(POLL_S)

@@ -74,13 +74,15 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dtc", "mcl"])
+@pytest.mark.parametrize("method", ["dtc", "mcl", "choice"])
 def test_baselines_are_exported_too(tmp_path, method):
-    """Cosines and distances; the export compares itself with the model. Kills: prototypes in place of
-    centers, a similarity network that is handed out.
+    """Cosines, distances, the default's chosen space; the export compares itself with the model. Kills:
+    prototypes in place of centers, a similarity network that is handed out, features as they are.
     """
     model, facts = tiny_model(tmp_path / "run", method=method), {"classes.json": ""}
     model.classes[5] = OutputClass(5, "</script> 😀", "novel", 5)
+    if method == "choice":
+        model.module.adapter.mean.fill_(0.1)
     program = torch.export.load(io.BytesIO(export(model, "pt2")), extra_files=facts).module()
     assert json.loads(facts["classes.json"])[5]["name"] == "</script> 😀"
     assert program(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape == (2, 10)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 import uno
+from tests.forked import forked
 from tests.uno.models import tiny_model, write_damaged, write_model
 from uno.data.sources import read_digits
 from uno.errors import ConfigError, StorageError
@@ -177,6 +179,27 @@ for predict in (lambda: model.predict(images), lambda: uno.load(sys.argv[1]).pre
     child.kill()
     assert not alive and child.exitcode == 0, "the child hangs"
 """
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_forked_child_of_a_process_that_has_used_a_gpu_is_told(run, monkeypatch, used):
+    """Where the parent has not, CUDA works. Kills: PyTorch's traceback, a server refused that forks first."""
+    model = uno.load(run)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: used)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    place = torch.device("cuda")
+    model._classifier = replace(model._classifier, device=place)
+    line = r"\Aa forked process cannot use CUDA: start it by multiprocessing's \"spawn\"\Z"
+
+    def child():
+        for predict in (lambda: model.predict([]), lambda: uno.load(run, "cuda")):
+            with pytest.raises(ConfigError, match=line) if used else nullcontext():
+                try:
+                    predict()
+                except (AssertionError, RuntimeError):  # of PyTorch, which finds no GPU here
+                    assert not used
+
+    assert forked(child) == (0, "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from benchmarks.storage import BUCKET, make_bucket, store
 from tests.uno.small_run import small_config
 from uno.config import override
 from uno.data.files import Storage
@@ -14,6 +15,7 @@ from uno.errors import ConfigError
 from uno.presets import preset
 from uno.session import job, loggers
 from uno.session.loggers import Loggers, require_loggers
+from uno.session.rank_log import RankLog
 
 RESULTS = {"train/all/acc": 0.75, "undefined": float("nan")}
 
@@ -216,3 +218,27 @@ def test_what_is_not_there_is_refused_first(monkeypatch):
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: name == "json" or None)
     with pytest.raises(ConfigError, match=r"pip install 'uno-discovery\[mlflow\]'"):
         require_loggers(small_config(train__report_to="jsonl, mlflow"))
+
+
+@pytest.mark.slow
+def test_a_run_on_s3_has_events_and_logs_of_ranks(monkeypatch):
+    """On moto, by TensorBoard's own reader of ``s3://`` where it is installed. Kills: events in a directory
+    of the driver's, an object that TensorBoard cannot read, logs of ranks that stay on their nodes.
+    """
+    with store(0) as (env, _):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("S3_ENDPOINT", env["AWS_ENDPOINT_URL"])  # TensorBoard's own name of it
+        make_bucket()
+        storage = Storage(f"s3://{BUCKET}/run")
+        report("tensorboard", storage, line(4), line(8))
+        steps = [e.step for e in events(storage, "discover") for v in e.summary.value if v.tag == "loss"]
+        assert steps == [4, 8]
+        for _ in range(2):
+            with RankLog(storage, 3, 4) as log:
+                log.note("noted")
+        text = storage.read("logs/rank-3.log").decode()
+        assert text.count("rank 3 of 4, process") == text.count("noted") == 2
+        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        found = accumulator.EventAccumulator(f"{storage.uri}/tensorboard/discover").Reload()
+        assert [(e.step, e.value) for e in found.Scalars("loss")] == [(4, 0.25), (8, 0.125)]
