@@ -3,7 +3,7 @@
 #   docker build --tag IMAGE . && docker push IMAGE
 #
 # A job's own code comes with `ray job submit --working-dir .` and is found before what is installed here. boto3 is what
-# the head starts nodes with. About 20 GB; where nodes must be ready sooner, bake it into the AMI (docs/AWS.md).
+# the head starts nodes with. About 20 GB; where nodes must be ready sooner, bake it into the AMI (docs/deploy/aws.md).
 FROM rayproject/ray:2.60.0-py311-gpu
 # What NCCL's plugin for EFA loads beside libfabric (cluster-p5.yaml): without it NCCL falls back to sockets.
 RUN sudo apt-get update && sudo apt-get install --yes --no-install-recommends libhwloc15 libibverbs1 librdmacm1 \

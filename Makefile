@@ -74,7 +74,7 @@ agreement: $(STAMP)
 # What 50 of each command leave behind, half an hour.
 leaks: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m tests.leaks
-# The README's commands for a cluster, on one that is simulated here, minutes; as root on two machines.
+# The commands of docs/deploy for a cluster, on one that is simulated here, minutes; as root on two machines.
 rehearsal: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m tests.rehearsal
 

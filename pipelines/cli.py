@@ -1,8 +1,9 @@
 """The console script ``uno``: finds the command, runs it, and turns every end into one line and an exit code.
 
 Commands are entry points of the group ``uno.commands``: callables that take the arguments after their name
-and return an exit code. Nothing heavy is imported before one is chosen. Exit codes besides README's: 130
-interrupted before anything was saved, 141 the reader of the output is gone, 1 a defect of this program.
+and return an exit code. Nothing heavy is imported before one is chosen. Exit codes besides those of
+:mod:`uno.errors`: 130 interrupted before anything was saved, 141 the reader of the output is gone, 1 a defect
+of this program.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""The README's commands for a cluster, from submission to the report, on one that is not there.
+"""The commands of docs/deploy for a cluster, from submission to the report, on one that is not there.
 
     python -m tests.rehearsal
 

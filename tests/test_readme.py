@@ -1,8 +1,7 @@
-"""The README's commands, paths and numbers: what it says must run, exist and be recorded."""
+"""The numbers on README and the pages have records; the demo and the day after it run as they say."""
 
 import json
 import re
-import shlex
 import shutil
 import statistics
 from functools import partial
@@ -14,74 +13,32 @@ from PIL import Image
 import uno
 from benchmarks import results
 from pipelines import cli, tables
-from pipelines import commands as commands_module
-from pipelines.commands import DISCOVER
-from pipelines.options import Command, parse
-from pipelines.reproduce import REPRODUCE
+from tests.pages import PAGES, RECORD, ROOT, blocks, commands, page, section, table
 from tests.uno.small_run import SMALL
-from tune.sweep import TUNE
-from uno import limits
-from uno.errors import ConfigError
 from uno.reproduce.documents import format_mean_sd
 from uno.reproduce.effects import verdict
 from uno.runs import NUMERICS, TOUCHED
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def commands(block_mark: str = "") -> list[list[str]]:
-    """The ``uno ...`` lines of all code blocks, comments cut off, continued lines joined."""
-    blocks = re.findall(r"```[a-z]*\n(.*?)```", README, re.S)
-    lines = "\n".join(block for block in blocks if block_mark in block).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("uno ")]
+README = page("README.md")
+ACCURACY, SPEED, AFTER = "docs/results/accuracy.md", "docs/results/speed.md", "docs/guides/after-training.md"
 
 
 def python_block(mark: str) -> str:
     """The Python example that holds ``mark``."""
-    return next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if mark in block)
-
-
-def test_every_command_line_parses(tmp_path, monkeypatch):
-    """Kills: a flag or preset in the README that does not exist."""
-    monkeypatch.chdir(tmp_path)
-    best = tmp_path / "runs" / "tune" / "best.yaml"  # what uno tune leaves
-    best.parent.mkdir(parents=True)
-    best.write_text("objective: {epsilon: 0.05}\n")
-    found = commands()
-    assert len(found) >= 8
-    declared = {c.name: c for c in (*vars(commands_module).values(), TUNE) if isinstance(c, Command)}
-    for _, command, *words in found:
-        assert command in cli.SENTENCES
-        if command in declared:
-            options = parse(words, declared[command])
-            assert options.command.takes != "all" or options.config.preset
-        elif command == "reproduce":
-            assert tables.read_request(parse(words, REPRODUCE), words).table.rows
-    with pytest.raises(ConfigError):
-        parse(["--no-such-flag", "1"], DISCOVER)
-
-
-def test_links_and_paths_exist():
-    assert [
-        target for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README) if not (ROOT / target).exists()
-    ] == []
-
-
-LINK = re.compile(r"\[([^]]+)\]\(docs/results/\w+\.md#([\w-]+)\)")
+    return next(block for name in PAGES for block in blocks(page(name), "python") if mark in block)
 
 
 def recorded_rows(text: str) -> list[tuple[str, list[results.Row]]]:
     """The table rows that link to an experiment, each with its measured rows."""
-    lines = [line for line in text.splitlines() if LINK.search(line) and line.startswith("|")]
-    found = [(line, results.find(LINK.search(line)[2])) for line in lines]
+    lines = [line for line in text.splitlines() if RECORD.search(line) and line.startswith("|")]
+    found = [(line, results.find(RECORD.search(line)[2])) for line in lines]
     assert found and all(rows for _, rows in found)
     return found
 
 
 def test_speeds_have_records():
     """Every bold number of the table of speeds is among the results of its row, rounded as it is there."""
-    for line, rows in recorded_rows(README.split("\n## Speed\n")[1].split("\n## ")[0]):
+    for line, rows in recorded_rows(page(SPEED)):
         bold = re.findall(r"\*\*([0-9.]+)\*\*", line)
         assert bold, line
         for number in bold:
@@ -89,9 +46,12 @@ def test_speeds_have_records():
             assert float(number) in {round(float(row["value"]), digits) for row in rows}, (number, line)
 
 
-def test_numbers_have_records():
+@pytest.mark.parametrize("text", [section("README.md", "Results"), section(ACCURACY, "First table")])
+def test_numbers_have_records(text):
     """Every measured cell of the first table is the mean and deviation of the results it links to."""
-    for line, rows in recorded_rows(README.split("\n## ")[0]):
+    found = recorded_rows(text)
+    assert len(found) == 4
+    for line, rows in found:
         percent = re.search(r"\*\*([0-9.]+(?: ± [0-9.]+)?)\*\*", line)
         keys = {("uno", "novel task_aware"), ("results", "novel, task-aware, train")}
         novel = [row for row in rows if (row["method"], row["protocol"]) in keys]
@@ -128,12 +88,12 @@ def test_changes_of_numbers_are_counted():
 
 
 def test_quoted_records_are_of_these_numerics():
-    """An accuracy that README quotes is as new as the last change that touches its rows, or the link's text
+    """An accuracy that a page quotes is as new as the last change that touches its rows, or the link's text
     says of which "numerics" it is. Kills: a record left behind by a change marked "numbers".
     """
-    before, _, speeds = README.partition("\n## Speed\n")
-    text = before + "\n".join(line for line in speeds.splitlines() if not line.startswith("|"))
-    quoted = LINK.findall(text)
+    speeds = "\n".join(line for line in page(SPEED).splitlines() if not line.startswith("|"))
+    text = "\n".join([speeds, *(page(name) for name in PAGES if name != SPEED)])
+    quoted = [found for found in RECORD.findall(text) if results.find(found[1])]
     assert len(quoted) >= 5
     for words, experiment in quoted:
         rows = results.find(experiment)
@@ -155,24 +115,6 @@ def test_an_old_record_is_found_by_what_it_touches(monkeypatch):
     assert older_than_a_change(rows[1:]) == []
     photos = {"method": "", "numerics": "2", "command": "python -m benchmarks.photos"}
     assert older_than_a_change([photos]) == [3, 4]
-
-
-def test_the_table_of_limits_is_the_code():
-    """Kills: a limit that is changed in one place, one that nobody is told of."""
-    table = README.partition("\n## Limits\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) ", table, re.M)
-    told = {name: int(value.replace(",", "")) for name, value in rows}
-    assert told == {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
-
-
-def test_promises_name_their_tests():
-    """Every row of "Fault tolerance" names a test that is there."""
-    table = README.partition("## Fault tolerance")[2].partition("\n## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) >= 10
-    for row in rows:
-        path, name = re.search(r"`(tests/[^`]+)::(\w+)`", row).groups()
-        assert f"\ndef {name}(" in (ROOT / path).read_text(), row
 
 
 @pytest.mark.slow
@@ -200,18 +142,24 @@ def run_example() -> dict:
 
 def test_the_picture_is_small_and_says_nothing_else():
     """Kills: megabytes in every clone, a picture with somebody's metadata."""
-    path = ROOT / re.search(r"!\[[^]]+\]\((docs/[^)]+)\)", README.split("\n## ")[0])[1]
+    path = ROOT / re.search(r"!\[[^]]+\]\([^)]*?(docs/[^)]+)\)", README)[1]
     with Image.open(path) as picture:
         assert path.stat().st_size <= 300_000 and picture.width >= 900 and not picture.info
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch):
-    """Without Ray, which changes no number (test_ray)."""
+def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch, capsys):
+    """Without Ray, which changes no number (test_ray). Kills: a line that the quick start explains and the
+    run does not print.
+    """
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
     here = ["--workers", "0", "--compute.threads", "1"]
     assert cli.main(["demo", *here, "--output", str(tmp_path / "run")]) == 0
+    printed, explained = capsys.readouterr(), "\n".join(blocks(page("docs/start/quickstart.md"), "text"))
+    starts = re.findall(r"^  [\w-]+(?= agrees)|^[\w ]+:", explained, re.M)
+    assert len(starts) == 9
+    assert [start for start in starts if not re.search(rf"^{start}", printed.out + printed.err, re.M)] == []
     results = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert results["train/novel/task_aware/acc/best"] > 0.96
     assert results["train/known/task_aware/acc/best"] > 0.99
@@ -220,11 +168,11 @@ def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.ray
 def test_the_day_after_training(two, tmp_path, monkeypatch):
-    """The README's commands on a demo, in order, as they stand there."""
+    """The commands of the page on a demo, in order, as they stand there."""
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
     monkeypatch.chdir(tmp_path)
     shutil.copytree(two, "runs/demo")
-    for _, *words in commands("uno predict runs/demo"):
+    for _, *words in commands(page(AFTER), "uno classes runs/demo --apply"):
         words = ["digits" if word == "folder:DIR" else word for word in words]
         assert cli.main(words) == 0, words
     assert (tmp_path / "predictions" / "predictions.parquet").exists()
@@ -246,14 +194,13 @@ def test_the_ablation_is_that_of_its_record():
     """Kills: a number or a verdict in the README that the results do not hold."""
     build = tables.build("ablation", "small")
     keys = {row.name: row for row in build.rows}
-    table = README.partition("| digits | novel, task-aware |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert table[0].startswith("| UNO |") and len(table) == 4
+    _, *shown = table(ACCURACY, "| digits | novel, task-aware |")
+    assert shown[0][0] == "UNO" and len(shown) == 4
     reference = by_seed("ablation", "uno", "all task_agnostic_official")
     published = next(column for column in build.published if column.data == "CIFAR10")
     official = next(e.name for e in build.evaluations if e.protocol == "task_agnostic_official")
     index = build.groups.index("all")
-    for line in table:
-        name, novel, every, change, said, paper = (cell.strip() for cell in line.split("|")[1:-1])
+    for name, novel, every, change, said, paper in shown:
         aware = by_seed("ablation", keys[name].key, "novel task_aware")
         agnostic = by_seed("ablation", keys[name].key, "all task_agnostic_official")
         for text, values in ((novel, aware), (every, agnostic)):
@@ -272,13 +219,11 @@ def test_the_ablation_is_that_of_its_record():
 
 def test_the_methods_are_those_of_their_records():
     """Kills: a number in the table of methods that its results do not hold, a row of one left out."""
-    head, _, *table = README[README.index("| method | digits") :].partition("\n\n")[0].splitlines()
-    shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table]
-    titles = head.split("|")[2:-1]
+    (_, *titles), *shown = table(ACCURACY, "| method | digits")
     names = {row.key: row.name for row in tables.build("sota", "small").rows}
-    assert titles and table
+    assert titles and shown
     for column, title in enumerate(titles, 1):
-        rows = results.find(LINK.search(title)[2])
+        rows = results.find(RECORD.search(title)[2])
         texts = {row[0]: row[column] for row in shown if row[column] != "–"}  # noqa: RUF001
         keys = {row["method"] for row in rows} - {"uno-avg"}
         assert texts.keys() == {names[key] for key in keys}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import cli
+from tests.pages import PAGES, page
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,7 +98,7 @@ def texts(path: Path):
 def files() -> list[Path]:
     code = [p for folder in ("uno", "pipelines", "tune", "examples") for p in (ROOT / folder).rglob("*")]
     code = [p for p in code if p.suffix in (".py", ".html", ".jinja", ".js", ".yaml", ".sh")]
-    return [*code, *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+    return [*code, *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 
 
 def found(
@@ -147,3 +148,56 @@ def test_retired_words_are_gone():
     """Kills: an old key, flag, metaphor or British spelling in a message, docstring, page or document."""
     lines = list(found(RETIRED, but=(*OLD_SPELLINGS, "CHANGELOG.md")))
     assert not lines, "\n".join(lines)
+
+
+PROSE = re.compile("|".join([
+    r"\bas (?:told|given|said|it began)\b",  # 1. who decided, and by which flag
+    r"\b(?:says|tells?|learns|learnt|wants|asks|stands?|wins|believes)\b",  # 5. software is no person
+    r"\b(?:ours|theirs|somebody|one's own)\b",  # 6. the party has a name
+    r",? too[.;:]", r"\band others too\b",  # 7. "also", before the verb
+    r"\?(?=\s|$)",  # 8. no question
+    r"\bthe rest\b", r"\bwhichever\b",  # 9. the noun
+    r"(?<![\w.`])\.\d", r"\d %",  # 10. a leading zero; 96%
+]), re.I)  # fmt: skip
+"""The rules for sentences of documents that a pattern can see."""
+NOT_WRITTEN = (
+    "docs/results/",
+    "docs/LICENSES.md",
+    *(f"docs/reference/{n}.md" for n in ("cli", "config", "python", "methods")),
+)
+"""Pages that are made from records, packages and code."""
+
+
+def sentences(text: str) -> list[str]:
+    """The prose of a page: no code, no link targets; a paragraph, a list entry or a table cell each."""
+    text = re.sub(r"^\s*```.*?^\s*```", "", text, flags=re.M | re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`", text))
+    return [
+        " ".join(part.split())
+        for part in re.split(r"\n\s*\n|\n(?=[-*#|] ?|\d\. )|(?<=\|)", text)
+        if part.strip()
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith(NOT_WRITTEN)])
+def test_pages_follow_the_rules_for_sentences(name):
+    """Kills: software that says, tells or learns, ", too", "theirs", questions, bare decimals on a page."""
+    hits = [f"{match[0]!r}: {text[max(0, match.start() - 60) :][:120]}"
+            for text in sentences(page(name)) for match in PROSE.finditer(text)]  # fmt: skip
+    assert not hits, "\n".join(hits)
+
+
+def test_the_rules_find_what_they_are_for():
+    """Kills: a pattern that matches nothing, code and quotations that count as sentences."""
+    for text in (
+        "set as told",
+        "the run says so",
+        "a model that learns",
+        "as theirs",
+        "it is fast, too.",
+        "Is it?",
+        "gain .7",
+        "the rest",
+    ):
+        assert PROSE.search(text), text
+    assert sentences("A `?` is\nhere.\n\n```\nis it?\n```\n- b [c](d?e)") == ["A ` is here.", "- b [c]"]

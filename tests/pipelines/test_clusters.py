@@ -9,10 +9,12 @@ from pathlib import PurePosixPath
 import pytest
 import yaml
 
+from tests.pages import page, section
 from tests.pipelines.small import ROOT
 
 AWS_FILES = ("cluster.yaml", "cluster-p5.yaml")
-PAGE = (ROOT / "docs" / "AWS.md").read_text()
+PAGE = page("docs/deploy/aws.md")
+SUBMITTED = {"docs/deploy/ray.md": "Submit a job", "docs/deploy/aws.md": "Steps"}
 RAY_VERSION = re.search(r"^ray==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
 OF_RAY = {"SubnetIds"}  # of node_config, not of RunInstances; Ray puts one of them in its place
 
@@ -170,13 +172,11 @@ def test_the_kubernetes_manifest_has_the_keys_of_its_api():
 def submissions():
     """(file it is for, the words of ``python -m ...``) of every submitted command that the project shows."""
     texts = {name: (ROOT / name).read_text() for name in AWS_FILES}
-    texts["README.md"] = (
-        (ROOT / "README.md").read_text().partition("\n## On a cluster\n")[2].partition("\n## ")[0]
-    )
+    texts |= {name: section(name, title) for name, title in SUBMITTED.items()}
     for name, text in texts.items():
         plain = re.sub(r"^# ?", "", text, flags=re.M).replace("\\\n", " ")
         for words in re.findall(r"python -m (pipelines .+)", plain):
-            yield ("cluster.yaml" if name == "README.md" else name), shlex.split(words)
+            yield ("cluster.yaml" if name in SUBMITTED else name), shlex.split(words)
     job = list(yaml.safe_load_all((ROOT / "rayjob.yaml").read_text()))[1]
     yield "rayjob.yaml", shlex.split(job["spec"]["entrypoint"].partition("python -m ")[2])
 
