@@ -69,7 +69,7 @@ class Choice(NamedTuple):
 
     def expected(self) -> tuple[float, float, float] | None:
         """Accuracy on new classes, mean m and interval of nine tenths for other classes; 0-1. Its width held
-        nine tenths where known classes played new ones: benchmarks/records/2026-11-25_sets.
+        nine tenths where known classes played new ones: docs/results/choice.md.
         """
         if len(self.new) < 2:
             return None
