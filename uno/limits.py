@@ -1,20 +1,20 @@
 """The largest inputs that are accepted. What is beyond is refused in one line before memory is spent on it;
-README's table "Limits" holds the same numbers, and a test compares them.
+docs/reference/limits.md is the table of them.
 """
 
-MAX_IMAGE_BYTES = 128 * 2**20  # of an encoded image
-MAX_IMAGE_PIXELS = 100_000_000  # that its header announces
-MAX_PIXELS_PER_BYTE = 10_000  # of an image above a megapixel; one color as a 1-bit PNG has 8,256
-MAX_BMP_PIXELS_PER_BYTE = 256  # of any BMP; runs of one color have 128, and Pillow reads runs in Python
-MAX_TABLE_BYTES = 2**30  # of a CSV or JSONL file
-MAX_MEMBER_BYTES = 2**20  # of a .cls or .json in a tar file, and of a header's own text
-MAX_CIFAR_BYTES = 512 * 2**20  # of one batch file
-MAX_ROWS = 20_000_000  # of a source; ImageNet-21k has 14 million
+MAX_IMAGE_BYTES = 128 * 2**20  # bytes of an encoded image
+MAX_IMAGE_PIXELS = 100_000_000  # pixels that its header announces
+MAX_PIXELS_PER_BYTE = 10_000  # pixels per byte above a megapixel; one color as a 1-bit PNG has 8,256
+MAX_BMP_PIXELS_PER_BYTE = 256  # pixels per byte of a BMP: runs of one color have 128 and are slow to read
+MAX_TABLE_BYTES = 2**30  # bytes of a CSV or JSONL file
+MAX_MEMBER_BYTES = 2**20  # bytes of a .cls or .json in a tar file, and of a header's own text
+MAX_CIFAR_BYTES = 512 * 2**20  # bytes of a CIFAR batch
+MAX_ROWS = 20_000_000  # rows of a source to train on, pack or check; ImageNet-21k has 14 million
 MAX_LABEL_LENGTH = 300  # characters of a class's name
-MAX_CLASSES = 10_000  # known and novel: the matrix of one head's confusion then takes 800 MB
-MAX_CONFIG_BYTES = 1_000_000  # of a YAML file
-MAX_CONFIG_DEPTH = 20  # of what is nested in it
-MAX_CONFIG_VALUES = 100_000  # keys, values and brackets
-MAX_STATE_BYTES = 64 * 2**20  # of a JSON file that a run or a model consists of
-MAX_THREADS = 1024  # of a process, and no more than four for each core or 64
-MAX_QUEUE_ROWS = 1_000_000  # of objective.queue_size
+MAX_CLASSES = 10_000  # known and novel classes: the confusion matrix of one head then takes 800 MB
+MAX_CONFIG_BYTES = 1_000_000  # bytes of a YAML file
+MAX_CONFIG_DEPTH = 20  # levels in it
+MAX_CONFIG_VALUES = 100_000  # keys, values and brackets in it
+MAX_STATE_BYTES = 64 * 2**20  # bytes of a JSON file of a run or a model
+MAX_THREADS = 1024  # threads of a process, and at most 64 or four per core
+MAX_QUEUE_ROWS = 1_000_000  # rows of objective.queue_size
