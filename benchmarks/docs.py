@@ -4,11 +4,13 @@ python -m benchmarks.docs
 """
 
 import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cached_property
 from importlib import import_module
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +70,12 @@ def markdown(text: str | None) -> str:
 
 
 def table(titles: str, rows: Iterable[Iterable[object]]) -> str:
-    """A table of Markdown; ``titles`` are separated by bars."""
+    """A table of Markdown without its empty columns; ``titles`` are separated by bars."""
     lines = [[" ".join(str(cell).split()).replace("|", r"\|") for cell in row] for row in rows]
-    names = titles.split("|")
-    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *lines])
+    full = [any(line[column] for line in lines) for column in range(len(titles.split("|")))]
+    lines = [list(compress(line, full)) for line in (titles.split("|"), *lines)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def page(name: str, *parts: str) -> str:
@@ -85,16 +89,25 @@ def shown(value: object) -> str:
     """A default as code; nothing where there is none."""
     if value in (None, (), []):
         return ""
-    values = value if isinstance(value, list | tuple) else [value]
-    return f"`{' '.join(f'{v:.4g}' if isinstance(v, float) else str(v) for v in values)}`"
+    some = value if isinstance(value, list | tuple) else [value]
+    texts = (f"{one:.4g}" if isinstance(one, float) else json.dumps(one).strip('"') for one in some)
+    return f"`{' '.join(texts)}`"
+
+
+def values(kind: Any, info: FieldInfo | None = None) -> str:
+    """What can be given: the choices, or the type and its limits, as `INT`, ≥ 0, < 1."""
+    if kind is bool:
+        return "`true`, `false`" if info else ""
+    name = placeholder(kind).removesuffix("|None")
+    if name[0] == "{":
+        return "`" + name[1:-1].replace(",", "`, `") + "`"
+    return f"`{name}`{bounds(info) if info else ''}"
 
 
 def bounds(info: FieldInfo) -> str:
     """``, ≥ 0, < 1`` of a number that has limits."""
-    found = [
-        (sign, getattr(m, name)) for m in info.metadata for name, sign in SIGNS.items() if hasattr(m, name)
-    ]
-    return "".join(f", {sign} {value:,}" for sign, value in found)
+    found = ((sign, getattr(limit, name, None)) for limit in info.metadata for name, sign in SIGNS.items())
+    return "".join(f", {sign} {value:,}" for sign, value in found if value is not None)
 
 
 def fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
@@ -106,9 +119,8 @@ def fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, Any]) -> 
             sections.append((key, kind))
             continue
         short = field_traits(key).flag
-        value = "true, false" if kind is bool else f"`{placeholder(kind)}`{bounds(info)}"
         names = f"`{key}`" + f" `--{short}`" * bool(short)
-        rows.append([names, value, shown(defaults[key]), markdown(info.description)])
+        rows.append([names, values(kind, info), shown(defaults[key]), markdown(info.description)])
     if rows:
         yield f"## `{prefix[:-1]}`\n\n{markdown(model.__doc__)}" if prefix else "## The run", rows
     for key, kind in sections:
@@ -139,9 +151,9 @@ def cli_page() -> str:
         command = COMMANDS[name]
         rows = []
         for flag, argument in command.arguments.items():
-            value = f"`{placeholder(argument.type)}`" if flag[0] == "-" and argument.type is not bool else ""
             default = "" if argument.default is False else shown(argument.default)
             default = "required" if argument.required else default
+            value = values(argument.type) if flag[0] == "-" else ""
             rows.append([f"`{flag}`", value, default, markdown(argument.sentence)])
         keys = [key for key in flatten(to_dict(Config())) if command.may_change(key)]
         some = ", ".join(f"`--{field_traits(key).flag or dashed(key)}`" for key in keys)
