@@ -84,7 +84,7 @@ def test_the_demo_still_looks_like_its_pictures(tmp_path, monkeypatch, capsys):
     Kills: a picture of an earlier console or report.
     """
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
-    short = [word for key in ("pretrain", "discover") for word in (f"--{key}.epochs", "1")]
+    short = [word for key in ("pretrain", "discover") for word in (f"--{key}.epochs", "2")]
     where = ["--workers", "0", "--compute.threads", "1", "--output", str(tmp_path / "run")]
     assert cli.main(["demo", *short, *where, "--train.max-steps", "4"]) == 0
     shown = pictures.shortened(capsys.readouterr().out)
@@ -101,7 +101,7 @@ FIRST = ("setting", "memory", "data", "model", "training", "time", "accuracy", "
 
 def words(line: str) -> list[str]:
     """The words of a line without its numbers and their units."""
-    return re.findall(r"[A-Za-z-]{3,}", line)
+    return re.findall(r"[A-Za-z-]{4,}", line)
 
 
 @pytest.mark.slow
