@@ -276,7 +276,7 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
         with suppress(ConfigError):
             values = flatten(_read(argv, command).config.model_dump())
     for paragraph in filter(None, text.strip().split("\n\n")):
-        print(f"{textwrap.fill(' '.join(paragraph.split()), width)}\n")
+        print(f"{textwrap.fill(' '.join(paragraph.split()), width, break_on_hyphens=False)}\n")
 
     flags = command.flags(str(values.get("method", DEFAULT)))
     forms, section, hidden = dict[str, list[str]](), "", 0  # names of one argument

@@ -6,9 +6,19 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from pipelines.options import Argument, Command, parse, switch
-from uno.reproduce.experiments import DATA_OPTIONS, names
+from uno.reproduce.experiments import DATA_OPTIONS, build, names
 
 RUNNER = Literal["auto", "processes", "ray"]
+
+
+def _contents(name: str) -> str:
+    """The keys that ``--datasets`` and ``--rows`` choose from, as a paragraph of the help."""
+    small, full = (build(name, scale) for scale in ("small", "full"))
+    sets, large = (", ".join(benchmark.key for benchmark in table.benchmarks) for table in (small, full))
+    rows = ", ".join(dict.fromkeys(row.key for table in (small, full) for row in table.rows))
+    return f"{name}: data sets {sets}; full: {large}; rows {rows}."
+
+
 REPRODUCE = Command("reproduce", {
     "TABLE": Argument(f"{', '.join(names())}."),
     "--scale": Argument("small is for two CPU cores.", Literal["small", "full"], "small"),
@@ -20,7 +30,7 @@ REPRODUCE = Command("reproduce", {
     "--parallel": Argument("Cells at a time; default: cores / threads, or the GPUs.", PositiveInt | None),
     "--runner": Argument("auto: Ray where RAY_ADDRESS is set or there are several GPUs.", RUNNER, "auto"),
     "--record": Argument("Also write a record to this directory; cells in it do not run again.", str | None),
-    "--dry-run": switch("List the cells and what they would cost."),
+    "--dry-run": switch("List the cells and their cost; the data may be missing."),
 }, "changes", text="""
 The other options hold for every cell (--discover.epochs 100, --recipe v2, --device cuda); what a row of the
 table changes has priority. Finished cells are read, not repeated; a larger --seeds adds to them.
@@ -28,7 +38,10 @@ table changes has priority. Finished cells are read, not repeated; a larger --se
 On your own images, with the options of uno discover: uno reproduce sota --data DIR --known-classes FILE
 --model.encoder timm:NAME --weights FILE. With a frozen encoder (the preset photos) all cells share one set of
 features. A row that does not apply is left out, and the table has the reason.
-""")  # fmt: skip
+
+What --datasets and --rows choose from (cifar100_20 is cifar100-20):
+
+""" + "\n\n".join(map(_contents, names())))  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:

@@ -37,7 +37,16 @@ from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.presets import is_custom_data
 from uno.reproduce import cell_store, documents, effects
-from uno.reproduce.experiments import DATA_OPTIONS, REFERENCE, Cell, Table, build, cells, with_own_data
+from uno.reproduce.experiments import (
+    DATA_OPTIONS,
+    REFERENCE,
+    Benchmark,
+    Cell,
+    Table,
+    build,
+    cells,
+    with_own_data,
+)
 from uno.reproduce.figures import draw
 from uno.runs import lock
 from uno.runs.directory import read_config_tree
@@ -62,6 +71,12 @@ class Request(NamedTuple):
     output: Path
     changes: Mapping[str, Any]
     command: str
+
+    @property
+    def lacking(self) -> list[Benchmark]:
+        """Data sets whose directory the command line does not have: only ``--dry-run`` can do without."""
+        options = {name for name in DATA_OPTIONS if not getattr(self.args, name.replace("-", "_"))}
+        return [benchmark for benchmark in self.table.benchmarks if benchmark.option in options]
 
     @property
     def compute(self) -> ComputeConfig:
@@ -166,22 +181,24 @@ def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) 
     """The data sets and rows that were asked for and are there."""
     benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
     rows = {row.key: row for row in table.rows}
-    for option, wanted, known in (("datasets", own.datasets, benchmarks), ("rows", own.rows, rows)):
+    chosen = {"datasets": list(benchmarks), "rows": list(rows)}
+    for option, wanted in (("datasets", own.datasets), ("rows", own.rows)):
         for name in wanted:
-            if name not in known:
-                raise ConfigError(f"--{option} {name}: choose from {', '.join(known)}")
-    sets = [benchmarks[name] for name in own.datasets or benchmarks]
+            if name.replace("_", "-") not in chosen[option]:
+                raise ConfigError(f"--{option} {name}: choose from {', '.join(chosen[option])}")
+        chosen[option] = [name.replace("_", "-") for name in wanted] or chosen[option]
+    sets = [benchmarks[name] for name in chosen["datasets"]]
     if own.scale == "small" and not own.datasets:  # what is not there is not missed
         sets = [benchmark for benchmark in sets if benchmark.option in (None, *directories)]
     missing = dict.fromkeys(b.option for b in sets if b.option and b.option not in directories)
-    if missing:
+    if missing and not own.dry_run:
         options = " and ".join(f"--{option} DIR ({DATA_OPTIONS[option]})" for option in missing)
         only = f", or only some of it: --datasets {sets[0].key}" if len(sets) > 1 else ""
         raise ConfigError(f"{table.name} at this scale needs {options}{only}")
-    named = [rows[name] for name in own.rows or rows]
+    named = [rows[name] for name in chosen["rows"]]
     kept = {REFERENCE, *(key for row in named for key in (row.key, row.of, row.versus))}
-    chosen = tuple(row for row in table.rows if row.key in kept)
-    return table.model_copy(update={"benchmarks": tuple(sets), "rows": chosen})
+    kept_rows = tuple(row for row in table.rows if row.key in kept)
+    return table.model_copy(update={"benchmarks": tuple(sets), "rows": kept_rows})
 
 
 def _take_from_record(request: Request) -> None:
@@ -201,7 +218,8 @@ def plan(request: Request) -> list[CellProcess]:
     """All jobs without a result, after what they start from: a pretraining, or the features of a frozen
     encoder, which the cache may have. ConfigError: bad data, a cell of other settings.
     """
-    _check_data([cell.config for cell in request.cells])
+    lacking = {benchmark.key for benchmark in request.lacking}
+    _check_data([cell.config for cell in request.cells if cell.benchmark.key not in lacking])
     attempts = read_attempts(request.output)
     jobs: dict[str, CellProcess] = {}
     for cell in request.cells:
@@ -273,8 +291,22 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
         print_line(f"  {name} is refused: {reason}")
     for job in jobs:
         print_line(f"  {job.label}")
+    for benchmark, config in {
+        c.benchmark.key: (c.benchmark, c.config) for c in reversed(request.cells)
+    }.values():
+        first = (
+            ""
+            if config.model.finetune == "none"
+            else f"pretraining {plural(config.pretrain.epochs, 'epoch')}, "
+        )
+        each = plural(config.discover.epochs, "epoch")
+        print_line(f"{benchmark.name}: {first}discovery {each} for each cell")
+    for option in dict.fromkeys(benchmark.option for benchmark in request.lacking):
+        print_line(f"not checked: {DATA_OPTIONS[str(option)]}; to run it, pass --{option} DIR")
     if None in minutes:
-        print_line("no time estimate yet: it is shown after the first run finishes")
+        print_line(
+            "cost: unknown, as no cell of this scale has been measured; the first that finishes prints it"
+        )
     else:
         parallel = request.args.parallel or _default_parallel(request.compute)
         print_line(

@@ -74,8 +74,8 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     config = Config.model_validate(loop["config"])
     storage = ClaimedStorage(loop["output"], loop["token"])
     storage.check()  # every rank: the run directory must be one that all nodes see
-    worker, neighbours = RayWorker(storage), ray.train.get_context().get_local_world_size()
-    torch.set_num_threads(rank_threads(config, worker.device, neighbours, loop["worker_cpus"]))
+    worker, neighbors = RayWorker(storage), ray.train.get_context().get_local_world_size()
+    torch.set_num_threads(rank_threads(config, worker.device, neighbors, loop["worker_cpus"]))
     if worker.device.type == "cuda" and ray.train.get_context().get_local_rank() == 0:
         collect_traces(storage)
     train, truth = ray_data.worker_sets(config, loop, storage)
@@ -92,11 +92,11 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     return {"metrics": evaluate_run(config, storage, train, truth(), loop["num_true"], worker)}
 
 
-def rank_threads(config: Config, device: torch.device, neighbours: int, cpus: float) -> int:
+def rank_threads(config: Config, device: torch.device, neighbors: int, cpus: float) -> int:
     """Of torch in a rank: its share of the cores; where a GPU computes and Ray Data's tasks have the others,
     the ``cpus`` that it was given.
     """
-    threads = num_threads(config, neighbours)
+    threads = num_threads(config, neighbors)
     beside = config.data.loading == "streaming" and device.type == "cuda" and not config.compute.threads
     return min(threads, max(1, int(cpus))) if beside else threads
 

@@ -201,15 +201,15 @@ class AugmentConfig(Section):
         "How much: standard deviations of the noise, share of numbers that lack, most of the way.", ge=0,
         lt=10, search=False)
     num_cached_views: int = field(6,
-        "Frozen encoder: views per image whose features are cached; a step uses some.",
-        ge=2, le=64, search=False)
+        "Frozen encoder: random views per image whose features are cached; a step uses some. 0: the "
+        "evaluation view alone, where nothing is trained.", ge=0, le=64, search=False)
 
     @model_validator(mode="after")
     def _check(self) -> AugmentConfig:
         if self.large.num_views < 2:
             raise ValueError("large.num_views must be at least 2: swapped prediction needs two views")
-        if self.num_cached_views < self.large.num_views:
-            raise ValueError("num_cached_views must be at least large.num_views")
+        if 0 < self.num_cached_views < self.large.num_views:
+            raise ValueError("num_cached_views must be 0 or at least large.num_views")
         return self
 
 
@@ -452,6 +452,8 @@ class Config(Section):
                 raise ValueError("augment.small.num_views must be 0 with model.finetune none")
             if self.pretext.epochs:
                 raise ValueError("pretext.epochs must be 0 with model.finetune none")
+            if self.discover.epochs and not self.augment.num_cached_views:
+                raise ValueError("augment.num_cached_views must be at least 2 where discover.epochs is not 0")
         if self.data.setting == "gcd" and (reason := why_not_gcd(self)):
             raise ValueError(reason)
         for name in EXTENSIONS:

@@ -167,7 +167,10 @@ def preset(name: str, recipe: str = "paper") -> Config:
 
 
 def preset_values(name: str, recipe: str = "paper") -> Values:
-    """What a preset changes in the schema's defaults, by dotted key. ConfigError as :func:`preset`."""
+    """What a preset changes in the schema's defaults, by dotted key; ``cifar100-20`` is ``cifar100_20``.
+    ConfigError as :func:`preset`.
+    """
+    name = name.replace("-", "_")
     if name not in PRESETS:
         before = ["scratch"] if name == "custom" else []
         hint = did_you_mean(name, PRESETS, "choose from " + ", ".join(PRESETS), likely=before)

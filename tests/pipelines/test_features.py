@@ -203,7 +203,7 @@ def test_what_exceeds_the_memory_is_encoded_in_every_epoch(weights, tmp_path, em
     (["--pretext.epochs", "1"], "pretext.epochs must be 0 with model.finetune none"),
     (["--method", "dtc", "--model.prototype-init=random", "--data.loading", "streaming"], "loading memory"),
     (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),
-    (["--augment.num-cached-views", "2", "--augment.large.num-views", "3"], "num_cached_views must be at"),
+    (["--augment.num-cached-views", "2", "--augment.large.num-views", "3"], "num_cached_views must be 0 or"),
 ])  # fmt: skip
 def test_what_means_nothing_with_frozen_features_is_one_line(weights, tmp_path, capsys, words, says):
     run = tmp_path / "run"

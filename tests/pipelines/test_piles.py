@@ -49,13 +49,14 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
     )
     assert "unlabeled images, %" in text and "setting: gcd" in (tmp_path / "config.yaml").read_text()
     values = json.loads((tmp_path / "metrics.json").read_text())
-    first, second = str(verdict(values)).splitlines()
+    found = verdict(values)
+    assert found is not None
+    first, second = found.reasons
     right = values["test/known/task_agnostic_strict/acc/best"]
-    assert (
-        text.index(first) < text.index(second) < text.index("accuracy, %")
-        and f": {100 * right:.1f}% of" in first
-    )
-    assert first in (tmp_path / "model/README.md").read_text()
+    assert text.index(f"verdict: {found.word}\n  {first}\n  {second}") < text.index(
+        "accuracy, %"
+    ) and first.startswith(f"{100 * right:.1f}% of")
+    assert f"{found.word}: {first}" in (tmp_path / "model/README.md").read_text()
     for split in ("train", "test"):
         assert {
             f"{split}/unlabeled/gcd/{g}/{w}" for g in ("all", "old", "new") for w in ("avg", "best")
@@ -64,6 +65,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
     assert {f"baseline/{b}/gcd/all" for b in ("kmeans", "constrained_kmeans")} <= set(values)
     page = (tmp_path / "report.html").read_text()
     assert page.index('id="trust"') < page.index('class="tiles"')
+    assert "of known classes, those of new classes" in page and "docs/start/concepts.md" in page
     assert "One matching" in page and 'data-key="train/unlabeled/gcd/old/avg"' in page
     table = pq.read_table(
         tmp_path / "predictions.parquet", columns=["known_probability", "kind", "probability"]

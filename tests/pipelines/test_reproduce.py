@@ -24,6 +24,7 @@ from uno.data import features
 from uno.data.files import Storage
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, Interrupted
+from uno.reproduce.experiments import build, names
 from uno.runs import lock
 from uno.runs.lock import LOCK_FILE
 from uno.session.settings import RAY_JOB
@@ -127,6 +128,38 @@ def test_dry_run_lists_cells_and_cost(capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     assert "8 cells, 0 of them have a result" in out and "digits no-concat seed 1" in out and "minutes" in out
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("spelled", ["cifar100-20", "cifar100_20"])
+def test_a_dry_run_needs_no_data(spelled, capsys, tmp_path, monkeypatch):
+    """Cells and cost are known before the data is fetched, in both spellings. Kills: a dry run that
+    refuses, a run that starts without data, a directory that is given and not looked at.
+    """
+    monkeypatch.chdir(tmp_path)
+    words = ["sota", "--scale", "full", "--datasets", spelled, "--rows", "uno", "rs_plus", "kmeans"]
+    assert reproduce.main([*words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "6 cells, 0 of them have a result" in out and "cifar100-20 rs-plus seed 2" in out
+    assert "CIFAR100-20: pretraining 200 epochs, discovery 200 epochs for each cell" in out
+    assert "to run it, pass --cifar100 DIR" in out and "cost: unknown" in out
+    with pytest.raises(ConfigError, match="needs --cifar100 DIR"):
+        reproduce.main(words)
+    with pytest.raises(ConfigError, match="/nowhere"):
+        reproduce.main([*words, "--cifar100", "/nowhere", "--dry-run"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_help_lists_data_sets_and_rows(capsys):
+    """Kills: keys that only an error names."""
+    cli.main(["reproduce", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    for name in names():
+        for scale in ("small", "full"):
+            table = build(name, scale)
+            assert all(f" {each.key}" in out for each in (*table.benchmarks, *table.rows))
+            assert not any(
+                "_" in each.key for each in (*table.benchmarks, *table.rows)
+            )  # one spelling is stored
 
 
 def test_pretrainings_come_first_and_nothing_is_repeated(request_of):

@@ -96,9 +96,10 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
         "version": VERSION,
         "weights": digest.hexdigest(),
         "data": task.rows.fingerprint,
-        "training": hashlib.sha256(task.is_train.tobytes()).hexdigest(),
         **code_of(config, encoder),
     }
+    if config.augment.num_cached_views:
+        facts["training"] = hashlib.sha256(task.is_train.tobytes()).hexdigest()
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return FeatureJob(config, task, encoder, key)
 
@@ -124,9 +125,10 @@ def code_of(config: Config, encoder: nn.Module) -> dict[str, Any]:
 
 def settings(config: Config) -> dict[str, Any]:
     """What features depend on besides the weights of the encoder and the data."""
-    data = config.data
+    data, views = config.data, _views(config)
     return {
-        "encoder": config.model.encoder, "views": _views(config).model_dump(mode="json"),
+        "encoder": config.model.encoder,
+        "views": views.model_dump(mode="json") if views.large.num_views else views.large.size,
         "bf16": config.compute.precision == "bf16",
         "transform": [data.stored_size, data.mean, data.std, data.interpolation],
     }  # fmt: skip
@@ -181,12 +183,13 @@ def decode_rows(
     """
     data, cropper, (number, start) = config.data, _cropper(config), divmod(first, SHARD_ROWS)
     squares, why = decode_many(images, data.stored_size, 1, data.interpolation)
-    pixels, viewed = np.zeros((len(images), row_bytes(config)), np.uint8), in_training & ok_mask(why)
-    pixels[:, : -cropper.row_bytes] = squares.flatten(1)
+    pixels = np.zeros((len(images), row_bytes(config)), np.uint8)
+    viewed = in_training & ok_mask(why) & (config.augment.num_cached_views > 0)
+    pixels[:, : _square_bytes(config)] = squares.flatten(1)
     if viewed.any():
         chosen = np.flatnonzero(viewed)
         some, steps = [images[i] for i in chosen.tolist()], np.full(len(chosen), number)
-        pixels[chosen, -cropper.row_bytes :], failed = cropper.crop(steps, start + chosen, some)
+        pixels[chosen, _square_bytes(config) :], failed = cropper.crop(steps, start + chosen, some)
         for i, reason in zip(chosen.tolist(), failed, strict=True):  # read a second time
             why[i] = reason
     return pixels, viewed, why
@@ -199,13 +202,13 @@ def encode_rows(
     """Features (n, 1 + V, D) of the rows of :func:`decode_rows`, zeros of those that are not ``ok`` (n,)."""
     data, augment, cropper = config.data, _views(config), _cropper(config)
     side, device = min(augment.large.size, data.stored_size), next(encoder.parameters()).device
-    squares = pixels[:, : -cropper.row_bytes].unflatten(1, (3, data.stored_size, data.stored_size))
+    squares = pixels[:, : _square_bytes(config)].unflatten(1, (3, data.stored_size, data.stored_size))
     plain = _encode(config, encoder, eval_view(squares.to(device), side, data.mean, data.std))
     features = plain.new_zeros(len(pixels), 1 + augment.large.num_views, plain.shape[1])
     features[:, 0] = plain
     if viewed.any():
         chosen, (number, start) = torch.from_numpy(np.flatnonzero(viewed)), divmod(first, SHARD_ROWS)
-        crops, generator = pixels[chosen, -cropper.row_bytes :], augment_generator(SEED, FEATURES, number)
+        crops, generator = pixels[chosen, _square_bytes(config) :], augment_generator(SEED, FEATURES, number)
         where = data.mean, data.std, start + chosen, SHARD_ROWS, data.stored_size
         views = augment_crops(cropper.split(crops.to(device)), augment, generator, *where)
         encoded = _encode(config, encoder, torch.cat(views)).unflatten(0, (len(views), -1))
@@ -216,7 +219,11 @@ def encode_rows(
 
 def row_bytes(config: Config) -> int:
     """Of the pixels of a row, its square and its crops."""
-    return int(3 * config.data.stored_size**2 + _cropper(config).row_bytes)
+    return _square_bytes(config) + _cropper(config).row_bytes
+
+
+def _square_bytes(config: Config) -> int:
+    return 3 * config.data.stored_size**2
 
 
 def _cropper(config: Config) -> Cropper:

@@ -31,7 +31,7 @@ def settings(name: str, preset: str) -> dict[str, Any]:
     if preset in ("photos", VECTORS) and method.novel_head is not None:
         values |= {"model.prototype_init": "random", "objective.class_prior": None}
     if not method.trains:
-        values |= {"discover.epochs": 0, "augment.num_cached_views": 2}
+        values |= {"discover.epochs": 0, "augment.num_cached_views": 0}
     return values | {f"{method.name}.{key}": v for key, v in method.settings.get(preset, {}).items()}
 
 

@@ -222,7 +222,7 @@ def cells(
     """
     found, refused = list[Cell](), dict[str, str]()
     for benchmark in table.benchmarks:
-        source = benchmark.source.format(directories.get(benchmark.option or "", ""))
+        source = benchmark.source.format(directories.get(benchmark.option or "", "DIR"))
         base = preset(benchmark.preset, str(changes.get("recipe", "paper")))
         base = override(base, {"data.source": source, **benchmark.overrides})
         own_changes = apply_image_size(base, changes)

@@ -8,7 +8,7 @@ benchmarks/records/2026-11-22_trust ranks as the true accuracy does, and is abou
 hides known classes in turn: what is right of their rows is what may be expected of new ones.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -42,8 +42,8 @@ Word = Literal["trustworthy", "doubtful", "not trustworthy"]
 
 
 class Verdict(NamedTuple):
-    """Whether to believe a run, and why: lines, of which the first is about held-out rows; of method
-    ``choice`` the others are what is expected of new classes and what was chosen.
+    """Whether to trust a run, and why: lines about held-out rows, k-means and neighbors; of method ``choice``
+    before them the accuracy expected on new classes, where it was measured, and after them what was chosen.
     """
 
     word: Word
@@ -63,12 +63,15 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
         return Verdict("not trustworthy", (first, f"{seen}: another encoder, weights or image size may help"))
     if word == "trustworthy":
         advice = "assuming the number of classes is right"
-    elif values.get(HELD_OUT, 1.0) < min(values[KMEANS], values[NEAR]):
+    elif values.get(HELD_OUT, 1.0) < (signs := min(values[KMEANS], values[NEAR])):
         advice = "known classes are not separated either: try pretrained weights or larger images"
+    elif signs >= BELIEVED:
+        advice = "assuming the number of classes is right"
     else:
         advice = "the features do not separate these classes: try another number of them or longer training"
     second = f"k-means agrees on {kmeans} of the unlabeled images, nearest neighbors on {near} ({advice})"
-    return Verdict(word, (first, second, *_on_choice(values)))
+    expected, chosen = _on_choice(values)
+    return Verdict(word, (*expected, first, second, *chosen))
 
 
 def _seen(values: Mapping[str, float]) -> str:
@@ -79,20 +82,20 @@ def _seen(values: Mapping[str, float]) -> str:
     return ", and ".join(seen)
 
 
-def _on_choice(values: Mapping[str, float]) -> Iterator[str]:
-    """What is expected of new classes, and why the classes were found as they were."""
+def _on_choice(values: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """What is expected of new classes, if it was measured, and why the classes were found as they were."""
     if CHOSEN not in values:
-        return
+        return [], []
     chosen = CANDIDATES[round(values[CHOSEN])]
     if EXPECTED not in values:
-        yield "expected on new classes: unknown, too few known classes to hide some of them"
-        yield f"chosen without evidence: {chosen}"
-        return
+        unknown = "expected on new classes: unknown, too few known classes to hide some of them"
+        return [], [unknown, f"chosen without evidence: {chosen}"]
     acc, low, high = (f"{100 * values[key]:.0f}" for key in (EXPECTED, LOW, HIGH))
     draws = f"{values[DRAWS]:.0f} draws of {values[HIDDEN]:.0f} hidden known classes"
-    yield f"expected on new classes: {acc}% ({low} to {high}), measured on {draws}"
-    gain = f"{100 * values[GAIN]:+.1f} points against {CANDIDATES[PLAIN]}"
-    yield f"chosen: {chosen}, there {gain}"
+    gain = f"{100 * values[GAIN]:+.1f} points vs. {CANDIDATES[PLAIN]} on hidden known classes"
+    return [f"expected on new classes: {acc}% ({low} to {high}), measured on {draws}"], [
+        f"chosen: {chosen}, {gain}"
+    ]
 
 
 def choice_metrics(tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -124,7 +127,7 @@ def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
     if score < DOUBTED:
         return "not trustworthy", text
     if rows < MIN_HELD_OUT:
-        return "doubtful", f"{text}, too few for a verdict"
+        return "doubtful", f"{text}, too few for a verdict (raise --data.validation-fraction)"
     return "trustworthy" if score >= BELIEVED else "doubtful", text
 
 

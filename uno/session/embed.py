@@ -35,8 +35,10 @@ def embed(
     storage = Storage(folder or ".")
     if storage.exists(name) and not is_vectors(place):
         raise ConfigError(f"{place} is not ours; choose another --output")
-    config = with_full_path(override(config, {"model.finetune": "none", "augment.small.num_views": 0}))
-    least = max(config.augment.large.num_views, num_views)
+    config = with_full_path(
+        override(config, {"model.finetune": "none", "augment.small.num_views": 0, "discover.epochs": 0})
+    )
+    least = num_views and max(config.augment.large.num_views, num_views)
     config = override(config, {**images_of_weights(config, given), "augment.num_cached_views": least})
     with reading() as total:
         rows = read_rows(config.data)

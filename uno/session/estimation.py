@@ -28,6 +28,8 @@ def estimate_classes(
     task = read_task(with_data(config, num_novel=1).data)
     setting, reason = decide_setting(config, task.rows.known)
     values, lines = from_data(config, given, task, setting)
+    if config.model.finetune == "none":  # nothing is trained on the features
+        values |= {"discover.epochs": 0, "augment.num_cached_views": 0}
     config = with_data(override(config, values), setting=setting)
     for line in (reason, *lines):
         print_line(line)

@@ -287,7 +287,7 @@ def _write_card(storage: Storage, model: Classifier, values: Mapping[str, float]
 
 def _show(storage: Storage, values: dict[str, float]) -> None:
     if (found := verdict(values)) is not None:
-        print_line(f"\n{found}")
+        print_line("\n  ".join((f"\nverdict: {found.word}", *found.reasons)))
     with suppress(StorageError):  # of a damaged table, which the next prediction replaces
         if (table := read_columns(storage, ("class_name",))) is not None:
             counts = {
@@ -298,9 +298,9 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
         print_line(f"\n{format_table(values)}")
     print_line(f"\nresults in {storage.uri}")
     if storage.exists(REPORT):
-        print_line(f"report:    {storage.path(REPORT)}")
-        print_line(f"next: open the report; uno classes {storage.uri} --rename novel-1=NAME; "
-                   f"uno predict {storage.uri} --data SOURCE --output DIR")  # fmt: skip
+        print_line(f"next: open {storage.path(REPORT)}\n"
+                   f"      uno classes {storage.uri} --rename novel-1=NAME\n"
+                   f"      uno predict {storage.uri} --data SOURCE --output DIR")  # fmt: skip
 
 
 def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None) -> None:

@@ -311,11 +311,14 @@ def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     """Lines for the console: the run, its encoder, and the time of what is left of it on this machine."""
     model, side = config.model, min(config.augment.large.size, config.data.stored_size)
     what = {"full": "fully trained", "last_stage": "last stage trained", "none": "frozen"}[model.finetune]
-    how = f" on {config.augment.num_cached_views} cached views per image" if on_features(config) else ""
-    epochs = ", ".join(f"{plural(getattr(config, name).epochs, 'epoch')} of {name}" for name in phases)
+    views = config.augment.num_cached_views if on_features(config) else 0
+    how = f" on {views} cached views per image" if views else ""
+    counts = {name: getattr(config, name).epochs for name in phases}
+    epochs = ", ".join(f"{plural(num, 'epoch')} of {name}" for name, num in counts.items() if num)
     size = "vectors" if model.takes_vectors else f"{side} px"
     yield f"model: {model.encoder}, {what}, {size}; weights: {origin(model)}"
-    yield f"training: preset {config.preset}, {epochs}{how}"
+    steps = f", {epochs}{how}" if epochs else f"; method {config.method} trains nothing"
+    yield f"training: preset {config.preset}{steps}"
     if model.weights is None and is_custom_data(flatten(to_dict(config))):
         name = preset("photos").model.encoder
         yield f"hint: no pretrained weights; for better results --weights pretrained ({name}, preset photos)"

@@ -62,7 +62,7 @@ def configured(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bo
     if choose and leaves_choice(name, own):
         own["method"] = CHOICE
     values = preset_values(name, str(own.pop("recipe", "paper")))
-    values |= method_settings(str(own.get("method", DEFAULT)), name)
+    values |= method_settings(str(own.get("method", DEFAULT)), values["preset"])
     kinds = {str(data).partition(":")[0] for data in (source, values.get("data.source", "digits"))}
     if two_folders or (source is not None and len(kinds) > 1):
         values["data.known_classes"] = None
@@ -71,7 +71,7 @@ def configured(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bo
     base = override(Config(), values) if IMAGE_SIZE in own else Config()  # in whose proportions sizes are
     encoder, size = (values | own).get("model.encoder"), own.get(IMAGE_SIZE, own.get(SIZES[0]))
     config = override(Config(), values | apply_image_size(base, own, _described(encoder, size)))
-    place = config.output or (output and output.format(preset=name, seed=config.seed))
+    place = config.output or (output and output.format(preset=config.preset, seed=config.seed))
     return config.model_copy(update={"output": place and checked_output(place)})
 
 

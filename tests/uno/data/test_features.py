@@ -139,6 +139,24 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
         assert len(torch.unique(found[row], dim=0)) == 4
 
 
+def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):
+    """To the bit, of a cache that does not depend on the split. Kills: views that nobody reads, a cache that
+    takes one for the other.
+    """
+    job = job_of()
+    config = override(job.config, {"discover.epochs": 0, "augment.num_cached_views": 0})
+    alone = job_of(config)
+    whole, _ = kept(tmp_path, job)
+    monkeypatch.setattr(Cropper, "crop", lambda *_: pytest.fail("a random view"))
+    found, reasons = kept(tmp_path, alone)
+    assert torch.equal(found, whole[:, :1]) and not any(reasons) and len(shards(tmp_path)) == 6
+    split = replace(alone.task, is_train=~alone.task.is_train)
+    weak = override(config, {"augment.weak": True, "augment.large.jitter": 0.5})
+    assert {feature_job(weak, split, encoder_of(weak)).key, alone.key} == {alone.key}
+    with pytest.raises(ConfigError, match="at least 2 where discover"):
+        override(config, {"discover.epochs": 1})
+
+
 def test_any_number_of_threads_gives_the_same_bits():
     job = job_of()
     packed = [dict(computed(job, threads=threads)(range(job.num_shards))) for threads in (1, 2, 3)]

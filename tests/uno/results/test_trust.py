@@ -50,6 +50,7 @@ def test_features_that_tell_no_images_apart_have_a_word():
     ({"near": 0.7}, "doubtful", "95.0% of 40", "the features do not separate these classes"),
     ({"held": 0.8}, "doubtful", "80.0% of 40", "known classes are not separated either"),
     ({"rows": 19}, "doubtful", "too few for a verdict", "k-means agrees on 90% of the unlabeled"),
+    ({"rows": 19}, "doubtful", "raise --data.validation-fraction", "assuming the number of classes is right"),
     ({"rows": 19, "held": 0.5}, "not trustworthy", "50.0% of 19", "nearest neighbors on 85%"),
     ({"rows": 0}, "doubtful", "no labeled image was held out", ""),
     ({"rows": 0, "kmeans": 0.4}, "not trustworthy", "no labeled image was held out", ""),
@@ -69,12 +70,15 @@ def test_what_is_expected_is_said():
     right = torch.cat([right, torch.full((2, len(CANDIDATES) - 4), 0.5)], dim=1)
     kept = {"extra/chosen": torch.tensor([1, 6]), "extra/right": right, "extra/right_new": right - 0.1}
     found = trust.choice_metrics(kept)
-    *_, expected, chosen = verdict(signs() | found).reasons
+    expected, *_, chosen = verdict(signs() | found).reasons
     assert (
         expected == "expected on new classes: 70% (42 to 98), measured on 2 draws of 6 hidden known classes"
     )
     gain = 100 * float(right[:, 1].mean() - right[:, PLAIN].mean())
-    assert chosen == f"chosen: {CANDIDATES[1]}, there {gain:+.1f} points against {CANDIDATES[PLAIN]}"
+    assert (
+        chosen
+        == f"chosen: {CANDIDATES[1]}, {gain:+.1f} points vs. {CANDIDATES[PLAIN]} on hidden known classes"
+    )
     empty = torch.zeros(0, len(CANDIDATES))
     none = {"extra/chosen": torch.tensor([SAFE, 0]), "extra/right": empty, "extra/right_new": empty}
     assert "unknown, too few known" in str(verdict(signs() | trust.choice_metrics(none)))

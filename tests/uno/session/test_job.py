@@ -19,11 +19,11 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
     predictions._write(Storage(str(tmp_path)), names.schema, identity, iter([names]))
     (tmp_path / REPORT_FILE).touch()
     job._show(Storage(str(tmp_path)), values)
-    first, *_, last = filter(str.strip, capsys.readouterr().out.splitlines())
+    first, *_, report, classes, predict = filter(str.strip, capsys.readouterr().out.splitlines())
     assert first == "images per class: novel-1 (2), cat (1), unreadable (1)"
-    assert last.startswith(
-        f"next: open the report; uno classes {tmp_path} --rename novel-1=NAME; uno predict"
-    )
+    assert report == f"next: open {tmp_path}/{REPORT_FILE}"
+    assert classes == f"      uno classes {tmp_path} --rename novel-1=NAME"
+    assert predict == f"      uno predict {tmp_path} --data SOURCE --output DIR"
     (tmp_path / "predictions.parquet").write_bytes(b"damaged")
     job._show(Storage(str(tmp_path)), values)
     again = capsys.readouterr().out
