@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SET := -c constraints.txt -e '.[ray,dev]'
 
-.PHONY: demo test test-slow lint types fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal clean
+.PHONY: demo docs test test-slow lint types fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal clean
 .DEFAULT_GOAL := demo
 
 # By uv, which takes a third of pip's time, from the index that pip would take; by pip where uv cannot.
@@ -20,6 +20,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@.venv/bin/uno demo
+
+# The pages of docs/ as a site; warnings are errors.
+docs: $(STAMP)
+	$(PY) -m sphinx -q -W --keep-going docs docs/_build/html
+	@echo "docs/_build/html/index.html"
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -79,4 +84,4 @@ rehearsal: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m tests.rehearsal
 
 clean:
-	rm -rf .venv runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

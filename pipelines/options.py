@@ -295,11 +295,11 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
         unset = (value is None or value is False or value == ()) and not (everything and key in values)
         default = "" if unset else f" (default: {shown})"
-        placeholder = _placeholder(argument.type) if names[0][0] == "-" else ""
+        value_name = placeholder(argument.type) if names[0][0] == "-" else ""
         if not everything:
             names = [next((name for name in names if "." not in name), names[0])]
-            placeholder = placeholder.removesuffix("|None")
-        head = f"  {', '.join(names)} {placeholder}".rstrip()
+            value_name = value_name.removesuffix("|None")
+        head = f"  {', '.join(names)} {value_name}".rstrip()
         column = 6 if everything else 30
         lines = textwrap.wrap(argument.sentence + default, width - column)
         if not everything and len(head) < column - 1:
@@ -311,7 +311,7 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
         print(f"\n{HELP_ALL} lists {hidden} more options")
 
 
-def _placeholder(kind: Any) -> str:
+def placeholder(kind: Any) -> str:
     """Name a value in the help: ``INT``, ``FLOAT FLOAT``, ``{paper,v2}``, ``INT|auto|None``."""
     parts, origin = get_args(kind), get_origin(kind)
     if not parts:
@@ -319,7 +319,7 @@ def _placeholder(kind: Any) -> str:
     if origin is Literal:
         return parts[0] if len(parts) == 1 else "{" + ",".join(parts) + "}"
     if origin is tuple:
-        return " ".join(map(_placeholder, parts))
+        return " ".join(map(placeholder, parts))
     if origin is list:
-        return f"{_placeholder(parts[0])} ..."
-    return _placeholder(parts[0]) if hasattr(kind, "__metadata__") else "|".join(map(_placeholder, parts))
+        return f"{placeholder(parts[0])} ..."
+    return placeholder(parts[0]) if hasattr(kind, "__metadata__") else "|".join(map(placeholder, parts))

@@ -34,9 +34,6 @@ FENCE = re.compile(r"^(<!-- executed -->\n)?```(\w*)\n(.*?)^```", re.M | re.S)
 README = page("README.md")
 RAW = "https://raw.githubusercontent.com/uno-discovery/uno-on-ray/main/"
 OUTSIDE = {f"{REPOSITORY}/issues"}  # of the repository's site, not of its tree
-COMING_PAGES = {f"reference/{name}" for name in ("cli", "config", "python", "methods")}
-COMING = {f"docs/{name}.md" for name in COMING_PAGES}
-"""Linked already, and not there yet."""
 GUIDES = [name for name in PAGES if name.startswith(("docs/guides/", "docs/deploy/"))]
 
 
@@ -126,8 +123,8 @@ def test_links_lead_somewhere(name):
         start = ROOT if path.startswith("/") else (ROOT / name).parent
         place = (start / path.lstrip("/")).resolve() if path else ROOT / name
         found = str(place.relative_to(ROOT))
-        assert place.exists() or found in COMING, f"{name}: {target}"
-        assert not anchor or found in COMING or anchor in slugs(found), f"{name}: {target}"
+        assert place.exists(), f"{name}: {target}"
+        assert not anchor or anchor in slugs(found), f"{name}: {target}"
 
 
 def test_an_anchor_is_as_github_makes_it():
@@ -160,7 +157,7 @@ def test_every_page_is_in_the_index():
     entries = [line for block in blocks(index, "{toctree}") for line in block.splitlines()]
     tree = [line for line in entries if line and not line.startswith(":")]
     assert [name for name in pages if not any(fnmatch(name, entry) for entry in tree)] == []
-    assert [entry for entry in tree if "*" not in entry and entry not in pages | COMING_PAGES] == []
+    assert [entry for entry in tree if "*" not in entry and entry not in pages] == []
     listed = {name.removesuffix(".md") for name in targets("docs/index.md")}
     assert {name for name in pages if not name.startswith("results/")} <= listed
 

@@ -98,7 +98,8 @@ def texts(path: Path):
 def files() -> list[Path]:
     code = [p for folder in ("uno", "pipelines", "tune", "examples") for p in (ROOT / folder).rglob("*")]
     code = [p for p in code if p.suffix in (".py", ".html", ".jinja", ".js", ".yaml", ".sh")]
-    return [*code, *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    pages = [p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts]
+    return [*code, *pages, *ROOT.glob("*.md")]
 
 
 def found(

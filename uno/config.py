@@ -246,7 +246,7 @@ class ModelConfig(Section):
     encoder_lr_factor: float = field(1, "The encoder's learning rate, as a multiple of the heads'.",
         gt=0, le=100)
     mlp_input: Literal["normalized", "raw"] = field("normalized",
-        "Projection heads read the l2-normalised feature (paper) or the raw one (v2).", scope="discover")
+        "Projection heads read the l2-normalized feature (paper) or the raw one (v2).", scope="discover")
 
     @field_validator("encoder")
     @classmethod

@@ -8,7 +8,7 @@ RAY = "'ray[default,train,tune,data]>=2.60'"  # as pyproject.toml has it
 
 
 class UnoError(Exception):
-    """An end that is as_user_error; ``exit_code`` is what the process returns."""
+    """What ends a command in one line for the user; ``exit_code`` is what the process returns."""
 
     exit_code = 1
 

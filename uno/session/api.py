@@ -243,8 +243,8 @@ def discover(
 
     Every option of the command is a keyword, with its defaults, precedence and checks: short (``num_novel``),
     dotted, or in a mapping for its section; ``config`` is a YAML file, a mapping, or a list of them. The same
-    call again resumes, or returns the model of the finished run; ``fresh`` starts over. ``quiet``: no bar and
-    no lines but warnings. Ctrl-C (in the main thread) saves and raises Interrupted.
+    call again resumes, or returns the model of the finished run; ``overwrite`` starts over. ``quiet``: no bar
+    and no lines but warnings. Ctrl-C (in the main thread) saves and raises Interrupted.
 
     ``embeddings``: an array or tensor of numbers (N, D), or (N, V, D) with V views of each row; ``labels``: N
     names or numbers of classes, None, NaN or a negative number for none; ``ids``: N names. They are kept

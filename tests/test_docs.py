@@ -1,0 +1,76 @@
+"""The pages of docs/: generated ones are fresh, links lead somewhere, the site builds."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import docs, pictures
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def test_the_reference_is_that_of_the_code():
+    """Kills: a flag, field, limit or docstring that changed after `python -m benchmarks.docs`."""
+    for name, text in docs.pages().items():
+        assert (docs.FOLDER / name).read_text() == text, f"run python -m benchmarks.docs: {name} is stale"
+
+
+def test_the_reference_holds_every_flag():
+    """Kills: a field without a row or without a sentence, a command left out."""
+    config, cli = ((docs.FOLDER / f"{name}.md").read_text() for name in ("config", "cli"))
+    rows = dict(re.findall(r"^\| `([\w.]+)`.*\| ([^|]+) \|$", config, re.M))
+    assert {*docs.flatten(docs.to_dict(docs.Config()))} == rows.keys() and all(rows.values())
+    assert re.findall(r"^## `uno ([\w-]+)`$", cli, re.M) == [*docs.cli.SENTENCES]
+    assert all(f"| `{flag}` |" in cli for c in docs.COMMANDS.values() for flag in c.arguments)
+
+
+def text_of(page: Path) -> str:
+    """A page without its fences and code; of a notebook the Markdown."""
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub names them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_local_links_lead_somewhere():
+    """Kills: a link to a page, file, picture or heading that is not there."""
+    wrong, count = [], 0
+    for page in [*PAGES, *NOTEBOOKS]:
+        for target in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text_of(page)):
+            path, _, part = target.partition("#")
+            file, count = (page.parent / path if path else page), count + 1
+            if not file.exists() or (part and file.suffix == ".md" and part not in anchors(file)):
+                wrong.append(f"{page.relative_to(ROOT)}: {target}")
+    assert wrong == [] and count > 50
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Kills: a page in no table of contents, a link that only GitHub follows, a directive with a mistake."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", tmp_path / "trees"]
+    done = subprocess.run([*command, ROOT / "docs", tmp_path / "html"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--objective.no-concat" in (tmp_path / "html" / "reference" / "config.html").read_text()
+
+
+def test_pictures_are_those_of_the_script():
+    """Kills: a drawing changed by hand, a console's picture whose text is no console's, a large file."""
+    for name, picture in pictures.DRAWN.items():
+        assert (pictures.FOLDER / name).read_text() == picture(), f"run python -m benchmarks.pictures: {name}"
+    console = (pictures.FOLDER / "terminal.svg").read_text()
+    text = pictures.console_text(console)
+    assert pictures.terminal(text) == console and max(map(len, text.splitlines())) <= pictures.COLUMNS
+    assert max(path.stat().st_size for path in pictures.FOLDER.iterdir()) <= 300_000
