@@ -106,7 +106,7 @@ def found(
     pattern: re.Pattern[str], suffixes=(".py", ".html", ".jinja", ".js", ".yaml", ".sh", ".md"), but=()
 ):
     for path in files():
-        if path.suffix in suffixes and str(path.relative_to(ROOT)) not in but:
+        if path.suffix in suffixes and not str(path.relative_to(ROOT)).startswith(tuple(but)):
             for line, text in texts(path):
                 for kept in KEPT:
                     text = text.replace(kept, "")
@@ -146,8 +146,10 @@ def test_counts_are_plural_where_they_are():
 
 
 def test_retired_words_are_gone():
-    """Kills: an old key, flag, metaphor or British spelling in a message, docstring, page or document."""
-    lines = list(found(RETIRED, but=(*OLD_SPELLINGS, "CHANGELOG.md")))
+    """Kills: an old key, flag, metaphor or British spelling in a message, docstring, page or document; results
+    quote commands of their day.
+    """
+    lines = list(found(RETIRED, but=(*OLD_SPELLINGS, "CHANGELOG.md", "docs/results/")))
     assert not lines, "\n".join(lines)
 
 

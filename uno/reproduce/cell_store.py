@@ -95,7 +95,7 @@ def _lines(record: Storage) -> Iterator[dict[str, Any]]:
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error):
-            raise ConfigError(f"{record.uri}/{name} is damaged; delete the file") from None
+            raise ConfigError(f"{record.below(name)} is damaged; delete the file") from None
     for number, text in enumerate(data.splitlines(), 1):
         try:
             line = dict(parse_json(text.decode()))
