@@ -146,8 +146,8 @@ def test_counts_are_plural_where_they_are():
 
 
 def test_retired_words_are_gone():
-    """Kills: an old key, flag, metaphor or British spelling in a message, docstring, page or document; results
-    quote commands of their day.
+    """Kills: an old key, flag, metaphor or British spelling in a message, docstring, page or document.
+    Results quote commands of their day.
     """
     lines = list(found(RETIRED, but=(*OLD_SPELLINGS, "CHANGELOG.md", "docs/results/")))
     assert not lines, "\n".join(lines)
