@@ -28,6 +28,9 @@ def python_block(mark: str) -> str:
     return next(block for name in PAGES for block in blocks(page(name), "python") if mark in block)
 
 
+SETS = ("flowers12", "signs", "seedlings", "photos", "cub100", "plankton")
+
+
 def recorded_rows(text: str) -> list[tuple[str, list[results.Row]]]:
     """The table rows that link to an experiment, each with its measured rows."""
     lines = [line for line in text.splitlines() if RECORD.search(line) and line.startswith("|")]
@@ -182,6 +185,19 @@ def test_the_day_after_training(two, tmp_path, monkeypatch):
     images = __import__("numpy").zeros((2, 8, 8, 3), "uint8")
     python = python.replace('["a.jpg", "b.png"]', "images")
     exec(compile(python, "README.md", "exec"), {"images": images})
+
+
+def test_the_mean_over_sets_is_that_of_its_rows():
+    """Kills: a headline that the results do not hold."""
+    text, means = section("README.md", "Results"), list[str]()
+    for method in ("choice", "k-means"):
+        for setting, group in (("ncd", "new"), ("gcd", "all")):
+            rows = results.find("sets", method=method, protocol=f"{group} one matching")
+            sets = {f"{name} {setting}" for name in SETS}
+            values = [float(row["value"]) for row in rows if row["data"] in sets]
+            assert len(values) == 5 * len(sets)
+            means.append(f"{statistics.fmean(values):.1f}")
+    assert re.findall(r"\*\*([0-9.]+)%\*\*", text) == means
 
 
 def by_seed(experiment: str, method: str, protocol: str) -> dict[int, float]:
