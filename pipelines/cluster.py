@@ -107,7 +107,7 @@ def line_of(node: Facts, facts: Facts | str, mine: Mapping[str, str], speed: flo
     has = node["Resources"]
     name = node["NodeManagerAddress"] + (" (head)" if "node:__internal_head__" in has else "")
     if isinstance(facts, str):
-        return Finding("error", f"{name}: {facts}", "is the image the same on all nodes?")
+        return Finding("error", f"{name}: {facts}", "use the same image on all nodes")
     wrong, doubtful = list[str](), list[str]()
     for package, version in mine.items():
         if (other := facts["versions"].get(package, "none")) != version:

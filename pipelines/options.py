@@ -114,7 +114,7 @@ class Command:
             return own
         if self.takes != "some":
             own[HELP_ALL] = switch("Print every option and exit.")
-        own["--config"] = Argument("YAML file; repeatable, the last one wins.")
+        own["--config"] = Argument("YAML file; repeatable; the last value of a key counts.")
         return {**own, **SIZE_FLAG, **dict(schema_flags(fields_of(*methods))), **own}
 
     def may_change(self, key: str) -> bool:

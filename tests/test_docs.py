@@ -1,5 +1,6 @@
-"""The pages of docs/: generated ones are fresh, links lead somewhere, the site builds."""
+"""The pages of docs/: generated ones are fresh, links lead somewhere, the site builds, notebooks run."""
 
+import ast
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import docs, pictures
+from pipelines import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
@@ -74,3 +76,51 @@ def test_pictures_are_those_of_the_script():
     text = pictures.console_text(console)
     assert pictures.terminal(text) == console and max(map(len, text.splitlines())) <= pictures.COLUMNS
     assert max(path.stat().st_size for path in pictures.FOLDER.iterdir()) <= 300_000
+
+
+@pytest.mark.slow
+def test_the_demo_still_looks_like_its_pictures(tmp_path, monkeypatch, capsys):
+    """A short demo has the picture's lines before training and below its table, and the report's columns.
+    Kills: a picture of an earlier console or report.
+    """
+    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    short = [word for key in ("pretrain", "discover") for word in (f"--{key}.epochs", "2")]
+    where = ["--workers", "0", "--compute.threads", "1", "--output", str(tmp_path / "run")]
+    assert cli.main(["demo", *short, *where, "--train.max-steps", "4"]) == 0
+    shown = pictures.shortened(capsys.readouterr().out)
+    text = pictures.console_text((pictures.FOLDER / "terminal.svg").read_text())
+    lines = [[words(line) for line in console.splitlines()] for console in (text, shown)]
+    begin = [[line for line in some if line[:1] and line[0] in FIRST] for some in lines]
+    assert begin[0] == begin[1] and len(begin[0]) >= 10
+    report = pictures.heads((tmp_path / "run" / "report.html").read_text())
+    assert report == (pictures.FOLDER / "report.txt").read_text()
+
+
+FIRST = ("setting", "memory", "data", "model", "training", "time", "accuracy", "Task")
+
+
+def words(line: str) -> list[str]:
+    """The words of a line without its numbers and their units."""
+    return re.findall(r"[A-Za-z-]{4,}", line)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
+    """As Jupyter does: cells share their names, the last expression of each shows itself. Kills: a name that
+    does not exist, a model without discovered classes.
+    """
+    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for cell in json.loads(notebook.read_text())["cells"]:
+        assert not cell.get("outputs") and not cell.get("execution_count")
+        if cell["cell_type"] == "code":
+            tree = ast.parse("".join(cell["source"]))
+            last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, notebook.name, "exec"), names)
+            if last is not None:
+                value = eval(compile(ast.Expression(last.value), notebook.name, "eval"), names)
+                assert value is None or getattr(value, "_repr_html_", value.__repr__)()
+    assert {output.kind for output in names["model"].classes} == {"known", "novel"} and len(names["found"])

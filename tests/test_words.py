@@ -204,3 +204,30 @@ def test_the_rules_find_what_they_are_for():
     ):
         assert PROSE.search(text), text
     assert sentences("A `?` is\nhere.\n\n```\nis it?\n```\n- b [c](d?e)") == ["A ` is here.", "- b [c]"]
+
+
+FIELDS = re.compile(r"\{\{.*?\}\}|\{[^{}]*\}|<[^<>]*(?:>|$)|[\"']%[^\"']*[\"']")
+"""Of templates and f-strings, what is no word of a message."""
+
+
+def docstrings(path: Path) -> set[str]:
+    """Those of a Python file, and the strings that stand below a name."""
+    tree = ast.parse(path.read_text()) if path.suffix == ".py" else ast.Module([], [])
+    alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    return {v.value for v in alone if isinstance(v, ast.Constant) and isinstance(v.value, str)}
+
+
+@pytest.mark.parametrize("folder", ["uno", "pipelines", "tune"])
+def test_messages_help_and_report_follow_the_rules_for_sentences(folder):
+    """Strings that a user can read, without their fields, tags and styles. Kills: the same as on a page."""
+    found = list[str]()
+    for path in (
+        p for p in files() if p.is_relative_to(ROOT / folder) and p.suffix in (".py", ".html", ".jinja")
+    ):
+        hidden = docstrings(path)
+        for line, text in texts(path):
+            if " " in text and text not in hidden and not re.search(r"\.\d+\w*;|\\", text):
+                said = " ".join(FIELDS.sub("{}", text).split())
+                if match := PROSE.search(said):
+                    found.append(f"{path.relative_to(ROOT)}:{line}: {match[0]!r}: {said[:100]}")
+    assert found == []

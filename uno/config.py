@@ -157,7 +157,7 @@ class ViewConfig(Section):
     crop_padding: int = field(4, "Zero padding on each side before a random crop, pixels.", ge=0, le=256)
     crop_scale: Range = field((0.8, 1.0), "Area of a random-resized crop, as a share of the image.",
         search=dict(choices=((0.3, 1.0), (0.5, 1.0), (0.8, 1.0)),
-        reason="paper .8, authors' later .5; where the preset takes no resized crops it is left out"))
+        reason="paper 0.8, authors' later 0.5; where the preset takes no resized crops it is left out"))
     flip: Probability = field(0.5, "Probability of a horizontal flip.")
     affine: Probability = field(0.0, "Probability of a random affine map.")
     affine_degrees: float = field(0.0, "Rotation is uniform in +- this many degrees.", ge=0, le=180)
@@ -166,7 +166,7 @@ class ViewConfig(Section):
     affine_shear: float = field(0.0, "Shear along x is uniform in +- this many degrees.", ge=0, le=60)
     jitter: Probability = field(0.5, "Probability of color jitter.",
         search=dict(choices=(0.0, 0.25, 0.5, 0.8, 1.0),
-        reason="strength of the color augmentation: the share of views it touches (paper .5)"))
+        reason="strength of the color augmentation: the share of views it touches (paper 0.5)"))
     brightness: float = field(0.3, "Brightness factor is uniform in 1 +- this.", ge=0, le=1)
     contrast: float = field(0.3, "Contrast factor is uniform in 1 +- this.", ge=0, le=1)
     saturation: float = field(0.15, "Saturation factor is uniform in 1 +- this.", ge=0, le=1)
@@ -267,10 +267,10 @@ class ObjectiveConfig(Section):
 
     temperature: float = field(0.1, "Softmax temperature tau.", gt=0, le=100, scope="pretrain",
         search=dict(choices=(0.05, 0.07, 0.1, 0.14, 0.2),
-        reason="paper .1; steps of 1.4, not a range: pretraining depends on it and is trained once a value"))
+        reason="paper 0.1; steps of 1.4, not a range: pretraining depends on it and is trained once a value"))
     epsilon: float = field(0.05, "Entropy weight of Sinkhorn-Knopp.", ge=1e-4, le=10,
         search=dict(low=0.01, high=0.25, scale="log",
-        reason="paper .05; below .01 targets are one-hot and swap between clusters, above .25 near uniform"))
+        reason="paper 0.05; below 0.01 targets are one-hot and change clusters, above 0.25 near uniform"))
     sinkhorn_iters: int = field(3, "Sinkhorn-Knopp iterations.", ge=1, le=1000,
         search=dict(low=1, high=10, scale="int", reason="paper 3; beyond 10 Sinkhorn has converged"))
     aggregation: Literal["swap", "average_pseudo_labels", "average_logits"] = field("swap",
@@ -297,7 +297,7 @@ class PhaseConfig(Section):
         "Learning rate after warm-up, for a loss that is the mean of the head families; the authors' first "
         "code sums them, which is twice the gradient.", gt=0, le=100,
         search=dict(low=0.02, high=0.5, scale="log",
-        reason="paper .1, authors' later .4; beyond .5 it diverges"))
+        reason="paper 0.1, authors' later 0.4; beyond 0.5 it diverges"))
     min_lr: float = field(0.001, "Learning rate at the first and last step.", ge=0, le=100)
     warmup_epochs: float = field(10, "Length of the linear warm-up in epochs.", ge=0, le=100_000)
     momentum: float = field(0.9, "SGD momentum.", ge=0, lt=1)

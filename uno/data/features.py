@@ -387,7 +387,7 @@ def _stale(
     stored, rows = {*range(job.num_shards)} - {*missing}, job.task.rows
     if not stored:
         return set()
-    then, stale, why = snapshot.read(*cache.snapshot, rows), stored, "nothing says of which images they are"
+    then, stale, why = snapshot.read(*cache.snapshot, rows), stored, "there is no snapshot of their images"
     if then is not None:
         found = snapshot.compare(rows, then)
         stale = set() if found.believed else stored & {*(found.suspects // SHARD_ROWS).tolist()}

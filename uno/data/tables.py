@@ -510,7 +510,7 @@ def _distinct(source: str, labels: Labels) -> Labels:
         other = seen.setdefault(re.sub(r"(?<=^\d)(\d*)\.0+$", r"\1", name.strip()), name)
         if other != name:
             pair = f"{one_line(repr(other))} and {one_line(repr(name))}"
-            raise ConfigError(f"{source}: {pair} are one class or two? Write them alike, or rename one")
+            raise ConfigError(f"{source}: {pair} differ only in spelling: write them alike, or rename one")
     return labels
 
 

@@ -52,7 +52,7 @@ class Constants(Section):
     epsilon: float = field(1.0, "Weight of the entropy of the mean prediction.", ge=0, le=100)
     entropy_rows: Literal["all", "unlabeled"] = field("all", "Rows whose mean prediction that is.")
     labeled_weight: float = field(
-        0.35, "Weight of the terms with labels; the others have the rest.", ge=0, le=1
+        0.35, "Weight w of the terms with labels; the other terms have 1 - w.", ge=0, le=1
     )
     first_temperature: float = field(0.07, "Temperature of the targets at the first step.", gt=0, le=10)
     rampup: float = field(30 / 200, "Share of the phase in which the targets sharpen.", ge=0, le=1)

@@ -142,6 +142,6 @@ def load_features(
     some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
     if len(some) > 1 and (what := features.oddity(some)):
         print_line(
-            f"warning: {features.ODD[what]}: {config.model.encoder} does not tell them apart; see its weights"
+            f"warning: {features.ODD[what]}: {config.model.encoder} does not separate them; check its weights"
         )
     return found, reasons

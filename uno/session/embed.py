@@ -34,7 +34,7 @@ def embed(
     folder, name = split(place)
     storage = Storage(folder or ".")
     if storage.exists(name) and not is_vectors(place):
-        raise ConfigError(f"{place} is not ours; choose another --output")
+        raise ConfigError(f"{place} was not written by uno embed; choose another --output")
     config = with_full_path(
         override(config, {"model.finetune": "none", "augment.small.num_views": 0, "discover.epochs": 0})
     )

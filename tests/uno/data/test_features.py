@@ -561,4 +561,4 @@ def test_features_without_a_snapshot_are_computed_again(tmp_path, caplog):
     kept(tmp_path, job)
     Path(cache_of(tmp_path, job).path, "images.safetensors").unlink()
     kept(tmp_path, job, seen)
-    assert seen == [[0, 1, 2]] and "nothing says of which images they are" in caplog.text
+    assert seen == [[0, 1, 2]] and "there is no snapshot of their images" in caplog.text

@@ -353,7 +353,7 @@ def test_table_paths_are_confined(tmp_path):
     ("t.csv", "path,label,label\na.png,x,y\n", "two columns are named 'label'"),
     ("t.csv", "path,label, Split\na.png,x,test\n", "' Split' is not split"),
     ("t.csv", "path,Label\na.png,x\n", "'Label' is not label"),
-    ("t.csv", "path,label\na.png,1\na.png,1.0\n", "'1' and '1.0' are one class or two"),
+    ("t.csv", "path,label\na.png,1\na.png,1.0\n", "'1' and '1.0' differ only in spelling"),
     ("t.jsonl", '{"path": "a.png", "label": 1}\n{"path": "a.png", "label": "1.0"}', "'1' and '1.0'"),
     ("t.csv", "path,eval_label\na.png,cat\na.png,cat \n", "'cat' and 'cat '"),
     ("t.jsonl", '{"path": "a.png", "label": 1, "label": 2}', "'label' twice"),
