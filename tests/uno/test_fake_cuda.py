@@ -41,6 +41,7 @@ EXTENDED = {
     "prior": {"objective.class_prior": "kmeans", "model.prototype_init": "kmeans"},
     "gcd": {"data.setting": "gcd", "model.prototype_init": "kmeans"},
 } | {name: {"method": name} for name in METHODS if name != "uno"}
+EXTENDED["pim"] |= {"pim.steps": 2}  # of its start
 
 
 def train_both_ends(name, world_size, device=DEVICE, **more):
