@@ -197,7 +197,7 @@ def signature(thing: Any) -> str:
     if len(text) > 90:
         inside, _, end = text[1:].rpartition(")")
         text = "(\n    " + re.sub(r", (?![^\[]*\])", ",\n    ", inside) + f",\n){end}"
-    return f"```python\n{thing.__name__}{text}\n```"
+    return f"```py\n{thing.__name__}{text}\n```"
 
 
 def python_page() -> str:

@@ -96,7 +96,7 @@ def on_its_own(name: str, end: str, made: Path, temporary: Path) -> tuple[int, l
     before, output = there(), Path(words[words.index("--output") + 1]) if "--output" in words else None
     if end == "error":  # that the data, the run or the output is not what it should be
         there_is_none = str(made / ("images" if name == "data check" else "run"))
-        words = [word.replace(there_is_none, str(made / "nothing")) for word in words]
+        words = [str(made / "nothing") if word == there_is_none else word for word in words]
         if output is not None:
             output.write_text("mine")
     process = chaos.start(words, made / "log.txt")
