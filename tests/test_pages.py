@@ -157,7 +157,9 @@ def test_every_page_is_in_the_index():
     entries = [line for block in blocks(index, "{toctree}") for line in block.splitlines()]
     tree = [line for line in entries if line and not line.startswith(":")]
     assert [name for name in pages if not any(fnmatch(name, entry) for entry in tree)] == []
-    assert [entry for entry in tree if "*" not in entry and entry not in pages] == []
+    notebooks = {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
+    assert [entry for entry in tree if "*" not in entry and entry not in pages | notebooks] == []
+    assert notebooks <= set(tree)
     listed = {name.removesuffix(".md") for name in targets("docs/index.md")}
     assert {name for name in pages if not name.startswith("results/")} <= listed
 
