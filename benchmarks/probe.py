@@ -59,6 +59,7 @@ def row(encoder: str, args: argparse.Namespace) -> dict[str, Any]:
             words = ["discover", "--data", "digits", "--data.limit", args.limit, "--model.encoder", encoder,
                 "--model.finetune", "none", "--weights", folder / "weights.safetensors", "--image-size",
                 args.size, "--augment.num-cached-views", 2, "--compute.cache", folder / "cache",
+                "--batch-size", 64, "--pretrain.epochs", args.epochs, "--discover.epochs", args.epochs,
                 "--seed", seed, "--compute.threads", args.threads,
                 "--output", folder / f"run{seed}"]  # fmt: skip
             start, said = time.perf_counter(), StringIO()
@@ -69,7 +70,13 @@ def row(encoder: str, args: argparse.Namespace) -> dict[str, Any]:
     found = {"probe_s": probe, "compare_s": compare, "run_s": runs}
     result = {key: round(statistics.median(values), 4) for key, values in found.items()}
     result["share"] = round((result["probe_s"] + result["compare_s"]) / result["run_s"], 4)
-    options = {"rows": args.limit, "size": args.size, "repeats": args.repeats, "threads": args.threads}
+    options = {
+        "rows": args.limit,
+        "size": args.size,
+        "repeats": args.repeats,
+        "epochs": args.epochs,
+        "threads": args.threads,
+    }
     return {"benchmark": "probe", "encoder": encoder, **options, **result, **environment()}
 
 
@@ -79,6 +86,7 @@ def main() -> None:
     default = ["torchvision:resnet18", "torchvision:resnet50", "torchvision:vit_b_16"]
     parser.add_argument("--encoders", nargs="+", default=default)
     parser.add_argument("--limit", type=int, default=128)
+    parser.add_argument("--epochs", type=int, default=2, help="of each phase")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

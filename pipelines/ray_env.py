@@ -93,6 +93,9 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}") from None
     except Exception as error:  # Ray has no class of its own for it
+        if "AF_UNIX path length" in str(error):
+            problem = "names of Ray's sockets would be too long in the temporary directory"
+            raise ConfigError(f"{problem}: set TMPDIR to one with a shorter path") from None
         if "timed out during startup" not in str(error):
             raise
         ray.shutdown()

@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python -m tests.leaks --times 50
 
 Each command runs ``--times`` times in this process, after once that imports what it needs; then threads, open
-files, child processes, entries of /dev/shm and of the temporary directory are counted again; sweeps share the
-Ray of one process. Then each runs as a process of its own, to success, to an error and to Ctrl-C.
+files, child processes, entries of /dev/shm and of the temporary directory are counted again. Sweeps share the
+Ray of one process, which keeps idle processes for tasks to come: of it, actors and placement groups count.
+Then each runs as a process of its own, to success, to an error and to Ctrl-C.
 """
 
 import argparse
@@ -55,20 +56,35 @@ COMMANDS: dict[str, Callable[[Path, int], list[Any]]] = {  # where things are ma
     "refused": lambda made, i: ["predict", made / "run", "--data", "folder:/nothing", "--output", "o"],
 }  # fmt: skip
 ON_RAY = ("tune",)
+RAY_PROCESSES = ("raylet", "gcs_server")
 STRUCK_S = 3.0  # CPU seconds until Ctrl-C where no folder says that the work has begun
 Counts = dict[str, int]
 
 
 def counts(temporary: Path) -> Counts:
     """Of this process and of the machine."""
-    children = below([os.getpid()], running())
+    found = running()
+    children = below([os.getpid()], found)
+    of_ray = below([pid for pid, each in children.items() if each.name in RAY_PROCESSES], found)
     return {
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "processes": len(children) - 1,
+        "processes": len(children.keys() - of_ray.keys()) - 1,
+        "held": _held_on_ray(),
         "shm": len(list(Path("/dev/shm").iterdir())),
         "temporary": len(list(temporary.iterdir())),
     }
+
+
+def _held_on_ray() -> int:
+    """Actors and placement groups that hold resources; 0 without Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return 0
+    from ray.util import state
+
+    ended = ("DEAD", "REMOVED")
+    return sum(each.state not in ended for each in [*state.list_actors(), *state.list_placement_groups()])
 
 
 def in_process(name: str, times: int, made: Path, temporary: Path) -> tuple[Counts, Counts]:
@@ -101,8 +117,8 @@ def on_its_own(name: str, end: str, made: Path, temporary: Path) -> tuple[int, l
             output.write_text("mine")
     process = chaos.start(words, made / "log.txt")
     if end == "Ctrl-C":
-        is_folder = output is not None and not output.suffix
-        chaos.spent(process, lambda cpu: output.exists() if is_folder else cpu > STRUCK_S)
+        folder = output if output is not None and not output.suffix else None
+        chaos.spent(process, lambda cpu: folder.exists() if folder else cpu > STRUCK_S)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
     code = chaos.finish(process)

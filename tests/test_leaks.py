@@ -2,20 +2,23 @@
 
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
+from pipelines import ray_env
 from tests import chaos, leaks
 from tests.forked import forked
+from uno.errors import ConfigError
 
 TIMES = 3
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """Where things are made, and the temporary directory of all processes."""
-    made = tmp_path_factory.mktemp("leaks")
-    with pytest.MonkeyPatch.context() as patch:
+def places():
+    """Where things are made, and the temporary directory of all processes, short as Ray's sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="uno-leaks-") as folder, pytest.MonkeyPatch.context() as patch:
+        made = Path(folder)
         patch.setattr(tempfile, "tempdir", None)
         patch.setenv("TMPDIR", str(made))
         yield made, leaks.prepare(made)
@@ -27,6 +30,15 @@ def test_a_process_that_goes_on_keeps_nothing_of_its_commands(places, name):
     """Pools of threads may still grow by one; what a command leaves it leaves each time."""
     first, last = leaks.in_process(name, TIMES, *places)
     assert all(last[what] - number < TIMES for what, number in first.items()), (first, last)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("name", leaks.ON_RAY)
+def test_a_ray_that_goes_on_holds_nothing_of_its_commands(places, name):
+    """Kills: an actor that outlives its sweep."""
+    first, last = leaks.in_process(name, 1, *places)
+    assert last["held"] <= first["held"] == 0, (first, last)
 
 
 @pytest.mark.slow
@@ -65,3 +77,13 @@ def test_what_is_left_is_counted(tmp_path, monkeypatch, what):
         assert last[what] - first[what] == 3
 
     assert forked(lane) == (0, "")
+
+
+@pytest.mark.ray
+def test_a_temporary_directory_too_long_for_sockets_is_one_line(places, monkeypatch):
+    """Ray's own words are "validate_socket_filename failed" and a traceback."""
+    long = Path(tempfile.gettempdir(), "x" * 60)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    with pytest.raises(ConfigError, match="set TMPDIR to one with a shorter path"), ray_env.connect():
+        pass

@@ -328,7 +328,10 @@ def _run_missing(
                 failure_config=tune.FailureConfig(max_failures=MAX_DEATHS, fail_fast=False),
             ),
         )  # fmt: skip
-        ray_env.in_thread(tuner.fit)
+        try:
+            ray_env.in_thread(tuner.fit)
+        finally:
+            ray.kill(leases)  # Tune's registry of parameters holds it as long as the process lives
         if (reason := searcher.storage_error) is not None:
             raise StorageError(f"a trial could not write: {reason}; the same command continues")
     storage.delete(RAY_FOLDER)
