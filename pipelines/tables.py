@@ -31,9 +31,10 @@ from uno.config import ComputeConfig, Config, differing_keys, field_traits, flat
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normalize_path
-from uno.data.output import leftovers, other_settings
+from uno.data.output import find_mapping, leftovers, other_settings
 from uno.data.sources import SOURCES, read_rows
 from uno.data.splits import make_task
+from uno.encoder import changed_code, code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.presets import is_custom_data
 from uno.reproduce import cell_store, documents, effects
@@ -48,7 +49,7 @@ from uno.reproduce.experiments import (
     with_own_data,
 )
 from uno.reproduce.figures import draw
-from uno.runs import lock
+from uno.runs import ENVIRONMENT_FILE, lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
 from uno.session.console import print_line
@@ -225,12 +226,13 @@ def plan(request: Request) -> list[CellProcess]:
     lacking = {benchmark.key for benchmark in request.lacking}
     _check_data([cell.config for cell in request.cells if cell.benchmark.key not in lacking])
     attempts = read_attempts(request.output)
+    code = {name: code_of(name).get("code") for name in {cell.config.model.encoder for cell in request.cells}}
     jobs: dict[str, CellProcess] = {}
     for cell in request.cells:
         run, shared = request.output / cell.name, request.output / cell.pretraining
         frozen = cell.config.model.finetune == "none"
         config = cell.config if frozen else override(cell.config, {"model.weights": str(shared)})
-        _check_stored(run, config)
+        _check_stored(run, config, code[config.model.encoder])
         diverged = attempts.get(cell.name, Attempts()).code == NumericsError.exit_code
         if diverged or (run / "metrics.json").exists():
             continue
@@ -259,9 +261,12 @@ def _check_data(configs: Sequence[Config]) -> None:
                 raise ConfigError(f"{data.source}: {problem.message}")
 
 
-def _check_stored(run: Path, config: Config) -> None:
-    """Raise ConfigError where a directory holds a cell of other settings."""
+def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> None:
+    """Raise ConfigError where a directory holds a cell of other settings, or its encoder other ``code``."""
     if (run / "config.yaml").exists():
+        facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
+        if changed := changed_code(config.model.encoder, facts.get("encoder_code"), code):
+            raise ConfigError(f"{run}: {changed}; use another --output")
         stored = override(Config(), read_config_tree(Storage(str(run))))  # fields it does not know: defaults
         free = {
             *["model.weights"] * (config.model.finetune != "none"),

@@ -1,5 +1,6 @@
 """A method and a pretext task from outside the package, through the command line, without Ray."""
 
+import json
 import pickle
 import re
 import shutil
@@ -13,17 +14,24 @@ import pytest
 import yaml
 
 import uno
-from pipelines import cli
+from pipelines import cli, tables
+from pipelines.options import parse
 from tests.pipelines.small import ROOT, SMALL, lines_of, refused
+from tests.pipelines.test_reproduce import request
+from tests.tune.tiny import TINY, claimed
+from tune.driver import open_sweep, sweep_options
 from tune.spaces import load_space
+from tune.sweep import TUNE
 from uno.config import field_traits, override
+from uno.data.files import Storage
 from uno.data.sources import read_digits
-from uno.errors import Interrupted
+from uno.errors import ConfigError, Interrupted
 from uno.methods import uno as plain
 from uno.presets import preset
 from uno.reproduce.experiments import build, cells
 from uno.results import predictions
 from uno.runs import run
+from uno.runs.directory import open_run
 from uno.session.settings import configured, from_keywords
 
 PRETEXT = '''"""Is the image negated?"""
@@ -236,3 +244,51 @@ def test_predictions_of_an_encoder_of_other_code_are_not_mixed(here, capsys, cap
     images = read_digits().images.items[:5]
     found = uno.load("run").predict(images).probability
     np.testing.assert_allclose(found, after["probability"][:5], rtol=0, atol=1e-5)
+
+
+def test_a_sweep_of_an_encoder_of_other_code_is_refused(here, tmp_path):
+    """Kills: trials by one forward compared with trials by another."""
+    write_encoder()
+    options = sweep_options(parse([*TINY, *ENCODER, "--output", "sweep"], TUNE))
+    with claimed(tmp_path / "sweep") as storage:
+        for _ in range(2):
+            open_sweep(options, storage, "0" * 64, 2)
+        write_encoder(".flip(2)")
+        with pytest.raises(ConfigError, match="a sweep with other settings: encoder_code"):
+            open_sweep(options, storage, "0" * 64, 2)
+
+
+def test_a_table_of_an_encoder_of_other_code_is_refused(here):
+    """Kills: cells by one forward in a table with cells by another."""
+    words = [
+        "ablation",
+        "--datasets",
+        "digits",
+        "--rows",
+        "uno",
+        "--seeds",
+        "1",
+        *ENCODER,
+        "--output",
+        "cells",
+    ]
+    write_encoder()
+    cell = request(words).cells[0]
+    open_run(cell.config, Storage(f"cells/{cell.name}"), "0" * 64)
+    assert cell.name in {job.name for job in tables.plan(request(words))}
+    write_encoder(".flip(2)")
+    with pytest.raises(ConfigError, match=re.escape(f"{cell.name}: {CHANGED[:-2]}; use another --output")):
+        tables.plan(request(words))
+
+
+@pytest.mark.slow
+def test_an_estimate_by_an_encoder_of_other_code_is_made_anew(here):
+    """Kills: a number of classes that features of an encoder had which is no more."""
+    words = ["estimate-classes", *SMALL, *ENCODER, "--known-classes", "first:6", "--max-steps", "2",
+        "--num-splits", "1", "--max-novel", "2", "--output", "estimate"]  # fmt: skip
+    found = list[str]()
+    for change in ("", "", ".flip(2)"):
+        write_encoder(change)
+        assert cli.main(words) == 0
+        found.append(json.loads(Path("estimate/estimate.json").read_text())["key"])
+    assert found[0] == found[1] != found[2]
