@@ -68,7 +68,7 @@ def counts(temporary: Path) -> Counts:
     of_ray = below([pid for pid, each in children.items() if each.name in RAY_PROCESSES], found)
     return {
         "threads": len(list(Path("/proc/self/task").iterdir())),
-        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "processes": len(children.keys() - of_ray.keys()) - 1,
         "held": _held_on_ray(),
         "shm": len(list(Path("/dev/shm").iterdir())),

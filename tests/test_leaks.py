@@ -52,7 +52,7 @@ def test_a_process_that_ends_leaves_nothing(places, name, end):
     assert left == [] and code in codes[end]
 
 
-@pytest.mark.parametrize("what", ["threads", "files", "processes", "temporary"])
+@pytest.mark.parametrize("what", ["threads", "descriptors", "processes", "temporary"])
 def test_what_is_left_is_counted(tmp_path, monkeypatch, what):
     """Kills: a count that sees nothing; in a process of its own, whose command leaves one thing a time."""
     kept = []
@@ -60,7 +60,7 @@ def test_what_is_left_is_counted(tmp_path, monkeypatch, what):
     def leave(*_):
         if what == "threads":
             threading.Thread(target=threading.Event().wait, daemon=True).start()
-        elif what == "files":
+        elif what == "descriptors":
             kept.append((tmp_path / "file").open("w"))
         elif what == "processes":
             kept.append(chaos.subprocess.Popen(["sleep", "60"]))
@@ -82,11 +82,14 @@ def test_what_is_left_is_counted(tmp_path, monkeypatch, what):
 
 @pytest.mark.ray
 def test_a_temporary_directory_too_long_for_sockets_is_one_line(places):
-    """In a process that has no Ray yet. Ray's own words are "validate_socket_filename failed"."""
+    """In a process that has no Ray yet, nor the folder of this process's cluster. Ray's own words are
+    "validate_socket_filename failed".
+    """
     long = places[1] / ("x" * 60)
     long.mkdir()
     words = [sys.executable, "-m", "pipelines", "discover", *leaks.RUN, "--workers", "1"]
     environment = os.environ | {"TMPDIR": str(long)}
+    environment.pop("RAY_TMPDIR", None)
     ended = subprocess.run(
         [*words, "--output", str(places[0] / "none")], env=environment, capture_output=True, text=True
     )
