@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import statistics
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from uno.reproduce.effects import verdict
 from uno.runs import NUMERICS, TOUCHED
 
 README = page("README.md")
+find = cache(results.find)
 ACCURACY, SPEED, AFTER = "docs/results/accuracy.md", "docs/results/speed.md", "docs/guides/after-training.md"
 
 
@@ -34,7 +35,7 @@ SETS = ("flowers12", "signs", "seedlings", "photos", "cub100", "plankton")
 def recorded_rows(text: str) -> list[tuple[str, list[results.Row]]]:
     """The table rows that link to an experiment, each with its measured rows."""
     lines = [line for line in text.splitlines() if RECORD.search(line) and line.startswith("|")]
-    found = [(line, results.find(RECORD.search(line)[2])) for line in lines]
+    found = [(line, find(RECORD.search(line)[2])) for line in lines]
     assert found and all(rows for _, rows in found)
     return found
 
@@ -96,10 +97,10 @@ def test_quoted_records_are_of_these_numerics():
     """
     speeds = "\n".join(line for line in page(SPEED).splitlines() if not line.startswith("|"))
     text = "\n".join([speeds, *(page(name) for name in PAGES if name != SPEED)])
-    quoted = [found for found in RECORD.findall(text) if results.find(found[1])]
+    quoted = [found for found in RECORD.findall(text) if find(found[1])]
     assert len(quoted) >= 5
     for words, experiment in quoted:
-        rows = results.find(experiment)
+        rows = find(experiment)
         changes, numerics = older_than_a_change(rows), {row["numerics"] for row in rows}
         said = any(f"numerics {number}" in words for number in numerics)
         assert rows and said == bool(changes), (
@@ -192,7 +193,7 @@ def test_the_mean_over_sets_is_that_of_its_rows():
     text, means = section("README.md", "Results"), list[str]()
     for method in ("choice", "k-means"):
         for setting, group in (("ncd", "new"), ("gcd", "all")):
-            rows = results.find("sets", method=method, protocol=f"{group} one matching")
+            rows = find("sets", method=method, protocol=f"{group} one matching")
             sets = {f"{name} {setting}" for name in SETS}
             values = [float(row["value"]) for row in rows if row["data"] in sets]
             assert len(values) == 5 * len(sets)
@@ -202,7 +203,7 @@ def test_the_mean_over_sets_is_that_of_its_rows():
 
 def by_seed(experiment: str, method: str, protocol: str) -> dict[int, float]:
     """Values of a row of ``uno reproduce`` by seed."""
-    rows = results.find(experiment, method=method, protocol=protocol)
+    rows = find(experiment, method=method, protocol=protocol)
     return {int(row["seed"]): float(row["value"]) for row in rows}
 
 
@@ -239,7 +240,7 @@ def test_the_methods_are_those_of_their_records():
     names = {row.key: row.name for row in tables.build("sota", "small").rows}
     assert titles and shown
     for column, title in enumerate(titles, 1):
-        rows = results.find(RECORD.search(title)[2])
+        rows = find(RECORD.search(title)[2])
         texts = {row[0]: row[column] for row in shown if row[column] != "–"}  # noqa: RUF001
         keys = {row["method"] for row in rows} - {"uno-avg"}
         assert texts.keys() == {names[key] for key in keys}

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,24 +76,29 @@ UNCOUNTED = re.compile(
 OLD_SPELLINGS = ("uno/config.py", "uno/session/settings.py")
 
 
-def texts(path: Path):
-    """(line, text) of a file: of Python the strings, of f-strings the source; of all else the lines."""
-    if path.suffix != ".py":
-        for line, text in enumerate(path.read_text().splitlines(), 1):
-            yield line, re.sub(r"\{%.*?%\}", "", text)
-        return
+@cache
+def texts(path: Path) -> list[tuple[int, str]]:
+    """(line, text) of a file: of Python the strings, of f-strings the source; of all else the lines. White
+    space is one blank, and what is :data:`KEPT` is left out.
+    """
     source = path.read_text()
-    tree = ast.parse(source)
-    inside = {
-        id(c) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for c in ast.walk(n) if c is not n
-    }
-    for node in ast.walk(tree):
-        if id(node) in inside:
-            continue
-        if isinstance(node, ast.JoinedStr):
-            yield node.lineno, ast.get_source_segment(source, node) or ""
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.lineno, node.value
+    if path.suffix != ".py":
+        lines = enumerate(source.splitlines(), 1)
+        found = [(line, re.sub(r"\{%.*?%\}", "", text)) for line, text in lines]
+    else:
+        nodes = list(ast.walk(ast.parse(source)))
+        formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+        inside = {id(part) for node in formatted for part in ast.walk(node) if part is not node}
+        own = [node for node in nodes if id(node) not in inside]
+        found = [
+            (n.lineno, ast.get_source_segment(source, n) or "") for n in own if isinstance(n, ast.JoinedStr)
+        ]
+        found += [
+            (n.lineno, n.value) for n in own if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        ]
+    for kept in KEPT:
+        found = [(line, text.replace(kept, "")) for line, text in found]
+    return [(line, " ".join(text.split())) for line, text in found]
 
 
 def files() -> list[Path]:
@@ -108,9 +114,6 @@ def found(
     for path in files():
         if path.suffix in suffixes and not str(path.relative_to(ROOT)).startswith(tuple(but)):
             for line, text in texts(path):
-                for kept in KEPT:
-                    text = text.replace(kept, "")
-                text = " ".join(text.split())
                 if match := pattern.search(text):
                     near = text[max(0, match.start() - 50) :][:150]
                     yield f"{path.relative_to(ROOT)}:{line}: {match[0]!r}: {near}"
@@ -211,10 +214,12 @@ FIELDS = re.compile(r"\{\{.*?\}\}|\{[^{}]*\}|<[^<>]*(?:>|$)|[\"']%[^\"']*[\"']")
 
 
 def docstrings(path: Path) -> set[str]:
-    """Those of a Python file, and the strings that stand below a name."""
+    """Those of a Python file, and the strings that stand below a name, as in :func:`texts`."""
     tree = ast.parse(path.read_text()) if path.suffix == ".py" else ast.Module([], [])
     alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
-    return {v.value for v in alone if isinstance(v, ast.Constant) and isinstance(v.value, str)}
+    return {
+        " ".join(v.value.split()) for v in alone if isinstance(v, ast.Constant) and isinstance(v.value, str)
+    }
 
 
 @pytest.mark.parametrize("folder", ["uno", "pipelines", "tune"])
