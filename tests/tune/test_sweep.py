@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
+from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
 from tune import records
 from tune.driver import run_sweep
-from tune.score import make_folds
 from tune.trial import pretrain_key, trial_configs
 from uno.data.files import Storage
 from uno.data.sources import read_rows
@@ -86,7 +85,7 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     assert "finite" in found[3]["reason"] and "batch_size 5000" in found[4]["reason"]
     assert records.best_trial(records.read_trials(storage)).index in (0, 1, 2)
 
-    folds = make_folds(tiny_data(options.config), "folds", 2, 0)
+    folds = folds_of(tiny_data(options.config), options.config)
     configs = [trial_configs(options.config, t, 1)[0] for t in trials]
     expected = {pretrain_key(config, fold) for config in configs[:4] for fold in folds}
     assert len(expected) == 6  # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
