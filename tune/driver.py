@@ -133,16 +133,28 @@ def run_sweep(options: SweepOptions) -> int:
 
 
 def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> None:
-    """One run a trial for W&B and MLflow, in the sweep's group, its epochs once; the best one is marked."""
-    names = [name for name in config.train.loggers if name not in ("tensorboard", "jsonl")]
-    for trial in summary.trials if names else ():
+    """One run a trial in the sweep's group, of which the best one is marked: for W&B and MLflow each epoch
+    once; TensorBoard's directory of the sweep is made anew, as another trial may be the best.
+    """
+    names = [name for name in config.train.loggers if name != "jsonl"]
+    services = ",".join(name for name in names if name != "tensorboard")
+    for trial in summary.trials if services else ():
         storage = PartStorage(claim.storage, records.trial_name(trial.index))
-        own = override(config, {**trial.overrides, "train.report_to": ",".join(names)})
+        own = override(config, {**trial.overrides, "train.report_to": services})
         told = storage.list("loggers")
         with Loggers(own, storage, group=split(claim.storage.uri)[1]) as loggers:
             for line in () if told else trial.epochs:
                 loggers({**line, "phase": "tune", "step": line["epoch"]})
             loggers.results({"best": float(trial is summary.best), "score": trial.score})
+    if "tensorboard" in names:
+        claim.storage.delete("tensorboard")
+        with Loggers(override(config, {"train.report_to": "tensorboard"}), claim.storage) as board:
+            for trial in summary.trials:
+                is_best = trial is summary.best
+                more = {"best": float(is_best), **{f"value/{k}": v for k, v in trial.overrides.items()}}
+                run_name = f"trial-{trial.index:04d}{'-best' * is_best}"
+                for line in trial.epochs:
+                    board({**line, **more, "phase": run_name, "step": line["epoch"]})
 
 
 def load_data(options: SweepOptions, task: Task, own_weights: bytes | None, storage: Storage) -> SweepData:

@@ -87,7 +87,9 @@ class RowBlocks:
 
 
 class HostRows(RowBlocks):
-    """Rows of which no device has room for all: those that are asked for go where it was sent ``to``."""
+    """Rows that stay on the host, as no device can hold all: those that are asked for go to the device of
+    :meth:`to`.
+    """
 
     _target: torch.device | str = "cpu"
 
