@@ -1,19 +1,24 @@
 """Sweeps on the features of a frozen encoder: computed once, hidden classes as ever, nothing pretrained."""
 
+import resource
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.forked import forked
 from tests.tune.tiny import claimed, folds_of, frozen_options, run_tiny, tiny_options
 from tests.uno.data.builders import failure
 from tune import AGREEMENT, driver, spaces
 from tune.driver import HERE, load_data, open_sweep, run_sweep
+from tune.score import SweepData
 from uno.config import override
 from uno.data import features
 from uno.data.files import Storage
 from uno.errors import ConfigError
+from uno.runs import DISCOVER, run
 from uno.session import resources
 from uno.session.job import preflight
 from uno.session.resources import SHARE
@@ -154,6 +159,34 @@ def test_features_in_a_file_are_those_in_memory(tmp_path):
     assert not train.unlabeled_images[:].any()  # what was opened before has no copy
     with pytest.raises(ConfigError, match="need a directory"):
         load(options, storage=Storage("mock:///sweep"))
+
+
+def test_features_larger_than_memory_are_never_in_memory(tmp_path):
+    """Of 1 GiB, in a process that may take 128 MiB more. Kills: a file that is loaded, a fold that copies its
+    rows or their evaluation views.
+    """
+    num_rows, options = 2**19, frozen_options(tmp_path)
+    path, labels = str(tmp_path / "features.npy"), np.arange(num_rows) % 6 - 1
+    values = driver.mapped_zeros(path, (num_rows, 1 + 3, 128))
+    assert values.nbytes == 2**30
+    values[::1000, 1:] = 1
+    data = SweepData(path, labels, labels < 0, 5, 5, None)
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        taken = 1024 * int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0])
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + 2**27,) * 2)
+        for fold in folds_of(data, options.config):
+            plan = run.plans(options.config, len(fold.train.labels), fold.train.num_unlabeled, 1)[DISCOVER]
+            views = fold.train.batches(options.config, plan)(0).views
+            assert views[0].shape == (32, 128) and len(next(fold.scored.batches(64))[0]) > 0
+        try:
+            np.load(path)
+        except MemoryError:
+            return
+        raise AssertionError("there is no limit")
+
+    assert forked(work) == (0, "")
 
 
 @pytest.mark.ray
