@@ -55,7 +55,9 @@ HERE = {"compute.num_workers": 0, "compute.device": "auto"}  # trials may find a
 
 
 def main(options: Options) -> int:
-    """Run or continue a sweep; returns the exit code."""
+    """Run or continue a sweep, or only report on it; returns the exit code."""
+    if options.args.report:
+        return report_on(str(options.config.output))
     sweep = sweep_options(options)
     if options.args.print_config:
         print(dump_yaml(sweep.config), end="")
@@ -129,6 +131,16 @@ def run_sweep(options: SweepOptions) -> int:
         first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
         raise NumericsError(f"every trial failed, so there is no best.yaml; first reason: {first}")
     print_line(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
+    return 0
+
+
+def report_on(output: str) -> int:
+    """Write the report of the sweep in ``output`` as far as it got; returns 0. ConfigError: there is none."""
+    storage = Storage(output)
+    records.read_settings(storage)
+    with lock.lock_run(storage, on_wait=print_line) as claim:
+        summary = report.write(claim.storage)
+    print_line(f"{report.format_table(summary)}\n\nresults in {storage.uri}")
     return 0
 
 

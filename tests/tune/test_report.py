@@ -15,7 +15,9 @@ from tests.uno.report.reading import Page, requests
 from tests.uno.session.test_loggers import ended_wandb_records, events
 from tune import driver, records, report, spaces
 from tune.spaces import current, load_space
+from tune.sweep import main
 from uno.config import differing_keys, override, to_dict
+from uno.errors import ConfigError
 from uno.presets import preset
 from uno.runs import lock
 from uno.text import visible
@@ -174,6 +176,23 @@ def test_importance_finds_the_keys_that_matter(tmp_path, options):
     assert page.count('class="interval"') == 4 and line[1:] in page
     few = fake_sweep(tmp_path / "few", options, found[:5])
     assert report.what_mattered(report.read(few)) == ""
+
+
+def test_a_report_of_a_sweep_that_is_not_finished(tmp_path, options, capsys):
+    """By `uno tune --report`, which names what mattered and draws it. Kills: a trial that it starts, a report
+    that needs the data, a directory that it makes.
+    """
+    values = [VALUES | {"objective.epsilon": 0.02 + 0.01 * i} for i in range(8)]
+    trials = [finished(0.1 * i, overrides=value) for i, value in enumerate(values)]
+    storage = fake_sweep(tmp_path / "sweep", options, [*trials, {"overrides": VALUES, "scores": [0.5]}], 1)
+    assert main(["--data", "folder:/nowhere", "--report", "--output", str(tmp_path / "sweep")]) == 0
+    assert "what mattered, as a share of the variance of ranks: objective.epsilon" in capsys.readouterr().out
+    page = storage.read("sweep.html").decode()
+    assert '<section aria-label="Importance">' in page and 'class="interval"' in page
+    assert "unfinished" in page and not storage.exists("lock.json")
+    with pytest.raises(ConfigError, match="not the directory of a sweep"):
+        main(["--report", "--output", str(tmp_path / "none")])
+    assert not (tmp_path / "none").exists()
 
 
 def test_noise_is_not_named(tmp_path, options):
