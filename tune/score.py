@@ -145,7 +145,7 @@ def _fold(
     for c in range(data.num_known):
         held_out[np.flatnonzero(data.labels == c)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]] = True
     labeled, unlabeled = np.flatnonzero((data.labels >= 0) & ~novel & ~held_out), np.flatnonzero(novel)
-    rows = np.concatenate([np.flatnonzero(held_out & ~novel), unlabeled])
+    rows = np.flatnonzero(held_out | novel)
     num_known, classes = data.num_known - len(hidden), torch.from_numpy(labels.copy())
     train = {
         "labeled": labeled, "labels": classes[labeled], "unlabeled": unlabeled,

@@ -191,11 +191,13 @@ def test_features_larger_than_memory_are_never_in_memory(tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
+@pytest.mark.parametrize("loading", ["memory", pytest.param("streaming", marks=pytest.mark.slow)])
+def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed, loading):
     """A relative path of weights, trials in other processes and directories. Kills: weights that trials do
-    not find, features that they compute.
+    not find, features that they compute, a file of features that stays.
     """
-    options = frozen_options(tmp_path, "--trials", "3", "--folds", "1", "--scheduler", "none")
+    words = ("--trials", "3", "--folds", "1", "--scheduler", "none", "--data.loading", loading)
+    options = frozen_options(tmp_path, *words)
     monkeypatch.chdir(tmp_path)
     relative = options._replace(config=override(options.config, {"model.weights": "encoder.safetensors"}))
     assert run_sweep(relative) == 0
@@ -206,4 +208,4 @@ def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
     assert written == {path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")}
     assert len(list((tmp_path / "s/trials").glob("*/result.json"))) == 4
     assert '"failed"' not in "".join(path.read_text() for path in tmp_path.glob("s/trials/*/result.json"))
-    assert not (tmp_path / "s/pretrain").exists()
+    assert not (tmp_path / "s/pretrain").exists() and not (tmp_path / "s/features.npy").exists()

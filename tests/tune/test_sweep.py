@@ -138,11 +138,13 @@ def test_the_same_command_finishes_a_killed_sweep(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
+@pytest.mark.parametrize("loading", ["memory", "streaming"])
+def test_a_trial_outlives_its_process(ray_cluster, tmp_path, loading):
     """SIGKILL to the process of a trial once it has an epoch: the same sweep ends with the trial finished.
     Kills: a trial that is failed for good, one that begins anew.
     """
-    options, storage = planned(tmp_path, [values()], "--scheduler", "none", "--discover.epochs", "8")
+    words = ("--scheduler", "none", "--discover.epochs", "8", "--data.loading", loading)
+    options, storage = planned(tmp_path, [values()], *words)
     killed = []
 
     def kill() -> None:
@@ -183,7 +185,7 @@ def test_sigterm_ends_a_sweep_that_can_be_continued(tmp_path):
 def test_sweeps_in_a_row(ray_cluster, tmp_path):
     """Each trial is a Ray Train run: no placement group is lost, no CPU stays taken, a failure says why."""
     words = ("--folds", "1", "--workers", "1", "--discover.epochs", "1")
-    options, storage = planned(tmp_path / "first", [values()], *words)
+    options, storage = planned(tmp_path / "first", [values()], *words, "--data.loading", "streaming")
     assert run_sweep(options) == 0
     assert [result["status"] for result in results(storage)] == ["finished"]
     options, storage = planned(tmp_path / "second", [values(1e-40)], *words)
