@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -159,7 +160,8 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
                 loggers({**line, "phase": "tune", "step": line["epoch"]})
             loggers.results({"best": float(trial is summary.best), "score": trial.score})
     if "tensorboard" in names:
-        claim.storage.delete("tensorboard")
+        with suppress(StorageError):  # whatever it is: the sweep has its results
+            claim.storage.delete("tensorboard")
         with Loggers(override(config, {"train.report_to": "tensorboard"}), claim.storage) as board:
             for trial in summary.trials:
                 is_best = trial is summary.best
@@ -272,7 +274,8 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     )
     num_folds = options.folds if options.score == FOLDS else 1
     loading, why = choose_for_sweep(config, len(task.rows), num_folds)
-    print_line(f"memory: {why}")
+    if began is None:
+        print_line(f"memory: {why}")
     config = with_data(config, loading=loading)
     check_memory(override(config, HERE), task)
     return _whole_grid(options._replace(config=config, overrides=given, asha=asha, median=median)), task
