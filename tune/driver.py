@@ -254,8 +254,8 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
 
 def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     """With what was chosen for the sweep that is there, or what the images decide for a new one, as if it had
-    been given, so that best.yaml has it; and its task, whose images stay where they are. Rungs follow the
-    epochs, unless they were told.
+    been given, so that best.yaml has it, and with how its images are kept; and its task, whose images stay
+    where they are. Rungs follow the epochs, unless they were told.
     """
     storage, config, given = Storage(str(options.config.output)), options.config, options.overrides
     began = records.read_settings(storage).get("config") if storage.exists(SETTINGS) else None
