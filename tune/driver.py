@@ -41,7 +41,7 @@ from uno.imports import is_object_name
 from uno.methods.registry import num_heads
 from uno.runs import DISCOVER, RAY_FOLDER, directory, lock, run
 from uno.runs.lock import RunLock
-from uno.session.console import Progress, on_stop, print_line
+from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
 from uno.session.job import preflight
 from uno.session.loggers import Loggers, require_loggers
@@ -107,7 +107,8 @@ def run_sweep(options: SweepOptions) -> int:
     with lock.lock_run(storage, on_wait=print_line) as claim:
         output.sweep(claim.storage)
         output.is_ours(claim.storage, SETTINGS, "sweep", (FEATURES_FILE,))
-        data = load_data(options, task, own_weights, claim.storage)
+        with interrupt_on_signal("stopped before a trial began; the same command starts again"):
+            data = load_data(options, task, own_weights, claim.storage)
         folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
         if "train.batch_size" in keys_from_images(config) and "train.batch_size" not in asked:
             options = _fitted(options, folds)
@@ -196,9 +197,14 @@ def load_data(options: SweepOptions, task: Task, own_weights: bytes | None, stor
 
 
 def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
-    """Float32 zeros of ``shape`` in a new ``.npy`` file, which take no memory of this process."""
+    """Float32 zeros of ``shape`` in a new ``.npy`` file, which take no memory of this process. StorageError:
+    the disk has no space for it (a write through the map would kill the process).
+    """
     with refusing(StorageError, f"write {path}"):
-        return torch.from_numpy(np.lib.format.open_memmap(path, "w+", np.float32, shape))
+        values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+    return torch.from_numpy(values)
 
 
 def check_options(options: SweepOptions) -> None:

@@ -1,8 +1,11 @@
 """Sweeps on the features of a frozen encoder: computed once, hidden classes as ever, nothing pretrained."""
 
+import errno
+import os
 import resource
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from tune.score import SweepData
 from uno.config import override
 from uno.data import features
 from uno.data.files import Storage
-from uno.errors import ConfigError
+from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
 from uno.session.job import preflight
@@ -162,13 +165,13 @@ def test_features_in_a_file_are_those_in_memory(tmp_path):
 
 
 def test_features_larger_than_memory_are_never_in_memory(tmp_path):
-    """Of 1 GiB, in a process that may take 128 MiB more. Kills: a file that is loaded, a fold that copies its
-    rows or their evaluation views.
+    """Of 512 MiB, in a process that may take 128 MiB more. Kills: a file that is loaded, a fold that copies
+    its rows or their evaluation views.
     """
-    num_rows, options = 2**19, frozen_options(tmp_path)
+    num_rows, options = 2**18, frozen_options(tmp_path)
     path, labels = str(tmp_path / "features.npy"), np.arange(num_rows) % 6 - 1
     values = driver.mapped_zeros(path, (num_rows, 1 + 3, 128))
-    assert values.nbytes == 2**30
+    assert values.nbytes == 2**29
     values[::1000, 1:] = 1
     data = SweepData(path, labels, labels < 0, 5, 5, None)
 
@@ -187,6 +190,17 @@ def test_features_larger_than_memory_are_never_in_memory(tmp_path):
         raise AssertionError("there is no limit")
 
     assert forked(work) == (0, "")
+
+
+def test_a_disk_without_space_for_features_is_one_line(tmp_path, monkeypatch):
+    """Kills: SIGBUS at the first page that has no place."""
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    options = frozen_options(tmp_path, "--data.loading", "streaming")
+    with (
+        claimed(tmp_path / "a") as storage,
+        pytest.raises(StorageError, match="No space left"),
+    ):
+        load(options, storage=storage)
 
 
 @pytest.mark.ray

@@ -82,7 +82,7 @@ def parquet(folder: Path, broken: int = 0) -> Path:
 def test_unreadable_images_are_listed_by_the_trial_and_not_scored(tmp_path):
     """Kills: a broken image that ends a trial or is scored, one list of all trials, any number of them."""
     source = parquet(tmp_path / "data", broken=1)
-    words = ["--data", f"parquet:{source}", "--num-novel", "5", "--data.limit", "200", "--score", AGREEMENT]
+    words = ["--preset", "digits", "--data", f"parquet:{source}", "--num-novel", "5", "--score", AGREEMENT]
     options = options_of(tmp_path / "s", *words, "--data.max-bad-fraction", "0.02")
     with claimed(tmp_path / "a") as storage:
         assert len(run_tiny(options, streamed(options), storage)) == 2
@@ -139,8 +139,8 @@ def test_a_streamed_sweep_of_parquet_and_one_in_memory(ray_cluster, tmp_path, mo
     for loading in ("memory", "streaming"):
         driver.load_images.reset_mock()
         options = tiny_options(
-            tmp_path / loading, "--data", f"parquet:{source}", "--num-novel", "5", "--data.loading", loading,
-            "--trials", "2", "--folds", "2", "--scheduler", "none",
+            tmp_path / loading, "--preset", "digits", "--data", f"parquet:{source}", "--num-novel", "5",
+            "--data.loading", loading, "--trials", "2", "--folds", "2", "--scheduler", "none",
         )  # fmt: skip
         assert run_sweep(options) == 0
         assert driver.load_images.called == (loading == "memory")
