@@ -78,7 +78,7 @@ def worker_sets(
     side, rows = config.data.stored_size, dict(ray.get(loop["rows"]))
     if config.data.loading != "streaming":
         if "features" in loop:
-            features = _tensor(ray.get(loop["features"]))
+            features = shared_tensor(ray.get(loop["features"]))
             images, seen = RowBlocks([features]), RowBlocks([features[:, 0]])
         else:
             images = seen = pixels_of(ray.get(loop["images"]), side)
@@ -126,12 +126,12 @@ def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
     """
     parts = [part for table in tables for part in table.to_batches() if len(part)]
     rows = torch.cat([torch.tensor(part["row"].to_numpy()) for part in parts])
-    blocks = [_tensor(bytes_of(pa.chunked_array([part["pixels"]]), 3 * side**2)) for part in parts]
+    blocks = [shared_tensor(bytes_of(pa.chunked_array([part["pixels"]]), 3 * side**2)) for part in parts]
     return RowBlocks([block.view(-1, 3, side, side) for block in blocks], rows.argsort())
 
 
-def _tensor(array: np.ndarray) -> Tensor:
-    """Ray's arrays are read-only, and so are ours."""
+def shared_tensor(array: np.ndarray) -> Tensor:
+    """``array`` without a copy. Ray's arrays are read-only, and so are ours."""
     with warnings.catch_warnings(action="ignore"):
         return torch.from_numpy(array)
 

@@ -12,22 +12,27 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 import yaml
+from torch import Tensor
 
 from pipelines import nodes, ray_env
 from pipelines.options import Options
 from pipelines.worker import MAX_DEATHS
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
-from tune.records import FAILED, FINISHED, SETTINGS, PartStorage, Trial
-from tune.score import Fold, SweepData, make_folds, sweep_data
+from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
+from tune.score import FoldRows, SweepData, Unread, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
 from uno.config import Config, differing_keys, dump_yaml, field_traits, flatten, override, to_dict
 from uno.data import output
 from uno.data.decode import ok_mask
 from uno.data.defaults import keys_from_images
-from uno.data.files import Storage, full_path, split
+from uno.data.files import Storage, full_path, refusing, split
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.encoder import code_of
@@ -36,12 +41,12 @@ from uno.imports import is_object_name
 from uno.methods.registry import num_heads
 from uno.runs import DISCOVER, RAY_FOLDER, directory, lock, run
 from uno.runs.lock import RunLock
-from uno.session.console import Progress, on_stop, print_line
-from uno.session.data import leave_out_unreadable, load_images, read_task
+from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
+from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
 from uno.session.job import preflight
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.resolve import as_begun, from_data, starting_weights, with_data, with_full_path
-from uno.session.resources import check_sweep
+from uno.session.resources import check_memory, choose_for_sweep
 from uno.text import plural
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
@@ -51,7 +56,9 @@ HERE = {"compute.num_workers": 0, "compute.device": "auto"}  # trials may find a
 
 
 def main(options: Options) -> int:
-    """Run or continue a sweep; returns the exit code."""
+    """Run or continue a sweep, or only report on it; returns the exit code."""
+    if options.args.report:
+        return report_on(str(options.config.output))
     sweep = sweep_options(options)
     if options.args.print_config:
         print(dump_yaml(sweep.config), end="")
@@ -94,20 +101,21 @@ def run_sweep(options: SweepOptions) -> int:
     own_weights = starting_weights(options.config, False)
     asked, (options, task) = options.overrides, _resolved(options)
     config = options.config
-    check_sweep(config, len(task.rows), min(options.concurrent or 1, options.trials))
     preflight(override(config, HERE), task)
-    data = load_data(options, task, own_weights)
-    folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
-    if "train.batch_size" in keys_from_images(config) and "train.batch_size" not in asked:
-        options = _fitted(options, folds)
-    config, num_epochs = options.config, check_plans(options, folds)
     assert config.output is not None
     storage = Storage(config.output)
-    if own_weights is not None:  # trials find them in the sweep's directory
-        kept = {"model.weights": full_path(storage.path(PRETRAINED_FILE))}
-        options = options._replace(config=override(config, kept))
     with lock.lock_run(storage, on_wait=print_line) as claim:
         output.sweep(claim.storage)
+        output.is_ours(claim.storage, SETTINGS, "sweep", (FEATURES_FILE,))
+        with interrupt_on_signal("stopped before a trial began; the same command starts again"):
+            data = load_data(options, task, own_weights, claim.storage)
+        folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
+        if "train.batch_size" in keys_from_images(config) and "train.batch_size" not in asked:
+            options = _fitted(options, folds)
+        num_epochs = check_plans(options, folds)
+        if own_weights is not None:  # trials find them in the sweep's directory
+            kept = {"model.weights": full_path(storage.path(PRETRAINED_FILE))}
+            options = options._replace(config=override(options.config, kept))
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
         directory.begin_images(claim.storage, task.rows)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
@@ -118,8 +126,9 @@ def run_sweep(options: SweepOptions) -> int:
             _run_missing(options, data, num_epochs, claim, ended)
         else:
             print_line(f"{storage.uri}: all {len(ended)} trials have a result; nothing is run again")
+        claim.storage.delete(FEATURES_FILE)
         summary = report.write(claim.storage)
-        _tell_loggers(config, claim, summary)
+        _tell_loggers(options.config, claim, summary)
     if summary.best is None:
         first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
         raise NumericsError(f"every trial failed, so there is no best.yaml; first reason: {first}")
@@ -127,31 +136,75 @@ def run_sweep(options: SweepOptions) -> int:
     return 0
 
 
+def report_on(output: str) -> int:
+    """Write the report of the sweep in ``output`` as far as it got; returns 0. ConfigError: there is none."""
+    storage = Storage(output)
+    records.read_settings(storage)
+    with lock.lock_run(storage, on_wait=print_line) as claim:
+        summary = report.write(claim.storage)
+    print_line(f"{report.format_table(summary)}\n\nresults in {storage.uri}")
+    return 0
+
+
 def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> None:
-    """One run a trial for W&B and MLflow, in the sweep's group, its epochs once; the best one is marked."""
-    names = [name for name in config.train.loggers if name not in ("tensorboard", "jsonl")]
-    for trial in summary.trials if names else ():
+    """One run a trial in the sweep's group, of which the best one is marked: for W&B and MLflow each epoch
+    once; TensorBoard's directory of the sweep is made anew, as another trial may be the best.
+    """
+    names = [name for name in config.train.loggers if name != "jsonl"]
+    services = ",".join(name for name in names if name != "tensorboard")
+    for trial in summary.trials if services else ():
         storage = PartStorage(claim.storage, records.trial_name(trial.index))
-        own = override(config, {**trial.overrides, "train.report_to": ",".join(names)})
+        own = override(config, {**trial.overrides, "train.report_to": services})
         told = storage.list("loggers")
         with Loggers(own, storage, group=split(claim.storage.uri)[1]) as loggers:
             for line in () if told else trial.epochs:
                 loggers({**line, "phase": "tune", "step": line["epoch"]})
             loggers.results({"best": float(trial is summary.best), "score": trial.score})
+    if "tensorboard" in names:
+        with suppress(StorageError):  # whatever it is: the sweep has its results
+            claim.storage.delete("tensorboard")
+        with Loggers(override(config, {"train.report_to": "tensorboard"}), claim.storage) as board:
+            for trial in summary.trials:
+                is_best = trial is summary.best
+                more = {"best": float(is_best), **{f"value/{k}": v for k, v in trial.overrides.items()}}
+                run_name = f"trial-{trial.index:04d}{'-best' * is_best}"
+                for line in trial.epochs:
+                    board({**line, **more, "phase": run_name, "step": line["epoch"]})
 
 
-def load_data(options: SweepOptions, task: Task, own_weights: bytes | None) -> SweepData:
-    """What all trials share, decoded or as the features of their frozen encoder; ``own_weights`` are those of
-    :func:`~uno.session.resolve.starting_weights`.
+def load_data(options: SweepOptions, task: Task, own_weights: bytes | None, storage: Storage) -> SweepData:
+    """What all trials share: images decoded, or as the features of their frozen encoder, or where the set is
+    streamed the images as they are, and features in a file of the sweep's directory ``storage``;
+    ``own_weights`` are those of :func:`~uno.session.resolve.starting_weights`.
     """
+    streams, rows = options.config.data.loading == "streaming", task.rows
+    if streams and options.config.model.finetune != "none":
+        return sweep_data(task, Unread(rows.images, rows.ids), np.ones(len(rows), bool), options.score)
     config = override(options.config, {**HERE, "data.loading": "memory"})
+    path = storage.path(FEATURES_FILE)
+    if streams and not storage.is_local:
+        raise ConfigError(f"--output {storage.uri}: features larger than memory need a directory to map")
     with tempfile.TemporaryDirectory(prefix="uno-tune-") as folder, Progress() as show:
-        storage = Storage(folder)
+        own = Storage(folder)
         if own_weights is not None:
-            storage.write(PRETRAINED_FILE, own_weights)
-        images, reasons = load_images(config, task, storage, show)
+            own.write(PRETRAINED_FILE, own_weights)
+        if streams:
+            found, reasons = load_features(config, task, own, show, zeros=partial(mapped_zeros, path))
+        else:
+            found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
-    return sweep_data(task, images, ok_mask(reasons), options.score)
+    return sweep_data(task, path if streams else found.numpy(), ok_mask(reasons), options.score)
+
+
+def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
+    """Float32 zeros of ``shape`` in a new ``.npy`` file, which take no memory of this process. StorageError:
+    the disk has no space for it (a write through the map would kill the process).
+    """
+    with refusing(StorageError, f"write {path}"):
+        values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+    return torch.from_numpy(values)
 
 
 def check_options(options: SweepOptions) -> None:
@@ -170,15 +223,14 @@ def check_options(options: SweepOptions) -> None:
         raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
 
 
-def check_plans(options: SweepOptions, folds: list[Fold]) -> int:
+def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
     """Number of epochs of a trial that have steps to take; ConfigError for a fold smaller than a batch."""
     config, epochs = options.config, 1
     for fold in folds:
-        sizes = len(fold.train.labels), fold.train.num_unlabeled
         try:
-            plan = run.plans(config, *sizes, config.compute.num_workers)[DISCOVER]
+            plan = run.plans(config, *fold.sizes, config.compute.num_workers)[DISCOVER]
         except ConfigError as error:
-            where = f"{fold.name} of {sizes[0]} labeled and {sizes[1]} hidden images"
+            where = f"{fold.name} of {fold.sizes[0]} labeled and {fold.sizes[1]} hidden images"
             raise ConfigError(f"{where}: {error}") from None
         steps = min(config.train.max_steps or 10**12, config.discover.epochs * plan.steps_per_epoch)
         epochs = max(epochs, math.ceil(steps / plan.steps_per_epoch))
@@ -197,7 +249,7 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
     if code := code_of(options.config.model.encoder):
         settings["encoder_code"] = code["code"]
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
-    if not output.is_ours(storage, SETTINGS, "sweep"):
+    if not output.is_ours(storage, SETTINGS, "sweep", (FEATURES_FILE,)):
         return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)
     different = [key for key in new if key not in ("config", "given") and old.get(key) != new[key]]
@@ -208,8 +260,8 @@ def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_ep
 
 def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     """With what was chosen for the sweep that is there, or what the images decide for a new one, as if it had
-    been given, so that best.yaml has it; and its task, whose images stay where they are. Rungs follow the
-    epochs, unless they were told.
+    been given, so that best.yaml has it, and with how its images are kept; and its task, whose images stay
+    where they are. Rungs follow the epochs, unless they were told.
     """
     storage, config, given = Storage(str(options.config.output)), options.config, options.overrides
     began = records.read_settings(storage).get("config") if storage.exists(SETTINGS) else None
@@ -226,21 +278,24 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
         {**rule, "grace_epochs": new} if rule and rule["grace_epochs"] == usual else rule
         for rule in (options.asha, options.median)
     )
+    num_folds = options.folds if options.score == FOLDS else 1
+    loading, why = choose_for_sweep(config, len(task.rows), num_folds)
+    if began is None:
+        print_line(f"memory: {why}")
+    config = with_data(config, loading=loading)
+    check_memory(override(config, HERE), task)
     return _whole_grid(options._replace(config=config, overrides=given, asha=asha, median=median)), task
 
 
-def _fitted(options: SweepOptions, folds: list[Fold]) -> SweepOptions:
+def _fitted(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
     """With a batch that every fold fills: they have some rows less than the run."""
     config = options.config
-    sizes = [(len(fold.train.labels), fold.train.num_unlabeled) for fold in folds]
-    rules = config.data.batch_sampling, config.train.batch_size
-    batch = {
-        "train.batch_size": min(largest_batch(*rules, *pair, config.compute.num_workers) for pair in sizes)
-    }
+    rules, workers = (config.data.batch_sampling, config.train.batch_size), config.compute.num_workers
+    batch = {"train.batch_size": min(largest_batch(*rules, *fold.sizes, workers) for fold in folds)}
     return options._replace(config=override(config, batch), overrides=options.overrides | batch)
 
 
-def _describe(options: SweepOptions, data: SweepData, folds: list[Fold], num_epochs: int) -> None:
+def _describe(options: SweepOptions, data: SweepData, folds: list[FoldRows], num_epochs: int) -> None:
     trials, epochs = plural(options.trials, "trial"), plural(num_epochs, "epoch")
     print_line(f"{trials} of up to {epochs} over the space {options.space_name}:")
     for domain in options.space:

@@ -1,9 +1,11 @@
-"""The files that a sweep leaves: ``sweep.parquet``, ``best.yaml`` and a self-contained ``sweep.html``.
+"""The files that a sweep leaves: ``sweep.parquet``, ``sweep.jsonl``, ``best.yaml`` and a self-contained
+``sweep.html``.
 
 Made from the sweep's directory alone. With the oracle score each is called ``oracle-...`` and says so.
 """
 
 import io
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -84,10 +86,11 @@ def read(storage: Storage) -> Summary:
 
 
 def write(storage: Storage) -> Summary:
-    """Write all three files of the sweep in ``storage`` and return what they show."""
+    """Write all files of the sweep in ``storage`` and return what they show."""
     summary = read(storage)
     brand = f"{ORACLE}-" if summary.oracle else ""
     storage.write(f"{brand}sweep.parquet", table_bytes(summary))
+    storage.write(f"{brand}sweep.jsonl", lines_bytes(summary))
     if summary.best is not None:
         storage.write(f"{brand}best.yaml", best_yaml(summary, summary.best).encode())
     storage.write(f"{brand}sweep.html", page(summary).encode())
@@ -159,6 +162,16 @@ def table_bytes(summary: Summary) -> bytes:
     marks, buffer = {"objective": objective, "oracle": str(summary.oracle).lower()}, io.BytesIO()
     pq.write_table(pa.table(columns).replace_schema_metadata(marks), buffer)
     return buffer.getvalue()
+
+
+def lines_bytes(summary: Summary) -> bytes:
+    """JSON, one line for every trial: its values, its epochs, how it ended, and whether it is the best."""
+    lines = [
+        {"trial": t.index, "best": t is summary.best, "status": t.status or "unfinished", "reason": t.reason,
+         "objective": summary.settings["score"], "values": t.overrides, "epochs": t.epochs}
+        for t in summary.trials
+    ]  # fmt: skip
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def best_yaml(summary: Summary, best: Trial) -> str:

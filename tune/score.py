@@ -13,19 +13,33 @@ unlabeled rows. ``oracle`` scores by the true labels, and everything it writes s
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipelines.ray_data import shared_tensor
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
+from uno.data.decode import BadRows, ok_mask
+from uno.data.files import Storage
+from uno.data.images import Images, batches_of
 from uno.data.plan import TUNE_FOLDS
-from uno.data.resident import EvalSet, TrainSet
+from uno.data.resident import EvalSet, train_set
+from uno.data.row_blocks import HostRows, RowBlocks
 from uno.data.splits import Task
+from uno.data.stream import (
+    EvalData,
+    StreamedEvalSet,
+    StreamSet,
+    TrainData,
+    decode_here,
+    decoded_rows,
+    stream_here,
+)
 from uno.errors import ConfigError
 from uno.model import UnoModel, forward
 from uno.results.evaluate import count, protocol_metrics
@@ -37,13 +51,26 @@ from uno.train import Worker
 HELD_OUT_EVERY = 5  # of each known class, to measure known accuracy on rows that were not trained on
 
 
+class Unread(NamedTuple):
+    """Images that trials read themselves, and the ids of their rows."""
+
+    images: Images
+    ids: Sequence[str]
+
+
+Source = np.ndarray | str | Unread
+"""What stands for the images of N rows: pixels uint8 (N,3,S,S), or a frozen encoder's features float32
+(N,1+V,D), in memory or in a ``.npy`` file; or the images where they are.
+"""
+
+
 class SweepData(NamedTuple):
-    """What trials see: ``images`` uint8 (N,3,S,S), or a frozen encoder's features float32 (N,1+V,D),
-    ``labels`` (N,), known class or -1, and ``unlabeled`` (N,) of decoded training rows; for the oracle score
-    alone ``oracle`` (N,), true novel class from 0 or -1.
+    """What trials see: ``images``, ``labels`` (N,), known class or -1, and ``unlabeled`` (N,) of training
+    rows that can be read as far as that is known; for the oracle score alone ``oracle`` (N,), true novel
+    class from 0 or -1.
     """
 
-    images: np.ndarray
+    images: Source
     labels: np.ndarray
     unlabeled: np.ndarray
     num_known: int
@@ -51,34 +78,55 @@ class SweepData(NamedTuple):
     oracle: np.ndarray | None
 
 
-def sweep_data(task: Task, images: Tensor, ok: np.ndarray, score: str) -> SweepData:
-    """What ``score`` may see of a task; ``Task.eval_labels`` are read for the oracle alone."""
+def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepData:
+    """What ``score`` may see of a task, of which the rows ``ok`` bool (N,) can be read; ``Task.eval_labels``
+    are read for the oracle alone.
+    """
     usable, oracle = task.is_train & ok, None
     if score == ORACLE:
         oracle = np.where(usable, np.maximum(task.eval_labels - len(task.known), -1), -1)
         if oracle.max(initial=-1) < 0:
             raise ConfigError("--score oracle needs the true novel classes, and this data set has none")
     labels, unlabeled = np.where(usable, task.labels, -1), usable & (task.labels < 0)
-    return SweepData(images.numpy(), labels, unlabeled, len(task.known), task.num_novel, oracle)
+    return SweepData(images, labels, unlabeled, len(task.known), task.num_novel, oracle)
+
+
+class FoldRows(NamedTuple):
+    """One discovery problem of a trial, as row numbers: ``train`` as
+    :func:`~uno.data.splits.train_rows`, ``scored`` as a split of :func:`~uno.data.splits.truth_rows`;
+    ``hidden`` are its pseudo-novel classes, none in the real problem.
+    """
+
+    name: str
+    train: dict[str, Any]
+    scored: tuple[Tensor, Tensor, Tensor]
+    hidden: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of labeled rows and of rows to discover."""
+        return len(self.train["labeled"]), len(self.train["unlabeled"])
 
 
 class Fold(NamedTuple):
-    """One discovery problem of a trial; ``hidden`` are its pseudo-novel classes, none in the real problem."""
+    """One discovery problem with its images."""
 
     name: str
-    train: TrainSet
-    scored: EvalSet
+    train: TrainData
+    scored: EvalData
     hidden: tuple[int, ...] = ()
 
 
-def make_folds(data: SweepData, score: str, num_folds: int, seed: int, hide: int | None = None) -> list[Fold]:
+def make_folds(
+    data: SweepData, score: str, num_folds: int, seed: int, hide: int | None = None
+) -> list[FoldRows]:
     """The problems that every trial solves, all of one sweep the same: the real one, or folds."""
     if score != FOLDS:
         labels = data.labels  # of the real unlabeled rows -1, unless the oracle knows better
         if data.oracle is not None:
             labels = np.where(data.unlabeled & (data.oracle >= 0), data.num_known + data.oracle, labels)
         return [_fold("real", data, labels, data.unlabeled, data.num_novel)]
-    folds: list[Fold] = []
+    folds: list[FoldRows] = []
     for hidden in hidden_classes(data.num_known, data.num_novel, num_folds, seed, hide):
         visible = [c for c in range(data.num_known) if c not in hidden]
         renumbered = np.full(data.num_known + 1, -1)  # the last entry is that of label -1
@@ -91,23 +139,47 @@ def make_folds(data: SweepData, score: str, num_folds: int, seed: int, hide: int
 def _fold(
     name: str, data: SweepData, labels: np.ndarray, novel: np.ndarray, num_novel: int,
     hidden: tuple[int, ...] = (),
-) -> Fold:  # fmt: skip
+) -> FoldRows:  # fmt: skip
     """``labels`` int64 (N,): class within the fold, known first, or -1; ``novel`` bool (N,): to discover."""
     held_out = np.zeros(len(labels), dtype=bool)  # classes of fewer rows keep them all
     for c in range(data.num_known):
         held_out[np.flatnonzero(data.labels == c)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]] = True
     labeled, unlabeled = np.flatnonzero((data.labels >= 0) & ~novel & ~held_out), np.flatnonzero(novel)
-    rows = np.concatenate([np.flatnonzero(held_out & ~novel), unlabeled])
-
-    def of(images: np.ndarray, chosen: np.ndarray) -> Tensor:
-        return torch.from_numpy(images[chosen])
-
+    rows = np.flatnonzero(held_out | novel)
     num_known, classes = data.num_known - len(hidden), torch.from_numpy(labels.copy())
-    known, rest = of(data.images, labeled), of(data.images, unlabeled)
-    train = TrainSet(known, classes[labeled], rest, num_known, num_novel)
-    plain = data.images if data.images.ndim == 4 else data.images[:, 0]  # of features the evaluation view
-    scored = EvalSet(of(plain, rows), classes[rows], torch.from_numpy(rows), torch.from_numpy(novel[rows]))
-    return Fold(name, train, scored, hidden)
+    train = {
+        "labeled": labeled, "labels": classes[labeled], "unlabeled": unlabeled,
+        "num_known": num_known, "num_novel": num_novel,
+    }  # fmt: skip
+    return FoldRows(
+        name, train, (torch.from_numpy(rows), classes[rows], torch.from_numpy(novel[rows])), hidden
+    )
+
+
+def open_folds(source: Source, folds: list[FoldRows], config: Config, storage: Storage) -> list[Fold]:
+    """``folds`` with the images of ``source``: none is copied, and those that are where they were are read by
+    threads of this process, which lists unreadable ones in ``storage``.
+    """
+    if isinstance(source, Unread):
+        images = source.images
+        bad = BadRows(source.ids, images, config.data.max_bad_fraction, storage)
+        how = images, config.data.stored_size, decode_here(config, images), bad
+        return [
+            Fold(name, stream_here(config, bad, images, **train),
+                 StreamedEvalSet(truth, rows, novel, *how), hidden)
+            for name, train, (rows, truth, novel), hidden in folds
+        ]  # fmt: skip
+    if isinstance(source, str):
+        values = shared_tensor(np.load(source, mmap_mode="r"))
+        blocks: RowBlocks = HostRows([values])
+    else:
+        values = shared_tensor(source)
+        blocks = RowBlocks([values])
+    seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])  # of features the evaluation view
+    return [
+        Fold(name, train_set(blocks, **train), EvalSet(seen.select_rows(rows), truth, rows, novel), hidden)
+        for name, train, (rows, truth, novel), hidden in folds
+    ]
 
 
 def hidden_classes(
@@ -143,7 +215,9 @@ def measure(config: Config, fold: Fold, state: TrainState, score: str, worker: W
     parts = {name: metrics[key] for name, key in keys.items() if key in metrics}
     parts["loss"] = float(state.head_losses.min())
     if score == AGREEMENT:
-        parts |= {"agreement": _agreement(model, config, train), "rows": float(train.num_unlabeled)}
+        outputs = [_clusters(model, images, config) for images in _unlabeled_images(train, config)]
+        found = _agreement(torch.cat(outputs, dim=1).numpy(), train.num_novel)
+        parts |= {"agreement": found, "rows": float(train.num_unlabeled)}
     elif score != LOSS:
         parts["rows"] = float((truth >= 0).sum())
     model.train()
@@ -160,13 +234,29 @@ def combined(parts: Mapping[str, float], score: str) -> float:
     return statistics.harmonic_mean(accuracies)
 
 
-def _agreement(model: UnoModel, config: Config, train: TrainSet) -> float:
-    """Mean over pairs of heads of the clustering accuracy of one head's clusters against the other's."""
-    outputs = []
-    for images in train.unlabeled_images.split(config.train.eval_batch_size):
-        novel = forward(model, images, config).novel
-        assert novel is not None
-        outputs.append(novel[0].argmax(dim=-1).cpu())
-    heads, clusters = torch.cat(outputs, dim=1).numpy(), train.num_novel
-    tables = [confusion(a, b, clusters, clusters) for a, b in combinations(heads, 2)]
+def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
+    """Those that can be read, a batch at a time."""
+    size = config.train.eval_batch_size
+    if not isinstance(train, StreamSet):
+        yield from train.unlabeled_images.split(size)
+        return
+    rows = train.unlabeled
+    batches = batches_of(train.images, rows, decoded_rows(size, config.data.stored_size))
+    for _, images, reasons in train.decode(rows[batch] for batch in batches):
+        if (ok := ok_mask(reasons)).any():
+            yield images[torch.from_numpy(ok)]
+
+
+def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
+    """The cluster of each of B ``images`` under every head, int64 (H, B)."""
+    novel = forward(model, images, config).novel
+    assert novel is not None
+    return novel[0].argmax(dim=-1).cpu()
+
+
+def _agreement(heads: np.ndarray, num_clusters: int) -> float:
+    """Mean over pairs of ``heads`` (H, N) of the clustering accuracy of one head's clusters against the
+    other's.
+    """
+    tables = [confusion(a, b, num_clusters, num_clusters) for a, b in combinations(heads, 2)]
     return float(np.mean([cluster_accuracy(table) for table in tables]))

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from pipelines.options import PRINT_CONFIG, Argument, Command, parse
+from pipelines.options import PRINT_CONFIG, Argument, Command, parse, switch
 from tune import FOLDS, SCORES, spaces
 
 WHAT_SCORES = (
@@ -14,6 +14,7 @@ WHAT_SCORES = (
 )
 TUNE = Command("tune", {
     **PRINT_CONFIG,
+    "--report": switch("Write and print the report of the sweep in --output, as far as it got, and stop."),
     "--space": Argument(f"{', '.join(spaces.SPACES)}, or a YAML file.", str, "uno"),
     "--trials": Argument("Configurations to try; default: 16, of a grid all.", PositiveInt | None),
     "--search": Argument(

@@ -24,7 +24,7 @@ import torch
 from pipelines import nodes
 from pipelines import worker as ray_worker
 from tune.records import PartStorage, Trial, read_trial, trial_name
-from tune.score import Fold, make_folds, measure
+from tune.score import Fold, make_folds, measure, open_folds
 from tune.spaces import Space
 from uno import collectives
 from uno.config import Config, dump_yaml, override
@@ -247,10 +247,13 @@ def _run_shared(index: int, sweep: Sweep, worker: Worker, storage: ClaimedStorag
 
     options, base, trial = sweep.options, sweep.options.config, read_trial(storage, index)
     assert trial is not None
-    torch.set_num_threads(base.compute.threads or max(1, int(sweep.resources["CPU"])))
-    folds = make_folds(ray.get(sweep.data), options.score, options.folds, base.seed, options.hide)
+    threads = base.compute.threads or max(1, int(sweep.resources["CPU"]))
+    torch.set_num_threads(threads)
+    data = ray.get(sweep.data)
+    rows = make_folds(data, options.score, options.folds, base.seed, options.hide)
+    here, own = override(base, {"compute.threads": threads}), PartStorage(storage, trial_name(index))
     run_trial(
-        trial, options, folds, sweep.num_epochs, worker, storage, lease,
+        trial, options, open_folds(data.images, rows, here, own), sweep.num_epochs, worker, storage, lease,
         lambda line: report({"epoch": line["epoch"], "score": line["score"]}),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from tune.driver import sweep_options
 from tune.score import make_folds
 from tune.sweep import TUNE, main
 from uno.config import override
+from uno.data.files import Storage
 from uno.errors import ConfigError
 
 
@@ -135,8 +136,8 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     found, task = driver._resolved(options)
     assert found.config.augment.large.size == found.overrides["data.stored_size"] == 12
     assert (found.config.discover.epochs, found.asha["grace_epochs"]) == (18, 3)
-    folds = make_folds(driver.load_data(found, task, None), "folds", 2, 0)
+    folds = make_folds(driver.load_data(found, task, None, Storage(str(tmp_path))), "folds", 2, 0)
     fitted = driver._fitted(found._replace(config=override(found.config, {"train.batch_size": 500})), folds)
-    rows = len(folds[0].train.labels) + folds[0].train.num_unlabeled
+    rows = sum(folds[0].sizes)
     assert fitted.overrides["train.batch_size"] == fitted.config.train.batch_size <= rows < 500
     assert driver.check_plans(fitted, folds) == 18

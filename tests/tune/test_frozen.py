@@ -1,18 +1,27 @@
 """Sweeps on the features of a frozen encoder: computed once, hidden classes as ever, nothing pretrained."""
 
+import errno
+import os
+import resource
 import shutil
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from tests.tune.tiny import claimed, frozen_options, run_tiny, tiny_options
+from tests.forked import forked
+from tests.tune.tiny import claimed, folds_of, frozen_options, run_tiny, tiny_options
 from tests.uno.data.builders import failure
-from tune import AGREEMENT, FOLDS, driver, spaces
-from tune.driver import HERE, load_data, run_sweep
-from tune.score import make_folds
+from tune import AGREEMENT, driver, spaces
+from tune.driver import HERE, load_data, open_sweep, run_sweep
+from tune.score import SweepData
 from uno.config import override
 from uno.data import features
+from uno.data.files import Storage
+from uno.errors import ConfigError, StorageError
+from uno.runs import DISCOVER, run
 from uno.session import resources
 from uno.session.job import preflight
 from uno.session.resources import SHARE
@@ -34,8 +43,9 @@ def computed(monkeypatch):
     return numbers
 
 
-def load(options, own_weights=None):
-    return load_data(options, preflight(override(options.config, HERE)), own_weights)
+def load(options, own_weights=None, storage=None):
+    task = preflight(override(options.config, HERE))
+    return load_data(options, task, own_weights, storage or Storage(str(options.config.output)))
 
 
 def test_trials_and_later_sweeps_share_features_that_are_computed_once(tmp_path, computed):
@@ -52,9 +62,9 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(tmp_path,
     assert len(found) == 2 and all(0 < line["score"] <= 1 for lines in found for line in lines)
     again = load(frozen_options(tmp_path, "--seed", "7", "--score", AGREEMENT, "--model.num-heads", "2"))
     assert sorted(computed) == SHARDS and np.array_equal(again.images, data.images)
-    for fold in make_folds(data, FOLDS, 2, 0):
+    for fold in folds_of(data, options.config):
         rows = fold.scored.index.numpy()
-        assert torch.equal(fold.scored.images, torch.from_numpy(data.images[rows, 0]))
+        assert torch.equal(fold.scored.images[:], torch.from_numpy(data.images[rows, 0]))
         assert fold.train.unlabeled_images.shape[1:] == data.images.shape[1:]
 
 
@@ -111,43 +121,97 @@ def test_mistakes_are_one_line_before_anything_starts(tmp_path, monkeypatch, wei
 
 
 @pytest.mark.parametrize(("make", "row_bytes", "says"), [
-    (tiny_options, 3 * 8 * 8, "GB decoded"), (frozen_options, 4 * (1 + 3) * 16, "GB of features"),
+    (tiny_options, 3 * 8 * 8, "decoded"), (frozen_options, 4 * (1 + 3) * 16, "of features"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused_before_an_image_is_read(tmp_path, monkeypatch, make, row_bytes, says):
-    """Two trials of one process. Kills: a sweep of ImageNet that decodes until the machine dies, one that
-    says it streams and does not, a copy that is forgotten, a budget that a user cannot overrule.
+def test_what_does_not_fit_is_streamed(tmp_path, monkeypatch, capsys, make, row_bytes, says):
+    """Kills: a sweep of ImageNet that decodes until the machine dies, a copy that is forgotten, a choice of
+    the user's that is overruled, a continuation that chooses anew.
     """
-
-    def started(*_):
-        raise InterruptedError
-
-    monkeypatch.setattr(driver, "load_data", started)
-    needed = 400 * row_bytes * 4  # here, in Ray's store, and in two trials
-    for loading, free, refused in (
-        ("auto", needed / SHARE + 100, False), ("auto", needed / SHARE - 100, True),
-        ("memory", 0, False), ("streaming", 10**12, True),
+    monkeypatch.setattr(resources, "own_bytes", lambda: 0)
+    programs = 2 * resources.ALONE_BYTES
+    needed = 2 * 400 * row_bytes / SHARE  # here, and in Ray's store
+    for told, free, loading in (
+        ("auto", 1.5 * needed, "memory"), ("auto", 0.5 * needed, "streaming"),
+        ("memory", 0.5 * needed, "memory"), ("streaming", 10**12, "streaming"),
     ):  # fmt: skip
-        monkeypatch.setattr(resources, "free_host_bytes", lambda free=free: free)
-        words = ("--trials", "9", "--concurrent", "2", "--data.loading", loading)
-        options = make(tmp_path, *words)
-        if not refused:
-            with pytest.raises(InterruptedError):
-                run_sweep(options)
-            continue
-        said = failure(run_sweep, options)
-        assert says in said and "400 images of " in said and "(4 copies)" in said and "\n" not in said
-        assert ("do not stream" in said) == (loading == "streaming")
-        assert ("shares" in said) == (make is tiny_options)
-    assert not list(tmp_path.rglob("sweep.yaml"))
+        monkeypatch.setattr(resources, "free_host_bytes", lambda free=free: int(programs + free))
+        found, _ = driver._resolved(make(tmp_path, "--data.loading", told))
+        assert found.config.data.loading == loading
+        assert f"memory: {resources.HOW[loading]}" in (out := capsys.readouterr().out) and says in out
+    open_sweep(found, Storage(str(found.config.output)), "0" * 64, 2)
+    assert driver._resolved(make(tmp_path))[0].config.data.loading == "streaming"
+
+
+def test_features_in_a_file_are_those_in_memory(tmp_path):
+    """To the bit. Kills: a file of zeros, of the evaluation views alone, or that a trial loads; training rows
+    of another fold.
+    """
+    found = []
+    for loading in ("memory", "streaming"):
+        options = frozen_options(tmp_path, "--folds", "2", "--data.loading", loading)
+        with claimed(tmp_path / loading) as storage:
+            data = load(options, storage=storage)
+            found.append((data, run_tiny(options, data, storage)))
+    (resident, expected), (mapped, lines) = found
+    assert lines == expected
+    assert mapped.images == str(tmp_path / "streaming/features.npy")
+    assert np.array_equal(np.load(mapped.images), resident.images)
+    train = folds_of(mapped, options.config)[0].train
+    assert train.to("meta").unlabeled_images[:2].device.type == "meta"
+    np.load(mapped.images, mmap_mode="r+")[:] = 0
+    assert not train.unlabeled_images[:].any()  # what was opened before has no copy
+    with pytest.raises(ConfigError, match="need a directory"):
+        load(options, storage=Storage("mock:///sweep"))
+
+
+def test_features_larger_than_memory_are_never_in_memory(tmp_path):
+    """Of 512 MiB, in a process that may take 128 MiB more. Kills: a file that is loaded, a fold that copies
+    its rows or their evaluation views.
+    """
+    num_rows, options = 2**18, frozen_options(tmp_path)
+    path, labels = str(tmp_path / "features.npy"), np.arange(num_rows) % 6 - 1
+    values = driver.mapped_zeros(path, (num_rows, 1 + 3, 128))
+    assert values.nbytes == 2**29
+    values[::1000, 1:] = 1
+    data = SweepData(path, labels, labels < 0, 5, 5, None)
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        taken = 1024 * int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0])
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + 2**27,) * 2)
+        for fold in folds_of(data, options.config):
+            plan = run.plans(options.config, len(fold.train.labels), fold.train.num_unlabeled, 1)[DISCOVER]
+            views = fold.train.batches(options.config, plan)(0).views
+            assert views[0].shape == (32, 128) and len(next(fold.scored.batches(64))[0]) > 0
+        try:
+            np.load(path)
+        except MemoryError:
+            return
+        raise AssertionError("there is no limit")
+
+    assert forked(work) == (0, "")
+
+
+def test_a_disk_without_space_for_features_is_one_line(tmp_path, monkeypatch):
+    """Kills: SIGBUS at the first page that has no place."""
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    options = frozen_options(tmp_path, "--data.loading", "streaming")
+    with (
+        claimed(tmp_path / "a") as storage,
+        pytest.raises(StorageError, match="No space left"),
+    ):
+        load(options, storage=storage)
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
+@pytest.mark.parametrize("loading", ["memory", pytest.param("streaming", marks=pytest.mark.slow)])
+def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed, loading):
     """A relative path of weights, trials in other processes and directories. Kills: weights that trials do
-    not find, features that they compute.
+    not find, features that they compute, a file of features that stays.
     """
-    options = frozen_options(tmp_path, "--trials", "3", "--folds", "1", "--scheduler", "none")
+    words = ("--trials", "3", "--folds", "1", "--scheduler", "none", "--data.loading", loading)
+    options = frozen_options(tmp_path, *words)
     monkeypatch.chdir(tmp_path)
     relative = options._replace(config=override(options.config, {"model.weights": "encoder.safetensors"}))
     assert run_sweep(relative) == 0
@@ -158,4 +222,4 @@ def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
     assert written == {path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")}
     assert len(list((tmp_path / "s/trials").glob("*/result.json"))) == 4
     assert '"failed"' not in "".join(path.read_text() for path in tmp_path.glob("s/trials/*/result.json"))
-    assert not (tmp_path / "s/pretrain").exists()
+    assert not (tmp_path / "s/pretrain").exists() and not (tmp_path / "s/features.npy").exists()

@@ -1,6 +1,8 @@
 """Tables, best.yaml and the page, from sweeps that never ran."""
 
 import io
+import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,9 +12,12 @@ from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.tune.tiny import fake_sweep, tiny_options
 from tests.uno.report.reading import Page, requests
+from tests.uno.session.test_loggers import ended_wandb_records, events
 from tune import driver, records, report, spaces
 from tune.spaces import current, load_space
+from tune.sweep import main
 from uno.config import differing_keys, override, to_dict
+from uno.errors import ConfigError
 from uno.presets import preset
 from uno.runs import lock
 from uno.text import visible
@@ -173,6 +178,23 @@ def test_importance_finds_the_keys_that_matter(tmp_path, options):
     assert report.what_mattered(report.read(few)) == ""
 
 
+def test_a_report_of_a_sweep_that_is_not_finished(tmp_path, options, capsys):
+    """By `uno tune --report`, which names what mattered and draws it. Kills: a trial that it starts, a report
+    that needs the data, a directory that it makes.
+    """
+    values = [VALUES | {"objective.epsilon": 0.02 + 0.01 * i} for i in range(8)]
+    trials = [finished(0.1 * i, overrides=value) for i, value in enumerate(values)]
+    storage = fake_sweep(tmp_path / "sweep", options, [*trials, {"overrides": VALUES, "scores": [0.5]}], 1)
+    assert main(["--data", "folder:/nowhere", "--report", "--output", str(tmp_path / "sweep")]) == 0
+    assert "what mattered, as a share of the variance of ranks: objective.epsilon" in capsys.readouterr().out
+    page = storage.read("sweep.html").decode()
+    assert '<section aria-label="Importance">' in page and 'class="interval"' in page
+    assert "unfinished" in page and not storage.exists("lock.json")
+    with pytest.raises(ConfigError, match="not the directory of a sweep"):
+        main(["--report", "--output", str(tmp_path / "none")])
+    assert not (tmp_path / "none").exists()
+
+
 def test_noise_is_not_named(tmp_path, options):
     """Of 40 sweeps in which no key matters, about 2 name one. Kills: four chances at once counted as one."""
     draws, named = np.random.default_rng(0), 0
@@ -202,3 +224,53 @@ def test_mlflow_has_one_run_a_trial_and_the_best_is_marked(storage, options, tmp
     assert (best.info.run_name, best.data.params["objective.epsilon"]) == ("sweep-0001", "0.03")
     history = client.get_metric_history(best.info.run_id, "tune/score")
     assert [(m.step, m.value) for m in history] == [(1, 0.4), (2, 0.6), (3, 0.8)]
+
+
+def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(storage, options):
+    """Told twice, by another best trial the second time. Kills: a mark that stays, epochs that are there
+    twice, a trial without a run; by TensorBoard's own reader where it is installed.
+    """
+    config = override(options.config, {"train.report_to": "tensorboard,jsonl"})
+    for best in (1, 5):
+        scores = [line | {"score": 0.9} for line in records.read_epochs(storage, 5)]
+        if best == 5:
+            text = "".join(json.dumps(line) + "\n" for line in scores)
+            storage.write("trials/0005/epochs.jsonl", text.encode())
+        with lock.lock_run(storage, on_wait=pytest.fail) as claim:
+            summary = report.write(claim.storage)
+            driver._tell_loggers(config, claim, summary)
+        names = [f"trial-{i:04d}{'-best' * (i == best)}" for i in (0, 1, 2, 3, 5, 6)]  # trial 4 has no epoch
+        assert storage.list("tensorboard") == names
+        lines = [json.loads(line) for line in storage.read("sweep.jsonl").splitlines()]
+        assert [line["trial"] for line in lines if line["best"]] == [best]
+        assert lines[best]["values"] == summary.best.overrides
+        assert lines[best]["epochs"] == summary.best.epochs
+        for name in names:
+            found = {(e.step, v.tag): v.simple_value for e in events(storage, name) for v in e.summary.value}
+            trial = summary.trials[int(name.split("-")[1])]
+            assert {step for step, tag in found if tag == "score"} == {*range(1, trial.last_epoch + 1)}
+            assert found[trial.last_epoch, "score"] == pytest.approx(trial.score)
+            assert found[1, "best"] == ("best" in name)
+            assert found[1, "value/objective.epsilon"] == pytest.approx(trial.overrides["objective.epsilon"])
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(storage.path("tensorboard/trial-0005-best")).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("best")] == [(1, 1.0), (2, 1.0), (3, 1.0)]
+
+
+def test_wandb_has_one_run_a_trial_and_the_best_is_marked(storage, options, monkeypatch):
+    """Offline, by W&B's own messages. Kills: trials of one run, of no group, a best one without a mark."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = override(options.config, {"train.report_to": "wandb"})
+    with lock.lock_run(storage, on_wait=pytest.fail) as claim:
+        driver._tell_loggers(config, claim, report.read(storage))
+    marks = {}
+    for index in range(len(trials(options))):
+        (path,) = Path(storage.path(f"trials/{index:04d}/wandb")).glob("offline-run-*/run-*.wandb")
+        parsed = ended_wandb_records(path)
+        (run,) = (one.run for one in parsed if one.WhichOneof("record_type") == "run")
+        assert run.run_group == "sweep"
+        summary = {u.key or u.nested_key[0]: u.value_json for one in parsed for u in one.summary.update}
+        marks[run.display_name] = float(summary["best"])
+    assert [name for name, mark in marks.items() if mark] == ["sweep-0001"]
+    assert len(marks) == len(trials(options))

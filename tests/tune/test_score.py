@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.tune.tiny import claimed, run_tiny, tiny_data, tiny_options
+from tests.tune.tiny import claimed, folds_of, run_tiny, tiny_data, tiny_options
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
-from tune.score import combined, hidden_classes, make_folds
+from tune.score import combined, hidden_classes
 from uno.errors import ConfigError
 
 
@@ -40,8 +40,9 @@ def test_impossible_folds_are_config_errors(known, folds, hide):
 
 def test_a_fold_is_made_of_labeled_rows_alone(tmp_path):
     """Kills: unlabeled or test rows in a fold, held-out rows trained on, classes numbered wrongly."""
-    data = tiny_data(tiny_options(tmp_path).config)
-    for fold in make_folds(data, FOLDS, 2, 0):
+    config = tiny_options(tmp_path).config
+    data = tiny_data(config)
+    for fold in folds_of(data, config):
         visible = [c for c in range(5) if c not in fold.hidden]
         rows = fold.scored.index.numpy()
         assert (data.labels[rows] >= 0).all() and not data.unlabeled[rows].any()
@@ -90,7 +91,7 @@ def test_scores_of_an_epoch(tmp_path):
         assert line["score"] == pytest.approx(np.mean(line["scores"]))
         seeds = np.array(line["scores"]).reshape(2, 2).mean(axis=1)  # 2 seeds of 2 folds
         assert line["spread"] == pytest.approx(np.std(seeds, ddof=1)) and line["spread"] > 0
-        assert line["rows"] == sum(len(fold.scored.truth) for fold in make_folds(data, FOLDS, 2, 0))
+        assert line["rows"] == sum(len(fold.scored.truth) for fold in folds_of(data, options.config))
     assert lines[0]["scores"] != lines[1]["scores"]
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
+from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
 from tune import records
 from tune.driver import run_sweep
-from tune.score import make_folds
 from tune.trial import pretrain_key, trial_configs
 from uno.data.files import Storage
 from uno.data.sources import read_rows
@@ -86,7 +85,7 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     assert "finite" in found[3]["reason"] and "batch_size 5000" in found[4]["reason"]
     assert records.best_trial(records.read_trials(storage)).index in (0, 1, 2)
 
-    folds = make_folds(tiny_data(options.config), "folds", 2, 0)
+    folds = folds_of(tiny_data(options.config), options.config)
     configs = [trial_configs(options.config, t, 1)[0] for t in trials]
     expected = {pretrain_key(config, fold) for config in configs[:4] for fold in folds}
     assert len(expected) == 6  # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
@@ -139,11 +138,13 @@ def test_the_same_command_finishes_a_killed_sweep(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
+@pytest.mark.parametrize("loading", ["memory", "streaming"])
+def test_a_trial_outlives_its_process(ray_cluster, tmp_path, loading):
     """SIGKILL to the process of a trial once it has an epoch: the same sweep ends with the trial finished.
     Kills: a trial that is failed for good, one that begins anew.
     """
-    options, storage = planned(tmp_path, [values()], "--scheduler", "none", "--discover.epochs", "8")
+    words = ("--scheduler", "none", "--discover.epochs", "8", "--data.loading", loading)
+    options, storage = planned(tmp_path, [values()], *words)
     killed = []
 
     def kill() -> None:
@@ -184,7 +185,7 @@ def test_sigterm_ends_a_sweep_that_can_be_continued(tmp_path):
 def test_sweeps_in_a_row(ray_cluster, tmp_path):
     """Each trial is a Ray Train run: no placement group is lost, no CPU stays taken, a failure says why."""
     words = ("--folds", "1", "--workers", "1", "--discover.epochs", "1")
-    options, storage = planned(tmp_path / "first", [values()], *words)
+    options, storage = planned(tmp_path / "first", [values()], *words, "--data.loading", "streaming")
     assert run_sweep(options) == 0
     assert [result["status"] for result in results(storage)] == ["finished"]
     options, storage = planned(tmp_path / "second", [values(1e-40)], *words)

@@ -6,11 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.tune.tiny import CPU, claimed, run_tiny, tiny_data, tiny_options
+from tests.tune.tiny import CPU, claimed, folds_of, run_tiny, tiny_data, tiny_options
 from tests.uno.small_run import assert_same
 from tune import records, trial
 from tune.records import PartStorage
-from tune.score import make_folds
 from tune.trial import Leases, note_failure, pretrain_key, shared_pretraining
 from uno.config import field_names, field_traits, override
 from uno.data.files import Storage
@@ -27,7 +26,7 @@ def options(tmp_path):
 
 @pytest.fixture
 def fold(options):
-    return make_folds(tiny_data(options.config), "folds", 1, 0)[0]
+    return folds_of(tiny_data(options.config), options.config, num_folds=1)[0]
 
 
 @pytest.fixture
@@ -115,7 +114,7 @@ def test_pretraining_is_trained_once_for_each_fold_and_everything_else(options, 
     }  # fmt: skip
     changed = [options.config, *(override(options.config, {key: value}) for key, value in others.items())]
     assert len({pretrain_key(config, fold) for config in changed}) == 7
-    folds = make_folds(tiny_data(options.config), "folds", 2, 0)
+    folds = folds_of(tiny_data(options.config), options.config)
     assert len({pretrain_key(options.config, p) for p in folds}) == 2
     configs = [override(options.config, {"model.num_heads": n}) for n in (2, 3)]
     lease = Leases().lease

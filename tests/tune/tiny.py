@@ -13,7 +13,8 @@ from pipelines.options import parse
 from tests.uno.data.builders import load_resident
 from tune import FOLDS, records
 from tune.driver import open_sweep, sweep_options
-from tune.score import SweepData, make_folds, sweep_data
+from tune.records import PartStorage
+from tune.score import Fold, SweepData, make_folds, open_folds, sweep_data
 from tune.sweep import TUNE
 from tune.trial import Leases, SweepOptions, run_trial
 from uno.config import Config
@@ -42,7 +43,13 @@ def tiny_data(config: Config, score: str = FOLDS, relabel: Any = None) -> SweepD
     task, images, ok, _ = load_resident(config.data, threads=1)
     if relabel is not None:
         object.__setattr__(task, "eval_labels", relabel(task.eval_labels.copy()))
-    return sweep_data(task, images, ok, score)
+    return sweep_data(task, images.numpy(), ok, score)
+
+
+def folds_of(data: SweepData, config: Config, score: str = FOLDS, num_folds: int = 2) -> list[Fold]:
+    """The problems of a trial with their images."""
+    rows = make_folds(data, score, num_folds, config.seed)
+    return open_folds(data.images, rows, config, Storage("mock:///trial"))
 
 
 def frozen_options(folder: Path, *more: str) -> SweepOptions:
@@ -71,7 +78,8 @@ def run_tiny(
     report: Any = lambda line: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Trial 0 in this process, without Ray; its epochs without the clock."""
-    folds = make_folds(data, options.score, options.folds, options.config.seed, options.hide)
+    rows = make_folds(data, options.score, options.folds, options.config.seed, options.hide)
+    folds = open_folds(data.images, rows, options.config, PartStorage(storage, records.trial_name(0)))
     trial = records.Trial(0, overrides or {}, records.read_epochs(storage, 0))
     run_trial(trial, options, folds, 2, LocalWorker(CPU), storage, Leases().lease, report)
     lines = records.read_epochs(storage, 0)

@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 Shard = tuple[Tensor, list[str | None]]
 """Features (n, 1 + V, D) of a shard's rows, and why a row has none."""
+Zeros = Callable[[tuple[int, ...]], Tensor]
+"""Where features of that shape are to be: in memory by default, or in a file that is mapped."""
 
 
 class FeatureJob(NamedTuple):
@@ -264,13 +266,13 @@ class FeatureCache:
         """Where they are."""
         return self._storage.path(self._folder)
 
-    def read(self) -> tuple[Tensor, list[str | None], list[int]]:
+    def read(self, zeros: Zeros = torch.zeros) -> tuple[Tensor, list[str | None], list[int]]:
         """Features (N, 1 + V, D), why a row has none, and the numbers of shards that are missing. A file that
         does not verify is removed.
         """
         job, num_rows = self._job, len(self._job.task.rows)
         width = 1 + job.config.augment.num_cached_views, job.num_features
-        features, reasons = torch.zeros(num_rows, *width), [None] * num_rows  # type: Tensor, list[str | None]
+        features, reasons = zeros((num_rows, *width)), [None] * num_rows  # type: Tensor, list[str | None]
         missing, damaged = set(range(job.num_shards)), list[str]()
         for number in sorted(self._stored() & missing):
             rows, name = job.rows(number), shard_name(job.key, number)
@@ -355,12 +357,12 @@ def _naming_the_option() -> Iterator[None]:
 def cached_features(
     cache: FeatureCache, job: FeatureJob, weights: str,
     compute: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]],
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None, zeros: Zeros = torch.zeros,
 ) -> tuple[Tensor, list[str | None]]:  # fmt: skip
     """Features (N, 1 + V, D) of a job and why a row has none: what the cache lacks is computed and kept by
     ``compute``, file by file, so that a killed job resumes. StorageError: the cache cannot be written.
     """
-    features, reasons, missing = cache.read()
+    features, reasons, missing = cache.read(zeros)
     again = _stale(cache, job, features, reasons, missing)
     if again := again | _readable_again(job, reasons):
         cache.discard(again)

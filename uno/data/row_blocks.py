@@ -86,6 +86,35 @@ class RowBlocks:
         return found
 
 
+class HostRows(RowBlocks):
+    """Rows that stay on the host, as no device can hold all: those that are asked for go to the device of
+    :meth:`to`.
+    """
+
+    _target: torch.device | str = "cpu"
+
+    def select_rows(self, rows: Tensor | slice) -> HostRows:
+        """As of others."""
+        found = HostRows(self._blocks, self._place[_on_host(rows)])
+        found._target = self._target
+        return found
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        """As of others, of rows counted on any device."""
+        rows = tuple(map(_on_host, rows)) if isinstance(rows, tuple) else _on_host(rows)
+        return super().__getitem__(rows).to(self._target)
+
+    def to(self, device: torch.device | str) -> HostRows:
+        """The same rows for ``device``; nothing is copied."""
+        found = self.select_rows(slice(None))
+        found._target = device
+        return found
+
+
+def _on_host(rows: Any) -> Any:
+    return rows.cpu() if isinstance(rows, Tensor) else rows
+
+
 def part(images: Tensor | RowBlocks, rows: Tensor | slice) -> Tensor | RowBlocks:
     """Rows of either."""
     return images.select_rows(rows) if isinstance(images, RowBlocks) else images[rows]

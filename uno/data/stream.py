@@ -84,8 +84,15 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
     """The training rows of ``task``, cropped by threads of this process."""
     facts = stream_facts(task)
     bad = BadRows(facts.pop("ids"), task.rows.images, config.data.max_bad_fraction, storage)
+    return stream_here(config, bad, **facts)
+
+
+def stream_here(config: Config, bad: BadRows, images: Images, **rows: Any) -> StreamSet:
+    """Rows as :func:`~uno.data.splits.train_rows` gives them of ``images``, cropped by threads of this
+    process.
+    """
     crop = partial(crop_local, threads=config.compute.threads or os.cpu_count() or 1)
-    return StreamSet(**facts, bad=bad, crop=crop, decode=decode_here(config, task.rows.images))
+    return StreamSet(images, **rows, bad=bad, crop=crop, decode=decode_here(config, images))
 
 
 def decode_here(config: Config, images: Images) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:

@@ -103,7 +103,7 @@ def compute_local(
 
 def load_features(
     config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
-    compute: Compute = compute_local,
+    compute: Compute = compute_local, zeros: features.Zeros = torch.zeros,
 ) -> tuple[Tensor, list[str | None]]:  # fmt: skip
     """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by ``compute``, and why
     a row has none. Interrupted: ``should_stop`` says so; ConfigError: nobody has trained the encoder.
@@ -137,7 +137,7 @@ def load_features(
         show({"phase": "features", "step": done, "total_steps": total, "images_per_s": speed,
               "every_s": INTERVAL_S})  # fmt: skip
 
-    found, reasons = features.cached_features(cache, job, config.model.weights, computed, progress)
+    found, reasons = features.cached_features(cache, job, config.model.weights, computed, progress, zeros)
     rows = np.flatnonzero(ok_mask(reasons))
     some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
     if len(some) > 1 and (what := features.oddity(some)):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, to_dict
+from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
 from uno.crops import Cropper
 from uno.data import features
 from uno.data.features import FeatureCache, compute_shard, feature_job
@@ -188,25 +188,14 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
     return min(RESIDENT_STORE * images + STORE_BYTES // 2, int(0.6 * free_host_bytes()))
 
 
-def check_sweep(config: Config, num_rows: int, at_once: int) -> None:
-    """ConfigError: what the trials of a sweep share, decoded or as features, is too large for this machine,
-    or to stream. A lower bound: this process, Ray's store and every process that trains at the same time, for
-    ``at_once`` trials, have a copy.
+def choose_for_sweep(config: Config, num_rows: int, num_folds: int) -> tuple[Loading, str]:
+    """:func:`choose` for the trials of a sweep, which share the images: this process and Ray's store have a
+    copy each, a GPU one of each fold. What does not fit is streamed: trials read images themselves, and
+    features of a frozen encoder are mapped from a file.
     """
-    told, frozen = config.data.loading, config.model.finetune == "none"
-    copies = 2 + at_once * max(1, config.compute.num_workers)
-    needed, budget = num_rows * row_bytes(config) / GB, SHARE * free_host_bytes() / copies / GB
-    if told == "memory" or (told == "auto" and needed <= budget):
-        return
-    what = "of features" if frozen else "decoded"
-    sizes = f"{plural(num_rows, 'image')} of {needed:.3g} GB {what}, {budget:.3g} GB fit ({copies} copies)"
-    problem, advice = "in memory", "use fewer images with --limit"
-    if told == "streaming":
-        problem, advice = "in memory and do not stream", "leave --data.loading out"
-    if not frozen:
-        cached = num_rows * feature_bytes(config) / GB
-        advice += f", --model.finetune none with --weights shares {cached:.3g} GB of features instead"
-    raise ConfigError(f"the trials of a sweep share its images {problem}: {sizes}; {advice}")
+    room, here = free_memory(config), override(config, {"compute.num_workers": 0})
+    device = None if room.device is None else room.device // num_folds
+    return choose(here, num_rows, row_bytes(config), Room(room.host // 2, device))
 
 
 def _size(num_bytes: float) -> str:

@@ -114,6 +114,15 @@ def wandb_records(path: Path) -> list:
     return found
 
 
+def ended_wandb_records(path: Path) -> list:
+    """Those of a run that has ended: its service writes on when finish() has returned."""
+    end = time.monotonic() + 60
+    while not (parsed := wandb_records(path)) or parsed[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return parsed
+
+
 def test_wandb_reads_an_offline_run(tmp_path, monkeypatch):
     """By W&B's own messages. Kills: a run that asks for the network or a login, its console taken,
     steps lost since they go back.
@@ -124,10 +133,7 @@ def test_wandb_reads_an_offline_run(tmp_path, monkeypatch):
     report("wandb", storage, line(4, "pretrain"), line(8), line(6), group="sweep")
     (folder,) = Path(storage.path("wandb")).glob("offline-run-*")
     (path,) = folder.glob("run-*.wandb")
-    end = time.monotonic() + 60  # its service writes on when finish() has returned
-    while not (parsed := wandb_records(path)) or parsed[-1].WhichOneof("record_type") != "exit":
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    parsed = ended_wandb_records(path)
     history = [
         {item.key or "/".join(item.nested_key): item.value_json for item in one.history.item}
         for one in parsed
