@@ -3,10 +3,10 @@
     python -m benchmarks.metadata --rows 1000000
 
 prints one JSON row for each number of rows: synthetic metadata of Parquet files (row groups of 512 images,
-100 classes, one label in five hidden), no image. ``driver`` is what one process does, ``setup`` what one of
-``--ranks`` does in a process of its own before its first batch of a stream, ``later`` what it does then.
-Microseconds a row of each part; ``bytes_a_row``: the most memory beyond what the process had before them all,
-what all ranks of a node share included.
+100 classes, one label in five hidden), no image. ``driver`` is what one process does, but for the preflight
+check, which reads images; ``setup`` what one of ``--ranks`` does in a process of its own before its first
+batch of a stream, ``later`` what it does then. Microseconds a row of each part; ``bytes_a_row``: the most
+memory beyond what the process had before them all, what all ranks of a node share included.
 """
 
 import argparse
@@ -26,11 +26,10 @@ import torch
 
 from benchmarks.measure import environment
 from uno.config import Config, override
-from uno.data.check import check
 from uno.data.columns import Labels, Numbered
 from uno.data.decode import BadRows
 from uno.data.files import Storage
-from uno.data.images import Image, spread
+from uno.data.images import spread
 from uno.data.rows import Rows
 from uno.data.splits import Task, make_task, truth_rows
 from uno.data.stream import CropJob, StreamedEvalSet, StreamSet, crop_local, stream_facts
@@ -42,7 +41,7 @@ GROUP_ROWS, FILE_ROWS, NUM_CLASSES, IMAGE_BYTES = 512, 2**16, 100, 110_000
 
 
 class Unread(ParquetImages):
-    """The row groups of ``num`` images, without their files; whoever reads one gets zeros."""
+    """The row groups of ``num`` images, without their files."""
 
     def __init__(self, num: int) -> None:
         starts = [*range(0, num, GROUP_ROWS), num]
@@ -50,10 +49,6 @@ class Unread(ParquetImages):
         self._groups = [(f"{i}.parquet", 0, 0) for i in range(len(starts) - 1)]
         self._starts = np.array(starts)
         self._bytes, self._times = np.diff(starts) * IMAGE_BYTES, np.zeros(len(starts) - 1, np.int64)
-
-    def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Encoded images that cannot be decoded."""
-        return [bytes(IMAGE_BYTES)] * len(rows)
 
 
 def config_of(ranks: int) -> Config:
@@ -113,7 +108,6 @@ def driver(num_rows: int, ranks: int, meter: Callable[[str, Callable[[], Any]], 
     rows = meter("rows", lambda: rows_of(num_rows))
     task: Task = meter("task", lambda: make_task(rows, config.data))
     meter("fingerprint", lambda: rows.fingerprint)
-    meter("check", lambda: check(task, config))
     meter("plans", lambda: run.plans(config, *task.sizes, ranks))
     meter("truth", lambda: truth_rows(task))
     meter("sample", lambda: spread(rows.images, [np.flatnonzero(task.labels < 0)], 20_000))
