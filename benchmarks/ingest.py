@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from uno.data.plan import make_pretrain_plan
 from uno.data.stream import Chunk, CropJob, StreamSet, crop_local, decode_here
 from uno.data.tables import ParquetImages
 from uno.presets import preset
+from uno.session.resources import STORE_BYTES
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 SIZES = {"imagenet": (224, 96), "cifar": (32, 18)}
@@ -126,7 +128,7 @@ def drain(chunks: Iterator[Chunk], expected: int) -> None:
 
 def in_processes(pool: ProcessPoolExecutor, job: CropJob, expected: int) -> None:
     """The pure function on the same cores: every process crops its chunks and throws them away."""
-    chunks = list(job.references(job.chunk_rows))
+    chunks = list(chain.from_iterable(job.epochs(job.chunk_rows)))
     assert sum(pool.map(partial(crop_chunk, job.cropper, job.images), chunks)) == expected
 
 
@@ -168,13 +170,13 @@ def rate(options: argparse.Namespace) -> dict[str, Any]:
 def through_ray(options: argparse.Namespace) -> dict[str, Any]:
     """Ray Data into a consumer that does nothing, next to the pure function and the DataLoader."""
     from pipelines import ray_env
-    from pipelines.ray_data import crop_on_ray, execution_limits, store_bytes
+    from pipelines.ray_data import crop_on_ray, execution_limits
 
     # At Ray's 15, whatever else the machine does would take its time from Ray alone.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     config = config_of(options)
     images, rows = source_of(options)
-    with tempfile.TemporaryDirectory() as folder, ray_env.connect(store_bytes(1)) as ray:
+    with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
         job = job_of(config, images, rows, folder)
         count = (job.last - job.first) * BATCH
         on_ray = crop_on_ray(ray, *execution_limits(ray.cluster_resources(), 1, 0.0))
@@ -213,11 +215,11 @@ def row(options: argparse.Namespace, seconds: dict[str, list[float]], count: int
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Peak memory of all processes and of the object store, for 1, 2, 4 times the epochs and the rows."""
     from pipelines import ray_env
-    from pipelines.ray_data import crop_on_ray, execution_limits, store_bytes
+    from pipelines.ray_data import crop_on_ray, execution_limits
 
     config = config_of(options)
     runs = []
-    with tempfile.TemporaryDirectory() as folder, ray_env.connect(store_bytes(1)) as ray:
+    with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
         on_ray = crop_on_ray(ray, *execution_limits(ray.cluster_resources(), 1, 0.0))
         for epochs, times in ((1, 1), (1, 1), (2, 1), (4, 1), (1, 2), (1, 4)):
             images, rows = source_of(argparse.Namespace(**vars(options) | {"rows": options.rows * times}))

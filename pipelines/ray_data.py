@@ -202,7 +202,7 @@ def crop_on_ray(
         num_rows = job.fetch_rows or TASK_CHUNKS * job.chunk_rows
         blocks = (
             pa.table({"step": steps, "position": positions, **to_columns(job.images, rows)})
-            for steps, positions, rows in job.references(num_rows)
+            for steps, positions, rows in chain.from_iterable(job.epochs(num_rows))
         )
         for table in in_executions(run, blocks, job.chunk_rows * _num_chunks(cpus, store)):
             yield bytes_of(table["pixels"], job.row_bytes), table["reason"].to_pylist()

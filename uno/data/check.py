@@ -24,6 +24,7 @@ MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer
 MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
 SHRUNK = 3  # times, of the shorter side, beyond which somebody should know
+NUM_BATCHES = 1000  # of an epoch, whose classes are counted
 NUM_NAMED = 5  # unreadable images in a line
 SORTED = 1.25  # times what the most frequent class has of a batch where rows are shuffled
 BATCH = 32  # images between two looks at the clock
@@ -179,11 +180,13 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
 
 
 def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
-    """Mean share of the most frequent class in batches of ``size`` rows, among those with a class: 0-1.
-    ``classes`` int64 (N,) in the order of training, -1: none; each worker reads its own part of them.
+    """Mean share of the most frequent class in batches of ``size`` rows, among those with a class: 0-1. Of
+    ``classes`` int64 (N,) in the order of training, -1: none, each worker reads its own part. Of many batches
+    a sample is looked at.
     """
     steps = len(classes) // size
-    parts = classes[: steps * size].reshape(workers, steps, -1).transpose(1, 0, 2).reshape(steps, size)
+    parts = classes[: steps * size].reshape(workers, steps, -1)[:, evenly_spaced(NUM_BATCHES, steps)]
+    parts = parts.transpose(1, 0, 2).reshape(-1, size)
     counts = [np.bincount(part[part >= 0]) for part in parts if (part >= 0).any()]
     return float(np.mean([count.max() / count.sum() for count in counts])) if counts else 0.0
 

@@ -4,6 +4,7 @@ they are wanted; classes as numbers. As a sequence each is what it says of every
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 ROWS_AT_ONCE = 2**13  # that become objects of Python
+PLAIN = r"^[ !#-\[\]-~]*$"  # text that is its own JSON
 Item = TypeVar("Item")
 
 
@@ -23,6 +26,10 @@ class Column(Sequence[Item], ABC):
     @abstractmethod
     def take(self, rows: np.ndarray) -> list[Item]:
         """The values of ``rows`` (n,)."""
+
+    def json(self, rows: np.ndarray) -> Any:
+        """The values of ``rows`` (n,) as JSON, an Arrow array of large strings."""
+        return pa.array(map(json.dumps, self.take(rows)), pa.large_string())
 
     @overload
     def __getitem__(self, row: int) -> Item: ...
@@ -65,6 +72,11 @@ class Ids(Column[str], ABC):
         parts = (rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE))
         return Text.of(chain.from_iterable(map(self.take, parts)))
 
+    def find(self, names: Iterable[str]) -> dict[str, int]:
+        """Those of ``names`` that a row has, and the row."""
+        wanted = set(names)
+        return {name: row for row, name in enumerate(self) if name in wanted}
+
 
 @dataclass(frozen=True, eq=False)
 class Text(Ids):
@@ -90,6 +102,34 @@ class Text(Ids):
         """The values of ``rows`` (n,)."""
         return list(self.array.take(pa.array(rows)).to_pylist())
 
+    def json(self, rows: np.ndarray) -> Any:
+        """Text without special characters stays as it is, between quotes."""
+        values = self.array.take(pa.array(rows))
+        if not pa.compute.all(pa.compute.match_substring_regex(values, PLAIN), min_count=0).as_py():
+            return super().json(rows)
+        return joined("", '"', values, '"')
+
+    def repeated(self) -> str | None:
+        """The first that an earlier row has, too. Memory: 8 bytes a row, and their text once more."""
+        order = pa.compute.array_sort_indices(self.array)
+        values = self.array.take(order)
+        same = pa.compute.equal(values[1:], values[:-1]).to_numpy(zero_copy_only=False)
+        if not same.any():
+            return None
+        pairs = np.flatnonzero(same)
+        later = np.maximum(order.to_numpy()[pairs], order.to_numpy()[pairs + 1])
+        return str(self.array[int(later.min())].as_py())
+
+    def pick(self, rows: np.ndarray) -> Text:
+        """Those of ``rows`` (n,)."""
+        return Text(self.array.take(pa.array(rows)))
+
+    def find(self, names: Iterable[str]) -> dict[str, int]:
+        """Those of ``names`` that a row has, and the row."""
+        wanted = pa.array(names, pa.large_string())
+        rows = np.flatnonzero(pa.compute.is_in(self.array, wanted).to_numpy(zero_copy_only=False))
+        return dict(zip(self.take(rows), rows.tolist(), strict=True))
+
 
 @dataclass(frozen=True, eq=False)
 class Numbered(Ids):
@@ -103,9 +143,30 @@ class Numbered(Ids):
 
     def take(self, rows: np.ndarray) -> list[str]:
         """The values of ``rows`` (n,)."""
-        files = np.searchsorted(self.starts, rows, side="right") - 1
-        pairs = zip(files.tolist(), (rows - self.starts[files]).tolist(), strict=True)
-        return [f"{self.files[file]}#{number}" for file, number in pairs]
+        return list(self._joined(self.files, rows).to_pylist())
+
+    def json(self, rows: np.ndarray) -> Any:
+        """Each file's name is escaped once."""
+        return joined("", '"', self._joined([json.dumps(file)[1:-1] for file in self.files], rows), '"')
+
+    def pick(self, rows: np.ndarray) -> Text:
+        """Those of ``rows`` (n,)."""
+        return Text(self._joined(self.files, rows))
+
+    def find(self, names: Iterable[str]) -> dict[str, int]:
+        """Those of ``names`` that a row has, and the row."""
+        place, found = {file: i for i, file in enumerate(self.files)}, dict[str, int]()
+        for name in names:
+            file, _, number = name.rpartition("#")
+            at = place.get(file, -1)
+            if at >= 0 and number.isdigit() and int(number) < self.starts[at + 1] - self.starts[at]:
+                found[name] = int(self.starts[at]) + int(number)
+        return found
+
+    def _joined(self, files: Sequence[str], rows: np.ndarray) -> Any:
+        own = np.searchsorted(self.starts, rows, side="right") - 1
+        texts = pa.array(files, pa.large_string()).take(pa.array(own))
+        return joined("#", texts, decimal(rows - self.starts[own]))
 
     def repeated(self) -> str | None:
         """As of all ids; those of one file differ."""
@@ -142,6 +203,11 @@ class Labels(Column[str | None]):
         """The values of ``rows`` (n,)."""
         return [None if code < 0 else self.classes[code] for code in self.codes[rows].tolist()]
 
+    def json(self, rows: np.ndarray) -> Any:
+        """Each class is escaped once."""
+        texts = pa.array([*map(json.dumps, self.classes), "null"], pa.large_string())
+        return texts.take(pa.array(self.codes[rows] % len(texts)))
+
     def pick(self, rows: np.ndarray) -> Labels:
         """Those of ``rows``: numbers (n,), or bool (N,)."""
         return Labels(self.classes, self.codes[rows])
@@ -170,6 +236,17 @@ class Labels(Column[str | None]):
         """These, where there are none ``other``'s."""
         theirs = np.where(other.given, other.codes + len(self.classes), -1)
         return Labels((*self.classes, *other.classes), np.where(self.given, self.codes, theirs))
+
+
+def joined(separator: str, *parts: Any) -> Any:
+    """Arrow arrays of large strings, or text that is the same for all rows, one after the other."""
+    texts = [pa.scalar(part, pa.large_string()) if isinstance(part, str) else part for part in parts]
+    return pa.compute.binary_join_element_wise(*texts, pa.scalar(separator, pa.large_string()))
+
+
+def decimal(numbers: np.ndarray) -> Any:
+    """Whole ``numbers`` (n,) as text, an Arrow array of large strings."""
+    return pa.array(numbers).cast(pa.large_string())
 
 
 def chunks(values: Iterable[Item]) -> Iterator[list[Item]]:

@@ -22,6 +22,7 @@ from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from uno import collectives
+from uno.data.columns import Ids
 from uno.data.files import Storage, is_transient, parse_json, read_bytes
 from uno.data.images import Image, Images, InMemory, as_images
 from uno.errors import ConfigError, StorageError, one_line
@@ -213,7 +214,7 @@ def _check(
 class BadRows:
     """The rows of a task that this worker, and after :meth:`sync` all workers, could not read in training."""
 
-    def __init__(self, ids: Sequence[str], images: Images, max_fraction: float, storage: Storage) -> None:
+    def __init__(self, ids: Ids, images: Images, max_fraction: float, storage: Storage) -> None:
         self._ids, self._images, self._max_fraction, self._storage = ids, images, max_fraction, storage
         self._reasons = self._listed()
         self._synced = len(self._reasons)
@@ -229,20 +230,17 @@ class BadRows:
         """Tell each other, all workers at the same time, and list the rows as :func:`check_bad`. Of several
         workers the host waits for ``device``.
         """
-        alone = not collectives.in_group()
-        device = torch.device("cpu") if alone else device
-        if not collectives.all_reduce_sum_(
-            torch.tensor([float(len(self._reasons) > self._synced)], device=device)
-        ):
+        device = device if collectives.in_group() else torch.device("cpu")
+        new = list(self._reasons)[self._synced :]
+        most = int(collectives.gather_rows(torch.tensor([len(new)], device=device), 0).max())
+        if not most:
             return
-        flags = torch.zeros(len(self._ids), device=device)
-        flags[torch.tensor(list(self._reasons), dtype=torch.int64, device=device)] = 1
-        rows = collectives.all_reduce_sum_(flags).nonzero()[:, 0].tolist()
-        for row in rows:
-            if row not in self._reasons:  # another worker's: no need to send text around
+        told = torch.tensor([*new, *[-1] * (most - len(new))], device=device)
+        for row in collectives.gather_rows(told, 0).unique().tolist():
+            if row >= 0 and row not in self._reasons:  # another worker's: no need to send text around
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
                 self._reasons[row] = reason or "was readable at first, but not when read again"
-        self._synced = len(rows)
+        self._synced = len(self._reasons)
         _check(self._ids, self._reasons, self._max_fraction, self._storage)
 
     def _listed(self) -> dict[int, str]:
@@ -254,8 +252,7 @@ class BadRows:
                 reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
         except (ValueError, TypeError, KeyError):
             log.warning("%s is damaged and is rewritten", self._storage.path(BAD_SAMPLES))
-        named = enumerate(map(str, self._ids)) if reasons else ()
-        return {row: reasons[name] for row, name in named if name in reasons}
+        return {row: reasons[name] for name, row in self._ids.find(reasons).items()} if reasons else {}
 
 
 def read_header(image: Image) -> tuple[str, int, int]:

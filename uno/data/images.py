@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from uno.data.columns import decimal
 from uno.data.files import full_path, valid_text
 from uno.data.row_blocks import RowBlocks
 
@@ -45,7 +46,7 @@ class Images(Protocol):
         return ImageSubset(self, rows)
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """int64 (n,): rows of one number are read together. None: each is read by itself."""
+        """Integers (n,): rows of one number are read together. None: each is read by itself."""
         return None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
@@ -55,8 +56,10 @@ class Images(Protocol):
         found = self.read_images(rows)
         return np.fromiter((getattr(image, "nbytes", len(image)) for image in found), np.int64, len(found))
 
-    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
-        """What the fingerprint of a data set has of each row: its content, or what stands for it unread."""
+    def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
+        """What the fingerprint of a data set has of each row: its content; or what stands for it unread, an
+        Arrow array of large strings of less than 256 bytes.
+        """
         return map(content_of, self.read_images(rows))
 
     def times(self, rows: np.ndarray) -> np.ndarray:
@@ -137,7 +140,7 @@ class ImageSubset(Images):
         """As of the others."""
         return self.images.sizes(self.index[rows])
 
-    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
+    def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
         """As of the others: decoding does not make another data set of them."""
         return self.images.content_keys(self.index[rows])
 
@@ -226,9 +229,9 @@ class Files(Images):
         """Those of the files."""
         return self.stats[rows, 1]
 
-    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
+    def content_keys(self, rows: np.ndarray) -> pa.Array:
         """Sizes: a moved data set is the same one."""
-        return (str(size).encode() for size in self.sizes(rows).tolist())
+        return decimal(self.sizes(rows))
 
 
 def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:

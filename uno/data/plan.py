@@ -25,6 +25,8 @@ UNLABEL = 9  # rows of known classes that lose their label
 HELD_OUT = 10  # test rows
 TUNE_FOLDS = 11  # known classes that a trial of a sweep hides
 
+SORTED_AT_ONCE = 2**18  # rows, of whole windows
+
 
 class Batch(NamedTuple):
     """V views of B rows on the training device; the first ``len(labels)`` rows are labeled."""
@@ -127,12 +129,12 @@ def epoch_indices(
     groups: np.ndarray | None = None, window_rows: int = 1,
 ) -> np.ndarray:  # fmt: skip
     """int64 (rows_needed,): fresh permutations of ``num_rows``, of row ``groups`` by :func:`by_windows`."""
-    order = [np.empty(0, np.int64)]
-    for cycle in range(-(-rows_needed // max(1, num_rows))):
+    order = np.empty(rows_needed, np.int64)
+    for cycle, start in enumerate(range(0, rows_needed, max(1, num_rows))):
         random = np.random.default_rng([seed, stream, epoch, cycle])
         whole = random.permutation(num_rows) if groups is None else by_windows(groups, window_rows, random)
-        order.append(whole)
-    return np.concatenate(order)[:rows_needed]
+        order[start : start + num_rows] = whole[: rows_needed - start]
+    return order
 
 
 def by_windows(groups: np.ndarray, window_rows: int, random: np.random.Generator) -> np.ndarray:
@@ -144,7 +146,29 @@ def by_windows(groups: np.ndarray, window_rows: int, random: np.random.Generator
     sequence = present[random.permutation(len(present))]
     window = np.empty(len(counts), np.int32)  # of each group: by the rows before it, in this sequence
     window[sequence] = (np.cumsum(counts[sequence]) - counts[sequence]) // window_rows
-    return np.lexsort((random.random(len(groups)), window[groups]))
+    if len(sequence) and window[sequence[-1]] < 2**16:
+        window = window.astype(np.uint16)  # which NumPy sorts by digits
+    own = window[groups]
+    order, sizes = np.argsort(own, kind="stable"), np.bincount(own)
+    return _sort_inside_(order, sizes[sizes > 0], random.random(len(groups)))
+
+
+def _sort_inside_(order: np.ndarray, sizes: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """``order`` int64 (N,), where rows of a window are together, ``sizes`` says how many: each window sorted
+    in place by the ``draws`` (N,) of its rows, 0-1. As ``np.lexsort`` of both, in a third of its time.
+    """
+    ends, first = np.cumsum(sizes), 0
+    while first < len(sizes):
+        begin = ends[first] - sizes[first]
+        last = max(first + 1, int(np.searchsorted(ends, begin + SORTED_AT_ONCE, side="right")))
+        num, rows = sizes[first:last, None], order[begin : ends[last - 1]]
+        inside = np.arange(num.max()) < num  # (windows, rows of the largest)
+        keys = np.full(inside.shape, 2.0)
+        keys[inside] = draws[rows]
+        starts = ends[first:last, None] - num - begin
+        rows[:] = rows[(np.argsort(keys, axis=1, kind="stable") + starts)[inside]]
+        first = last
+    return order
 
 
 def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Generator:
@@ -185,7 +209,7 @@ class Order:
             (plan.num_labeled, steps * plan.labeled_size, plan.labeled_stream, labeled),
             (plan.num_unlabeled, steps * plan.unlabeled_size, UNLABELED, unlabeled),
         )
-        orders = [epoch_indices(plan.seed, epoch, *kind, self._window_rows) for kind in kinds]
-        if self._groups is None:
-            return [order.reshape(steps, workers, -1)[:, self._rank] for order in orders]
-        return [order.reshape(workers, steps, -1)[self._rank] for order in orders]
+        orders = (epoch_indices(plan.seed, epoch, *kind, self._window_rows) for kind in kinds)
+        if self._groups is None:  # copies: an epoch that is kept keeps no other worker's rows
+            return [order.reshape(steps, workers, -1)[:, self._rank].copy() for order in orders]
+        return [order.reshape(workers, steps, -1)[self._rank].copy() for order in orders]

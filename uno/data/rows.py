@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute
 
-from uno.data.columns import ROWS_AT_ONCE, Ids, Labels
+from uno.data.columns import Column, Ids, Labels
 from uno.data.images import Images, as_images
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
 from uno.text import composed, folded
 
+PART_ROWS = 2**16  # that are hashed at once
 SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "validation": "test"}
 """What sources call their splits -> ours."""
 
@@ -111,20 +113,38 @@ class Rows:
         """SHA-256 of ids, labels, splits and content (pixels, bytes; sizes of files and of the row groups of
         Parquet files), 64 hex digits. A moved data set keeps it. 0.1 s for 60,000 JPEGs of 32 px.
         """
-        digest = hashlib.sha256()
-        parts = [range(i, min(i + ROWS_AT_ONCE, len(self))) for i in range(0, len(self), ROWS_AT_ONCE)]
-        columns: tuple[Sequence[str | None], ...] = (self.ids, self.labels, self.split)
+        digest, num = hashlib.sha256(), len(self)
+        parts = [np.arange(i, min(i + PART_ROWS, num)) for i in range(0, num, PART_ROWS)]
+        columns: tuple[Column[Any], ...] = (self.ids, self.labels, self.split)
         for number, column in enumerate(columns):  # as JSON of the three lists
             digest.update(b", [" if number else b"[[")
-            for part in parts:
-                text = json.dumps(column[part.start : part.stop])[1:-1]
-                digest.update(f"{', ' if part.start else ''}{text}".encode())
+            for i, part in enumerate(parts):
+                digest.update(b", " if i else b"")
+                digest.update(_together(column.json(part), ", "))
             digest.update(b"]")
         digest.update(b"]")
         for part in parts:
-            for content in self.images.content_keys(np.array(part)):
+            contents = self.images.content_keys(part)
+            if isinstance(contents, pa.Array):
+                digest.update(_together(_with_sizes(contents), b""))
+                continue
+            for content in contents:
                 digest.update(len(content).to_bytes(8, "little") + content)
         return digest.hexdigest()
+
+
+def _together(values: Any, separator: str | bytes) -> Any:
+    """The values of an Arrow array as one piece of memory."""
+    rows = pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
+    return pa.compute.binary_join(rows, pa.scalar(separator, values.type))[0].as_buffer()
+
+
+def _with_sizes(contents: Any) -> Any:
+    """Each text of an Arrow array of large strings, shorter than 256 bytes, after its length in 8 bytes."""
+    sizes = pa.array([i.to_bytes(8, "little") for i in range(256)], pa.large_binary())
+    before = sizes.take(pa.compute.binary_length(contents))
+    after = contents.cast(pa.large_binary())
+    return pa.compute.binary_join_element_wise(before, after, pa.scalar(b"", pa.large_binary()))
 
 
 def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterator[str]:

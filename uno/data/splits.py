@@ -132,8 +132,8 @@ def held_out(rows: Rows, is_train: np.ndarray, known: list[str], share: float) -
     """
     labels, chosen = np.where(is_train, rows.labels.places(known), -1), np.zeros(len(rows), dtype=bool)
     hidden = is_train & (labels < 0) & rows.labels.given
-    for number, group in enumerate([hidden, *(labels == c for c in range(len(known)))]):
-        members = np.random.default_rng([HELD_OUT, number]).permutation(np.flatnonzero(group))
+    for number, group in enumerate([np.flatnonzero(hidden), *rows_of_classes(labels, len(known))]):
+        members = np.random.default_rng([HELD_OUT, number]).permutation(group)
         chosen[members[: min(round(share * len(members)), max(len(members) - 1, 0))]] = True
     return chosen
 
@@ -143,10 +143,17 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
     one label a class stays.
     """
     left = labels.copy()
-    for c in range(labels.max() + 1):
-        rows = np.random.default_rng([UNLABEL, c]).permutation(np.flatnonzero(labels == c))
+    for c, group in enumerate(rows_of_classes(labels, labels.max() + 1)):
+        rows = np.random.default_rng([UNLABEL, c]).permutation(group)
         left[rows[: min(round(share * len(rows)), len(rows) - 1)]] = -1
     return left
+
+
+def rows_of_classes(labels: np.ndarray, num: int) -> list[np.ndarray]:
+    """Rows int64 (n,) of each of the classes 0 to ``num`` - 1 in ``labels`` (N,), in order."""
+    small = labels.astype(np.int16)  # at most MAX_CLASSES; NumPy sorts it by digits
+    order = np.argsort(small, kind="stable")
+    return np.split(order, np.searchsorted(small[order], np.arange(num + 1)))[1:-1]
 
 
 def decide_setting(

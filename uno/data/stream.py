@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ CHUNK_ROWS = 4096
 THREAD_ROWS = 512  # of a chunk that a thread crops: what costs Ray a block costs nothing here
 WINDOW_BYTES = 64 * 2**20
 MAX_WINDOW_ROWS = CHUNK_ROWS // 2  # one Ray task crops two windows: with more, cores would wait for the last
+SIZES_AT_ONCE = 2**16  # rows
 CPU = torch.device("cpu")
 
 Chunk = tuple[np.ndarray, list[str | None]]
@@ -204,6 +206,7 @@ class CropJob:
     ) -> None:
         self.images = train.images
         self.first, self.last, self._train = first, last, train
+        self._steps_per_epoch = plan.steps_per_epoch
         num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
         how = config.augment, data.stored_size, data.interpolation
         self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, *how)
@@ -222,18 +225,29 @@ class CropJob:
         labeled, unlabeled = self.order.rows(step)
         return np.concatenate([self._train.labeled[labeled], self._train.unlabeled[unlabeled]])
 
-    def references(self, num_rows: int) -> Iterator[References]:
-        """All rows in order, ``num_rows`` at a time, across the borders of steps; the last may be fewer."""
-        per_step, end = self.rows_per_step, (self.last - self.first) * self.rows_per_step
+    def epochs(self, num_rows: int) -> Iterator[Iterator[References]]:
+        """Of each epoch all rows in order, ``num_rows`` at a time, across the borders of steps; its last may
+        be fewer.
+        """
+        first = self.first
+        while first < self.last:
+            last = min(self.last, (first // self._steps_per_epoch + 1) * self._steps_per_epoch)
+            yield self._references(num_rows, first, last)
+            first = last
+
+    def _references(self, num_rows: int, first: int, last: int) -> Iterator[References]:
+        per_step, end = self.rows_per_step, (last - first) * self.rows_per_step
         for start in range(0, end, num_rows):
             step, position = np.divmod(np.arange(start, min(start + num_rows, end)), per_step)
-            rows = np.stack([self.rows(self.first + i) for i in range(step[0], step[-1] + 1)])
-            yield self.first + step, self.order.positions[position], rows[step - step[0], position]
+            rows = np.stack([self.rows(first + i) for i in range(step[0], step[-1] + 1)])
+            yield first + step, self.order.positions[position], rows[step - step[0], position]
 
 
 def window_rows(images: Images) -> int:
     """Rows that are mixed at once: they come from groups that are read together."""
-    row_bytes = max(1, int(images.sizes(np.arange(len(images))).mean()))
+    num, parts = len(images), range(0, len(images), SIZES_AT_ONCE)
+    total = sum(int(images.sizes(np.arange(i, min(i + SIZES_AT_ONCE, num))).sum()) for i in parts)
+    row_bytes = max(1, total // num)
     return max(1, min(MAX_WINDOW_ROWS, WINDOW_BYTES // row_bytes))
 
 
@@ -250,7 +264,7 @@ def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
 def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]]:
     """(steps, positions, images) of a chunk each; what is read together is fetched here, ahead."""
     size = min(job.chunk_rows, THREAD_ROWS)
-    for steps, positions, rows in job.references(job.fetch_rows or size):
+    for steps, positions, rows in chain.from_iterable(job.epochs(job.fetch_rows or size)):
         images = job.images.take(rows)
         found = images if job.fetch_rows is None else InMemory(images.read_images(np.arange(len(rows))))
         for start in range(0, len(rows), size):

@@ -25,7 +25,7 @@ import pyarrow.dataset
 import pyarrow.parquet
 
 from uno.data import files as filesystem
-from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, chunks
+from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, chunks, decimal, joined
 from uno.data.images import Files, Image, Images, InMemory
 from uno.data.rows import SPLITS, Partition, Rows
 from uno.errors import ConfigError, one_line
@@ -74,7 +74,7 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     places, starts = [filesystem.valid_text(f.relative) for f in files], np.cumsum([0, *map(len, tables)])
     ids: Ids = Numbered(places, starts)
     if "id" in table.column_names:
-        ids = Text.of(chain.from_iterable(map(_ids, tables, places, starts.tolist())))
+        ids = Text.join([*map(_ids, tables, places, starts.tolist())])
     images: Images
     if "image" in table.column_names:
         images = files_in(source, root, values_in(table["image"]), False)
@@ -85,11 +85,14 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     return Rows(ids, images, labels, is_train, source, class_names[0], known, eval_labels=truth)
 
 
-def _ids(table: Any, name: str, first: int) -> Iterator[str]:
+def _ids(table: Any, name: str, first: int) -> Text:
     """Of a file's rows, the first being row ``first`` of the source: they may lack some, or all."""
+    rows = np.arange(len(table))
     if "id" not in table.column_names:
-        return (f"{name}#{number}" for number in range(len(table)))
-    return (id or f"row-{row}" for row, id in enumerate(values_in(table["id"]), first))
+        return Numbered([name], np.array([0, len(table)])).pick(rows)
+    given = table["id"].cast(pa.large_string()).combine_chunks().fill_null("")
+    instead = joined("", "row-", decimal(first + rows))
+    return Text(pa.compute.if_else(pa.compute.equal(given, ""), instead, given))
 
 
 def values_in(column: Any) -> Iterator[Any]:
@@ -155,8 +158,10 @@ class ParquetImages(Images):
         return found
 
     def groups(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): the row group of each of ``rows``, numbered over all files."""
-        return np.searchsorted(self._starts, rows, side="right") - 1
+        """int32 (n,): the row group of each of ``rows``, numbered over all files."""
+        found = np.searchsorted(self._starts, rows, side="right").astype(np.int32)
+        found -= 1
+        return found
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """int64 (n,): about the mean in its row group, so that all of it are its bytes."""
@@ -164,11 +169,10 @@ class ParquetImages(Images):
         number, total, num = rows - self._starts[groups], self._bytes[groups], np.diff(self._starts)[groups]
         return (number + 1) * total // num - number * total // num
 
-    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
+    def content_keys(self, rows: np.ndarray) -> pa.Array:
         """Of each row its row group's bytes and its number there."""
         groups = self.groups(rows)
-        pairs = zip((rows - self._starts[groups]).tolist(), self._bytes[groups].tolist(), strict=True)
-        return (f"{number} of {size}".encode() for number, size in pairs)
+        return joined(" of ", decimal(rows - self._starts[groups]), decimal(self._bytes[groups]))
 
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Those of the Parquet files, unless rows may be files of their own."""

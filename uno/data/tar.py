@@ -15,9 +15,10 @@ from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from uno.data import files as filesystem
-from uno.data.columns import Labels, Text, chunks
+from uno.data.columns import Labels, Text, chunks, decimal
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images, is_image
 from uno.data.rows import SPLITS, Rows
@@ -84,9 +85,9 @@ class TarImages(Images):
         """Those of the shards."""
         return self.shard_times[self.shard[rows]]
 
-    def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
+    def content_keys(self, rows: np.ndarray) -> pa.Array:
         """Sizes, as of files."""
-        return (str(size).encode() for size in self.size[rows].tolist())
+        return decimal(self.size[rows])
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """No image is a file of its own."""

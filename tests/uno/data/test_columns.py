@@ -76,7 +76,7 @@ def test_an_id_that_two_rows_have_is_found(ids, found):
 def test_the_fingerprint_is_that_of_lists(monkeypatch):
     """As it always was, or every run and every pack would be another's. Kills: pieces joined otherwise."""
     monkeypatch.setattr(columns, "ROWS_AT_ONCE", 4)
-    monkeypatch.setattr(rows, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(rows, "PART_ROWS", 4)
     ids, names = [f"ä{i}" for i in range(9)], ["dog", None, "cat"] * 3
     pixels, is_train = np.arange(108, dtype=np.uint8).reshape(9, 2, 2, 3), np.arange(9) % 4 > 0
     found = rows.Rows(Text.of(ids), pixels, Labels.of(names), is_train, "nine")

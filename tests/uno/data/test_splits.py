@@ -12,7 +12,14 @@ from uno.config import Config, DataConfig
 from uno.data.columns import Labels, Text
 from uno.data.rows import Rows
 from uno.data.sources import read_digits
-from uno.data.splits import decide_setting, make_task, order_classes, parse_known_classes, unlabel
+from uno.data.splits import (
+    decide_setting,
+    make_task,
+    order_classes,
+    parse_known_classes,
+    rows_of_classes,
+    unlabel,
+)
 from uno.errors import ConfigError
 
 from .builders import failure
@@ -260,3 +267,13 @@ def test_rows_are_held_out_where_no_test_row_is_of_a_known_class():
     assert [int(held[part].sum()) for part in (slice(10), slice(10, 12), slice(12, 16))] == [2, 2, 0]
     kept = task_of(rows_of(labels, split), known_classes="a,b", num_novel=1, validation_fraction=0.2)
     assert np.flatnonzero(~kept.is_train).tolist() == [10, 11]
+
+
+@pytest.mark.parametrize("num", [0, 1, 5, 7])
+def test_rows_of_classes(num):
+    """As a search for each class by itself. Kills: rows without a class taken for one, rows out of order, a
+    class that has none left out.
+    """
+    labels = np.random.default_rng(0).integers(-1, 6, 200)
+    found = rows_of_classes(labels, num)
+    assert [rows.tolist() for rows in found] == [np.flatnonzero(labels == c).tolist() for c in range(num)]

@@ -5,6 +5,7 @@ import pickle
 import tracemalloc
 from collections import Counter
 from dataclasses import fields, replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -110,9 +111,15 @@ def test_every_row_once_in_an_epoch(tmp_path, world_size):
     for rank in range(world_size):
         for first, last in ((0, 2), (2, plan.steps_per_epoch)):  # a stop in between
             job = module.CropJob(config, train, plan, rank, world_size, first, last)
-            seen.update(row for _, _, rows in job.references(5) for row in rows.tolist())
+            epochs = [list(epoch) for epoch in job.epochs(5)]
+            seen.update(row for _, _, rows in chain(*epochs) for row in rows.tolist())
+            assert len(epochs) == 1
             cropped = sum(len(found) for found, _ in module.crop_local(job, 2))
             assert cropped == (last - first) * job.rows_per_step
+        num = plan.steps_per_epoch
+        both = module.CropJob(config, train, plan, rank, world_size, 1, 2 * num).epochs(5)
+        borders = [np.concatenate([steps for steps, _, _ in epoch]) for epoch in both]
+        assert [(steps.min(), steps.max() + 1) for steps in borders] == [(1, num), (num, 2 * num)]
     assert set(seen.values()) == {1} and len(seen) == plan.steps_per_epoch * 12
 
 

@@ -1,0 +1,92 @@
+"""What is said of many rows is arrays: no loop of Python over rows, and few bytes a row."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from benchmarks import metadata
+from tests.pipelines.small import ROOT
+from uno.data.columns import Labels, Text
+from uno.data.images import Files
+from uno.data.rows import Rows
+from uno.data.splits import make_task
+
+MANY = 60_000
+
+
+def lines_of(function):
+    """How often lines of Python were run, of each function; a comprehension runs its line for each value."""
+    found = Counter()
+
+    def trace(frame, event, argument):
+        if event == "line":
+            found[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+    return found
+
+
+def set_up(num_rows, folder):
+    """On the driver and on a rank."""
+    folder.mkdir()
+    parts = lambda name, part: part()  # noqa: E731
+    task = metadata.driver(num_rows, 64, parts)
+    for what, facts in (("facts", metadata.stream_facts(task)), ("truth", metadata.truth_rows(task))):
+        (folder / what).mkdir()
+        metadata.store(facts, folder / what)
+    metadata.rank(num_rows, 64, folder)
+
+
+def listed(num_rows):
+    """Rows of files with ids, some of which are chosen, hashed and looked for."""
+    ids = Text.of(f"{i}.png" for i in range(num_rows))
+    images = Files.of([], ())
+    images = Files(ids.array.cast("large_binary"), np.ones((num_rows, 2), np.int64))
+    codes = (np.arange(num_rows) % 5).astype(np.int32)
+
+    def work():
+        rows = Rows(ids, images, Labels(tuple("abcde"), codes), np.ones(num_rows, bool), "listed")
+        task = make_task(rows, metadata.config_of(1).data.model_copy(update={"known_classes": "first:3"}))
+        some = task.rows.take(np.arange(0, num_rows, 2))
+        assert some.fingerprint != rows.fingerprint and ids.find(["7.png", "none"]) == {"7.png": 7}
+
+    return work
+
+
+@pytest.mark.parametrize("work", ["set_up", "listed"])
+def test_no_loop_over_rows(tmp_path, work):
+    """Three times the rows, as many lines of Python. Kills: a loop or a comprehension over rows anywhere in
+    the set-up of a run, on the driver or a rank.
+    """
+    if work == "set_up":
+        run = lambda num: lambda: set_up(num, tmp_path / str(num))  # noqa: E731
+        set_up(1000, tmp_path / "warm")
+    else:
+        run = listed
+    few, many = (lines_of(run(num)) for num in (MANY // 3, MANY))
+    assert not {name: (few[name], num) for name, num in many.items() if num > few[name] + MANY // 100}
+    assert max(lines_of(lambda: [f"{i}" for i in range(MANY)]).values()) >= MANY  # what is counted sees one
+
+
+@pytest.mark.slow
+def test_bytes_a_row():
+    """Of what three more rows cost for each there was. Kills: another array of 8 bytes a row on a rank, an
+    epoch of all ranks that each keeps.
+    """
+    few, many = 10**6, 4 * 10**6
+    command = [sys.executable, "-m", "benchmarks.metadata", "--rows", str(few), str(many)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for part, most in (("setup", 40), ("driver", 80)):
+        first, second = (one[part]["bytes_a_row"] * one["rows"] for one in found)
+        assert (second - first) / (many - few) < most, part
