@@ -11,8 +11,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import yaml
 
@@ -273,19 +271,6 @@ def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, 
     return min(fits, options.concurrent or fits, options.trials), resources
 
 
-def room(ray: Any, options: SweepOptions, give_up: Callable[[], bool]) -> tuple[int, dict[str, float]]:
-    """:func:`concurrency`, once the cluster can place a trial: one that may grow is waited for."""
-    config = options.config
-    try:
-        return concurrency(options, ray.cluster_resources())
-    except ConfigError:
-        if (limit := nodes.startup_timeout_s(config)) == 0:
-            raise
-    one = override(config, {"compute.num_workers": max(1, config.compute.num_workers)})
-    nodes.wait_for_resources(one, give_up, limit)
-    return concurrency(options, ray.cluster_resources())
-
-
 def _run_missing(
     options: SweepOptions, data: SweepData, num_epochs: int, claim: RunLock, ended: list[Trial]
 ) -> None:
@@ -300,7 +285,9 @@ def _run_missing(
         from tune import search
 
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
-        number, resources = room(ray, options, stopping.is_set)
+        number, resources = nodes.once_one_fits(
+            config, lambda: concurrency(options, ray.cluster_resources()), stopping.is_set
+        )
         print_line(
             f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process"
         )

@@ -1,7 +1,6 @@
 """``uno tune``'s options and what is refused before anything starts."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 
@@ -104,19 +103,6 @@ def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, n
     options = tiny_options(tmp_path, *words.split())
     with nullcontext() if number else pytest.raises(ConfigError):
         assert driver.concurrency(options, cluster)[0] == number
-
-
-def test_a_sweep_waits_for_the_nodes_of_its_first_trial(tmp_path, monkeypatch):
-    """Kills: "the cluster has 0" on a cluster whose workers start when they are asked for."""
-    options, found, waited = tiny_options(tmp_path), [{"CPU": 0.0}, {"CPU": 4.0}], []
-    ray = SimpleNamespace(cluster_resources=lambda: found.pop(0))
-    monkeypatch.setattr(driver.nodes, "wait_for_resources", lambda *facts: waited.append(facts[2]))
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert driver.room(ray, options, lambda: False)[1]["CPU"] == 1.0 and waited == [1800]
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    found[:] = [{"CPU": 0.0}]
-    with pytest.raises(ConfigError, match="the cluster has 0"):
-        driver.room(ray, options, lambda: False)
 
 
 def test_a_stale_cluster_address_is_one_line():
