@@ -6,7 +6,8 @@
 Two machines are network namespaces (root; else nodes at one address). The head has neither a CPU nor a GPU
 for work; the GPUs of the others are declared, and the CPU computes. S3 is moto, 5 ms away, by URIs with
 options. Tokens are on, and each object store has 100 MiB. Data, places and sizes of a printed command are
-replaced. The table has a row for each command: what was simulated, and how it ended.
+replaced, and --working-dir is left out: nodes of one machine overwrite each other's. The table has a row for
+each command: what was simulated, and how it ended.
 """
 
 import argparse
@@ -125,8 +126,8 @@ class Rehearsal:
         setup = {**SETUP, "env_vars": own["env_vars"] | variables}
         if hold:
             setup["worker_process_setup_hook"] = "tests.rehearsal.compute_and_hold"
-        job = ["job", "submit", "--address", self._url, "--working-dir", str(ROOT), "--submission-id",
-               f"uno-{self._jobs}", "--runtime-env-json", json.dumps(setup)]  # fmt: skip
+        job = ["job", "submit", "--address", self._url, "--submission-id", f"uno-{self._jobs}"]
+        job += ["--runtime-env-json", json.dumps(setup)]
         argv = ["ray.scripts.scripts", *job, "--", sys.executable, "-m", "pipelines", *words]
         return Command(argv, self.raylets.env, self.folder / f"{self._jobs}.log")
 
