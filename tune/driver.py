@@ -276,7 +276,7 @@ def trials_at_once(options: SweepOptions, each: dict[str, float], cluster: dict[
     return min(fits, options.concurrent or fits, options.trials)
 
 
-class Room:
+class Capacity:
     """``places``: of trials at a time, in the cluster as it was when it was looked at last. What changes is
     said; where there is no place, every 30 s.
     """
@@ -321,8 +321,11 @@ def _run_missing(
         from tune import search
 
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
-        room = nodes.once_one_fits(config, lambda: Room(options, ray.cluster_resources()), stopping.is_set)
-        print_line(f"{plural(room.places, 'trial')} at a time, {room.each['CPU']:g} CPUs each process")
+        capacity = nodes.once_one_fits(
+            config, lambda: Capacity(options, ray.cluster_resources()), stopping.is_set
+        )
+        each = capacity.each
+        print_line(f"{plural(capacity.places, 'trial')} at a time, {each['CPU']:g} CPUs each process")
         start = time.monotonic()
 
         def on_end(trial: Trial) -> None:
@@ -330,11 +333,11 @@ def _run_missing(
             print_line(f"{len(ended)}/{options.trials}  {_line(trial)}  ({time.monotonic() - start:.0f} s)")
 
         searcher = search.SweepSearcher(
-            storage, options, num_epochs, on_end, stopping.is_set, lambda: room.limit
+            storage, options, num_epochs, on_end, stopping.is_set, lambda: capacity.limit
         )
         leases = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Leases).remote()
-        sweep = Sweep(options, num_epochs, storage.uri, storage.token, room.each, ray.put(data), leases)
-        here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else room.each
+        sweep = Sweep(options, num_epochs, storage.uri, storage.token, each, ray.put(data), leases)
+        here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else each
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
             tune_config=tune.TuneConfig(
@@ -350,7 +353,7 @@ def _run_missing(
             ),
         )  # fmt: skip
         try:
-            ray_env.in_thread(tuner.fit, lambda: room.look(ray.cluster_resources()))
+            ray_env.in_thread(tuner.fit, lambda: capacity.look(ray.cluster_resources()))
         finally:
             ray.kill(leases)  # Tune's registry of parameters holds it as long as the process lives
         if (reason := searcher.storage_error) is not None:

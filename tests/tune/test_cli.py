@@ -111,18 +111,18 @@ def test_a_sweep_follows_the_nodes_that_come_and_go(tmp_path, monkeypatch, capsy
     """
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     monkeypatch.setattr(driver.ray_private, "launches", lambda: ["1 node starting"])
-    room = driver.Room(tiny_options(tmp_path, "--concurrent", "3"), {"CPU": 1.0})
-    assert (room.places, room.limit) == (1, 2)
+    capacity = driver.Capacity(tiny_options(tmp_path, "--concurrent", "3"), {"CPU": 1.0})
+    assert (capacity.places, capacity.limit) == (1, 2)
     for cpus, places, limit in ((2.0, 2, 3), (8.0, 3, 3), (0.0, 0, 1), (0.0, 0, 1), (1.0, 1, 2)):
-        room.look({"CPU": cpus})
-        assert (room.places, room.limit) == (places, limit)
+        capacity.look({"CPU": cpus})
+        assert (capacity.places, capacity.limit) == (places, limit)
     lines = capsys.readouterr().out.splitlines()
     assert [line.rpartition(": ")[2] for line in lines if "come or gone" in line] == [
         "2 trials at a time", "3 trials at a time", "1 trial at a time"]  # fmt: skip
     assert [line.count("needs 1 CPUs, the cluster has 0") for line in lines] == [0, 0, 1, 0]
     assert lines[2].endswith("; 1 node starting")
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert room.limit == 1
+    assert capacity.limit == 1
 
 
 def test_a_stale_cluster_address_is_one_line():
