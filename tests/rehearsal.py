@@ -80,19 +80,21 @@ def printed(name: str, start: str, places: dict[str, str]) -> list[str]:
 
 def compute_and_hold() -> None:
     """In every process of a worker: it computes on the CPU, and waits where a scene wants a node to be lost:
-    before the evaluation, and before the first predictions.
+    before training, the evaluation, and the first predictions.
     """
     compute_on_the_cpu()
     from pipelines import inference, worker
 
+    worker._train_rank = _held("start", worker._train_rank)
     worker.evaluate_run = _held("evaluation", worker.evaluate_run)  # type: ignore[assignment]
     inference.Scorer.__call__ = _held("prediction", inference.Scorer.__call__)  # type: ignore[method-assign]
 
 
 def _held(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        Path(os.environ[HOLD], name).touch()
-        wait_for(Path(os.environ[HOLD], f"{name}-goes-on").exists, SECONDS)
+        held = Path(os.environ[HOLD], f"{name}.held")
+        held.touch()
+        wait_for(held.with_suffix(".released").exists, SECONDS)
         return function(*args, **kwargs)
 
     return call
@@ -135,6 +137,20 @@ class Rehearsal:
         """``ray job stop`` of the job that was submitted last."""
         argv = [RAY, "job", "stop", "--address", self._url, f"uno-{self._jobs}"]
         subprocess.run(argv, env=self.raylets.env, check=True, capture_output=True)
+
+    def held(self, name: str) -> Callable[[], bool]:
+        """Whether a worker waits there."""
+        return (self.folder / f"{name}.held").exists
+
+    def go_on(self) -> None:
+        """What waits."""
+        for held in self.folder.glob("*.held"):
+            held.with_suffix(".released").touch()
+
+    def lose(self, job: Command, reached: Callable[[], Any]) -> None:
+        """A node, once the job has reached that."""
+        wait_for(lambda: job.says("") and bool(reached()), SECONDS)
+        self.raylets.lose()
 
     def ended(self, job: Command, words: list[str], simulated: str, says: str, outcome: str = "") -> None:
         """Wait for its end; AssertionError unless the code is 0 and it says that."""
@@ -319,15 +335,13 @@ def losses(cluster: Rehearsal) -> None:
     """A node is lost at the start, in the middle, in the evaluation and in a prediction."""
     source = packed(cluster)
     words, run = discovery(cluster, LONG), Storage(cluster.uri("run"))
-    at = {faults.VARIABLE: "kill-node:phase=pretrain,step=1;kill-node:step=20"}
-    job = cluster.submit(words, hold=True, **at)
-    for lost in (1, 2, 3):
-        if lost == 3:
-            wait_for((cluster.folder / "evaluation").exists, SECONDS)
-            cluster.raylets.lose()
+    job = cluster.submit(words, hold=True)
+    trained = partial(checkpoint_steps, run, DISCOVER)
+    for lost, reached in enumerate((cluster.held("start"), trained, cluster.held("evaluation")), 1):
+        cluster.lose(job, reached)
         wait_for(partial(waits, job, lost), SECONDS)
+        cluster.go_on()
         cluster.join()
-    (cluster.folder / "evaluation-goes-on").touch()
     what = "a node lost at the start, one in the middle, one in the evaluation"
     cluster.ended(job, words, what, "results in ", "waited for a node each time, resumed, finished")
     assert Storage(cluster.uri("run")).exists("metrics.json")
@@ -335,9 +349,8 @@ def losses(cluster: Rehearsal) -> None:
               cluster.uri("predictions")}  # fmt: skip
     words = [*printed("docs/guides/after-training.md", "predict", places), *ON_GPUS]
     job = cluster.submit(words, hold=True)
-    wait_for(lambda: job.says("") and (cluster.folder / "prediction").exists(), SECONDS)
-    cluster.raylets.lose()
-    (cluster.folder / "prediction-goes-on").touch()
+    cluster.lose(job, cluster.held("prediction"))
+    cluster.go_on()
     cluster.ended(job, words, "a node lost", "240 images, 240 ok", "finished on the nodes that are left")
 
 
