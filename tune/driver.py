@@ -284,13 +284,12 @@ class Capacity:
     def __init__(self, options: SweepOptions, cluster: dict[str, float]) -> None:
         self._options = options
         self.places, self.each = concurrency(options, cluster)
-        self._due = 0.0
+        self._due, self._may_grow = 0.0, ray_env.cluster_address() is not None
 
     @property
     def limit(self) -> int:
         """Trials to begin: one more than there are places for, where its wait may start a node."""
-        more = int(ray_env.cluster_address() is not None)
-        return min(self.places + more, self._options.concurrent or self._options.trials)
+        return min(self.places + self._may_grow, self._options.concurrent or self._options.trials)
 
     def look(self, cluster: dict[str, float]) -> None:
         """At all that the cluster has now."""

@@ -122,7 +122,7 @@ def test_a_sweep_follows_the_nodes_that_come_and_go(tmp_path, monkeypatch, capsy
     assert [line.count("needs 1 CPUs, the cluster has 0") for line in lines] == [0, 0, 1, 0]
     assert lines[2].endswith("; 1 node starting")
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert capacity.limit == 1
+    assert driver.Capacity(tiny_options(tmp_path), {"CPU": 1.0}).limit == 1
 
 
 def test_a_stale_cluster_address_is_one_line():
