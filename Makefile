@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SET := -c constraints.txt -e '.[ray,dev]'
 
-.PHONY: demo docs test test-slow lint types fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal clean
+.PHONY: demo docs test test-slow lint types fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal newest-ray clean
 .DEFAULT_GOAL := demo
 
 # By uv, which takes a third of pip's time, from the index that pip would take; by pip where uv cannot.
@@ -79,9 +79,18 @@ agreement: $(STAMP)
 # What 50 of each command leave behind, half an hour.
 leaks: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m tests.leaks
+
 # The commands of docs/deploy for a cluster, on one that is simulated here, minutes; as root on two machines.
 rehearsal: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m tests.rehearsal
 
+# The Ray lane on the newest Ray of the registry, in an environment of its own.
+NEWEST := .venv-newest
+newest-ray:
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	grep -v '^ray==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/constraints.txt -e '.[ray,dev]'
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -m 'ray and not slow'
+
 clean:
-	rm -rf .venv runs build docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(NEWEST) runs build docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

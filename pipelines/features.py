@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -31,9 +31,12 @@ TASK_SHARDS = 8  # that a task decodes, at most: a row group of Parquet has more
 
 
 def compute_on_ray(
-    ray: Any, job: FeatureJob, encoder: torch.nn.Module, numbers: Sequence[int], storage: Storage
-) -> Iterator[tuple[int, bytes]]:
-    """Shards ``numbers``, which grow, once they are stored in the cache directory: bit for bit as here."""
+    ray: Any, job: FeatureJob, encoder: torch.nn.Module, numbers: Sequence[int], storage: Storage,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, bytes]]:  # fmt: skip
+    """Shards ``numbers``, which grow, once they are stored in the cache directory: bit for bit as here.
+    Interrupted: ``give_up`` while nodes are waited for.
+    """
     config, reader = job.config, job.task.rows.images.reader()
     state = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
     decode = partial(decode_block, config=config, reader=None if reader is None else ray.put(reader))
@@ -42,7 +45,9 @@ def compute_on_ray(
     loaded = (ray.put((to_dict(config), safetensors.torch.save(state))),)
     write = partial(write_part, key=job.key, num_views=1 + config.augment.num_cached_views)
     sizes = features.SHARD_ROWS, features.SHARD_ROWS, features.row_bytes(config)
-    stored = map_through_model(ray, config, storage, blocks, decode, Featurizer, loaded, write, *sizes)
+    stored = map_through_model(
+        ray, config, storage, blocks, decode, Featurizer, loaded, write, *sizes, give_up
+    )
     for number, data in stored:
         if data is None:
             raise features.not_finite(config)
@@ -125,7 +130,7 @@ def embed(config: Config, given: Container[str], num_views: int) -> int:
     stopping, workers = threading.Event(), config.compute.num_workers
     connected = ray_env.connect(workers=workers) if workers else nullcontext()
     with on_stop(stopping.set), connected as ray:
-        compute = compute_local if ray is None else partial(compute_on_ray, ray)
+        compute = compute_local if ray is None else partial(compute_on_ray, ray, give_up=stopping.is_set)
         session.embed(config, given, num_views, compute, stopping.is_set)
     return 0
 
@@ -136,6 +141,6 @@ def fill_cache(config: Config) -> int:
     task, stopping, workers = read_task(data), threading.Event(), config.compute.num_workers
     connected = ray_env.connect(workers=workers) if workers else nullcontext()
     with on_stop(stopping.set), Progress() as show, connected as ray:
-        compute = compute_local if ray is None else partial(compute_on_ray, ray)
+        compute = compute_local if ray is None else partial(compute_on_ray, ray, give_up=stopping.is_set)
         load_features(config, task, Storage(config.output or "."), show, stopping.is_set, compute)
     return 0

@@ -10,10 +10,9 @@ from pipelines import nodes, ray_env
 from pipelines.features import compute_on_ray
 from pipelines.inference import predict_on_ray
 from pipelines.worker import run_on_ray
-from uno.config import Config
+from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.splits import Task
-from uno.errors import ConfigError
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.results.infer import Classifier, read_model_files
@@ -57,14 +56,11 @@ class OnRay(Place):
     ) -> Estimate:  # fmt: skip
         """As many encoders and clusterings at once as there are workers."""
         with ray_env.connect(workers=config.compute.num_workers) as ray:
-            resources = ray.cluster_resources()
-            gpu = ray_env.use_gpu(config, resources)
-            if gpu and resources.get("GPU", 0) < config.compute.gpus_per_worker:
-                raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
-            request = {"num_cpus": 1, "num_gpus": config.compute.gpus_per_worker if gpu else 0}
+            one = override(config, {"compute.num_workers": 1})  # more are used where there is room
+            request = nodes.once_one_fits(one, lambda: ray_env.task_request(config, ray.cluster_resources()))
             tasks = partial(ray_tasks, ray, config.compute.num_workers, request)
             train = estimated_set(config, task, storage, partial(compute_on_ray, ray))
-            device = "cuda" if gpu else "cpu"
+            device = "cuda" if request["num_gpus"] else "cpu"
             return estimate.estimate_num_novel(
                 config, train, task.known, storage, device, settings, tasks, report=report
             )

@@ -8,11 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pipelines.ray_env import POLL_S, TASK_CPUS, cluster_address, connect, worker_resources
 from pipelines.ray_private import Node, Resources, launches, read_nodes
-from uno.config import Config, to_dict
+from uno.config import Config, override, to_dict
 from uno.data.files import is_transient
 from uno.errors import ConfigError, Interrupted, UnoError, one_line
 from uno.session.console import print_line
@@ -36,6 +36,7 @@ LEFT = "PreemptionError"
 NEVER = "InsufficientClusterResourcesError"
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def total(nodes: Sequence[Node]) -> Resources:
@@ -114,6 +115,20 @@ def wait_for_resources(
                 due = TELL_S * (spent // TELL_S + 1)
     finally:
         place.release()
+
+
+def once_one_fits(config: Config, ask: Callable[[], T], give_up: Callable[[], bool] = lambda: False) -> T:
+    """``ask()``, which raises ConfigError where the cluster holds not one task or trial of a command: it is
+    asked again once a cluster that may grow has a place for a worker.
+    """
+    try:
+        return ask()
+    except ConfigError:
+        if (limit := startup_timeout_s(config)) == 0:
+            raise
+    one = override(config, {"compute.num_workers": max(1, config.compute.num_workers)})
+    wait_for_resources(one, give_up, limit)
+    return ask()
 
 
 def free_memory(config: Config) -> "Room":

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines import ray_env
+from pipelines import nodes, ray_env
 from pipelines.ray_data import grouped, own_error, own_node
-from uno.config import Config
+from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns, to_columns
 from uno.data.pack import Shard, ShardRows, Store, pack, store_local, store_shard
@@ -41,7 +41,7 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
         def show(done: int, total: int) -> None:
             progress({"phase": "pack", "step": done, "total_steps": total})
 
-        store = store_on_ray(ray, workers) if workers else store_local(num_threads(config))
+        store = store_on_ray(ray, config) if workers else store_local(num_threads(config))
         found = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, store, show)
     counts = f"{plural(found.rows, 'image')}, {found.packed:,} packed, {found.bad:,} bad, "
     counts += plural(found.shards, "shard")
@@ -49,14 +49,22 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     return 0
 
 
-def store_on_ray(ray: Any, workers: int) -> Store:
-    """At most ``workers`` shards at a time, each in a task: paths must lead to images and shards from every
-    node, but what is local here is written here. What is said of all rows lies in the object store.
+def store_on_ray(ray: Any, config: Config) -> Store:
+    """At most as many shards at a time as there are workers, each in a task: paths must lead to images and
+    shards from every node, but what is local here is written here. What is said of all rows lies in the
+    object store. Nodes are waited for; ConfigError: this one has no CPU for what must be written here.
     """
+    workers, own = config.compute.num_workers, own_node(ray)
+    one = override(config, {"compute.num_workers": 1, "compute.device": "cpu"})
+    if not Storage(str(config.output)).is_local:
+        nodes.once_one_fits(one, lambda: ray_env.task_request(one, ray.cluster_resources()))
+    elif not any(node["NodeID"] == own and node["Resources"].get("CPU") for node in ray.nodes()):
+        advice = "use a URI, or leave --workers out"
+        raise ConfigError(f"--output {config.output} is local, where Ray has no CPUs; {advice}")
 
     def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
         shared = ray.put((without_images(rows), rows.images.reader()))
-        here = {"ray.io/node-id": own_node(ray)} if output.is_local else None
+        here = {"ray.io/node-id": own} if output.is_local else None
         write = partial(write_shard, target=output.uri, shared=shared)
         for some in grouped((shard_block(shard, rows) for shard in shards), EXECUTION_ROWS):
             found = ray.data.from_arrow(some).map_batches(

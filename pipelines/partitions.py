@@ -26,16 +26,17 @@ Write = Callable[[Storage, int, pa.Table], bytes | None]
 def map_through_model(
     ray: Any, config: Config, storage: Storage, blocks: Iterator[pa.Table], decode: Callable[..., Any],
     model: type, loaded: tuple[Any, ...], write: Write, part_rows: int, chunk_rows: int, row_bytes: int,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, bytes | None]]:  # fmt: skip
     """Numbers of stored partitions, and what ``write`` returned; each has ``part_rows`` rows, the last fewer.
 
     ``blocks`` are whole partitions with a column ``row``; ``decode`` makes chunks of them, pixels of
     ``row_bytes`` a row. A chunk has ``chunk_rows``, which divide ``part_rows``; the last one may have fewer.
     Each worker's actor is a ``model(device, threads, *loaded)`` and gets a chunk at a time. Paths must lead
-    to the images from every node.
+    to the images from every node. Nodes are waited for, until ``give_up``: Interrupted.
     """
     workers = config.compute.num_workers
-    resources = nodes.wait_for_resources(config, lambda: False, nodes.startup_timeout_s(config))
+    resources = nodes.wait_for_resources(config, give_up, nodes.startup_timeout_s(config))
     cluster = ray.cluster_resources()
     spare = cluster.get("CPU", 1) - workers * resources["CPU"]
     decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)  # two tasks at least: small images wait for Python

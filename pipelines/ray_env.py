@@ -191,6 +191,16 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
     return {"CPU": cpus, "GPU": each}
 
 
+def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
+    """What a task takes that is no worker (``num_cpus``, ``num_gpus``); ConfigError: more than there is."""
+    gpus = config.compute.gpus_per_worker if use_gpu(config, cluster) else 0
+    if cluster.get("GPU", 0) < gpus:
+        raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
+    if cluster.get("CPU", 0) < 1:
+        raise ConfigError(f"a task needs a CPU, the cluster has {cluster.get('CPU', 0):g}")
+    return {"num_cpus": 1, "num_gpus": gpus}
+
+
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
     """Whether workers run on GPUs: as set, or for ``auto`` where the cluster has any."""
     if config.compute.device == "auto":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipelines import ray_env
+from pipelines import nodes, ray_env
 from pipelines.cells import (
     Attempts,
     CellProcess,
@@ -25,7 +25,6 @@ from pipelines.cells import (
     run_jobs,
     start_local,
 )
-from pipelines.nodes import free_memory
 from pipelines.options import Options
 from uno.config import ComputeConfig, Config, differing_keys, field_traits, flatten, override, to_dict
 from uno.data.check import check
@@ -156,7 +155,7 @@ def _on_own_data(table: Table, options: Options) -> Table:
     nobody can count what is right there.
     """
     config = override(options.config, {"output": None})
-    found, lines, task = resolve(config, options.overrides, True, free_memory)
+    found, lines, task = resolve(config, options.overrides, True, nodes.free_memory)
     for line in lines:
         print_line(line)
     task = task or read_task(found.data)
@@ -356,12 +355,19 @@ def _runner(request: Request) -> Iterator[tuple[Start, int]]:
         yield start_local, parallel or _default_parallel(compute)
         return
     with ray_env.connect() as ray:
-        cluster = {"CPU": 1.0, "GPU": 0.0, **ray.cluster_resources()}
-        share = compute.gpus_per_worker if compute.device != "cpu" and cluster["GPU"] else 0.0
-        cpus = min(float(compute.threads or 1), max(1.0, cluster["CPU"]))
-        fits = int(cluster["GPU"] / share if share else cluster["CPU"] / cpus)
-        resources = {"num_cpus": 0 if share else cpus, "num_gpus": share}
-        yield partial(RayProcess, ray, resources), max(1, min(fits, parallel or fits))
+        config = Config(compute=compute)
+        fits, resources = nodes.once_one_fits(config, lambda: cells_at_once(config, ray.cluster_resources()))
+        yield partial(RayProcess, ray, resources), min(fits, parallel or fits)
+
+
+def cells_at_once(config: Config, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
+    """Cells that the cluster holds, and what each takes (``num_cpus``, ``num_gpus``); ConfigError: none."""
+    share = config.compute.gpus_per_worker if ray_env.use_gpu(config, cluster) else 0.0
+    name, has = ("GPU", cluster.get("GPU", 0.0)) if share else ("CPU", cluster.get("CPU", 0.0))
+    each = share or min(float(config.compute.threads or 1), max(1.0, has))
+    if has < each:
+        raise ConfigError(f"a cell needs {each:g} {name}s, the cluster has {has:g}")
+    return int(has / each), {"num_cpus": 0 if share else each, "num_gpus": share}
 
 
 def _default_parallel(compute: ComputeConfig) -> int:

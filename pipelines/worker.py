@@ -186,7 +186,7 @@ def run_on_ray(
             print_line(line)
         images, reasons, found = None, None, None
         if on_features(config):
-            compute = partial(compute_on_ray, ray)
+            compute = partial(compute_on_ray, ray, give_up=stopping.is_set)
             found, reasons = load_features(config, task, storage, show, stopping.is_set, compute)
             leave_out_unreadable(reasons, config, task, storage)
         elif not streams:

@@ -1,145 +1,402 @@
-"""The commands of docs/deploy for a cluster, from submission to the report, on one that is not there.
+"""The commands that the pages print for a cluster, from submission to the report, on one that is not there.
 
-    python -m tests.rehearsal
+    python -m tests.rehearsal                          # all scenes, or those that are named:
+    python -m tests.rehearsal streamed losses
 
-Two machines are network namespaces (root; else nodes at one address). The head has no GPU; the GPUs of the
-others are declared, and the CPU computes. S3 is moto, 5 ms away, by URIs with options. Tokens are on, and
-each object store has 100 MiB. Prints a row for each command: what it was, how it ended, seconds.
+Two machines are network namespaces (root; else nodes at one address). The head has neither a CPU nor a GPU
+for work; the GPUs of the others are declared, and the CPU computes. S3 is moto, 5 ms away, by URIs with
+options. Tokens are on, and each object store has 100 MiB. Data, places and sizes of a printed command are
+replaced, and --working-dir is left out: nodes of one machine overwrite each other's. The table has a row for
+each command: what was simulated, and how it ended.
 """
 
+import argparse
 import json
 import os
+import re
 import secrets
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks.storage import BUCKET, CREDENTIALS, store
-from tests.pipelines.raylets import DASHBOARD, Raylets, head
-from tests.pipelines.small import RAY, ROOT, SMALL, wait_for
-from tests.pipelines.test_declared_gpus import SETUP
+from tests import faults
+from tests.pages import page
+from tests.pipelines.raylets import DASHBOARD, Command, Raylets, head
+from tests.pipelines.small import RAY, ROOT, wait_for
+from tests.pipelines.test_declared_gpus import SETUP, compute_on_the_cpu
+from tests.processes import running
+from tests.uno.data.builders import write_cifar, write_images
+from tests.uno.data.test_tar import write_shards
+from tests.uno.models import write_model
+from uno.data.cifar import CIFAR100
 from uno.data.files import Storage, join
+from uno.data.sources import imagenet_wnids
+from uno.runs import DISCOVER
+from uno.runs.checkpoint import checkpoint_steps
 
-LATENCY_MS = 5.0
+LATENCY_MS, SECONDS = 5.0, 400.0
+HOLD = "UNO_REHEARSAL_HOLD"
+SUBMISSION = "docs/deploy/ray.md"
+SIZES = [
+    "--compute.threads", "1", "--model.width", "4", "--model.num-heads", "2", "--model.hidden-dim", "16",
+    "--model.overcluster-factor", "2", "--model.projection-dim", "8", "--train.batch-size", "32",
+    "--train.log-every", "4", "--pretrain.epochs", "1", "--discover.epochs", "2",
+    "--pretrain.warmup-epochs", "0", "--discover.warmup-epochs", "0",
+]  # fmt: skip
+LONG = [*SIZES, "--discover.epochs", "20"]
 ON_GPUS = ["--workers", "2", "--device", "cuda"]
 
 
 class Row(NamedTuple):
-    """A command and how it ended."""
+    """A command, and how it ended."""
 
     command: str
     simulated: str
-    code: int
-    seconds: float
-    said: str
+    outcome: str
+
+
+def printed(name: str, start: str, places: dict[str, str]) -> list[str]:
+    """The words after ``uno`` or ``python -m pipelines`` of the first command of a file that starts with
+    ``start``, each text of ``places`` replaced.
+    """
+    text = re.sub(r"\\\n|(?<=--workers 4)\n", " ", page(name))
+    (found, *_) = re.findall(rf"(?:^uno|-m pipelines) +({re.escape(start)}\b.*)$", text, re.M)
+    for old, new in places.items():
+        assert old in found, f"{name}: {found!r} has no {old!r}"
+        found = found.replace(old, new)
+    return shlex.split(found, comments=True)
+
+
+def compute_and_hold() -> None:
+    """In every process of a worker: it computes on the CPU, and waits where a scene wants a node to be lost:
+    before training, the evaluation, and the first predictions.
+    """
+    compute_on_the_cpu()
+    from pipelines import inference, worker
+
+    worker._train_rank = _held("start", worker._train_rank)
+    worker.evaluate_run = _held("evaluation", worker.evaluate_run)  # type: ignore[assignment]
+    inference.Scorer.__call__ = _held("prediction", inference.Scorer.__call__)  # type: ignore[method-assign]
+
+
+def _held(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        held = Path(os.environ[HOLD], f"{name}.held")
+        held.touch()
+        wait_for(held.with_suffix(".released").exists, SECONDS)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class Rehearsal:
-    """Commands that are submitted to a cluster; ``rows`` are those that have ended."""
+    """A cluster, to which commands are submitted; ``rows`` are those that have ended as they should."""
 
-    def __init__(self, raylets: Raylets, root: str, env: dict[str, str]) -> None:
-        self.rows, self._raylets, self._root, self._env = list[Row](), raylets, root, env
-        self._setup = {**SETUP, "env_vars": {**SETUP["env_vars"], "RAY_JOB_STOP_WAIT_TIME_S": "60"}}
+    def __init__(self, raylets: Raylets, root: str, folder: Path, hidden: Path) -> None:
+        self.rows, self.folder, self.raylets = list[Row](), folder, raylets
+        self._root, self._hidden, self._jobs, self._others = root, hidden, 0, 0
+        self._since, self._url = time.monotonic(), f"http://{raylets.host}:{DASHBOARD}"
 
     def uri(self, name: str) -> str:
         """In the bucket, with the options that lead there."""
         return join(self._root, name)
 
-    def submit(self, simulated: str, *words: str) -> Row:
-        """``ray job submit -- python -m pipelines WORDS``, waited for."""
-        address = f"http://{self._raylets.host}:{DASHBOARD}"
-        job = [
-            RAY,
-            "job",
-            "submit",
-            "--address",
-            address,
-            "--runtime-env-json",
-            json.dumps(self._setup),
-            "--",
-        ]
-        start = time.monotonic()
-        done = subprocess.run([*job, sys.executable, "-m", "pipelines", *words], env=self._env, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400)  # fmt: skip
-        named = [word for word in words[:3] if not word.startswith("-") and "://" not in word]
-        row = Row(
-            " ".join(["uno", *named]), simulated, done.returncode, time.monotonic() - start, done.stdout
-        )
-        self.rows.append(row)
-        return row
+    def join(self, number: int = 1) -> None:
+        """Nodes with a GPU each; the first one is on a machine of its own."""
+        for _ in range(number):
+            self.raylets.join(2, None if self._others else self._hidden, gpus=1)
+            self._others += 1
 
-    def table(self) -> str:
-        """Of all rows."""
-        lines = ["| command | simulated | outcome |", "|---|---|---|"]
-        ends = ["ok" if row.code == 0 else f"exit {row.code}" for row in self.rows]
-        lines += [
-            f"| `{row.command}` | {row.simulated} | {end}, {row.seconds:.0f} s |"
-            for row, end in zip(self.rows, ends, strict=True)
-        ]
-        return "\n".join(lines)
+    def submit(self, words: list[str], hold: bool = False, **variables: str) -> Command:
+        """``ray job submit -- python -m pipelines WORDS`` as the page has it, with environment ``variables``;
+        ``hold``: its workers wait where :func:`compute_and_hold` says.
+        """
+        self._jobs, self._since = self._jobs + 1, time.monotonic()
+        variables |= {**SETUP["env_vars"], HOLD: str(self.folder)}
+        own = json.loads(re.search(r"--runtime-env-json '(.*?)'", page(SUBMISSION))[1])  # type: ignore[index]
+        setup = {**SETUP, "env_vars": own["env_vars"] | variables}
+        if hold:
+            setup["worker_process_setup_hook"] = "tests.rehearsal.compute_and_hold"
+        job = ["job", "submit", "--address", self._url, "--submission-id", f"uno-{self._jobs}"]
+        job += ["--runtime-env-json", json.dumps(setup)]
+        argv = ["ray.scripts.scripts", *job, "--", sys.executable, "-m", "pipelines", *words]
+        return Command(argv, self.raylets.env, self.folder / f"{self._jobs}.log")
+
+    def stop(self) -> None:
+        """``ray job stop`` of the job that was submitted last."""
+        argv = [RAY, "job", "stop", "--address", self._url, f"uno-{self._jobs}"]
+        subprocess.run(argv, env=self.raylets.env, check=True, capture_output=True)
+
+    def held(self, name: str) -> Callable[[], bool]:
+        """Whether a worker waits there."""
+        return (self.folder / f"{name}.held").exists
+
+    def go_on(self) -> None:
+        """What waits."""
+        for held in self.folder.glob("*.held"):
+            held.with_suffix(".released").touch()
+
+    def lose(self, job: Command, reached: Callable[[], Any]) -> None:
+        """A node, once the job has reached that."""
+        wait_for(lambda: job.says("") and bool(reached()), SECONDS)
+        self.raylets.lose()
+
+    def ended(self, job: Command, words: list[str], simulated: str, says: str, outcome: str = "") -> None:
+        """Wait for its end; AssertionError unless the code is 0 and it says that."""
+        code = job.end(SECONDS)
+        text = "\n".join(job.lines)
+        assert code == 0 and says in text, f"uno {words[0]}: exit {code}, without {says!r}"
+        named = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
+        seconds = f"{time.monotonic() - self._since:.0f} s"
+        self.rows.append(Row(" ".join(["uno", *named]), simulated, f"{outcome or 'finished'}, {seconds}"))
+        print(self.rows[-1], flush=True)
+
+    def last_lines(self) -> str:
+        """Of the job that was submitted last."""
+        return (self.folder / f"{self._jobs}.log").read_text()[-6000:] if self._jobs else ""
+
+    def run(self, simulated: str, words: list[str], says: str, outcome: str = "") -> None:
+        """Submit, and wait for its end."""
+        self.ended(self.submit(words), words, simulated, says, outcome)
 
 
 @contextmanager
-def simulated(folder: Path) -> Iterator[Rehearsal]:
-    """The cluster, with a node of its own machine that does not see ``folder``, and an empty bucket."""
+def simulated(nodes: int) -> Iterator[Rehearsal]:
+    """A head that has no CPU for work, that many nodes with a GPU, and an empty bucket."""
     env = {name: value for name, value in CREDENTIALS.items() if name != "AWS_REGION"}
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT)}
-    with mock.patch.dict(os.environ, env), head(2) as raylets, store(LATENCY_MS, raylets.host) as (s3, _):
+    with (
+        tempfile.TemporaryDirectory(prefix="uno-") as folder, tempfile.TemporaryDirectory() as hidden,
+        mock.patch.dict(os.environ, env), head(0) as raylets, store(LATENCY_MS, raylets.host) as (s3, _),
+    ):  # fmt: skip
         options = (
             f"region=us-east-1&scheme=http&endpoint_override={s3['AWS_ENDPOINT_URL'].removeprefix('http://')}"
         )
         Storage(f"s3://{BUCKET}?{options}&allow_bucket_creation=true")._fs.create_dir(BUCKET)
-        raylets.join(2, folder, gpus=1)
-        raylets.join(2, gpus=1)
-        wait_for(lambda: subprocess.run(
-            [RAY, "job", "submit", "--address", f"http://{raylets.host}:{DASHBOARD}", "--", "true"],
-            env=raylets.env, capture_output=True,
-        ).returncode == 0)  # fmt: skip  # the agent that starts jobs comes after the list of them
-        yield Rehearsal(raylets, f"s3://{BUCKET}?{options}", raylets.env)
+        cluster = Rehearsal(raylets, f"s3://{BUCKET}?{options}", Path(folder), Path(hidden))
+        cluster.join(nodes)
+        asked = [RAY, "job", "submit", "--address", f"http://{raylets.host}:{DASHBOARD}", "--", "true"]
+        wait_for(lambda: not subprocess.run(asked, env=raylets.env, capture_output=True).returncode)
+        yield cluster
+
+
+def imagenet(cluster: Rehearsal) -> Path:
+    """ImageNet's layout: five known classes and five of split A, 24 images each."""
+    root, novel = cluster.folder / "imagenet", imagenet_wnids("novel_30_A")[:5]
+    names = [*(f"n{number:08d}" for number in range(5)), *novel]
+    for split, images in (("train", 20), ("val", 4)):
+        files = [f"{name}/{number}.png" for name in names for number in range(images)]
+        write_images(root / split, files, size=16)
+    return root
+
+
+def packed(cluster: Rehearsal) -> str:
+    """ImageNet's layout, packed on workers; where it is."""
+    target = cluster.uri("imagenet")
+    places = {"imagenet:DIR": f"imagenet:{imagenet(cluster)}", "s3://BUCKET/imagenet": target}
+    words = [*printed("docs/deploy/aws.md", "data pack", places), "--workers", "2"]
+    cluster.run("on workers, to S3 by a URI with options", words, "240 images, 240 packed")
+    return target
+
+
+def discovery(cluster: Rehearsal, sizes: list[str]) -> list[str]:
+    """The command that is submitted to train, as a stream."""
+    places = {
+        "s3://BUCKET/imagenet ": f"{cluster.uri('imagenet')} ", "--workers 4": "--workers 2",
+        "s3://BUCKET/runs/imagenet-A": cluster.uri("run"),
+    }  # fmt: skip
+    words = printed(SUBMISSION, "discover --preset imagenet --data parquet", places)
+    return [*words, "--data.loading", "streaming", "--image-size", "16", *sizes]
 
 
 def streamed(cluster: Rehearsal) -> None:
     """Packed, discovered as a stream, predicted, shown."""
-    packed, run = cluster.uri("packed"), cluster.uri("run")
-    cluster.submit("S3 by a URI with options", "data", "pack", "--data", "digits", "--output", packed)
-    cluster.submit(
-        "streamed from S3, declared GPUs, a head without one", "discover", *SMALL, *ON_GPUS, "--data",
-        f"parquet:{packed}", "--known-classes", "first:5", "--data.loading", "streaming", "--output", run,
-    )  # fmt: skip
-    cluster.submit(
-        "declared GPUs", "predict", run, *ON_GPUS, "--data", f"parquet:{packed}", "--output",
-        cluster.uri("predictions"),
-    )  # fmt: skip
-    cluster.submit("S3 by a URI with options", "report", run)
+    source, run = packed(cluster), cluster.uri("run")
+    cluster.run("streamed from Parquet on S3", discovery(cluster, SIZES), "results in ")
+    places = {"runs/demo": run, "folder:DIR": f"parquet:{source}", "--output predictions": "--output " +
+              cluster.uri("predictions")}  # fmt: skip
+    words = printed("docs/guides/after-training.md", "predict", places)
+    cluster.run("Parquet on S3", [*words, *ON_GPUS], "240 images, 240 ok")
+    words = printed("docs/guides/after-training.md", "report", {"runs/demo": run})
+    cluster.run("a run on S3", words, "report: ")
+
+
+def tar(cluster: Rehearsal) -> None:
+    """Discovered as a stream of WebDataset's shards."""
+    folder, shards = imagenet(cluster), cluster.folder / "tars"
+    write_shards(folder / "train", shards, 50)
+    write_shards(folder / "val", shards, 50, "test")
+    source = Storage(cluster.uri("tars"))
+    for shard in shards.iterdir():
+        source.write(shard.name, shard.read_bytes())
+    places = {"imagenet:DIR --": f"tar:{cluster.uri('tars')} --", "--workers 8": "--workers 2"}
+    words = printed("docs/guides/large-data.md", "discover --preset imagenet --data imagenet:DIR", places)
+    own = ["--known-classes", "first:5", "--image-size", "16", "--device", "cuda"]
+    run = cluster.uri("tar-run")
+    cluster.run("streamed from tar on S3", [*words, *own, *SIZES, "--output", run], "results in ")
 
 
 def resident(cluster: Rehearsal) -> None:
-    """Images in memory, and a finished run that is submitted again."""
-    run = cluster.uri("memory")
-    words = ["discover", *SMALL, *ON_GPUS, "--output", run]
-    cluster.submit("resident, declared GPUs, a head without one", *words)
-    cluster.submit("the same once more", *words)
-    cluster.submit("metrics again", "evaluate", run, *ON_GPUS)
+    """Images in memory, on nodes that start late; the finished run is submitted again, and evaluated."""
+    write_cifar(cluster.folder / "data", CIFAR100, 400)
+    run = str(cluster.folder / "cifar100-20")
+    places = {
+        "/runs/data": str(cluster.folder / "data"), "--workers 4": "--workers 2",
+        "/runs/cifar100-20": run,
+    }  # fmt: skip
+    words = [*printed("rayjob.yaml", "discover", places), *SIZES]
+    job = cluster.submit(words)
+    wait_for(lambda: job.says("waiting up to 30 minutes for nodes: need 2 workers with"))
+    cluster.join(2)
+    cluster.ended(job, words, "in memory; nodes that start after the job", "results in ", "waited, finished")
+    cluster.run("the same once more", words, "nothing is trained again", "nothing trained again")
+    words = printed("docs/guides/after-training.md", "evaluate", {"runs/demo": run})
+    cluster.run("metrics again", [*words, *ON_GPUS], "Task-aware")
+
+
+def frozen(cluster: Rehearsal) -> None:
+    """On the features of a frozen encoder, which workers compute."""
+    photos, model = cluster.folder / "photos", cluster.folder / "model"
+    files = [f"known/{name}/{number}.png" for name in "abc" for number in range(20)]
+    write_images(photos, [*files, *(f"new/{number}.png" for number in range(60))], size=16)
+    write_model(model)
+    weights = model / "model" / "encoder.safetensors"
+    places = {
+        "photos/known": str(photos / "known"), "photos/new": str(photos / "new"), "12": "3",
+        "--weights pretrained": f"--weights {weights}", "runs/photos": cluster.uri("photos"),
+    }  # fmt: skip
+    words = printed("docs/guides/own-images.md", "discover --labeled photos/known --unlabeled photos/new "
+                    "--num-novel 12", places)  # fmt: skip
+    own = [
+        "--model.encoder",
+        "resnet_small",
+        "--model.width",
+        "4",
+        "--model.finetune",
+        "none",
+        "--image-size",
+    ]
+    own += ["8", "--discover.epochs", "2", "--compute.threads", "1", "--compute.cache", cluster.uri("cache")]
+    cluster.run("features of a frozen encoder", [*words, *own, *ON_GPUS], "results in ")
+
+
+def tune(cluster: Rehearsal) -> None:
+    """A sweep, and a run with what it found."""
+    places = {"--trials 16": "--trials 2", "runs/tune": cluster.uri("tune")}
+    words = printed("docs/guides/tune.md", "tune", places)
+    own = ["--data.limit", "200", "--folds", "1", "--device", "cuda"]
+    cluster.run("two trials, a GPU each", [*words, *own, *SIZES], "2 trials, 0 failed")
+    best = cluster.folder / "best.yaml"
+    best.write_bytes(Storage(cluster.uri("tune")).read("best.yaml"))
+    words = printed("docs/guides/tune.md", "discover", {"runs/tune/best.yaml": str(best)})
+    cluster.run("its best trial", [*words, *ON_GPUS, "--output", cluster.uri("best")], "results in ")
+
+
+def estimate(cluster: Rehearsal) -> None:
+    """The number of classes, in tasks on GPUs."""
+    places = {"parquet:DIR": f"parquet:{packed(cluster)}"}
+    words = printed("docs/guides/number-of-classes.md", "estimate-classes --data parquet:DIR", places)
+    own = ["--num-splits", "2", "--max-novel", "3", "--image-size", "16", "--output", cluster.uri("estimate")]
+    cluster.run("a GPU for each encoder", [*words, *own, *SIZES, *ON_GPUS], "estimated new classes")
+
+
+def stopped(cluster: Rehearsal) -> None:
+    """``ray job stop`` in the middle, and the same submission again."""
+    packed(cluster)
+    words, run = discovery(cluster, LONG), Storage(cluster.uri("run"))
+    job = cluster.submit(words)
+    wait_for(lambda: job.says("") and bool(checkpoint_steps(run, DISCOVER)), SECONDS)
+    cluster.stop()
+    cluster.ended(job, words, "`ray job stop`", "resume with the same command", "stopped, saved")
+    reached = checkpoint_steps(run, DISCOVER)[-1]
+    cluster.run("the same once more", words, "results in ", f"resumed at step {reached}, finished")
+    starts = [event["step"] for event in faults.read_events(run) if event["event"] == "start"]
+    assert reached in starts, starts
+
+
+def waits(job: Command, losses: int) -> bool:
+    """Whether it waits for nodes after that many losses."""
+    parts = "\n".join(job.lines).split("new ones resume")
+    return job.says("") and len(parts) > losses and "waiting for nodes: need 2 workers" in parts[-1]
+
+
+def losses(cluster: Rehearsal) -> None:
+    """A node is lost at the start, in the middle, in the evaluation and in a prediction."""
+    source = packed(cluster)
+    words, run = discovery(cluster, LONG), Storage(cluster.uri("run"))
+    job = cluster.submit(words, hold=True)
+    trained = partial(checkpoint_steps, run, DISCOVER)
+    for lost, reached in enumerate((cluster.held("start"), trained, cluster.held("evaluation")), 1):
+        cluster.lose(job, reached)
+        wait_for(partial(waits, job, lost), SECONDS)
+        cluster.go_on()
+        cluster.join()
+    what = "a node lost at the start, one in the middle, one in the evaluation"
+    cluster.ended(job, words, what, "results in ", "waited for a node each time, resumed, finished")
+    assert Storage(cluster.uri("run")).exists("metrics.json")
+    places = {"runs/demo": run.uri, "folder:DIR": f"parquet:{source}", "--output predictions": "--output " +
+              cluster.uri("predictions")}  # fmt: skip
+    words = [*printed("docs/guides/after-training.md", "predict", places), *ON_GPUS]
+    job = cluster.submit(words, hold=True)
+    cluster.lose(job, cluster.held("prediction"))
+    cluster.go_on()
+    cluster.ended(job, words, "a node lost", "240 images, 240 ok", "finished on the nodes that are left")
+
+
+def hung(cluster: Rehearsal) -> None:
+    """A rank stands still, whose health Ray asks for every 15 s in place of ten minutes."""
+    packed(cluster)
+    words, run = discovery(cluster, LONG), Storage(cluster.uri("run"))
+    job = cluster.submit(words, RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S="15")
+    wait_for(lambda: job.says("") and bool(checkpoint_steps(run, DISCOVER)), SECONDS)
+    ranks = [pid for pid, each in running().items() if "RayTrainWorker" in each.words[0]]
+    os.kill(ranks[0], signal.SIGSTOP)
+    cluster.ended(job, words, "a rank stands still (SIGSTOP)", "new ones resume", "restarted, finished")
+
+
+LATE = (resident,)  # scenes whose nodes start after the job
+SCENES = {scene.__name__: scene for scene in
+          (streamed, tar, resident, frozen, tune, estimate, stopped, losses, hung)}  # fmt: skip
+
+
+def play(name: str) -> list[Row]:
+    """The rows of a scene, on a cluster of its own. AssertionError: a command ended otherwise."""
+    with simulated(0 if SCENES[name] in LATE else 2) as cluster:
+        try:
+            SCENES[name](cluster)
+        except AssertionError:
+            print(cluster.last_lines(), file=sys.stderr)
+            raise
+        return cluster.rows
 
 
 def main() -> int:
-    """All of it; 1 where a command ended otherwise than it should."""
-    with tempfile.TemporaryDirectory() as hidden, simulated(Path(hidden)) as cluster:
+    """Play scenes and print the table; 1 where one ended otherwise than it should."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: all")
+    rows, failed = list[Row](), False
+    for name in parser.parse_args().scenes or SCENES:
         try:
-            streamed(cluster)
-            resident(cluster)
-        finally:
-            print(cluster.table())
-    for row in cluster.rows:
-        if row.code:
-            print(f"\n{row.command}:\n{row.said[-2000:]}")
-    return int(any(row.code for row in cluster.rows))
+            rows += play(name)
+        except AssertionError:
+            failed = True
+            traceback.print_exc()
+            rows.append(Row(f"scene {name}", "", "FAILED"))
+    print("\n".join(["| command | simulated | outcome |", "|---|---|---|"]))
+    for row in rows:
+        print(f"| `{row.command}` | {row.simulated} | {row.outcome} |")
+    return int(failed)
 
 
 if __name__ == "__main__":

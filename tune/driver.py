@@ -11,17 +11,15 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import yaml
 from torch import Tensor
 
-from pipelines import nodes, ray_env
+from pipelines import nodes, ray_env, ray_private
 from pipelines.options import Options
 from pipelines.worker import MAX_DEATHS
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
@@ -310,35 +308,56 @@ def _describe(options: SweepOptions, data: SweepData, folds: list[FoldRows], num
 
 def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
     """Trials at a time and the resources of each training process; ConfigError if not one trial fits."""
-    config, workers = options.config, options.config.compute.num_workers
-    if workers:
+    config = options.config
+    if config.compute.num_workers:
         resources = ray_env.worker_resources(config, cluster)
-        needed = {name: workers * amount for name, amount in resources.items()}
-        needed["CPU"] += CPU_OF_A_WAITING_TRIAL
     else:
         resources = {"CPU": config.compute.cpus_per_worker or min(1.0, cluster.get("CPU", 0.0)) or 1.0}
         if ray_env.use_gpu(config, cluster):
             resources["GPU"] = config.compute.gpus_per_worker
-        needed = resources
+    return trials_at_once(options, resources, cluster), resources
+
+
+def trials_at_once(options: SweepOptions, each: dict[str, float], cluster: dict[str, float]) -> int:
+    """How many trials fit whose processes have the resources ``each``; ConfigError: not one."""
+    workers = options.config.compute.num_workers
+    needed = {name: max(1, workers) * amount for name, amount in each.items()}
+    needed["CPU"] += CPU_OF_A_WAITING_TRIAL if workers else 0
     held = {name: cluster.get(name, 0.0) for name in needed}
     fits = min(int(held[name] / amount + 1e-9) for name, amount in needed.items())
     if fits < 1:
         needs, has = (" and ".join(f"{n:g} {name}s" for name, n in some.items()) for some in (needed, held))
         raise ConfigError(f"a trial needs {needs}, the cluster has {has}; lower --compute.cpus-per-worker")
-    return min(fits, options.concurrent or fits, options.trials), resources
+    return min(fits, options.concurrent or fits, options.trials)
 
 
-def room(ray: Any, options: SweepOptions, give_up: Callable[[], bool]) -> tuple[int, dict[str, float]]:
-    """:func:`concurrency`, once the cluster can place a trial: one that may grow is waited for."""
-    config = options.config
-    try:
-        return concurrency(options, ray.cluster_resources())
-    except ConfigError:
-        if (limit := nodes.startup_timeout_s(config)) == 0:
-            raise
-    one = override(config, {"compute.num_workers": max(1, config.compute.num_workers)})
-    nodes.wait_for_resources(one, give_up, limit)
-    return concurrency(options, ray.cluster_resources())
+class Capacity:
+    """``places``: of trials at a time, in the cluster as it was when it was looked at last. What changes is
+    said; where there is no place, every 30 s.
+    """
+
+    def __init__(self, options: SweepOptions, cluster: dict[str, float]) -> None:
+        self._options = options
+        self.places, self.each = concurrency(options, cluster)
+        self._due, self._may_grow = 0.0, ray_env.cluster_address() is not None
+
+    @property
+    def limit(self) -> int:
+        """Trials to begin: one more than there are places for, where its wait may start a node."""
+        return min(self.places + self._may_grow, self._options.concurrent or self._options.trials)
+
+    def look(self, cluster: dict[str, float]) -> None:
+        """At all that the cluster has now."""
+        before, now = self.places, time.monotonic()
+        try:
+            self.places, self._due = trials_at_once(self._options, self.each, cluster), 0.0
+        except ConfigError as error:
+            self.places = 0
+            if now >= self._due:
+                print_line("; ".join([f"waiting for nodes: {error}", *ray_private.launches()]))
+                self._due = now + nodes.TELL_S
+        if self.places and self.places != before:
+            print_line(f"nodes have come or gone: {plural(self.places, 'trial')} at a time")
 
 
 def _run_missing(
@@ -348,6 +367,7 @@ def _run_missing(
     storage, config, stopping = claim.storage, options.config, threading.Event()
     print_line("starting Ray" + (f"; {plural(len(ended), 'result')} already" if ended else ""))
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(options.trials)  # the searcher hands out what has a place
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:
         from ray import tune
@@ -355,25 +375,28 @@ def _run_missing(
         from tune import search
 
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
-        number, resources = room(ray, options, stopping.is_set)
-        print_line(
-            f"{number} trial{'s' if number > 1 else ''} at a time, {resources['CPU']:g} CPUs each process"
+        capacity = nodes.once_one_fits(
+            config, lambda: Capacity(options, ray.cluster_resources()), stopping.is_set
         )
+        each = capacity.each
+        print_line(f"{plural(capacity.places, 'trial')} at a time, {each['CPU']:g} CPUs each process")
         start = time.monotonic()
 
         def on_end(trial: Trial) -> None:
             ended.append(trial)
             print_line(f"{len(ended)}/{options.trials}  {_line(trial)}  ({time.monotonic() - start:.0f} s)")
 
-        searcher = search.SweepSearcher(storage, options, num_epochs, on_end, stopping.is_set)
+        searcher = search.SweepSearcher(
+            storage, options, num_epochs, on_end, stopping.is_set, lambda: capacity.limit
+        )
         leases = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Leases).remote()
-        sweep = Sweep(options, num_epochs, storage.uri, storage.token, resources, ray.put(data), leases)
-        here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else resources
+        sweep = Sweep(options, num_epochs, storage.uri, storage.token, each, ray.put(data), leases)
+        here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else each
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
             tune_config=tune.TuneConfig(
                 search_alg=searcher, scheduler=search.scheduler(options, num_epochs, ended),
-                num_samples=len(searcher.missing), max_concurrent_trials=number,
+                num_samples=len(searcher.missing),
                 reuse_actors=not config.compute.num_workers,  # a process takes seconds to import torch
             ),
             run_config=tune.RunConfig(
@@ -384,7 +407,7 @@ def _run_missing(
             ),
         )  # fmt: skip
         try:
-            ray_env.in_thread(tuner.fit)
+            ray_env.in_thread(tuner.fit, lambda: capacity.look(ray.cluster_resources()))
         finally:
             ray.kill(leases)  # Tune's registry of parameters holds it as long as the process lives
         if (reason := searcher.storage_error) is not None:

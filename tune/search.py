@@ -110,17 +110,18 @@ def _value(domain: spaces.Domain, found: Any) -> Any:
 
 
 class SweepSearcher(Searcher):
-    """Hands out the ``missing`` trials, those without a result, writes the result of each as it ends and
-    calls ``on_end`` with it; while ``stopping``, trials that end were only interrupted.
+    """Hands out the ``missing`` trials, those without a result, while fewer than ``limit`` run, writes the
+    result of each as it ends and calls ``on_end`` with it; while ``stopping``, trials that end were only
+    interrupted.
     """
 
     def __init__(
         self, storage: Storage, options: SweepOptions, num_epochs: int, on_end: Callable[[Trial], None],
-        stopping: Callable[[], bool],
+        stopping: Callable[[], bool], limit: Callable[[], int],
     ) -> None:  # fmt: skip
         super().__init__(metric="score", mode="max")
         self._storage, self._options, self._num_epochs = storage, options, num_epochs
-        self._on_end, self._stopping = on_end, stopping
+        self._on_end, self._stopping, self._limit = on_end, stopping, limit
         own = options.search in ("random", "grid")
         self._asked = None if own else Asked(options.search, options.space, options.config.seed)
         self._given = spaces.current(options.space, options.config)
@@ -141,6 +142,8 @@ class SweepSearcher(Searcher):
         """The next trial without a result, with the values it was begun with, if it was."""
         if not self.missing:
             return Searcher.FINISHED
+        if len(self._running) >= self._limit():
+            return None
         index = self.missing[0]
         name = records.trial_name(index)
         if index not in self._begun:

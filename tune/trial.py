@@ -16,7 +16,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import count, product
 from typing import Any, NamedTuple
 
 import torch
@@ -260,7 +260,7 @@ def _run_shared(index: int, sweep: Sweep, worker: Worker, storage: ClaimedStorag
 
 def _start_workers(index: int, sweep: Sweep) -> None:
     """A Ray Train run inside the trial; the trial itself only waits and needs next to no CPU. A group that
-    dies is started again, where its newest checkpoint is, up to three times.
+    dies is started again, where its newest checkpoint is, up to three times; one without a place always.
     """
     import ray.tune
     from ray.tune.integration.ray_train import TuneReportCallback
@@ -268,14 +268,17 @@ def _start_workers(index: int, sweep: Sweep) -> None:
     workers, name = sweep.options.config.compute.num_workers, f"train-{ray.tune.get_context().get_trial_id()}"
     scaling, folder = ray_worker.scaling(workers, sweep.resources), join(sweep.output, RAY_FOLDER)
     loop = {"index": index, "sweep": sweep}
-    for attempt in range(ray_worker.MAX_DEATHS):
+    deaths = 0
+    for attempt in count():
         settings = ray_worker.run_config(folder, f"{name}-{attempt}", [TuneReportCallback()])
         try:
             return ray_worker.fit(_train_loop, loop, scaling, settings, timeout_s=1800)
         except Exception as error:
             loss = nodes.classify_failure(error)  # raises what no other group would do better
             log.warning("trial %d: %s", index, loss.line)
-    raise Interrupted("its workers keep dying; they may be out of memory")
+            deaths += loss.last is not None
+        if deaths == ray_worker.MAX_DEATHS:
+            raise Interrupted("its workers keep dying; they may be out of memory")
 
 
 class _TrialWorker(ray_worker.RayWorker):

@@ -5,6 +5,7 @@ As close to a second machine as one machine gets. Where namespaces are not allow
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from tests.pipelines.small import RAY, ROOT, wait_for
 from tests.pipelines.test_cluster_files import end_processes_of
+from tests.processes import below, running
 
 HEAD, OTHER = "10.199.77.1", "10.199.77.2"
 NAMESPACE, HERE, THERE = "uno-test", "uno-here", "uno-there"  # interface names hold 15 characters
@@ -91,6 +93,14 @@ class Raylets:
         self._spawn(where, cpus, hidden if there else None)
         log = Path(f"{self._folder}/{len(self._processes) - 1}.log")
         wait_for(lambda: "Ray runtime started" in log.read_text())
+
+    def lose(self) -> None:
+        """SIGKILL to the raylet of the node that joined last; returns once its `ray start` has ended."""
+        last = self._processes[-1]
+        found = below([last.pid], running())
+        (raylet,) = [pid for pid, each in found.items() if each.words[0].endswith("/raylet")]
+        os.kill(raylet, signal.SIGKILL)
+        wait_for(lambda: last.poll() is not None)
 
     def notice(self, seconds: float) -> Callable[[], None]:
         """Tells every node but the head to leave when called, as `ray drain-node` does at a spot market's

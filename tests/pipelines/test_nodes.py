@@ -11,11 +11,12 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from pipelines import nodes, ray_env, ray_private
+from pipelines import jobs, nodes, packing, ray_env, ray_private, tables
 from pipelines.nodes import DrainWatcher, Node, StallWarner, no_images, shortage, wait_for_resources
 from pipelines.partitions import map_through_model
 from tests.conftest import NUM_CPUS
 from tests.pipelines.small import wait_for
+from tune.driver import concurrency
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted
@@ -214,6 +215,75 @@ def test_predictions_and_features_wait_for_nodes_too(monkeypatch):
     storage, config = Storage("unused"), config_of(wait_minutes=2)
     stored = map_through_model(None, config, storage, iter([]), None, object, (), None, 512, 512, 192)
     with pytest.raises(ConfigError, match="no room within 120 s"):
+        next(stored)
+
+
+def estimate(ray, config, monkeypatch):
+    found = []
+    monkeypatch.setattr(jobs.ray_env, "connect", lambda **_: nullcontext(ray))
+    monkeypatch.setattr(jobs, "estimated_set", lambda *_: None)
+    monkeypatch.setattr(jobs.estimate, "estimate_num_novel", lambda *facts, **_: found.append(facts[4]))
+    jobs.OnRay().estimate(config, Mock(), Storage("unused"))
+    return found
+
+
+def pack(ray, config, monkeypatch):
+    packing.store_on_ray(ray, override(config, {"output": "s3://bucket/packed?region=us-east-1"}))
+
+
+def reproduce(ray, config, monkeypatch):
+    monkeypatch.setattr(tables.ray_env, "connect", lambda: nullcontext(ray))
+    own = SimpleNamespace(runner="ray", parallel=None)
+    compute = config.compute.model_copy(update={"num_workers": 0})
+    with tables._runner(SimpleNamespace(compute=compute, args=own)) as (start, number):
+        return start.args[1]["num_gpus"], number
+
+
+def tune(ray, config, monkeypatch):
+    options = SimpleNamespace(config=config, concurrent=None, trials=9)
+    return nodes.once_one_fits(config, lambda: concurrency(options, ray.cluster_resources()))
+
+
+@pytest.mark.parametrize(("command", "device", "found"), [
+    (estimate, "auto", ["cuda"]), (estimate, "cuda", ["cuda"]), (pack, "cuda", None),
+    (reproduce, "cuda", (1.0, 2)), (reproduce, "auto", (1.0, 2)),
+    (tune, "cuda", (1, {"CPU": 1.0, "GPU": 1.0})),
+])  # fmt: skip
+def test_the_first_task_of_a_command_waits_for_its_node(monkeypatch, command, device, found):
+    """On a cluster that has a head without CPUs when it is asked, and two GPUs a while later. Kills: "the
+    cluster has 0", cells on CPUs whose device is cuda, a wait of a private cluster, which does not grow.
+    """
+    answers, waited = [{}, {"CPU": 4.0, "GPU": 2.0}], []
+    ray = Mock(cluster_resources=lambda: answers.pop(0))
+    monkeypatch.setattr(nodes, "wait_for_resources", lambda *facts: waited.append(facts[2]))
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert command(ray, config_of(device=device), monkeypatch) == found and waited == [1800]
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    answers[:] = [{}]
+    with pytest.raises(ConfigError, match=r"too few GPUs|the cluster has 0|the cluster.s 0"):
+        command(ray, config_of(device="cuda"), monkeypatch)
+
+
+def test_shards_that_must_be_here_need_a_cpu_here():
+    """Kills: a command that waits for ever, on a head whose CPUs Ray may not have."""
+    ray = Mock(**{"get_runtime_context.return_value.get_node_id.return_value": "a"})
+    ray.nodes.return_value = [{"NodeID": "a", "Resources": {}}, {"NodeID": "b", "Resources": {"CPU": 4.0}}]
+    config = override(config_of(), {"output": "packed"})
+    with pytest.raises(ConfigError, match="--output packed is local, where Ray has no CPUs"):
+        packing.store_on_ray(ray, config)
+    ray.nodes.return_value[0]["Resources"] = {"CPU": 1.0}
+    assert packing.store_on_ray(ray, config)
+
+
+def test_features_are_not_waited_for_after_a_stop(monkeypatch):
+    """Kills: a Ctrl-C that is heard after half an hour."""
+    monkeypatch.setattr(nodes, "read_nodes", list)
+    monkeypatch.setattr(nodes, "PlacementProbe", Mock())
+    sizes = None, 512, 512, 192
+    stored = map_through_model(
+        None, config_of(), Storage("unused"), iter([]), None, object, (), *sizes, lambda: True
+    )
+    with pytest.raises(Interrupted, match="while waiting for nodes"):
         next(stored)
 
 

@@ -27,12 +27,12 @@ def sweep(tmp_path):
     return options, fake_sweep(tmp_path / "s", options, trials)
 
 
-def plan_of(sweep, trials=5, stopping=False, search="random"):
+def plan_of(sweep, trials=5, stopping=False, search="random", limit=9):
     """A searcher, the trials that it says ended, and the numbers of those that it hands out."""
     from tune.search import SweepSearcher
 
     options, ended = sweep[0]._replace(trials=trials, search=search), []
-    plan = SweepSearcher(sweep[1], options, 3, ended.append, lambda: stopping)
+    plan = SweepSearcher(sweep[1], options, 3, ended.append, lambda: stopping, lambda: limit)
     names = "abcdefg"[: len(plan.missing)]
     return plan, ended, [plan.suggest(name)["index"] for name in names]
 
@@ -48,6 +48,20 @@ def test_only_trials_without_a_result_are_run(sweep):
     drawn = {t.index: t.overrides for t in records.read_trials(sweep[1])}
     assert drawn[2] == spaces.draw(UNO, 9, 9)  # as it was begun
     assert drawn[4] == spaces.draw(UNO, 0, 4)
+
+
+def test_trials_without_a_place_are_not_begun(sweep):
+    """Kills: values that a searcher draws before it may learn, nodes that join for nothing."""
+    from tune.search import SweepSearcher
+
+    places = [1]
+    plan = SweepSearcher(sweep[1], sweep[0], 3, lambda trial: None, lambda: False, lambda: places[0])
+    assert plan.suggest("a") == {"index": 2} and plan.suggest("b") is None
+    places[0] = 2
+    assert plan.suggest("b") == {"index": 3} and plan.suggest("c") is None
+    epochs(sweep[1], 2, 3)
+    plan.on_trial_complete("a", result={})
+    assert plan.suggest("c") == {"index": 4}
 
 
 def test_how_trials_end(sweep):
@@ -106,7 +120,7 @@ def test_a_grid_has_every_combination_once(tmp_path):
                      "model.num_heads: {low: 3, high: 4, scale: int}\n")  # fmt: skip
     options = tiny_options(tmp_path / "s", *words, "--search", "grid")
     storage = fake_sweep(tmp_path / "s", options, [])
-    plan = SweepSearcher(storage, options, 3, pytest.fail, lambda: False)
+    plan = SweepSearcher(storage, options, 3, pytest.fail, lambda: False, lambda: 99)
     while plan.suggest(str(len(plan.missing))) != "FINISHED":
         pass
     values = [tuple(trial.overrides.values()) for trial in records.read_trials(storage)]
@@ -181,7 +195,7 @@ def test_a_searcher_of_ray_tune_is_asked_and_told(tmp_path, capsys):
     options = tiny_options(tmp_path / "s", *words, "--search", f"{SCRIPT}climber", "--trials", "9")
     first = {"overrides": {"objective.epsilon": 0.1, "model.num_heads": 4}, "scores": [0.1] * 3}
     storage, ended = fake_sweep(tmp_path / "s", options, [first | {"status": "finished"}] * 2), []
-    plan = SweepSearcher(storage, options, 3, ended.append, lambda: False)
+    plan = SweepSearcher(storage, options, 3, ended.append, lambda: False, lambda: 9)
     assert "note: --search tests.tune.test_search:climber cannot be told" in capsys.readouterr().out
     told = plan._asked._searcher.told
     told.clear()

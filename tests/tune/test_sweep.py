@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipelines.raylets import Command, head
 from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
 from tune import records
 from tune.driver import run_sweep
@@ -165,6 +166,31 @@ def test_a_trial_outlives_its_process(ray_cluster, tmp_path, loading):
     assert [json.loads(line)["epoch"] for line in lines] == list(range(1, 9))
     assert lines[: len(before.splitlines())] == before.splitlines()
     until_free(ray_cluster)
+
+
+@pytest.mark.slow
+def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
+    """One CPU for a trial, then another one on a second node, whose raylet is killed while its trial trains,
+    which then waits for the place of the first. Kills: a number of trials that is fixed at the start, a trial
+    that ends with its node, or begins anew.
+    """
+    words = [*TINY, "--folds", "1", "--trials", "2", "--scheduler", "none", "--discover.epochs", "800"]
+    storage, epochs = Storage(str(tmp_path / "s")), "trials/0001/epochs.jsonl"
+    with head(1) as raylets:
+        sweep = Command(
+            ["pipelines", "tune", *words, "--output", storage.root], raylets.env, tmp_path / "log"
+        )
+        until(lambda: sweep.says("1 trial at a time") and storage.exists("trials/0000/epochs.jsonl"))
+        raylets.join(1)
+        until(lambda: sweep.says("2 trials at a time") and storage.exists(epochs))
+        assert not storage.exists("trials/0000/result.json")
+        raylets.lose()
+        before = storage.read(epochs)
+        assert sweep.end(500) == 0, sweep.lines
+    assert [result["status"] for result in results(storage)] == ["finished"] * 2
+    lines = storage.read(epochs)
+    assert lines.startswith(before) and before.count(b"\n") < 800
+    assert [json.loads(line)["epoch"] for line in lines.splitlines()] == list(range(1, 801))
 
 
 @pytest.mark.slow

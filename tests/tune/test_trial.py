@@ -143,9 +143,12 @@ def test_a_failed_pretraining_gives_its_lease_back(options, fold, storage, monke
 
 
 def test_a_group_that_dies_is_started_again_from_its_checkpoint(monkeypatch):
-    """Kills: a lost node that ends a trial for good, a third group beside the first, an endless loop."""
+    """Kills: a lost node that ends a trial for good, a third group beside the first, an endless loop, an end
+    of a trial that only had no place.
+    """
     import ray.tune
     from ray.exceptions import RayActorError
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
     ends, names = [RayActorError(), RayActorError(), None], []
 
@@ -163,6 +166,8 @@ def test_a_group_that_dies_is_started_again_from_its_checkpoint(monkeypatch):
     sweep = trial.Sweep(options, 1, "/tmp", "token", {"CPU": 1.0}, None, None)
     trial._start_workers(0, sweep)
     assert names == ["train-a-0", "train-a-1", "train-a-2"]
+    ends[:] = [*[WorkerGroupStartupTimeoutError(2)] * 9, None]
+    trial._start_workers(0, sweep)
     ends[:] = [RayActorError()] * 3
     with pytest.raises(Interrupted, match="keep dying"):
         trial._start_workers(0, sweep)
