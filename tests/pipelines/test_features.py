@@ -269,7 +269,7 @@ def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
     parts, numbers = [], []
     for weight in (1.0, float("nan")):
         state = {k: v * weight if v.is_floating_point() else v for k, v in encoder.state_dict().items()}
-        actor = Featurizer("cpu", 2, (to_dict(config), safetensors.torch.save(state)))
+        actor = Featurizer("cpu", 2, (to_dict(config), safetensors.torch.save(state), None))
         writer = Writer(str(there), partial(write_part, key=job.key, num_views=3), 32)
         chunks = decode_block(shard_block(job, [0, 1, 2]), config, None)
         results = actor(pa.concat_tables(chunks))  # Ray joins them
