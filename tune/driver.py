@@ -28,6 +28,7 @@ from uno.data import output
 from uno.data.decode import ok_mask
 from uno.data.defaults import keys_from_images
 from uno.data.files import Storage, full_path, split
+from uno.data.mapped import NeighborViews
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.encoder import code_of
@@ -151,6 +152,7 @@ def load_data(options: SweepOptions, task: Task, own_weights: bytes | None) -> S
             storage.write(PRETRAINED_FILE, own_weights)
         images, reasons = load_images(config, task, storage, show)
     leave_out_unreadable(reasons, config, task)
+    images = images[:] if isinstance(images, NeighborViews) else images
     return sweep_data(task, images, ok_mask(reasons), options.score)
 
 

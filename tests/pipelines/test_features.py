@@ -149,7 +149,7 @@ def test_evaluate_and_another_seed_compute_no_feature(
     assert cli.main(["evaluate", str(run)]) == 0 and (run / "metrics.json").read_bytes() == before
     assert cli.main(["doctor", str(run)]) == 0
     capsys.readouterr()
-    monkeypatch.setenv(cached.CACHE_VARIABLE, str(finished.parent / "cache"))
+    monkeypatch.setenv("UNO_CACHE", str(finished.parent / "cache"))
     other = [*HEADS, "--weights", str(weights), "--seed", "1", "--output", str(tmp_path / "other")]
     assert cli.main(other) == 0
     assert "features:" not in capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch) -> Path:
     """A cache of this test's own."""
-    monkeypatch.setenv(cached.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

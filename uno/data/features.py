@@ -12,7 +12,6 @@ At every start rows that have changed are looked for (:mod:`uno.data.snapshot`),
 import hashlib
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from uno.data import snapshot
 from uno.data.decode import decode_many, ok_mask, prefetch_map
 from uno.data.files import Storage, normalize_path, parse_json
 from uno.data.images import Image, evenly_spaced
+from uno.data.mapped import user_cache
 from uno.data.output import seal, unseal
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.splits import Task
@@ -43,7 +43,6 @@ SEED = 0  # of the views: not the run's, so that runs of all seeds share them
 SHARD_ROWS = 128
 ROWS_AT_ONCE = 16  # whose pixels are in memory
 CPU_IMAGES, CUDA_IMAGES = 8, 256  # of a pass through the encoder; on CPUs 8 are 1.7 times as fast as 32
-CACHE_VARIABLE = "UNO_CACHE"
 PLAN_FILE = "runtime.json"
 PROBED_ROWS, PROBE_S = 8, 1.0  # that are encoded again: at least one, and no more after that time
 CONSTANT, HUGE = 1e-5, 1e6  # mean distance from the mean over the mean norm, and that norm
@@ -465,5 +464,4 @@ def _readable_again(job: FeatureJob, reasons: Sequence[str | None]) -> set[int]:
 
 def cache_directory(config: Config) -> str:
     """Where features are kept: ``compute.cache``, $UNO_CACHE, or uno in the user's cache directory."""
-    user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
-    return normalize_path(config.compute.cache or os.environ.get(CACHE_VARIABLE) or user)
+    return normalize_path(config.compute.cache or user_cache())

@@ -15,6 +15,7 @@ from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, ok_mask
 from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
+from uno.data.mapped import NeighborViews
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -71,7 +72,7 @@ def open_sets(
 
 def load_images(
     config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False
-) -> tuple[Tensor, list[str | None]]:
+) -> tuple[Tensor | NeighborViews, list[str | None]]:
     """What a resident run keeps of every row: pixels uint8 (N, 3, S, S), or features of a frozen encoder; and
     why a row has none.
     """
@@ -126,7 +127,7 @@ def _at_speed(job: FeatureJob, encoder: nn.Module, cache: FeatureCache, numbers:
 def load_features(
     config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
     compute: Compute = compute_local,
-) -> tuple[Tensor, list[str | None]]:  # fmt: skip
+) -> tuple[Tensor | NeighborViews, list[str | None]]:  # fmt: skip
     """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by ``compute``, and why
     a row has none. Interrupted: ``should_stop`` says so; ConfigError: nobody has trained the encoder.
     """

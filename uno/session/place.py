@@ -111,7 +111,7 @@ def estimated_set(config: Config, task: Task, storage: Storage, compute: Compute
             storage.write(PRETRAINED_FILE, fetch_pretrained(config.model.encoder))
         with Progress() as show:
             features, reasons = load_features(config, task, storage, show, compute=compute)
-        images = features[:, :1]
+        images = features[:, 0:1]
     else:
         data = config.data
         images, reasons = decode_many(task.rows.images, data.stored_size, interpolation=data.interpolation)

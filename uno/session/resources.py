@@ -111,9 +111,11 @@ def row_bytes(config: Config) -> int:
 
 
 def feature_bytes(config: Config) -> int:
-    """Of one row's features in memory."""
-    width = build_encoder(config.model).num_features
-    return 4 * (1 + config.augment.num_cached_views) * int(width)  # type: ignore[arg-type]
+    """Of one row's features in memory; of vectors also where their file is mapped."""
+    width, views = int(build_encoder(config.model).num_features), config.augment.num_cached_views  # type: ignore[arg-type]
+    if config.model.takes_vectors and config.augment.vector_view == "neighbors":
+        return 4 * width + 8 * views  # a partner and a share for each: views are made when they are read
+    return 4 * (1 + views) * width
 
 
 HOW = {"memory": "kept in memory", "streaming": "streamed"}
