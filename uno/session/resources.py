@@ -105,15 +105,18 @@ def on_features(config: Config) -> bool:
     return config.model.finetune == "none" and config.data.loading != "streaming"
 
 
-def row_bytes(config: Config) -> int:
-    """Of one image that a resident run keeps: decoded, or as the features of a frozen encoder."""
-    return feature_bytes(config) if config.model.finetune == "none" else 3 * config.data.stored_size**2
+def row_bytes(config: Config, all_views: bool = False) -> int:
+    """Of one image that a resident run keeps: decoded, or as :func:`feature_bytes`."""
+    frozen = config.model.finetune == "none"
+    return feature_bytes(config, all_views) if frozen else 3 * config.data.stored_size**2
 
 
-def feature_bytes(config: Config) -> int:
-    """Of one row's features in memory; of vectors also where their file is mapped."""
+def feature_bytes(config: Config, all_views: bool = False) -> int:
+    """Of one row's features in memory, those of vectors also where their file is mapped; ``all_views``: also
+    of views that a run makes when they are read.
+    """
     width, views = int(build_encoder(config.model).num_features), config.augment.num_cached_views  # type: ignore[arg-type]
-    if config.model.takes_vectors and config.augment.vector_view == "neighbors":
+    if config.model.takes_vectors and config.augment.vector_view == "neighbors" and not all_views:
         return 4 * width + 8 * views  # a partner and a share for each: views are made when they are read
     return 4 * (1 + views) * width
 
@@ -197,7 +200,10 @@ def check_sweep(config: Config, num_rows: int, at_once: int) -> None:
     """
     told, frozen = config.data.loading, config.model.finetune == "none"
     copies = 2 + at_once * max(1, config.compute.num_workers)
-    needed, budget = num_rows * row_bytes(config) / GB, SHARE * free_host_bytes() / copies / GB
+    needed, budget = (
+        num_rows * row_bytes(config, all_views=True) / GB,
+        SHARE * free_host_bytes() / copies / GB,
+    )
     if told == "memory" or (told == "auto" and needed <= budget):
         return
     what = "of features" if frozen else "decoded"
