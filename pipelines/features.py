@@ -23,6 +23,8 @@ from uno.data.features import FeatureJob, pack_shard
 from uno.data.files import Storage
 from uno.data.images import from_columns, to_columns
 from uno.encoder import build_encoder
+from uno.runs.hardware import at_speed
+from uno.runtime import Runtime
 from uno.session import embed as session
 from uno.session.console import Progress, on_stop
 from uno.session.data import compute_local, load_features, read_task
@@ -38,11 +40,12 @@ def compute_on_ray(
     Interrupted: ``give_up`` while nodes are waited for.
     """
     config, reader = job.config, job.task.rows.images.reader()
+    plan, encoder = (encoder.plan, encoder.encoder) if isinstance(encoder, Runtime) else (None, encoder)
     state = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
     decode = partial(decode_block, config=config, reader=None if reader is None else ray.put(reader))
     at_once = max(1, min(TASK_SHARDS, len(numbers) // (4 * config.compute.num_workers)))
     blocks = (shard_block(job, numbers[i : i + at_once]) for i in range(0, len(numbers), at_once))
-    loaded = (ray.put((to_dict(config), safetensors.torch.save(state))),)
+    loaded = (ray.put((to_dict(config), safetensors.torch.save(state), plan)),)
     write = partial(write_part, key=job.key, num_views=1 + config.augment.num_cached_views)
     sizes = features.SHARD_ROWS, features.SHARD_ROWS, features.row_bytes(config)
     stored = map_through_model(
@@ -85,11 +88,13 @@ class Featurizer:
     def __init__(self, device: str, threads: int, shared: Any) -> None:
         import ray
 
-        tree, weights = ray.get(shared)
+        tree, weights, plan = ray.get(shared)
         self._config, self._threads = Config.model_validate(tree), threads
         encoder = build_encoder(self._config.model)
         encoder.load_state_dict(safetensors.torch.load(weights))
-        self._encoder = encoder.eval().requires_grad_(False).to(device).to(memory_format=torch.channels_last)
+        encoder = encoder.eval().requires_grad_(False).to(device).to(memory_format=torch.channels_last)
+        here = plan is not None and torch.device(device).type == "cpu"
+        self._encoder = at_speed(encoder, plan, threads) if here else encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Shards of :func:`decode_block` -> ``row``, ``features`` and ``reason``."""

@@ -19,6 +19,8 @@ from uno.data.inputs import split_batches
 from uno.data.rows import Partition
 from uno.results.infer import build_classifier
 from uno.results.predictions import InputSpec, PredictionWriter, Summary, classify, decode_chunk, read_part
+from uno.runs.hardware import at_speed
+from uno.runtime import Plan, plan_of
 
 
 def predict_on_ray(
@@ -31,7 +33,9 @@ def predict_on_ray(
     rows = [writer.rows_of(number) for number in writer.missing]
     parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
     blocks = (part_block(own.start, part) for own, part in parts)
-    loaded = ray.put(dict(files)), writer.embedding
+    num = writer.num_rows - writer.num_done
+    plan = None if config.model.takes_vectors else plan_of(config, num, torch.device("cpu"))
+    loaded = ray.put(dict(files)), writer.embedding, plan
     write, sizes = writer.part_writer.write, (writer.part_rows, how.chunk_rows, 3 * how.size**2)
     stored = map_through_model(ray, config, writer.storage, blocks, decode, Scorer, loaded, write, *sizes)
     for number, _ in stored:
@@ -69,11 +73,13 @@ def decode_part(block: pa.Table, source: Any, how: InputSpec) -> Iterator[pa.Tab
 class Scorer:
     """An actor of the pool: loads the model once, then classifies block after block."""
 
-    def __init__(self, device: str, threads: int, files: Any, embedding: bool) -> None:
+    def __init__(self, device: str, threads: int, files: Any, embedding: bool, plan: Plan | None) -> None:
         import ray
 
         torch.set_num_threads(threads)
         self._model, self._embedding = build_classifier(ray.get(files), device), embedding
+        if plan is not None and self._model.device.type == "cpu":
+            self._model.module.encoder = at_speed(self._model.module.encoder, plan, threads)
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """A decoded block -> what the model says of it."""

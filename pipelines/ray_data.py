@@ -28,6 +28,7 @@ from uno.data import stream
 from uno.data.decode import BadRows, DecodedBatch, Interpolation, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
+from uno.data.mapped import NeighborViews
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
 from uno.data.row_blocks import RowBlocks
@@ -50,8 +51,8 @@ Run = Callable[[list[pa.Table]], Iterator[pa.Table]]  # one execution: blocks to
 
 
 def shared(
-    ray: Any, config: Config, task: Task, reasons: list[str | None] | None, features: Tensor | None = None,
-    images: list[Any] | None = None,
+    ray: Any, config: Config, task: Task, reasons: list[str | None] | None,
+    features: Tensor | NeighborViews | None = None, images: list[Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What all workers read of a task, in the object store: what training may know, and the truth apart;
     ``features`` (N, 1 + V, D) where they stand for the images, or ``images``, the blocks of
@@ -60,7 +61,9 @@ def shared(
     ok = None if reasons is None else ok_mask(reasons)
     rows = stream.stream_facts(task) if config.data.loading == "streaming" else train_rows(task, ok)
     found: dict[str, Any] = {"num_true": len(task.known) + len(task.novel)}
-    found |= {} if features is None else {"features": ray.put(features.numpy())}
+    if features is not None:
+        parts = (features,) if isinstance(features, Tensor) else features.parts
+        found["features"] = ray.put([part.numpy() for part in parts])
     found |= {} if images is None else {"images": images}
     return {"rows": ray.put(rows), "truth": ray.put(truth_rows(task, ok)), **found}
 
@@ -78,7 +81,8 @@ def worker_sets(
     side, rows = config.data.stored_size, dict(ray.get(loop["rows"]))
     if config.data.loading != "streaming":
         if "features" in loop:
-            features = shared_tensor(ray.get(loop["features"]))
+            parts = [shared_tensor(part) for part in ray.get(loop["features"])]
+            features = parts[0] if len(parts) == 1 else NeighborViews(*parts)
             images, seen = RowBlocks([features]), RowBlocks([features[:, 0]])
         else:
             images = seen = pixels_of(ray.get(loop["images"]), side)

@@ -13,7 +13,7 @@ unlabeled rows. ``oracle`` scores by the true labels, and everything it writes s
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from pipelines.ray_data import shared_tensor
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
+from uno.data.columns import Ids
 from uno.data.decode import BadRows, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, batches_of
@@ -55,7 +56,7 @@ class Unread(NamedTuple):
     """Images that trials read themselves, and the ids of their rows."""
 
     images: Images
-    ids: Sequence[str]
+    ids: Ids
 
 
 Source = np.ndarray | str | Unread

@@ -149,7 +149,7 @@ def test_evaluate_and_another_seed_compute_no_feature(
     assert cli.main(["evaluate", str(run)]) == 0 and (run / "metrics.json").read_bytes() == before
     assert cli.main(["doctor", str(run)]) == 0
     capsys.readouterr()
-    monkeypatch.setenv(cached.CACHE_VARIABLE, str(finished.parent / "cache"))
+    monkeypatch.setenv("UNO_CACHE", str(finished.parent / "cache"))
     other = [*HEADS, "--weights", str(weights), "--seed", "1", "--output", str(tmp_path / "other")]
     assert cli.main(other) == 0
     assert "features:" not in capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch) -> Path:
     """A cache of this test's own."""
-    monkeypatch.setenv(cached.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -269,7 +269,7 @@ def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
     parts, numbers = [], []
     for weight in (1.0, float("nan")):
         state = {k: v * weight if v.is_floating_point() else v for k, v in encoder.state_dict().items()}
-        actor = Featurizer("cpu", 2, (to_dict(config), safetensors.torch.save(state)))
+        actor = Featurizer("cpu", 2, (to_dict(config), safetensors.torch.save(state), None))
         writer = Writer(str(there), partial(write_part, key=job.key, num_views=3), 32)
         chunks = decode_block(shard_block(job, [0, 1, 2]), config, None)
         results = actor(pa.concat_tables(chunks))  # Ray joins them

@@ -24,6 +24,9 @@ IMAGENET_STEM_FROM = 96  # pixels, below which its last maps would be 2 x 2
 EPOCHS = {"pretrain": 30, "discover": 60}  # of the preset digits, whose 1,437 rows are few, too
 MOST_STEPS = 20_000  # of a phase; the paper's on CIFAR10 has 19,400
 LEAST_EPOCHS = 5
+MOST_HEAD_STEPS = 10_000  # of heads on features of a frozen encoder
+OF_HEADS = ("train.batch_size", "discover.epochs", "discover.warmup_epochs")
+"""Keys of such a run that :func:`from_images` may set."""
 STEPS_OF_EPOCH = 8  # at least, by smaller batches, while they hold enough rows of each class
 STATISTICS_ROWS, STATISTICS_PIXELS = 512, 256  # images, and the most of a side
 
@@ -44,7 +47,7 @@ Found = tuple[dict[str, Any], list[str]]
 def keys_from_images(config: Config) -> tuple[str, ...]:
     """The keys of ``config`` that its images decide unless they are given; none for a benchmark's."""
     if config.preset in ("photos", VECTORS):
-        return ("train.batch_size", *["model.encoder"] * config.model.takes_vectors)
+        return (*OF_HEADS, *["model.encoder"] * config.model.takes_vectors)
     return FROM_IMAGES if config.preset == "scratch" and is_custom_data(flatten(to_dict(config))) else ()
 
 
@@ -56,7 +59,9 @@ def from_images(config: Config, task: Task, given: Container[str], setting: str)
         return {}, []
     if config.preset in ("photos", VECTORS):
         values, lines = _batch(config, task, given, 0, config.train.batch_size)
-        return values | _vectors(config, task), lines
+        size = values.get("train.batch_size", config.train.batch_size)
+        epochs, said = _epochs_of_heads(config, task, given, size)
+        return values | epochs | _vectors(config, task), [*lines, *said]
     alone = config.model.weights is None and config.model.encoder in OWN_ENCODERS
     values, lines = _size(config, task, given) if alone else ({}, [])
     num_classes = task.num_novel + (task.num_known if setting == "gcd" else 0)
@@ -130,6 +135,18 @@ def _epochs(config: Config, task: Task, given: Container[str], batch_size: int) 
         return {}, []
     flags = ", ".join(f"--{name}.epochs" for name in EPOCHS)
     line = f"epochs: {', '.join(said)} for {plural(sum(task.sizes), 'image')}; change with {flags}"
+    return {key: value for key, value in values.items() if key not in given}, [line]
+
+
+def _epochs_of_heads(config: Config, task: Task, given: Container[str], batch_size: int) -> Found:
+    """The preset's, fewer where heads on features would take more than :data:`MOST_HEAD_STEPS`."""
+    steps, (usual, warmup) = max(1, sum(task.sizes) // batch_size), OF_HEADS[1:]
+    told = usual in given or config.model.finetune != "none"
+    if told or config.discover.epochs * steps <= MOST_HEAD_STEPS:
+        return {}, []
+    epochs = max(1, MOST_HEAD_STEPS // steps)
+    values: dict[str, Any] = {usual: epochs, warmup: epochs / 10}
+    line = f"epochs: {epochs} (discover) for {plural(sum(task.sizes), 'row')}; change with --discover.epochs"
     return {key: value for key, value in values.items() if key not in given}, [line]
 
 

@@ -3,15 +3,15 @@ views besides. They take the place of images: float32 (N, 1 + V, D), the evaluat
 
 A cache serves every run with the same encoder, weights, views and data, whatever its seed. It is a folder
 with a file for ``SHARD_ROWS`` rows, which proves its content and place: one that does not verify is computed
-again. A row's features depend on nothing but its shard, and on a CPU every shard is
-computed by one thread in equal batches, so any number of threads, processes and workers gives the same bits.
+again. A row's features depend on nothing but its shard, and on a CPU every batch is computed by one thread,
+and all have one size, so any number of threads, processes and workers gives the same bits. What computes them
+(:mod:`uno.runtime`) and that size are stored beside them: a job that was killed continues with both.
 At every start rows that have changed are looked for (:mod:`uno.data.snapshot`), and some encoded again.
 """
 
 import hashlib
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,13 +27,15 @@ from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
 from uno.data import snapshot
 from uno.data.decode import decode_many, ok_mask, prefetch_map
-from uno.data.files import Storage, normalize_path
+from uno.data.files import Storage, normalize_path, parse_json
 from uno.data.images import Image, evenly_spaced
+from uno.data.mapped import user_cache
 from uno.data.output import seal, unseal
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.splits import Task
 from uno.encoder import code_of
 from uno.errors import ConfigError, StorageError
+from uno.runtime import TORCH, Plan, Runtime
 from uno.text import plural
 
 VERSION = 4  # of what is computed and how it is stored
@@ -41,7 +43,7 @@ SEED = 0  # of the views: not the run's, so that runs of all seeds share them
 SHARD_ROWS = 128
 ROWS_AT_ONCE = 16  # whose pixels are in memory
 CPU_IMAGES, CUDA_IMAGES = 8, 256  # of a pass through the encoder; on CPUs 8 are 1.7 times as fast as 32
-CACHE_VARIABLE = "UNO_CACHE"
+PLAN_FILE = "runtime.json"
 PROBED_ROWS, PROBE_S = 8, 1.0  # that are encoded again: at least one, and no more after that time
 CONSTANT, HUGE = 1e-5, 1e6  # mean distance from the mean over the mean norm, and that norm
 ODD = {
@@ -184,9 +186,8 @@ def encode_rows(
 ) -> Tensor:
     """Features (n, 1 + V, D) of the rows of :func:`decode_rows`, zeros of those that are not ``ok`` (n,)."""
     data, augment, cropper = config.data, _views(config), _cropper(config)
-    side, device = min(augment.large.size, data.stored_size), next(encoder.parameters()).device
-    squares = pixels[:, : _square_bytes(config)].unflatten(1, (3, data.stored_size, data.stored_size))
-    plain = _encode(config, encoder, eval_view(squares.to(device), side, data.mean, data.std))
+    device = next(encoder.parameters()).device
+    plain = _encode(config, encoder, _plain_views(config, pixels.to(device)))
     features = plain.new_zeros(len(pixels), 1 + augment.large.num_views, plain.shape[1])
     features[:, 0] = plain
     if viewed.any():
@@ -216,6 +217,8 @@ def _cropper(config: Config) -> Cropper:
 
 def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
     """(B, 3, S, S) -> features (B, D) float32 on the CPU."""
+    if isinstance(encoder, Runtime):
+        return encoder(images)
     kind = images.device.type
     size, bf16 = CPU_IMAGES if kind == "cpu" else CUDA_IMAGES, config.compute.precision == "bf16"
     with torch.autocast(kind, torch.bfloat16, enabled=bf16):
@@ -224,6 +227,23 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
             for part in images.split(size)
         ]
     return torch.cat(parts)
+
+
+def first_images(job: FeatureJob, number: int) -> Tensor:
+    """What the encoder sees of the first rows of a shard, the evaluation view (B, 3, S, S), black squares of
+    those that cannot be read.
+    """
+    config, rows = job.config, job.rows(number)[:ROWS_AT_ONCE]
+    none = np.zeros(len(rows), bool)
+    pixels, *_ = decode_rows(config, int(rows[0]), job.task.rows.images.read_images(rows), none)
+    return _plain_views(config, torch.from_numpy(pixels))
+
+
+def _plain_views(config: Config, pixels: Tensor) -> Tensor:
+    """The evaluation view (n, 3, S, S) of the pixels of rows."""
+    data, side = config.data, min(config.augment.large.size, config.data.stored_size)
+    squares = pixels[:, : _square_bytes(config)].unflatten(1, (3, data.stored_size, data.stored_size))
+    return eval_view(squares, side, data.mean, data.std)
 
 
 def compute_local(
@@ -291,6 +311,20 @@ class FeatureCache:
             text = "recomputing %s in %s, the first is %s"
             log.warning(text, plural(len(damaged), "damaged file"), self.path, damaged[0])
         return features, reasons, sorted(missing)
+
+    def plan(self) -> Plan | None:
+        """How the features that are here were computed; None: there are none."""
+        if not self._stored():
+            return None
+        try:
+            found = parse_json(self._storage.read(f"{self._folder}/{PLAN_FILE}"))
+            return Plan(str(found["runtime"]), int(found["batch_size"]))
+        except (StorageError, ValueError, KeyError, TypeError):  # it is younger than the cache, or damaged
+            return Plan(TORCH, CPU_IMAGES)
+
+    def keep_plan(self, plan: Plan) -> None:
+        """Say how features are computed from now on."""
+        _write(self._storage, f"{self._folder}/{PLAN_FILE}", json.dumps(plan._asdict()).encode())
 
     def num_missing(self) -> int:
         """Rows of shards that have no file."""
@@ -432,5 +466,4 @@ def _readable_again(job: FeatureJob, reasons: Sequence[str | None]) -> set[int]:
 
 def cache_directory(config: Config) -> str:
     """Where features are kept: ``compute.cache``, $UNO_CACHE, or uno in the user's cache directory."""
-    user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
-    return normalize_path(config.compute.cache or os.environ.get(CACHE_VARIABLE) or user)
+    return normalize_path(config.compute.cache or user_cache())

@@ -12,6 +12,7 @@ from torch import Tensor
 from uno.augment import augment
 from uno.config import Config
 from uno.data.images import with_ready
+from uno.data.mapped import NeighborViews
 from uno.data.plan import PRETEXT, Batch, Order, Plan, augment_generator
 from uno.data.row_blocks import RowBlocks, part
 from uno.data.splits import Task, train_rows, truth_rows
@@ -77,17 +78,19 @@ class EvalSet:
         return ((some, of) for some, of in zip(images, truth, strict=False) if len(of))
 
 
-def keep_pixels(task: Task, images: Tensor | RowBlocks, reasons: list[str | None]) -> Task:
+def keep_pixels(task: Task, images: Tensor | RowBlocks | NeighborViews, reasons: list[str | None]) -> Task:
     """``task`` with the result of :func:`~uno.data.decode.decode_many`: what comes later decodes nothing; or
     with cached features: what comes later needs no encoder.
     """
     if images.ndim != 4:
-        images = images[:, 0].clone()  # the evaluation view
+        all_views, images = images, images[:, 0]  # the evaluation view
+        if isinstance(all_views, Tensor) and all_views.shape[1] > 1:
+            images = images.clone()  # the others may go
     values = images if isinstance(images, RowBlocks) else RowBlocks([images])
     return replace(task, rows=replace(task.rows, images=with_ready(task.rows.images, values, reasons)))
 
 
-def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
+def assemble(task: Task, images: Tensor | NeighborViews, ok: np.ndarray) -> TrainSet:
     """The training rows of ``task`` with images uint8 (N,3,S,S) that decoded (``ok`` bool (N,))."""
     return train_set(RowBlocks([images]), **train_rows(task, ok))
 
@@ -107,7 +110,7 @@ def train_set(
     return TrainSet(known, labels, rest, num_known, num_novel)
 
 
-def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
+def eval_sets(task: Task, images: Tensor | NeighborViews, ok: np.ndarray) -> dict[str, EvalSet]:
     """{"train", "test"} -> the rows with a true class, known and novel, in row order; possibly none."""
     found = truth_rows(task, ok).items()
     pixels = RowBlocks([images if images.ndim == 4 else images[:, 0]])  # of features the evaluation view

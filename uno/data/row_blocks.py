@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from uno.data.mapped import NeighborViews
+
 COPY_BYTES = 64 * 2**20  # that are on the way to a device at once
 
 
@@ -17,7 +19,7 @@ class RowBlocks:
     default: each once, in order.
     """
 
-    def __init__(self, blocks: Sequence[Tensor], place: Tensor | None = None) -> None:
+    def __init__(self, blocks: Sequence[Tensor | NeighborViews], place: Tensor | None = None) -> None:
         self._blocks = list(blocks)
         self._ends = torch.tensor([len(block) for block in blocks]).cumsum(0)
         self._place = torch.arange(int(self._ends[-1])) if place is None else place
@@ -57,7 +59,8 @@ class RowBlocks:
         counts = torch.bincount(
             torch.searchsorted(self._ends, in_order, right=True), minlength=len(self._blocks)
         )
-        found, start, before = self._blocks[0].new_empty((len(place), *self.shape[1:])), 0, 0
+        found = torch.empty((len(place), *self.shape[1:]), dtype=self._blocks[0].dtype, device=self.device)
+        start = before = 0
         for block, count, end in zip(self._blocks, counts.tolist(), self._ends.tolist(), strict=True):
             own = slice(start, start + count)
             if count:
@@ -80,7 +83,7 @@ class RowBlocks:
         if torch.device(device).type == self.device.type:
             return self
         found = torch.empty(self.shape, dtype=self._blocks[0].dtype, device=device)
-        size = max(1, COPY_BYTES // max(1, self._blocks[0][:1].nbytes))
+        size = max(1, COPY_BYTES // max(1, self[:1].nbytes))
         for i in range(0, len(self), size):
             found[i : i + size].copy_(self[i : i + size])
         return found

@@ -5,9 +5,10 @@ The source is their cache, and nothing is encoded. A picture or text of a row is
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from uno.config import AugmentConfig, ModelConfig
 from uno.data import files as filesystem
-from uno.data import tables
+from uno.data import mapped, tables
 from uno.data.columns import Labels, Text
+from uno.data.decode import ok_mask
 from uno.data.features import SEED
 from uno.data.images import Image, Images
+from uno.data.mapped import PIECE_ROWS, NeighborViews
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.rows import Rows
 from uno.data.tables import NO_NAMES, TEXT, ParquetImages
@@ -29,7 +32,8 @@ from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_ROWS
 from uno.text import plural
 
-NEIGHBORS, NEAR_ROWS, PIECE_ROWS = 5, 20_000, 512  # of a row; among so many; at once
+NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512  # of a row; among so many; at once
+NEAR_PAIRS, LEAST_NEAR_ROWS = 4 * 10**9, 1_000  # compared in all: 10 min of one core; among so many at least
 METADATA = b"uno.vectors"  # of a file that is ours
 ARRAYS, MAX_BYTES = (".npy", ".npz"), 2**36
 COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
@@ -69,8 +73,10 @@ class Vectors(Images):
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """These."""
-        return self.values[torch.from_numpy(rows)], [self.reasons[row] for row in rows.tolist()]
+        """These; of rows in a row without a copy."""
+        in_a_row = len(rows) and rows[-1] - rows[0] + 1 == len(rows) and bool((np.diff(rows) == 1).all())
+        own = slice(int(rows[0]), int(rows[-1]) + 1) if in_a_row else torch.from_numpy(rows)
+        return self.values[own], [self.reasons[row] for row in rows.tolist()]
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
         """The first view of each, (n, D)."""
@@ -102,12 +108,19 @@ def numbers_of(given: Any, what: str) -> Tensor:
 
 def checked(values: Tensor, reasons: list[str | None]) -> tuple[Tensor, list[str | None]]:
     """``values`` (N, V, D) with zeros in the place of rows that cannot be used, and the reason of each."""
-    finite, length = values.isfinite().all(dim=2), values.norm(dim=2)
-    for bad, why in ((~finite, "numbers that are not finite"), (finite & (length == 0), "a vector of zeros")):
-        for row in bad.any(dim=1).nonzero()[:, 0].tolist():
-            reasons[row] = reasons[row] or why
-    unusable = torch.tensor([reason is not None for reason in reasons])
-    return values.masked_fill(unusable[:, None, None], 0), reasons
+    for start in range(0, len(values), PIECE_ROWS):
+        part = values[start : start + PIECE_ROWS]
+        finite = part.isfinite().all(dim=2)
+        zeros = finite & (part == 0).all(dim=2)
+        for bad, why in ((~finite, "numbers that are not finite"), (zeros, "a vector of zeros")):
+            for row in bad.any(dim=1).nonzero()[:, 0].tolist():
+                reasons[start + row] = reasons[start + row] or why
+    unusable = torch.from_numpy(~ok_mask(reasons))
+    if not unusable.any():
+        return values, reasons
+    bad = unusable[:, None, None]
+    usable = mapped.fill(tuple(values.shape), lambda own: values[own].masked_fill(bad[own], 0))
+    return torch.from_numpy(usable), reasons
 
 
 def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bool = False) -> Rows:
@@ -119,13 +132,13 @@ def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bo
     ConfigError: no such file or column, or rows of one id that differ in label or split.
     """
     source = f"vectors:{path}"
-    table, shown = _of_arrays(path, names) if path.endswith(ARRAYS) else _of_parquet(source, path, names)
-    num = len(table)
+    read = _of_arrays if path.endswith(ARRAYS) else _of_parquet
+    table, values, why, shown = read(source, path, names)
+    num = len(values)
     if not 0 < num <= MAX_ROWS:
         raise ConfigError(f"{source}: {plural(num, 'row')}, not 1 to {MAX_ROWS:,}")
-    if images_only:
-        table = table.select([c for c in table.column_names if c not in ("label", "eval_label", "split")])
-    columns = {name: table[name] for name in table.column_names}
+    of_labels = ("label", "eval_label", "split") if images_only else ()
+    columns = {name: table[name] for name in table.column_names if name not in of_labels}
     ids = pa.array((f"row-{row}" for row in range(num)), pa.large_string())
     if "id" in columns:
         given = columns["id"].cast(pa.large_string()).combine_chunks()
@@ -146,11 +159,15 @@ def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bo
                 f"{source}: rows of id {one_line(repr(ids[differ[0]].as_py()))} differ in {what}"
             )
     is_train = tables.splits_in(source, split)[first]
-    values, why = _matrix(source, columns["embedding"])
     reasons = list[str | None]([None] * len(first))
     for row, reason in why.items():
         reasons[place[row]] = reasons[place[row]] or reason
-    found, reasons = checked(torch.from_numpy(values)[torch.from_numpy(views)], reasons)
+    if counts.max() == 1:  # all in order
+        values = values[:, None]
+    else:
+        single = values
+        values = mapped.fill((*views.shape, values.shape[1]), lambda own: single[views[own]])
+    found, reasons = checked(torch.from_numpy(values), reasons)
     if shown is None and "path" in columns:
         root = filesystem.split(path)[0] if filesystem.kind(path) == "file" else path
         shown = tables.files_in(source, root, tables.values_in(columns["path"].cast(pa.string())), True)
@@ -176,22 +193,20 @@ def require_kind(config: ModelConfig, images: Images) -> None:
         raise ConfigError(f"model.encoder {config.encoder} takes {takes}, the data has {given}")
 
 
-def with_views(values: Tensor, augment: AugmentConfig, ok: np.ndarray) -> Tensor:
+def with_views(values: Tensor, augment: AugmentConfig, ok: np.ndarray) -> Tensor | NeighborViews:
     """(N, V, D) as they are if V > 1; else (N, 1 + ``augment.num_cached_views``, D), made of rows that are
     ``ok`` bool (N,), the same in runs of all seeds.
     """
     if values.shape[1] > 1:
         return values
     generator, rows = augment_generator(SEED, FEATURES, 0), torch.from_numpy(np.flatnonzero(ok))
-    points, how, strength = values[rows, 0], augment.vector_view, augment.vector_strength
-    near = _neighbors(points, generator) if how == "neighbors" else None
+    how, strength = augment.vector_view, augment.vector_strength
+    if how == "neighbors":
+        return _neighbor_views(values[:, 0], rows, augment, generator)
+    points = values[rows, 0]
     spread, views = points.std(dim=0), [points]
     for _ in range(augment.num_cached_views):
-        if near is not None:
-            chosen = torch.randint(near.shape[1], (len(rows), 1), generator=generator)
-            share = strength * torch.rand(len(rows), 1, generator=generator)
-            views.append(points.lerp(points[near.gather(1, chosen)[:, 0]], share))
-        elif how == "noise":
+        if how == "noise":
             views.append(points + strength * spread * torch.randn(points.shape, generator=generator))
         else:
             views.append(points * (torch.rand(points.shape, generator=generator) >= strength))
@@ -200,18 +215,34 @@ def with_views(values: Tensor, augment: AugmentConfig, ok: np.ndarray) -> Tensor
     return found
 
 
-def _neighbors(points: Tensor, generator: torch.Generator) -> Tensor:
-    """int64 (N, k): the rows of ``points`` (N, D) with the largest cosines to each, of at most
-    :data:`NEAR_ROWS` random ones.
+def _neighbor_views(
+    values: Tensor, rows: Tensor, augment: AugmentConfig, generator: torch.Generator
+) -> NeighborViews:
+    """Views of ``values`` (N, D) towards neighbors, of ``rows`` int64 (n,); of other rows themselves."""
+    near, num_views = _neighbors(values, rows, generator), augment.num_cached_views
+    partners = torch.arange(len(values), dtype=torch.int32)[:, None].repeat(1, num_views)
+    shares = torch.zeros(len(values), num_views)
+    for view in range(num_views):
+        chosen = torch.randint(near.shape[1], (len(rows), 1), generator=generator)
+        shares[rows, view] = augment.vector_strength * torch.rand(len(rows), 1, generator=generator)[:, 0]
+        partners[rows, view] = near.gather(1, chosen)[:, 0]
+    return NeighborViews(values, partners, shares)
+
+
+def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
+    """int32 (n, k): of ``rows`` int64 (n,) of ``values`` (N, D) those with the largest cosines to each, of at
+    most :data:`NEAR_ROWS` random ones, fewer where otherwise more than :data:`NEAR_PAIRS` were compared.
     """
-    near = torch.arange(len(points))[:, None].repeat(1, min(NEIGHBORS, max(1, len(points) - 1)))
-    unit = torch.nn.functional.normalize(points, dim=1)
-    for some in torch.randperm(len(points), generator=generator).split(NEAR_ROWS):
-        for own in torch.arange(len(some)).split(PIECE_ROWS):
-            cosines = unit[some[own]] @ unit[some].T
+    num = len(rows)
+    near = rows.int()[:, None].repeat(1, min(NEIGHBORS, max(1, num - 1)))
+    at_once = min(NEAR_ROWS, max(NEAR_PAIRS // max(1, num), LEAST_NEAR_ROWS))
+    for some in torch.randperm(num, generator=generator).split(at_once):
+        unit = torch.nn.functional.normalize(values[rows[some]], dim=1)
+        for own in torch.arange(len(some)).split(COSINE_ROWS):
+            cosines = unit[own] @ unit.T
             cosines[torch.arange(len(own)), own] = -torch.inf
             found = some[cosines.topk(min(near.shape[1], max(1, len(some) - 1)), dim=1).indices]
-            near[some[own], : found.shape[1]] = found
+            near[some[own], : found.shape[1]] = rows[found].int()
     return near
 
 
@@ -272,10 +303,14 @@ def _label(label: Any) -> str | None:
     return tables.class_name("labels", label)
 
 
-def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> tuple[pa.Table, Images | None]:
-    """Our columns of all rows, and the pictures of their column of bytes."""
+Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None]
+"""Our columns of R rows, their numbers float32 (R, D), why rows of zeros have none, and pictures of rows."""
+
+
+def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> Read:
+    """The rows of one file or of all in a folder; the pictures are those of their column of bytes."""
     root, files = tables.parquet_files(path)
-    parts, pictures = list[pa.Table](), set[str]()
+    parts, pictures, lists = list[pa.Table](), set[str](), list[_Lists]()
     for file in files:
         parquet = tables.open_parquet(file.path, file.size, anew=True)
         schema = parquet.schema
@@ -292,11 +327,13 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> tuple[pa.Ta
             has = one_line(", ".join(schema.names))
             needs = "needs a column embedding, or --data.columns embedding=NAME"
             raise ConfigError(f"{file.path}: {needs}; it has {has}")
+        vector = theirs.pop("embedding")
+        _check_lists(file.path, schema.field(vector).type)
+        lists.append(_Lists(parquet, vector))
         found = parquet.read(list({c for c in theirs.values() if c in schema.names}))
         columns = {ours: found[c] for ours, c in theirs.items() if c in schema.names}
-        columns["embedding"] = _lists(file.path, columns["embedding"])
         split = "train" if tables.is_training(file.relative) else "test"
-        columns.setdefault("split", pa.chunked_array([pa.repeat(split, len(found))]))
+        columns.setdefault("split", pa.chunked_array([pa.repeat(split, parquet.metadata.num_rows)]))
         parts.append(pa.table(columns))
     try:
         table = pa.concat_tables(parts, promote_options="permissive")
@@ -309,13 +346,16 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> tuple[pa.Ta
         if pictures
         else None
     )
-    return table, shown
+    return table, *_matrix(source, lists), shown
 
 
-def _of_arrays(path: str, names: Mapping[str, str]) -> tuple[pa.Table, None]:
+def _of_arrays(source: str, path: str, names: Mapping[str, str]) -> Read:
     """Numbers of a .npy or .npz file, and the columns of the .csv beside it, if there is one."""
     try:
-        found = np.load(io.BytesIO(filesystem.read_bytes(path, MAX_BYTES)), allow_pickle=False)
+        if path.endswith(".npy") and os.path.isfile(path):
+            found = np.load(path, mmap_mode="c", allow_pickle=False)  # as it is in the file
+        else:
+            found = np.load(io.BytesIO(filesystem.read_bytes(path, MAX_BYTES)), allow_pickle=False)
         if not isinstance(found, np.ndarray):
             name = names.get("embedding", "embedding" if "embedding" in found.files else found.files[0])
             found = found[name]
@@ -323,7 +363,8 @@ def _of_arrays(path: str, names: Mapping[str, str]) -> tuple[pa.Table, None]:
         raise ConfigError(f"{path} holds no array that can be read: {one_line(error)}") from None
     if found.ndim != 2:
         raise ConfigError(f"{path} must hold numbers (N, D), not {found.shape}")
-    values = numbers_of(found, path)
+    numbers_of(found[:1], path)
+    values = found if found.dtype == np.float32 else mapped.fill(found.shape, found.__getitem__)
     beside, columns = f"{path[:-4]}.csv", dict[str, Any]()
     if filesystem.kind(beside) == "file":
         given = tables.read_csv(beside)
@@ -334,28 +375,44 @@ def _of_arrays(path: str, names: Mapping[str, str]) -> tuple[pa.Table, None]:
             columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
         if (other := len(next(iter(given.values()), []))) != len(values):
             raise ConfigError(f"{beside} has {plural(other, 'row')}, {path} has {len(values):,}")
-    flat, width = values.flatten().numpy(), values.shape[2]
-    starts = pa.array(np.arange(len(values) + 1) * width)
-    return pa.table(columns | {"embedding": pa.LargeListArray.from_arrays(starts, pa.array(flat))}), None
+    return pa.table(columns), values, {}, None
 
 
-def _lists(source: str, column: Any) -> Any:
-    """A column as lists of float32. ConfigError: it holds something else."""
-    kind = column.type
+class _Lists(NamedTuple):
+    """A column of lists in a Parquet file."""
+
+    file: Any  # of open_parquet
+    column: str
+
+    def batches(self) -> Iterator[Any]:
+        """Its rows as lists of float32, some at a time."""
+        for group in range(self.file.metadata.num_row_groups):
+            for batch in self.file.batches([self.column], group):
+                yield batch.column(0).cast(LIST, safe=False)
+
+
+def _check_lists(source: str, kind: Any) -> None:
+    """ConfigError: a column of this type does not hold lists of numbers."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not is_list or not (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)):
         raise ConfigError(f"{source}: column embedding must hold lists of numbers, not {kind}")
-    return column.cast(LIST, safe=False)
 
 
-def _matrix(source: str, column: Any) -> tuple[np.ndarray, dict[int, str]]:
-    """Lists of float32, of which most have D numbers -> float32 (R, D), and why rows of zeros have none."""
-    length = pa.compute.list_value_length(column).fill_null(0).to_numpy()
+def _matrix(source: str, columns: Sequence[_Lists]) -> tuple[np.ndarray, dict[int, str]]:
+    """Lists, of which most have D numbers -> float32 (R, D), and why rows of zeros have none."""
+    lengths = [np.zeros(0, np.int64)]
+    for lists in columns:
+        for batch in lists.batches():
+            lengths.append(pa.compute.list_value_length(batch).fill_null(0).to_numpy())
+    length = np.concatenate(lengths)
     width = int(np.bincount(length).argmax()) if len(length) else 0
     if width == 0:
         raise ConfigError(f"{source}: most rows have no vector")
-    values, fits = np.zeros((len(length), width), np.float32), length == width
-    numbers = pa.compute.list_flatten(column.filter(pa.array(fits)))
-    values[fits] = numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
+    values, fits, start = mapped.new_array((len(length), width)), length == width, 0
+    for batch in (batch for lists in columns for batch in lists.batches()):
+        own = fits[start : start + len(batch)]
+        numbers = pa.compute.list_flatten(batch.filter(pa.array(own)))
+        values[start : start + len(batch)][own] = numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
+        start += len(batch)
     wrong = {row: f"{length[row]} numbers, not {width}" for row in np.flatnonzero(~fits).tolist()}
     return values, wrong

@@ -15,13 +15,14 @@ from uno import collectives
 from uno.clustering import VARIANCE, kmeans, whiten
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.images import batches_of, spread
+from uno.data.images import batches_of, evenly_spaced, spread
 from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
 from uno.model import UnoModel, build_model, features_of
 from uno.prototype_init import MAX_ROWS, Sample, clusters_of, features_by_all, streamed
 from uno.results import metrics
 from uno.runs.run import load_weights_
 
+MAX_BASELINE_ROWS = 50_000  # of a kind, that k-means clusters; of streamed rows MAX_ROWS
 MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
 NUM_STARTS = 10
 
@@ -141,7 +142,9 @@ def generalized_baselines(
 
 
 def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
-    """What of ``rows`` can be read, for rank 0; of streamed ones ``MAX_ROWS`` at most, by all workers."""
+    """What of ``rows`` can be read, for rank 0: at most ``MAX_BASELINE_ROWS``, evenly spaced; of streamed
+    ones ``MAX_ROWS``, by all workers.
+    """
     if isinstance(rows, StreamedEvalSet):
         (chosen,), size = spread(rows.images, [rows.index.numpy()], MAX_ROWS), config.train.eval_batch_size
         numbers, classes = rows.index.numpy()[chosen], rows.truth[torch.from_numpy(chosen)]
@@ -153,6 +156,7 @@ def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
         return Rows(features[ok].cpu(), classes[ok], torch.cat(seen).float() if seen else None)
     if collectives.rank_and_world()[0] > 0:  # who has no use for them
         return Rows(torch.empty(0, 0), torch.empty(0, dtype=torch.int64))
+    rows = rows.where(torch.from_numpy(evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))))
     parts, truth, pixels = [torch.empty(0, 0)], [torch.empty(0, dtype=torch.int64)], list[Tensor]()
     for images, classes in rows.batches(config.train.eval_batch_size):
         parts.append(features_of(model, images, config).cpu())

@@ -5,7 +5,6 @@ Nothing is handed out unchecked: every format is loaded again and compared with 
 
 import io
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -28,6 +27,7 @@ from uno.results.accuracy_table import SPLITS, filled_tables
 from uno.results.classes import dump_classes, edits_of, merge_outputs
 from uno.results.infer import Classifier
 from uno.results.trust import verdict
+from uno.runtime import to_onnx
 from uno.weights import PRETRAINED, describe_encoder
 
 FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
@@ -124,11 +124,7 @@ def _onnx(model: Classifier) -> bytes:
         raise ConfigError(
             f"--format onnx needs the package {missing}: pip install onnx onnxscript onnxruntime"
         )
-    with warnings.catch_warnings(action="ignore"):  # the exporter announces changes of its own code
-        names: dict[str, Any] = {"input_names": [_input(model)], "output_names": ["probabilities"]}
-        exported = torch.onnx.export(Program(model), **_traced(model), **names, dynamo=True, verbose=False)
-    assert exported is not None
-    proto = exported.model_proto
+    proto = to_onnx(Program(model), _input(model), "probabilities", **_traced(model))
     for key, value in _facts(model).items():
         proto.metadata_props.add(key=key, value=value)
     data = proto.SerializeToString()

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -31,6 +32,8 @@ from uno.methods.registry import build_network
 from uno.model import Logits, UnoModel, forward
 from uno.results.classes import OutputClass, dump_classes, first_classes, merge_outputs, parse_classes
 from uno.results.metrics import confusion, hungarian
+from uno.runs import hardware
+from uno.runtime import plan_of
 from uno.state import with_prefix
 
 log = logging.getLogger(__name__)
@@ -274,6 +277,21 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
     """
     how = model.config.data.interpolation
     return partial(decoded, rows.images, size=model.size, threads=threads, interpolation=how)
+
+
+@contextmanager
+def at_speed(model: Classifier, config: Config, num_images: int, threads: int) -> Iterator[None]:
+    """Inside, ``model`` classifies as ``compute.encoder_runtime`` of ``config`` says, where that is worth it
+    for ``num_images``. ConfigError: the runtime is not installed.
+    """
+    plan = None if model.config.model.takes_vectors else plan_of(config, num_images, model.device)
+    encoder = model.module.encoder
+    if plan is not None:
+        model.module.encoder = hardware.at_speed(encoder, plan, threads)
+    try:
+        yield
+    finally:
+        model.module.encoder = encoder
 
 
 def score_rows(

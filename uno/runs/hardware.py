@@ -12,11 +12,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 from uno.config import Config
 from uno.errors import ConfigError
 from uno.runs import NUMERICS
 from uno.runs.checkpoint import FORMAT_VERSION
+from uno.runtime import Plan, Runtime
 
 
 def hardware(cuda: bool | None = None) -> str:
@@ -62,12 +64,19 @@ def environment(fingerprint: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def at_speed(encoder: nn.Module, plan: Plan, threads: int) -> Runtime:
+    """``encoder`` on the CPU as ``plan`` says. ConfigError: it is to be compiled, and nothing compiles."""
+    if plan.runtime == "compile":
+        prepare_compiler()
+    return Runtime(encoder, plan, threads)
+
+
 def prepare_compiler() -> None:
     """Before ``torch.compile``: a compiler (or ConfigError), and a cache for this processor: torch 2.15
     finds cached code by the graph alone; that for another processor's vectors computes NaN without a word.
     """
     if not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
-        raise ConfigError("compute.compile needs a C++ compiler (g++, clang++ or CXX) on every node")
+        raise ConfigError("compiling an encoder needs a C++ compiler (g++, clang++ or CXX) on every node")
     vectors = f"{torch.backends.cpu.get_cpu_capability()} {_processor('flags')}"
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     name = "vectors-" + hashlib.sha256(vectors.encode()).hexdigest()[:12]

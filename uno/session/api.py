@@ -18,7 +18,7 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.config import VECTORS
+from uno.config import VECTORS, Config
 from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
 from uno.data.files import Storage, full_path
 from uno.data.images import Image, Images
@@ -26,7 +26,7 @@ from uno.data.vectors import Vectors, require_kind, store_vectors
 from uno.errors import ConfigError, StorageError, as_user_error
 from uno.results import show
 from uno.results.classes import OutputClass, called
-from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
+from uno.results.infer import NUMBERS, Classifier, at_speed, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
 from uno.session.console import suppress_output
@@ -195,7 +195,8 @@ class Model:
         batches = np.split(np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows))
         how = model.config.data.interpolation
         decode = partial(decoded, source, size=model.size, interpolation=how)
-        parts = list(score_rows(model, decode, batches))
+        with at_speed(model, Config(), len(items), torch.get_num_threads()):
+            parts = list(score_rows(model, decode, batches))
         found = zip(items, (reason for _, some, _ in parts for reason in some), strict=True)
         reasons = [str(item) if isinstance(item, BadImage) else reason for item, reason in found]
         scores = [some for *_, some in parts if some is not None]

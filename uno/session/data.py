@@ -15,14 +15,16 @@ from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, ok_mask
 from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
+from uno.data.mapped import NeighborViews
 from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.data.vectors import with_views
 from uno.errors import ConfigError, Interrupted
-from uno.runs.hardware import local_device, num_threads
+from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
+from uno.runtime import TORCH, Plan, Runtime, is_allowed, plan_of, require_runtime
 from uno.session.console import print_line, reading
 from uno.session.resources import on_features
 from uno.text import plural
@@ -70,7 +72,7 @@ def open_sets(
 
 def load_images(
     config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False
-) -> tuple[Tensor, list[str | None]]:
+) -> tuple[Tensor | NeighborViews, list[str | None]]:
     """What a resident run keeps of every row: pixels uint8 (N, 3, S, S), or features of a frozen encoder; and
     why a row has none.
     """
@@ -101,10 +103,31 @@ def compute_local(
     return FeatureCache(cache, job).keep(packed)
 
 
+def _at_speed(job: FeatureJob, encoder: nn.Module, cache: FeatureCache, numbers: Sequence[int]) -> nn.Module:
+    """``encoder`` as the shards ``numbers`` should be computed: as those that ``cache`` has, or as fast as is
+    possible where that is worth it. A line says so where features of both are mixed.
+    """
+    config, device = job.config, local_device(job.config)
+    num_rows = sum(len(job.rows(number)) for number in numbers)
+    plan, then = plan_of(config, num_rows * (1 + config.augment.num_cached_views), device), cache.plan()
+    if then is not None and is_allowed(config, then, device):
+        plan = then
+    if plan is not None and plan != Plan(TORCH, features.CPU_IMAGES):
+        encoder = at_speed(encoder, plan, num_threads(config))
+        encoder(features.first_images(job, numbers[0]))
+        plan = encoder.plan
+    now = plan or Plan(TORCH, features.CPU_IMAGES)
+    if then is not None and now.runtime != then.runtime:
+        new = f"{now.runtime} computes the missing ones and rounds differently"
+        print_line(f"features in {cache.path} are by {then.runtime}; {new}")
+    cache.keep_plan(now)
+    return encoder
+
+
 def load_features(
     config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
     compute: Compute = compute_local, zeros: features.Zeros = torch.zeros,
-) -> tuple[Tensor, list[str | None]]:  # fmt: skip
+) -> tuple[Tensor | NeighborViews, list[str | None]]:  # fmt: skip
     """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by ``compute``, and why
     a row has none. Interrupted: ``should_stop`` says so; ConfigError: nobody has trained the encoder.
     """
@@ -113,6 +136,7 @@ def load_features(
     given = task.rows.images.vectors(np.arange(len(task.rows)))
     if given is not None:  # the source is the cache
         return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
+    require_runtime(config)
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     place = Storage(features.cache_directory(config))
@@ -121,9 +145,11 @@ def load_features(
     def computed(numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         rows = sum(len(job.rows(number)) for number in numbers)
         have = f" ({len(task.rows) - rows:,} cached)" if rows < len(task.rows) else ""
-        found = f"{plural(rows, 'image')} through {config.model.encoder}{have}"
+        fast = _at_speed(job, encoder, cache, numbers)
+        how = f" by {fast.plan.runtime}, {fast.plan.batch_size} at once" if isinstance(fast, Runtime) else ""
+        found = f"{plural(rows, 'image')} through {config.model.encoder}{how}{have}"
         print_line(f"features: {found}; cache: {cache.path}")
-        for number, data in compute(job, encoder, numbers, place):
+        for number, data in compute(job, fast, numbers, place):
             yield number, data
             if should_stop():
                 raise Interrupted("stopped; finished features are kept")

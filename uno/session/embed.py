@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from uno.config import Config, override
 from uno.data.files import Storage, split
+from uno.data.mapped import NeighborViews
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import Task, limit_rows
@@ -52,6 +53,7 @@ def embed(
         if (weights := starting_weights(config, True)) is not None:
             start.write(PRETRAINED_FILE, weights)
         features, reasons = load_features(config, task, start, show, should_stop, compute)
+    features = features[:] if isinstance(features, NeighborViews) else features
     leave_out_unreadable(reasons, config, task)
     ok = np.array([reason is None for reason in reasons])
     counts = np.where(ok, 1 + num_views, 0)

@@ -42,6 +42,7 @@ from uno.runs import REPORT_FILE as REPORT
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.hooks import hooked
+from uno.runtime import require_runtime
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
@@ -85,6 +86,7 @@ def discover(
     task = preflight(config, read)
     phases = run.phases(config, last)
     check_memory(config, task)
+    require_runtime(config)
     if dry_run:
         return _dry_run(config, task, phases, own_weights)
     assert config.output is not None

@@ -17,7 +17,7 @@ from uno.errors import ConfigError, Interrupted
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.results.evaluate import evaluate_run
-from uno.results.infer import Classifier
+from uno.results.infer import Classifier, at_speed
 from uno.results.predictions import PredictionWriter, Summary, predict_rows
 from uno.runs import run
 from uno.runs.hardware import local_device, num_threads
@@ -79,8 +79,10 @@ class Place:
         show: Callable[[int, int], None],
     ) -> Summary:  # fmt: skip
         """Classify the rows that ``writer`` lacks, with the ``model`` of the run in ``storage``."""
-        torch.set_num_threads(num_threads(config))
-        return predict_rows(model.to(local_device(config)), writer, config.compute.threads, show)
+        threads, model = num_threads(config), model.to(local_device(config))
+        torch.set_num_threads(threads)
+        with at_speed(model, config, writer.num_rows - writer.num_done, threads):
+            return predict_rows(model, writer, config.compute.threads, show)
 
     def estimate(
         self, config: Config, task: Task, storage: Storage, settings: Settings | None = None,
@@ -109,7 +111,7 @@ def estimated_set(config: Config, task: Task, storage: Storage, compute: Compute
             storage.write(PRETRAINED_FILE, fetch_pretrained(config.model.encoder))
         with Progress() as show:
             features, reasons = load_features(config, task, storage, show, compute=compute)
-        images = features[:, :1]
+        images = features[:, 0:1]
     else:
         data = config.data
         images, reasons = decode_many(task.rows.images, data.stored_size, interpolation=data.interpolation)

@@ -19,12 +19,18 @@ from uno.results.folders import sort_images, write_csv
 from uno.results.infer import SAMPLE_ROWS, Classifier, decoder, with_alignment
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs.hardware import local_device, num_threads
+from uno.runtime import require_runtime
 from uno.session.console import Progress, interrupt_on_signal, print_line, reading
 from uno.session.data import read_task
 from uno.session.place import Place, place_of
 from uno.text import plural
 
 RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
+ANYWHERE = {
+    "compute.num_workers": 0, "compute.device": "auto", "compute.encoder_runtime": "auto",
+    "compute.precision": "auto",
+}  # fmt: skip
+"""Where a model predicts by default, whatever trained it."""
 INTERVAL_S = 5.0  # between two lines of progress
 
 
@@ -36,8 +42,9 @@ def predict(
     storage = Storage(target)
     model = infer.load_classifier(storage)
     compute, data = ({k: given[k] for k in given if k.startswith(s)} for s in ("compute.", "data."))
-    config = override(model.config, {"compute.num_workers": 0, "compute.device": "auto", **compute})
+    config = override(model.config, {**ANYWHERE, **compute})
     num_threads(config)
+    require_runtime(config)
     if config.compute.num_workers == 0:
         local_device(config)
     if data and "output" not in given:

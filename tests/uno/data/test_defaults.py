@@ -6,7 +6,15 @@ import pytest
 from tests.uno.data.builders import encoded, pixels
 from uno.config import override
 from uno.data.decode import decode
-from uno.data.defaults import EPOCHS, FROM_IMAGES, LEAST_EPOCHS, MOST_STEPS, from_images, keys_from_images
+from uno.data.defaults import (
+    EPOCHS,
+    FROM_IMAGES,
+    LEAST_EPOCHS,
+    MOST_STEPS,
+    OF_HEADS,
+    from_images,
+    keys_from_images,
+)
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.presets import preset
@@ -69,6 +77,21 @@ def test_a_large_set_gets_no_more_steps_than_the_papers(tmp_path, monkeypatch):
     assert MOST_STEPS >= 50_000 // 512 * 200 and any("--discover.epochs" in line for line in lines)
 
 
+@pytest.mark.parametrize(("most", "epochs"), [(10_000, 30), (100, 20), (5, 1), (1, 1)])
+def test_heads_on_features_take_a_bounded_number_of_steps(tmp_path, monkeypatch, most, epochs):
+    """5 steps an epoch. Kills: epochs that do not depend on the rows, none at all, a warm-up that is longer
+    than the training, epochs of the user's that are overruled, or of a set that is small.
+    """
+    monkeypatch.setattr("uno.data.defaults.MOST_HEAD_STEPS", most)
+    options = {"name": "photos", "side": 8, "train__batch_size": 8}
+    config, lines, _ = fitted(tmp_path / "d", "train.batch_size", **options)
+    assert config.discover.epochs == epochs
+    assert config.discover.warmup_epochs == (3 if epochs == 30 else epochs / 10)
+    assert bool(lines) == (epochs != 30)
+    told = fitted(tmp_path / "d", "train.batch_size", "discover.epochs", discover__epochs=20, **options)
+    assert told[0].discover.epochs == 20 and not told[1]
+
+
 def test_what_is_given_stays(tmp_path):
     """Each key by itself. Kills: a flag of the user's that is overruled."""
     told = {
@@ -93,7 +116,7 @@ def test_what_is_given_stays(tmp_path):
 def test_benchmarks_and_encoders_with_weights_are_as_they_were(tmp_path, values):
     name, source = values.get("name", "scratch"), values.get("data__source", "folder:d")
     keys = keys_from_images(override(preset(name), {"data.source": source}))
-    assert keys == (("train.batch_size",) if name == "photos" else ())
+    assert keys == (OF_HEADS if name == "photos" else ())
     assert "train.batch_size" in FROM_IMAGES
     own = "folder:d" if name == "scratch" else source
     assert name != "scratch" or keys_from_images(override(preset(name), {"data.source": own})) == FROM_IMAGES

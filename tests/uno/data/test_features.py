@@ -21,7 +21,7 @@ from tests.uno.small_run import small_config
 from uno.augment import augment, augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
-from uno.data import features
+from uno.data import features, mapped
 from uno.data.columns import Labels
 from uno.data.decode import decode
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job, pack_shard
@@ -402,10 +402,10 @@ def test_an_encoder_that_gives_nan_is_refused(tmp_path):
 def test_where_features_are_kept(tmp_path, monkeypatch):
     """The option, then the variable, then the user's cache directory."""
     monkeypatch.setenv("HOME", "/home/me")
-    for name in (features.CACHE_VARIABLE, "XDG_CACHE_HOME"):
+    for name in (mapped.CACHE_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     where = [features.cache_directory(config_of())]
-    for name in ("XDG_CACHE_HOME", features.CACHE_VARIABLE):
+    for name in ("XDG_CACHE_HOME", mapped.CACHE_VARIABLE):
         monkeypatch.setenv(name, f"/{name}")
         where.append(features.cache_directory(config_of()))
     where += [features.cache_directory(config_of(compute__cache=path)) for path in ("~/c", "s3://b/c")]

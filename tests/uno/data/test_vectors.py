@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from uno.config import AugmentConfig, DataConfig
+from uno.data import mapped, tables
 from uno.data.check import check
 from uno.data.inputs import open_inputs
+from uno.data.mapped import NeighborViews
+from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.vectors import Vectors, numbers_of, store_vectors, with_views
@@ -180,9 +183,9 @@ def test_views_of_one_vector(how):
     values, ok = torch.from_numpy(drawn(30)), np.arange(30) != 4
     values[4] = 0
     augment = AugmentConfig(vector_view=how, vector_strength=0.5, num_cached_views=3)
-    found = with_views(values[:, None], augment, ok)
+    found = with_views(values[:, None], augment, ok)[:]
     assert found.shape == (30, 4, 4) and torch.equal(found[:, 0], values) and not found[4].any()
-    assert torch.equal(found, with_views(values[:, None], augment, ok))
+    assert torch.equal(found, with_views(values[:, None], augment, ok)[:])
     assert all((found[ok, v] != values[ok]).any() for v in range(1, 4))
     assert not torch.equal(found[:, 1], found[:, 2])
     two = torch.stack([values, values + 1], dim=1)
@@ -199,6 +202,74 @@ def test_neighbors_are_near(monkeypatch):
     found = with_views(points[:, None], AugmentConfig(num_cached_views=2), np.ones(200, bool))
     assert ((found[:, 1:] - centers[:, None]).norm(dim=2) < 1).all()
     assert ((found[:, 1:] - points[:, None]).norm(dim=2) > 0).all()
+
+
+def test_views_are_those_of_a_loop():
+    """Of every row and view, read in batches and one by one. Kills: a partner or a share of another row or
+    view, row 0 as the partner of bad rows, values that are copied.
+    """
+    values, ok = torch.from_numpy(drawn(40)), np.arange(40) % 7 != 3
+    values[~ok] = 0
+    augment = AugmentConfig(vector_strength=0.5, num_cached_views=3)
+    views = with_views(values[:, None], augment, ok)
+    assert isinstance(views, NeighborViews) and views[:, 0].data_ptr() == values.data_ptr()
+    expected = torch.zeros(40, 4, 4)
+    for row in range(40):
+        expected[row, 0] = values[row]
+        for v in range(3):
+            other, share = values[views.partners[row, v].item()], views.shares[row, v]
+            assert 0 <= share < 0.5
+            expected[row, 1 + v] = values[row] + share * (other - values[row])
+    torch.testing.assert_close(views[:], expected)
+    assert not views[:][~ok].any() and (views.partners[ok] != torch.arange(40)[ok, None]).all()
+    blocks = RowBlocks([views]).select_rows(torch.arange(39, -1, -2))
+    rows, view = torch.tensor([0, 3, 3, 19, 7]), torch.tensor([0, 1, 3, 2, 0])
+    assert blocks.shape == (20, 4, 4) and torch.equal(blocks[:], views[:][torch.arange(39, -1, -2)])
+    assert torch.equal(blocks[rows, view], blocks[:][rows, view])
+    assert torch.equal(views[:, 0:1], values[:, None]) and torch.equal(views[:, 2], views[:][:, 2])
+
+
+def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
+    """With bad rows and several views of a row; the file is gone from its folder. Kills: pieces in another
+    order, rows of a second file or group at the place of the first, a file that is left.
+    """
+    monkeypatch.setattr(tables, "READ_ROWS", 7)
+    values, one = drawn(50), tmp_path / "data"
+    values[5], values[44, 1] = 0, np.nan
+    one.mkdir()
+    for name, own in (("a", slice(0, 30)), ("b", slice(30, 50))):
+        lists = pa.array(list(values[own]), pa.list_(pa.float32()))
+        ids = [str(row % 40) for row in range(50)][own]
+        pq.write_table(pa.table({"embedding": lists, "id": ids}), one / f"{name}.parquet", row_group_size=11)
+    np.save(tmp_path / "v.npy", values.astype(np.float64))
+    sources = f"vectors:{one}", f"vectors:{tmp_path}/v.npy"
+    in_memory = [rows_of(source).images.vectors(np.arange(len(rows_of(source)))) for source in sources]
+    monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(mapped, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(mapped, "PIECE_ROWS", 9)
+    for source, (found, reasons) in zip(sources, in_memory, strict=True):
+        images = rows_of(source).images
+        assert isinstance(mapped.new_array((3, 2)), np.memmap) and not [*(tmp_path / "cache").iterdir()]
+        again, why = images.vectors(np.arange(len(images)))
+        assert torch.equal(again, found) and why == reasons and sum(map(bool, why)) == 2
+        assert torch.equal(images.vectors(np.array([7, 3]))[0], found[[7, 3]])
+
+
+def test_the_search_for_neighbors_is_bounded(monkeypatch):
+    """Kills: work that grows with the square of the rows."""
+    monkeypatch.setattr("uno.data.vectors.NEAR_PAIRS", 30_000)
+    monkeypatch.setattr("uno.data.vectors.LEAST_NEAR_ROWS", 10)
+    sizes, normalize = [], torch.nn.functional.normalize
+
+    def counted(some, dim):
+        sizes.append(len(some))
+        return normalize(some, dim=dim)
+
+    monkeypatch.setattr(torch.nn.functional, "normalize", counted)
+    found = with_views(
+        torch.from_numpy(drawn(300))[:, None], AugmentConfig(num_cached_views=2), np.ones(300, bool)
+    )
+    assert sizes == [100] * 3 and len(found) == 300
 
 
 def test_vectors_from_memory(tmp_path):

@@ -1,0 +1,112 @@
+"""How many views a second does each runtime of a frozen encoder compute on this CPU, beside PyTorch?
+
+    python -m benchmarks.runtimes --encoders timm:tf_efficientnet_lite0 timm:vit_small_patch16_224
+
+prints one JSON row for each encoder, with random weights, on ``--images`` of ``--size`` px: those of
+``--data``, or random ones. Every runtime that is installed takes its turn after ``torch``, the module as it
+is with ``--threads`` threads, ``--repeats`` times; ``views_s`` are medians and ``ratio`` those over torch's.
+``plan`` is the size of the batches that was measured, ``settle_s`` what conversion and measurement took, and
+``difference`` the largest of a row, over the length of its features.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import environment
+from uno.config import Config, override
+from uno.data import features
+from uno.data.decode import decode_many, prefetch_map
+from uno.data.images import evenly_spaced
+from uno.data.sources import read_rows
+from uno.encoder import build_encoder
+from uno.errors import ConfigError
+from uno.runs.hardware import at_speed
+from uno.runtime import BUILD, TORCH, Plan, Runtime, require_runtime
+
+
+def pixels_of(args: argparse.Namespace) -> Tensor:
+    """uint8 (N, 3 S S)."""
+    if args.data is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, 256, (args.images, 3 * args.size**2), generator=generator, dtype=torch.uint8)
+    images = read_rows(override(Config(), {"data.source": args.data}).data).images
+    rows = evenly_spaced(args.images, len(images))
+    squares, _ = decode_many(images.take(rows), args.size, None, "bilinear")
+    return squares.flatten(1)
+
+
+def encode(config: Config, encoder: nn.Module, pixels: Tensor, threads: int) -> Tensor:
+    """Features (N, D), as a run computes shards."""
+
+    def some(start: int) -> Tensor:
+        torch.set_num_threads(1)  # of this thread
+        own = pixels[start : start + features.ROWS_AT_ONCE]
+        none, ok = np.zeros(len(own), bool), np.ones(len(own), bool)
+        return features.encode_rows(config, encoder, start, own, none, ok)[:, 0]
+
+    return torch.cat([*prefetch_map(some, range(0, len(pixels), features.ROWS_AT_ONCE), threads, threads)])
+
+
+def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    """Of one encoder."""
+    sizes = {"data.stored_size": args.size, "augment.large.size": args.size}
+    config = override(Config(), {"model.encoder": name, "augment.num_cached_views": 0, **sizes})
+    torch.manual_seed(0)
+    module = build_encoder(config.model).eval().requires_grad_(False).to(memory_format=torch.channels_last)
+    encoders, settled = {TORCH: module}, dict[str, float]()
+    expected = encode(config, module, pixels[: features.ROWS_AT_ONCE], 1)
+    difference = dict[str, float]()
+    for other in args.runtimes:
+        try:
+            require_runtime(override(config, {"compute.encoder_runtime": other}))
+        except ConfigError:
+            continue
+        start, fast = time.perf_counter(), at_speed(module, Plan(other), args.threads)
+        found = encode(config, fast, pixels[: features.ROWS_AT_ONCE], 1)
+        settled[other], encoders[other] = round(time.perf_counter() - start, 1), fast
+        difference[other] = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+    times: dict[str, list[float]] = {runtime: [] for runtime in encoders}
+    for _ in range(args.repeats):
+        for runtime, encoder in encoders.items():
+            start = time.perf_counter()
+            encode(config, encoder, pixels, args.threads)
+            times[runtime].append(time.perf_counter() - start)
+    speed = {runtime: len(pixels) / statistics.median(spent) for runtime, spent in times.items()}
+    plans = {key: list(fast.plan) for key, fast in encoders.items() if isinstance(fast, Runtime)}
+    return {
+        "benchmark": "runtimes", "encoder": name, "size": args.size, "images": len(pixels),
+        "data": args.data, "threads": args.threads, "repeats": args.repeats, "plan": plans,
+        "settle_s": settled, "difference": {key: float(f"{value:.1e}") for key, value in difference.items()},
+        "views_s": {key: round(value, 1) for key, value in speed.items()},
+        "ratio": {key: round(value / speed[TORCH], 2) for key, value in speed.items() if key != TORCH},
+        **environment(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    default = ["timm:tf_efficientnet_lite0", "timm:vit_small_patch16_224"]
+    parser.add_argument("--encoders", nargs="+", default=default)
+    parser.add_argument("--runtimes", nargs="+", default=[name for name in BUILD if name != TORCH])
+    parser.add_argument("--data", help="a source of images; default: random ones")
+    parser.add_argument("--images", type=int, default=128)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    pixels = pixels_of(args)
+    for encoder in args.encoders:
+        print(json.dumps(row(encoder, pixels, args)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

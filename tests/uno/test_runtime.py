@@ -1,0 +1,182 @@
+"""Every runtime of an encoder against PyTorch, and what happens to one that is missing, fails or lies."""
+
+import shutil
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.uno.small_run import small_config
+from uno import runtime
+from uno.config import override
+from uno.encoder import build_encoder
+from uno.errors import ConfigError
+from uno.runs.hardware import at_speed
+from uno.runtime import BATCH_SIZES, BUILD, TORCH, Plan, Runtime, plan_of
+
+CPU = torch.device("cpu")
+
+
+def encoder_of():
+    """With running statistics that are not those of a new network."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = build_encoder(small_config().model)
+        for name, buffer in encoder.named_buffers():
+            if name.endswith("running_var"):
+                buffer.uniform_(0.5, 1.5)
+    return encoder.eval().requires_grad_(False)
+
+
+def images_of(num, side=8):
+    return torch.randn(num, 3, side, side, generator=torch.Generator().manual_seed(num))
+
+
+def fake(change=lambda features: features, seen=None):
+    """A runtime that gives ``change`` of PyTorch's features and notes the sizes of its batches."""
+
+    def build(encoder, images, sizes, threads):
+        def program(images):
+            if seen is not None:
+                seen.append(len(images))
+            return change(runtime._torch(encoder, images))
+
+        for size in sizes:
+            yield size, program
+
+    return build
+
+
+def installed(monkeypatch, *names):
+    monkeypatch.setattr(runtime, "_installed", lambda: list(names))
+    monkeypatch.setattr(runtime, "find_spec", lambda package: object())
+
+
+def missing(*packages):
+    return [package for package in packages if find_spec(package) is None]
+
+
+NEEDS = {
+    "openvino": missing("openvino"), "onnx": missing("onnx", "onnxscript", "onnxruntime"),
+    "compile": missing() if shutil.which("g++") else ["g++"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_runtime_gives_the_features_of_pytorch(monkeypatch, tmp_path, name):
+    """Of 13 images, which fill no batch, in layers with statistics, under two threads. Kills: a program of
+    another mode, batches that are not filled up or not cut, a request that threads share.
+    """
+    if NEEDS[name]:
+        pytest.skip(f"needs {', '.join(NEEDS[name])}")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    encoder, images = encoder_of(), images_of(13)
+    fast = at_speed(encoder, Plan(name), threads=2)
+    found = fast(images)
+    assert fast.plan.runtime == name and fast.plan.batch_size in BATCH_SIZES
+    torch.testing.assert_close(found, encoder(images), rtol=1e-4, atol=1e-5)
+    again = at_speed(encoder, fast.plan, threads=1)
+    assert torch.equal(again(images[:5]), found[:5])
+
+
+@pytest.mark.parametrize("change", [
+    lambda features: 2 * features, lambda features: features.flip(0), lambda features: features.roll(1, 1),
+    lambda features: features * torch.nan,
+])  # fmt: skip
+def test_a_runtime_that_lies_is_not_used(monkeypatch, caplog, change):
+    """By its length, by its order, by its direction, by NaN. Kills: no comparison, one by cosine alone, by
+    the mean of rows, or that NaN passes; a silent fall-back.
+    """
+    installed(monkeypatch, "onnx")
+    monkeypatch.setitem(BUILD, "onnx", fake(change))
+    encoder, images = encoder_of(), images_of(20)
+    for wanted in ("auto", "onnx"):
+        caplog.clear()
+        fast = Runtime(encoder, Plan(wanted), threads=2)
+        torch.testing.assert_close(fast(images), encoder(images), rtol=1e-5, atol=1e-6)
+        assert fast.plan.runtime == TORCH
+        assert [record.getMessage()[:43] for record in caplog.records] == [
+            "compute.encoder_runtime onnx is not used: i"
+        ]
+
+
+def test_a_runtime_that_fails_is_not_used(monkeypatch, caplog):
+    """The next one that is installed is. Kills: a traceback of a converter's, one that ends the choice."""
+
+    def failing(*_):
+        raise LookupError("no such\noperator")
+        yield
+
+    installed(monkeypatch, "openvino", "onnx")
+    monkeypatch.setitem(BUILD, "openvino", failing)
+    monkeypatch.setitem(BUILD, "onnx", fake())
+    monkeypatch.setattr(Runtime, "_seconds", lambda self, program, images, size: isinstance(program, partial))
+    fast = Runtime(encoder_of(), Plan("auto"), threads=1)
+    fast(images_of(2))
+    assert fast.plan.runtime == "onnx" and len(caplog.records) == 1
+    assert caplog.records[0].getMessage().endswith("openvino is not used: no such operator")
+
+
+@pytest.mark.parametrize("best", [("onnx", 4), ("onnx", 16), (TORCH, 8)])
+def test_the_fastest_runtime_and_batch_are_taken(monkeypatch, best):
+    """By their time on the first images. Kills: a size or a runtime that is a constant, the slowest."""
+    installed(monkeypatch, "onnx")
+    monkeypatch.setitem(BUILD, "onnx", fake())
+    names = {True: TORCH, False: "onnx"}
+
+    def seconds(self, program, images, size):
+        return 1.0 if (names[isinstance(program, partial)], size) == best else 2.0
+
+    monkeypatch.setattr(Runtime, "_seconds", seconds)
+    fast = Runtime(encoder_of(), Plan("auto"), threads=1)
+    fast(images_of(3))
+    assert fast.plan == Plan(*best)
+
+
+def test_all_batches_have_the_planned_size(monkeypatch):
+    """And images of another size than the first pass the encoder. Kills: a last batch that is smaller, which
+    a compiled program does not take; a program of one size fed with another.
+    """
+    installed(monkeypatch)
+    seen = list[int]()
+    monkeypatch.setitem(BUILD, "onnx", fake(seen=seen))
+    encoder = encoder_of()
+    fast = Runtime(encoder, Plan("onnx", 8), threads=2)
+    assert torch.equal(fast(images_of(20)), fast(images_of(20)[:20])) and set(seen) == {8}
+    del seen[:]
+    torch.testing.assert_close(fast(images_of(5, 12)), encoder(images_of(5, 12)), rtol=1e-5, atol=1e-6)
+    assert not seen
+
+
+def test_auto_is_pytorch_where_nothing_is_installed_or_worth_it(monkeypatch):
+    """Kills: a conversion for ten images, on a GPU, of another precision than float32; a package required."""
+    config, many = small_config(), runtime.MIN_IMAGES
+    monkeypatch.setattr(runtime, "find_spec", lambda package: None)
+    assert plan_of(config, many, CPU) is None
+    installed(monkeypatch, "onnx")
+    assert plan_of(config, many, CPU) == Plan("auto")
+    assert plan_of(config, many - 1, CPU) is None
+    assert plan_of(config, many, torch.device("cuda")) is None
+    assert plan_of(override(config, {"compute.precision": "bf16"}), many, CPU) is None
+    assert plan_of(override(config, {"compute.encoder_runtime": "torch"}), many, CPU) is None
+    assert plan_of(override(config, {"compute.encoder_runtime": "onnx"}), 1, CPU) == Plan("onnx")
+
+
+@pytest.mark.parametrize(("name", "package"), [("openvino", "openvino"), ("onnx", "onnxscript")])
+def test_a_runtime_that_is_missing_is_one_line(monkeypatch, name, package):
+    """Kills: a silent fall-back, an ImportError later, the name of another package than the missing one."""
+    present = runtime.PACKAGES["onnx"][:-1]
+    monkeypatch.setattr(runtime, "find_spec", lambda package: object() if package in present else None)
+    config = override(small_config(), {"compute.encoder_runtime": name})
+    with pytest.raises(ConfigError, match=rf"{name} needs the package {package}: pip install {package}$"):
+        plan_of(config, 1, CPU)
+
+
+def test_a_runtime_of_float32_is_refused_with_bf16(monkeypatch):
+    """Kills: features of another precision than the cache's key says."""
+    installed(monkeypatch)
+    config = {"compute.encoder_runtime": "onnx", "compute.precision": "bf16"}
+    with pytest.raises(ConfigError, match="float32: not with precision bf16"):
+        plan_of(override(small_config(), config), 1, CPU)

@@ -1,0 +1,231 @@
+"""A frozen encoder at the speed of a CPU: OpenVINO, ONNX Runtime or torch.compile in the place of PyTorch's
+layers, in float32.
+
+A runtime is used if its features of the first images equal PyTorch's up to :data:`TOLERANCE`. The number of
+images that pass at once is measured on them. Threads share the batches of a call, each
+computed by one, so that features do not depend on the number of threads.
+"""
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from uno.config import Config
+from uno.errors import ConfigError, one_line
+
+AUTO, TORCH = "auto", "torch"
+PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscript")}
+"""What runtimes need; ``auto`` compares PyTorch with the first one that is installed and works."""
+TOLERANCE = 1e-3  # of the length of a row's features: a cosine above .999999; float32 differs by 1e-5
+BATCH_SIZES = (4, 8, 16)
+MIN_IMAGES = 2_000  # of fewer ``auto`` is PyTorch: to convert and to measure takes 5-30 s
+TIMED_S, MAX_ROUNDS = 0.5, 3  # of the images that are timed: no round after that time
+
+log = logging.getLogger(__name__)
+
+Program = Callable[[Tensor], Tensor]
+"""float32 (B, 3, S, S) -> (B, D), of the B and S that it was built for, from any thread."""
+
+
+class Plan(NamedTuple):
+    """The runtime of an encoder and how many images pass it at once, None: as measured."""
+
+    runtime: str
+    batch_size: int | None = None
+
+
+def plan_of(config: Config, num_images: int, device: torch.device) -> Plan | None:
+    """How ``num_images`` should pass the encoder of ``config`` on ``device``, None: as PyTorch has it.
+    ConfigError: as :func:`require_runtime`.
+    """
+    require_runtime(config)
+    name, on_cpu = config.compute.encoder_runtime, device.type == "cpu"
+    if name == AUTO:
+        pays = num_images >= MIN_IMAGES and config.compute.precision != "bf16" and bool(_installed())
+        return Plan(name) if on_cpu and pays else None
+    return Plan(name) if on_cpu and name != TORCH else None
+
+
+def is_allowed(config: Config, plan: Plan, device: torch.device) -> bool:
+    """Whether ``config`` lets a job that began with ``plan`` continue with it."""
+    on_cpu = device.type == "cpu" and config.compute.precision != "bf16"
+    return on_cpu and (
+        plan.runtime == config.compute.encoder_runtime
+        or (config.compute.encoder_runtime == AUTO and plan.runtime in (TORCH, *_installed()))
+    )
+
+
+def require_runtime(config: Config) -> None:
+    """ConfigError: ``compute.encoder_runtime`` is not installed, or does not compute in the precision."""
+    name = config.compute.encoder_runtime
+    if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
+        needs = "needs the " + ("package " if len(missing) == 1 else "packages ") + ", ".join(missing)
+        raise ConfigError(f"compute.encoder_runtime {name} {needs}: pip install {' '.join(missing)}")
+    if name not in (AUTO, TORCH) and config.compute.precision == "bf16":
+        raise ConfigError(f"compute.encoder_runtime {name} computes in float32: not with precision bf16")
+
+
+def _installed() -> list[str]:
+    return [name for name, packages in PACKAGES.items() if all(map(find_spec, packages))]
+
+
+class Runtime(nn.Module):
+    """``encoder``, in eval mode and on the CPU, as ``plan`` says, by ``threads`` threads: (B, 3, S, S) ->
+    (B, D) without a graph. The first images settle it. Images of another size pass the encoder itself, as all
+    do where a runtime fails or gives other features; then a line is logged.
+    """
+
+    def __init__(self, encoder: nn.Module, plan: Plan, threads: int) -> None:
+        super().__init__()
+        self.encoder, self.num_features, self.plan = encoder, encoder.num_features, plan
+        self._threads, self._lock = threads, threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+        self._program: Program | None = None
+        self._shape: torch.Size | None = None
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, D)."""
+        with self._lock:
+            if self._program is None:
+                self._settle(images)
+        assert self._program is not None and self.plan.batch_size is not None
+        program = self._program if images.shape[1:] == self._shape else partial(_torch, self.encoder)
+        return self._run(program, images, self.plan.batch_size)
+
+    def _settle(self, images: Tensor) -> None:
+        """Choose the program by the first images (B, 3, S, S)."""
+        images = images.detach()[torch.arange(max(BATCH_SIZES)) % len(images)]
+        expected = self._run(partial(_torch, self.encoder), images, min(BATCH_SIZES))
+        wanted, found = self.plan.runtime, list[tuple[float, Plan, Program]]()
+        for name in [*_installed(), TORCH] if wanted == AUTO else [wanted, TORCH]:
+            if not found or (wanted == AUTO and name == TORCH):
+                found += self._candidates(name, images, expected)
+        _, self.plan, self._program = min(found, key=lambda one: one[0])
+        self._shape = images.shape[1:]
+
+    def _candidates(self, name: str, images: Tensor, expected: Tensor) -> list[tuple[float, Plan, Program]]:
+        """Seconds, plan and program of a runtime for each size of a batch; a line says why there is none."""
+        sizes, found = [self.plan.batch_size] if self.plan.batch_size else BATCH_SIZES, []
+        try:
+            for size, program in BUILD[name](self.encoder, images, sizes, self._threads):
+                other = (self._run(program, images, size) - expected).norm(dim=1) / expected.norm(dim=1)
+                if name != TORCH and not bool((other <= TOLERANCE).all()):
+                    worst = float(other.max())
+                    raise ValueError(f"its features differ from PyTorch's by {worst:.1e} of their length")
+                found.append((self._seconds(program, images, size), Plan(name, size), program))
+        except Exception as error:  # those of converters have no name in common
+            if name == TORCH:
+                raise
+            why = one_line(error)[:160] or type(error).__name__
+            log.warning("compute.encoder_runtime %s is not used: %s", name, why)
+            return []
+        return found
+
+    def _seconds(self, program: Program, images: Tensor, size: int) -> float:
+        """Of the fastest round of these images for each thread."""
+        every, start, best = images.repeat(self._threads, 1, 1, 1), time.perf_counter(), float("inf")
+        for _ in range(MAX_ROUNDS):
+            before = time.perf_counter()
+            self._run(program, every, size)
+            best = min(best, time.perf_counter() - before)
+            if time.perf_counter() - start > TIMED_S:
+                break
+        return best
+
+    def _run(self, program: Program, images: Tensor, size: int) -> Tensor:
+        """All of ``images`` in batches of ``size``, the last one filled up."""
+        filled = F.pad(images, (0, 0, 0, 0, 0, 0, 0, -len(images) % size))
+        parts = [part.contiguous() for part in filled.split(size)]
+        return torch.cat(list(self._pool.map(program, parts)))[: len(images)]
+
+
+Build = Callable[[nn.Module, Tensor, Sequence[int], int], Iterator[tuple[int, Program]]]
+"""Encoder, examples (B, 3, S, S), sizes of batches and the number of threads -> a program for each size."""
+
+
+def _with_torch(
+    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int
+) -> Iterator[tuple[int, Program]]:
+    for size in sizes:
+        yield size, partial(_torch, encoder)
+
+
+def _compiled(
+    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int
+) -> Iterator[tuple[int, Program]]:
+    program = torch.compile(encoder, dynamic=False, options={"freezing": True})
+    for size in sizes:
+        yield size, partial(_torch, program)
+
+
+@torch.inference_mode()
+def _torch(encoder: Program, images: Tensor) -> Tensor:
+    return encoder(images.contiguous(memory_format=torch.channels_last))
+
+
+def _with_openvino(
+    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int
+) -> Iterator[tuple[int, Program]]:
+    import openvino
+
+    with warnings.catch_warnings(action="ignore"), torch.inference_mode():  # the tracer's, of shapes
+        model = openvino.convert_model(encoder, example_input=images[:2])
+    how = {"NUM_STREAMS": threads, "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    for size in sizes:
+        model.reshape([size, *images.shape[1:]])
+        compiled, own = openvino.Core().compile_model(model, "CPU", how), threading.local()
+
+        def program(images: Tensor, compiled: Any = compiled, own: threading.local = own) -> Tensor:
+            if not hasattr(own, "request"):  # of each thread
+                own.request = compiled.create_infer_request()
+            return torch.from_numpy(own.request.infer([images.numpy()])[0].copy())
+
+        yield size, program
+
+
+def _with_onnx(
+    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int
+) -> Iterator[tuple[int, Program]]:
+    import onnxruntime
+
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    data = to_onnx(encoder, "images", "features", args=(images[:2],), dynamic_shapes=shapes)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(
+        data.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+    def program(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+    for size in sizes:
+        yield size, program
+
+
+BUILD: dict[str, Build] = {
+    "openvino": _with_openvino, "onnx": _with_onnx, "compile": _compiled, TORCH: _with_torch,
+}  # fmt: skip
+"""Every runtime."""
+
+
+def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
+    """The ``ModelProto`` of a module with one input and output of these names; ``traced``: what
+    ``torch.export.export`` takes.
+    """
+    with warnings.catch_warnings(action="ignore"):  # the exporter announces changes of its own code
+        exported = torch.onnx.export(
+            module, **traced, input_names=[input], output_names=[output], dynamo=True, verbose=False
+        )
+    assert exported is not None
+    return exported.model_proto
