@@ -79,7 +79,7 @@ def until_free(ray) -> None:
 def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     """Five trials at once: one raises, one goes NaN, three share two pretrainings of each fold."""
     trials = [values(), values(0.2, 3), values(0.1, 4), values(1e-40), values(batch_size=5000)]
-    options, storage = planned(tmp_path, trials, "--scheduler", "none")
+    options, storage = planned(tmp_path, trials, "--scheduler", "none", "--data.loading", "memory")
     assert run_sweep(options) == 0
     found = results(storage)
     assert [r["status"] for r in found] == ["finished"] * 3 + ["failed"] * 2
