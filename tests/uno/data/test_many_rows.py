@@ -79,9 +79,7 @@ def test_no_loop_over_rows(tmp_path, work):
 
 @pytest.mark.slow
 def test_bytes_a_row():
-    """Of what three more rows cost for each there was. Kills: another array of 8 bytes a row on a rank, an
-    epoch of all ranks that each keeps.
-    """
+    """Of rows beyond the first million. Kills: another array of 8 bytes a row on a rank."""
     few, many = 10**6, 4 * 10**6
     command = [sys.executable, "-m", "benchmarks.metadata", "--rows", str(few), str(many)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
