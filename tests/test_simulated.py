@@ -11,12 +11,12 @@ from tests.forked import forked
 
 
 @pytest.mark.ray
-def test_ranks_use_their_cpus_on_many_nodes():
-    """Of 64 CPUs of which 8 train, Ray Data gives each of 16 executions none. Kills: tasks bounded by that
-    share, a part of the object store that it would not give, executions that ask the autoscaler for nodes.
+def test_what_ray_data_gives_a_rank_on_many_nodes():
+    """Of 64 CPUs of which 8 train, each of 16 executions gets none where a rank's share is seven. Kills: a
+    part of the object store that it would not give, executions that ask the autoscaler for nodes.
     """
     found = simulated.coordinator(8)
-    assert found["cpus_by_ray_data"] == 0 and found["tasks_at_once"] == 7
+    assert found["cpus_by_ray_data"] == 0 and found["share_of_cpus"] == 7
     assert found["store_mib_asked"] <= 0.5 * found["store_mib_by_ray_data"]  # Ray takes half of the store
     assert found["asked_of_autoscaler"] == {json.dumps(simulated.TRAIN): 8}
 
@@ -26,7 +26,9 @@ def test_ranks_use_their_cpus_on_many_nodes():
     ("rayjob.yaml", 4, {"gpu": 4}), ("cluster.yaml", 4, {"gpu_spot": 1}), ("cluster-p5.yaml", 32, {"gpu": 4}),
 ])  # fmt: skip
 def test_no_node_is_started_for_data(name, workers, started):
-    """Kills: more tasks at once than the ranks' CPUs, which wait, and for which Ray starts GPUs."""
+    """Where tasks at once are as many as the ranks' CPUs. Kills: a share of more CPUs than there are, types
+    that Ray fills with other nodes than a run needs.
+    """
     found = simulated.autoscaler(name, workers)
     assert found["started"] == started and found["tasks"] > workers and found["more_for_tasks"] == {}
     if name == "cluster.yaml":  # which could grow: what is looked at does see such tasks
