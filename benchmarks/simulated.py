@@ -5,7 +5,7 @@
 prints one JSON row for each part. ``coordinator``: Ray Data's own coordinator on nodes that are not there:
 how long its calls take, what each rank's executions get, and what it asks of the autoscaler. ``autoscaler``:
 which nodes of the shipped files Ray's own scheduler starts for a run, and then for tasks of its ranks: as
-many as their share of CPUs, and a thousand at once. ``ranks``: a discovery step as rank 0 of 64 and 512, whose
+many as their share of CPUs, and a thousand more. ``ranks``: a discovery step as rank 0 of 64 and 512, whose
 collectives are counted and answered by nobody (PyTorch's fake process group). No network, GPU or second node
 is in any of it.
 """
