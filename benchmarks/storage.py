@@ -47,7 +47,9 @@ PHOTOGRAPHS, SIDES = 64, (500, 375)
 
 # ------------------------------------------------------------------------------------------------- the store
 def serve(port: int, latency_ms: float, log: str, host: str = "127.0.0.1") -> None:
-    """S3 on this machine until the process ends: every request is noted in the file ``log``, then delayed."""
+    """S3 on this machine until the process ends: every request is delayed, and noted in the file ``log`` with
+    the bytes of its answer before it gets them.
+    """
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -62,9 +64,15 @@ def serve(port: int, latency_ms: float, log: str, host: str = "127.0.0.1") -> No
 
         def application(environ: dict[str, Any], start_response: Any) -> Any:
             asked = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("QUERY_STRING", "")
-            notes.write(json.dumps([time.time(), *asked]) + "\n")
+            moment = time.time()
             time.sleep(latency_ms / 1e3)
-            return s3(environ, start_response)
+
+            def answer(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
+                size = next((int(value) for name, value in headers if name.lower() == "content-length"), 0)
+                notes.write(json.dumps([moment, *asked, size]) + "\n")
+                return start_response(status, headers, *more)
+
+            return s3(environ, answer)
 
         make_server(host, port, application, threaded=True, request_handler=Handler).serve_forever()
 
@@ -109,10 +117,16 @@ def requests_of(log: Path) -> list[tuple[float, str, str]]:
     """(time, method, path) of every request, with the prefix of a listing as its path."""
     found = []
     for line in log.read_text().splitlines():
-        moment, method, path, query = json.loads(line)
+        moment, method, path, query, _ = json.loads(line)
         prefix = query.partition("prefix=")[2].partition("&")[0].replace("%2F", "/")
         found.append((moment, method, f"{path}/{prefix}" if prefix else path))
     return found
+
+
+def bytes_read(log: Path) -> int:
+    """Of the answers to all requests that read an object or a part of one."""
+    lines = map(json.loads, log.read_text().splitlines())
+    return sum(size for _, method, _, query, size in lines if method == "GET" and not query)
 
 
 def make_bucket() -> None:

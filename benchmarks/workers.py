@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,17 +91,30 @@ def count(num_workers: int, batch: int, side: int) -> dict[str, Any]:
 
 
 def work(rank: int, num_workers: int, batch: int, side: int, folder: str) -> None:
-    """One process: a few steps, the last with all collectives counted."""
+    """One process of a group."""
     torch.set_num_threads(1)
+    if num_workers > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_workers
+        )
+    found = counted_step(rank, num_workers, batch, side)
+    if rank == 0:
+        (Path(folder) / "counted.json").write_text(json.dumps(found))
+    if num_workers > 1:
+        dist.destroy_process_group()
+
+
+def counted_step(
+    rank: int, num_workers: int, batch: int, side: int, reduce: Callable[[Any, Any], Any] = allreduce_hook
+) -> dict[str, Any]:
+    """A few steps in a group that has begun, the last with all collectives and their bytes counted.
+    ``reduce``: DDP's hook for gradients.
+    """
     views = {"augment.large.size": side, "data.stored_size": side, "train.batch_size": batch}
     config = override(preset("cifar10"), views)
     train = train_set(None, config)
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()
-    if num_workers > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_workers
-        )
     plan = make_plan(
         0, config.data.batch_sampling, batch, len(train.labels), len(train.unlabeled_images), num_workers
     )
@@ -109,15 +123,15 @@ def work(rank: int, num_workers: int, batch: int, side: int, folder: str) -> Non
     model = model.to(memory_format=torch.channels_last).train()
     place = SimpleNamespace(world_size=num_workers, device=torch.device("cpu"))
     forward = RayWorker.wrap(place, model)  # type: ignore[arg-type]  # needs no more than these two
+    gather = dist.all_gather
     if num_workers > 1:
 
         def counted_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP checks the annotations
             calls["all_reduce of gradients"] += 1
             sent["all_reduce of gradients"] += bucket.buffer().nbytes
-            return allreduce_hook(group, bucket)
+            return reduce(group, bucket)
 
         forward.register_comm_hook(None, counted_hook)
-        gather = dist.all_gather
 
         def counted_gather(parts: list[torch.Tensor], tensor: torch.Tensor) -> Any:
             calls["all_gather of logits"] += 1
@@ -133,11 +147,8 @@ def work(rank: int, num_workers: int, batch: int, side: int, folder: str) -> Non
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
             discovery_step(state, batches(step), config, 1e-3)
         seen = Counter(event.name for event in trace.events() if event.name.startswith("gloo:"))
-    if rank == 0:
-        result = {"calls": dict(calls), "bytes": dict(sent), "seen_by_gloo": dict(seen)}
-        (Path(folder) / "counted.json").write_text(json.dumps(result))
-    if num_workers > 1:
-        dist.destroy_process_group()
+    collectives.dist.all_gather = gather
+    return {"calls": dict(calls), "bytes": dict(sent), "seen_by_gloo": dict(seen)}
 
 
 # ------------------------------------------------------------------------------------------------------ model

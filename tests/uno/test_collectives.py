@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from tests.uno.small_run import CPU, StopAt, batches_of, copied_tensors, fresh_state, small_config
 from uno import collectives, steps
+from uno.data.columns import Text
+from uno.data.decode import BadRows
 from uno.data.files import Storage
+from uno.data.images import InMemory
 from uno.errors import Interrupted
 from uno.methods import METHODS, registry
 from uno.model import build_model
@@ -135,6 +138,21 @@ def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     return seen_in(state) | first | {"loss": loss}
 
 
+def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
+    """Rows that each worker knows of after they have told each other, of which the last told none."""
+    names = Text.of(f"{i}.png" for i in range(20))
+    bad = BadRows(names, InMemory([b"no image"] * 20), 1.0, Storage(str(folder / "bad")))
+    bad.sync(CPU)
+    for row in (3, *range(10, 10 + 2 * worker.rank)) if worker.rank < worker.world_size - 1 else ():
+        bad.add(row, "unreadable")
+    bad.sync(CPU)
+    bad.add(5 + worker.rank, "later")
+    bad.sync(CPU)
+    collectives.barrier(CPU)
+    listed = BadRows(names, InMemory([]), 1.0, Storage(str(folder / "bad")))
+    return {"known": torch.tensor(bad.rows), "listed": torch.tensor(listed.rows)}
+
+
 def main(rank: int, world_size: int, folder: Path) -> None:
     """Run everything and store the tensors."""
     torch.set_num_threads(1)
@@ -147,6 +165,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         parts |= {f"method/{name}": two_steps(name, worker) for name in {**METHODS, **OF_UNO}}
     if world_size > 1:
         parts |= {"nan": nan_on_one_rank(worker), "phase": whole_phase(worker, folder)}
+        parts |= {"bad": unreadable(worker, folder)}
     seen = {f"{part}/{name}": tensor for part, some in parts.items() for name, tensor in some.items()}
     save_file({name: v.detach().contiguous().clone() for name, v in seen.items()}, folder / f"{rank}.st")
     if world_size > 1:
@@ -192,7 +211,8 @@ def test_workers_equal_one_worker(tmp_path, world_size):
     weights that depend on the worker, gradients summed, a NaN that only its own rank sees, head losses of
     rank 0 alone, a resume that differs, a checkpoint looked for before it is written; pairs of a worker's own
     rows, the gradient of others' rows lost or counted twice, a queue or a memory that differs between
-    workers, IIC's means or a teacher's weights per worker.
+    workers, IIC's means or a teacher's weights per worker; an unreadable row that a worker is not told, or of
+    which it is told twice.
     """
     (whole,) = results(1, tmp_path / "one")
     shares = results(world_size, tmp_path / "many")
@@ -214,6 +234,9 @@ def test_workers_equal_one_worker(tmp_path, world_size):
                 assert "/extra/" not in name or torch.equal(share[name], shares[0][name]), name
 
     for share in shares:
+        early = range(10, 10 + 2 * (world_size - 2))
+        rows = [3, *range(5, 5 + world_size), *early]
+        assert share["bad/known"].tolist() == share["bad/listed"].tolist() == rows
         assert (int(share["nan/skipped"]), bool(share["nan/kept"])) == (1, True)
         assert share["phase/clean/stored"] == share["phase/resumed/stored"] == 16
         assert torch.equal(share["phase/clean/head_losses"], shares[0]["phase/clean/head_losses"])

@@ -24,6 +24,7 @@ MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer
 MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
 SHRUNK = 3  # times, of the shorter side, beyond which somebody should know
+ORDER_ROWS = 2**22  # whose order is looked at
 NUM_BATCHES = 1000  # of an epoch, whose classes are counted
 NUM_NAMED = 5  # unreadable images in a line
 SORTED = 1.25  # times what the most frequent class has of a batch where rows are shuffled
@@ -152,16 +153,19 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
 def _of_order(task: Task, config: Config) -> Iterator[Problem]:
     """What is read together is mixed by windows of it: where it is sorted by class, batches hold few."""
     images = task.rows.images
-    all_groups = images.groups(np.arange(len(images)))
-    if all_groups is None or config.data.loading != "streaming":
+    if images.groups(np.arange(0)) is None or config.data.loading != "streaming":
         return
+    all_groups = images.groups(np.arange(len(images)))
+    assert all_groups is not None
+    seen = all_groups % -(-len(images) // ORDER_ROWS) == 0  # of many rows whole groups of a part
     window = window_rows(images)
     workers = max(1, config.compute.num_workers)
     with suppress(ConfigError):  # batches that do not work are a problem of their own
         plan = make_plan(
             config.seed, config.data.batch_sampling, config.train.batch_size, *task.sizes, workers
         )
-        labeled, unlabeled = task.is_train & (task.labels >= 0), task.is_train & (task.labels < 0)
+        member = task.is_train & seen
+        labeled, unlabeled = member & (task.labels >= 0), member & (task.labels < 0)
         kinds = (
             (labeled, task.labels, plan.labeled_size),
             (unlabeled, task.eval_labels, plan.unlabeled_size),

@@ -226,6 +226,11 @@ class BadRows:
     def __len__(self) -> int:
         return len(self._reasons)
 
+    @property
+    def rows(self) -> list[int]:
+        """Their numbers, in order."""
+        return sorted(self._reasons)
+
     def sync(self, device: torch.device) -> None:
         """Tell each other, all workers at the same time, and list the rows as :func:`check_bad`. Of several
         workers the host waits for ``device``.

@@ -94,15 +94,18 @@ def test_a_class_without_training_rows():
 
 
 @pytest.mark.parametrize(("how", "kinds"), [("sorted", ["labeled", "unlabeled"]), ("shuffled", [])])
-def test_a_table_that_is_sorted_by_class_is_named(tmp_path, monkeypatch, how, kinds):
-    """Its row groups hold one class each. Kills: shares of one row group for those of a batch, workers whose
-    parts are not put together, a warning of a shuffled table, of one in memory.
+@pytest.mark.parametrize("part", [1, 2])
+def test_a_table_that_is_sorted_by_class_is_named(tmp_path, monkeypatch, how, kinds, part):
+    """Its row groups hold one class each; of large tables every ``part``-th is looked at. Kills: shares of
+    one row group for those of a batch, workers whose parts are not put together, a warning of a shuffled
+    table, of one in memory, single rows of the groups.
     """
     monkeypatch.setattr("uno.data.stream.MAX_WINDOW_ROWS", 16)
-    labels = np.repeat(np.arange(8), 16)
+    monkeypatch.setattr("uno.data.check.ORDER_ROWS", 128)
+    labels = np.repeat(np.arange(8), 16 * part)
     if how == "shuffled":
         labels = np.random.default_rng(1).permutation(labels)
-    table = pa.table({"image": [b"x"] * 128, "label": [f"c{label}" for label in labels]})
+    table = pa.table({"image": [b"x"] * 128 * part, "label": [f"c{label}" for label in labels]})
     pq.write_table(table, tmp_path / "train.parquet", row_group_size=16)
     for loading in ("streaming", "memory"):
         values = {"data__source": f"parquet:{tmp_path}", "data__loading": loading, "compute__num_workers": 2}

@@ -6,6 +6,8 @@ import sys
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks import metadata
@@ -14,6 +16,7 @@ from uno.data.columns import Labels, Text
 from uno.data.images import Files
 from uno.data.rows import Rows
 from uno.data.splits import make_task
+from uno.data.tables import read_parquet
 
 MANY = 60_000
 
@@ -62,7 +65,20 @@ def listed(num_rows):
     return work
 
 
-@pytest.mark.parametrize("work", ["set_up", "listed"])
+def read(num_rows, folder):
+    """A Parquet file with ids, of which some are missing."""
+    ids = pa.array([None if i % 7 == 0 else f"{i}" for i in range(num_rows)])
+    columns = {"id": ids, "image": [b"x"] * num_rows, "label": [str(i % 3) for i in range(num_rows)]}
+    pq.write_table(pa.table(columns), folder / f"{num_rows}.parquet", row_group_size=num_rows // 4)
+
+    def work():
+        rows = read_parquet(str(folder / f"{num_rows}.parquet"))
+        assert rows.ids[:2] == ["row-0", "1"] and len(rows.fingerprint) == 64
+
+    return work
+
+
+@pytest.mark.parametrize("work", ["set_up", "listed", "read"])
 def test_no_loop_over_rows(tmp_path, work):
     """Three times the rows, as many lines of Python. Kills: a loop or a comprehension over rows anywhere in
     the set-up of a run, on the driver or a rank.
@@ -71,7 +87,7 @@ def test_no_loop_over_rows(tmp_path, work):
         run = lambda num: lambda: set_up(num, tmp_path / str(num))  # noqa: E731
         set_up(1000, tmp_path / "warm")
     else:
-        run = listed
+        run = {"listed": listed, "read": lambda num: read(num, tmp_path)}[work]
     few, many = (lines_of(run(num)) for num in (MANY // 3, MANY))
     assert not {name: (few[name], num) for name, num in many.items() if num > few[name] + MANY // 100}
     assert max(lines_of(lambda: [f"{i}" for i in range(MANY)]).values()) >= MANY  # what is counted sees one
@@ -79,9 +95,7 @@ def test_no_loop_over_rows(tmp_path, work):
 
 @pytest.mark.slow
 def test_bytes_a_row():
-    """Of what three more rows cost for each there was. Kills: another array of 8 bytes a row on a rank, an
-    epoch of all ranks that each keeps.
-    """
+    """Of rows beyond the first million. Kills: another array of 8 bytes a row on a rank."""
     few, many = 10**6, 4 * 10**6
     command = [sys.executable, "-m", "benchmarks.metadata", "--rows", str(few), str(many)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)

@@ -187,3 +187,13 @@ def test_windows_are_sorted_as_by_two_keys(monkeypatch, num, group, window, at_o
     windows[sequence] = (np.cumsum(counts[sequence]) - counts[sequence]) // window
     expected = np.lexsort((random.random(num), windows[groups]))
     assert np.array_equal(by_windows(groups, window, np.random.default_rng(0)), expected)
+
+
+@pytest.mark.parametrize("groups", [None, (np.arange(60) // 5, np.arange(60) // 5)])
+def test_a_rank_keeps_its_own_rows_of_an_epoch(groups):
+    """Kills: a view, which keeps those of all ranks."""
+    plan = make_plan(0, "balanced", 12, 60, 60, 3)
+    for rows, size in zip(Order(plan, 1, 3, groups, 7).rows(0), (2, 2), strict=True):
+        while rows.base is not None:
+            rows = rows.base
+        assert rows.size == plan.steps_per_epoch * size

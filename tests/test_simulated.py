@@ -1,0 +1,48 @@
+"""What decides about a run on many nodes, where there is one: Ray's own coordinator and scheduler, ranks that
+are not there.
+"""
+
+import json
+
+import pytest
+
+from benchmarks import simulated
+from tests.forked import forked
+
+
+@pytest.mark.ray
+def test_what_ray_data_gives_a_rank_on_many_nodes():
+    """Of 64 CPUs of which 8 train, each of 16 executions gets none where a rank's share is seven. Kills: a
+    part of the object store that it would not give, executions that ask the autoscaler for nodes.
+    """
+    found = simulated.coordinator(8)
+    assert found["cpus_by_ray_data"] == 0 and found["share_of_cpus"] == 7
+    assert found["store_mib_asked"] <= 0.5 * found["store_mib_by_ray_data"]  # Ray takes half of the store
+    assert found["asked_of_autoscaler"] == {json.dumps(simulated.TRAIN): 8}
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("name", "workers", "started"), [
+    ("rayjob.yaml", 4, {"gpu": 4}), ("cluster.yaml", 4, {"gpu_spot": 1}), ("cluster-p5.yaml", 32, {"gpu": 4}),
+])  # fmt: skip
+def test_no_node_is_started_for_data(name, workers, started):
+    """Where tasks at once are as many as the ranks' CPUs. Kills: a share of more CPUs than there are, types
+    that Ray fills with other nodes than a run needs.
+    """
+    found = simulated.autoscaler(name, workers)
+    assert found["started"] == started and found["tasks"] > workers and found["more_for_tasks"] == {}
+    if name == "cluster.yaml":  # which could grow: what is looked at does see such tasks
+        assert found["more_for_all_tasks_at_once"] == {"gpu_spot": 3}
+
+
+@pytest.mark.slow
+def test_collectives_do_not_grow_with_ranks():
+    """Bytes and calls of rank 0. Kills: a collective for each rank, or of the whole batch's rows by each."""
+    code, said = forked(_compare)
+    assert code == 0, said
+
+
+def _compare():
+    few, many = (simulated.ranks(num, 2) for num in (8, 64))
+    assert few["calls"] == many["calls"] and few["bytes"] == many["bytes"]
+    assert few["calls"]["all_gather of logits"] == 1 and few["bytes"]["all_gather of logits"] == 640
