@@ -249,7 +249,7 @@ def tar(cluster: Rehearsal) -> None:
 
 def resident(cluster: Rehearsal) -> None:
     """Images in memory, on nodes that start late; the finished run is submitted again, and evaluated."""
-    write_cifar(cluster.folder / "data", CIFAR100, 400)
+    write_cifar(cluster.folder / "data", CIFAR100, 200)
     run = str(cluster.folder / "cifar100-20")
     places = {
         "/runs/data": str(cluster.folder / "data"), "--workers 4": "--workers 2",
