@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks.storage import BUCKET, CREDENTIALS, store
-from tests import faults
 from tests.pages import page
 from tests.pipelines.raylets import DASHBOARD, Command, Raylets, head
 from tests.pipelines.small import RAY, ROOT, wait_for
@@ -249,7 +248,7 @@ def tar(cluster: Rehearsal) -> None:
 
 def resident(cluster: Rehearsal) -> None:
     """Images in memory, on nodes that start late; the finished run is submitted again, and evaluated."""
-    write_cifar(cluster.folder / "data", CIFAR100, 400)
+    write_cifar(cluster.folder / "data", CIFAR100, 200)
     run = str(cluster.folder / "cifar100-20")
     places = {
         "/runs/data": str(cluster.folder / "data"), "--workers 4": "--workers 2",
@@ -319,10 +318,8 @@ def stopped(cluster: Rehearsal) -> None:
     wait_for(lambda: job.says("") and bool(checkpoint_steps(run, DISCOVER)), SECONDS)
     cluster.stop()
     cluster.ended(job, words, "`ray job stop`", "resume with the same command", "stopped, saved")
-    reached = checkpoint_steps(run, DISCOVER)[-1]
-    cluster.run("the same once more", words, "results in ", f"resumed at step {reached}, finished")
-    starts = [event["step"] for event in faults.read_events(run) if event["event"] == "start"]
-    assert reached in starts, starts
+    line = f"resuming at discover step {checkpoint_steps(run, DISCOVER)[-1]}"
+    cluster.run("the same once more", words, line, "resumed at that step, finished")
 
 
 def waits(job: Command, losses: int) -> bool:
