@@ -4,9 +4,9 @@
 
 writes vectors of ``--dims`` numbers as one Parquet file, piece by piece, and runs ``uno discover`` on it in a
 process of its own: 100 known classes, whose rows have labels, and 50 novel ones. Classes are Gaussians around
-random directions; their sizes fall as 1 / rank ^ 0.5. Prints one JSON row: seconds, ``peak_mib``, the largest
-resident memory of that process (pages of the mapped file count; Ray's processes do not), the accuracy of the
-run and that of k-means.
+random directions; their sizes fall as 1 / rank ^ 0.5. Prints one JSON row: seconds, seconds of CPU time,
+``peak_mib``, the largest resident memory of that process (pages of the mapped file count; Ray's processes do
+not), the accuracy of the run and that of k-means.
 """
 
 import argparse
@@ -58,9 +58,9 @@ def write_vectors(path: Path, num_rows: int, dims: int, seed: int = 0) -> None:
             writer.write_table(pa.table(columns, schema=schema), row_group_size=PIECE_ROWS)
 
 
-def measured(command: list[str], log: Path) -> tuple[float, float]:
-    """Seconds and peak memory in MiB of a command, which writes to ``log``."""
-    start, peak = time.monotonic(), 0.0
+def measured(command: list[str], log: Path) -> tuple[float, float, float]:
+    """Seconds, CPU seconds and peak memory in MiB of a command, which writes to ``log``."""
+    start, peak, before = time.monotonic(), 0.0, os.times()
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         while process.poll() is None:
@@ -68,7 +68,9 @@ def measured(command: list[str], log: Path) -> tuple[float, float]:
             time.sleep(POLL_S)
     if process.returncode:
         sys.exit(f"{' '.join(command)}:\n{log.read_text()}")
-    return time.monotonic() - start, peak
+    now = os.times()
+    cpu = now.children_user + now.children_system - before.children_user - before.children_system
+    return time.monotonic() - start, cpu, peak
 
 
 def resident_mib(pid: int) -> float:
@@ -92,13 +94,13 @@ def row(args: argparse.Namespace, workers: int) -> dict[str, Any]:
         "--num-novel", str(NOVEL), "--workers", str(workers), "--output", str(run), "--overwrite",
         *args.options,
     ]  # fmt: skip
-    seconds, peak = measured(command, folder / f"run-{args.rows}-{workers}.txt")
+    seconds, cpu, peak = measured(command, folder / f"run-{args.rows}-{workers}.txt")
     metrics = json.loads((run / "metrics.json").read_text())
     return {
         "benchmark": "large", "rows": args.rows, "dims": args.dims, "workers": workers,
-        "options": args.options, "file_mib": round(data.stat().st_size / 2**20), "seconds": round(seconds, 1),
-        "peak_mib": round(peak), **{key: round(metrics[key], 4) for key in KEYS if key in metrics},
-        "cores": os.cpu_count(), **environment(),
+        "options": args.options, "file_mib": round(data.stat().st_size / 2**20),
+        "seconds": round(seconds, 1), "cpu_s": round(cpu, 1), "peak_mib": round(peak),
+        **{key: round(metrics[key], 4) for key in KEYS if key in metrics}, **environment(),
     }  # fmt: skip
 
 

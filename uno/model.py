@@ -146,7 +146,10 @@ def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
 
 def features_of(model: UnoModel, images: Tensor | RowBlocks, config: Config) -> Tensor:
     """Pooled features z (N, D) float32, on the model's device, of images uint8 (N, 3, S, S), N >= 1,
-    or of their cached features.
+    or of their cached features, which pass no head.
     """
+    if images.ndim < 4:
+        plain = images[:, 0] if images.ndim == 3 else images[:]
+        return plain.float().to(model.known.weight.device)
     parts = [forward(model, part, config).features for part in images.split(config.train.eval_batch_size)]
     return torch.cat([part[0].float() for part in parts if part is not None])

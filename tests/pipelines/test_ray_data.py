@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -16,15 +17,18 @@ import torch
 from pipelines import cli, ray_data
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, refused, write_images
 from tests.uno.data.test_tar import write_shards
+from tests.uno.small_run import small_config
 from uno.config import override
 from uno.data import decode, stream
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns
 from uno.data.pack import pack, store_local
-from uno.data.sources import read_rows
+from uno.data.resident import assemble, eval_sets
+from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
 from uno.data.stream import CropJob, crop_local, stream_facts, streaming_set
+from uno.data.vectors import Vectors, with_views
 from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.presets import preset
@@ -360,3 +364,26 @@ def test_a_process_that_decodes_imports_little():
     """There is one for each CPU. Kills: 50 MB more of each, and half a second before its first image."""
     code = "import sys, pipelines.ray_data; assert not {'scipy', 'sklearn', 'torchvision'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_views_of_vectors_reach_workers_in_parts(monkeypatch):
+    """Kills: views that are computed before they travel, or of other rows; features that arrive otherwise."""
+    fake = SimpleNamespace(put=lambda value: value, get=lambda value: value)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace())
+    values = torch.rand(400, 1, 6, generator=torch.Generator().manual_seed(0))
+    rows = replace(read_digits().take(np.arange(400)), images=Vectors(values, [None] * 400))
+    config = small_config(
+        model__finetune="none", augment__small__num_views=0, data__loading="memory", data__limit=None
+    )
+    task, ok = make_task(rows, config.data), np.ones(400, bool)
+    views = with_views(values, config.augment, ok)
+    for features in (views, views[:]):
+        loop = ray_data.shared(fake, config, task, [None] * 400, features)
+        assert len(loop["features"]) == (3 if features is views else 1)
+        train, truth = ray_data.worker_sets(config, loop, Storage("."))
+        expected = assemble(task, views, ok)
+        assert torch.equal(train.labeled_images[:], expected.labeled_images[:])
+        assert torch.equal(train.unlabeled_images[:], expected.unlabeled_images[:])
+        for split, own in eval_sets(task, views, ok).items():
+            assert torch.equal(truth()[split].images[:], own.images[:])

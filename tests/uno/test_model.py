@@ -6,7 +6,8 @@ import torch
 from tests.uno.small_run import small_config
 from tests.uno.test_heads import small_model
 from uno.config import ModelConfig
-from uno.model import UnoModel, build_model, forward
+from uno.data.row_blocks import RowBlocks
+from uno.model import UnoModel, build_model, features_of, forward
 
 SMALL = ModelConfig(encoder="resnet_small", width=4, num_heads=3, hidden_dim=8, projection_dim=6)
 
@@ -100,3 +101,15 @@ def test_features_pass_by_the_encoder():
         torch.testing.assert_close(one, other)
     views = [torch.randn(3, model.encoder.num_features) for _ in range(2)]
     torch.testing.assert_close(model(views).features, torch.stack(views))
+
+
+def test_cached_features_pass_no_head(monkeypatch):
+    """The evaluation view of them, as a tensor or as rows. Kills: heads whose outputs nobody wants, another
+    view.
+    """
+    config = small_config()
+    model = build_model(config.model, 5, 5, seed=0).eval()
+    monkeypatch.setattr(model, "heads", None)
+    views = torch.rand(6, 3, int(model.encoder.num_features))
+    for found in (views, RowBlocks([views]), views[:, 0], RowBlocks([views[:, 0]])):
+        assert torch.equal(features_of(model, found, config), views[:, 0])

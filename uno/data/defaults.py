@@ -24,7 +24,7 @@ IMAGENET_STEM_FROM = 96  # pixels, below which its last maps would be 2 x 2
 EPOCHS = {"pretrain": 30, "discover": 60}  # of the preset digits, whose 1,437 rows are few, too
 MOST_STEPS = 20_000  # of a phase; the paper's on CIFAR10 has 19,400
 LEAST_EPOCHS = 5
-MOST_HEAD_STEPS = 10_000  # of heads on features of a frozen encoder
+MOST_HEAD_STEPS = 5_000  # of heads on features of a frozen encoder
 OF_HEADS = ("train.batch_size", "discover.epochs", "discover.warmup_epochs")
 """Keys of such a run that :func:`from_images` may set."""
 STEPS_OF_EPOCH = 8  # at least, by smaller batches, while they hold enough rows of each class

@@ -33,7 +33,7 @@ from uno.limits import MAX_ROWS
 from uno.text import plural
 
 NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512  # of a row; among so many; at once
-NEAR_PAIRS, LEAST_NEAR_ROWS = 4 * 10**9, 1_000  # compared in all: 10 min of one core; among so many at least
+NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000  # compared in all: a minute; among so many at least
 METADATA = b"uno.vectors"  # of a file that is ours
 ARRAYS, MAX_BYTES = (".npy", ".npz"), 2**36
 COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
