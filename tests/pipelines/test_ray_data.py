@@ -123,14 +123,13 @@ def joined(chunks):
 @pytest.mark.parametrize("make", [files_task, bytes_task, arrays_task, parquet_task, tar_task])
 def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     """Bit for bit: a resident set; the crops of both of two workers, over several executions, blocks and
-    chunks of a block, from the beginning and from the middle of an epoch; the rows of an evaluation. A rank
-    has a data set of Ray's in every epoch, under Ray's allocator.
-    Kills: blocks in the order of completion, an execution that is lost, chunks out of step, the allocator
-    switched off, many short executions.
+    chunks of a block, from the beginning and from the middle of an epoch; the rows of an evaluation.
+    Kills: blocks in the order of completion, an execution that is lost, chunks out of step.
     """
     for module, name, value in (
         (resources, "ROWS_PER_BLOCK", 8), (ray_data, "ROWS_PER_DECODE", 3),
-        (stream, "CHUNK_ROWS", 5), (stream, "MAX_WINDOW_ROWS", 8),
+        (ray_data, "MIN_CHUNKS", 8), (ray_data, "CHUNKS_PER_CPU", 0), (stream, "CHUNK_ROWS", 5),
+        (stream, "MAX_WINDOW_ROWS", 8),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     monkeypatch.chdir(tmp_path)
@@ -149,23 +148,15 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     train = streaming_set(CONFIG, task, Storage(str(tmp_path / "run")))
     limits = ray_data.execution_limits(PAIR, 2, 0.5)
     crop = ray_data.crop_on_ray(ray_cluster, *limits)
-    started, from_arrow = [], ray_cluster.data.from_arrow
-    monkeypatch.setattr(
-        ray_cluster.data, "from_arrow", lambda b: started.append(from_arrow(b)) or started[-1]
-    )
     for rank in (0, 1):
         job = job_of(train, rank, 2)
         chunks = list(crop(job))
-        contexts = [dataset.context for dataset in started]
-        assert len(contexts) == len(list(job.epochs(1))) >= 2
-        assert all(context.op_resource_reservation_enabled for context in contexts)
         assert len(chunks) >= 12 * 6 / 5  # they leave a task one by one
         pixels, why = joined(chunks)
         expected, expected_why = joined(crop_local(job, 1))
         assert (pixels == expected).all() and why == expected_why and len(pixels) == 12 * 6
         rest, _ = joined(crop(job_of(train, rank, 2, first=7)))
         assert (rest == expected[7 * 6 :]).all()
-        started.clear()
 
     rows = np.arange(len(task.rows))
     decoded = ray_data.decode_on_ray(ray_cluster, train.images, 8, *limits)
@@ -281,7 +272,7 @@ def test_executions_keep_order_overlap_and_are_bounded():
         yield from tables
 
     tables = (pa.table({"x": [i]}) for i in range(10))
-    results = ray_data.in_executions(execute, ray_data.grouped(tables, 4))
+    results = ray_data.in_executions(execute, tables, 4)
     found = [table["x"][0].as_py() for table in itertools.islice(results, 3)]
     while len(started) < 2:  # its thread comes when it comes; the timeout of the test is the limit
         pass
