@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -57,6 +58,7 @@ COMMANDS: dict[str, Callable[[Path, int], list[Any]]] = {  # where things are ma
 }  # fmt: skip
 ON_RAY = ("tune",)
 RAY_PROCESSES = ("raylet", "gcs_server")
+RELEASED_S = 60.0  # until an actor that was killed holds nothing, on a machine with other work
 STRUCK_S = 3.0  # CPU seconds until Ctrl-C where no folder says that the work has begun
 Counts = dict[str, int]
 
@@ -77,14 +79,19 @@ def counts(temporary: Path) -> Counts:
 
 
 def _held_on_ray() -> int:
-    """Actors and placement groups that hold resources; 0 without Ray."""
+    """Actors and placement groups that go on holding resources; 0 without Ray."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return 0
     from ray.util import state
 
-    ended = ("DEAD", "REMOVED")
-    return sum(each.state not in ended for each in [*state.list_actors(), *state.list_placement_groups()])
+    end = time.monotonic() + RELEASED_S
+    while True:
+        there = [*state.list_actors(), *state.list_placement_groups()]
+        held = sum(each.state not in ("DEAD", "REMOVED") for each in there)
+        if held == 0 or time.monotonic() > end:
+            return held
+        time.sleep(chaos.POLL_S)
 
 
 def in_process(name: str, times: int, made: Path, temporary: Path) -> tuple[Counts, Counts]:

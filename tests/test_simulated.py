@@ -7,7 +7,6 @@ import json
 import pytest
 
 from benchmarks import simulated
-from tests.forked import forked
 
 
 @pytest.mark.ray
@@ -38,11 +37,6 @@ def test_no_node_is_started_for_data(name, workers, started):
 @pytest.mark.slow
 def test_collectives_do_not_grow_with_ranks():
     """Bytes and calls of rank 0. Kills: a collective for each rank, or of the whole batch's rows by each."""
-    code, said = forked(_compare)
-    assert code == 0, said
-
-
-def _compare():
     few, many = (simulated.ranks(num, 2) for num in (8, 64))
     assert few["calls"] == many["calls"] and few["bytes"] == many["bytes"]
     assert few["calls"]["all_gather of logits"] == 1 and few["bytes"]["all_gather of logits"] == 640
