@@ -183,7 +183,11 @@ def _with_openvino(
     how = {"NUM_STREAMS": threads, "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
     for size in sizes:
         model.reshape([size, *images.shape[1:]])
-        compiled, own = openvino.Core().compile_model(model, "CPU", how), threading.local()
+        # The plugin gives its thread a stack for signals and frees it with the model: the next signal of a
+        # thread that lives on would end the process. This thread ends here.
+        with ThreadPoolExecutor(1) as compiler:
+            compiled = compiler.submit(openvino.Core().compile_model, model, "CPU", how).result()
+        own = threading.local()
 
         def program(images: Tensor, compiled: Any = compiled, own: threading.local = own) -> Tensor:
             if not hasattr(own, "request"):  # of each thread

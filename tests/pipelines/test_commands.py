@@ -168,7 +168,7 @@ def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monke
     assert cli.main(["evaluate", str(run)]) == 0 and (run / "metrics.json").read_bytes() == before
 
     def evaluate(*_):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         pytest.fail("went on")
 
     monkeypatch.setattr(place, "evaluate_run", evaluate)

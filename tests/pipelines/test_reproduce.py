@@ -388,7 +388,7 @@ def test_a_signal_stops_the_queue(tmp_path):
     processes = Processes()
     with pytest.raises(Interrupted):
         for _ in run_jobs(jobs, tmp_path, processes, 1):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
     assert processes.started == ["cells/0"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

@@ -50,7 +50,7 @@ def test_a_signal_while_ray_starts_is_heard_afterwards(monkeypatch, number):
     def init(**_):
         children.append(subprocess.Popen(["sleep", "60"]))
         os.kill(children[0].pid, number)
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert not asked
 
     ray = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: ended.append(1))

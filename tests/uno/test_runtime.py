@@ -1,5 +1,6 @@
 """Every runtime of an encoder against PyTorch, and what happens to one that is missing, fails or lies."""
 
+import ctypes
 import shutil
 from functools import partial
 from importlib.util import find_spec
@@ -79,6 +80,24 @@ def test_a_runtime_gives_the_features_of_pytorch(monkeypatch, tmp_path, name):
     torch.testing.assert_close(found, encoder(images), rtol=1e-4, atol=1e-5)
     again = at_speed(encoder, fast.plan, threads=1)
     assert torch.equal(again(images[:5]), found[:5])
+
+
+def test_openvino_leaves_this_thread_its_stack_for_signals():
+    """Kills: a Ctrl-C that ends the process with SIGSEGV, since its handler's stack went with a model."""
+    pytest.importorskip("openvino")
+    before = _signal_stack()
+    encoder = build_encoder(small_config().model).eval()
+    found = [*BUILD["openvino"](encoder, torch.randn(2, 3, 8, 8), (2, 4), 1)]
+    assert _signal_stack() == before
+    del found
+    assert _signal_stack() == before
+
+
+def _signal_stack() -> bytes:
+    """``stack_t`` of the calling thread."""
+    now = ctypes.create_string_buffer(24)
+    assert ctypes.CDLL(None).sigaltstack(None, now) == 0
+    return now.raw
 
 
 @pytest.mark.parametrize("change", [
