@@ -4,10 +4,11 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from pipelines.ray_private import current_cluster, job_variables
@@ -78,11 +79,28 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         options = {"address": "local", "include_dashboard": True, "object_store_memory": store_bytes}
         if not keep_idle:
             options["_system_config"] = {"num_workers_soft_limit": 0}
+    with ExitStack() as until:
+        place = dict[str, str]()
+        if not address:  # Ray kills processes that have files there; logs of its sessions are kept as ever
+            own = tempfile.TemporaryDirectory(prefix="uno-ray-", ignore_cleanup_errors=True)
+            place = {"RAY_TMPDIR": os.environ.get("RAY_TMPDIR", tempfile.gettempdir())}
+            place["TMPDIR"] = until.enter_context(own)
+        late = _start(ray, address, options, place)
+        until.callback(ray.shutdown)
+        for number in late:
+            signal.raise_signal(number)
+        yield ray
+
+
+def _start(ray: Any, address: str | None, options: dict[str, Any], variables: dict[str, str]) -> list[int]:
+    """``ray.init`` where Ray's processes have these variables; the signals that came meanwhile."""
     on_term = signal.getsignal(signal.SIGTERM)
     # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; a mask is inherited.
     ours, late = (signal.SIGINT, signal.SIGHUP) if in_main_thread() else (), list[int]()
     handlers = {number: signal.signal(number, lambda number, _: late.append(number)) for number in ours}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         ray.init(logging_level=logging.WARNING, **options)
         if callable(on_term) and in_main_thread():
@@ -102,15 +120,12 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         problem = "Ray did not start within its time limit: this machine is too busy"
         raise ConfigError(f"{problem}; try again, or --workers 0") from None
     finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    try:
-        for came in late:  # while Ray was starting
-            signal.raise_signal(came)
-        yield ray
-    finally:
-        ray.shutdown()
+    return late
 
 
 def _with_tokens(error: Exception) -> str:

@@ -112,8 +112,9 @@ ENDS = ("success", "error", "Ctrl-C")
 def on_its_own(name: str, end: str, made: Path, temporary: Path) -> tuple[int, list[str]]:
     """Exit code of a command in a process of its own, and what is there that was not before it."""
 
-    def there() -> set[str]:
-        return {str(path) for folder in (Path("/dev/shm"), temporary) for path in folder.iterdir()}
+    def there() -> set[str]:  # Ray keeps the logs of its sessions in a folder "ray"
+        folders = (Path("/dev/shm"), temporary)
+        return {str(path) for folder in folders for path in folder.iterdir() if path.name != "ray"}
 
     words = [*map(str, COMMANDS[name](made, 10**6 + ENDS.index(end)))]
     before, output = there(), Path(words[words.index("--output") + 1]) if "--output" in words else None

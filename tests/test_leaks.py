@@ -52,6 +52,14 @@ def test_a_process_that_ends_leaves_nothing(places, name, end):
     assert left == [] and code in codes[end]
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_sweep_that_ends_leaves_nothing(places):
+    """Kills: temporary directories of Ray's processes, which are killed before they remove theirs."""
+    code, left = leaks.on_its_own("tune", "Ctrl-C", *places)
+    assert left == [] and code == 130
+
+
 @pytest.mark.parametrize("what", ["threads", "descriptors", "processes", "temporary"])
 def test_what_is_left_is_counted(tmp_path, monkeypatch, what):
     """Kills: a count that sees nothing; in a process of its own, whose command leaves one thing a time."""
