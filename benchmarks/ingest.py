@@ -107,7 +107,7 @@ def source_of(options: argparse.Namespace) -> tuple[Images, np.ndarray]:
         files = sorted(glob.glob(str(SHARED / "imagenet-fullsize" / "train" / "*" / "*")))
         return InMemory(files), np.arange(options.rows) % len(files)
     files = [str(SHARED / "cifar10-jpeg" / f"train-0000{i}-of-00004.parquet") for i in range(4)]
-    return ParquetImages(str(SHARED), files, "img"), np.arange(options.rows)
+    return ParquetImages(str(SHARED), files, "img", [(-1, -1)] * len(files)), np.arange(options.rows)
 
 
 def job_of(config: Config, images: Images, rows: np.ndarray, folder: str) -> CropJob:
