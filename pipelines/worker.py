@@ -42,6 +42,10 @@ GAUGES = {
     "loss": "Training loss.", "images_per_s": "Images a second of all ranks.",
     "data_wait": "Share of the time in which a rank waited for streamed data.",
     "step_ms": "Milliseconds of a step.", "rank_ms": "Milliseconds of the rank's own part of a step.",
+    "rank_ms_min": "The least rank_ms of all ranks.", "rank_ms_median": "The median rank_ms of all ranks.",
+    "rank_ms_max": "The largest rank_ms of all ranks.", "slow_rank": "The rank that others wait for.",
+    "images_per_s_per_device": "Images a second of a rank.", "grad_norm": "Norm of the gradient.",
+    "peak_memory_gb": "Largest memory of the fullest GPU so far, in GB.",
 }  # fmt: skip
 MAX_DEATHS = 3
 

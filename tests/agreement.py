@@ -180,7 +180,7 @@ def pictures(spec: Spec, numbers: range, labels: Sequence[str], what: str) -> li
             image = image.convert(mode)
         elif form == "JPEG":
             exif = Pillow.Exif()
-            exif[0x0112] = int(chance.integers(1, 5))
+            exif[0x0112] = int(chance.integers(1, 9))
             options, image = {"exif": exif, "quality": 90}, image.convert("L" if mode == "L" else "RGB")
         suffix = {"JPEG": "jpg", "TIFF": "tif"}.get(str(form), str(form).lower())
         name = f"{number:03d}{chance.choice(['', ' of é', '-x'])}.{suffix}"

@@ -39,7 +39,7 @@ from uno.encoder import code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.imports import is_object_name
 from uno.methods.registry import num_heads
-from uno.runs import DISCOVER, RAY_FOLDER, directory, lock, run
+from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
 from uno.runs.lock import RunLock
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
@@ -155,7 +155,7 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
     for trial in summary.trials if services else ():
         storage = PartStorage(claim.storage, records.trial_name(trial.index))
         own = override(config, {**trial.overrides, "train.report_to": services})
-        told = storage.list("loggers")
+        told = storage.list(LOGGERS_FOLDER)
         with Loggers(own, storage, group=split(claim.storage.uri)[1]) as loggers:
             for line in () if told else trial.epochs:
                 loggers({**line, "phase": "tune", "step": line["epoch"]})

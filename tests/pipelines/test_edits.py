@@ -246,12 +246,14 @@ def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
         assert len(list((sorted_ / folder).glob("*.png"))) == len(group)
 
 
-def test_known_classes_may_have_the_names_of_discovered_ones(tmp_path):
+def test_known_classes_may_have_the_names_of_discovered_ones(tmp_path, capsys):
     """A name means one class in predictions, classes.yaml, report, folders and exported models."""
     run = tmp_path / "run"
     source = write_images(tmp_path / "in", {"novel-1": 20, "rejected": 20, "x": 20, "y": 20})
     data = ["--data", f"folder:{source}", "--known-classes", "novel-1,rejected", "--limit", "80"]
     uno("discover", *SMALL, *data, "--batch-size", "20", "--discover.epochs", "1", "--output", run)
+    (next_name,) = re.findall(r"--rename (\S+)=NAME", capsys.readouterr().out)
+    assert next_name in ("novel-2", "novel-3")
     uno("classes", run)
     uno("classes", run, "--rename", "3=owl")
     edit(run, {2: "drop"})

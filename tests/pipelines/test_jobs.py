@@ -434,11 +434,11 @@ def test_the_numbers_of_a_rank_are_rays_metrics(monkeypatch):
             seen.append((self.name, value, *(tags[key] for key in self.keys)))
 
     monkeypatch.setattr(ray.util.metrics, "Gauge", Gauge)
-    line = {"phase": "discover", "loss": 0.5, "images_per_s": 9.0, "step_ms": 3.0, "rank_ms": 2.0, "lr": 0.1}
+    line = {"phase": "discover", "lr": 0.1} | dict.fromkeys(worker.GAUGES, 0.5)
     for rank in (0, 1):
         worker.Gauges("a-run", rank).set(line)
         worker.Gauges("a-run", rank).set({"phase": "discover", "step": 7})
-    common = [("uno_loss", 0.5), ("uno_images_per_s", 9.0)]
-    own = [("uno_step_ms", 3.0), ("uno_rank_ms", 2.0)]
-    expected = [(*pair, "a-run", "discover", "0") for pair in common + own]
-    assert sorted(seen) == sorted(expected + [(*pair, "a-run", "discover", "1") for pair in own])
+    expected = [(f"uno_{name}", 0.5, "a-run", "discover", "0") for name in worker.GAUGES]
+    own = [(name, 0.5, "a-run", "discover", "1") for name in ("uno_step_ms", "uno_rank_ms")]
+    assert sorted(seen) == sorted(expected + own)
+    assert worker.GAUGES.keys() >= {"data_wait", "rank_ms_median", "slow_rank", "grad_norm", "peak_memory_gb"}

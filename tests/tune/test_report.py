@@ -2,7 +2,6 @@
 
 import io
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,7 +11,7 @@ from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.tune.tiny import fake_sweep, tiny_options
 from tests.uno.report.reading import Page, requests
-from tests.uno.session.test_loggers import ended_wandb_records, events
+from tests.uno.session.test_loggers import events, wandb_run
 from tune import driver, records, report, spaces
 from tune.spaces import current, load_space
 from tune.sweep import main
@@ -266,11 +265,8 @@ def test_wandb_has_one_run_a_trial_and_the_best_is_marked(storage, options, monk
         driver._tell_loggers(config, claim, report.read(storage))
     marks = {}
     for index in range(len(trials(options))):
-        (path,) = Path(storage.path(f"trials/{index:04d}/wandb")).glob("offline-run-*/run-*.wandb")
-        parsed = ended_wandb_records(path)
-        (run,) = (one.run for one in parsed if one.WhichOneof("record_type") == "run")
+        run, _, summary = wandb_run(records.PartStorage(storage, records.trial_name(index)))
         assert run.run_group == "sweep"
-        summary = {u.key or u.nested_key[0]: u.value_json for one in parsed for u in one.summary.update}
         marks[run.display_name] = float(summary["best"])
     assert [name for name, mark in marks.items() if mark] == ["sweep-0001"]
     assert len(marks) == len(trials(options))

@@ -15,6 +15,7 @@ import pytest
 
 from tests.pipelines.raylets import Command, head
 from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
+from tests.uno.session.test_loggers import wandb_run
 from tune import records
 from tune.driver import run_sweep
 from tune.trial import pretrain_key, trial_configs
@@ -256,3 +257,29 @@ def test_a_sweep_by_somebody_elses_searcher(ray_cluster, tmp_path):
     drawn = [trial.overrides["objective.epsilon"] for trial in records.read_trials(storage)]
     assert drawn == [0.05, 0.05, 0.1, 0.1]
     assert {result["status"] for result in results(storage)} <= {"finished", "stopped"}
+
+
+@pytest.mark.slow
+def test_a_sweep_by_optunas_searcher_of_ray_that_all_tools_read_back(ray_cluster, tmp_path, monkeypatch):
+    """Kills: loggers that a sweep does not call."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = ["--search", "tests.tune.test_search:rays_optuna", "--trials", "4", "--scheduler", "none",
+             "--folds", "1", "--concurrent", "1",
+             "--report-to", "tensorboard,wandb,mlflow,jsonl"]  # fmt: skip
+    assert run_sweep(tiny_options(tmp_path / "s", *words)) == 0
+    storage = Storage(str(tmp_path / "s"))
+    trials = records.read_trials(storage)
+    assert len({tuple(trial.overrides.values()) for trial in trials}) == len(trials) == 4
+    client = mlflow.MlflowClient()
+    runs = client.search_runs([client.get_experiment_by_name("uno").experiment_id], "tags.group = 's'")
+    scores = sorted(pytest.approx(trial.epochs[-1]["score"]) for trial in trials)
+    assert sorted(run.data.metrics["tune/score"] for run in runs) == scores
+    assert sum(run.data.metrics["best"] for run in runs) == 1
+    for trial in trials:
+        run, lines, _ = wandb_run(records.PartStorage(storage, records.trial_name(trial.index)))
+        last = [float(line["tune/score"]) for line in lines if "tune/score" in line][-1]
+        assert run.run_group == "s" and last == pytest.approx(trial.epochs[-1]["score"])
+    assert len(storage.list("tensorboard")) == 4 and storage.read("sweep.jsonl").count(b"\n") >= 4

@@ -39,7 +39,6 @@ UPRIGHT = {
     5: Pillow.Transpose.TRANSPOSE, 6: Pillow.Transpose.ROTATE_270, 7: Pillow.Transpose.TRANSVERSE,
     8: Pillow.Transpose.ROTATE_90,
 }  # fmt: skip
-SIDEWAYS = (5, 6, 7, 8)
 BATCHES_AHEAD = 2  # that are decoded while the model works
 PIECE_ROWS = 64  # that a thread decodes
 READERS = 4  # threads that read what is read together
@@ -89,11 +88,7 @@ def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -
         return image.transpose(2, 0, 1)
     with _open(image, size) as picture:
         rgb = to_rgb(picture)
-        orientation = _orientation(picture)  # later: of a PNG it reads the pixels, and forgives errors
-        square = _square(rgb, size, interpolation, orientation in SIDEWAYS)
-        if orientation in UPRIGHT:  # a centered square commutes with turns and flips, so turn the small one
-            square = square.transpose(UPRIGHT[orientation])
-        return np.asarray(square).transpose(2, 0, 1)
+        return np.asarray(_square(_upright(rgb, picture), size, interpolation)).transpose(2, 0, 1)
 
 
 def decode_rgb(image: Image, side: int) -> np.ndarray:
@@ -105,8 +100,7 @@ def decode_rgb(image: Image, side: int) -> np.ndarray:
         _check_array(image)
         return image
     with _open(image, side) as picture:
-        rgb, orientation = to_rgb(picture), _orientation(picture)
-        return _pixels(rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb)
+        return _pixels(_upright(to_rgb(picture), picture))
 
 
 def decode_many(
@@ -280,21 +274,22 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
     return pixels.reshape(height, width, 4)
 
 
-def _square(
-    picture: Pillow.Image, size: int, interpolation: Interpolation, sideways: bool = False
-) -> Pillow.Image:
-    """The centered square, resized; ``sideways``: rows first, which Pillow resizes last, so that it rounds as
-    where the picture is turned first.
+def _upright(rgb: Pillow.Image, picture: Pillow.Image) -> Pillow.Image:
+    """The pixels of ``picture``, turned as its EXIF says: before anything is resized, as rounding depends on
+    the order. Of a PNG the orientation stands behind the pixels.
     """
+    orientation = _orientation(picture)
+    return rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb
+
+
+def _square(picture: Pillow.Image, size: int, interpolation: Interpolation) -> Pillow.Image:
+    """The centered square, resized."""
     if picture.size == (size, size):
         return picture
     side = min(picture.size)
     left, top = ((length - side) / 2 for length in picture.size)
     box = (left, top, left + side, top + side)
     how = Pillow.Resampling[interpolation.upper()]
-    if sideways:
-        picture = picture.resize((picture.width, size), how, box=(0, top, picture.width, top + side))
-        box = (left, 0, left + side, size)
     return picture.resize((size, size), how, box=box)
 
 

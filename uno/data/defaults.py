@@ -11,7 +11,7 @@ import torch
 
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
-from uno.data.decode import decode_many, ok_mask
+from uno.data.decode import check_bad, decode_many, ok_mask
 from uno.data.images import spread
 from uno.data.plan import largest_batch
 from uno.data.splits import Task, train_rows
@@ -107,6 +107,8 @@ def _batch(config: Config, task: Task, given: Container[str], num_classes: int, 
     if "train.batch_size" in given:
         return {}, []
     made, most = task.rows.images.vectors(np.arange(len(task.rows))), config.train.batch_size
+    if made is not None:
+        check_bad(task.rows.ids, made[1], config.data.max_bad_fraction)
     rows = train_rows(task, None if made is None else ok_mask(made[1]))
     labeled, unlabeled = len(rows["labeled"]), len(rows["unlabeled"])
     least = math.ceil(MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1))

@@ -71,6 +71,7 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
         labels_in(source, table[c], class_names[0]) if c in table.column_names else None
         for c in ("label", "eval_label")
     )
+    require_distinct(source, labels, truth)
     places, starts = [filesystem.valid_text(f.relative) for f in files], np.cumsum([0, *map(len, tables)])
     ids: Ids = Numbered(places, starts)
     if "id" in table.column_names:
@@ -502,20 +503,19 @@ def labels_in(source: str, column: Any, names: Sequence[str]) -> Labels:
         values = [None if v is None or v < 0 else names[v] if names else str(v) for v in values]
     elif kind not in (*TEXT, pa.null()):
         raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
-    found = _distinct(source, Labels.of(value or None for value in values))
+    found = Labels.of(value or None for value in values)
     rows = coded.indices.fill_null(len(values)).to_numpy()
     return Labels(found.classes, np.append(found.codes, np.int32(-1))[rows])
 
 
-def _distinct(source: str, labels: Labels) -> Labels:
-    """``labels``. ConfigError: two classes differ by spaces around their names, or as 1 and 1.0 do."""
+def require_distinct(source: str, *labels: Labels | None) -> None:
+    """ConfigError: two classes differ by spaces around their names, or as 1 and 1.0 do."""
     seen: dict[str, str] = {}
-    for name in labels.classes:
+    for name in chain.from_iterable(some.classes for some in labels if some is not None):
         other = seen.setdefault(re.sub(r"(?<=^\d)(\d*)\.0+$", r"\1", name.strip()), name)
         if other != name:
             pair = f"{one_line(repr(other))} and {one_line(repr(name))}"
             raise ConfigError(f"{source}: {pair} differ only in spelling: write them alike, or rename one")
-    return labels
 
 
 def check_images(source: str, kind: Any) -> None:
@@ -547,9 +547,9 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
     labels, truth = (
-        _distinct(source, Labels.of(class_name(source, v) for v in columns.get(c, missing)))
-        for c in ("label", "eval_label")
+        Labels.of(class_name(source, v) for v in columns.get(c, missing)) for c in ("label", "eval_label")
     )
+    require_distinct(source, labels, truth)
     given = enumerate(columns.get("id", missing))
     ids = Text.of(f"row-{i}" if value in (None, "") else str(value) for i, value in given)
     splits = (None if value in (None, "") else str(value) for value in columns.get("split", missing))

@@ -153,6 +153,7 @@ def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bo
         tables.labels_in(source, columns[name], ()) if name in columns else Labels.none(num)
         for name in ("label", "eval_label", "split")
     )
+    tables.require_distinct(source, labels, truth)
     for what, column in (("label", labels), ("eval_label", truth), ("split", split)):
         if (differ := np.flatnonzero(column.codes != column.codes[first][place])).size:
             raise ConfigError(

@@ -198,10 +198,13 @@ def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_ha
         if index not in edits:
             raise ConfigError(f"{where}: class {index} ({classes[index].name}) has no entry")
     targets = {c.name: c.index for c in classes if c.kind == "known"}
+    alike = {folded(name): name for name in targets}
     for index, (name, action) in edits.items():
-        if action == "keep" and targets.setdefault(name, index) != index:
-            ways = f"use action: merge into {name}, or another name"
-            raise ConfigError(f"{where}: two classes are named {name!r}; {ways}")
+        other = alike.setdefault(folded(name), name) if action == "keep" else name
+        if action == "keep" and (other != name or targets.setdefault(name, index) != index):
+            both = repr(name) if other == name else f"{other!r} and {name!r}"
+            ways = f"use action: merge into {other}, or another name"
+            raise ConfigError(f"{where}: two classes are named {both}; {ways}")
     gone = dict(edits.values())
     for index, (name, action) in edits.items():
         into = index if action == "keep" else None

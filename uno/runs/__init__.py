@@ -4,10 +4,10 @@ PRETEXT, PRETRAIN, DISCOVER = "pretext", "pretrain", "discover"
 PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery"}
 """All phases in order, each with a section of its name in the configuration -> its title."""
 
-NUMERICS = 20
+NUMERICS = 21
 """The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""
 
-TOUCHED: dict[int, tuple[str, ...]] = {18: ("exif",), 19: ("streaming",), 20: ("choice",)}
+TOUCHED: dict[int, tuple[str, ...]] = {18: ("exif",), 19: ("streaming",), 20: ("choice",), 21: ("exif",)}
 """Words of the latest changes, as in CHANGELOG.md. A stored cell without them is kept; a change that is not
 here touches all cells.
 """
@@ -19,4 +19,5 @@ RESULTS_FILE = "metrics.json"  # written last: the mark of a finished run
 REPORT_FILE = "report.html"
 ESTIMATE_FILE = "estimate.json"
 STOP_FILE = "STOP"  # asks the workers to save and leave
+LOGGERS_FOLDER = "loggers"  # what each tool calls the run
 RAY_FOLDER = "ray"  # Ray Train's own bookkeeping; a resumed run never reads it

@@ -15,7 +15,15 @@ from uno.encoder import changed_code, code_of
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
 from uno.profile import FOLDER as PROFILES
-from uno.runs import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RAY_FOLDER, RESULTS_FILE, lock
+from uno.runs import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    LOGGERS_FOLDER,
+    METRICS_FILE,
+    RAY_FOLDER,
+    RESULTS_FILE,
+    lock,
+)
 from uno.runs.checkpoint import FORMAT_VERSION, checkpoint_steps, file_name, read_checkpoints
 from uno.runs.hardware import environment
 from uno.runs.journal import read_journal
@@ -133,9 +141,12 @@ def repair(storage: Storage, thorough: bool = False) -> list[str]:
 
 
 def _leftovers(storage: Storage) -> list[str]:
-    """Names of what killed commands left: temporary files (on local disks), Ray's folder, a STOP file."""
+    """Names of what killed commands left: temporary files (on local disks), Ray's folder, a STOP file.
+    Threads of loggers may be writing in theirs.
+    """
     names = [name for name in LEFTOVERS if storage.exists(name)]
-    return names + [name for name in output.leftovers(storage) if not name.startswith(f"{RAY_FOLDER}/")]
+    others = (f"{RAY_FOLDER}/", f"{LOGGERS_FOLDER}/")
+    return names + [name for name in output.leftovers(storage) if not name.startswith(others)]
 
 
 class Finding(NamedTuple):

@@ -21,6 +21,11 @@ PARTS = {
     "lr": "lr {lr:.4f}", "images_per_s": "{images_per_s:,.0f} images/s",
     "data_wait": "waits for data {data_wait:.0%}", "slow_rank": "slow rank {slow_rank}",
 }  # fmt: skip
+PACE = {  # in lines, for which a bar has no room
+    "images_per_s_per_device": "{images_per_s_per_device:,.0f} images/s a device",
+    "rank_ms_max": "ranks {rank_ms_min:.0f} ms, {rank_ms_median:.0f} ms, {rank_ms_max:.0f} ms",
+    "grad_norm": "gradient {grad_norm:.3g}", "peak_memory_gb": "{peak_memory_gb:.1f} GB",
+}  # fmt: skip
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -119,9 +124,10 @@ def reading() -> Iterator[Callable[[int], None]]:
         done.set()
 
 
-def described(metrics: Mapping[str, Any]) -> str:
+def described(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:
     """A line of metrics in words."""
-    parts = (text.format(**metrics) for key, text in PARTS.items() if metrics.get(key) is not None)
+    texts = PARTS if in_a_bar else PARTS | PACE
+    parts = (text.format(**metrics) for key, text in texts.items() if metrics.get(key) is not None)
     return "  ".join([metrics["phase"], *parts])
 
 
@@ -155,7 +161,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._phase = metrics["phase"]
             self._first = step, now  # not step 0: a run may resume
             self._shown = now
-        parts = [described(metrics)]
+        parts = [described(metrics, self._live)]
         if step > self._first[0]:
             eta_s = (now - self._first[1]) / (step - self._first[0]) * (total - step)
             parts.append(f"ETA {tqdm.format_interval(round(eta_s))}")

@@ -135,6 +135,7 @@ def load_features(
         raise ConfigError("model.finetune none needs --weights, the weights of the frozen encoder")
     given = task.rows.images.vectors(np.arange(len(task.rows)))
     if given is not None:  # the source is the cache
+        _warn_of_oddity(given[0], given[1], "nothing separates the rows; check the vectors")
         return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
     require_runtime(config)
     encoder = frozen_encoder(config, storage)
@@ -164,10 +165,14 @@ def load_features(
               "every_s": INTERVAL_S})  # fmt: skip
 
     found, reasons = features.cached_features(cache, job, config.model.weights, computed, progress, zeros)
+    advice = f"{config.model.encoder} does not separate them; check its weights"
+    _warn_of_oddity(found, reasons, advice)
+    return found, reasons
+
+
+def _warn_of_oddity(found: Tensor | NeighborViews, reasons: Sequence[str | None], advice: str) -> None:
+    """Say so before training where features (N, V, D) tell no rows apart."""
     rows = np.flatnonzero(ok_mask(reasons))
     some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
     if len(some) > 1 and (what := features.oddity(some)):
-        print_line(
-            f"warning: {features.ODD[what]}: {config.model.encoder} does not separate them; check its weights"
-        )
-    return found, reasons
+        print_line(f"warning: {features.ODD[what]}: {advice}")

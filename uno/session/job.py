@@ -6,11 +6,14 @@ Everything happens in this process, or where a :class:`~uno.session.place.Place`
 
 import json
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
+
+import pyarrow.compute as pc
 
 from uno.config import Config, override
 from uno.data.check import check, format_report
@@ -290,18 +293,21 @@ def _write_card(storage: Storage, model: Classifier, values: Mapping[str, float]
 def _show(storage: Storage, values: dict[str, float]) -> None:
     if (found := verdict(values)) is not None:
         print_line("\n  ".join((f"\nverdict: {found.word}", *found.reasons)))
+    novel = "novel-1"
     with suppress(StorageError):  # of a damaged table, which the next prediction replaces
-        if (table := read_columns(storage, ("class_name",))) is not None:
+        if (table := read_columns(storage, ("class_name", "kind"))) is not None:
             counts = {
                 pair["values"]: pair["counts"] for pair in table["class_name"].value_counts().to_pylist()
             }
             print_line(f"images per class: {counted(counts)}")
+            found = table.filter(pc.field("kind") == "novel")["class_name"].unique().to_pylist()
+            novel = min(found, key=lambda name: (len(name), name), default=novel)
     if any("novel" in key.split("/") for key in values):  # with ground truth
         print_line(f"\n{format_table(values)}")
     print_line(f"\nresults in {storage.uri}")
     if storage.exists(REPORT):
         print_line(f"next: open {storage.path(REPORT)}\n"
-                   f"      uno classes {storage.uri} --rename novel-1=NAME\n"
+                   f"      uno classes {storage.uri} --rename {shlex.quote(f'{novel}=NAME')}\n"
                    f"      uno predict {storage.uri} --data SOURCE --output DIR")  # fmt: skip
 
 

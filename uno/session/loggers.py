@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from uno.config import Config, flatten, to_dict
 from uno.data.files import Storage, split
 from uno.errors import ConfigError, one_line
+from uno.runs import LOGGERS_FOLDER
 from uno.session.console import print_line
 
 POSITION = ("step", "total_steps", "epoch", "epochs", "every_s", "rank_ms")
@@ -34,9 +35,9 @@ class Record(NamedTuple):
 
     def key(self, logger: str, new: Callable[[], str]) -> tuple[str, bool]:
         """What ``logger`` calls this run, kept in its directory for a resume; whether it is ``new``."""
-        if (found := self.storage.find(f"loggers/{logger}")) is not None:
+        if (found := self.storage.find(f"{LOGGERS_FOLDER}/{logger}")) is not None:
             return found.decode(), False
-        self.storage.write(f"loggers/{logger}", (made := new()).encode())
+        self.storage.write(f"{LOGGERS_FOLDER}/{logger}", (made := new()).encode())
         return made, True
 
 

@@ -205,14 +205,18 @@ def test_more_pixels_than_bytes_can_hold_are_refused_before_they_are_made():
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("shape", [(41, 64), (64, 41), (50, 50)])
-def test_turned_pictures_are_pillows_to_the_level(orientation, interpolation, shape):
-    """Turned first, then resized: the passes round in that order. Kills: a small square that is turned."""
+@pytest.mark.parametrize(("shape", "size"), [
+    ((41, 64), 16), ((64, 41), 16), ((50, 50), 16), ((300, 400), 224), ((100, 300), 224), ((9, 19), 16),
+])  # fmt: skip
+def test_turned_pictures_are_pillows_to_the_level(orientation, interpolation, shape, size):
+    """Turned first, then resized: Pillow rounds in an order that depends on the scale. Kills: a small
+    square that is turned.
+    """
     picture, exif = Image.fromarray(pixels(orientation, *shape)), Image.Exif()
     exif[0x0112] = orientation
     data = encoded(picture, "PNG", exif=exif)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     left, top = ((length - min(shape)) / 2 for length in upright.size)
     box, how = (left, top, left + min(shape), top + min(shape)), Image.Resampling[interpolation.upper()]
-    expected = np.asarray(upright.resize((16, 16), how, box)).transpose(2, 0, 1)
-    np.testing.assert_array_equal(decode(data, 16, interpolation), expected)
+    expected = np.asarray(upright.resize((size, size), how, box)).transpose(2, 0, 1)
+    np.testing.assert_array_equal(decode(data, size, interpolation), expected)

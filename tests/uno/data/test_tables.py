@@ -356,8 +356,9 @@ def test_table_paths_are_confined(tmp_path):
     ("t.csv", "path,label\na.png,1\na.png,1.0\n", "'1' and '1.0' differ only in spelling"),
     ("t.jsonl", '{"path": "a.png", "label": 1}\n{"path": "a.png", "label": "1.0"}', "'1' and '1.0'"),
     ("t.csv", "path,eval_label\na.png,cat\na.png,cat \n", "'cat' and 'cat '"),
+    ("t.csv", "path,label,eval_label\na.png,1,\na.png,,1.0\n", "'1' and '1.0'"),
     ("t.jsonl", '{"path": "a.png", "label": 1, "label": 2}', "'label' twice"),
-], ids=range(22))  # fmt: skip
+], ids=range(23))  # fmt: skip
 def test_table_errors(tmp_path, name, text, part):
     write_images(tmp_path, ["a.png"])
     (tmp_path / name).write_text(text, "utf-8", "surrogateescape")

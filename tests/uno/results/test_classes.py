@@ -102,6 +102,7 @@ def test_a_second_edit_can_take_the_first_one_back():
     (edits({"index": 3, "action": "merge into novel-2"}, {"index": 4, "action": "drop"}), "is dropped"),
     (edits({"index": 3, "name": "novel-2"}), "two classes are named 'novel-2'"),
     (edits({"index": 3, "name": "cat"}), "use action: merge into cat"),
+    (edits({"index": 3, "name": "Cat"}), "two classes are named 'cat' and 'Cat'"),
     (edits({"index": 3, "name": "rejected"}), "is reserved for images of dropped classes"),
     (edits(*({"index": i, "action": "drop"} for i in range(3, 7))), "all discovered classes are dropped"),
 ])  # fmt: skip

@@ -179,6 +179,14 @@ def test_what_a_run_survives_is_a_warning_and_the_rest_an_error(storage, case):
     assert says in line and "\n" not in line and levels(storage, other) == []
 
 
+def test_what_a_logger_is_writing_is_left_to_it(storage):
+    """Kills: a logger that is off since its half-written file was swept away."""
+    half = "loggers/.wandb.0a1b2c3d"
+    storage.write(half, b"")
+    directory.repair(storage)
+    assert storage.exists(half) and levels(storage, "warning") == []
+
+
 def test_a_damaged_configuration_comes_back_from_the_newest_checkpoint(storage):
     """Only when asked for. Kills: settings of another run, a repair that needs the file it repairs."""
     storage.write("config.yaml", b"- 1")

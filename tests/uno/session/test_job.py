@@ -11,18 +11,22 @@ from uno.session import job
 
 @pytest.mark.parametrize("truth", [False, True])
 def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, truth):
-    """Kills: a table of accuracy without ground truth, counts by file order, no way on from the last line."""
+    """Kills: a table of accuracy without ground truth, counts by file order, no way on from the last line,
+    a known class as one to rename.
+    """
     values = {"test/known/task_aware/acc/avg": 0.75, "test/known/task_aware/acc/best": 0.75}
     values |= {"train/novel/task_aware/acc/avg": 0.5, "train/novel/task_aware/acc/best": 0.5} if truth else {}
-    names = pa.table({"class_name": ["cat", "novel-1", "novel-1", None]})
+    names = pa.table({
+        "class_name": ["novel-1", "novel-2", "novel-2", None], "kind": ["known", "novel", "novel", None],
+    })  # fmt: skip
     identity = dict.fromkeys(predictions.DIFFERENCES, "")
     predictions._write(Storage(str(tmp_path)), names.schema, identity, iter([names]))
     (tmp_path / REPORT_FILE).touch()
     job._show(Storage(str(tmp_path)), values)
     first, *_, report, classes, predict = filter(str.strip, capsys.readouterr().out.splitlines())
-    assert first == "images per class: novel-1 (2), cat (1), unreadable (1)"
+    assert first == "images per class: novel-2 (2), novel-1 (1), unreadable (1)"
     assert report == f"next: open {tmp_path}/{REPORT_FILE}"
-    assert classes == f"      uno classes {tmp_path} --rename novel-1=NAME"
+    assert classes == f"      uno classes {tmp_path} --rename novel-2=NAME"
     assert predict == f"      uno predict {tmp_path} --data SOURCE --output DIR"
     (tmp_path / "predictions.parquet").write_bytes(b"damaged")
     job._show(Storage(str(tmp_path)), values)

@@ -1,8 +1,10 @@
 """Each logger's record of a run, read back; one that fails or hangs stops nothing."""
 
+import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -13,6 +15,7 @@ from uno.config import override
 from uno.data.files import Storage
 from uno.errors import ConfigError
 from uno.presets import preset
+from uno.runs.journal import read_journal
 from uno.session import job, loggers
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.rank_log import RankLog
@@ -123,6 +126,19 @@ def ended_wandb_records(path: Path) -> list:
     return parsed
 
 
+def wandb_run(storage: Storage) -> tuple[Any, list[dict[str, str]], dict[str, str]]:
+    """The run, the lines and the summary of the one offline run in that directory, values as JSON."""
+    (path,) = Path(storage.path("wandb")).glob("offline-run-*/run-*.wandb")
+    parsed = ended_wandb_records(path)
+    history = [
+        {item.key or "/".join(item.nested_key): item.value_json for item in one.history.item}
+        for one in parsed
+        if one.WhichOneof("record_type") == "history"
+    ]
+    (run,) = (one.run for one in parsed if one.WhichOneof("record_type") == "run")
+    return run, history, {u.key or u.nested_key[0]: u.value_json for p in parsed for u in p.summary.update}
+
+
 def test_wandb_reads_an_offline_run(tmp_path, monkeypatch):
     """By W&B's own messages. Kills: a run that asks for the network or a login, its console taken,
     steps lost since they go back.
@@ -131,19 +147,10 @@ def test_wandb_reads_an_offline_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     storage = Storage(str(tmp_path / "run"))
     report("wandb", storage, line(4, "pretrain"), line(8), line(6), group="sweep")
-    (folder,) = Path(storage.path("wandb")).glob("offline-run-*")
-    (path,) = folder.glob("run-*.wandb")
-    parsed = ended_wandb_records(path)
-    history = [
-        {item.key or "/".join(item.nested_key): item.value_json for item in one.history.item}
-        for one in parsed
-        if one.WhichOneof("record_type") == "history"
-    ]
+    run, history, summary = wandb_run(storage)
     assert [row.get("discover/step") for row in history] == [None, "8", "6"]
     assert history[1]["discover/loss"] == "0.125" and history[0]["pretrain/loss"] == "0.25"
-    (run,) = (one.run for one in parsed if one.WhichOneof("record_type") == "run")
     assert (run.project, run.run_group, run.display_name) == ("uno", "sweep", "sweep-run")
-    summary = {u.key or u.nested_key[0]: u.value_json for one in parsed for u in one.summary.update}
     assert summary["train/all/acc"] == "0.75"
     assert storage.read("loggers/wandb").decode() == run.run_id
 
@@ -215,6 +222,33 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
     job.discover(config, {}, last="pretrain")
     assert seen == [("run", 4), *[("pretrain", 3 * i) for i in (1, 2, 3)], {"train/all/acc": 0.75}, False]
     assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_every_tool_reads_back_the_same_run(tmp_path, monkeypatch):
+    """A run's losses and results, by MLflow's client, TensorBoard's reader, W&B's messages and as JSON."""
+    mlflow = pytest.importorskip("mlflow")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    storage = Storage(str(tmp_path / "run"))
+    job.discover(small_config(output=storage.root, train__report_to="tensorboard,wandb,mlflow,jsonl"), {})
+    told = [each for each in read_journal(storage) if each["phase"] == "discover" and "loss" in each]
+    expected = [(each["step"], pytest.approx(each["loss"])) for each in told]
+    result = json.loads(storage.read("metrics.json"))["train/novel/task_aware/acc/avg"]
+    assert len(expected) > 3
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("uno").experiment_id])
+    assert [
+        (m.step, m.value) for m in client.get_metric_history(run.info.run_id, "discover/loss")
+    ] == expected
+    assert run.data.metrics["train/novel/task_aware/acc/avg"] == pytest.approx(result)
+    board = reader.EventAccumulator(storage.path("tensorboard/discover")).Reload()
+    assert [(each.step, each.value) for each in board.Scalars("loss")] == expected
+    _, history, summary = wandb_run(storage)
+    lines = [row for row in history if "discover/loss" in row]
+    assert [(int(row["discover/step"]), float(row["discover/loss"])) for row in lines] == expected
+    assert float(summary["train/novel/task_aware/acc/avg"]) == pytest.approx(result)
 
 
 def test_what_is_not_there_is_refused_first(monkeypatch):

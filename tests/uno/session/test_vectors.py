@@ -78,6 +78,27 @@ def test_the_exported_program_takes_vectors(run):
         export(model._classifier, "encoder")
 
 
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda v: v * 0 + 1, "the features of all images are the same"), (lambda v: v * 1e30, "the features are larger than 1e"),
+])  # fmt: skip
+def test_vectors_that_tell_nothing_apart_are_said_before_training(tmp_path, capsys, change, says):
+    vectors, truth = drawn()
+    labels = np.where(truth < 4, truth, -1)
+    settings = FEW | {"discover.epochs": 1, "quiet": False, "output": str(tmp_path / "run")}
+    uno.discover(embeddings=change(vectors), labels=labels, num_novel=2, **settings)
+    told = capsys.readouterr()
+    assert f"warning: {says}" in told.out and told.out.index(says) < told.out.index("predicting all images")
+
+
+@pytest.mark.parametrize("value", [0.0, np.inf])
+def test_nothing_but_unusable_vectors(tmp_path, value):
+    """Kills: advice on the batch size where no row can be used."""
+    vectors, truth = drawn()
+    with pytest.raises(ConfigError, match="240 of 240 images are unreadable"):
+        uno.discover(embeddings=np.full_like(vectors, value), labels=np.where(truth < 4, truth, -1),
+                     num_novel=2, output=str(tmp_path / "run"), quiet=True)  # fmt: skip
+
+
 def test_what_does_not_fit_is_refused(run, tmp_path):
     model, vectors, _ = run
     with pytest.raises(ConfigError, match="takes vectors of 16 numbers, the data has vectors of 5 numbers"):
