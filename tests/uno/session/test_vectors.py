@@ -79,7 +79,8 @@ def test_the_exported_program_takes_vectors(run):
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    (lambda v: v * 0 + 1, "the features of all images are the same"), (lambda v: v * 1e30, "the features are larger than 1e"),
+    (lambda v: v * 0 + 1, "the features of all images are the same"),
+    (lambda v: v * 1e30, "the features are larger than 1e"),
 ])  # fmt: skip
 def test_vectors_that_tell_nothing_apart_are_said_before_training(tmp_path, capsys, change, says):
     vectors, truth = drawn()
