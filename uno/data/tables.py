@@ -494,6 +494,8 @@ def json_at(text: str | bytes, *names: str) -> Any:
 def labels_in(source: str, column: Any, names: Sequence[str]) -> Labels:
     """The classes of an Arrow column, numbers by ``names`` if there are any. ConfigError: it holds others."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if not pa.types.is_integer(kind) and kind not in (*TEXT, pa.null()):
+        raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
     coded = column.cast(kind).combine_chunks().dictionary_encode()
     values = coded.dictionary.to_pylist()
     if pa.types.is_integer(kind):
@@ -501,8 +503,6 @@ def labels_in(source: str, column: Any, names: Sequence[str]) -> Labels:
         if names and largest >= len(names):
             raise ConfigError(f"{source}: label {largest} has no name among the {len(names)} of the metadata")
         values = [None if v is None or v < 0 else names[v] if names else str(v) for v in values]
-    elif kind not in (*TEXT, pa.null()):
-        raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
     found = Labels.of(value or None for value in values)
     rows = coded.indices.fill_null(len(values)).to_numpy()
     return Labels(found.classes, np.append(found.codes, np.int32(-1))[rows])

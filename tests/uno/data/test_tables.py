@@ -125,6 +125,7 @@ def test_files_and_folders_name_the_split(tmp_path):
     (pa.table({"picture": [b"x"], "label": ["a"]}), "it has picture, label"),
     (pa.table({"image": [1.5]}), "images must be bytes"),
     (pa.table({"image": [b"x"], "label": [1.5]}), "names or numbers"),
+    (pa.table({"image": [b"x"], "label": [[1, 2]]}), "names or numbers"),
     (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
     (pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}), "'same' appears more than once"),
     (pa.table({"image": ["/etc/passwd"]}), "is outside the folder"),
