@@ -4,8 +4,10 @@
 
 prints one JSON row. Steps of discovery alone and the same steps as a run takes them take turns (A B A B):
 with the hook and the collective of ``Pace``, and every tenth step (``train.log_every`` of a run) a line to
-``metrics.jsonl``, TensorBoard, W&B (offline) and MLflow (a local folder), each as far as it is installed.
-``ratio`` is that of the medians; 1.01 at most is asked for.
+``metrics.jsonl``, the rank's log, TensorBoard, W&B (offline) and MLflow (a local folder), as far as they are
+installed.
+``ratio`` is the median over pairs of turns, with the interval that has 95 % of its bootstrap samples; 1.01 at
+most is asked for.
 """
 
 import argparse
@@ -17,6 +19,7 @@ from contextlib import closing
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.measure import environment, medians, spread, take_turns
@@ -30,7 +33,9 @@ from uno.pace import Pace
 from uno.presets import PRESETS, preset
 from uno.runs import DISCOVER
 from uno.runs.journal import Journal
+from uno.session.console import described
 from uno.session.loggers import LOGGERS, Loggers
+from uno.session.rank_log import RankLog
 from uno.state import new_state
 from uno.steps import discovery_step
 from uno.train import Phase, _collect_metrics_
@@ -73,7 +78,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             states.append(new_state(model, model, config.discover, device, False))
         phase = Phase(DISCOVER, config.discover, 10**6, options.batch, None, discovery_step)
         pace = Pace(states[1], batches)
-        with Loggers(config, storage) as loggers, Journal(storage, DISCOVER, 0) as journal, closing(pace):
+        writers = Loggers(config, storage), Journal(storage, DISCOVER, 0), RankLog(storage, 0, 1)
+        with writers[0] as loggers, writers[1] as journal, writers[2] as log, closing(pace):
 
             def plain() -> None:
                 for _ in range(options.steps):
@@ -88,14 +94,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                         metrics = _collect_metrics_(phase, states[1], 0.01, pace)
                         journal.write(metrics)
                         loggers(metrics)
+                        log.note(described(metrics))
 
             seconds = take_turns({"plain": plain, "watched": watched}, options.repeats, options.device)
     found = medians(seconds)
+    ratios = np.divide(seconds["watched"], seconds["plain"])
+    again = np.median(np.random.default_rng(0).choice(ratios, (2_000, len(ratios))), axis=1)
     return {
         "question": "what do the loggers and the counts of uno.pace cost a step?",
         "command": "python -m benchmarks.loggers " + " ".join(sys.argv[1:]), "loggers": names,
         "ms": {name: round(1000 * value / options.steps, 3) for name, value in found.items()},
-        "ratio": round(found["watched"] / found["plain"], 4), "spread": spread(seconds),
+        "ratio": round(float(np.median(ratios)), 4),
+        "interval": [round(float(end), 4) for end in np.quantile(again, (0.025, 0.975))],
+        "spread": spread(seconds),
         **environment(options.device),
     }  # fmt: skip
 
