@@ -193,7 +193,7 @@ def load_data(options: SweepOptions, task: Task, own_weights: bytes | None, stor
             found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
     if isinstance(found, NeighborViews):
-        images: Source = tuple(part.numpy() for part in found.parts)
+        images: Source = [part.numpy() for part in found.parts]
     else:
         images = path if streams else found.numpy()
     return sweep_data(task, images, ok_mask(reasons), options.score)

@@ -60,7 +60,7 @@ class Unread(NamedTuple):
     ids: Ids
 
 
-Source = np.ndarray | tuple[np.ndarray, ...] | str | Unread
+Source = np.ndarray | list[np.ndarray] | str | Unread
 """What stands for the images of N rows: pixels uint8 (N,3,S,S), or a frozen encoder's features float32
 (N,1+V,D), in memory or in a ``.npy`` file; the parts of :class:`~uno.data.mapped.NeighborViews`; or the
 images where they are.
@@ -173,7 +173,7 @@ def open_folds(source: Source, folds: list[FoldRows], config: Config, storage: S
             for name, train, (rows, truth, novel), hidden in folds
         ]  # fmt: skip
     values: Tensor | NeighborViews
-    if isinstance(source, tuple):
+    if isinstance(source, list):
         values = NeighborViews(*map(shared_tensor, source))
     else:
         values = shared_tensor(np.load(source, mmap_mode="r") if isinstance(source, str) else source)
