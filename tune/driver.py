@@ -24,15 +24,14 @@ from pipelines.options import Options
 from pipelines.worker import MAX_DEATHS
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
-from tune.score import FoldRows, SweepData, Unread, make_folds, sweep_data
+from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
 from uno.config import Config, differing_keys, dump_yaml, field_traits, flatten, override, to_dict
 from uno.data import output
 from uno.data.decode import ok_mask
 from uno.data.defaults import keys_from_images
-from uno.data.features import Zeros
 from uno.data.files import Storage, full_path, refusing, split
-from uno.data.mapped import PIECE_ROWS, NeighborViews
+from uno.data.mapped import NeighborViews
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
 from uno.encoder import code_of
@@ -194,8 +193,10 @@ def load_data(options: SweepOptions, task: Task, own_weights: bytes | None, stor
             found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
     if isinstance(found, NeighborViews):
-        found = _all_views(found, partial(mapped_zeros, path) if streams else torch.zeros)
-    return sweep_data(task, path if streams else found.numpy(), ok_mask(reasons), options.score)
+        images: Source = [part.numpy() for part in found.parts]
+    else:
+        images = path if streams else found.numpy()
+    return sweep_data(task, images, ok_mask(reasons), options.score)
 
 
 def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
@@ -207,15 +208,6 @@ def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
         with open(path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
     return torch.from_numpy(values)
-
-
-def _all_views(vectors: NeighborViews, zeros: Zeros) -> Tensor:
-    """``vectors`` (N, 1 + V, D), made once for all trials."""
-    found = zeros(vectors.shape)
-    for start in range(0, len(vectors), PIECE_ROWS):
-        rows = slice(start, start + PIECE_ROWS)
-        found[rows] = vectors[rows]
-    return found
 
 
 def check_options(options: SweepOptions) -> None:

@@ -28,6 +28,7 @@ from uno.data.columns import Ids
 from uno.data.decode import BadRows, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, batches_of
+from uno.data.mapped import NeighborViews
 from uno.data.plan import TUNE_FOLDS
 from uno.data.resident import EvalSet, train_set
 from uno.data.row_blocks import HostRows, RowBlocks
@@ -59,9 +60,10 @@ class Unread(NamedTuple):
     ids: Ids
 
 
-Source = np.ndarray | str | Unread
+Source = np.ndarray | list[np.ndarray] | str | Unread
 """What stands for the images of N rows: pixels uint8 (N,3,S,S), or a frozen encoder's features float32
-(N,1+V,D), in memory or in a ``.npy`` file; or the images where they are.
+(N,1+V,D), in memory or in a ``.npy`` file; the parts of :class:`~uno.data.mapped.NeighborViews`; or the
+images where they are.
 """
 
 
@@ -170,12 +172,12 @@ def open_folds(source: Source, folds: list[FoldRows], config: Config, storage: S
                  StreamedEvalSet(truth, rows, novel, *how), hidden)
             for name, train, (rows, truth, novel), hidden in folds
         ]  # fmt: skip
-    if isinstance(source, str):
-        values = shared_tensor(np.load(source, mmap_mode="r"))
-        blocks: RowBlocks = HostRows([values])
+    values: Tensor | NeighborViews
+    if isinstance(source, list):
+        values = NeighborViews(*map(shared_tensor, source))
     else:
-        values = shared_tensor(source)
-        blocks = RowBlocks([values])
+        values = shared_tensor(np.load(source, mmap_mode="r") if isinstance(source, str) else source)
+    blocks = HostRows([values]) if isinstance(source, str) else RowBlocks([values])
     seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])  # of features the evaluation view
     return [
         Fold(name, train_set(blocks, **train), EvalSet(seen.select_rows(rows), truth, rows, novel), hidden)

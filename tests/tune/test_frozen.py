@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from pipelines.options import parse
 from tests.forked import forked
 from tests.tune.tiny import claimed, folds_of, frozen_options, run_tiny, tiny_options
 from tests.uno.data.builders import failure
 from tune import AGREEMENT, driver, spaces
-from tune.driver import HERE, load_data, open_sweep, run_sweep
+from tune.driver import HERE, load_data, open_sweep, run_sweep, sweep_options
 from tune.score import SweepData
+from tune.sweep import TUNE
 from uno.config import override
 from uno.data import features
 from uno.data.files import Storage
+from uno.data.mapped import NeighborViews
+from uno.data.vectors import store_vectors
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
@@ -162,6 +166,35 @@ def test_features_in_a_file_are_those_in_memory(tmp_path):
     assert not train.unlabeled_images[:].any()  # what was opened before has no copy
     with pytest.raises(ConfigError, match="need a directory"):
         load(options, storage=Storage("mock:///sweep"))
+
+
+def test_trials_make_the_views_of_vectors_when_they_read_them(tmp_path):
+    """Kills: views of all rows that are computed before trials start, or others than those of a run."""
+    labels, generator = np.arange(240) % 6, np.random.default_rng(0)
+    values = 4 * generator.normal(size=(6, 16))[labels] + generator.normal(size=(240, 16))
+    store_vectors(f"{tmp_path}/v.parquet", values, np.where(labels < 4, labels, -1))
+    words = ["--data", f"vectors:{tmp_path}/v.parquet", "--num-novel", "2", "--folds", "1"]
+    words += [
+        "--discover.epochs",
+        "2",
+        "--batch-size",
+        "64",
+        "--compute.threads",
+        "1",
+        "--output",
+        f"{tmp_path}/s",
+    ]
+    options, _ = driver._resolved(sweep_options(parse(words, TUNE)))
+    data, config = load(options), options.config
+    assert [part.shape[1:] for part in data.images] == [(16,), (6,), (6,)]
+    views = NeighborViews(*map(torch.from_numpy, data.images))[:].numpy()
+    for made, stored in zip(
+        folds_of(data, config), folds_of(data._replace(images=views), config), strict=True
+    ):
+        plan = run.plans(config, len(made.train.labels), made.train.num_unlabeled, 0)[DISCOVER]
+        both = (fold.train.batches(config, plan)(0).views for fold in (made, stored))
+        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+        assert torch.equal(made.scored.images[:], stored.scored.images[:])
 
 
 def test_features_larger_than_memory_are_never_in_memory(tmp_path):

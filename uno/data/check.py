@@ -13,6 +13,7 @@ from uno.config import Config
 from uno.data.decode import BadImage, decoded, read_header
 from uno.data.files import is_uri, read_bytes
 from uno.data.images import content_of, evenly_spaced
+from uno.data.mapped import equal_rows
 from uno.data.plan import by_windows, make_plan, make_pretrain_plan
 from uno.data.splits import Task
 from uno.data.stream import window_rows
@@ -260,6 +261,9 @@ def _duplicates(task: Task) -> Iterator[str]:
 def _copies(task: Task) -> tuple[list[list[int]], bool]:
     """Groups of rows with equal content, and whether all were compared. Only files of equal size are read."""
     images, rows = task.rows.images, np.arange(len(task.rows))
+    if (vectors := images.vectors(rows)) is not None:
+        values, reasons = vectors
+        return [group for group in equal_rows(values[:, 0]) if reasons[group[0]] is None], True
     if images.groups(rows) is None:  # else sizes are means
         sizes = images.sizes(rows)
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)

@@ -17,6 +17,7 @@ from uno.errors import StorageError
 
 MAPPED_BYTES = 256 * 2**20  # from which on numbers are in a file
 PIECE_ROWS = 2**16
+HASHED_ROWS = 2**13  # at once
 CACHE_VARIABLE = "UNO_CACHE"
 
 
@@ -53,6 +54,24 @@ def fill(shape: tuple[int, ...], piece: Callable[[slice], Any]) -> np.ndarray:
         own = slice(start, min(start + PIECE_ROWS, shape[0]))
         found[own] = piece(own)
     return found
+
+
+def equal_rows(values: Tensor) -> list[list[int]]:
+    """Groups of rows of ``values`` float32 (N, D) with the same bits, by 64-bit hashes of each."""
+    weights = np.random.default_rng(0).integers(2**64, size=values.shape[1], dtype=np.uint64)
+    keys = np.empty(len(values), np.uint64)
+    for start in range(0, len(values), HASHED_ROWS):
+        own = slice(start, start + HASHED_ROWS)
+        bits = values[own].numpy().view(np.uint32)
+        keys[own] = (bits ^ bits >> 16).astype(np.uint64) @ weights  # round numbers end in zeros
+    order = np.argsort(keys, kind="stable")
+    starts = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]))
+    counts = np.diff(starts, append=len(keys))
+    several = counts > 1
+    return [
+        order[start : start + count].tolist()
+        for start, count in zip(starts[several], counts[several], strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)

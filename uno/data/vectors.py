@@ -23,7 +23,7 @@ from uno.data import mapped, tables
 from uno.data.columns import Labels, Text
 from uno.data.decode import ok_mask
 from uno.data.features import SEED
-from uno.data.images import Image, Images
+from uno.data.images import Image, Images, evenly_spaced
 from uno.data.mapped import PIECE_ROWS, NeighborViews
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.rows import Rows
@@ -204,15 +204,16 @@ def with_views(values: Tensor, augment: AugmentConfig, ok: np.ndarray) -> Tensor
     how, strength = augment.vector_view, augment.vector_strength
     if how == "neighbors":
         return _neighbor_views(values[:, 0], rows, augment, generator)
-    points = values[rows, 0]
-    spread, views = points.std(dim=0), [points]
-    for _ in range(augment.num_cached_views):
-        if how == "noise":
-            views.append(points + strength * spread * torch.randn(points.shape, generator=generator))
-        else:
-            views.append(points * (torch.rand(points.shape, generator=generator) >= strength))
-    found = values.new_zeros(len(values), len(views), values.shape[2])
-    found[rows] = torch.stack(views, dim=1)
+    spread = values[rows[evenly_spaced(PIECE_ROWS, len(rows))], 0].std(dim=0)
+    found = torch.from_numpy(mapped.new_array((len(values), 1 + augment.num_cached_views, values.shape[2])))
+    for own in rows.split(PIECE_ROWS):
+        found[own, 0] = points = values[own, 0]
+        for view in range(1, found.shape[1]):
+            if how == "noise":
+                drawn = torch.randn(points.shape, generator=generator)
+                found[own, view] = points + strength * spread * drawn
+            else:
+                found[own, view] = points * (torch.rand(points.shape, generator=generator) >= strength)
     return found
 
 

@@ -105,18 +105,15 @@ def on_features(config: Config) -> bool:
     return config.model.finetune == "none" and config.data.loading != "streaming"
 
 
-def row_bytes(config: Config, all_views: bool = False) -> int:
+def row_bytes(config: Config) -> int:
     """Of one image that a resident run keeps: decoded, or as :func:`feature_bytes`."""
-    frozen = config.model.finetune == "none"
-    return feature_bytes(config, all_views) if frozen else 3 * config.data.stored_size**2
+    return feature_bytes(config) if config.model.finetune == "none" else 3 * config.data.stored_size**2
 
 
-def feature_bytes(config: Config, all_views: bool = False) -> int:
-    """Of one row's features in memory, those of vectors also where their file is mapped; ``all_views``: also
-    of views that a run makes when they are read.
-    """
+def feature_bytes(config: Config) -> int:
+    """Of one row's features in memory, those of vectors also where their file is mapped."""
     width, views = int(build_encoder(config.model).num_features), config.augment.num_cached_views  # type: ignore[arg-type]
-    if config.model.takes_vectors and config.augment.vector_view == "neighbors" and not all_views:
+    if config.model.takes_vectors and config.augment.vector_view == "neighbors":
         return 4 * width + 8 * views  # a partner and a share for each: views are made when they are read
     return 4 * (1 + views) * width
 
@@ -200,7 +197,7 @@ def choose_for_sweep(config: Config, num_rows: int, num_folds: int) -> tuple[Loa
     """
     room, here = free_memory(config), override(config, {"compute.num_workers": 0})
     device = None if room.device is None else room.device // num_folds
-    return choose(here, num_rows, row_bytes(config, all_views=True), Room(room.host // 2, device))
+    return choose(here, num_rows, row_bytes(config), Room(room.host // 2, device))
 
 
 def _size(num_bytes: float) -> str:

@@ -255,6 +255,31 @@ def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
         assert torch.equal(images.vectors(np.array([7, 3]))[0], found[[7, 3]])
 
 
+def test_equal_rows_are_those_of_a_dictionary(monkeypatch):
+    """Kills: hashes of round numbers, whose last bits are zeros, that meet; pieces that overlap."""
+    monkeypatch.setattr(mapped, "HASHED_ROWS", 1_000)
+    values = torch.randint(0, 3, (20_500, 8), generator=torch.Generator().manual_seed(0)).float()
+    found: dict[tuple[float, ...], list[int]] = {}
+    for row, numbers in enumerate(values.tolist()):
+        found.setdefault(tuple(numbers), []).append(row)
+    assert 4_000 < len(found) < 6_562
+    several = [group for group in found.values() if len(group) > 1]
+    assert sorted(mapped.equal_rows(values)) == sorted(several)
+    assert mapped.equal_rows(values[:0]) == mapped.equal_rows(values[:1]) == []
+
+
+def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
+    """Kills: vectors that are copied to compare them; bad rows, all of them zeros, taken for copies."""
+    values = drawn(40)
+    values[7], values[8], values[9], values[12] = 0, 0, np.nan, values[3]
+    source = stored(tmp_path / "a.parquet", embedding=list(values), label=["a", "b"] * 10 + [None] * 20)
+    config = configured({"data.source": source, "data.num_novel": 2, "data.max_bad_fraction": 0.2})
+    task = make_task(read_rows(config.data), config.data)
+    monkeypatch.setattr(Vectors, "read_images", None)
+    copies = [p.message for p in check(task, config) if "duplicates" in p.message]
+    assert copies == ["duplicates with different known labels: 1, e.g. row-3 = row-12"]
+
+
 def test_the_search_for_neighbors_is_bounded(monkeypatch):
     """Kills: work that grows with the square of the rows."""
     monkeypatch.setattr("uno.data.vectors.NEAR_PAIRS", 30_000)
