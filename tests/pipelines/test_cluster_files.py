@@ -10,9 +10,7 @@ from contextlib import suppress
 import pytest
 import yaml
 
-from pipelines.commands import DISCOVER
-from pipelines.options import parse
-from tests.pipelines.small import RAY, ROOT, SMALL, wait_for
+from tests.pipelines.small import RAY, ROOT, SMALL, free_port, wait_for
 from tests.processes import below, running
 
 pytestmark = pytest.mark.ray
@@ -78,34 +76,11 @@ def test_a_log_that_grows_changes_no_package(tmp_path):
     assert len({*found}) == 1 and get_uri_for_directory(str(tmp_path), include_gitignore=True) not in found
 
 
-def test_the_anyscale_file_is_a_job_of_ours():
-    """Keys of Anyscale's JobConfig, ComputeConfig and node groups, copied from its package 0.26.112, which
-    takes 189 MB. Kills: a key that it refuses, options that uno does not have, more workers than the nodes
-    have GPUs, an output that the next attempt does not find.
-    """
-    job = yaml.safe_load((ROOT / "examples/anyscale.yaml").read_text())
-    assert job.keys() <= {
-        "name", "entrypoint", "image_uri", "containerfile", "compute_config", "working_dir", "env_vars",
-        "max_retries", "timeout_s", "tags",
-    }  # fmt: skip
-    nodes = job["compute_config"]
-    assert nodes.keys() <= {"cloud", "zones", "head_node", "worker_nodes", "min_resources", "max_resources"}
-    (group,) = nodes["worker_nodes"]
-    assert group.keys() <= {"instance_type", "min_nodes", "max_nodes", "market_type", "resources", "name"}
-    assert nodes["head_node"].keys() <= {"instance_type", "resources"}
-    module, *words = job["entrypoint"].split()[2:]
-    config = parse(words[1:], DISCOVER).config
-    assert (module, words[0], config.compute.num_workers) == ("pipelines", "discover", 4 * group["max_nodes"])
-    assert (ROOT / job["containerfile"]).exists() and config.output.startswith("/mnt/cluster_storage/")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_fake_cluster_grows_for_a_job(tmp_path):
     """The head has no CPU: the command waits, the autoscaler starts nodes, two workers train."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     text = (ROOT / "cluster-fake.yaml").read_text()
     assert "gcs_address: 127.0.0.1:6399" in text
     (tmp_path / "cluster.yaml").write_text(text.replace("127.0.0.1:6399", address))

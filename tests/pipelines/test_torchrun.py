@@ -132,20 +132,10 @@ def test_the_slurm_script_starts_what_torchrun_and_ray_understand(tmp_path):
 
 
 def test_the_skypilot_file_starts_what_torchrun_understands(tmp_path):
-    """Keys of SkyPilot's schema for tasks and resources, copied from 0.14.1, which takes 317 MB; with
-    torchrun stood in for. Kills: a key that SkyPilot refuses, flags that torchrun or uno do not have, the
-    first node's rank on all.
+    """With torchrun stood in for. Kills: flags that torchrun or uno do not have, the first node's rank on
+    all.
     """
     task = yaml.safe_load((ROOT / "examples/skypilot.yaml").read_text())
-    assert task.keys() <= {"name", "workdir", "num_nodes", "resources", "file_mounts", "setup", "run", "envs"}
-    assert task["resources"].keys() <= {
-        "accelerators",
-        "use_spot",
-        "image_id",
-        "disk_size",
-        "cloud",
-        "region",
-    }
     (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
     sky = {"NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_NODES": "2", "NODE_RANK": "1", "NUM_GPUS_PER_NODE": "4"}
