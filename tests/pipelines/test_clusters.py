@@ -61,7 +61,7 @@ ANYSCALE = only(
 GROUP = ("compute_config", "worker_nodes", 0)
 REFUSED = {
     "skypilot": [
-        ("num_node", 2), ("num_nodes", "2"), ("run", ["x"]), ("name", 5), ("envs", "OUTPUT", 3),
+        ("num_node", 2), ("num_nodes", "2"), ("run", ["x"]), ("name", 5),
         ("envs", "OUT PUT", "x"), ("resources", "use_spots", True), ("resources", "use_spot", "yes"),
         ("resources", "accelerators", 4), ("resources", "accelerators", {"A10G": "4"}),
         ("resources", "image_id", 3),
@@ -76,7 +76,7 @@ REFUSED = {
         (*GROUP, "min_nodes", -1), (*GROUP, "max_nodes", "2"), (*GROUP, "max_nodes", 0),
     ],
 }  # fmt: skip
-"""A place in the example and a value there: what the two packages themselves refuse."""
+"""A place in the example and a value there: what the two packages themselves refuse, too."""
 
 
 @cache
